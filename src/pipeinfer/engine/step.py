@@ -1,0 +1,53 @@
+"""One step as arrays: what the memory manager decided and what the model runner computes from.
+
+Knows no plan, no policy and no torch. Rows are requests, tokens are the flattened rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+LAST_TOKEN = -1  # in Step.tokens: take the id that the previous step left in last_token[slot]
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """Sampling parameters of the rows that sample, [S] each, in the order of those rows.
+
+    temperature, top_p, min_p: float32; top_k: int32 (0 is off); seeds: uint64; positions: int64,
+    the absolute position of the token being sampled. suppress: (row, id) pairs int64 [n, 2] of ids
+    that must not be sampled.
+    """
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    seeds: np.ndarray
+    positions: np.ndarray
+    suppress: np.ndarray
+
+
+@dataclass(frozen=True)
+class Step:
+    """R rows, T tokens. Rows with one token (decodes) come first, `decodes` of them.
+
+    slots, starts, counts: int32 [R]; row r computes positions starts[r] .. starts[r]+counts[r]-1,
+    counts[r] >= 1. tokens: int32 [T], known ids or LAST_TOKEN. samples: bool [R]; such a row's last
+    position gives logits, and the sampled id goes to last_token[slots[r]].
+    pages: int32 [R, P], this step's private copy of the page table: position p of row r lies in
+    page pages[r, p // page_size] at offset p % page_size. Page 0 is a dummy that no request owns.
+    """
+
+    epoch: int
+    number: int
+    decodes: int
+    slots: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    samples: np.ndarray
+    tokens: np.ndarray
+    pages: np.ndarray
+    sampling: SamplingRows

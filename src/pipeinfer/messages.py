@@ -1,0 +1,414 @@
+"""Every message on the bus; read from top to bottom it is the whole protocol.
+
+Knows nobody: no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec
+struct, encoded as MessagePack; token sequences are raw little-endian int32 bytes. Structs grow only
+at their end, with defaults; any other change is a new PROTOCOL.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Union, get_args
+
+import msgspec
+import numpy as np
+
+from pipeinfer.params import SamplingParams
+
+PROTOCOL = 1
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all that travels: encoded as [tag, field, field, ...]."""
+
+
+def pack(ids: Any) -> bytes:
+    """A sequence of integers (list or NumPy array) as little-endian int32 bytes."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def unpack(raw: bytes) -> np.ndarray:
+    """int32 view [n] of what `pack` made; read-only."""
+    return np.frombuffer(raw, dtype="<i4")
+
+
+# ------------------------------------------------------------------- requests: gateway -> tokenizer
+
+
+class Submit(Message):
+    """A client's request. Exactly one of `text`, `prompt_ids` and `chat` is given.
+
+    `attempt` counts how often the gateway has sent it; answers to an older attempt are dropped.
+    `timeout`: seconds from now after which the request is aborted; 0 is never. `seed` is final.
+    `cache_salt` separates prefix caches. `trace` is the W3C traceparent, or empty.
+    """
+
+    request_id: str
+    attempt: int
+    gateway: int
+    params: SamplingParams
+    seed: int
+    text: str | None = None
+    prompt_ids: bytes | None = None
+    chat: list[dict[str, Any]] | None = None
+    template_arguments: dict[str, Any] = {}
+    add_special_tokens: bool = True
+    priority: int = 0
+    timeout: float = 0.0
+    cache_salt: str = ""
+    trace: str = ""
+
+
+class Abort(Message):
+    """The client is gone (or asked to stop): forget the request everywhere, free its pages.
+
+    Travels gateway -> tokenizer -> scheduler -> detokenizer, on the request's own path, so it
+    cannot overtake its request.
+    """
+
+    request_id: str
+    attempt: int
+    reason: str = "client"
+
+
+# --------------------------------------------------------------------- work: tokenizer -> scheduler
+
+
+class Work(Message):
+    """A tokenized request. `max_tokens` None in `params` means: as many as fit.
+
+    `eos_ids`: ids that end this request by themselves (empty under ignore_eos).
+    """
+
+    request_id: str
+    attempt: int
+    gateway: int
+    detokenizer: int
+    prompt_ids: bytes
+    params: SamplingParams
+    seed: int
+    eos_ids: tuple[int, ...] = ()
+    priority: int = 0
+    timeout: float = 0.0
+    cache_salt: str = ""
+    trace: str = ""
+
+
+# ------------------------------------------------------------------------ plan: scheduler -> engine
+
+
+class Begin(Message):
+    """A new epoch: forget all slots and the whole prefix tree, then answer Ready(epoch).
+
+    Only the ranks whose incarnation is listed take part; plan numbers start at 0 again.
+    """
+
+    epoch: int
+    incarnations: tuple[int, ...]
+
+
+class Release(Message):
+    """The request in `slot` is over or preempted; the steps before this plan still read its pages.
+
+    If `keep`, what was computed of (admitted tokens + `output_ids`) may enter the prefix cache;
+    `output_ids` are the confirmed ids sampled since the admission (int32 bytes). Nothing past
+    them may: a surplus token never does.
+    """
+
+    slot: int
+    keep: bool
+    output_ids: bytes = b""
+
+
+class Admit(Message):
+    """Puts a request into a free slot: match its tokens in the prefix cache, lock what is found.
+
+    `token_ids`: all known tokens (int32 bytes); ids at and past `prompt_len` count as output.
+    `max_total`: the request never grows past that many tokens (prompt and output); rows that would
+    are computed as empty. `suppress`: ids that are not sampled before `params.min_tokens` outputs.
+    """
+
+    slot: int
+    request_id: str
+    token_ids: bytes
+    prompt_len: int
+    max_total: int
+    params: SamplingParams
+    seed: int
+    suppress: tuple[int, ...] = ()
+    cache_salt: str = ""
+
+
+class Plan(Message):
+    """One step: releases, then admits, then rows `advance(slot, up to count tokens)`.
+
+    `slots`, `counts`: int32 bytes, one entry a row, in the scheduler's order; a slot stands at most
+    once. A row computes known tokens not yet computed, at most `count`; where none are left it
+    decodes one token from the id that the previous step left on the device.
+    """
+
+    epoch: int
+    number: int
+    releases: tuple[Release, ...]
+    admits: tuple[Admit, ...]
+    slots: bytes
+    counts: bytes
+
+
+# ---------------------------------------------------------------------- result: engine -> scheduler
+
+
+class Hello(Message):
+    """An engine rank is loaded and asks for an epoch; repeated until `Begin` lists it.
+
+    All ranks of a group must agree on `model` .. `max_model_len`. `pages` x `page_size` tokens fit
+    into the pool; `max_slots` requests can be admitted at a time.
+    """
+
+    protocol: int
+    version: str
+    rank: int
+    tp: int
+    incarnation: int
+    model: str
+    page_size: int
+    pages: int
+    max_slots: int
+    max_model_len: int
+    attention: str
+    graph_sizes: tuple[int, ...] = ()
+
+
+class Ready(Message):
+    """The rank hears the plan channel and its state is empty: plans of `epoch` may come."""
+
+    epoch: int
+    rank: int
+    incarnation: int
+
+
+class Admitted(Message):
+    """Said as soon as plan `number` was applied, long before its tokens exist.
+
+    `slots`, `cached`: int32 bytes; `cached` tokens of each admitted request came from the cache.
+    `free`, `evictable`: pages after the plan.
+    """
+
+    epoch: int
+    number: int
+    slots: bytes
+    cached: bytes
+    free: int
+    evictable: int
+
+
+class Result(Message):
+    """What step `number` did, one row for each row of its plan, in the plan's order.
+
+    `slots`, `starts`, `counts`: int32 bytes; `starts` is the first computed position, `counts` how
+    many tokens were computed (0: deferred if listed in `deferred`, else nothing was left to do).
+    `produced`: int32 bytes, how many ids of `token_ids` belong to each row (0 where it did not
+    sample). `free`, `evictable`: pages after the plan. `digest`: running hash of memory decisions.
+    """
+
+    epoch: int
+    number: int
+    slots: bytes
+    starts: bytes
+    counts: bytes
+    produced: bytes
+    token_ids: bytes
+    deferred: bytes
+    free: int
+    evictable: int
+    digest: int
+    step_seconds: float = 0.0  # differs between a run and its replay
+
+
+class Fault(Message):
+    """The rank cannot go on in this epoch (a gap in the plans, a failed step)."""
+
+    epoch: int
+    rank: int
+    incarnation: int
+    reason: str
+
+
+# ----------------------------------------------------------------- tokens: scheduler -> detokenizer
+
+
+class Open(Message):
+    """A request that will produce tokens. `context_ids`: the prompt's last ids, for the decoder."""
+
+    request_id: str
+    attempt: int
+    gateway: int
+    params: SamplingParams
+    prompt_tokens: int
+    context_ids: bytes
+    trace: str = ""
+
+
+class TokenRow(msgspec.Struct, frozen=True, array_like=True):
+    """New output ids of one request; `offset` is the index of the first among its outputs.
+
+    `finish`: None while it goes on. With "stop" by a token, `stop_token` is that id and is the last
+    of `ids`; it has no text and is not part of the result. Row offsets are gapless.
+    """
+
+    request_id: str
+    offset: int
+    ids: bytes
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    error: str = ""
+    cached_tokens: int = 0
+
+
+class Tokens(Message):
+    """Everything that one result brought, for one detokenizer."""
+
+    rows: tuple[TokenRow, ...]
+
+
+class Refused(Message):
+    """The request cannot be served; said by tokenizer or scheduler, shown to the client."""
+
+    request_id: str
+    attempt: int
+    gateway: int
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+class StopHit(Message):
+    """detokenizer -> scheduler: a stop string ended the request after `length` output tokens."""
+
+    request_id: str
+    attempt: int
+    length: int
+
+
+# ---------------------------------------------------------- text: tokenizer, detokenizer -> gateway
+
+
+class Accepted(Message):
+    """tokenizer -> gateway: the request's ids and where it went."""
+
+    request_id: str
+    attempt: int
+    group: int
+    prompt_ids: bytes
+
+
+class TextRow(msgspec.Struct, frozen=True, array_like=True):
+    """New text of one request.
+
+    `byte_offset`: UTF-8 bytes of text before `text`; `token_offset`: output tokens before `ids`.
+    `ids` excludes a stop token and everything past a stop string's cut. On the last row `finish` is
+    set, `output_tokens` counts the accepted outputs (the stop token included, as vLLM counts) and
+    `stop_reason` is the stop string or stop token id, None for the model's own EOS.
+    """
+
+    request_id: str
+    attempt: int
+    text: str
+    byte_offset: int
+    token_offset: int
+    ids: bytes
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    error: str = ""
+
+
+class Text(Message):
+    """New text of requests of one gateway."""
+
+    rows: tuple[TextRow, ...]
+
+
+# ---------------------------------------------------------------------------- telemetry: all -> all
+
+State = Literal["starting", "loading", "waiting", "ready", "draining", "failed"]
+
+
+class Heartbeat(Message):
+    """A stage's state and statistics, twice a second and at every change of state.
+
+    starting: nothing checked yet; loading: the configuration is valid; waiting: for another stage;
+    ready: it would serve. `stats` has names of docs/telemetry.md. All of it may differ in a replay.
+    """
+
+    stage: str
+    name: str
+    group: int
+    rank: int
+    index: int
+    pid: int
+    incarnation: int
+    state: State
+    reason: str = ""
+    stats: dict[str, float] = {}
+
+
+class GroupFault(Message):
+    """scheduler -> supervisor: the engine ranks of `group` must be restarted, and why."""
+
+    group: int
+    reason: str
+
+
+# ----------------------------------------------------------------------------- events without a bus
+
+
+class Tick(Message):
+    """A timer of the shell fired."""
+
+
+class Drain(Message):
+    """Refuse what is new, finish what runs."""
+
+
+class StepDone(Message):
+    """The device finished step `number`: `token_ids` int32 bytes, one for each row that sampled."""
+
+    epoch: int
+    number: int
+    token_ids: bytes
+    seconds: float = 0.0  # differs between a run and its replay
+
+
+# ----------------------------------------------------------------------------------------- channels
+
+CHANNELS: dict[str, Any] = {
+    "requests": Union[Submit, Abort],
+    "work": Union[Work, Abort],
+    "plan": Union[Begin, Plan],
+    "result": Union[Hello, Ready, Admitted, Result, Fault],
+    "tokens": Union[Open, Tokens, Refused, Abort],
+    "stops": StopHit,
+    "text": Union[Accepted, Refused, Text],
+    "telemetry": Union[Heartbeat, GroupFault],
+    "local": Union[Tick, Drain, StepDone],
+}
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """First part of every frame: who sent it, and its number on that sender's channel."""
+
+    protocol: int
+    sender: str
+    incarnation: int
+    seq: int
+    sent: float
+
+
+def message_types(channel: str) -> tuple[type[Message], ...]:
+    """The structs that may travel on `channel`."""
+    union = CHANNELS[channel]
+    return get_args(union) or (union,)

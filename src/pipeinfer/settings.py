@@ -1,0 +1,122 @@
+"""Every setting of pipeinfer: one struct behind flags, environment variables and LLM(...) keywords.
+
+Knows no stage; it says what the values are, not what they do. Precedence: flag, then environment
+(`--kv-pages` = PIPEINFER_KV_PAGES), then the topology file's [settings] table, then the default.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+PREFIX = "PIPEINFER_"
+DEMO = "pipeinfer-demo"
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+
+
+class ConfigurationError(ValueError):
+    """A wrong setting, topology or checkpoint; the text is for the user, the exit code is 2."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings with their defaults. See docs/settings.md for what each does."""
+
+    model: str = ""
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    served_model_name: str = ""
+    api_key: str = ""
+    chat_template: str = ""
+    revision: str = ""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    tp: Positive = 1
+    dp: Positive = 1
+    routing: Literal["prefix", "least-loaded", "round-robin"] = "prefix"
+    max_model_len: NonNegative = 0  # 0: what the checkpoint says
+    max_running: Positive = 256
+    max_step_tokens: NonNegative = 0  # 0: 2,048 on the CPU, 8,192 on a GPU
+    policy: str = "mixed"
+    overlap_depth: Annotated[int, Meta(ge=1, le=2)] = 2
+    cache: str = "radix"
+    page_size: NonNegative = 0  # 0: what the attention backend prefers
+    kv_pages: NonNegative = 0  # 0: from free memory
+    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    attention: str = "auto"
+    cuda_graph_max_batch: NonNegative = 256
+    no_cuda_graph: bool = False
+    seed: NonNegative = 0
+    record: str = ""
+    topology: str = ""
+    in_process: bool = False
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    threads: NonNegative = 0  # torch threads on the CPU; 0: all cores
+    drain_timeout: Annotated[float, Meta(ge=0)] = 30.0
+    watchdog: Annotated[float, Meta(gt=0)] = 120.0  # seconds without a result that end an epoch
+    max_queue: Positive = 10_000  # requests that may wait before new ones get 429
+    max_body_bytes: Positive = 32 * 2**20
+
+    @property
+    def model_name(self) -> str:
+        """What /v1/models calls it."""
+        return self.served_model_name or self.model or DEMO
+
+
+def build(values: Mapping[str, Any]) -> Settings:
+    """Settings from loosely typed values (strings from flags or the environment are converted).
+
+    Raises ConfigurationError, which names the setting.
+    """
+    known = set(Settings.__struct_fields__)
+    for name in values:
+        if name not in known:
+            raise ConfigurationError(f"unknown setting {name!r}")
+    try:
+        return msgspec.convert(dict(values), Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(_named(str(error))) from None
+
+
+def _named(text: str) -> str:
+    """Turns msgspec's "... - at `$.kv_pages`" into "--kv-pages: ..."."""
+    if " - at `$." in text:
+        text, _, field = text.partition(" - at `$.")
+        return f"--{field.rstrip('`').replace('_', '-')}: {text}"
+    return text
+
+
+def from_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings named in `environ`, as text; empty values count as not given."""
+    names = {PREFIX + field.upper(): field for field in Settings.__struct_fields__}
+    return {names[key]: value for key, value in environ.items() if key in names and value != ""}
+
+
+def to_environment(settings: Settings) -> dict[str, str]:
+    """What to put into a child's environment so that it has the same settings."""
+    defaults = Settings()
+    changed = {}
+    for field in Settings.__struct_fields__:
+        value = getattr(settings, field)
+        if value != getattr(defaults, field):
+            changed[PREFIX + field.upper()] = str(int(value) if isinstance(value, bool) else value)
+    return changed
+
+
+def flag_types() -> dict[str, tuple[type, tuple[str, ...]]]:
+    """(python type, choices) of each setting, for the command line's parser."""
+    table = {}
+    for name, hint in get_type_hints(Settings, include_extras=False).items():
+        if get_origin(hint) is Literal:
+            table[name] = (str, get_args(hint))
+        elif get_origin(hint) in (Union, types.UnionType):
+            table[name] = (str, ())
+        else:
+            table[name] = (hint, ())
+    return table
