@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from pipeinfer.messages import Message
+from pipeinfer.messages import Message, State
 
 LOCAL = "local"  # to the stage's own driver: the device of an engine, the HTTP side of a gateway
 EVERYONE = ""  # published to whoever listens: plans, telemetry
@@ -29,7 +29,7 @@ class Core(Protocol):
         """Takes one event at monotonic time `now` (seconds); returns what to send, in order."""
         ...
 
-    def state(self) -> tuple[str, str]:
+    def state(self) -> tuple[State, str]:
         """(state, reason) for the heartbeat."""
         ...
 

@@ -239,7 +239,10 @@ class Fault(Message):
 
 
 class Open(Message):
-    """A request that will produce tokens. `context_ids`: the prompt's last ids, for the decoder."""
+    """A request that will produce tokens. `context_ids`: the prompt's last ids, for the decoder.
+
+    `group`: whose scheduler hears of a stop string.
+    """
 
     request_id: str
     attempt: int
@@ -248,6 +251,7 @@ class Open(Message):
     prompt_tokens: int
     context_ids: bytes
     trace: str = ""
+    group: int = 0
 
 
 class TokenRow(msgspec.Struct, frozen=True, array_like=True):

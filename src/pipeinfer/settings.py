@@ -6,8 +6,9 @@ Knows no stage; it says what the values are, not what they do. Precedence: flag,
 
 from __future__ import annotations
 
+import argparse
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -120,3 +121,27 @@ def flag_types() -> dict[str, tuple[type, tuple[str, ...]]]:
         else:
             table[name] = (hint, ())
     return table
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds a flag for every setting but `model`; what is not given stays out of the namespace."""
+    for name, (kind, choices) in flag_types().items():
+        if name == "model":
+            continue
+        flag = "--" + name.replace("_", "-")
+        if kind is bool:
+            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS)
+        else:
+            parser.add_argument(
+                flag,
+                metavar="|".join(choices) if choices else name.rsplit("_", 1)[-1].upper(),
+                default=argparse.SUPPRESS,
+            )
+
+
+def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
+    """Settings given as flags; argparse ends the process with code 2 for an unknown one."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS)
+    add_flags(parser)
+    return vars(parser.parse_args(arguments))

@@ -39,7 +39,7 @@ class AttentionBackend(Protocol):
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any
     ) -> torch.Tensor:
-        """Writes k, v [T, kv_heads, head_dim]; attends with q [T, heads, head_dim], same shape out."""
+        """Writes k, v [T, kv_heads, head_dim]; attends with q [T, heads, head_dim]; q's shape."""
         ...
 
     def bind(self, pool: KVPool) -> None:

@@ -1,0 +1,108 @@
+"""From a step's rows to places in the flat pool: where tokens are stored, what each row reads.
+
+Pure NumPy over all rows at once; knows pages and positions, no tensors and no layers. A *place* is
+page * page_size + offset: the index of one token in a layer's K or V seen as [tokens, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from pipeinfer.engine.step import Step
+
+# Rows of one decode group share a padded [rows, longest] gather. A group ends where it would hold
+# more tokens than this (so that what is gathered is still in the cache when it is read) ...
+GROUP_TOKENS = 2048
+# ... or where a row is shorter than this share of the group's longest (so that little is padding).
+GROUP_SHORTEST = 0.8
+# Rows behind a sliding window are cut into pieces of at least that many queries.
+WINDOW_PIECE = 128
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive queries of one row: tokens first..first+count-1 of the step, from `start` on.
+
+    The keys that they see are positions key_start .. start+count-1.
+    """
+
+    row: int
+    first: int
+    count: int
+    start: int
+    key_start: int
+
+    @property
+    def keys(self) -> int:
+        """How many keys the piece reads."""
+        return self.start + self.count - self.key_start
+
+
+def positions(step: Step) -> np.ndarray:
+    """int64 [T]: the absolute position of every token of the step."""
+    counts = step.counts.astype(np.int64)
+    ends = np.cumsum(counts)
+    shift = step.starts.astype(np.int64) - (ends - counts)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(shift, counts)
+
+
+def store_places(step: Step, page_size: int) -> np.ndarray:
+    """int64 [T]: where K and V of every token of the step are stored."""
+    rows = np.repeat(np.arange(len(step.counts)), step.counts)
+    return places(step.pages, rows, positions(step), page_size)
+
+
+def places(
+    pages: np.ndarray, rows: np.ndarray, positions: np.ndarray, page_size: int
+) -> np.ndarray:
+    """int64 places of `positions` of `rows` (broadcast against each other)."""
+    page, offset = np.divmod(positions, page_size)
+    return pages[rows, page].astype(np.int64) * page_size + offset
+
+
+def key_spans(step: Step, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(first key's position, number of keys), int64 [decodes] each, of the single-token rows."""
+    ends = step.starts[: step.decodes].astype(np.int64) + 1
+    firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+    return firsts, ends - firsts
+
+
+def decode_groups(lengths: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Cuts rows with that many keys into groups of similar length.
+
+    Returns (order, bounds): `order` sorts the rows by falling length; group i is
+    order[bounds[i][0] : bounds[i][1]], its longest row first.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    falling = lengths[order]
+    bounds = []
+    begin = 0
+    while begin < len(order):
+        longest = int(falling[begin])
+        most = begin + max(GROUP_TOKENS // longest, 1)
+        alike = int(np.searchsorted(-falling, -longest * GROUP_SHORTEST, side="right"))
+        end = min(most, max(alike, begin + 1), len(order))
+        bounds.append((begin, end))
+        begin = end
+    return order, bounds
+
+
+def pieces(step: Step, window: int | None) -> Iterator[Piece]:
+    """The rows with several tokens; under a sliding window long rows come in several pieces.
+
+    Without the cut, every query of a long row would read the keys of all its windows.
+    """
+    first = step.decodes
+    for row in range(step.decodes, len(step.counts)):
+        start, count = int(step.starts[row]), int(step.counts[row])
+        size = count if window is None else max(window, WINDOW_PIECE)
+        for offset in range(0, count, size):
+            begin = start + offset
+            key_start = 0 if window is None else max(begin + 1 - window, 0)
+            yield Piece(row, first + offset, min(size, count - offset), begin, key_start)
+        first += count

@@ -1,0 +1,66 @@
+"""Addresses of a stage's sockets, derived from the one address that the topology gives it.
+
+A stage binds three sockets: its inbox (PULL), its telemetry and its plans (PUB). With `tcp` they
+take three ports in a row; with `ipc` and `inproc` three names. Opens nothing.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from pipeinfer.settings import ConfigurationError
+
+TRANSPORTS = ("inproc", "ipc", "tcp")
+OFFSETS = {"inbox": 0, "telemetry": 1, "plan": 2}
+
+
+def derive(address: str, socket: str) -> str:
+    """The address of `socket` ("inbox", "telemetry", "plan") of the stage at `address`."""
+    transport, rest = split(address)
+    if transport != "tcp":
+        return f"{address}.{socket}"
+    host, port = _host_port(address, rest)
+    return f"tcp://{host}:{port + OFFSETS[socket]}"
+
+
+def check(address: str) -> None:
+    """Raises ConfigurationError for an address that pipeinfer cannot or must not use."""
+    transport, rest = split(address)
+    if transport == "tcp":
+        host, port = _host_port(address, rest)
+        if not 0 < port <= 65533:
+            raise ConfigurationError(f"{address}: the port must be between 1 and 65533")
+        if not is_loopback(host):
+            raise ConfigurationError(
+                f"{address}: tcp addresses other than loopback need CURVE keys, which this version "
+                "does not have; use 127.0.0.1, [::1] or ipc://"
+            )
+    elif transport == "ipc" and len(rest.encode()) > 90:
+        raise ConfigurationError(f"{address}: a path for ipc has at most 90 bytes")
+
+
+def split(address: str) -> tuple[str, str]:
+    """("tcp", "host:port") of "tcp://host:port"."""
+    transport, separator, rest = address.partition("://")
+    if not separator or transport not in TRANSPORTS or not rest:
+        raise ConfigurationError(
+            f"address {address!r} must begin with one of inproc://, ipc://, tcp://"
+        )
+    return transport, rest
+
+
+def is_loopback(host: str) -> bool:
+    """True for localhost and the loopback ranges of IPv4 and IPv6."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _host_port(address: str, rest: str) -> tuple[str, int]:
+    host, separator, port = rest.rpartition(":")
+    if not separator or not host or not port.isdigit():
+        raise ConfigurationError(f"address {address!r} must be tcp://HOST:PORT")
+    return host, int(port)

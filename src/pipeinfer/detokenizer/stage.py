@@ -1,0 +1,22 @@
+"""Builds the detokenizer stage from a checkpoint's tokenizer files.
+
+Knows files and settings; everything that happens afterwards is the core's.
+"""
+
+from __future__ import annotations
+
+from pipeinfer.detokenizer.core import DetokenizerCore
+from pipeinfer.detokenizer.incremental import DecoderFactory
+from pipeinfer.models.source import resolve_model
+from pipeinfer.runtime.stage import Stage, StageContext
+from pipeinfer.tokenizer.loading import load_tokenizer, read_tokenizer_config
+
+
+def build(context: StageContext) -> Stage:
+    """The stage; raises ConfigurationError for a model or a tokenizer that cannot be read."""
+    settings = context.settings
+    folder = resolve_model(
+        settings.model, settings.revision, lambda text: context.report("loading", text)
+    )
+    tokenizer = load_tokenizer(folder, read_tokenizer_config(folder))
+    return Stage(DetokenizerCore(DecoderFactory(tokenizer)))

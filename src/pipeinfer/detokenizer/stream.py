@@ -1,0 +1,161 @@
+"""One request's way from token rows to text rows: offsets, stop strings, and where it ends.
+
+Has the last word on the end of a request, because it alone reads tokens as text in order. Knows
+rows, not channels: where they come from and go to is the core's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeinfer.detokenizer.incremental import IncrementalDecoder
+from pipeinfer.detokenizer.stops import StopStrings
+from pipeinfer.messages import FinishReason, Open, TextRow, TokenRow, unpack
+
+
+class Stream:
+    """The text of one request. After a row with `finish` it is over and must be dropped.
+
+    `received`: output tokens read so far; `cut`: the number of output tokens up to and including
+    the one that completed a stop string, None while there was none.
+    """
+
+    __slots__ = (
+        "_decoder",
+        "_min_tokens",
+        "_sent_bytes",
+        "_stop_token_ids",
+        "_stops",
+        "attempt",
+        "cut",
+        "gateway",
+        "group",
+        "received",
+        "request_id",
+    )
+
+    def __init__(self, opened: Open, decoder: IncrementalDecoder) -> None:
+        params = opened.params
+        self.request_id = opened.request_id
+        self.attempt = opened.attempt
+        self.gateway = opened.gateway
+        self.group = opened.group
+        self.received = 0
+        self.cut: int | None = None
+        self._decoder = decoder
+        self._stop_token_ids = params.stop_token_ids
+        self._min_tokens = params.min_tokens
+        self._stops = (
+            StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        )
+        self._sent_bytes = 0
+
+    def take(self, row: TokenRow) -> TextRow | None:
+        """The text row for `row`; None if all of it was seen before.
+
+        Ids go out with the row that they came in, even where their text waits for more. A hole
+        before `row` fails the request: its text would be wrong.
+        """
+        raw = row.ids
+        start = self.received
+        if row.offset != start:
+            if row.offset > start:
+                return self.fail(f"output tokens {start} to {row.offset - 1} were lost")
+            raw = raw[4 * (start - row.offset) :]
+        if not raw and row.finish is None:
+            return None
+        stop_token = row.stop_token if row.finish == "stop" else None
+        shown = raw[:-4] if stop_token is not None else raw
+        text, hit = self._decode(_ids(shown))
+        if hit is not None:
+            return self._ended_by_string(row, start, shown, text, hit)
+        self.received = start + len(raw) // 4
+        if row.finish is not None:
+            return self._ended(row, start, shown, text, stop_token)
+        return self._row(start, shown, text, cached_tokens=row.cached_tokens)
+
+    def fail(self, reason: str) -> TextRow:
+        """The request ends with an error that its client sees."""
+        return self._row(self.received, b"", "", finish="error", error=reason)
+
+    def _decode(self, ids: Sequence[int]) -> tuple[str, str | None]:
+        """(text, stop string); after a stop string `cut` is set and the rest is not decoded."""
+        # Hot path: runs once for every output token of every request.
+        step = self._decoder.step
+        stops = self._stops
+        if stops is None:
+            return (step(ids[0]) if len(ids) == 1 else "".join(map(step, ids))), None
+        parts: list[str] = []
+        for count, token in enumerate(ids, self.received + 1):
+            text, hit = stops.feed(step(token), count > self._min_tokens)
+            parts.append(text)
+            if hit is not None:
+                self.cut = count
+                return "".join(parts), hit
+        return "".join(parts), None
+
+    def _ended_by_string(
+        self, row: TokenRow, start: int, ids: bytes, text: str, hit: str
+    ) -> TextRow:
+        assert self.cut is not None
+        self.received = self.cut
+        ids = ids[: 4 * (self.cut - start)]
+        return self._row(
+            start, ids, text, finish="stop", stop_reason=hit, cached_tokens=row.cached_tokens
+        )
+
+    def _ended(
+        self, row: TokenRow, start: int, ids: bytes, text: str, stop_token: int | None
+    ) -> TextRow:
+        # What the prompt alone left unfinished is not the output's to show.
+        tail = self._decoder.flush() if start or ids else ""
+        if self._stops is not None:
+            piece, hit = self._stops.feed(tail, self.received > self._min_tokens)
+            text += piece
+            if hit is not None:
+                self.cut = start + len(ids) // 4
+                return self._ended_by_string(row, start, ids, text, hit)
+            tail = self._stops.flush()
+        return self._row(
+            start,
+            ids,
+            text + tail,
+            finish=row.finish,
+            stop_reason=stop_token if stop_token in self._stop_token_ids else None,
+            cached_tokens=row.cached_tokens,
+            error=row.error,
+        )
+
+    def _row(
+        self,
+        start: int,
+        ids: bytes,
+        text: str,
+        *,
+        finish: FinishReason | None = None,
+        stop_reason: str | int | None = None,
+        cached_tokens: int = 0,
+        error: str = "",
+    ) -> TextRow:
+        before = self._sent_bytes
+        self._sent_bytes += len(text) if text.isascii() else len(text.encode())
+        return TextRow(
+            self.request_id,
+            self.attempt,
+            text,
+            before,
+            start,
+            ids,
+            finish,
+            stop_reason,
+            self.received,
+            cached_tokens,
+            error,
+        )
+
+
+def _ids(raw: bytes) -> Sequence[int]:
+    """`unpack` as Python integers; the usual single id without a detour through NumPy."""
+    if len(raw) == 4:
+        return (int.from_bytes(raw, "little", signed=True),)
+    return unpack(raw).tolist()

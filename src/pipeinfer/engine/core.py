@@ -1,0 +1,267 @@
+"""The engine's core: plans in, steps for the device and results for the scheduler out.
+
+It keeps the order of plans and the epoch. Knows no socket, no clock, no model and no torch; it
+decides nothing about who runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeinfer.core import LOCAL, Send
+from pipeinfer.engine.requests import RequestTable
+from pipeinfer.engine.step import Step
+from pipeinfer.engine.step_builder import build_step
+from pipeinfer.memory.applied import Applied
+from pipeinfer.memory.errors import IntegrityError, ProtocolError
+from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.messages import (
+    Admitted,
+    Begin,
+    Drain,
+    Fault,
+    Hello,
+    Message,
+    Plan,
+    Ready,
+    Result,
+    State,
+    StepDone,
+    Tick,
+    pack,
+    unpack,
+)
+
+
+class Compute(Message, frozen=True):
+    """To the device: compute `step` after all steps before it, then report it by StepDone.
+
+    Local only: the arrays never travel.
+    """
+
+    step: Step
+
+
+@dataclass
+class _InFlight:
+    """A plan whose result is not sent yet. `sampled` [S]: rows of the plan, in the step's order."""
+
+    applied: Applied
+    sampled: np.ndarray
+    done: StepDone | None = None
+
+
+class EngineCore:
+    """One rank. `hello` introduces it to the stage `scheduler` and describes `memory`; ValueError
+    if it does not (its `pages` leave out the dummy page, which holds no tokens).
+
+    Every rank sends Hello, Ready and Fault; only rank 0 sends Admitted and Result.
+    """
+
+    def __init__(self, hello: Hello, scheduler: str, memory: MemoryManager) -> None:
+        said = (hello.pages, hello.page_size, hello.max_slots, hello.max_model_len)
+        if said != memory.shape:
+            raise ValueError(
+                f"hello says {said} pages, page_size, max_slots, max_model_len; "
+                f"the memory has {memory.shape}"
+            )
+        self.hello = hello
+        self.scheduler = scheduler
+        self.memory = memory
+        self._requests = RequestTable(hello.max_slots)
+        self._epoch: int | None = None  # None: waiting for a Begin that lists this incarnation
+        self._reason = "waiting for the scheduler"
+        self._expected = 0
+        self._in_flight: deque[_InFlight] = deque()
+        self._draining = False
+        self._totals = dict.fromkeys(
+            (
+                "plans_total",
+                "plans_dropped_total",
+                "steps_total",
+                "rows_total",
+                "rows_deferred_total",
+                "prompt_tokens_total",
+                "cached_tokens_total",
+                "computed_tokens_total",
+                "sampled_tokens_total",
+                "faults_total",
+            ),
+            0,
+        )
+
+    def handle(self, event: Message, now: float) -> list[Send]:
+        """Begin, Plan, StepDone, Tick or Drain; returns what to send, Compute on LOCAL included."""
+        match event:
+            case Plan():
+                return self._plan(event)
+            case StepDone():
+                return self._step_done(event)
+            case Begin():
+                return self._begin(event)
+            case Tick():
+                return [] if self._epoch is not None else [self._to_scheduler(self.hello)]
+            case Drain():
+                self._draining = True
+                return []
+            case _:
+                raise TypeError(f"an engine takes no {type(event).__name__}")
+
+    def state(self) -> tuple[State, str]:
+        """waiting, ready or draining, and why."""
+        if self._draining:
+            return "draining", ""
+        return ("ready", "") if self._epoch is not None else ("waiting", self._reason)
+
+    def idle(self) -> bool:
+        """True when no step runs and no request is admitted."""
+        waiting = self._epoch is None
+        return waiting or not (self._in_flight or self.memory.slots.active.any())
+
+    def stats(self) -> dict[str, float]:
+        """Pages and slots as of now; totals since the process started."""
+        memory = self.memory
+        return {
+            "pages_total": memory.allocator.total,
+            "pages_free": memory.free,
+            "pages_evictable": memory.evictable,
+            "slots_total": memory.slots.count,
+            "slots_used": int(np.count_nonzero(memory.slots.active)),
+            "steps_in_flight": len(self._in_flight),
+            **self._totals,
+        }
+
+    # ---------------------------------------------------------------------------------------- epoch
+
+    def _begin(self, begin: Begin) -> list[Send]:
+        if self.hello.incarnation not in begin.incarnations:
+            # Someone else's epoch, or a scheduler that asks who is there: both end ours.
+            self._stop(f"epoch {begin.epoch} began without this engine")
+            return []
+        if begin.epoch == self._epoch and self._expected > 0:
+            return self._fault(f"epoch {begin.epoch} began again after {self._expected} plans")
+        self._stop("")
+        self.memory.reset()
+        self._epoch = begin.epoch
+        self._expected = 0
+        return [self._to_scheduler(Ready(begin.epoch, self.hello.rank, self.hello.incarnation))]
+
+    def _stop(self, reason: str) -> None:
+        """Leaves the epoch. Steps on the device go on; their StepDone is dropped by its epoch, and
+        what they write is ordered before all that a later epoch computes."""
+        self._epoch = None
+        self._reason = reason
+        self._in_flight.clear()
+
+    def _fault(self, reason: str) -> list[Send]:
+        assert self._epoch is not None
+        hello = self.hello
+        fault = Fault(self._epoch, hello.rank, hello.incarnation, reason)
+        self._totals["faults_total"] += 1
+        self._stop(reason)
+        return [self._to_scheduler(fault)]
+
+    # ----------------------------------------------------------------------------------------- plan
+
+    def _plan(self, plan: Plan) -> list[Send]:
+        if plan.epoch != self._epoch:
+            self._totals["plans_dropped_total"] += 1
+            return []
+        if plan.number != self._expected:
+            return self._fault(f"plan {plan.number} came where {self._expected} was expected")
+        self._expected += 1
+        try:
+            applied = self.memory.apply(plan)
+        except (ProtocolError, IntegrityError) as error:
+            return self._fault(f"plan {plan.number}: {error}")
+        for admit in plan.admits:
+            self._requests.put(admit)
+        self._count(plan, applied)
+        step, sampled = build_step(plan.epoch, applied, self.memory, self._requests)
+        self._in_flight.append(_InFlight(applied, sampled))
+        sends = self._admitted(plan.epoch, applied)
+        if len(step.slots):
+            self._totals["steps_total"] += 1
+            sends.append(Send(LOCAL, "", Compute(step)))
+            return sends
+        # Nothing for the device; the result still waits for those of the plans before.
+        self._in_flight[-1].done = StepDone(plan.epoch, plan.number, b"")
+        return sends + self._finished()
+
+    def _count(self, plan: Plan, applied: Applied) -> None:
+        totals, rows = self._totals, applied.rows
+        totals["plans_total"] += 1
+        totals["rows_total"] += len(rows.slots)
+        totals["rows_deferred_total"] += int(np.count_nonzero(rows.deferred))
+        totals["computed_tokens_total"] += int(rows.counts.sum())
+        for admit, cached in zip(plan.admits, applied.cached.tolist(), strict=True):
+            known = len(admit.token_ids) // 4
+            if known == admit.prompt_len:  # else it was preempted: not a client's prompt
+                totals["prompt_tokens_total"] += known
+                totals["cached_tokens_total"] += cached
+
+    def _admitted(self, epoch: int, applied: Applied) -> list[Send]:
+        if not len(applied.admitted) or self.hello.rank:
+            return []
+        message = Admitted(
+            epoch=epoch,
+            number=applied.number,
+            slots=pack(applied.admitted),
+            cached=pack(applied.cached),
+            free=applied.free,
+            evictable=applied.evictable,
+        )
+        return [self._to_scheduler(message)]
+
+    # --------------------------------------------------------------------------------------- result
+
+    def _step_done(self, done: StepDone) -> list[Send]:
+        if done.epoch != self._epoch:
+            return []
+        waiting = next((one for one in self._in_flight if one.done is None), None)
+        if waiting is None or waiting.applied.number != done.number:
+            expected = "none" if waiting is None else str(waiting.applied.number)
+            return self._fault(f"step {done.number} ended where {expected} was expected")
+        sampled = len(done.token_ids) // 4
+        if len(done.token_ids) != 4 * len(waiting.sampled):
+            return self._fault(
+                f"step {done.number} sampled {sampled} ids for {len(waiting.sampled)} rows"
+            )
+        self._totals["sampled_tokens_total"] += sampled
+        waiting.done = done
+        return self._finished()
+
+    def _finished(self) -> list[Send]:
+        """The results that are due, in plan order."""
+        sends: list[Send] = []
+        while self._in_flight and (done := self._in_flight[0].done) is not None:
+            plan = self._in_flight.popleft()
+            if self.hello.rank == 0:
+                sends.append(self._to_scheduler(_result(plan.applied, plan.sampled, done)))
+        return sends
+
+    def _to_scheduler(self, message: Message) -> Send:
+        return Send("result", self.scheduler, message)
+
+
+def _result(applied: Applied, sampled: np.ndarray, done: StepDone) -> Result:
+    rows = applied.rows
+    ids = np.zeros(len(rows.slots), dtype=np.int32)
+    ids[sampled] = unpack(done.token_ids)
+    return Result(
+        epoch=done.epoch,
+        number=done.number,
+        slots=pack(rows.slots),
+        starts=pack(rows.starts),
+        counts=pack(rows.counts),
+        produced=pack(rows.samples),
+        token_ids=pack(ids[rows.samples]),
+        deferred=pack(rows.slots[rows.deferred]),
+        free=applied.free,
+        evictable=applied.evictable,
+        digest=applied.digest,
+        step_seconds=done.seconds,
+    )

@@ -1,0 +1,37 @@
+"""How much memory this process may still take on the host.
+
+Knows Linux' files and nothing of what the memory is for.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Bytes that can be taken without swapping, within the control group's limit if it has one."""
+    free = _meminfo(root / "proc/meminfo")
+    group = root / "sys/fs/cgroup"
+    limit = _number(group / "memory.max")
+    used = _number(group / "memory.current")
+    if limit is not None and used is not None:
+        free = min(free, max(limit - used, 0))
+    return free
+
+
+def _meminfo(path: Path) -> int:
+    if path.exists():
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _number(path: Path) -> int | None:
+    """The number in `path`; None without the file, or where it says "max"."""
+    if not path.exists():
+        return None
+    text = path.read_text().strip()
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,60 @@
+"""How the request in each slot wants to be sampled, as arrays over slots.
+
+Knows no page and no torch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeinfer.engine.step import SamplingRows
+from pipeinfer.messages import Admit
+
+_NOBODY = np.empty((0, 2), dtype=np.int64)
+
+
+class RequestTable:
+    """Sampling parameters by slot, [max_slots] each; stale in empty slots, where nobody reads."""
+
+    def __init__(self, max_slots: int) -> None:
+        self._temperature = np.zeros(max_slots, dtype=np.float32)
+        self._top_k = np.zeros(max_slots, dtype=np.int32)
+        self._top_p = np.ones(max_slots, dtype=np.float32)
+        self._min_p = np.zeros(max_slots, dtype=np.float32)
+        self._seeds = np.zeros(max_slots, dtype=np.uint64)
+        # Positions below this one must not get an id of `_suppress`; 0 where nothing is suppressed.
+        self._free_from = np.zeros(max_slots, dtype=np.int64)
+        self._suppress: list[tuple[int, ...]] = [()] * max_slots
+
+    def put(self, admit: Admit) -> None:
+        """Takes the parameters of a request that enters `admit.slot`."""
+        slot, params = admit.slot, admit.params
+        self._temperature[slot] = params.temperature
+        self._top_k[slot] = max(params.top_k, 0)
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self._seeds[slot] = admit.seed & (2**64 - 1)
+        self._suppress[slot] = admit.suppress
+        # Outputs are counted from the prompt's end, not from the admission: a request that was
+        # preempted comes back with outputs among its known tokens.
+        self._free_from[slot] = admit.prompt_len + params.min_tokens if admit.suppress else 0
+
+    def sampling_rows(self, slots: np.ndarray, positions: np.ndarray) -> SamplingRows:
+        """The parameters of `slots` int32 [S]; `positions` int64 [S] are about to be sampled."""
+        return SamplingRows(
+            temperature=self._temperature[slots],
+            top_k=self._top_k[slots],
+            top_p=self._top_p[slots],
+            min_p=self._min_p[slots],
+            seeds=self._seeds[slots],
+            positions=positions,
+            suppress=self._suppressed(slots, positions),
+        )
+
+    def _suppressed(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        rows = np.flatnonzero(positions < self._free_from[slots])
+        if len(rows) == 0:
+            return _NOBODY
+        ids = [self._suppress[slot] for slot in slots[rows].tolist()]
+        row = np.repeat(rows, [len(some) for some in ids])
+        return np.stack((row, np.concatenate(ids).astype(np.int64)), axis=1)

@@ -1,0 +1,109 @@
+"""Runs one step on the device: token ids in, model forward over the pages, sampled ids out.
+
+Knows arrays of one step; no plan, no request, no policy. `last_token` lives here, so a step can be
+built before the ids of the step before it are known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from pipeinfer.attention.interface import AttentionBackend
+from pipeinfer.attention.step_index import positions
+from pipeinfer.engine.sampler import sample
+from pipeinfer.engine.step import LAST_TOKEN, Step
+from pipeinfer.memory.pool import KVPool
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Model(Protocol):
+    """What the runner needs of a model; see models/causal_lm.py."""
+
+    def __call__(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, /
+    ) -> torch.Tensor:
+        """tokens, positions int64 [T]: hidden states [T, hidden]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor, /) -> torch.Tensor:
+        """[S, hidden] to [S, vocab]."""
+        ...
+
+
+class ModelRunner:
+    """One rank's model, KV pool and attention backend. Steps must come in order, one at a time.
+
+    `seconds` sums the wall time of its parts: "plan" (index arrays and masks), "model" (forward and
+    logits), "sample".
+    """
+
+    def __init__(
+        self, model: Model, pool: KVPool, backend: AttentionBackend, max_slots: int
+    ) -> None:
+        backend.bind(pool)
+        self.pool = pool
+        self.seconds = {"plan": 0.0, "model": 0.0, "sample": 0.0}
+        self._model = model
+        self._backend = backend
+        self._device = pool.device
+        self._last_token = torch.zeros(max_slots, dtype=torch.int64, device=pool.device)
+
+    def run(self, step: Step) -> np.ndarray:
+        """Ids int32 [S] of the rows that sample, in their order; also kept in last_token.
+
+        Raises BadLogits if the model gave NaN.
+        """
+        return self._sampled(step, self.logits(step))
+
+    @torch.inference_mode()
+    def logits(self, step: Step) -> torch.Tensor:
+        """Computes the step's tokens; logits [S, vocab] of the rows that sample, no sampling."""
+        if len(step.counts) == 0:
+            return torch.empty((0, 0), device=self._device)
+        begin = time.perf_counter()
+        slots = np.repeat(step.slots.astype(np.int64), step.counts)
+        tokens = self._known(step.tokens, slots)
+        places = self._tensor(positions(step))
+        attend = partial(self._attend, self._backend.plan(step))
+        planned = time.perf_counter()
+        hidden = self._model(tokens, places, attend)
+        last = np.cumsum(step.counts, dtype=np.int64)[step.samples] - 1
+        # Without a sampling row there is nothing to multiply the vocabulary with.
+        logits = self._model.logits(hidden[self._tensor(last)]) if len(last) else hidden[:0]
+        self.seconds["plan"] += planned - begin
+        self.seconds["model"] += time.perf_counter() - planned
+        return logits
+
+    @torch.inference_mode()
+    def _sampled(self, step: Step, logits: torch.Tensor) -> np.ndarray:
+        if not step.samples.any():
+            return np.empty(0, dtype=np.int32)
+        begin = time.perf_counter()
+        ids = sample(logits, step.sampling)
+        slots = self._tensor(step.slots[step.samples].astype(np.int64))
+        self._last_token[slots] = ids.to(self._device)
+        self.seconds["sample"] += time.perf_counter() - begin
+        return ids.numpy().astype(np.int32)
+
+    def _known(self, ids: np.ndarray, slots: np.ndarray) -> torch.Tensor:
+        """int64 [T] ids, LAST_TOKEN replaced by what the slot's previous step sampled."""
+        tokens = self._tensor(ids.astype(np.int64))
+        pending = np.flatnonzero(ids == LAST_TOKEN)
+        if len(pending):
+            tokens[self._tensor(pending)] = self._last_token[self._tensor(slots[pending])]
+        return tokens
+
+    def _attend(
+        self, plan: Any, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        return self._backend.forward(layer, q, k, v, plan)
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)

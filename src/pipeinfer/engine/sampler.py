@@ -1,0 +1,104 @@
+"""From logits to token ids: greedy, or Gumbel-max over what temperature, top-k, top-p, min-p leave.
+
+Knows rows of parameters, no request. A row's token depends on its own logits, parameters, seed and
+position only: never on what else is in the batch, or on the row's place in it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pipeinfer.engine.step import SamplingRows
+from pipeinfer.engine.truncation import thresholds
+from pipeinfer.kernels import noise
+
+# All arithmetic is NumPy's, on the host: its vectorised loops need no thread pool, while every
+# torch operation of this size waits for all threads, a time slice each when the cores are shared.
+
+GREEDY_BELOW = 1e-5  # such a temperature is greedy, as in vLLM
+BLOCK_VALUES = 1 << 18  # logits handled at a time, so that the passes over them stay in the cache
+SPARSE = 6  # noise for single ids costs that many times more than for a whole row
+
+
+class BadLogits(ArithmeticError):
+    """The model gave NaN or infinity; `row` is the first such row among the sampling rows."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(f"the logits of sampling row {row} have no finite maximum")
+        self.row = row
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Token ids, int64 [S] on the host, for float logits [S, vocab] on any device.
+
+    Of equal best candidates the lowest id wins. Raises BadLogits.
+    """
+    values = prepared(logits, rows)
+    ids = values.argmax(axis=-1)
+    peaks = np.take_along_axis(values, ids[:, None], axis=-1)
+    finite = np.isfinite(peaks[:, 0])
+    if not finite.all():
+        raise BadLogits(int(np.flatnonzero(~finite)[0]))
+    random = rows.temperature >= GREEDY_BELOW
+    if random.any():
+        truncated = (rows.top_k > 0) & (rows.top_k < values.shape[1])
+        truncated |= (rows.top_p < 1) | (rows.min_p > 0)
+        for block in _blocks(random & ~truncated, values.shape[1]):
+            ids[block] = _over_all(_scaled(values, peaks, rows, block), rows, block)
+        for block in _blocks(random & truncated, values.shape[1]):
+            ids[block] = _over_kept(_scaled(values, peaks, rows, block), rows, block)
+    return torch.from_numpy(ids)
+
+
+def prepared(logits: torch.Tensor, rows: SamplingRows) -> np.ndarray:
+    """float32 [S, vocab] after everything that changes logits before temperature.
+
+    Masks (grammars) and penalties belong here, in front of `suppress`. The input is left alone.
+    """
+    values = logits.float().cpu().numpy()
+    if len(rows.suppress):
+        values = values.copy()
+        values[rows.suppress[:, 0], rows.suppress[:, 1]] = -np.inf
+    return values
+
+
+def _blocks(chosen: np.ndarray, vocab: int) -> list[np.ndarray]:
+    """The indices of the chosen rows, a few at a time."""
+    indices = np.flatnonzero(chosen)
+    size = max(BLOCK_VALUES // vocab, 1)
+    return [indices[begin : begin + size] for begin in range(0, len(indices), size)]
+
+
+def _scaled(
+    values: np.ndarray, peaks: np.ndarray, rows: SamplingRows, block: np.ndarray
+) -> np.ndarray:
+    """Logits of the block's rows over temperature, shifted so that each maximum is 0.
+
+    The peak goes first: differences are exact where they matter, and no quotient overflows.
+    """
+    x = values[block]
+    x -= peaks[block]
+    x /= rows.temperature[block, None]
+    return x
+
+
+def _over_all(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarray:
+    x += noise.gumbel(rows.seeds[block], rows.positions[block], x.shape[1])
+    return x.argmax(axis=-1)
+
+
+def _over_kept(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarray:
+    """Gumbel-max over what truncation leaves; noise is made only for that, if it is little."""
+    keep = x >= thresholds(x, rows.top_k[block], rows.top_p[block], rows.min_p[block])
+    flat = np.flatnonzero(keep)
+    if len(flat) * SPARSE > x.size:
+        x[~keep] = -np.inf
+        return _over_all(x, rows, block)
+    row, ids = np.divmod(flat, x.shape[1])
+    value = noise.gumbel_at(rows.seeds[block[row]], rows.positions[block[row]], ids)
+    value += x.reshape(-1)[flat]
+    # Candidates lie row after row, lowest id first, and every row has one.
+    best = np.maximum.reduceat(value, np.searchsorted(row, np.arange(len(x))))
+    winners = np.flatnonzero(value == best[row])
+    return ids[winners[np.searchsorted(row[winners], np.arange(len(x)))]]

@@ -1,0 +1,242 @@
+"""The HTTP application: routes, authentication, and errors in OpenAI's form.
+
+Knows the schema, the port and the health table; the pipeline behind the port is not its business.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.metrics import CONTENT_TYPE, Metrics
+from pipeinfer.gateway.port import Port
+from pipeinfer.gateway.requests import Job, chat_job, completion_job
+from pipeinfer.gateway.schema import ChatRequest, CompletionRequest, decode
+from pipeinfer.gateway.shapes import Answer
+from pipeinfer.gateway.streams import EventStream, WholeAnswer
+from pipeinfer.params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+REQUEST_ID = "x-request-id"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class Service:
+    """What the handlers need. `context_length`: tokens of prompt and output, 0 if not known."""
+
+    core: GatewayCore
+    port: Port
+    metrics: Metrics
+    model: str
+    defaults: SamplingParams
+    api_key: str = ""
+    max_body_bytes: int = 32 * 2**20
+    context_length: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def build_app(service: Service) -> web.Application:
+    """The application. Its runner must be made with handler_cancellation=True."""
+    handlers = _Handlers(service)
+    app = web.Application(
+        client_max_size=service.max_body_bytes,
+        middlewares=[handlers.errors, handlers.authentication],
+    )
+    app.on_response_prepare.append(_name_response)
+    app.router.add_get("/health", handlers.health)
+    app.router.add_get("/health/live", handlers.live)
+    app.router.add_get("/health/ready", handlers.ready)
+    app.router.add_get("/metrics", handlers.metrics)
+    app.router.add_get("/v1/models", handlers.models)
+    app.router.add_get("/v1/models/{model:.+}", handlers.one_model)
+    app.router.add_post("/v1/chat/completions", handlers.chat)
+    app.router.add_post("/v1/completions", handlers.completions)
+    return app
+
+
+class _Handlers:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    # --------------------------------------------------------------------------------- middlewares
+
+    @property
+    def errors(self) -> Any:
+        @web.middleware
+        async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+            try:
+                return await handler(request)
+            except ApiError as error:
+                return _error_response(error)
+            except web.HTTPException as error:
+                response = _error_response(_of_http(request, error))
+                if "Allow" in error.headers:
+                    response.headers["Allow"] = error.headers["Allow"]
+                return response
+            except Exception:
+                log.exception("%s %s failed", request.method, request.path)
+                return _error_response(ApiError(500, "internal error"))
+
+        return errors
+
+    @property
+    def authentication(self) -> Any:
+        key = self._service.api_key.encode()
+
+        @web.middleware
+        async def authentication(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if key and request.path.startswith("/v1"):
+                scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+                given = token.strip().encode(errors="surrogateescape")
+                if not hmac.compare_digest(given, key) or scheme.lower() != "bearer":
+                    raise ApiError(401, "wrong or missing API key", code="invalid_api_key")
+            return await handler(request)
+
+        return authentication
+
+    # ------------------------------------------------------------------------------------- answers
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = decode(await request.read(), ChatRequest)
+        self._check_model(body.model)
+        base = f"chatcmpl-{uuid.uuid4().hex}"
+        job = chat_job(body, base, self._service.defaults, _trace(request))
+        return await self._answer(request, base, job, chat=True)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = decode(await request.read(), CompletionRequest)
+        self._check_model(body.model)
+        base = f"cmpl-{uuid.uuid4().hex}"
+        job = completion_job(body, base, self._service.defaults, _trace(request))
+        return await self._answer(request, base, job, chat=False)
+
+    async def _answer(
+        self, request: web.Request, base: str, job: Job, chat: bool
+    ) -> web.StreamResponse:
+        answer = Answer(chat, base, int(time.time()), self._service.model)
+        choices = len(job.calls)
+        sink: EventStream | WholeAnswer = (
+            EventStream(answer, choices, job.include_usage)
+            if job.stream
+            else WholeAnswer(answer, choices)
+        )
+        port = self._service.port
+        try:
+            port.open(job.calls, sink)
+            return await sink.respond(request)
+        finally:  # also when the handler is cancelled because the client is gone
+            port.close(job.calls)
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model != self._service.model:
+            message = f"the model {model!r} does not exist; this server has {self._service.model!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    # -------------------------------------------------------------------------------------- models
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        self._check_answering()
+        return _json_response({"object": "list", "data": [self._model()]})
+
+    async def one_model(self, request: web.Request) -> web.StreamResponse:
+        self._check_model(request.match_info["model"])
+        self._check_answering()
+        return _json_response(self._model())
+
+    def _check_answering(self) -> None:
+        core = self._service.core
+        if not core.answering():
+            raise ApiError(503, f"the server is {core.status}: {core.health.reason()}",
+                           code=core.status, retry_after=1)  # fmt: skip
+
+    def _model(self) -> dict[str, Any]:
+        service = self._service
+        model = {
+            "id": service.model,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "pipeinfer",
+        }
+        if service.context_length:
+            model["max_model_len"] = service.context_length
+        return model
+
+    # -------------------------------------------------------------------------------------- health
+
+    async def live(self, request: web.Request) -> web.StreamResponse:
+        return _json_response({"status": "live"})
+
+    async def ready(self, request: web.Request) -> web.StreamResponse:
+        core = self._service.core
+        status = 200 if core.answering() else 503
+        return _json_response({"status": core.status, "reason": core.health.reason()}, status)
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        core = self._service.core
+        stages = [
+            {
+                "name": row.name,
+                "group": row.group,
+                "rank": row.rank,
+                "state": row.state,
+                "pid": row.pid,
+                "reason": row.reason,
+            }
+            for row in core.health.rows.values()
+        ]
+        status = 200 if core.status in ("ready", "degraded") else 503
+        return _json_response({"status": core.status, "stages": stages}, status)
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        exposition = self._service.metrics.exposition()
+        return web.Response(body=exposition, headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
+    given = request.headers.get(REQUEST_ID, "")
+    response.headers[REQUEST_ID] = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _trace(request: web.Request) -> str:
+    given = request.headers.get("traceparent", "")
+    return given if TRACEPARENT.fullmatch(given) else ""
+
+
+def _json_response(content: Any, status: int = 200) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(content), status=status, content_type="application/json"
+    )
+
+
+def _error_response(error: ApiError) -> web.Response:
+    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else None
+    return web.Response(
+        body=error.body(), status=error.status, content_type="application/json", headers=headers
+    )
+
+
+def _of_http(request: web.Request, error: web.HTTPException) -> ApiError:
+    """What aiohttp itself refuses, in words that name the request."""
+    if isinstance(error, web.HTTPNotFound):
+        return ApiError(404, f"there is no {request.path}", code="not_found")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return ApiError(405, f"{request.path} does not take {request.method}")
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return ApiError(413, f"the body is too large: {error.text}", code="body_too_large")
+    return ApiError(error.status, error.reason)

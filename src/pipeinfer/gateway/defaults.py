@@ -1,0 +1,36 @@
+"""What the checkpoint's folder says about requests that leave sampling open.
+
+As vLLM does, the values in generation_config.json are taken, do_sample aside. Knows no request.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from pipeinfer.models.generation import read_generation
+from pipeinfer.params import InvalidParameter, SamplingParams, normalized
+from pipeinfer.settings import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat has none
+
+
+def sampling_defaults(folder: Path) -> SamplingParams:
+    """Default parameters; max_tokens (of chats) is None unless the checkpoint limits it.
+
+    Raises ConfigurationError for a file that cannot be used.
+    """
+    given = read_generation(folder).sampling()
+    penalty = given.pop("repetition_penalty", None)
+    if penalty not in (None, 1.0):
+        log.warning(
+            "%s asks for a repetition_penalty of %s, which is not supported: it is left out",
+            folder / "generation_config.json",
+            penalty,
+        )
+    try:
+        return normalized(SamplingParams(**{"max_tokens": None, **given}))
+    except InvalidParameter as error:
+        raise ConfigurationError(f"{folder / 'generation_config.json'}: {error}") from None

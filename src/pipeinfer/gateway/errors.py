@@ -1,0 +1,64 @@
+"""Errors as OpenAI's clients expect them: a status and `{"error": {...}}`.
+
+Knows neither requests nor the HTTP library.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+PLACE = re.compile(r"^(?P<what>.*) - at `(?P<path>.*)`$", re.DOTALL)
+
+
+class ApiError(Exception):
+    """Ends one HTTP request. `param` names the offending field; `retry_after` is in seconds."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after = retry_after
+
+    def body(self) -> bytes:
+        """The JSON of the error."""
+        error = {
+            "message": self.message,
+            "type": TYPES.get(
+                self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+            ),
+            "param": self.param,
+            "code": self.code if self.code is not None else self.status,
+        }
+        return msgspec.json.encode({"error": error})
+
+
+def from_validation(error: msgspec.ValidationError) -> ApiError:
+    """400 for what msgspec found, with its `$.stop[0]` as the parameter `stop[0]`."""
+    found = PLACE.match(str(error))
+    if found is None:  # the body as a whole, or a missing field, whose name msgspec quotes
+        missing = re.search(r"missing required field `(\w+)`", str(error))
+        return ApiError(400, str(error), missing[1] if missing else None, "invalid_type")
+    path = found["path"].removeprefix("$").removeprefix(".") or None
+    missing = re.search(r"missing required field `(\w+)`", found["what"])
+    if missing:
+        path = f"{path}.{missing[1]}" if path else missing[1]
+    message = f"{path}: {found['what']}" if path else found["what"]
+    return ApiError(400, message, path, "invalid_type")

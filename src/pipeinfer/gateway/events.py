@@ -1,0 +1,98 @@
+"""Local events of the gateway: what its driver tells the core, and what the core tells it.
+
+They never travel on the bus. The HTTP side and the offline classes speak the same ones; nothing
+here knows HTTP beyond the status numbers of an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pipeinfer.messages import FinishReason, Message
+from pipeinfer.params import SamplingParams
+
+Status = Literal["starting", "ready", "degraded", "draining"]
+
+# ----------------------------------------------------------------------------------- driver -> core
+
+
+class Call(Message, frozen=True):
+    """A new request; exactly one of `text`, `prompt_ids` and `chat` is given, as in Submit.
+
+    `request_id` is unique over all gateways and their restarts. `params` are already normalized;
+    without a seed the core draws one. `timeout`: seconds from now, 0 is never.
+    """
+
+    request_id: str
+    params: SamplingParams
+    text: str | None = None
+    prompt_ids: bytes | None = None
+    chat: list[dict[str, Any]] | None = None
+    template_arguments: dict[str, Any] = {}
+    add_special_tokens: bool = True
+    priority: int = 0
+    timeout: float = 0.0
+    cache_salt: str = ""
+    trace: str = ""
+
+
+class Hangup(Message, frozen=True):
+    """The client of this request is gone; nothing more is delivered. Unknown ids are fine."""
+
+    request_id: str
+    reason: str = "client"
+
+
+# ----------------------------------------------------------------------------------- core -> driver
+
+
+class Started(Message, frozen=True):
+    """The request was tokenized: its prompt's ids (int32 bytes) and the group it went to.
+
+    Comes once, before the first Delta.
+    """
+
+    request_id: str
+    group: int
+    prompt_ids: bytes
+
+
+class Delta(Message, frozen=True):
+    """New text and output ids (int32 bytes), gapless and without repeats.
+
+    `byte_offset`, `token_offset`: how much text (UTF-8 bytes) and how many ids came before. The
+    last one has `finish`, and only there the three counts and `stop_reason` are meant.
+    """
+
+    request_id: str
+    text: str
+    ids: bytes
+    byte_offset: int
+    token_offset: int
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Failed(Message, frozen=True):
+    """The request ended with an error; nothing more comes. `status` is an HTTP status.
+
+    `retry_after`: seconds after which trying again makes sense, 0 if it does not.
+    """
+
+    request_id: str
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: int = 0
+
+
+class StatusChanged(Message, frozen=True):
+    """The pipeline's status; `answering`: a request sent now would be answered without a pause."""
+
+    status: Status
+    answering: bool
+    reason: str = ""

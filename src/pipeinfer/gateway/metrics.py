@@ -1,0 +1,81 @@
+"""The gateway's Prometheus metrics: what it counts itself, and what the stages say of themselves.
+
+Owns its registry. Knows no HTTP and no requests' contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
+
+from pipeinfer.gateway.health import Health
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
+
+
+class Metrics:
+    """All metrics of one gateway. Outcomes: finish reasons, and "refused" if it never ran.
+
+    An aborted request counts when its client goes away or its time is over.
+    """
+
+    def __init__(self, health: Health) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "pipeinfer_requests", "Ended requests.", ["outcome"], registry=self.registry
+        )
+        self.prompt_tokens = Counter(
+            "pipeinfer_prompt_tokens", "Tokens of accepted prompts.", registry=self.registry
+        )
+        self.generated_tokens = Counter(
+            "pipeinfer_generated_tokens", "Output tokens delivered.", registry=self.registry
+        )
+        self.first_token = Histogram(
+            "pipeinfer_time_to_first_token_seconds",
+            "From a request's arrival to its first output.",
+            buckets=FIRST,
+            registry=self.registry,
+        )
+        self.between_tokens = Histogram(
+            "pipeinfer_inter_token_seconds",
+            "Between two outputs of a request.",
+            buckets=BETWEEN,
+            registry=self.registry,
+        )
+        self.registry.register(_Stages(health))
+        for outcome in ("stop", "length", "abort", "error", "refused"):
+            self._requests.labels(outcome)  # so that rates have a zero to start from
+
+    def ended(self, outcome: str) -> None:
+        """Counts one request that is over."""
+        self._requests.labels(outcome).inc()
+
+    def exposition(self) -> bytes:
+        """The text for a scrape, in CONTENT_TYPE."""
+        return generate_latest(self.registry)
+
+
+class _Stages(Collector):
+    """Gauges from the latest heartbeats, made at scrape time."""
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+
+    def collect(self) -> Iterator[Metric]:
+        total = self._health.total
+        computed = total("engine", "prompt_tokens_total")
+        hit = total("engine", "cached_tokens_total") / computed if computed else 0.0
+        for name, help_text, value in (
+            ("requests_running", "Requests in slots.", total("scheduler", "running")),
+            ("requests_waiting", "Requests in the queue.", total("scheduler", "waiting")),
+            ("pages_free", "Free KV pages.", total("engine", "pages_free")),
+            ("pages_total", "All KV pages.", total("engine", "pages_total")),
+            ("prefix_cache_hit_ratio", "Prompt tokens found in the prefix cache.", hit),
+        ):
+            yield GaugeMetricFamily(f"pipeinfer_{name}", help_text, value)

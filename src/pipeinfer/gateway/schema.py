@@ -1,0 +1,155 @@
+"""The bodies of /v1/chat/completions and /v1/completions as typed structs, decoded and checked.
+
+Every field is here in one of three ways: typed (it works), in NOT_BUILT (accepted with its neutral
+value only), or absent (harmless, ignored). Knows no tokenizer and no HTTP library.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from pipeinfer.gateway.errors import ApiError, from_validation
+
+INT32 = 2**31 - 1
+
+TokenId = Annotated[int, Meta(ge=0, le=INT32)]
+Bounded = Annotated[int, Meta(ge=-INT32, le=INT32)]  # signs are checked with the other ranges
+Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
+
+# Fields of OpenAI or vLLM that change the answer and are not built, with the values that do not.
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "logit_bias": ({},),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "length_penalty": (1, 1.0),
+    "use_beam_search": (False,),
+    "suffix": ("",),
+    "echo": (False,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "truncate_prompt_tokens": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+}
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """include_usage: one more chunk at the end that carries the usage."""
+
+    include_usage: bool | None = None
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that both endpoints share; null is the same as not given."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Bounded | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: Bounded | None = None
+    min_tokens: Bounded | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Bounded | None = None
+    timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """A part of a message's content; only type "text" is served."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One message of a conversation."""
+
+    role: Role
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatRequest(Generation, frozen=True, kw_only=True):
+    """The body of /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: Bounded | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+
+class CompletionRequest(Generation, frozen=True, kw_only=True):
+    """The body of /v1/completions; `prompt` is a text, token ids, or a list of either."""
+
+    prompt: str | list[TokenId | str | list[TokenId]]
+
+
+Unsupported = msgspec.defstruct("Unsupported", [(name, Any, None) for name in NOT_BUILT])
+Request = TypeVar("Request", ChatRequest, CompletionRequest)
+
+
+def decode(body: bytes, kind: type[Request]) -> Request:
+    """The typed request in `body`; ApiError 400 says which field is wrong and why."""
+    if not body.strip():
+        raise ApiError(400, "the body is empty; it must be a JSON object", code="invalid_json")
+    try:
+        request = msgspec.json.decode(body, type=kind)
+        unsupported = msgspec.json.decode(body, type=Unsupported)
+    except msgspec.ValidationError as error:
+        raise from_validation(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        message = "the body is nested too deeply"
+        raise ApiError(400, message, code="invalid_json") from None
+    for name, neutral in NOT_BUILT.items():
+        value = getattr(unsupported, name)
+        if value is not None and not any(_same(value, other) for other in neutral):
+            message = f"{name} is not supported by this server"
+            raise ApiError(400, message, name, "unsupported_parameter")
+    return request
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equality that tells False from 0: `logprobs: 0` asks for something, `false` does not."""
+    return type(value) is type(neutral) and value == neutral

@@ -1,0 +1,148 @@
+"""The JSON of answers: chat and text completions, whole or as server-sent events.
+
+What is the same in all chunks of a stream is encoded once. Knows no HTTP and no core.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.messages import FinishReason
+
+DONE = b"data: [DONE]\n\n"
+
+_json = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What all chunks and bodies of one answer say of themselves. `created`: Unix seconds."""
+
+    chat: bool
+    id: str
+    created: int
+    model: str
+
+
+@dataclass
+class Usage:
+    """Token counts, summed over the choices."""
+
+    prompt: int = 0
+    output: int = 0
+    cached: int = 0
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.output,
+            "total_tokens": self.prompt + self.output,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+@dataclass
+class Choice:
+    """One finished choice."""
+
+    text: str
+    finish: FinishReason
+    stop_reason: str | int | None
+
+
+class Chunks:
+    """Encodes the chunks of one stream as SSE events, each ending in an empty line."""
+
+    def __init__(self, answer: Answer, choices: int, include_usage: bool) -> None:
+        kind = "chat.completion.chunk" if answer.chat else "text_completion"
+        self._answer, self._kind = answer, kind
+        head = _head(answer, kind)
+        usage = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        field = b'"delta":{"content":' if answer.chat else b'"text":'
+        self._close = b"}" if answer.chat else b""
+        self._prefixes = [
+            b'data: %s,"choices":[{"index":%d,%s' % (head, i, field) for i in range(choices)
+        ]
+        self._usage = usage
+        self._suffix = self._close + b',"logprobs":null,"finish_reason":null}]' + usage
+        self._head = head
+
+    def opening(self, index: int) -> bytes:
+        """What comes before a choice's first text: the role, in a chat."""
+        if not self._answer.chat:
+            return b""
+        delta = b'{"role":"assistant","content":""}'
+        return (
+            b'data: %s,"choices":[{"index":%d,"delta":%s,"logprobs":null,"finish_reason":null}]%s'
+            % (
+                self._head,
+                index,
+                delta,
+                self._usage,
+            )
+        )
+
+    def text(self, index: int, text: str) -> bytes:
+        """A chunk of text; the hot path of streaming."""
+        return self._prefixes[index] + _json.encode(text) + self._suffix
+
+    def last(
+        self, index: int, text: str, finish: FinishReason, stop_reason: str | int | None
+    ) -> bytes:
+        """The choice's last text together with its end."""
+        return b'%s%s%s,"logprobs":null,"finish_reason":"%s","stop_reason":%s}]%s' % (
+            self._prefixes[index],
+            _json.encode(text),
+            self._close,
+            finish.encode(),
+            _json.encode(stop_reason),
+            self._usage,
+        )
+
+    def usage(self, usage: Usage) -> bytes:
+        """The chunk without choices that stream_options.include_usage asks for."""
+        return b'data: %s,"choices":[],"usage":%s}\n\n' % (self._head, _json.encode(usage.fields()))
+
+    @staticmethod
+    def error(error: ApiError) -> bytes:
+        """What ends a stream that cannot go on; no [DONE] follows."""
+        return b"data: %s\n\n" % error.body()
+
+
+def body(answer: Answer, choices: list[Choice], usage: Usage) -> bytes:
+    """The whole answer of a request without `stream`."""
+    kind = "chat.completion" if answer.chat else "text_completion"
+    listed = [_choice(answer.chat, i, choice) for i, choice in enumerate(choices)]
+    return b'%s,"choices":%s,"usage":%s}' % (
+        _head(answer, kind),
+        _json.encode(listed),
+        _json.encode(usage.fields()),
+    )
+
+
+def _head(answer: Answer, kind: str) -> bytes:
+    """The opening of the object, without a closing brace."""
+    fields = {
+        "id": answer.id,
+        "object": kind,
+        "created": answer.created,
+        "model": answer.model,
+    }
+    return _json.encode(fields)[:-1]
+
+
+def _choice(chat: bool, index: int, choice: Choice) -> dict[str, Any]:
+    content: dict[str, Any] = {"text": choice.text}
+    if chat:
+        content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+    return {
+        "index": index,
+        **content,
+        "logprobs": None,
+        "finish_reason": choice.finish,
+        "stop_reason": choice.stop_reason,
+    }

@@ -1,0 +1,74 @@
+"""Builds the gateway stage: the core, and the HTTP driver beside it.
+
+Reads the settings and two small files of the checkpoint's folder; loads no model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from pipeinfer.gateway.app import Service
+from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.defaults import sampling_defaults
+from pipeinfer.gateway.driver import HttpDriver
+from pipeinfer.gateway.health import Expected
+from pipeinfer.gateway.metrics import Metrics
+from pipeinfer.gateway.port import Port
+from pipeinfer.models.source import resolve_model
+from pipeinfer.runtime.stage import Stage, StageContext
+from pipeinfer.runtime.topology import Topology
+from pipeinfer.settings import Settings
+
+TICK = 0.1  # seconds; how late a timeout or a silent stage may be noticed
+
+
+def build(context: StageContext) -> Stage:
+    """The stage; ConfigurationError for a checkpoint folder that cannot be read."""
+    settings = context.settings
+    folder = resolve_model(settings.model, settings.revision)
+    core = GatewayCore(
+        expected_stages(context.topology),
+        index=context.identity.index,
+        seed=settings.seed,
+        max_queue=settings.max_queue,
+    )
+    metrics = Metrics(core.health)
+    service = Service(
+        core,
+        Port(metrics),
+        metrics,
+        settings.model_name,
+        sampling_defaults(folder),
+        settings.api_key,
+        settings.max_body_bytes,
+        _context_length(settings, folder),
+    )
+    others = [s for s in context.topology.ids() if s != context.identity.id]
+    return Stage(
+        core,
+        HttpDriver(service, settings.host, settings.port),
+        TICK,
+        tuple((stage, "telemetry") for stage in others),
+    )
+
+
+def expected_stages(topology: Topology) -> list[Expected]:
+    """The stages of a topology as the health table wants them."""
+    return [Expected(e.identity.id, e.name, e.group, e.rank) for e in topology.entries]
+
+
+class _Config(msgspec.Struct):
+    max_position_embeddings: int = 0
+
+
+def _context_length(settings: Settings, folder: Path) -> int:
+    """For /v1/models only; what refuses a long prompt is the tokenizer stage."""
+    if settings.max_model_len:
+        return settings.max_model_len
+    path = folder / "config.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Config).max_position_embeddings
+    except (OSError, msgspec.DecodeError):
+        return 0  # not shown then; the stages that need the file say what is wrong with it

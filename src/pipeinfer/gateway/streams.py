@@ -1,0 +1,153 @@
+"""The two ways an answer leaves: as one JSON body, or as server-sent events while it grows.
+
+Both are sinks of the port. A stream writes each chunk straight to the connection: no task, no
+future and no queue for a token. Knows no core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from aiohttp import web
+from aiohttp.http import HttpVersion11
+
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.events import Delta, Failed, Started
+from pipeinfer.gateway.shapes import DONE, Answer, Choice, Chunks, Usage, body
+
+BACKLOG = 8 * 2**20  # bytes that a client may leave unread before it is hung up
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+def api_error(failed: Failed) -> ApiError:
+    """The error of the client for one of the core."""
+    return ApiError(failed.status, failed.message, failed.param, failed.code, failed.retry_after)
+
+
+def _count(usage: Usage, delta: Delta) -> None:
+    usage.prompt += delta.prompt_tokens
+    usage.output += delta.output_tokens
+    usage.cached += delta.cached_tokens
+
+
+class WholeAnswer:
+    """Collects all choices, then answers once."""
+
+    def __init__(self, answer: Answer, choices: int) -> None:
+        self._answer = answer
+        self._texts: list[list[str]] = [[] for _ in range(choices)]
+        self._choices: list[Choice | None] = [None] * choices
+        self._open = choices
+        self._usage = Usage()
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def started(self, index: int, started: Started) -> None:
+        pass
+
+    def delta(self, index: int, delta: Delta) -> None:
+        self._texts[index].append(delta.text)
+        if delta.finish is None:
+            return
+        text = "".join(self._texts[index])
+        self._choices[index] = Choice(text, delta.finish, delta.stop_reason)
+        _count(self._usage, delta)
+        self._open -= 1
+        if self._open == 0 and not self._done.done():
+            self._done.set_result(None)
+
+    def failed(self, index: int, failed: Failed) -> None:
+        if not self._done.done():
+            self._done.set_exception(api_error(failed))
+
+    async def respond(self, request: web.Request) -> web.StreamResponse:
+        """Waits for the end; raises ApiError if any choice failed."""
+        await self._done
+        choices = [choice for choice in self._choices if choice is not None]
+        content = body(self._answer, choices, self._usage)
+        return web.Response(body=content, content_type="application/json")
+
+
+class EventStream:
+    """Sends chunks as they come. Nothing is sent before the first one, so a refusal is an error."""
+
+    def __init__(self, answer: Answer, choices: int, include_usage: bool) -> None:
+        self._chunks = Chunks(answer, choices, include_usage)
+        self._include_usage = include_usage
+        self._opened = [False] * choices
+        self._open = choices
+        self._usage = Usage()
+        self._held: list[bytes] = []  # chunks from before the headers
+        self._transport: asyncio.WriteTransport | None = None
+        self._chunked = True
+        loop = asyncio.get_running_loop()
+        self._begun: asyncio.Future[None] = loop.create_future()
+        self._ended: asyncio.Future[None] = loop.create_future()
+
+    def started(self, index: int, started: Started) -> None:
+        pass
+
+    def delta(self, index: int, delta: Delta) -> None:
+        if self._ended.done():
+            return
+        chunks = self._chunks  # hot path: once for every token of every stream
+        if delta.finish is None:
+            if not delta.text:
+                return
+            data = chunks.text(index, delta.text)
+        else:
+            data = chunks.last(index, delta.text, delta.finish, delta.stop_reason)
+        if not self._opened[index]:
+            self._opened[index] = True
+            data = chunks.opening(index) + data
+        if delta.finish is not None:
+            data += self._finish(delta)
+        self._write(data)
+
+    def failed(self, index: int, failed: Failed) -> None:
+        if self._ended.done():
+            return
+        error = api_error(failed)
+        if not self._begun.done():
+            self._begun.set_exception(error)
+            return
+        self._write(self._chunks.error(error))
+        self._ended.set_result(None)
+
+    async def respond(self, request: web.Request) -> web.StreamResponse:
+        """Streams until the end; raises ApiError if the request fails before its first chunk."""
+        await self._begun
+        response = web.StreamResponse(headers=HEADERS)
+        await response.prepare(request)
+        self._chunked = request.version >= HttpVersion11
+        self._transport = request.transport
+        held, self._held = self._held, []
+        self._write(b"".join(held))
+        await self._ended
+        with contextlib.suppress(ConnectionResetError):  # the client left during the last chunk
+            await response.write_eof()
+        return response
+
+    def _finish(self, delta: Delta) -> bytes:
+        """What follows the last chunk of a choice."""
+        _count(self._usage, delta)
+        self._open -= 1
+        if self._open:
+            return b""
+        self._ended.set_result(None)
+        return (self._chunks.usage(self._usage) if self._include_usage else b"") + DONE
+
+    def _write(self, data: bytes) -> None:
+        transport = self._transport
+        if transport is None:
+            self._held.append(data)
+            if not self._begun.done():
+                self._begun.set_result(None)
+        elif not transport.is_closing():
+            transport.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
+            if transport.get_write_buffer_size() > BACKLOG:
+                pass  # ends the handler, and with it the request

@@ -1,0 +1,69 @@
+"""The projections around attention: merged QKV, optional QK norm, RoPE, output.
+
+The attention itself is a function handed in with each call: this module knows no cache, no page
+and no backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from pipeinfer.layers.linear import RowLinear, merged_qkv
+from pipeinfer.layers.norm import HeadNorm
+from pipeinfer.layers.placement import Placement, Source
+from pipeinfer.layers.rope import Rotation, rotate
+
+# (layer, q [T, heads, head_dim], k and v [T, kv_heads, head_dim]) -> [T, heads, head_dim].
+# Rows may be strided (views of one buffer); the last two dimensions are contiguous.
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class SelfAttention:
+    """[T, hidden] to [T, hidden]. `norm_eps` turns QK norm on; heads are those of all ranks."""
+
+    def __init__(
+        self,
+        layer: int,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        output_bias: bool,
+        norm_eps: float | None,
+        placement: Placement,
+    ) -> None:
+        shard = placement.shard
+        self.layer = layer
+        self.head_dim = head_dim
+        self.num_heads = num_heads // shard.size
+        first, last = shard.kv_span(num_kv_heads)
+        self.num_kv_heads = last - first
+        self.qkv = merged_qkv(hidden_size, num_heads, num_kv_heads, head_dim, bias, placement)
+        self.norm = (
+            HeadNorm(self.num_heads, self.num_kv_heads, head_dim, norm_eps, placement)
+            if norm_eps is not None
+            else None
+        )
+        self.output = RowLinear("o_proj", num_heads * head_dim, hidden_size, output_bias, placement)
+
+    def __call__(self, x: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
+        # Heads of one token: [ queries | keys | values ]
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        turned = self.num_heads + self.num_kv_heads
+        keyed, values = heads[:, :turned], heads[:, turned:]
+        if self.norm is not None:
+            keyed = self.norm(keyed)
+        keyed = rotate(keyed, rotation)
+        queries, keys = keyed[:, : self.num_heads], keyed[:, self.num_heads :]
+        return self.output(attend(self.layer, queries, keys, values).flatten(1))
+
+    def sources(self, prefix: str) -> Iterator[Source]:
+        """`prefix` is the path of this module, with its dot."""
+        yield from self.qkv.sources(prefix)
+        yield from self.output.sources(prefix)
+        if self.norm is not None:
+            yield from self.norm.sources(prefix)

@@ -1,0 +1,64 @@
+"""Token embedding and LM head, split over ranks by vocabulary.
+
+Each rank holds an equal run of rows, the last ranks padded with zeros where the vocabulary does not
+divide. Knows no tokenizer: an id is a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn import functional
+
+from pipeinfer.layers.placement import Placement, Source
+
+
+class VocabularyRows:
+    """This rank's rows of a [vocab, hidden] matrix; `weight` is [ceil(vocab / ranks), hidden]."""
+
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, placement: Placement) -> None:
+        shard = placement.shard
+        share = -(-vocab_size // shard.size)
+        self._name = name
+        self.vocab_size = vocab_size
+        self.start = min(shard.rank * share, vocab_size)
+        self.stop = min(self.start + share, vocab_size)
+        self.weight = placement.empty(share, hidden_size)
+        self.weight[self.stop - self.start :].zero_()
+
+    def sources(self, prefix: str) -> Iterator[Source]:
+        """`prefix` is the path of the parent module, with its dot."""
+        hidden = self.weight.shape[1]
+        part = (slice(self.start, self.stop), slice(0, hidden))
+        target = self.weight[: self.stop - self.start]
+        yield Source(f"{prefix}{self._name}.weight", (self.vocab_size, hidden), part, target)
+
+
+class Embedding:
+    """Ids int64 [T] to vectors [T, hidden], a new tensor; the sum over ranks."""
+
+    def __init__(self, rows: VocabularyRows, placement: Placement) -> None:
+        self.rows = rows
+        self._placement = placement
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        rows = self.rows
+        if self._placement.alone:
+            return functional.embedding(tokens, rows.weight)
+        local = tokens - rows.start
+        foreign = (local < 0) | (local >= rows.stop - rows.start)
+        vectors = functional.embedding(local.masked_fill(foreign, 0), rows.weight)
+        return self._placement.reduce(vectors.masked_fill_(foreign[:, None], 0))
+
+
+class Head:
+    """Hidden states [S, hidden] to logits [S, vocab]; `rows` are the embedding's where tied."""
+
+    def __init__(self, rows: VocabularyRows, placement: Placement) -> None:
+        self.rows = rows
+        self._placement = placement
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._placement.gather(functional.linear(hidden, self.rows.weight))
+        return logits[:, : self.rows.vocab_size]

@@ -1,0 +1,118 @@
+"""Linear layers, split over ranks by output (column) or by input (row), merged where inputs agree.
+
+Weights are [out, in], as in the checkpoint; each rank allocates its own part only. Knows no
+attention, no model and no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from pipeinfer.layers.placement import Placement, Source
+
+
+@dataclass(frozen=True)
+class Block:
+    """Checkpoint matrix `name` of `rows` rows, of which this rank holds [start, stop)."""
+
+    name: str
+    rows: int
+    start: int
+    stop: int
+
+
+class ColumnLinear:
+    """Several matrices with one input as one weight: block by block, each with this rank's rows.
+
+    [T, in] to [T, sum of the blocks' rows]; no collective.
+    """
+
+    def __init__(
+        self, in_features: int, blocks: Sequence[Block], bias: bool, placement: Placement
+    ) -> None:
+        rows = sum(block.stop - block.start for block in blocks)
+        self._blocks = tuple(blocks)
+        self.weight = placement.empty(rows, in_features)
+        self.bias = placement.empty(rows) if bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+    def sources(self, prefix: str) -> Iterator[Source]:
+        """`prefix` is the path of the parent module, with its dot."""
+        columns = self.weight.shape[1]
+        row = 0
+        for block in self._blocks:
+            rows = slice(row, row + block.stop - block.start)
+            held = slice(block.start, block.stop)
+            name = f"{prefix}{block.name}"
+            part = (held, slice(0, columns))
+            yield Source(f"{name}.weight", (block.rows, columns), part, self.weight[rows])
+            if self.bias is not None:
+                yield Source(f"{name}.bias", (block.rows,), (held,), self.bias[rows])
+            row = rows.stop
+
+
+class RowLinear:
+    """A matrix split by its input: [T, in / ranks] to the sum over ranks [T, out]."""
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, bias: bool, placement: Placement
+    ) -> None:
+        self._name = name
+        self._placement = placement
+        self._in_features = in_features
+        self._start, self._stop = placement.shard.span(in_features)
+        self.weight = placement.empty(out_features, self._stop - self._start)
+        self.bias = placement.empty(out_features) if bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._placement.alone:
+            return functional.linear(x, self.weight, self.bias)
+        total = self._placement.reduce(functional.linear(x, self.weight))
+        return total if self.bias is None else total.add_(self.bias)  # added once, not per rank
+
+    def sources(self, prefix: str) -> Iterator[Source]:
+        """`prefix` is the path of the parent module, with its dot."""
+        rows = self.weight.shape[0]
+        part = (slice(0, rows), slice(self._start, self._stop))
+        name = f"{prefix}{self._name}"
+        yield Source(f"{name}.weight", (rows, self._in_features), part, self.weight)
+        if self.bias is not None:
+            yield Source(f"{name}.bias", (rows,), (slice(0, rows),), self.bias)
+
+
+def merged_qkv(
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    bias: bool,
+    placement: Placement,
+) -> ColumnLinear:
+    """Rows: this rank's query heads, then its key heads, then its value heads."""
+    first, last = placement.shard.span(num_heads)
+    kv_first, kv_last = placement.shard.kv_span(num_kv_heads)
+    heads = [
+        ("q_proj", num_heads, first, last),
+        ("k_proj", num_kv_heads, kv_first, kv_last),
+        ("v_proj", num_kv_heads, kv_first, kv_last),
+    ]
+    blocks = [
+        Block(name, total * head_dim, start * head_dim, stop * head_dim)
+        for name, total, start, stop in heads
+    ]
+    return ColumnLinear(hidden_size, blocks, bias, placement)
+
+
+def merged_gate_up(
+    hidden_size: int, intermediate_size: int, bias: bool, placement: Placement
+) -> ColumnLinear:
+    """Rows: this rank's share of the gate, then the same share of the up projection."""
+    start, stop = placement.shard.span(intermediate_size)
+    blocks = [Block(name, intermediate_size, start, stop) for name in ("gate_proj", "up_proj")]
+    return ColumnLinear(hidden_size, blocks, bias, placement)

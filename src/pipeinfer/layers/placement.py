@@ -1,0 +1,100 @@
+"""Where a layer's weights live: which share of them, in which dtype, on which device.
+
+Also the two vocabularies that all layers speak: `Source` (what a parameter is filled from) and
+`Group` (how ranks add up and gather). Knows no model and no file format.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank `rank` of `size` tensor-parallel ranks."""
+
+    rank: int = 0
+    size: int = 1
+
+    def span(self, total: int) -> tuple[int, int]:
+        """This rank's [start, stop) of `total` things, which must divide evenly."""
+        if total % self.size:
+            raise ValueError(f"{total} does not divide by {self.size} ranks")
+        share = total // self.size
+        return self.rank * share, (self.rank + 1) * share
+
+    def kv_span(self, num_kv_heads: int) -> tuple[int, int]:
+        """This rank's KV heads; where there are fewer heads than ranks they are replicated."""
+        if num_kv_heads >= self.size:
+            return self.span(num_kv_heads)
+        if self.size % num_kv_heads:
+            raise ValueError(f"{self.size} ranks do not divide by {num_kv_heads} KV heads")
+        head = self.rank * num_kv_heads // self.size
+        return head, head + 1
+
+
+class Group(Protocol):
+    """Collectives over the ranks of a shard; all ranks call them in the same order."""
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, same shape; may reuse the input."""
+        ...
+
+    def all_gather(self, partial: torch.Tensor) -> torch.Tensor:
+        """[..., n] of every rank, concatenated in the order of ranks: [..., n * size]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What every layer is built with. Without `group` only one rank alone can run."""
+
+    shard: Shard
+    dtype: torch.dtype
+    device: torch.device
+    group: Group | None = None
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """A parameter, not yet filled."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    @property
+    def alone(self) -> bool:
+        """One rank: nothing to add up or gather."""
+        return self.shard.size == 1
+
+    def reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """Sum of `partial` over the ranks."""
+        return partial if self.alone else self._group().all_reduce(partial)
+
+    def gather(self, partial: torch.Tensor) -> torch.Tensor:
+        """`partial` of all ranks side by side in the last dimension."""
+        return partial if self.alone else self._group().all_gather(partial)
+
+    def _group(self) -> Group:
+        if self.group is None:
+            raise RuntimeError(
+                f"rank {self.shard.rank} of {self.shard.size} cannot run without group"
+            )
+        return self.group
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tensor `name` of the checkpoint, of shape `shape`, fills `target` with its part `part`.
+
+    `target` is a view into a parameter of this rank; a part of fewer dimensions is broadcast.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    part: tuple[slice, ...]
+    target: torch.Tensor
+
+
+def whole(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The part that is everything."""
+    return tuple(slice(0, size) for size in shape)

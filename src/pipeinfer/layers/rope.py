@@ -1,0 +1,110 @@
+"""Rotary position embedding: the angle of each position, and the turning of queries and keys.
+
+Angles are computed for the positions of a step, in float32, once for all layers; there is no table
+and so no longest position. Knows no cache and no request.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from pipeinfer.layers.rope_config import RopeConfig
+
+
+class Rotation(NamedTuple):
+    """cos, sin [T, 1, head_dim / 2] in the model's dtype, of the T positions of a step."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class Rope:
+    """Positions to rotations. Source: https://arxiv.org/abs/2104.09864, halves form as in Llama."""
+
+    def __init__(
+        self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._config = config
+        self._head_dim = head_dim
+        self._dtype = dtype
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        self._exponents = exponents.to(device)
+        self._inverse = inverse_frequencies(config, exponents).to(device)
+
+    def __call__(self, positions: torch.Tensor) -> Rotation:
+        """positions int64 [T]."""
+        inverse = self._inverse
+        if self._config.type == "dynamic":
+            inverse = self._dynamic(positions)
+        angles = (positions.to(torch.float32)[:, None] * inverse)[:, None, :]
+        scale = self._config.attention_factor
+        return Rotation(
+            (angles.cos() * scale).to(self._dtype), (angles.sin() * scale).to(self._dtype)
+        )
+
+    def _dynamic(self, positions: torch.Tensor) -> torch.Tensor:
+        """Inverse frequencies [T, head_dim / 2] of NTK scaling by the sequence length so far.
+
+        Position p past the original context is turned with the base of a sequence of p + 1 tokens,
+        and a cached key keeps the turn that it was stored with: what transformers does when it
+        decodes token by token with a cache. It differs only where transformers computes a prompt
+        longer than the original context in one forward, because there all positions share the base
+        of the whole prompt; here a position's turn must not depend on how a prompt was chunked.
+        """
+        config = self._config
+        longest = (positions + 1).to(torch.float32)[:, None] / config.original_max
+        power = self._head_dim / (self._head_dim - 2)
+        base = config.theta * (config.factor * longest - (config.factor - 1)).clamp(min=1) ** power
+        return torch.where(longest > 1, 1.0 / base**self._exponents, self._inverse)
+
+
+def inverse_frequencies(config: RopeConfig, exponents: torch.Tensor) -> torch.Tensor:
+    """float32 [head_dim / 2] from `exponents` 2 i / head_dim, for sequences within original_max."""
+    inverse = 1.0 / (config.theta**exponents)
+    if config.type == "linear":
+        return inverse / config.factor
+    if config.type == "yarn":
+        return _yarn(config, inverse)
+    if config.type == "llama3":
+        return _llama3(config, inverse)
+    return inverse
+
+
+def _yarn(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
+    """Fast dimensions stay, slow ones are interpolated. Source: https://arxiv.org/abs/2309.00071."""
+    half = inverse.numel()
+
+    def dimension(rotations: float) -> float:
+        turns = config.original_max / (rotations * 2 * math.pi)
+        return half * math.log(turns) / math.log(config.theta)
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    if low == high:
+        high += 0.001  # the ramp is a step
+    ramp = ((torch.arange(half, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return inverse / config.factor * ramp + inverse * (1 - ramp)
+
+
+def _llama3(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
+    """Long waves are stretched, short ones stay, between them a blend (Llama 3.1's code)."""
+    waves_in_context = config.original_max * inverse / (2 * math.pi)
+    blend = (waves_in_context - config.low_freq) / (config.high_freq - config.low_freq)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * inverse / config.factor + blend * inverse
+
+
+def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """A turned copy, contiguous, of heads [T, N, head_dim]; the input may be a strided view."""
+    half = heads.shape[-1] // 2
+    first, second = heads[..., :half], heads[..., half:]
+    turned = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    left, right = turned[..., :half], turned[..., half:]
+    torch.mul(first, rotation.cos, out=left).addcmul_(second, rotation.sin, value=-1)
+    torch.mul(second, rotation.cos, out=right).addcmul_(first, rotation.sin)
+    return turned

@@ -1,0 +1,41 @@
+"""What applying one plan to the memory did. Plain data; knows nobody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The plan's rows in the plan's order, [R] each.
+
+    slots, starts, counts: int32; row r computes positions starts[r] .. starts[r]+counts[r]-1.
+    samples: bool, such a row ends with a sampled token. known: bool, its tokens are admitted ids
+    (else the one that lies on the device). deferred: bool, no pages for it, nothing was touched.
+    """
+
+    slots: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    samples: np.ndarray
+    known: np.ndarray
+    deferred: np.ndarray
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The outcome of plan `number`.
+
+    admitted, cached: int32 [admits], slots and tokens found in the prefix cache. free, evictable:
+    pages after the plan. digest: 64-bit hash of all decisions since the reset.
+    """
+
+    number: int
+    rows: Rows
+    admitted: np.ndarray
+    cached: np.ndarray
+    free: int
+    evictable: int
+    digest: int

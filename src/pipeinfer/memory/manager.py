@@ -1,0 +1,267 @@
+"""Turns plans, which speak in tokens, into pages.
+
+Its decisions are a function of the plans alone, so that all ranks of a group make the same ones:
+the clock is the plan's number, and nothing here knows when a step ran. Knows no sampling and no
+tensor.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeinfer.memory.allocator import PageAllocator
+from pipeinfer.memory.applied import Applied, Rows
+from pipeinfer.memory.digest import RunningDigest
+from pipeinfer.memory.errors import ProtocolError
+from pipeinfer.memory.integrity import check_balance, check_everything
+from pipeinfer.memory.page_table import PageTable
+from pipeinfer.memory.prefix_cache import make_cache
+from pipeinfer.memory.slots import Slots
+from pipeinfer.messages import Admit, Plan, Release
+
+_NONE = np.empty(0, dtype=np.int32)
+
+
+class MemoryManager:
+    """`pages` pages of `page_size` tokens (page 0 is the dummy), `max_slots` requests at a time.
+
+    `cache` names a prefix cache. Raises ConfigurationError if there is none of that name.
+
+    Pages that a plan frees may be given to another request by the same plan: the device runs steps
+    in order, so whatever still reads them has ended when the new owner writes them.
+    """
+
+    def __init__(
+        self, pages: int, page_size: int, max_slots: int, max_model_len: int, cache: str = "radix"
+    ) -> None:
+        self.page_size = page_size
+        self.max_model_len = max_model_len
+        self.allocator = PageAllocator(pages)
+        self.cache = make_cache(cache, page_size)
+        self.table = PageTable(max_slots, -(-max_model_len // page_size))
+        self.slots = Slots(max_slots)
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty slots, empty cache, all pages free, digest 0."""
+        self.allocator.reset()
+        self.cache.reset()
+        self.table.reset()
+        self.slots = Slots(self.slots.count)
+        self._prompts_done = _NONE
+        self._digest = RunningDigest()
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Pages that can hold tokens, page size, slots, tokens of the longest request."""
+        return self.allocator.total, self.page_size, self.slots.count, self.max_model_len
+
+    @property
+    def free(self) -> int:
+        """Free pages."""
+        return self.allocator.free
+
+    @property
+    def evictable(self) -> int:
+        """Pages of the prefix cache that nobody has locked."""
+        return self.cache.evictable
+
+    def apply(self, plan: Plan) -> Applied:
+        """Carries out `plan` in the fixed order: releases, inserts, matches and locks, evictions
+        and allocations. The table's rows are the step's until the next plan: copy them.
+
+        Raises ProtocolError if the plan contradicts the state, which is then of no use any more.
+        """
+        slots, counts = self._rows_of(plan)
+        for release in plan.releases:
+            self._release(release, plan.number)
+        self._insert_prompts(plan.number)
+        cached = np.array([self._admit(admit, plan.number) for admit in plan.admits], np.int32)
+        rows = self._advance(slots, counts)
+        check_balance(self.allocator, self.cache, self.table)
+        self._note(cached, rows.starts, rows.counts, rows.deferred)
+        return Applied(
+            number=plan.number,
+            rows=rows,
+            admitted=np.array([admit.slot for admit in plan.admits], np.int32),
+            cached=cached,
+            free=self.free,
+            evictable=self.evictable,
+            digest=self._digest.close(),
+        )
+
+    def check_integrity(self) -> None:
+        """Checks every invariant, at the cost of walking everything; raises IntegrityError."""
+        check_everything(self.allocator, self.cache, self.table, self.slots, self.page_size)
+
+    # ------------------------------------------------------------------------------ release, insert
+
+    def _release(self, release: Release, clock: int) -> None:
+        slot = self._active(release.slot, "release")
+        known, computed = int(self.slots.known[slot]), int(self.slots.computed[slot])
+        outputs = _ids(release.output_ids, f"release of slot {slot}")
+        confirmed = known + len(outputs)
+        if len(outputs) and confirmed > computed + 1:
+            raise ProtocolError(
+                f"release of slot {slot} confirms {len(outputs)} outputs after {known} admitted "
+                f"tokens, but only {computed} tokens are computed"
+            )
+        if release.keep:
+            # A surplus token is computed but not confirmed, the last output is confirmed but
+            # perhaps not computed: neither has KV that anybody may reuse.
+            tokens = np.concatenate((self.slots.known_tokens(slot), outputs))
+            self._share(slot, tokens[: min(computed, confirmed)], clock)
+        self.cache.unlock(self.slots.node[slot])
+        self._give(self.table.own(slot))
+        self.table.clear(slot)
+        self.slots.clear(slot)
+
+    def _insert_prompts(self, clock: int) -> None:
+        """Lets others share the prompts that the plan before completed.
+
+        One plan late on purpose: whoever matches them now computes in a step after the one that
+        writes them, and a request that ends with its prompt is inserted only once.
+        """
+        for slot in self._prompts_done.tolist():
+            if self.slots.active[slot]:
+                self._share(slot, self.slots.known_tokens(slot), clock)
+        self._prompts_done = _NONE
+
+    def _share(self, slot: int, tokens: np.ndarray, clock: int) -> None:
+        """Hands the whole pages of `tokens`, the slot's first and all computed, to the cache."""
+        count = len(tokens) // self.page_size
+        if count == 0:
+            return
+        before = self.table.row(slot)[:count]
+        tokens = tokens[: count * self.page_size]
+        node, pages = self.cache.insert(tokens, before, self.slots.salt[slot], clock)
+        if node is None:
+            return
+        # First the row points at the cache's pages and holds them; only then are the duplicates
+        # free to be taken. Steps in flight still write the duplicates: later takers come later.
+        self.table.share(slot, pages)
+        self.cache.lock(node)
+        self.cache.unlock(self.slots.node[slot])
+        self.slots.node[slot] = node
+        self._give(before[before != pages])
+
+    # ---------------------------------------------------------------------------------------- admit
+
+    def _admit(self, admit: Admit, clock: int) -> int:
+        """Fills a slot and locks the cached prefix; returns how many tokens it has."""
+        slot = admit.slot
+        if not 0 <= slot < self.slots.count:
+            raise ProtocolError(f"admit into slot {slot} of {self.slots.count}")
+        if self.slots.active[slot]:
+            raise ProtocolError(f"admit of {admit.request_id!r} into slot {slot}, which is used")
+        tokens = _ids(admit.token_ids, f"admit into slot {slot}")
+        if not 0 < len(tokens) < admit.max_total <= self.max_model_len:
+            raise ProtocolError(
+                f"admit into slot {slot}: {len(tokens)} tokens, at most {admit.max_total} in "
+                f"total, of at most {self.max_model_len}"
+            )
+        if int(tokens.min()) < 0:
+            raise ProtocolError(f"admit into slot {slot}: token id {int(tokens.min())}")
+        self.slots.put(slot, tokens, admit.max_total, admit.cache_salt)
+        # The last token is always computed: without it there would be no logits to sample from.
+        node, pages = self.cache.match(tokens[:-1], admit.cache_salt, clock)
+        self.cache.lock(node)
+        self.slots.node[slot] = node
+        self.table.share(slot, pages)
+        cached = len(pages) * self.page_size
+        self.slots.computed[slot] = cached
+        return cached
+
+    # ---------------------------------------------------- advance: the hot path, no loop over rows
+
+    def _advance(self, slots: np.ndarray, counts: np.ndarray) -> Rows:
+        starts = self.slots.computed[slots]
+        known = self.slots.known[slots]
+        left = known - starts
+        # A decode computes position `start` and samples the token at `start + 1`. In an empty slot
+        # nothing is left and nothing has room.
+        has_room = (starts + 2 <= self.slots.max_total[slots]) & (counts > 0)
+        takes = np.where(left > 0, np.minimum(left, counts), has_room).astype(np.int32)
+        needs = self._pages_for(starts + takes) - self.table.held[slots]
+        total = int(needs.sum())
+        deferred = np.zeros(len(slots), dtype=bool)
+        if total > self.free + self.evictable:
+            deferred = self._rows_without_pages(needs)
+            takes[deferred] = needs[deferred] = 0
+            total = int(needs.sum())
+        if total:
+            self.table.append(slots, needs, self._take(total))
+        ends = starts + takes
+        self.slots.computed[slots] = ends
+        samples = (takes > 0) & (ends >= known)
+        self._prompts_done = slots[samples & (left > 0)]
+        return Rows(slots, starts, takes, samples, left > 0, deferred)
+
+    def _pages_for(self, tokens: np.ndarray) -> np.ndarray:
+        return (tokens + (self.page_size - 1)) // self.page_size
+
+    def _rows_without_pages(self, needs: np.ndarray) -> np.ndarray:
+        """In plan order, each row takes what it needs in full or is deferred; bool [R].
+
+        Rows that need nothing go on. The one loop over rows, taken only when memory is short.
+        """
+        left = self.free + self.evictable
+        deferred = np.zeros(len(needs), dtype=bool)
+        for row in np.flatnonzero(needs).tolist():
+            if needs[row] <= left:
+                left -= int(needs[row])
+            else:
+                deferred[row] = True
+        return deferred
+
+    # -------------------------------------------------------------------------------------- helpers
+
+    def _take(self, count: int) -> np.ndarray:
+        missing = count - self.free
+        if missing > 0:
+            self._give(self.cache.evict(missing))
+        pages = self.allocator.take(count)
+        self._note(pages)
+        return pages
+
+    def _give(self, pages: np.ndarray) -> None:
+        self._note(pages)
+        self.allocator.give(pages)
+
+    def _note(self, *decisions: np.ndarray) -> None:
+        for decision in decisions:
+            self._digest.add(decision)
+
+    def _active(self, slot: int, verb: str) -> int:
+        if not 0 <= slot < self.slots.count:
+            raise ProtocolError(f"{verb} of slot {slot} of {self.slots.count}")
+        if not self.slots.active[slot]:
+            raise ProtocolError(f"{verb} of slot {slot}, which is empty")
+        return slot
+
+    def _rows_of(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+        """The plan's slots and counts, int32 [R]; raises ProtocolError if they make no sense."""
+        slots = _ids(plan.slots, f"slots of plan {plan.number}")
+        counts = _ids(plan.counts, f"counts of plan {plan.number}")
+        if len(slots) != len(counts):
+            raise ProtocolError(f"plan {plan.number}: {len(slots)} slots, {len(counts)} counts")
+        if len(slots) == 0:
+            return slots, counts
+        if int(slots.min()) < 0 or int(slots.max()) >= self.slots.count:
+            raise ProtocolError(
+                f"plan {plan.number}: slots {int(slots.min())}..{int(slots.max())} "
+                f"of {self.slots.count}"
+            )
+        if int(counts.min()) < 0:
+            raise ProtocolError(f"plan {plan.number}: count {int(counts.min())}")
+        if int(np.bincount(slots).max()) > 1:
+            raise ProtocolError(
+                f"plan {plan.number}: slot {int(np.bincount(slots).argmax())} twice"
+            )
+        return slots, counts
+
+
+def _ids(raw: bytes, what: str) -> np.ndarray:
+    if len(raw) % 4:
+        raise ProtocolError(f"{what}: {len(raw)} bytes are no int32 sequence")
+    return np.frombuffer(raw, dtype="<i4")

@@ -1,0 +1,71 @@
+"""Which pages each slot's tokens lie in.
+
+Knows no token id and no plan. The table is on the host; a step takes a private copy of its rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class PageTable:
+    """int32 [max_slots, max_pages_per_sequence] and two counts per slot. A row's regions:
+
+        | the prefix cache's, locked | the request's own | 0 (the dummy page) ... |
+        0                            shared              held
+
+    shared, held: int32 [max_slots].
+    """
+
+    def __init__(self, max_slots: int, max_pages_per_sequence: int) -> None:
+        self._rows = np.zeros((max_slots, max_pages_per_sequence), dtype=np.int32)
+        self.held = np.zeros(max_slots, dtype=np.int32)
+        self.shared = np.zeros(max_slots, dtype=np.int32)
+
+    def reset(self) -> None:
+        """Empties every row."""
+        for slot in np.flatnonzero(self.held):
+            self._rows[slot, : self.held[slot]] = 0
+        self.held[:] = 0
+        self.shared[:] = 0
+
+    def share(self, slot: int, pages: np.ndarray) -> None:
+        """Makes `pages`, which the prefix cache owns, the beginning of the row."""
+        count = len(pages)
+        self._rows[slot, :count] = pages
+        self.shared[slot] = count
+        self.held[slot] = max(count, int(self.held[slot]))
+
+    def append(self, slots: np.ndarray, needs: np.ndarray, pages: np.ndarray) -> None:
+        """Gives each of the distinct `slots` [n] the next `needs` [n] pages out of `pages`."""
+        if len(pages) == np.count_nonzero(needs):  # decodes: one page each
+            growing = slots[needs > 0]
+            self._rows[growing, self.held[growing]] = pages
+        else:
+            row = np.repeat(slots, needs)
+            offset = np.arange(len(pages)) - np.repeat(np.cumsum(needs) - needs, needs)
+            self._rows[row, self.held[row] + offset] = pages
+        self.held[slots] += needs
+
+    def row(self, slot: int) -> np.ndarray:
+        """A copy of the slot's pages, int32 [held]."""
+        return self._rows[slot, : self.held[slot]].copy()
+
+    def own(self, slot: int) -> np.ndarray:
+        """A copy of the pages that the slot's request owns, int32 [held - shared]."""
+        return self._rows[slot, self.shared[slot] : self.held[slot]].copy()
+
+    def clear(self, slot: int) -> None:
+        """Empties the row."""
+        self._rows[slot, : self.held[slot]] = 0
+        self.held[slot] = 0
+        self.shared[slot] = 0
+
+    def gather(self, slots: np.ndarray) -> np.ndarray:
+        """A copy of the rows of `slots`, int32 [n, P]; P is the longest row's number of pages."""
+        width = int(self.held[slots].max()) if len(slots) else 0
+        return self._rows[slots, :width]
+
+    def owned_in_total(self) -> int:
+        """Pages that requests own."""
+        return int(self.held.sum(dtype=np.int64) - self.shared.sum(dtype=np.int64))

@@ -1,0 +1,65 @@
+"""The KV pool: where keys and values of all requests lie, page by page.
+
+Knows shapes and bytes only: who owns a page is the memory manager's business, how pages are read
+is the attention backend's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from pipeinfer.attention.interface import AttentionShape
+
+
+def bytes_per_page(shapes: Sequence[AttentionShape], page_size: int, dtype: torch.dtype, /) -> int:
+    """Bytes of one page over all layers, K and V together."""
+    elements = sum(shape.num_kv_heads * shape.head_dim for shape in shapes)
+    return 2 * elements * page_size * dtype.itemsize
+
+
+class KVPool:
+    """Per layer, K and V as `[pages, page_size, kv_heads, head_dim]`; layers may differ in shape.
+
+    Page 0 is a dummy: no request owns it, padding reads it. Everything starts as zero, because
+    padding is read before anybody has written: a masked position has weight 0, and 0 times a NaN
+    that lay in fresh memory would be NaN. Backends that read whole pages rely on it too.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[AttentionShape],
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Raises ValueError without at least one page beside the dummy."""
+        if pages < 2 or page_size < 1:
+            raise ValueError(f"a pool needs 2 pages of 1 token, not {pages} of {page_size}")
+        self.pages = pages
+        self.page_size = page_size
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.shapes = tuple(shapes)
+        sizes = [(pages, page_size, shape.num_kv_heads, shape.head_dim) for shape in self.shapes]
+        self.k = [_zeros(size, dtype, self.device) for size in sizes]
+        self.v = [_zeros(size, dtype, self.device) for size in sizes]
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one page over all layers, K and V together."""
+        return bytes_per_page(self.shapes, self.page_size, self.dtype)
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    # torch.zeros writes every byte (1.5 s for 1 GiB); NumPy takes zero pages from the kernel, which
+    # become real memory only where a token is stored.
+    raw = np.zeros(int(np.prod(size)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(size)

@@ -1,0 +1,78 @@
+"""What a prefix cache is, and which kinds there are.
+
+A cache maps token prefixes, whole pages at a time, to pages that hold their KV. Knows no slot, no
+plan and no tensor; implementations are imported when they are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from pipeinfer.settings import ConfigurationError
+
+CACHES = {
+    "radix": "pipeinfer.memory.radix:RadixCache",
+    "naive": "pipeinfer.memory.naive:NaiveCache",
+}
+
+
+class Match(NamedTuple):
+    """A cached prefix: the node it ends in (None: nothing cached) and its pages, int32 [n]."""
+
+    node: Any
+    pages: np.ndarray
+
+
+class PrefixCache(Protocol):
+    """Owns the pages that were inserted until it evicts them. `clock` is the plan's number."""
+
+    evictable: int  # pages that evict() could return
+    locked: int  # pages on a path that somebody has locked
+
+    def match(self, tokens: np.ndarray, salt: str, clock: int) -> Match:
+        """The longest cached prefix of `tokens` (int32 [n], whole pages count) under `salt`."""
+        ...
+
+    def lock(self, node: Any) -> None:
+        """Keeps the path from the root to `node` from eviction; None is no path. Locks nest."""
+        ...
+
+    def unlock(self, node: Any) -> None:
+        """Undoes one lock; raises IntegrityError if there is none."""
+        ...
+
+    def insert(self, tokens: np.ndarray, pages: np.ndarray, salt: str, clock: int) -> Match:
+        """Offers `pages` int32 [n] holding the KV of `tokens` int32 [n * page_size].
+
+        Returns the pages that the cache has for these tokens now. Where it had a page already it
+        keeps its own, and the offered one stays the caller's; all others returned are now its own.
+        An empty match means that nothing was taken.
+        """
+        ...
+
+    def evict(self, count: int) -> np.ndarray:
+        """Gives up at most `count` pages, least recently used first; int32, now the caller's."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets everything, locks included."""
+        ...
+
+    def check_integrity(self, holders: Sequence[Any]) -> np.ndarray:
+        """Raises IntegrityError unless all is consistent; `holders` has one node for each lock.
+
+        Returns all pages that the cache owns, int32.
+        """
+        ...
+
+
+def make_cache(name: str, page_size: int) -> PrefixCache:
+    """The cache called `name`; raises ConfigurationError, which lists the names there are."""
+    if name not in CACHES:
+        raise ConfigurationError(f"--cache: unknown cache {name!r}, there are {', '.join(CACHES)}")
+    module, _, cls = CACHES[name].partition(":")
+    return getattr(import_module(module), cls)(page_size)

@@ -1,0 +1,50 @@
+"""From a ModelConfig to a model on one rank: checks that it can be split, then allocates.
+
+Knows no file; checkpoint.py fills the parameters.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pipeinfer.layers.placement import Group, Placement, Shard
+from pipeinfer.models.causal_lm import CausalLM
+from pipeinfer.models.config import ModelConfig
+from pipeinfer.models.registry import find_builder
+from pipeinfer.settings import ConfigurationError
+
+ALONE = Shard()
+
+
+def build_model(
+    config: ModelConfig,
+    shard: Shard = ALONE,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    group: Group | None = None,
+) -> CausalLM:
+    """The model's part of rank `shard`, allocated and not filled.
+
+    `group` adds up over ranks; without it a part of several ranks can be loaded, not run. Raises
+    ConfigurationError if heads or MLP do not divide by the ranks.
+    """
+    check_shard(config, shard.size)
+    placement = Placement(shard, dtype, torch.device(device), group)
+    return find_builder(config.architecture)(config, placement)
+
+
+def check_shard(config: ModelConfig, ranks: int) -> None:
+    """Raises ConfigurationError if the model cannot be split over that many ranks."""
+    divided = {
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.intermediate_size,
+        "moe_intermediate_size": config.moe_intermediate_size,
+    }
+    for name, value in divided.items():
+        if value % ranks:
+            raise ConfigurationError(f"{name} {value} does not divide by {ranks} ranks (--tp)")
+    kv_heads = config.num_kv_heads
+    if kv_heads % ranks and ranks % kv_heads:
+        raise ConfigurationError(
+            f"num_key_value_heads {kv_heads} neither divides by {ranks} ranks (--tp) nor divides it"
+        )

@@ -1,0 +1,116 @@
+"""The decoder-only transformer that all architectures here are: embedding, layers, norm, head.
+
+What differs between architectures is handed in as layers. Knows no cache, no request and no file;
+`sources` says which checkpoint tensor fills which parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pipeinfer.attention.interface import AttentionShape
+from pipeinfer.layers.attention import Attend, SelfAttention
+from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
+from pipeinfer.layers.norm import RMSNorm
+from pipeinfer.layers.placement import Placement, Source
+from pipeinfer.layers.rope import Rope, Rotation
+from pipeinfer.models.config import ModelConfig
+
+
+class FeedForward(Protocol):
+    """A dense or a sparse MLP: [T, hidden] to [T, hidden]."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def sources(self, prefix: str) -> Iterator[Source]: ...
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Attention and feed-forward, each after a norm and added to the residual stream."""
+
+    input_norm: RMSNorm
+    attention: SelfAttention
+    middle_norm: RMSNorm
+    mlp: FeedForward
+
+    def __call__(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        rotation: Rotation,
+        attend: Attend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what is to be added to the residual, the residual [T, hidden], changed in place)."""
+        if x is None:
+            x = self.input_norm(residual)
+        else:
+            x, residual = self.input_norm.add(x, residual)
+        x = self.attention(x, rotation, attend)
+        x, residual = self.middle_norm.add(x, residual)
+        return self.mlp(x), residual
+
+    def sources(self, prefix: str) -> Iterator[Source]:
+        """`prefix` is the path of this layer, with its dot."""
+        yield from self.input_norm.sources(prefix)
+        yield from self.attention.sources(f"{prefix}self_attn.")
+        yield from self.middle_norm.sources(prefix)
+        yield from self.mlp.sources(f"{prefix}mlp.")
+
+
+class CausalLM:
+    """`model(tokens, positions, attend)` gives hidden states, `model.logits` their logits."""
+
+    def __init__(
+        self, config: ModelConfig, layers: list[DecoderLayer], placement: Placement
+    ) -> None:
+        self.config = config
+        self.layers = layers
+        size = (config.vocab_size, config.hidden_size)
+        rows = VocabularyRows("embed_tokens", *size, placement)
+        self.embedding = Embedding(rows, placement)
+        tied = config.tie_word_embeddings
+        self.head = Head(rows if tied else VocabularyRows("lm_head", *size, placement), placement)
+        self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps, placement)
+        self.rope = Rope(config.rope, config.head_dim, placement.dtype, placement.device)
+
+    def __call__(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """tokens, positions: int64 [T]. Hidden states [T, hidden] after the final norm."""
+        rotation = self.rope(positions)
+        residual = self.embedding(tokens)
+        x = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, rotation, attend)
+        return self.norm(residual) if x is None else self.norm.add(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden] to [S, vocab] in the model's dtype; the same on all ranks."""
+        return self.head(hidden)
+
+    def attention_shapes(self) -> list[AttentionShape]:
+        """This rank's heads, layer by layer."""
+        return [
+            AttentionShape(
+                layer.attention.num_heads,
+                layer.attention.num_kv_heads,
+                layer.attention.head_dim,
+                layer.attention.head_dim**-0.5,
+                window,
+            )
+            for layer, window in zip(self.layers, self.config.sliding_windows, strict=True)
+        ]
+
+    def sources(self) -> Iterator[Source]:
+        """Every parameter, and the checkpoint tensor that fills it."""
+        yield from self.embedding.rows.sources("model.")
+        for index, layer in enumerate(self.layers):
+            yield from layer.sources(f"model.layers.{index}.")
+        yield from self.norm.sources("model.")
+        if not self.config.tie_word_embeddings:
+            yield from self.head.rows.sources("")

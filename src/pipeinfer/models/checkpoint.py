@@ -1,0 +1,105 @@
+"""Fills a model's parameters from a checkpoint, straight into their merged and sharded places.
+
+Files are taken one after another and a tensor at a time, so there is never a second copy of the
+model. Knows no architecture: the model's `sources` say what goes where.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from pipeinfer.layers.placement import Source
+from pipeinfer.models.build import build_model
+from pipeinfer.models.causal_lm import CausalLM
+from pipeinfer.models.config import ModelConfig
+from pipeinfer.models.safetensors import StoredTensor, read_headers
+from pipeinfer.settings import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]  # bytes of the checkpoint done, bytes in all
+
+DTYPES = ("F64", "F32", "F16", "BF16")
+HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
+DUMMY_STD = 0.02
+
+
+def check_checkpoint(folder: Path, config: ModelConfig) -> None:
+    """Raises ConfigurationError if the weights in `folder` would not fill a model of `config`.
+
+    Reads headers only: milliseconds. Tensors that nothing asks for are warned about.
+    """
+    model = build_model(config, device="meta")
+    stored = read_headers(folder)
+    asked = set()
+    for source in model.sources():
+        _stored(source, stored, folder)
+        asked.add(source.name)
+    extra = sorted(name for name in stored if name not in asked and not HARMLESS.search(name))
+    if extra:
+        shown = ", ".join(extra[:3]) + (" ..." if len(extra) > 3 else "")
+        log.warning("%s: ignoring %d tensors that the model lacks: %s", folder, len(extra), shown)
+
+
+def load_weights(model: CausalLM, folder: Path, progress: Progress | None = None) -> None:
+    """Reads this rank's part of every tensor; values are converted to the parameters' dtype.
+
+    Raises ConfigurationError as `check_checkpoint` does.
+    """
+    stored = read_headers(folder)
+    by_file: dict[Path, list[Source]] = defaultdict(list)
+    total = 0
+    for source in model.sources():
+        entry = _stored(source, stored, folder)
+        by_file[entry.file].append(source)
+        total += entry.nbytes
+    done = 0
+    for file, sources in by_file.items():
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            for source in sources:
+                source.target.copy_(opened.get_slice(source.name)[source.part])
+                done += stored[source.name].nbytes
+                if progress is not None:
+                    progress(done, total)
+
+
+def _stored(source: Source, stored: dict[str, StoredTensor], folder: Path) -> StoredTensor:
+    """Where `source` lies on disk, if it is there and as the model expects it."""
+    entry = stored.get(source.name)
+    if entry is None:
+        raise ConfigurationError(f"{folder} lacks tensor {source.name}")
+    if entry.shape != source.shape:
+        raise ConfigurationError(
+            f"{source.name} in {entry.file} has shape {list(entry.shape)}, "
+            f"config.json asks for {list(source.shape)}"
+        )
+    if entry.dtype not in DTYPES:
+        raise ConfigurationError(
+            f"{source.name} in {entry.file} is {entry.dtype}; supported: {', '.join(DTYPES)}"
+        )
+    return entry
+
+
+def fill_dummy(model: CausalLM, seed: int = 0) -> None:
+    """Random weights (standard deviation 0.02, norms one) in place of a checkpoint's.
+
+    Each tensor depends on `seed` and its name only, so ranks hold parts of one and the same model.
+    """
+    for source in model.sources():
+        if "norm" in source.name:
+            source.target.fill_(1.0)
+            continue
+        device = source.target.device
+        generator = torch.Generator(device)
+        generator.manual_seed(seed << 32 | zlib.crc32(source.name.encode()))
+        full = torch.empty(source.shape, dtype=torch.float32, device=device)
+        full.normal_(0.0, DUMMY_STD, generator=generator)
+        source.target.copy_(full[source.part])

@@ -1,0 +1,199 @@
+"""config.json as one frozen dataclass, whichever generation of transformers wrote it.
+
+Knows no torch and no weights: the tokenizer and the gateway read it too. What an architecture means
+by its fields (sliding windows, defaults, names) is decided here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.layers.rope_config import RopeConfig
+from pipeinfer.models.fields import Fields, read_json
+from pipeinfer.models.registry import ARCHITECTURES
+from pipeinfer.models.rope import read_rope
+from pipeinfer.settings import ConfigurationError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer.
+
+    attention_bias, mlp_bias: as config.json says; the model knows which projections they mean.
+    sliding_windows: per layer, tokens a query sees, itself included, None is all.
+    sparse_layers: per layer, whether its MLP is a mixture of experts.
+    eos_ids: of config.json alone; see generation.py for those of generation_config.json.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    rope: RopeConfig
+    max_position_embeddings: int
+    sliding_windows: tuple[int | None, ...]
+    dtype: str
+    eos_ids: tuple[int, ...] = ()
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    sparse_layers: tuple[bool, ...] = ()
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that a sequence may have, RoPE scaling included."""
+        limit = self.max_position_embeddings
+        if self.rope.type in ("linear", "dynamic"):
+            return int(limit * self.rope.factor)
+        if self.rope.type == "yarn":
+            return max(limit, int(self.rope.original_max * self.rope.factor))
+        return limit
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one architecture reads the fields that architectures disagree on."""
+
+    windows: Callable[[Fields, int], tuple[int | None, ...]]
+    head_dim: int | None = None  # where config.json has none; None: hidden_size / heads
+    experts: bool = False
+
+
+def _full_attention(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    return (None,) * layers
+
+
+def _one_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    window = fields.optional_integer("sliding_window", missing=4096)
+    return (window,) * layers
+
+
+def _switched_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    if not fields.boolean("use_sliding_window", False):
+        return (None,) * layers
+    return _one_window(fields, layers)
+
+
+def _layered_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """`layer_types` says which layers slide; before it, all from `max_window_layers` on."""
+    window = _switched_window(fields, layers)[0]
+    types = fields.raw.get("layer_types")
+    if types is None:
+        first = fields.integer("max_window_layers", 28, least=0)
+        types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    if len(types) != layers:
+        raise fields.error(f"layer_types has {len(types)} entries for {layers} layers")
+    for kind in types:
+        if kind not in ("sliding_attention", "full_attention"):
+            raise fields.error(f"layer type {kind!r} is not supported")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(_full_attention),
+    "MistralForCausalLM": Family(_one_window),
+    "Qwen2ForCausalLM": Family(_layered_window),
+    "Qwen3ForCausalLM": Family(_layered_window, head_dim=128),
+    "Qwen3MoeForCausalLM": Family(_switched_window, experts=True),
+}
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration of the checkpoint in `folder`; raises ConfigurationError in one line."""
+    fields = read_json(folder / "config.json")
+    architecture = _architecture(fields)
+    family = FAMILIES[architecture]
+    if fields.raw.get("quantization_config"):
+        raise fields.error("quantized checkpoints (quantization_config) are not supported")
+    activation = fields.raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise fields.error(f"hidden_act {activation!r} is not supported, only 'silu'")
+    layers = fields.integer("num_hidden_layers")
+    heads = fields.integer("num_attention_heads")
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=fields.integer("num_key_value_heads", heads),
+        head_dim=_head_dim(fields, family, heads),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        attention_bias=fields.boolean("attention_bias", False),
+        mlp_bias=fields.boolean("mlp_bias", False),
+        rope=read_rope(fields),
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        sliding_windows=family.windows(fields, layers),
+        dtype=_dtype(fields),
+        eos_ids=fields.ids("eos_token_id"),
+        **(_experts(fields, layers) if family.experts else {}),
+    )
+    if config.num_heads % config.num_kv_heads:
+        raise fields.error(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads "
+            f"{config.num_kv_heads}"
+        )
+    return config
+
+
+def _architecture(fields: Fields) -> str:
+    named = fields.raw.get("architectures") or []
+    for name in named:
+        if name in ARCHITECTURES:
+            return name
+    what = ", ".join(map(str, named)) or "(none named)"
+    raise ConfigurationError(
+        f"unsupported architecture {what}; supported: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def _head_dim(fields: Fields, family: Family, heads: int) -> int:
+    given = fields.optional_integer("head_dim", missing=family.head_dim)
+    hidden = fields.integer("hidden_size")
+    if given is None and hidden % heads:
+        raise fields.error(f"hidden_size {hidden} is not a multiple of {heads} attention heads")
+    head_dim = given or hidden // heads
+    if head_dim % 2:
+        raise fields.error(f"head_dim {head_dim} is odd, which RoPE cannot turn")
+    return head_dim
+
+
+def _dtype(fields: Fields) -> str:
+    given = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
+    name = str(given).removeprefix("torch.")
+    if name not in DTYPES:
+        raise fields.error(f"dtype {name!r} is not supported, only {', '.join(DTYPES)}")
+    return name
+
+
+def _experts(fields: Fields, layers: int) -> dict[str, Any]:
+    """num_experts is called num_local_experts by transformers 5."""
+    experts = fields.integer("num_experts", fields.integer("num_local_experts", 0, least=0))
+    chosen = fields.integer("num_experts_per_tok", 8)
+    if chosen > experts:
+        raise fields.error(f"num_experts_per_tok {chosen} is above num_experts {experts}")
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = fields.raw.get("mlp_only_layers") or []
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
+        "norm_topk_prob": fields.boolean("norm_topk_prob", False),
+        "sparse_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+    }

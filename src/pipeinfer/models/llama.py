@@ -1,0 +1,27 @@
+"""Llama 1 to 3: biases only where config.json asks for them, then on all four projections.
+
+Knows no file and no cache.
+"""
+
+from __future__ import annotations
+
+from pipeinfer.layers.placement import Placement
+from pipeinfer.models.blocks import decoder_layer, dense_mlp
+from pipeinfer.models.causal_lm import CausalLM
+from pipeinfer.models.config import ModelConfig
+
+
+def build(config: ModelConfig, placement: Placement) -> CausalLM:
+    """The model with its parameters allocated, not filled."""
+    layers = [
+        decoder_layer(
+            config,
+            index,
+            placement,
+            dense_mlp(config, placement, bias=config.mlp_bias),
+            qkv_bias=config.attention_bias,
+            output_bias=config.attention_bias,
+        )
+        for index in range(config.num_layers)
+    ]
+    return CausalLM(config, layers, placement)

@@ -1,0 +1,20 @@
+"""Qwen2 and Qwen2.5: biases on Q, K and V, never on the output; windows by layer.
+
+Knows no file and no cache.
+"""
+
+from __future__ import annotations
+
+from pipeinfer.layers.placement import Placement
+from pipeinfer.models.blocks import decoder_layer, dense_mlp
+from pipeinfer.models.causal_lm import CausalLM
+from pipeinfer.models.config import ModelConfig
+
+
+def build(config: ModelConfig, placement: Placement) -> CausalLM:
+    """The model with its parameters allocated, not filled."""
+    layers = [
+        decoder_layer(config, index, placement, dense_mlp(config, placement), qkv_bias=True)
+        for index in range(config.num_layers)
+    ]
+    return CausalLM(config, layers, placement)

@@ -1,0 +1,28 @@
+"""Qwen3: a norm on each query and key head before RoPE, and a head size of its own.
+
+Knows no file and no cache.
+"""
+
+from __future__ import annotations
+
+from pipeinfer.layers.placement import Placement
+from pipeinfer.models.blocks import decoder_layer, dense_mlp
+from pipeinfer.models.causal_lm import CausalLM
+from pipeinfer.models.config import ModelConfig
+
+
+def build(config: ModelConfig, placement: Placement) -> CausalLM:
+    """The model with its parameters allocated, not filled."""
+    layers = [
+        decoder_layer(
+            config,
+            index,
+            placement,
+            dense_mlp(config, placement),
+            qkv_bias=config.attention_bias,
+            output_bias=config.attention_bias,
+            qk_norm=True,
+        )
+        for index in range(config.num_layers)
+    ]
+    return CausalLM(config, layers, placement)

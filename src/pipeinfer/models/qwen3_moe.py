@@ -1,0 +1,42 @@
+"""Qwen3 with mixtures of experts in the layers that config.json calls sparse.
+
+Knows no file and no cache.
+"""
+
+from __future__ import annotations
+
+from pipeinfer.layers.moe import SparseMLP
+from pipeinfer.layers.placement import Placement
+from pipeinfer.models.blocks import decoder_layer, dense_mlp
+from pipeinfer.models.causal_lm import CausalLM, FeedForward
+from pipeinfer.models.config import ModelConfig
+
+
+def build(config: ModelConfig, placement: Placement) -> CausalLM:
+    """The model with its parameters allocated, not filled."""
+    layers = [
+        decoder_layer(
+            config,
+            index,
+            placement,
+            _mlp(config, index, placement),
+            qkv_bias=config.attention_bias,
+            output_bias=config.attention_bias,
+            qk_norm=True,
+        )
+        for index in range(config.num_layers)
+    ]
+    return CausalLM(config, layers, placement)
+
+
+def _mlp(config: ModelConfig, index: int, placement: Placement) -> FeedForward:
+    if not config.sparse_layers[index]:
+        return dense_mlp(config, placement)
+    return SparseMLP(
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.norm_topk_prob,
+        placement,
+    )

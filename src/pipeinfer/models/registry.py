@@ -1,0 +1,24 @@
+"""Which architectures there are, and the module that builds each; nothing is imported until asked.
+
+Knows no torch: the tokenizer and the gateway read configurations too.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# Name in config.json -> "module:builder"; a builder takes (ModelConfig, Placement).
+ARCHITECTURES = {
+    "LlamaForCausalLM": "pipeinfer.models.llama:build",
+    "MistralForCausalLM": "pipeinfer.models.mistral:build",
+    "Qwen2ForCausalLM": "pipeinfer.models.qwen2:build",
+    "Qwen3ForCausalLM": "pipeinfer.models.qwen3:build",
+    "Qwen3MoeForCausalLM": "pipeinfer.models.qwen3_moe:build",
+}
+
+
+def find_builder(architecture: str) -> Any:
+    """The builder of `architecture`; raises KeyError for one that is not in the table."""
+    module, _, name = ARCHITECTURES[architecture].partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,80 @@
+"""Reads RoPE out of config.json: `rope_parameters`, or `rope_scaling` and `rope_theta`.
+
+Knows no torch; what the numbers do is in layers/rope.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from pipeinfer.layers.rope_config import ROPE_TYPES, RopeConfig
+from pipeinfer.models.fields import Fields
+
+
+def read_rope(fields: Fields) -> RopeConfig:
+    """Raises ConfigurationError for an unknown type or a missing number."""
+    rope = _rope_fields(fields)
+    kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
+    if kind not in ROPE_TYPES:
+        raise fields.error(f"unknown RoPE type {kind!r}; supported: {', '.join(ROPE_TYPES)}")
+    partial = rope.raw.get("partial_rotary_factor", fields.raw.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise fields.error(f"partial_rotary_factor {partial!r} is not supported")
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    limit = fields.integer("max_position_embeddings")
+    if kind == "default":
+        return RopeConfig(theta=theta, original_max=limit)
+    factor = rope.number("factor")
+    if kind in ("linear", "dynamic"):
+        return RopeConfig(type=kind, theta=theta, factor=factor, original_max=limit)
+    original = fields.integer(
+        "original_max_position_embeddings",
+        rope.integer("original_max_position_embeddings", limit),
+    )
+    scaled = RopeConfig(type=kind, theta=theta, factor=factor, original_max=original)
+    return _llama3(rope, scaled) if kind == "llama3" else _yarn(rope, scaled)
+
+
+def _llama3(rope: Fields, scaled: RopeConfig) -> RopeConfig:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise rope.error(f"high_freq_factor {high} must be above low_freq_factor {low}")
+    return replace(scaled, low_freq=low, high_freq=high)
+
+
+def _yarn(rope: Fields, scaled: RopeConfig) -> RopeConfig:
+    return replace(
+        scaled,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.boolean("truncate", True),
+        attention_factor=_yarn_attention_factor(rope, scaled.factor),
+    )
+
+
+def _rope_fields(fields: Fields) -> Fields:
+    """The object that describes RoPE, of either generation; empty where there is none."""
+    raw: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        value = fields.raw.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise fields.error(f"{name} must be an object, not {value!r}")
+        raw |= value or {}
+    if any(isinstance(value, dict) for value in raw.values()):
+        raise fields.error("rope_parameters that differ between layers are not supported")
+    return Fields(fields.path, raw)
+
+
+def _yarn_attention_factor(rope: Fields, factor: float) -> float:
+    """What cos and sin are multiplied by. Source: https://arxiv.org/abs/2309.00071, eq. 22."""
+    if rope.raw.get("attention_factor") is not None:
+        return rope.number("attention_factor")
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if rope.raw.get("mscale") and rope.raw.get("mscale_all_dim"):
+        return scale(rope.number("mscale")) / scale(rope.number("mscale_all_dim"))
+    return scale(1.0)

@@ -1,0 +1,57 @@
+"""From the name of a model to a folder with its files: a folder, the bundled demo, or the hub.
+
+Knows no torch and not what the files say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeinfer.demo import demo_path
+from pipeinfer.settings import DEMO, ConfigurationError
+
+WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+UNWANTED = ["original/*", "consolidated*", "onnx/*", "adapter_*"]
+
+
+def resolve_model(
+    name: str, revision: str = "", progress: Callable[[str], None] | None = None
+) -> Path:
+    """The folder of model `name`, downloaded if it is a hub id.
+
+    `revision`: branch, tag or commit on the hub. `progress` is told, in words, what takes time.
+    Raises ConfigurationError that says what was tried.
+    """
+    if name in ("", DEMO):
+        return demo_path()
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if folder.exists():
+        raise ConfigurationError(f"model {name!r} is a file; give the folder with config.json")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigurationError(f"model {name!r}: there is no such folder")
+    return _download(name, revision, progress)
+
+
+def _download(name: str, revision: str, progress: Callable[[str], None] | None) -> Path:
+    from huggingface_hub import snapshot_download  # slow to import, and rarely needed
+
+    if progress is not None:
+        progress(f"fetching {name} from the hub")
+    try:
+        path = snapshot_download(
+            name,
+            revision=revision or None,
+            allow_patterns=WANTED,
+            ignore_patterns=UNWANTED,
+        )
+    except Exception as error:  # the hub, the network and the disk each have their own families
+        reason = " ".join(str(error).split()) or type(error).__name__
+        at = f" at revision {revision!r}" if revision else ""
+        raise ConfigurationError(
+            f"model {name!r}: there is no such folder, and the hub gave no model of that name{at}: "
+            f"{reason}"
+        ) from error
+    return Path(path)

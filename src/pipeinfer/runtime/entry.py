@@ -1,0 +1,115 @@
+"""One stage as a process: `python -m pipeinfer.runtime STAGE --topology FILE [--group D] ...`.
+
+The supervisor and the scripts in stages/ both come here. Knows every stage by name only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import uvloop
+import zmq
+
+from pipeinfer import settings as config
+from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
+from pipeinfer.runtime.topology import Identity, Topology
+from pipeinfer.settings import ConfigurationError, Settings
+
+ORDERLY, FAILED, MISCONFIGURED = 0, 1, 2
+PARENT_CHECK = 0.5  # seconds
+
+
+def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> int:
+    """Runs a stage until it stops; returns the exit code. `stage`: given by a script in stages/."""
+    parser = _parser(stage)
+    options, rest = parser.parse_known_args(arguments)
+    try:
+        topology = topologies.load(options.topology)
+        settings = stage_settings(topology, config.parse_flags(rest), os.environ)
+        identity = Identity(stage or options.stage, options.group, options.rank, options.index)
+        topology.address(identity.id)
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISCONFIGURED
+    set_up_logging(settings, identity.id)
+    return uvloop.run(_run(settings, topology, identity, options.child))
+
+
+def stage_settings(
+    topology: Topology, flags: dict[str, Any], environ: dict[str, str] | os._Environ[str]
+) -> Settings:
+    """Settings of one stage: flags over environment over the topology's [settings]."""
+    return config.build({**topology.settings, **config.from_environment(environ), **flags})
+
+
+def set_up_logging(settings: Settings, name: str) -> None:
+    """Log lines on stderr, each with the stage's id."""
+    logging.basicConfig(
+        level=settings.log_level.upper(),
+        format=f"%(asctime)s %(levelname).1s {name} %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+def _parser(stage: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"stages/{stage}.py" if stage else "python -m pipeinfer.runtime",
+        description="Runs one stage. Further flags are those of `pipeinfer serve`.",
+        allow_abbrev=False,
+    )
+    if stage is None:
+        parser.add_argument("stage", choices=topologies.NAMES)
+    parser.add_argument("--topology", required=True, metavar="FILE")
+    parser.add_argument("--group", type=int, default=0)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--index", type=int, default=0)
+    parser.add_argument("--child", action="store_true", help="stop when the parent process is gone")
+    return parser
+
+
+async def _run(settings: Settings, topology: Topology, identity: Identity, child: bool) -> int:
+    shell = Shell(settings, topology, identity, zmq.Context.instance())
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, shell.drain)
+    if child:
+        # Ctrl-C reaches the whole foreground group; the supervisor decides what follows from it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _watch_parent(loop, shell, os.getppid())
+    else:
+        loop.add_signal_handler(signal.SIGINT, shell.drain)
+    return await run_shell(shell)
+
+
+async def run_shell(shell: Shell) -> int:
+    """The shell's exit code; what it could not do is said on stderr in one line."""
+    try:
+        await shell.run()
+        return ORDERLY
+    except StoppedWhileBuilding:
+        return ORDERLY
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return MISCONFIGURED
+    except zmq.ZMQError as error:
+        print(f"error: {shell.identity.id}: {error}", file=sys.stderr, flush=True)
+        return FAILED
+    except Exception:
+        logging.getLogger(__name__).exception("%s stopped", shell.identity.id)
+        return FAILED
+
+
+def _watch_parent(loop: asyncio.AbstractEventLoop, shell: Shell, parent: int) -> None:
+    if os.getppid() != parent:
+        shell.stop()
+        return
+    loop.call_later(PARENT_CHECK, _watch_parent, loop, shell, parent)

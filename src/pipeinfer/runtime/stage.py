@@ -1,0 +1,69 @@
+"""What a stage is made of: a core, perhaps a driver for I/O beside the bus, and a tick.
+
+Knows no particular stage; builders are found by name and imported only when asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pipeinfer.core import Core
+from pipeinfer.messages import Message, State
+from pipeinfer.runtime.topology import Identity, Topology
+from pipeinfer.settings import ConfigurationError, Settings
+
+BUILDERS = {
+    "gateway": "pipeinfer.gateway.stage:build",
+    "tokenizer": "pipeinfer.tokenizer.stage:build",
+    "scheduler": "pipeinfer.scheduler.stage:build",
+    "engine": "pipeinfer.engine.stage:build",
+    "detokenizer": "pipeinfer.detokenizer.stage:build",
+}
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """What a builder gets. `report(state, reason)` shows progress before there is a core."""
+
+    settings: Settings
+    topology: Topology
+    identity: Identity
+    incarnation: int
+    report: Callable[[State, str], None]
+
+
+class Driver(Protocol):
+    """A stage's I/O beside the bus: the HTTP side of a gateway, the device of an engine."""
+
+    async def start(self, feed: Callable[[Message], None]) -> None:
+        """Begins; `feed(event)` hands a local event to the core, on the shell's loop."""
+        ...
+
+    def deliver(self, message: Any) -> None:
+        """Takes what the core sent on channel `local`."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends; nothing is fed afterwards."""
+        ...
+
+
+@dataclass
+class Stage:
+    """A built stage. `tick`: seconds between Tick events. `listens`: (stage id, channel) pairs."""
+
+    core: Core
+    driver: Driver | None = None
+    tick: float = 0.5
+    listens: tuple[tuple[str, str], ...] = ()
+
+
+def builder(name: str) -> Callable[[StageContext], Stage]:
+    """The function that builds stage `name`; ConfigurationError for an unknown one."""
+    if name not in BUILDERS:
+        raise ConfigurationError(f"unknown stage {name!r}; there are {', '.join(BUILDERS)}")
+    module, _, function = BUILDERS[name].partition(":")
+    return getattr(importlib.import_module(module), function)

@@ -1,0 +1,183 @@
+"""The board on which one step is composed: what may run, and what budget and memory are left.
+
+Knows tokens and counts of pages, no policy: policies call its four verbs. Preemption happens here,
+when running requests cannot all grow.
+"""
+
+from __future__ import annotations
+
+from pipeinfer.scheduler.credits import Credits
+from pipeinfer.scheduler.queue import WaitingQueue
+from pipeinfer.scheduler.request import Request
+
+
+class Board:
+    """Composition of one step.
+
+    rows: (request, count) in order. admitted, preempted: what the plan admits and takes back.
+    pages: what all of it takes from the credits, net of what preemption gives back.
+    """
+
+    def __init__(
+        self,
+        running: list[Request],
+        queue: WaitingQueue,
+        credits: Credits,
+        free_slots: int,
+        budget: int,
+        nothing_in_flight: bool,
+        released_pages: int = 0,
+    ) -> None:
+        self.rows: list[tuple[Request, int]] = []
+        self.admitted: list[Request] = []
+        self.preempted: list[Request] = []
+        self._running, self._queue, self._credits = running, queue, credits
+        self._free_slots, self._budget = free_slots, budget
+        self._desperate = nothing_in_flight
+        self.pages = -released_pages
+        self._available = credits.available + released_pages
+        self._reserved = sum(credits.between(r.projected, r.known) for r in running if r.prefilling)
+
+    @property
+    def prompts_wait(self) -> bool:
+        """True if a prompt is half-computed or could be admitted."""
+        return any(r.prefilling for r in self._running) or self._queue.head() is not None
+
+    def decode_all(self) -> None:
+        """One token for every running request that has its prompt behind it."""
+        decodes = [r for r in self._running if not r.prefilling and not r.exhausted]
+        between = self._credits.between
+        need = sum(between(r.projected, r.projected + 1) for r in decodes)
+        if need > self._available:
+            decodes = self._make_room(decodes, need)
+        for request in decodes[: self._budget]:
+            if request not in self.preempted:
+                self._put(request, 1)
+
+    def continue_prompts(self) -> None:
+        """The next chunk of every half-computed prompt, oldest first."""
+        for request in self._running:
+            if self._budget <= 0:
+                return
+            if request.prefilling and request not in self.preempted:
+                self._chunk(request)
+
+    def admit_while_possible(self) -> None:
+        """New prompts in the queue's order, never out of it."""
+        while self._budget > 0 and self._free_slots > 0:
+            request = self._queue.head()
+            if request is None or not self._may_admit(request):
+                return
+            self._queue.pop()
+            self._admit(request)
+
+    def run_alone(self, request: Request) -> None:
+        """A step of `request` and nobody else; preempts others until there is room for it."""
+        if request.slot < 0:
+            if request.pending:
+                return
+            need = self._credits.between(0, request.length)
+            while need > self._available or self._free_slots <= 0:
+                victim = self._victim()
+                if victim is None:
+                    break
+                self._preempt(victim)
+            if self._free_slots > 0:
+                self._admit(request)
+        elif request.prefilling:
+            self._chunk(request)
+        elif not request.exhausted:
+            self._put(request, 1)
+
+    def relieve(self) -> None:
+        """Takes one request back because the engine keeps deferring rows."""
+        victim = self._victim()
+        if victim is not None:
+            self._preempt(victim)
+
+    def _may_admit(self, request: Request) -> bool:
+        """Pages for the whole prompt, and one more for each running request to grow into."""
+        if request.pending:
+            return False  # preempted, and its last step has not reported
+        if not self._running and not self.admitted:
+            return True  # it fits into the pool by itself, that was checked on arrival
+        spare = self._available - self._reserved - len(self._running) - len(self.admitted)
+        return self._credits.between(0, request.length) <= spare
+
+    def _admit(self, request: Request) -> None:
+        request.begin()
+        self.admitted.append(request)
+        self._free_slots -= 1
+        # Without counting on hits: a hit locks pages that were evictable, a miss takes new ones.
+        pages = self._credits.between(0, request.known)
+        self.pages += pages
+        self._available -= pages
+        self._row(request, min(self._budget, request.known))
+
+    def _chunk(self, request: Request) -> None:
+        count = min(self._budget, request.known - request.projected)
+        need = self._credits.between(request.projected, request.projected + count)
+        if need > self._available:
+            fits = max(self._available, 0) * self._credits.page_size
+            count = min(count, fits - request.projected % self._credits.page_size)
+        if count <= 0 and self._desperate and not self.rows:
+            victim = self._victim()
+            if victim is not None and victim is not request:
+                self._preempt(victim)
+                self._chunk(request)
+                return
+            count = 1  # nothing is in flight and nothing else runs: the engine decides
+        if count > 0:
+            self._put(request, count)
+
+    def _make_room(self, decodes: list[Request], need: int) -> list[Request]:
+        """Preempts until the decodes that remain fit; some may wait for the steps in flight."""
+        between = self._credits.between
+        while need > self._available:
+            victim = self._victim()
+            if victim is None:
+                break
+            self._preempt(victim)
+            if victim in decodes:
+                decodes.remove(victim)
+                need -= between(victim.projected, victim.projected + 1)
+        fitting: list[Request] = []
+        left = self._available
+        for request in decodes:
+            pages = between(request.projected, request.projected + 1)
+            if pages <= left or (self._desperate and not fitting):
+                fitting.append(request)
+                left -= pages
+        return fitting
+
+    def _victim(self) -> Request | None:
+        """The least important, latest-arrived running request.
+
+        Never the oldest half-computed prompt, and one request always stays: alone, it fits.
+        """
+        stay = [r for r in self._running if r not in self.preempted]
+        if len(stay) < 2:
+            return None
+        exempt = next((r for r in stay if r.prefilling), None)
+        choice = [r for r in stay if r is not exempt]
+        return max(choice, key=lambda r: (r.work.priority, r.arrival))
+
+    def _preempt(self, request: Request) -> None:
+        """Its own pages may be evicted from now on; those it shares may not."""
+        self.preempted.append(request)
+        self._free_slots += 1
+        pages = max(self._credits.between(request.hit, request.projected), 0)
+        self.pages -= pages
+        self._available += pages
+
+    def _put(self, request: Request, count: int) -> None:
+        pages = self._credits.between(request.projected, request.projected + count)
+        self.pages += pages
+        self._available -= pages
+        if request.prefilling:
+            self._reserved -= pages
+        self._row(request, count)
+
+    def _row(self, request: Request, count: int) -> None:
+        self.rows.append((request, count))
+        self._budget -= count

@@ -1,0 +1,39 @@
+"""How many pages the scheduler may still promise.
+
+Knows counts only, no page. The engine reports what is free or evictable after a plan; what was
+planned since is taken off without counting on cache hits. Being wrong is harmless: the engine
+defers what it cannot allocate.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class Credits:
+    """Pages of one group. `page_size` in tokens, `pages` in the whole pool."""
+
+    def __init__(self, page_size: int, pages: int) -> None:
+        self.page_size, self.pages = page_size, pages
+        self._reported = pages
+        self._planned: deque[tuple[int, int]] = deque()  # (plan number, pages it may take)
+
+    def between(self, start: int, end: int) -> int:
+        """Pages that a request takes as it grows from `start` to `end` computed tokens."""
+        size = self.page_size
+        return (end + size - 1) // size - (start + size - 1) // size
+
+    def report(self, number: int, free: int, evictable: int) -> None:
+        """The engine's counts after it applied plan `number`."""
+        while self._planned and self._planned[0][0] <= number:
+            self._planned.popleft()
+        self._reported = free + evictable
+
+    def plan(self, number: int, pages: int) -> None:
+        """Plan `number` may take that many pages."""
+        self._planned.append((number, pages))
+
+    @property
+    def available(self) -> int:
+        """Pages that a new plan may take."""
+        return self._reported - sum(pages for _, pages in self._planned)

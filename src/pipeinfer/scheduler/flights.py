@@ -1,0 +1,99 @@
+"""Plans that were published and have no result yet, and what their results say of each request.
+
+Knows requests and plan numbers; no policy, no memory, no bus. Results come in the plans' order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeinfer.messages import Admitted, Result, unpack
+from pipeinfer.scheduler.request import Request
+
+
+class OutOfOrder(Exception):
+    """A result came that was not the next one: the epoch cannot go on."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """One plan: its rows as (request, admission of that request)."""
+
+    number: int
+    rows: list[tuple[Request, int]]
+    published: float
+
+
+class Flights:
+    """The steps in flight of one epoch, oldest first."""
+
+    def __init__(self) -> None:
+        self._flights: deque[Flight] = deque()
+        self.deferred = 0  # rows, over all epochs
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def launch(self, number: int, rows: list[tuple[Request, int]], now: float) -> int:
+        """Plan `number` was published with these (request, count) rows; returns its tokens."""
+        self._flights.append(Flight(number, [(r, r.admission) for r, _ in rows], now))
+        return sum(request.take(count) for request, count in rows)
+
+    def overdue(self, now: float, seconds: float) -> int | None:
+        """The oldest plan's number if its result is that late, else None."""
+        if self._flights and now - self._flights[0].published > seconds:
+            return self._flights[0].number
+        return None
+
+    def matched(self, admitted: Admitted) -> None:
+        """What the prefix cache held of the requests that a plan admitted."""
+        for flight in self._flights:
+            if flight.number == admitted.number:
+                break
+        else:
+            return
+        by_slot = {request.slot: request for request, _ in flight.rows}
+        slots, hits = unpack(admitted.slots).tolist(), unpack(admitted.cached).tolist()
+        for slot, cached in zip(slots, hits, strict=True):
+            request = by_slot.get(slot)
+            if request is not None:
+                request.hit = cached
+                request.cached = cached if request.cached < 0 else request.cached
+                request.rebase(cached)
+
+    def land(self, result: Result) -> Iterator[tuple[Request, list[int]]]:
+        """(request, new output ids) for each row that counts; raises OutOfOrder.
+
+        The hot path of the scheduler: one pass over the rows. Rows of requests that have ended, or
+        that were admitted anew since, are surplus: nobody ever sees them.
+        """
+        if not self._flights or self._flights[0].number != result.number:
+            expected = self._flights[0].number if self._flights else "none"
+            raise OutOfOrder(f"result {result.number} came, {expected} was expected")
+        flight = self._flights.popleft()
+        ends = (unpack(result.starts) + unpack(result.counts)).tolist()
+        produced, ids = unpack(result.produced).tolist(), unpack(result.token_ids).tolist()
+        deferred = set(unpack(result.deferred).tolist())
+        self.deferred += len(deferred)
+        slots, at = unpack(result.slots).tolist(), 0
+        rows = zip(flight.rows, slots, ends, produced, strict=True)
+        for (request, admission), slot, end, many in rows:
+            tokens, at = ids[at : at + many], at + many
+            request.pending -= 1
+            if request.done or request.admission != admission:
+                continue
+            if request.slot >= 0:
+                request.confirm(end)
+                request.deferrals = request.deferrals + 1 if slot in deferred else 0
+            if tokens:
+                yield request, tokens
+
+    def crash(self) -> list[Request]:
+        """No result will come any more; returns the requests that were in flight, oldest first."""
+        lost = {id(r): r for flight in self._flights for r, _ in flight.rows}
+        for request in lost.values():
+            request.pending = 0
+        self._flights.clear()
+        return list(lost.values())

@@ -1,0 +1,116 @@
+"""One request as the scheduler sees it: a token sequence, and how far the engine has come with it.
+
+Knows no pages and no bus. Positions follow from one number: an engine that has computed c of a
+request's tokens, K of which it was told at admission, has sampled c - K + 1 more (none if c < K).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeinfer.messages import Work, unpack
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """State of a live request; see `SchedulerCore` for who changes what.
+
+    known: tokens told at the last admission (K). computed: confirmed by results. projected: what
+    will be computed once the steps in flight are done, if none is deferred. inflight: planned
+    counts of those steps, oldest first. pending: steps in flight, also after it lost its slot.
+    cached: tokens from the prefix cache at the first admission, hit: at the last.
+    admission: how often it was admitted; rows of older admissions are stale.
+    """
+
+    work: Work
+    arrival: int
+    deadline: float
+    max_total: int = 0
+    prompt: list[int] = field(default_factory=list[int])
+    outputs: list[int] = field(default_factory=list[int])
+    stops: frozenset[int] = frozenset()
+    slot: int = -1
+    admission: int = 0
+    known: int = 0
+    computed: int = 0
+    projected: int = 0
+    inflight: list[int] = field(default_factory=list[int])
+    pending: int = 0
+    cached: int = -1
+    hit: int = 0
+    deferrals: int = 0
+    lone_crashes: int = 0
+    queued: bool = False
+    done: bool = False
+
+    @property
+    def id(self) -> str:
+        return self.work.request_id
+
+    @property
+    def length(self) -> int:
+        """Prompt and confirmed outputs."""
+        return len(self.prompt) + len(self.outputs)
+
+    @property
+    def confirmed(self) -> list[int]:
+        """Output ids accepted since the last admission."""
+        return self.outputs[self.known - len(self.prompt) :]
+
+    @property
+    def prefilling(self) -> bool:
+        """True while tokens known at admission are to be computed; outputs may exist already."""
+        return self.projected < self.known
+
+    @property
+    def exhausted(self) -> bool:
+        """True when the steps in flight bring it to its length limit."""
+        return self.projected >= self.known and self.projected + 1 >= self.max_total
+
+    def take(self, count: int) -> int:
+        """Projects one more row of at most `count` tokens; returns how many it will compute."""
+        before = self.projected
+        self.projected = self._after(before, count)
+        self.inflight.append(count)
+        self.pending += 1
+        return self.projected - before
+
+    def confirm(self, computed: int) -> None:
+        """The oldest row in flight has left the engine at `computed`; projects the others anew."""
+        del self.inflight[0]
+        self.rebase(computed)
+
+    def rebase(self, computed: int) -> None:
+        """The engine is at `computed` before the rows in flight."""
+        self.computed = computed
+        for count in self.inflight:
+            computed = self._after(computed, count)
+        self.projected = computed
+
+    def begin(self) -> None:
+        """It will be admitted with all its tokens; its slot is given when the plan is written."""
+        self.admission += 1
+        self.known = self.length
+        self.computed = self.projected = self.deferrals = self.hit = 0
+        self.inflight.clear()
+
+    def leave(self) -> None:
+        """It has no slot any more; rows in flight still report."""
+        self.slot = -1
+        self.inflight.clear()
+
+    def _after(self, computed: int, count: int) -> int:
+        if computed < self.known:
+            return min(computed + count, self.known)
+        return computed + (computed + 1 < self.max_total)
+
+
+def from_work(work: Work, arrival: int, now: float) -> Request:
+    """A request in its first state. Deadline: `now` + timeout, or never."""
+    return Request(
+        work=work,
+        arrival=arrival,
+        deadline=now + work.timeout if work.timeout > 0 else float("inf"),
+        prompt=unpack(work.prompt_ids).tolist(),
+        stops=frozenset(work.eos_ids) | frozenset(work.params.stop_token_ids),
+    )

@@ -1,0 +1,23 @@
+"""Builds the scheduler stage: its options from the settings, nothing more."""
+
+from __future__ import annotations
+
+from pipeinfer.runtime.stage import Stage, StageContext
+from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
+
+CPU_STEP_TOKENS = 2048
+
+
+def build(context: StageContext) -> Stage:
+    """ConfigurationError for an unknown policy."""
+    settings = context.settings
+    options = SchedulerOptions(
+        policy=settings.policy,
+        overlap_depth=settings.overlap_depth,
+        max_running=settings.max_running,
+        max_step_tokens=settings.max_step_tokens or CPU_STEP_TOKENS,
+        watchdog=settings.watchdog,
+        tp=settings.tp,
+    )
+    core = SchedulerCore(options, context.identity.group, first_epoch=context.incarnation)
+    return Stage(core, tick=0.1)

@@ -1,0 +1,124 @@
+"""Reads a checkpoint's tokenizer files: tokenizer.json and the JSON files beside it.
+
+Gives the same ids as the tokenizer that transformers would load from the folder, without importing
+it. Knows no request and no template.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, processors
+
+from pipeinfer.settings import ConfigurationError
+
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`, {} if there is no such file; ConfigurationError if it is broken."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read {path}: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"cannot read {path}: not a JSON object")
+    return value
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json; tokens that it does not name come from special_tokens_map.json."""
+    older = read_json(folder / "special_tokens_map.json")
+    return {**older, **read_json(folder / "tokenizer_config.json")}
+
+
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """{"eos_token": "</s>", ...}: the named tokens as text, also the model's own named ones."""
+    named = {name: config.get(name) for name in NAMED_TOKENS}
+    extra = config.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        named.update(extra)
+    return {name: _text(token) for name, token in named.items() if token is not None}
+
+
+def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer | None:
+    """The tokenizer of a checkpoint, or None where there is no tokenizer.json.
+
+    `config`: what `read_tokenizer_config` gave. Raises ConfigurationError for a broken file.
+    """
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigurationError(f"cannot read {path}: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    _add_tokens(tokenizer, config)
+    if "add_bos_token" in config or "add_eos_token" in config:
+        _set_ends(tokenizer, config)
+    return tokenizer
+
+
+def _add_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
+    """Tokens that only tokenizer_config.json knows, in the order of their ids."""
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    named = set(special_tokens(config).values())
+    decoder = config.get("added_tokens_decoder") or {}
+    tokens = [token for _, token in sorted(decoder.items(), key=lambda item: int(item[0]))]
+    tokens += [config[name] for name in NAMED_TOKENS if config.get(name) is not None]
+    tokens += _listed(config.get("additional_special_tokens"))
+    tokens += _listed(config.get("extra_special_tokens"))
+    for token in tokens:
+        if _text(token) not in known:
+            known.add(_text(token))
+            tokenizer.add_tokens([_added(token, _text(token) in named)])
+
+
+def _set_ends(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
+    """Where the configuration says so, it decides about BOS and EOS, not tokenizer.json."""
+    texts = special_tokens(config)
+    first = texts.get("bos_token") if config.get("add_bos_token") else None
+    last = texts.get("eos_token") if config.get("add_eos_token") else None
+    pieces = [f"{first}:0"] if first else []
+    pieces.append("$A:0")
+    pieces += [f"{last}:0"] if last else []
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=pieces,
+        pair=None,
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (first, last) if token],
+    )
+
+
+def _text(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, list) else []
+
+
+def _added(token: Any, named: bool) -> AddedToken:
+    if not isinstance(token, dict):
+        return AddedToken(str(token), special=True)
+    flags = {
+        key: bool(token[key])
+        for key in ("single_word", "lstrip", "rstrip", "normalized")
+        if key in token
+    }
+    return AddedToken(_text(token), special=named or bool(token.get("special")), **flags)

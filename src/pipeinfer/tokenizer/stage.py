@@ -1,0 +1,68 @@
+"""Builds the tokenizer stage from a checkpoint's tokenizer, chat template and configuration.
+
+Knows files, settings and the clock of this host; everything that happens afterwards is the core's.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from pipeinfer.models.config import read_config
+from pipeinfer.models.generation import read_generation
+from pipeinfer.models.source import resolve_model
+from pipeinfer.runtime.stage import Stage, StageContext
+from pipeinfer.settings import Settings
+from pipeinfer.tokenizer.core import TokenizerCore
+from pipeinfer.tokenizer.loading import load_tokenizer, read_tokenizer_config, special_tokens
+from pipeinfer.tokenizer.prompts import PromptEncoder
+from pipeinfer.tokenizer.routing import make_router
+from pipeinfer.tokenizer.templates import load_templates
+
+# Requests may wait and run at every scheduler; past this many newer ones an entry is hardly alive.
+LEDGER_QUEUES = 4
+
+
+def build(context: StageContext) -> Stage:
+    """The stage; raises ConfigurationError for a model or a setting that cannot be used."""
+    settings = context.settings
+    folder = resolve_model(
+        settings.model, settings.revision, lambda text: context.report("loading", text)
+    )
+    return Stage(make_core(folder, settings))
+
+
+def make_core(folder: Path, settings: Settings) -> TokenizerCore:
+    """The core for the checkpoint in `folder`. Raises ConfigurationError."""
+    model = read_config(folder)
+    config = read_tokenizer_config(folder)
+    tokenizer = load_tokenizer(folder, config)
+    templates = load_templates(folder, config, settings.chat_template, _strftime_now)
+    encoder = PromptEncoder(
+        tokenizer, templates, model.vocab_size, settings.max_model_len or model.context_length
+    )
+    return TokenizerCore(
+        encoder,
+        make_router(settings.routing, settings.dp),
+        settings.dp,
+        _eos_ids(folder, tokenizer, config),
+        LEDGER_QUEUES * settings.max_queue,
+    )
+
+
+def _eos_ids(folder: Path, tokenizer: Tokenizer | None, config: dict[str, Any]) -> tuple[int, ...]:
+    """The union of what config.json, generation_config.json and the tokenizer say."""
+    ids = dict.fromkeys(read_generation(folder).eos_ids)
+    text = special_tokens(config).get("eos_token")
+    token = tokenizer.token_to_id(text) if tokenizer is not None and text is not None else None
+    if token is not None:
+        ids[token] = None
+    return tuple(ids)
+
+
+def _strftime_now(template: str) -> str:
+    # Only templates that print today's date ask, so only their prompts depend on the day.
+    return datetime.now().strftime(template)

@@ -1,0 +1,136 @@
+"""Chat templates: finds a checkpoint's, and renders a conversation to the prompt's text.
+
+Gives the text that transformers' `apply_chat_template` gives. Knows no token ids.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Template, TemplateSyntaxError
+
+from pipeinfer.settings import ConfigurationError
+from pipeinfer.tokenizer.loading import special_tokens
+from pipeinfer.tokenizer.sandbox import Clock, make_environment
+
+# Names that a message's reasoning travels under; templates read the first, some the second.
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+class TemplateFailed(ValueError):
+    """The conversation cannot be rendered; the text is for the client."""
+
+
+class ChatTemplates:
+    """The named templates of one checkpoint; "default" unless "tool_use" is there and asked for."""
+
+    def __init__(
+        self, sources: dict[str, str], variables: dict[str, str], strftime_now: Clock
+    ) -> None:
+        """`sources`: Jinja text by name; `variables`: bos_token and the like, as text.
+
+        A template that does not compile fails the chats that need it, not the checkpoint.
+        """
+        environment = make_environment(strftime_now)
+        self._variables = variables
+        self._templates: dict[str, Template] = {}
+        self.problems: dict[str, str] = {}
+        for name, source in sources.items():
+            try:
+                self._templates[name] = environment.from_string(source)
+            except TemplateSyntaxError as error:
+                self.problems[name] = f"line {error.lineno}: {error.message}"
+
+    def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+        """The prompt's text, special tokens included. Raises TemplateFailed.
+
+        `arguments` are further variables of the template (`enable_thinking`, `tools` ...);
+        `add_generation_prompt` is true unless they say otherwise.
+        """
+        template = self._choose(bool(arguments.get("tools")))
+        if not messages:
+            raise TemplateFailed("the conversation has no messages")
+        variables = {
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **self._variables,
+            **arguments,
+            "messages": [_plain(message) for message in messages],
+        }
+        try:
+            return template.render(variables)
+        except Exception as error:  # a template can fail in as many ways as any program
+            raise TemplateFailed(f"the chat template refused the messages: {error}") from None
+
+    def _choose(self, tools: bool) -> Template:
+        name = "tool_use" if tools and self._has("tool_use") else "default"
+        if name in self.problems:
+            raise TemplateFailed(f"the model's chat template is broken, {self.problems[name]}")
+        if name in self._templates:
+            return self._templates[name]
+        if self._templates or self.problems:
+            names = ", ".join(sorted({*self._templates, *self.problems}))
+            raise TemplateFailed(f"the model has no default chat template, only: {names}")
+        raise TemplateFailed("the model has no chat template; use completions, or --chat-template")
+
+    def _has(self, name: str) -> bool:
+        return name in self._templates or name in self.problems
+
+
+def load_templates(
+    folder: Path, config: dict[str, Any], override: str, strftime_now: Clock
+) -> ChatTemplates:
+    """The templates of the checkpoint in `folder`, or the one in file `override` if not empty.
+
+    `config`: the tokenizer's configuration. A file chat_template.jinja goes before the
+    configuration's text. Raises ConfigurationError for an `override` that cannot be used.
+    """
+    variables = special_tokens(config)
+    if not override:
+        return ChatTemplates(_find(folder, config), variables, strftime_now)
+    templates = ChatTemplates({"default": _read(Path(override))}, variables, strftime_now)
+    for problem in templates.problems.values():
+        raise ConfigurationError(f"--chat-template: {override}, {problem}")
+    return templates
+
+
+def _find(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    sources: dict[str, str] = {}
+    given = config.get("chat_template")
+    if isinstance(given, str):
+        sources["default"] = given
+    elif isinstance(given, list):
+        sources = {entry["name"]: entry["template"] for entry in given}
+    if (folder / "chat_template.jinja").exists():
+        sources = {"default": _read(folder / "chat_template.jinja")}
+        for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            sources[path.stem] = _read(path)
+    return sources
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read chat template {path}: {error}") from None
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """One message as templates expect it: no nulls, text parts joined, reasoning by its names."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    content = plain.get("content")
+    if isinstance(content, list) and all(_is_text(part) for part in content):
+        # Most templates only know strings; lines keep the parts apart.
+        plain["content"] = "\n".join(part["text"] for part in content)
+    for field in REASONING_FIELDS:
+        if field in plain:
+            return {"thinking": plain[field], **plain, "reasoning_content": plain[field]}
+    return plain
+
+
+def _is_text(part: Any) -> bool:
+    return (
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    )

@@ -1,0 +1,116 @@
+"""Random steps over a pool, and what attention must give for them, computed densely in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pipeinfer.attention.interface import AttentionShape
+from pipeinfer.engine.step import SamplingRows, Step
+from pipeinfer.memory.pool import KVPool
+
+NO_SAMPLING = SamplingRows(
+    temperature=np.empty(0, np.float32),
+    top_k=np.empty(0, np.int32),
+    top_p=np.empty(0, np.float32),
+    min_p=np.empty(0, np.float32),
+    seeds=np.empty(0, np.uint64),
+    positions=np.empty(0, np.int64),
+    suppress=np.empty((0, 2), np.int64),
+)
+
+
+@dataclass
+class Case:
+    """One step, its layers' shapes, and per layer and row all K and V up to the row's end."""
+
+    step: Step
+    pool: KVPool
+    shapes: list[AttentionShape]
+    keys: list[list[torch.Tensor]]
+    values: list[list[torch.Tensor]]
+    queries: list[torch.Tensor]
+
+    def tokens(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        """The step's own part of per-row tensors, flattened to [T, heads, head_dim]."""
+        starts = self.step.starts
+        return torch.cat([row[start:] for row, start in zip(rows, starts, strict=True)])
+
+
+def make_case(
+    shapes: list[AttentionShape],
+    spans: list[tuple[int, int]],
+    page_size: int,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """`spans`: (start, count) of each row; those of one token are put first.
+
+    Prefixes lie in the pool on permuted pages. Everything else but the dummy page is NaN.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    spans = sorted(spans, key=lambda span: span[1] != 1)
+    step = make_step(spans, page_size, seed)
+    pool = KVPool(shapes, int(step.pages.max(initial=0)) + 3, page_size, dtype)
+    keys, values, queries = [], [], []
+    total = sum(count for _, count in spans)
+    for layer, shape in enumerate(shapes):
+        pool.k[layer][1:] = float("nan")
+        pool.v[layer][1:] = float("nan")
+        size = (shape.num_kv_heads, shape.head_dim)
+        ends = [start + count for start, count in spans]
+        keys.append([torch.randn(end, *size, generator=generator).to(dtype) for end in ends])
+        values.append([torch.randn(end, *size, generator=generator).to(dtype) for end in ends])
+        q = torch.randn(total, shape.num_heads, shape.head_dim, generator=generator)
+        queries.append(q.to(dtype))
+        for row, (start, _) in enumerate(spans):
+            for position in range(start):
+                page, offset = divmod(position, page_size)
+                page = int(step.pages[row, page])
+                pool.k[layer][page, offset] = keys[-1][row][position]
+                pool.v[layer][page, offset] = values[-1][row][position]
+    return Case(step, pool, shapes, keys, values, queries)
+
+
+def make_step(spans: list[tuple[int, int]], page_size: int, seed: int) -> Step:
+    """A step of rows (start, count) on distinct pages in random order; no row samples."""
+    needed = [-(-(start + count) // page_size) for start, count in spans]
+    order = np.random.default_rng(seed).permutation(sum(needed)) + 1
+    pages = np.zeros((len(spans), max(needed, default=0)), dtype=np.int32)
+    for row, count in enumerate(needed):
+        pages[row, :count], order = order[:count], order[count:]
+    counts = np.array([count for _, count in spans], dtype=np.int32)
+    return Step(
+        epoch=0,
+        number=0,
+        decodes=int((counts == 1).sum()),
+        slots=np.arange(len(spans), dtype=np.int32),
+        starts=np.array([start for start, _ in spans], dtype=np.int32),
+        counts=counts,
+        samples=np.zeros(len(spans), dtype=bool),
+        tokens=np.zeros(int(counts.sum()), dtype=np.int32),
+        pages=pages,
+        sampling=NO_SAMPLING,
+    )
+
+
+def dense(case: Case, layer: int) -> torch.Tensor:
+    """[T, heads, head_dim] float64: every query by itself, no paging, no masks."""
+    shape = case.shapes[layer]
+    group = shape.num_heads // shape.num_kv_heads
+    out = []
+    token = 0
+    for row, (start, count) in enumerate(zip(case.step.starts, case.step.counts, strict=True)):
+        for position in range(int(start), int(start + count)):
+            first = 0
+            if shape.sliding_window is not None:
+                first = max(position + 1 - shape.sliding_window, 0)
+            k = case.keys[layer][row][first : position + 1].double()
+            v = case.values[layer][row][first : position + 1].double()
+            q = case.queries[layer][token].double().view(shape.num_kv_heads, group, -1)
+            weights = torch.einsum("hgd,lhd->hgl", q, k).mul(shape.scale).softmax(-1)
+            out.append(torch.einsum("hgl,lhd->hgd", weights, v).reshape(shape.num_heads, -1))
+            token += 1
+    return torch.stack(out)

@@ -1,0 +1,148 @@
+"""The torch backend against attention computed query by query in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_cases import Case, dense, make_case, make_step
+
+from pipeinfer.attention import step_index
+from pipeinfer.attention.interface import AttentionShape
+from pipeinfer.attention.torch_backend import TorchBackend
+
+HEADS = [(4, 4), (4, 2), (6, 1), (1, 1)]
+
+
+def attend(case: Case) -> list[torch.Tensor]:
+    """Outputs of all layers, in order, by one plan."""
+    backend = TorchBackend(case.shapes)
+    backend.bind(case.pool)
+    with torch.inference_mode():
+        plan = backend.plan(case.step)
+        return [
+            backend.forward(
+                layer,
+                case.queries[layer],
+                case.tokens(case.keys[layer]),
+                case.tokens(case.values[layer]),
+                plan,
+            )
+            for layer in range(len(case.shapes))
+        ]
+
+
+def shape(heads: tuple[int, int] = (4, 2), window: int | None = None) -> AttentionShape:
+    return AttentionShape(*heads, head_dim=8, scale=8**-0.5, sliding_window=window)
+
+
+def assert_right(case: Case, tolerance: float = 2e-6) -> None:
+    for layer, out in enumerate(attend(case)):
+        expected = dense(case, layer)
+        assert out.shape == expected.shape
+        assert torch.isfinite(out).all()
+        assert float((out - expected).abs().max()) < tolerance
+
+
+decode_rows = st.lists(st.tuples(st.integers(0, 150), st.just(1)), max_size=8)
+prefill_rows = st.lists(st.tuples(st.integers(0, 60), st.integers(2, 40)), max_size=3)
+fresh_rows = st.lists(st.tuples(st.just(0), st.integers(2, 40)), max_size=2)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    decode_rows,
+    prefill_rows,
+    fresh_rows,
+    st.sampled_from([1, 16, 64]),
+    st.sampled_from(HEADS),
+    st.lists(st.sampled_from([None, 1, 5, 17, 64, 1000]), min_size=1, max_size=3),
+    st.integers(0, 2**31),
+)
+def test_any_mix_of_rows_equals_dense_attention(
+    decodes, prefills, fresh, page_size, heads, windows, seed
+):
+    spans = [*decodes, *prefills, *fresh]
+    if spans:
+        shapes = [shape(heads, window) for window in windows]
+        assert_right(make_case(shapes, spans, page_size, seed))
+
+
+@pytest.mark.parametrize("window", [None, 7, 128, 200])
+def test_long_rows_are_cut_into_groups_and_pieces_without_a_seam(window):
+    spans = [(length, 1) for length in (3, 700, 701, 90, 88, 85, 2300)] + [(130, 333), (0, 300)]
+    assert_right(make_case([shape(window=window)], spans, 16, seed=1))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_half_precision_pools_attend_within_their_precision(dtype, tolerance):
+    spans = [(40, 1), (3, 1), (20, 9), (0, 12)]
+    case = make_case([shape(), shape(window=6)], spans, 16, 3, dtype)
+    assert_right(case, tolerance)
+
+
+def test_keys_and_values_are_stored_at_their_places_and_nowhere_else():
+    case = make_case([shape()], [(5, 1), (16, 1), (3, 20), (0, 4)], 16, seed=2)
+    before = [case.pool.k[0].clone(), case.pool.v[0].clone()]
+    attend(case)
+    written = torch.zeros(case.pool.pages, 16, dtype=torch.bool)
+    for row, (start, count) in enumerate(zip(case.step.starts, case.step.counts, strict=True)):
+        for position in range(int(start), int(start + count)):
+            page, offset = int(case.step.pages[row, position // 16]), position % 16
+            written[page, offset] = True
+            assert torch.equal(case.pool.k[0][page, offset], case.keys[0][row][position])
+            assert torch.equal(case.pool.v[0][page, offset], case.values[0][row][position])
+    for after, old in zip((case.pool.k[0], case.pool.v[0]), before, strict=True):
+        assert torch.equal(after[~written].nan_to_num(7), old[~written].nan_to_num(7))
+
+
+def test_queries_that_are_views_of_a_merged_buffer_are_taken_as_they_are():
+    case = make_case([shape()], [(9, 1), (30, 1), (0, 6), (4, 5)], 16, seed=4)
+    merged = torch.cat(
+        [case.queries[0], case.tokens(case.keys[0]), case.tokens(case.values[0])], dim=1
+    )
+    backend = TorchBackend(case.shapes)
+    backend.bind(case.pool)
+    with torch.inference_mode():
+        plan = backend.plan(case.step)
+        out = backend.forward(0, merged[:, :4], merged[:, 4:6], merged[:, 6:], plan)
+    assert float((out - dense(case, 0)).abs().max()) < 2e-6
+
+
+def test_decode_behind_a_window_reads_no_page_outside_it():
+    backend = TorchBackend([shape(window=20)])
+    case = make_case([shape(window=20)], [(1000, 1), (64, 1), (10, 1), (500, 30)], 16, seed=5)
+    backend.bind(case.pool)
+    part = backend.plan(case.step).by_window[20]
+    read = torch.cat(
+        [group.places for group in part.groups]
+        + [piece.places for piece in part.pieces if piece.places is not None]
+    )
+    allowed = {0}
+    spans = zip(case.step.starts, case.step.counts, case.step.pages, strict=True)
+    for start, count, pages in spans:
+        first = max(int(start) + 1 - 20, 0) // 16
+        allowed.update(int(page) for page in pages[first : -(-int(start + count) // 16)])
+    assert set((read // 16).tolist()) <= allowed
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 9000), min_size=1, max_size=80))
+def test_decode_groups_hold_every_row_once_and_little_padding(lengths):
+    array = np.array(lengths)
+    order, bounds = step_index.decode_groups(array)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
+    assert bounds[-1][1] == len(lengths)
+    for begin, end in bounds:
+        group = array[order[begin:end]]
+        assert group[0] == group.max()
+        assert group.min() >= group.max() * step_index.GROUP_SHORTEST
+        assert end - begin == 1 or len(group) * group.max() <= step_index.GROUP_TOKENS
+
+
+def test_positions_count_up_from_each_rows_start():
+    step = make_step([(7, 1), (0, 1), (3, 4), (10, 2)], 4, seed=0)
+    assert step_index.positions(step).tolist() == [7, 0, 3, 4, 5, 6, 10, 11]

@@ -1,0 +1,301 @@
+"""Where a request's text ends, and that no byte or id of it is said twice or left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from pipeinfer.detokenizer.core import DetokenizerCore
+from pipeinfer.detokenizer.incremental import DecoderFactory
+from pipeinfer.messages import (
+    Abort,
+    Accepted,
+    Message,
+    Open,
+    Refused,
+    StopHit,
+    Text,
+    TextRow,
+    TokenRow,
+    Tokens,
+    pack,
+    unpack,
+)
+from pipeinfer.params import SamplingParams
+
+EOS = 353  # "<|end|>"
+
+
+class Bench:
+    """One core and what it said: rows to the gateways and hits to the schedulers, in order."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self.core = DetokenizerCore(DecoderFactory(tokenizer))
+        self.rows: list[TextRow] = []
+        self.hits: list[tuple[str, StopHit]] = []
+        self.texts: list[tuple[str, Text]] = []
+
+    def say(self, event: Message) -> list[Message]:
+        sends = self.core.handle(event, 0.0)
+        for send in sends:
+            if isinstance(send.message, Text):
+                assert send.channel == "text"
+                self.texts.append((send.to, send.message))
+                self.rows.extend(send.message.rows)
+            elif isinstance(send.message, StopHit):
+                assert send.channel == "stops"
+                self.hits.append((send.to, send.message))
+        return [send.message for send in sends]
+
+    def open(self, name: str = "r", attempt: int = 1, **rest: Any) -> None:
+        fields = {key: rest.pop(key) for key in ("gateway", "group") if key in rest}
+        params = SamplingParams(**rest)
+        gateway = fields.pop("gateway", 0)
+        self.say(Open(name, attempt, gateway, params, 3, pack([1, 2, 3]), **fields))
+
+    def row(self, ids: list[int], offset: int = 0, name: str = "r", **rest: Any) -> None:
+        self.say(Tokens((TokenRow(name, offset, pack(ids), **rest),)))
+
+    def ids(self, text: str) -> list[int]:
+        assert self.tokenizer is not None
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    @property
+    def text(self) -> str:
+        return "".join(row.text for row in self.rows)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for row in self.rows for token in unpack(row.ids).tolist()]
+
+    @property
+    def last(self) -> TextRow:
+        return self.rows[-1]
+
+
+@pytest.fixture
+def bench(tokenizer: Tokenizer) -> Bench:
+    return Bench(tokenizer)
+
+
+def test_text_and_ids_go_to_the_gateway_that_asked(bench: Bench) -> None:
+    bench.open("a", gateway=0)
+    bench.open("b", gateway=1)
+    bench.open("c", gateway=0)
+    ids = bench.ids("hello world")
+    assert len(ids) == 2
+    bench.say(Tokens(tuple(TokenRow(name, 0, pack(ids), cached_tokens=2) for name in "abc")))
+    assert [(to, [row.request_id for row in text.rows]) for to, text in bench.texts] == [
+        ("gateway-0", ["a", "c"]),
+        ("gateway-1", ["b"]),
+    ]
+    expected = TextRow("a", 1, "hello world", 0, 0, pack(ids), output_tokens=2, cached_tokens=2)
+    assert bench.rows[0] == expected
+
+
+def test_a_stop_string_beats_length_in_the_same_row(bench: Bench) -> None:
+    bench.open(stop=("stop",), max_tokens=100)
+    ids = bench.ids("hello stop the end")
+    assert len(ids) == 4
+    bench.row(ids, finish="length")
+    assert bench.text == "hello "
+    assert bench.token_ids == ids[:2]  # up to and including the one that completed it
+    assert (bench.last.finish, bench.last.stop_reason) == ("stop", "stop")
+    assert bench.last.output_tokens == 2
+    assert bench.hits == [("scheduler-0", StopHit("r", 1, 2))]
+
+
+def test_a_stop_string_over_several_rows_is_never_shown_and_later_rows_are_ignored(
+    bench: Bench,
+) -> None:
+    bench.open(stop=("quick brown",), group=2)
+    ids = bench.ids("the quick brown fox")
+    for offset, token in enumerate(ids):
+        bench.row([token], offset)
+    assert bench.text == "the "
+    assert bench.token_ids == ids[:3]
+    assert bench.hits == [("scheduler-2", StopHit("r", 1, 3))]
+    assert bench.core.idle()
+    assert bench.core.stats()["late_rows_total"] == 1
+
+
+def test_a_stop_string_can_be_part_of_the_output(bench: Bench) -> None:
+    bench.open(stop=("quick",), include_stop_str_in_output=True)
+    bench.row(bench.ids("the quick brown fox"))
+    assert bench.text == "the quick"
+    assert bench.last.stop_reason == "quick"
+
+
+def test_held_text_is_shown_when_the_request_ends_otherwise(bench: Bench) -> None:
+    bench.open(stop=("the end of it",))
+    ids = bench.ids("is the end")
+    bench.row(ids[:2])
+    assert bench.text == "is "
+    assert bench.token_ids == ids[:2]  # ids do not wait with their text
+    bench.row(ids[2:], 2, finish="length")
+    assert bench.text == "is the end"
+    assert (bench.last.finish, bench.last.stop_reason) == ("length", None)
+    assert not bench.hits
+
+
+def test_stop_strings_do_not_count_before_min_tokens(bench: Bench) -> None:
+    bench.open(stop=("the",), min_tokens=2)
+    ids = bench.ids("the the the fox")
+    bench.row(ids)
+    assert bench.text == "the the "
+    assert bench.last.output_tokens == 3
+
+
+def test_the_models_eos_is_counted_but_not_shown(bench: Bench) -> None:
+    bench.open(skip_special_tokens=False)
+    ids = bench.ids("hello world")
+    bench.row([*ids, EOS], finish="stop", stop_token=EOS)
+    assert (bench.text, bench.token_ids) == ("hello world", ids)
+    assert (bench.last.finish, bench.last.stop_reason) == ("stop", None)
+    assert bench.last.output_tokens == len(ids) + 1
+    assert not bench.hits
+
+
+def test_a_stop_token_of_the_request_is_its_stop_reason(bench: Bench) -> None:
+    bench.open(stop_token_ids=(7,), stop=("hello world!",))
+    bench.row(bench.ids("hello world"))
+    bench.row([7], 2, finish="stop", stop_token=7)
+    assert bench.text == "hello world"
+    assert (bench.last.stop_reason, bench.last.output_tokens, bench.last.ids) == (7, 3, b"")
+
+
+def test_a_character_that_never_came_whole_ends_as_replacement(bench: Bench) -> None:
+    bench.open()
+    ids = bench.ids("a🙂")
+    bench.row(ids[:-1])
+    assert bench.text == "a"
+    bench.row([], len(ids) - 1, finish="abort")
+    assert bench.text == "a\ufffd"
+    assert bench.last.finish == "abort"
+
+
+def test_repeated_rows_are_dropped_and_overlapping_ones_trimmed(bench: Bench) -> None:
+    bench.open()
+    ids = bench.ids("the quick brown fox")
+    bench.row(ids[:2])
+    bench.row(ids[:2])
+    bench.row(ids[:1])
+    assert len(bench.rows) == 1
+    bench.row(ids, finish="length")
+    assert (bench.text, bench.token_ids) == ("the quick brown fox", ids)
+    assert (bench.last.byte_offset, bench.last.token_offset) == (9, 2)
+
+
+def test_lost_tokens_fail_the_request_and_end_it_upstream(bench: Bench) -> None:
+    bench.open("r")
+    bench.open("other")
+    bench.row(bench.ids("the"))
+    bench.row(bench.ids("fox"), 3)
+    assert bench.last.finish == "error"
+    assert "1 to 2 were lost" in bench.last.error
+    assert bench.hits == [("scheduler-0", StopHit("r", 1, 1))]
+    bench.row(bench.ids("fox"), 0, "other", finish="length")
+    assert (bench.last.request_id, bench.last.finish) == ("other", "length")
+
+
+def test_ids_that_cannot_be_decoded_fail_their_request_alone(bench: Bench) -> None:
+    bench.open("good")
+    bench.open("bad")
+    ids = bench.ids("hello")
+    bench.say(Tokens((TokenRow("bad", 0, pack([-5])), TokenRow("good", 0, pack(ids)))))
+    assert [(row.request_id, row.finish) for row in bench.rows] == [
+        ("bad", "error"),
+        ("good", None),
+    ]
+    assert "decode" in bench.rows[0].error
+
+
+def test_an_error_of_the_scheduler_reaches_the_client(bench: Bench) -> None:
+    bench.open()
+    bench.row([], finish="error", error="the prompt does not fit")
+    assert (bench.last.finish, bench.last.error) == ("error", "the prompt does not fit")
+    assert bench.core.idle()
+    assert not bench.hits
+
+
+def test_a_second_open_changes_nothing_and_a_new_attempt_starts_over(bench: Bench) -> None:
+    ids = bench.ids("hello world")
+    bench.open()
+    bench.row(ids[:1])
+    bench.open()
+    bench.row(ids[1:], 1)
+    assert bench.text == "hello world"
+    bench.open(attempt=2)
+    bench.row(ids)
+    assert (bench.last.attempt, bench.last.text, bench.last.byte_offset) == (2, "hello world", 0)
+
+
+def test_an_aborted_request_is_forgotten_unless_a_later_attempt_runs(bench: Bench) -> None:
+    bench.open(attempt=2)
+    assert bench.say(Abort("r", 1)) == []
+    assert not bench.core.idle()
+    bench.say(Abort("r", 2))
+    assert bench.core.idle()
+    bench.row(bench.ids("hello"))
+    assert not bench.rows
+
+
+def test_a_refusal_is_passed_on_to_its_gateway(bench: Bench) -> None:
+    refused = Refused("r", 1, 3, 400, "too long")
+    sends = bench.core.handle(refused, 0.0)
+    assert [(send.channel, send.to, send.message) for send in sends] == [
+        ("text", "gateway-3", refused)
+    ]
+
+
+def test_without_a_tokenizer_ids_come_with_empty_text() -> None:
+    bench = Bench(None)
+    bench.open()
+    bench.row([5, 6], finish="length")
+    assert (bench.text, bench.token_ids, bench.last.finish) == ("", [5, 6], "length")
+
+
+def test_a_message_of_another_stage_is_an_error(bench: Bench) -> None:
+    with pytest.raises(TypeError, match="Accepted"):
+        bench.core.handle(Accepted("r", 1, 0, b""), 0.0)
+
+
+WORDS = st.sampled_from(["the", " quick", "stop", " ", "🙂", "你", "né", "e\u0301", ".", "st"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.lists(WORDS, max_size=14).map("".join),
+    cuts=st.lists(st.integers(0, 40), max_size=12),
+    stop=st.lists(st.sampled_from(["stop", "the quick", "🙂你", ". "]), max_size=2),
+    repeat=st.integers(0, 3),
+)
+def test_text_does_not_depend_on_how_the_ids_were_batched(
+    tokenizer: Tokenizer, text: str, cuts: list[int], stop: list[str], repeat: int
+) -> None:
+    """Rows as they come (some ids again) against one row; offsets always continue."""
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    whole, parts = Bench(tokenizer), Bench(tokenizer)
+    for bench in (whole, parts):
+        bench.open(stop=tuple(stop))
+    whole.row(ids, finish="length")
+    edges = sorted({0, *(cut for cut in cuts if cut < len(ids))})
+    for start, end in zip(edges, [*edges[1:], len(ids)], strict=True):
+        again = max(start - repeat, 0)
+        parts.row(ids[again:end], again, finish="length" if end == len(ids) else None)
+    assert (parts.text, parts.token_ids) == (whole.text, whole.token_ids)
+    end = ("finish", "stop_reason", "output_tokens")
+    assert [getattr(parts.last, name) for name in end] == [
+        getattr(whole.last, name) for name in end
+    ]
+    assert parts.hits == whole.hits
+    sent_bytes = sent_tokens = 0
+    for row in parts.rows:
+        assert (row.byte_offset, row.token_offset) == (sent_bytes, sent_tokens)
+        sent_bytes += len(row.text.encode())
+        sent_tokens += len(row.ids) // 4

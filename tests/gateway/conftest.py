@@ -1,0 +1,55 @@
+"""Fixtures: a gateway stage over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import uvloop
+from gateway_pipeline import Gateway, Pipeline, StartGateway
+
+from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.driver import HttpDriver
+from pipeinfer.gateway.stage import build
+from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.stage import StageContext
+from pipeinfer.runtime.topology import Identity
+from pipeinfer.settings import Settings
+
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+
+def pytest_asyncio_loop_factories(config: object, item: object) -> dict[str, LoopFactory]:
+    """The gateway's process runs on uvloop, so do its tests."""
+    return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+async def start_gateway() -> AsyncIterator[StartGateway]:
+    """start_gateway(ready=True, **settings) -> Gateway; all are stopped at the end."""
+    started: list[Gateway] = []
+
+    async def start(ready: bool = True, **values: object) -> Gateway:
+        settings = Settings(**{"port": 0, "served_model_name": "test", **values})  # type: ignore
+        topology = topologies.local(settings, "inproc://gateway-test-")
+        context = StageContext(settings, topology, Identity("gateway"), 1, lambda *_: None)
+        stage = build(context)
+        core, driver = stage.core, stage.driver
+        assert isinstance(core, GatewayCore) and isinstance(driver, HttpDriver)
+        pipeline = Pipeline(core, driver)
+        started.append(Gateway(core, driver, pipeline))
+        await driver.start(pipeline.feed)
+        if ready:
+            pipeline.beat()
+        return started[-1]
+
+    yield start
+    for gateway in started:
+        await gateway.driver.stop()
+
+
+@pytest.fixture
+async def gateway(start_gateway: StartGateway) -> Gateway:
+    """A ready gateway with default settings."""
+    return await start_gateway()

@@ -1,0 +1,127 @@
+"""A gateway under test, with the other stages played by `Pipeline`.
+
+The pipeline answers as the real one would, but with words of the prompt instead of a model's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import openai
+
+from pipeinfer.core import LOCAL
+from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.driver import HttpDriver
+from pipeinfer.messages import (
+    Abort,
+    Accepted,
+    Heartbeat,
+    Message,
+    Refused,
+    Submit,
+    Text,
+    TextRow,
+    pack,
+    unpack,
+)
+
+STAGES = ("tokenizer-0", "scheduler-0", "engine-0-0", "detokenizer-0")
+
+
+def heartbeat(stage: str, state: str = "ready", incarnation: int = 1, **stats: float) -> Heartbeat:
+    """What `stage` says of itself."""
+    name, group, *rank = stage.split("-")
+    group = int(group) if name in ("scheduler", "engine") else 0
+    return Heartbeat(stage, name, group, int((rank or [0])[0]), 0, 7, incarnation, state, "", stats)
+
+
+def words_of(submit: Submit) -> list[str]:
+    """The answer to a request: the words of its prompt, each with a space, at most max_tokens."""
+    if submit.prompt_ids is not None:
+        words = [str(token) for token in unpack(submit.prompt_ids)]
+    else:
+        words = (submit.text or str((submit.chat or [])[-1]["content"])).split()
+    return [word + " " for word in words][: submit.params.max_tokens]
+
+
+class Pipeline:
+    """Plays the bus and the stages behind the gateway.
+
+    By its prompt's first word a request is refused ("refuse"), accepted and left alone ("hang"),
+    left alone after its first word ("pause"), or broken after its first word ("break").
+    """
+
+    def __init__(self, core: GatewayCore, driver: HttpDriver) -> None:
+        self._core, self._driver = core, driver
+        self._loop = asyncio.get_running_loop()
+        self.submits: list[Submit] = []
+        self.aborts: asyncio.Queue[Abort] = asyncio.Queue()
+        self.gone: set[str] = set()
+
+    def feed(self, event: Message) -> None:
+        for send in self._core.handle(event, self._loop.time()):
+            if send.channel == LOCAL:
+                self._driver.deliver(send.message)
+            elif isinstance(send.message, Abort):
+                self.gone.add(send.message.request_id)
+                self.aborts.put_nowait(send.message)
+            else:
+                assert isinstance(send.message, Submit)
+                self.submits.append(send.message)
+                self._loop.call_soon(self._answer, send.message)
+
+    def beat(self, state: str = "ready", **stats: float) -> None:
+        for stage in STAGES:
+            self.feed(heartbeat(stage, state, **stats))
+
+    def rows(self, *rows: TextRow) -> None:
+        self.feed(Text(rows))
+
+    def _answer(self, submit: Submit) -> None:
+        words = words_of(submit)
+        if words[0] == "refuse ":
+            self.feed(
+                Refused(submit.request_id, submit.attempt, 0, 400, "too long", "prompt", "length")
+            )
+            return
+        prompt_ids = submit.prompt_ids or pack(range(len(words)))
+        self.feed(Accepted(submit.request_id, submit.attempt, 0, prompt_ids))
+        if words[0] != "hang ":
+            self._say(submit, words, 0)
+
+    def _say(self, submit: Submit, words: list[str], at: int) -> None:
+        if submit.request_id in self.gone or (words[0] == "pause " and at == 1):
+            return
+        text = words[at]
+        before = len("".join(words[:at]).encode())
+        finish, error = None, ""
+        if words[0] == "break " and at == 1:
+            text, finish, error = "", "error", "the engine is on fire"
+        elif at + 1 == len(words):
+            finish = "length" if len(words) == submit.params.max_tokens else "stop"
+        count = at + 1 if finish else 0
+        row = TextRow(
+            submit.request_id, submit.attempt, text, before, at, pack([at]), finish, None,
+            count, 2 if finish else 0, error,
+        )  # fmt: skip
+        self.rows(row)
+        if finish is None:
+            self._loop.call_soon(self._say, submit, words, at + 1)
+
+
+class Gateway:
+    """A running gateway stage."""
+
+    def __init__(self, core: GatewayCore, driver: HttpDriver, pipeline: Pipeline) -> None:
+        self.core, self.driver, self.pipeline = core, driver, pipeline
+
+    @property
+    def url(self) -> str:
+        return self.driver.url
+
+    def client(self, api_key: str = "none") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0)
+
+
+StartGateway = Callable[..., Awaitable[Gateway]]

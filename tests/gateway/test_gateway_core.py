@@ -1,0 +1,360 @@
+"""The gateway's core alone: the root ledger and the health of the pipeline."""
+
+from __future__ import annotations
+
+import pytest
+from gateway_pipeline import STAGES, heartbeat
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.core import LOCAL, Send
+from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
+from pipeinfer.gateway.health import Expected
+from pipeinfer.messages import (
+    Abort,
+    Accepted,
+    Drain,
+    Message,
+    Refused,
+    Submit,
+    Text,
+    TextRow,
+    Tick,
+    pack,
+)
+from pipeinfer.params import SamplingParams
+
+EXPECTED = [Expected(stage, stage.split("-")[0]) for stage in STAGES]
+PARAMS = SamplingParams()
+
+
+def row(text: str, byte: int, token: int, *, attempt: int = 1, **more: object) -> TextRow:
+    """One row of request "r" with a single token."""
+    return TextRow("r", attempt, text, byte, token, pack([token]), **more)  # type: ignore
+
+
+class Harness:
+    """A core and what it said; `now` is the test's clock."""
+
+    def __init__(self, ready: bool = True, **options: object) -> None:
+        self.core = GatewayCore(EXPECTED, **options)  # type: ignore[arg-type]
+        self.now = 100.0
+        if ready:
+            self.beat_all()
+
+    def do(self, event: Message) -> list[Send]:
+        return self.core.handle(event, self.now)
+
+    def local(self, event: Message) -> list[Message]:
+        return [send.message for send in self.do(event) if send.channel == LOCAL]
+
+    def beat_all(self) -> None:
+        for stage in STAGES:
+            self.do(heartbeat(stage))
+
+    def running(self, name: str = "r", **options: object) -> None:
+        """A request that was accepted and is silent so far."""
+        self.do(Call(name, PARAMS, text="x", **options))  # type: ignore[arg-type]
+        self.do(Accepted(name, 1, 0, pack([1, 2, 3])))
+
+    def is_live(self, name: str = "r") -> bool:
+        return any(s.channel == "requests" for s in self.do(Hangup(name)))
+
+
+def test_nothing_is_accepted_before_every_stage_was_ready() -> None:
+    harness = Harness(ready=False)
+    [failed] = harness.local(Call("r", PARAMS, text="x"))
+    assert isinstance(failed, Failed)
+    assert (failed.status, failed.code, failed.retry_after) == (503, "starting", 1)
+    for stage in STAGES[:-1]:
+        harness.do(heartbeat(stage))
+    assert harness.core.status == "starting" and harness.core.state()[0] == "waiting"
+    assert "detokenizer-0" in harness.core.state()[1]
+    [changed] = harness.local(heartbeat(STAGES[-1]))
+    assert changed == StatusChanged("ready", True, "")
+    [submit] = harness.do(Call("r", PARAMS, text="x"))
+    assert submit.channel == "requests" and submit.to == "tokenizer-0"
+
+
+def test_submit_carries_the_call_and_a_final_seed() -> None:
+    def seeds(harness: Harness) -> list[int]:
+        calls = [
+            Call("a", PARAMS, text="x"),
+            Call("b", SamplingParams(seed=-1), text="x"),
+            Call("c", PARAMS, prompt_ids=pack([5]), priority=3, cache_salt="s", trace="t"),
+        ]
+        submits = [harness.do(call)[0].message for call in calls]
+        assert all(isinstance(s, Submit) and s.attempt == 1 for s in submits)
+        last = submits[-1]
+        assert isinstance(last, Submit)
+        assert (last.prompt_ids, last.priority, last.cache_salt, last.trace) == (
+            pack([5]), 3, "s", "t",
+        )  # fmt: skip
+        return [s.seed for s in submits if isinstance(s, Submit)]
+
+    first = seeds(Harness(seed=1))
+    assert first == seeds(Harness(seed=1)) and first != seeds(Harness(seed=2))
+    assert first[1] == 2**64 - 1, "a negative seed is taken modulo 2**64"
+    assert len(set(first)) == 3
+
+
+def test_deltas_follow_started_and_end_with_the_counts() -> None:
+    harness = Harness()
+    harness.do(Call("r", PARAMS, text="x"))
+    assert harness.local(Accepted("r", 1, 0, pack([1, 2, 3]))) == [Started("r", 0, pack([1, 2, 3]))]
+    assert harness.local(Text((row("ab", 0, 0),))) == [Delta("r", "ab", pack([0]), 0, 0)]
+    last = row("é", 2, 1, finish="stop", stop_reason="é", output_tokens=2, cached_tokens=1)
+    assert harness.local(Text((last,))) == [Delta("r", "é", pack([1]), 2, 1, "stop", "é", 3, 2, 1)]
+    assert harness.core.idle()
+
+
+def test_rows_that_overtake_accepted_are_delivered_after_it() -> None:
+    harness = Harness()
+    harness.do(Call("r", PARAMS, text="x"))
+    last = row("b", 1, 1, finish="length", output_tokens=2)
+    assert harness.do(Text((row("a", 0, 0), last))) == []
+    started, first, second = harness.local(Accepted("r", 1, 0, pack([1])))
+    assert isinstance(started, Started)
+    assert isinstance(first, Delta) and isinstance(second, Delta)
+    assert (first.text, second.text, second.finish, second.prompt_tokens) == ("a", "b", "length", 1)
+    assert harness.core.idle()
+
+
+def test_a_hole_in_the_text_or_tokens_fails_only_that_request() -> None:
+    for broken in (row("c", 2, 1), row("c", 1, 2)):
+        harness = Harness()
+        harness.running()
+        harness.running("other")
+        harness.do(Text((row("a", 0, 0),)))
+        abort, failed = harness.do(Text((broken,)))
+        assert abort.message == Abort("r", 1, "stream_broken") and abort.to == "tokenizer-0"
+        assert isinstance(failed.message, Failed) and failed.message.status == 500
+        assert not harness.is_live() and harness.is_live("other")
+
+
+def test_a_repeat_that_cuts_a_character_fails_instead_of_showing_half() -> None:
+    harness = Harness()
+    harness.running()
+    harness.do(Text((row("ab", 0, 0),)))
+    failed = harness.local(Text((TextRow("r", 1, "aéc", 0, 0, b""),)))[0]
+    assert isinstance(failed, Failed) and "inside a character" in failed.message
+
+
+def test_hangup_aborts_once_and_late_rows_are_dropped() -> None:
+    harness = Harness()
+    harness.running()
+    assert harness.do(Hangup("r", "client")) == [
+        Send("requests", "tokenizer-0", Abort("r", 1, "client"))
+    ]
+    assert harness.do(Hangup("r")) == []
+    assert harness.do(Text((row("a", 0, 0),))) == []
+    assert harness.core.stats()["late_rows"] == 1 and harness.core.idle()
+
+
+def test_a_request_of_a_dead_gateway_is_aborted_once() -> None:
+    harness = Harness()
+    assert [s.message for s in harness.do(Text((row("a", 7, 3, attempt=4),)))] == [
+        Abort("r", 4, "unknown to its gateway")
+    ]
+    assert harness.do(Text((row("b", 8, 4, attempt=4),))) == []
+
+
+def test_refusal_and_error_reach_the_client_and_need_no_abort() -> None:
+    harness = Harness()
+    harness.do(Call("r", PARAMS, text="x"))
+    assert harness.do(Refused("r", 2, 0, 400, "of another attempt")) == []
+    [failed] = harness.do(Refused("r", 1, 0, 400, "too long", "prompt", "code"))
+    assert failed.message == Failed("r", 400, "too long", "prompt", "code")
+    harness.running("r")
+    [failed] = harness.do(Text((row("", 0, 0, finish="error", error="boom"),)))
+    assert failed.message == Failed("r", 500, "boom", None, "request_failed")
+    assert harness.core.idle()
+
+
+def test_timeout_without_output_is_an_error_and_with_output_an_abort() -> None:
+    harness = Harness()
+    harness.running("r", timeout=2.0)
+    harness.running("quiet", timeout=2.0)
+    harness.running("patient", timeout=9.0)
+    harness.do(Text((row("ab", 0, 0),)))
+    harness.now += 1.9
+    assert harness.do(Tick()) == []
+    harness.now += 0.2
+    sends = harness.do(Tick())
+    aborts = [s.message for s in sends if s.channel == "requests"]
+    assert sorted(aborts, key=repr) == [Abort(name, 1, "timeout") for name in ("quiet", "r")]
+    delta = next(s.message for s in sends if isinstance(s.message, Delta))
+    assert (delta.request_id, delta.text, delta.finish) == ("r", "", "abort")
+    assert (delta.byte_offset, delta.prompt_tokens, delta.output_tokens) == (2, 3, 1)
+    failed = next(s.message for s in sends if isinstance(s.message, Failed))
+    assert (failed.request_id, failed.status, failed.param) == ("quiet", 408, "timeout")
+    assert harness.is_live("patient")
+
+
+def test_abort_by_the_scheduler_for_time_is_the_same_error() -> None:
+    harness = Harness()
+    harness.running("r", timeout=2.0)
+    empty = TextRow("r", 1, "", 0, 0, b"", "abort")
+    [failed] = harness.local(Text((empty,)))
+    assert isinstance(failed, Failed) and failed.status == 408
+
+
+def test_queue_limit_counts_only_requests_without_output() -> None:
+    harness = Harness(max_queue=2)
+    harness.running("r")
+    harness.running("s")
+    [failed] = harness.local(Call("t", PARAMS, text="x"))
+    assert isinstance(failed, Failed) and (failed.status, failed.retry_after) == (429, 1)
+    harness.do(Text((row("a", 0, 0),)))
+    assert harness.core.stats()["waiting"] == 1 and harness.core.stats()["running"] == 1
+    assert isinstance(harness.do(Call("t", PARAMS, text="x"))[0].message, Submit)
+
+
+def test_drain_refuses_new_requests_and_finishes_running_ones() -> None:
+    harness = Harness()
+    harness.running()
+    assert harness.local(Drain()) == [StatusChanged("draining", False, "")]
+    [failed] = harness.local(Call("t", PARAMS, text="x"))
+    assert isinstance(failed, Failed) and (failed.status, failed.code) == (503, "draining")
+    assert not harness.core.idle() and harness.core.state()[0] == "draining"
+    assert len(harness.local(Text((row("a", 0, 0, finish="stop"),)))) == 1
+    assert harness.core.idle()
+
+
+def test_requests_are_taken_while_the_engine_restarts() -> None:
+    harness = Harness()
+    harness.running()
+    [changed] = harness.local(heartbeat("engine-0-0", "loading", incarnation=2))
+    assert isinstance(changed, StatusChanged)
+    assert (changed.status, changed.answering) == ("degraded", False)
+    assert isinstance(harness.do(Call("t", PARAMS, text="x"))[0].message, Submit)
+    [changed] = harness.local(heartbeat("engine-0-0", incarnation=2))
+    assert changed == StatusChanged("ready", True, "")
+    assert harness.is_live("r") and harness.is_live("t"), "an engine restart loses no request"
+
+
+def test_a_silent_stage_is_lost_until_it_speaks_again() -> None:
+    harness = Harness()
+    harness.now += 4.9
+    for stage in STAGES[1:]:
+        harness.do(heartbeat(stage))
+    assert harness.do(Tick()) == []
+    harness.now += 0.2
+    [changed] = harness.local(Tick())
+    assert isinstance(changed, StatusChanged) and changed.status == "degraded"
+    assert "tokenizer-0 is lost" in changed.reason
+    assert harness.local(heartbeat("tokenizer-0")) == [StatusChanged("ready", True, "")]
+
+
+def test_one_whole_group_is_enough_to_answer() -> None:
+    second = [Expected("scheduler-1", "scheduler", 1), Expected("engine-1-0", "engine", 1)]
+    core = GatewayCore([*EXPECTED, *second])
+    for stage in (*STAGES, "scheduler-1"):
+        core.handle(heartbeat(stage), 0.0)
+    assert not core.answering(), "at first all stages must have been ready"
+    core.handle(heartbeat("engine-1-0"), 0.0)
+    core.handle(heartbeat("engine-1-0", "failed"), 0.0)
+    assert core.status == "degraded" and core.answering()
+    core.handle(heartbeat("scheduler-0", "waiting"), 0.0)
+    assert not core.answering()
+
+
+def test_restarted_tokenizer_gets_again_what_it_had_not_accepted() -> None:
+    harness = Harness()
+    harness.running("accepted")
+    harness.do(Call("r", PARAMS, text="x", timeout=5.0))
+    sends = harness.do(heartbeat("tokenizer-0", incarnation=2))
+    abort, submit = (send.message for send in sends)
+    assert abort == Abort("r", 1, "sent again")
+    assert isinstance(submit, Submit) and (submit.request_id, submit.attempt) == ("r", 2)
+    assert harness.do(Accepted("r", 1, 0, pack([1]))) == [], "of the old attempt"
+    assert isinstance(harness.local(Accepted("r", 2, 0, pack([1])))[0], Started)
+    assert harness.do(heartbeat("tokenizer-0", incarnation=1)) == [], "the dead one's last words"
+    assert harness.is_live("accepted")
+
+
+@pytest.mark.parametrize("stage", ["scheduler-0", "detokenizer-0"])
+def test_restarted_scheduler_or_detokenizer_loses_only_what_had_output(stage: str) -> None:
+    harness = Harness()
+    harness.running("r")
+    harness.running("silent")
+    harness.do(Text((row("a", 0, 0),)))
+    sends = harness.do(heartbeat(stage, incarnation=2))
+    failed = next(s.message for s in sends if isinstance(s.message, Failed))
+    assert (failed.request_id, failed.status, failed.code) == ("r", 503, "stage_restarted")
+    submit = next(s.message for s in sends if isinstance(s.message, Submit))
+    assert (submit.request_id, submit.attempt) == ("silent", 2)
+    assert harness.do(Text((TextRow("silent", 1, "old", 0, 0, pack([1])),))) == []
+    assert harness.do(Accepted("silent", 2, 0, pack([1, 2, 3]))) == [], "started is said once"
+    [delta] = harness.local(Text((TextRow("silent", 2, "new", 0, 0, pack([1])),)))
+    assert isinstance(delta, Delta) and delta.text == "new"
+
+
+def test_a_request_id_in_use_is_a_broken_invariant() -> None:
+    harness = Harness()
+    harness.running()
+    with pytest.raises(ValueError, match="'r' is in use"):
+        harness.do(Call("r", PARAMS, text="x"))
+
+
+@st.composite
+def repeated_rows(draw: st.DrawFn) -> tuple[list[str], list[TextRow]]:
+    """Pieces of text, one for each token, and rows that show them with repeats and overlaps.
+
+    No row starts past what the rows before it showed; text lags behind its tokens at random. Rows
+    of other attempts, with other text, are strewn in.
+    """
+    pieces = draw(st.lists(st.text(max_size=4), min_size=1, max_size=12))
+    end = len(pieces)
+    starts = [len("".join(pieces[:i]).encode()) for i in range(end + 1)]
+    rows: list[TextRow] = []
+    text_at = id_at = 0
+    for _ in range(draw(st.integers(0, 15))):
+        if draw(st.booleans()):
+            where = draw(st.integers(0, 40))
+            rows.append(row("stale", where, where, attempt=draw(st.sampled_from([0, 2]))))
+        text_from, id_from = draw(st.integers(0, text_at)), draw(st.integers(0, id_at))
+        text_to, id_to = draw(st.integers(text_from, end)), draw(st.integers(id_from, end))
+        rows.append(_range(pieces, starts, text_from, text_to, id_from, id_to))
+        text_at, id_at = max(text_at, text_to), max(id_at, id_to)
+    text_from, id_from = draw(st.integers(0, text_at)), draw(st.integers(0, id_at))
+    rows.append(_range(pieces, starts, text_from, end, id_from, end, finish="stop"))
+    return pieces, rows
+
+
+def _range(
+    pieces: list[str], starts: list[int], text_from: int, text_to: int, id_from: int, id_to: int,
+    **more: object,
+) -> TextRow:  # fmt: skip
+    text = "".join(pieces[text_from:text_to])
+    ids = pack(range(id_from, id_to))
+    return TextRow("r", 1, text, starts[text_from], id_from, ids, **more)  # type: ignore
+
+
+@given(repeated_rows(), st.data())
+def test_no_byte_and_no_token_is_shown_twice_or_skipped(
+    case: tuple[list[str], list[TextRow]], data: st.DataObject
+) -> None:
+    pieces, rows = case
+    harness = Harness()
+    harness.do(Call("r", PARAMS, text="x"))
+    accepted_at = data.draw(st.integers(0, len(rows)))
+    shown: list[Message] = []
+    for i, one in enumerate(rows):
+        if i == accepted_at:
+            shown += harness.local(Accepted("r", 1, 0, pack([1])))
+        shown += harness.local(Text((one,)))
+    shown += harness.local(Accepted("r", 1, 0, pack([1])))
+    assert isinstance(shown[0], Started)
+    deltas = [delta for delta in shown[1:] if isinstance(delta, Delta)]
+    assert len(deltas) == len(shown) - 1
+    assert [delta.finish for delta in deltas] == [None] * (len(deltas) - 1) + ["stop"]
+    text, ids = "", b""
+    for delta in deltas:
+        assert delta.byte_offset == len(text.encode()) and delta.token_offset == len(ids) // 4
+        assert delta.text or delta.ids or delta.finish
+        text, ids = text + delta.text, ids + delta.ids
+    assert text == "".join(pieces)
+    assert ids == pack(range(len(pieces)))
+    assert harness.core.idle()

@@ -1,0 +1,233 @@
+"""Bodies of requests: what is taken, what becomes of it, and which error names which field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.gateway.defaults import sampling_defaults
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.events import Call
+from pipeinfer.gateway.requests import Job, chat_job, completion_job
+from pipeinfer.gateway.schema import NOT_BUILT, ChatRequest, CompletionRequest, decode
+from pipeinfer.messages import Submit, pack
+from pipeinfer.params import SamplingParams
+from pipeinfer.settings import ConfigurationError
+
+DEFAULTS = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, max_tokens=None)
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def chat(**fields: object) -> Job:
+    body = json.dumps({"messages": HELLO, **fields}).encode()
+    return chat_job(decode(body, ChatRequest), "id", DEFAULTS, "")
+
+
+def completion(**fields: object) -> Job:
+    body = json.dumps({"prompt": "hello", **fields}).encode()
+    return completion_job(decode(body, CompletionRequest), "id", DEFAULTS, "")
+
+
+def refused(make: object, **fields: object) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        make(**fields)  # type: ignore[operator]
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_checkpoint_defaults_fill_what_the_client_leaves_open() -> None:
+    params = chat().calls[0].params
+    assert params == DEFAULTS
+    params = chat(temperature=0, top_p=None, top_k=-1, min_p=0.0).calls[0].params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 0.9, 0, 0.0)
+
+
+def test_every_supported_parameter_reaches_the_call() -> None:
+    job = chat(
+        stop="a", stop_token_ids=[7], seed=5, max_tokens=9, min_tokens=2, ignore_eos=True,
+        skip_special_tokens=False, include_stop_str_in_output=True, priority=-3, timeout=1.5,
+        cache_salt="salt", chat_template_kwargs={"enable_thinking": False},
+        add_generation_prompt=False, add_special_tokens=True,
+    )  # fmt: skip
+    [call] = job.calls
+    assert call.params == SamplingParams(
+        temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, stop=("a",), stop_token_ids=(7,), seed=5,
+        max_tokens=9, min_tokens=2, ignore_eos=True, skip_special_tokens=False,
+        include_stop_str_in_output=True,
+    )  # fmt: skip
+    assert (call.priority, call.timeout, call.cache_salt) == (-3, 1.5, "salt")
+    assert call.template_arguments == {"enable_thinking": False, "add_generation_prompt": False}
+    assert call.add_special_tokens and call.chat == HELLO
+
+
+def test_max_tokens_defaults_to_all_that_fits_in_a_chat_and_16_otherwise() -> None:
+    assert chat().calls[0].params.max_tokens is None
+    assert chat(max_tokens=3).calls[0].params.max_tokens == 3
+    assert chat(max_tokens=3, max_completion_tokens=4).calls[0].params.max_tokens == 4
+    assert completion().calls[0].params.max_tokens == 16
+    assert completion(max_tokens=None).calls[0].params.max_tokens == 16
+
+
+def test_templates_add_special_tokens_to_chats_and_the_tokenizer_to_texts() -> None:
+    assert not chat().calls[0].add_special_tokens
+    assert completion().calls[0].add_special_tokens
+    assert not completion(add_special_tokens=False).calls[0].add_special_tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "calls"),
+    [
+        ("a", [("id", "a", None)]),
+        ([1, 2], [("id", None, [1, 2])]),
+        (["a"], [("id", "a", None)]),
+        (["a", "b"], [("id-0", "a", None), ("id-1", "b", None)]),
+        ([[1], [2, 3]], [("id-0", None, [1]), ("id-1", None, [2, 3])]),
+    ],
+)
+def test_each_prompt_makes_one_call(prompt: object, calls: list[tuple[object, ...]]) -> None:
+    expected = [(name, text, None if ids is None else pack(ids)) for name, text, ids in calls]
+    assert [(c.request_id, c.text, c.prompt_ids) for c in completion(prompt=prompt).calls] == (
+        expected
+    )
+
+
+def test_message_content_may_be_parts_of_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    tool = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    [call] = chat(
+        messages=[{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts},
+                  tool, {"role": "tool", "content": "4", "tool_call_id": "1"}]
+    ).calls  # fmt: skip
+    assert call.chat == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]},
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"seed": 2**64}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"max_completion_tokens": -5}, "max_completion_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"stop": ["a", 1]}, "stop[1]"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"timeout": -1}, "timeout"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+         "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+         "messages[0].content[0].text"),
+        ({"chat_template_kwargs": {"n": 2**70}}, "chat_template_kwargs"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"n": 2**70}]}]}, "messages"),
+    ],
+)  # fmt: skip
+def test_a_wrong_chat_field_is_named(fields: dict[str, object], param: str) -> None:
+    error = refused(chat, **fields)
+    assert error.param == param
+    assert param.split("[")[0] in error.message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ("", "prompt"),
+        ([], "prompt"),
+        ([""], "prompt[0]"),
+        ([[1], []], "prompt[1]"),
+        ([1, "a"], "prompt"),
+        (["a", [1]], "prompt"),
+        ([-1], "prompt[0]"),
+        ([[1, 2**31]], "prompt[0][1]"),
+        (5, "prompt"),
+        (None, "prompt"),
+        ([1.5], "prompt[0]"),
+    ],
+)
+def test_a_wrong_prompt_is_named(prompt: object, param: str) -> None:
+    error = refused(completion, prompt=prompt)
+    assert error.param is not None
+    assert error.param.replace("[...]", "[0]") in (param, param.replace("[1]", "[0]"))
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(ApiError) as caught:
+        decode(b"{}", ChatRequest)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b'{"messages": [}', b"\xff", b'{"model": "\xff"}', b"[" * 100_000, b'{"a":1}x'],
+)
+def test_what_is_not_json_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        decode(body, ChatRequest)
+    assert caught.value.status == 400 and caught.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize("body", [b"[]", b"null", b'"text"', b"1"])
+def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        decode(body, ChatRequest)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("name", NOT_BUILT)
+def test_what_is_not_built_is_refused_by_name_but_its_neutral_value_passes(name: str) -> None:
+    for neutral in (None, *NOT_BUILT[name]):
+        assert chat(**{name: neutral}).calls
+    error = refused(chat, **{name: 3})
+    assert error.param == name and "not supported" in error.message
+
+
+def test_asking_for_zero_log_probs_is_not_the_same_as_asking_for_none() -> None:
+    assert completion(logprobs=False).calls
+    assert refused(completion, logprobs=0).param == "logprobs"
+
+
+def test_harmless_unknown_fields_are_ignored() -> None:
+    assert chat(user="me", metadata={"a": 1}, store=True, service_tier="auto", whatever=[1]).calls
+
+
+def test_a_call_has_every_field_of_a_submit_that_a_client_decides() -> None:
+    decided = set(Submit.__struct_fields__) - {"attempt", "gateway", "seed"}
+    assert set(Call.__struct_fields__) == decided
+
+
+def test_defaults_come_from_generation_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert sampling_defaults(tmp_path) == SamplingParams(max_tokens=None)
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95}')
+    assert sampling_defaults(tmp_path) == SamplingParams(
+        temperature=0.6, top_k=20, top_p=0.95, max_tokens=None
+    )
+    file.write_text('{"top_p": 7}')
+    with pytest.raises(ConfigurationError, match="top_p"):
+        sampling_defaults(tmp_path)
+    file.write_text("{")
+    with pytest.raises(ConfigurationError, match="generation_config"):
+        sampling_defaults(tmp_path)

@@ -1,0 +1,215 @@
+"""Random plans through the memory manager, with a device whose KV can be checked.
+
+Steps run late, as under overlap. Before a step runs, every position that it reads must hold the KV
+of exactly the tokens of its own request, wherever the pages came from.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from hash_device import HashDevice, chain
+from pipeinfer.engine.requests import RequestTable
+from pipeinfer.engine.step import LAST_TOKEN, Step
+from pipeinfer.engine.step_builder import build_step
+from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.messages import Admit, Plan, Release, pack
+from pipeinfer.params import SamplingParams
+
+SLOTS = 5
+MAX_IN_FLIGHT = 3
+
+
+class Sequence:
+    """One admission of one request: what its tokens truly are, as the steps that ran made them."""
+
+    def __init__(self, prompt: list[int], outputs: list[int], room: int, salt: str, seed: int):
+        self.prompt, self.salt, self.seed = prompt, salt, seed
+        self.tokens = prompt + outputs
+        self.known = len(self.tokens)
+        self.max_total = self.known + room
+        self.planned = 0
+        self.kv = chain(self.tokens)
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self.kv += chain([token], self.kv[-1])
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    page_size = 4
+    cache = "radix"
+
+    @initialize(spare=st.integers(0, 12))
+    def start(self, spare: int):
+        size = self.page_size
+        self.limit = 7 * size + 5
+        self.pages = 1 + -(-self.limit // size) + spare  # the longest request alone always fits
+        self.memory = MemoryManager(self.pages, size, SLOTS, self.limit, self.cache)
+        self.requests = RequestTable(SLOTS)
+        self.device = HashDevice(self.pages, size, SLOTS)
+        self.number = 0
+        self.live: dict[int, Sequence] = {}
+        self.preempted: list[Sequence] = []
+        self.finished: list[list[int]] = []
+        self.flights: list[tuple[Step, list[Sequence]]] = []
+
+    # ------------------------------------------------------------------------------- what to plan
+
+    def draw_prompt(self, data: st.DataObject) -> list[int]:
+        """Prompts share beginnings with each other and with what finished requests left."""
+        size = self.page_size
+        tokens: list[int] = []
+        if self.finished and data.draw(st.booleans(), "follow up"):
+            tokens = list(data.draw(st.sampled_from(self.finished), "after"))
+        family = data.draw(st.integers(0, 2), "family")
+        fork = (0, size + size // 2, 2 * size)[family]
+        length = data.draw(st.integers(1, 3 * size + 1), "length")
+        tokens += [at % 3 if at < fork else (at + family) % 4 for at in range(length)]
+        return tokens[: self.limit - 2]
+
+    def draw_releases(self, data: st.DataObject) -> list[Release]:
+        releases = []
+        for slot in sorted(self.live):
+            if not data.draw(st.integers(0, 3).map(lambda n: n == 0), f"release {slot}"):
+                continue
+            sequence = self.live.pop(slot)
+            flying = any(sequence in sequences for _, sequences in self.flights)
+            preempt = not flying and data.draw(st.booleans(), "preempt")
+            keep = preempt or data.draw(st.booleans(), "keep")
+            outputs = sequence.tokens[sequence.known :]
+            if preempt:
+                self.preempted.append(sequence)
+            else:
+                outputs = outputs[: data.draw(st.integers(0, len(outputs)), "confirmed")]
+                self.finished.append(sequence.tokens[: sequence.known] + outputs)
+            releases.append(Release(slot, keep, pack(outputs) if keep else b""))
+        return releases
+
+    def draw_admits(self, data: st.DataObject) -> list[Admit]:
+        admits = []
+        for slot in [slot for slot in range(SLOTS) if slot not in self.live]:
+            kind = data.draw(st.sampled_from(["none", "new", "again"]), f"admit {slot}")
+            if kind == "again" and self.preempted:
+                old = self.preempted.pop(0)
+                room = old.max_total - len(old.tokens)
+                if room < 1:
+                    continue
+                outputs = old.tokens[len(old.prompt) :]
+                sequence = Sequence(old.prompt, outputs, room, old.salt, old.seed)
+            elif kind == "new":
+                prompt = self.draw_prompt(data)
+                room = data.draw(st.integers(1, self.limit - len(prompt)), "room")
+                salt = data.draw(st.sampled_from(["", "", "s"]), "salt")
+                sequence = Sequence(prompt, [], room, salt, data.draw(st.integers(0, 2), "seed"))
+            else:
+                continue
+            self.live[slot] = sequence
+            admits.append(self.admit(slot, sequence))
+        return admits
+
+    def admit(self, slot: int, sequence: Sequence) -> Admit:
+        return Admit(
+            slot,
+            f"r{slot}",
+            pack(sequence.tokens),
+            len(sequence.prompt),
+            sequence.max_total,
+            SamplingParams(),
+            sequence.seed,
+            cache_salt=sequence.salt,
+        )
+
+    # -------------------------------------------------------------------------------------- rules
+
+    @precondition(lambda self: len(self.flights) < MAX_IN_FLIGHT)
+    @rule(data=st.data())
+    def plan(self, data: st.DataObject):
+        releases, admits = self.draw_releases(data), self.draw_admits(data)
+        slots = data.draw(st.permutations(range(SLOTS)), "order")
+        slots = slots[: data.draw(st.integers(0, SLOTS), "rows")]
+        most = 2 * self.page_size + 1
+        counts = [data.draw(st.sampled_from([0, 1, 1, 2, most, 99999]), "n") for _ in slots]
+        self.apply(Plan(1, self.number, tuple(releases), tuple(admits), pack(slots), pack(counts)))
+
+    @precondition(lambda self: self.flights == [] and len(self.live) > 0)
+    @rule()
+    def decode_all(self):
+        """The usual plan: everybody goes on by one, and it takes effect at once."""
+        slots = sorted(self.live)
+        self.apply(Plan(1, self.number, (), (), pack(slots), pack([1] * len(slots))))
+        self.run_step()
+
+    @precondition(lambda self: len(self.flights) > 0)
+    @rule()
+    def run_step(self):
+        step, sequences = self.flights.pop(0)
+        for row, sequence in enumerate(sequences):
+            start = int(step.starts[row])
+            read = self.device.read(step.pages[row], start).tolist()
+            assert read == sequence.kv[:start], f"row {row} reads KV that is not its own"
+        sampled = iter(self.device.run(step).tolist())
+        ends = np.cumsum(step.counts)
+        for row, sequence in enumerate(sequences):
+            start, count = int(step.starts[row]), int(step.counts[row])
+            tokens = step.tokens[ends[row] - count : ends[row]].tolist()
+            expected = sequence.tokens[start : start + count]
+            assert tokens == (expected if start < sequence.known else [LAST_TOKEN])
+            assert bool(step.samples[row]) == (start + count == len(sequence.tokens))
+            if step.samples[row]:
+                sequence.append(next(sampled))
+                assert len(sequence.tokens) <= sequence.max_total
+        assert next(sampled, None) is None
+
+    # --------------------------------------------------------------------------------- what it did
+
+    def apply(self, plan: Plan) -> None:
+        before = {slot: sequence.planned for slot, sequence in self.live.items()}
+        applied = self.memory.apply(plan)
+        self.number += 1
+        self.memory.check_integrity()
+        for admit, cached in zip(plan.admits, applied.cached.tolist(), strict=True):
+            self.requests.put(admit)
+            assert cached % self.page_size == 0 and cached < len(admit.token_ids) // 4
+            self.live[admit.slot].planned = before[admit.slot] = cached
+        rows = applied.rows
+        for slot, start, count in zip(
+            rows.slots.tolist(), rows.starts.tolist(), rows.counts.tolist(), strict=True
+        ):
+            if slot not in self.live:
+                assert count == 0
+                continue
+            assert start == before[slot]
+            self.live[slot].planned += count
+        step, _ = build_step(1, applied, self.memory, self.requests)
+        self.flights.append((step, [self.live[slot] for slot in step.slots.tolist()]))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "memory"):
+            return
+        while self.flights:
+            self.run_step()
+        releases = tuple(Release(slot, False) for slot in sorted(self.live))
+        self.apply(Plan(1, self.number, releases, (), b"", b""))
+        memory = self.memory
+        assert memory.free + memory.evictable == self.pages - 1
+        assert self.cache == "radix" or memory.evictable == 0
+
+
+@pytest.mark.parametrize("cache", ["radix", "naive"])
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_every_row_reads_the_kv_of_its_own_tokens(page_size: int, cache: str):
+    machine = type("Machine", (MemoryMachine,), {"page_size": page_size, "cache": cache})
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=100, stateful_step_count=40, deadline=None)
+    )

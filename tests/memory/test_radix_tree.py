@@ -1,0 +1,221 @@
+"""The radix tree against a model that has one entry for each cached page."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
+
+from pipeinfer.memory.errors import IntegrityError
+from pipeinfer.memory.naive import NaiveCache
+from pipeinfer.memory.prefix_cache import make_cache
+from pipeinfer.memory.radix import RadixCache
+from pipeinfer.settings import ConfigurationError
+
+Prefix = tuple[str, tuple[int, ...]]
+
+
+@dataclass
+class ModelPage:
+    page: int
+    used: int
+    locks: int = 0
+
+
+class RadixMachine(RuleBasedStateMachine):
+    """The model keys every page by its salt and the whole prefix that ends with it."""
+
+    page_size = 1
+    locks = Bundle("locks")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = RadixCache(self.page_size)
+        self.model: dict[Prefix, ModelPage] = {}
+        self.clock = 0
+        self.next_page = 1
+        self.held: list = []
+
+    def ids(self, blocks: list[int]) -> np.ndarray:
+        """A page of tokens for each block; pages of different blocks differ in their last id."""
+        ids = np.zeros((len(blocks), self.page_size), np.int32)
+        ids[:, -1] = blocks
+        return ids.reshape(-1)
+
+    def prefixes(self, salt: str, blocks: list[int]) -> list[Prefix]:
+        return [(salt, tuple(blocks[:n])) for n in range(1, len(blocks) + 1)]
+
+    blocks = st.lists(st.integers(0, 2), max_size=7)
+    salts = st.sampled_from(["", "a"])
+
+    def found(self, salt: str, blocks: list[int]) -> list[Prefix]:
+        chain = self.prefixes(salt, blocks)
+        have = next((i for i, key in enumerate(chain) if key not in self.model), len(chain))
+        for key in chain[:have]:
+            self.model[key].used = self.clock
+        return chain[:have]
+
+    @rule(target=locks, salt=salts, blocks=blocks, extra=st.integers(0, 3), lock=st.booleans())
+    def match(self, salt: str, blocks: list[int], extra: int, lock: bool):
+        self.clock += 1
+        chain = self.found(salt, blocks)
+        tail = np.full(min(extra, self.page_size - 1), 9, np.int32)  # never a whole page
+        match = self.tree.match(np.concatenate((self.ids(blocks), tail)), salt, self.clock)
+        assert match.pages.tolist() == [self.model[key].page for key in chain]
+        assert (match.node is None) == (not chain)
+        return self.hold(match.node, chain) if lock else multiple()
+
+    @rule(target=locks, salt=salts, blocks=blocks, lock=st.booleans())
+    def insert(self, salt: str, blocks: list[int], lock: bool):
+        self.clock += 1
+        chain, have = self.prefixes(salt, blocks), self.found(salt, blocks)
+        offered = np.arange(self.next_page, self.next_page + len(blocks), dtype=np.int32)
+        self.next_page += len(blocks)
+        match = self.tree.insert(self.ids(blocks), offered, salt, self.clock)
+        for key, page in list(zip(chain, offered.tolist(), strict=True))[len(have) :]:
+            self.model[key] = ModelPage(page, self.clock)
+        assert match.pages.tolist() == [self.model[key].page for key in chain]
+        return self.hold(match.node, chain) if lock else multiple()
+
+    def hold(self, node, chain: list[Prefix]):
+        self.tree.lock(node)
+        for key in chain:
+            self.model[key].locks += 1
+        if node is not None:
+            self.held.append(node)
+        return node, chain
+
+    @rule(lock=consumes(locks))
+    def unlock(self, lock):
+        node, chain = lock
+        self.tree.unlock(node)
+        for key in chain:
+            self.model[key].locks -= 1
+        if node is not None:
+            self.held.remove(node)
+
+    @rule(count=st.integers(0, 12))
+    def evict(self, count: int):
+        pages = self.tree.evict(count).tolist()
+        unlocked = sum(entry.locks == 0 for entry in self.model.values())
+        assert len(pages) == min(count, unlocked)
+        for page in pages:
+            self.check_victim(page)
+
+    def check_victim(self, page: int) -> None:
+        """Page by page, the tree gives up an unlocked leaf that no other was used before."""
+        inner = {(salt, blocks[:-1]) for salt, blocks in self.model}
+        leaves = {
+            key: entry for key, entry in self.model.items() if key not in inner and entry.locks == 0
+        }
+        key = next(key for key, entry in leaves.items() if entry.page == page)
+        assert leaves[key].used == min(entry.used for entry in leaves.values())
+        del self.model[key]
+
+    @invariant()
+    def sizes_and_pages_agree(self):
+        locked = sum(entry.locks > 0 for entry in self.model.values())
+        assert (self.tree.evictable, self.tree.locked) == (len(self.model) - locked, locked)
+        pages = self.tree.check_integrity(self.held)
+        assert sorted(pages.tolist()) == sorted(entry.page for entry in self.model.values())
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_tree_agrees_with_a_dictionary_of_pages(page_size: int):
+    machine = type("Machine", (RadixMachine,), {"page_size": page_size})
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=150, stateful_step_count=50, deadline=None)
+    )
+
+
+def ids(*blocks: int) -> np.ndarray:
+    return np.array(blocks, np.int32)
+
+
+def pages(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+def test_least_recently_used_leaf_goes_first_whatever_the_order_of_insertion():
+    tree = RadixCache(1)
+    tree.insert(ids(1, 2), pages(1, 2), "", 1)
+    tree.insert(ids(5, 6), pages(5, 6), "", 2)
+    tree.match(ids(1, 2), "", 3)
+    assert tree.evict(1).tolist() == [6]
+    assert tree.evict(2).tolist() == [5, 2]
+    assert tree.match(ids(1, 2), "", 4).pages.tolist() == [1]
+
+
+def test_locked_path_survives_eviction_of_everything():
+    tree = RadixCache(2)
+    tree.insert(ids(1, 1, 2, 2, 3, 3), pages(1, 2, 3), "", 1)
+    node, found = tree.match(ids(1, 1, 2, 2, 9, 9), "", 2)
+    tree.lock(node)
+    assert found.tolist() == [1, 2]
+    assert tree.evict(9).tolist() == [3]
+    assert (tree.evictable, tree.locked) == (0, 2)
+    tree.unlock(node)
+    assert tree.evict(9).tolist() == [2, 1]
+
+
+def test_salts_do_not_share_pages_and_leave_nothing_behind():
+    tree = RadixCache(1)
+    for number in range(100):
+        tree.insert(ids(1, 2), pages(2 * number, 2 * number + 1), f"user {number}", number)
+        assert tree.match(ids(1, 2), "stranger", number).node is None
+    assert len(tree.evict(200)) == 200
+    assert tree._roots == {}
+
+
+def test_unlocking_twice_and_locking_the_evicted_are_errors():
+    tree = RadixCache(1)
+    node, _ = tree.insert(ids(1), pages(1), "", 1)
+    with pytest.raises(IntegrityError, match="not locked"):
+        tree.unlock(node)
+    tree.evict(1)
+    with pytest.raises(IntegrityError, match="not in the tree"):
+        tree.lock(node)
+
+
+def test_integrity_check_sees_a_lock_that_nobody_holds():
+    tree = RadixCache(1)
+    node, _ = tree.insert(ids(1, 2), pages(1, 2), "", 1)
+    tree.lock(node)
+    tree.check_integrity([node])
+    with pytest.raises(IntegrityError, match="1 locks, 0 held"):
+        tree.check_integrity([])
+    with pytest.raises(IntegrityError, match="1 locks, 2 held"):
+        tree.check_integrity([node, node])
+
+
+def test_stale_candidates_do_not_pile_up():
+    tree = RadixCache(1)
+    tree.insert(ids(1), pages(1), "", 0)
+    for clock in range(5000):
+        node, _ = tree.match(ids(1), "", clock)
+        tree.lock(node)
+        tree.unlock(node)
+    assert len(tree._leaves) < 100
+    assert tree.evict(1).tolist() == [1]
+
+
+def test_naive_cache_takes_nothing():
+    cache = NaiveCache(4)
+    assert cache.insert(ids(1, 2, 3, 4), pages(1), "", 1).node is None
+    assert len(cache.match(ids(1, 2, 3, 4), "", 2).pages) == 0
+    assert len(cache.evict(5)) == 0
+
+
+def test_unknown_cache_is_refused_with_the_names_there_are():
+    with pytest.raises(ConfigurationError, match="'lru', there are radix, naive"):
+        make_cache("lru", 16)

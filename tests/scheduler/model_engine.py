@@ -1,0 +1,216 @@
+"""A model of the engine for the scheduler's tests: exact bookkeeping, no tensors, no mercy.
+
+It obeys the plan protocol of messages.py and panics where the scheduler breaks it. Its "language
+model" is a rolling hash of the whole sequence, so a lost, doubled or misplaced token changes all
+that follow.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from pipeinfer.messages import (
+    PROTOCOL,
+    Admit,
+    Admitted,
+    Begin,
+    Hello,
+    Message,
+    Plan,
+    Ready,
+    Release,
+    Result,
+    pack,
+    unpack,
+)
+
+VOCABULARY = 50
+
+
+class Panic(AssertionError):
+    """The scheduler did something that an engine must never be asked to do."""
+
+
+def next_token(tokens: list[int]) -> int:
+    state = 17
+    for token in tokens:
+        state = (state * 1_000_003 + token + 1) % (2**31 - 1)
+    return state % VOCABULARY
+
+
+def expected_outputs(
+    prompt: list[int], max_tokens: int, stops: frozenset[int], min_tokens: int = 0
+) -> list[int]:
+    """What an undisturbed request produces."""
+    tokens = list(prompt)
+    for produced in range(max_tokens):
+        token = next_token(tokens)
+        if produced < min_tokens and token in stops:
+            token = suppressed(token, stops)
+        tokens.append(token)
+        if token in stops:
+            break
+    return tokens[len(prompt) :]
+
+
+def suppressed(token: int, stops: frozenset[int]) -> int:
+    while token in stops:
+        token = (token + 1) % VOCABULARY
+    return token
+
+
+@dataclass
+class Slot:
+    admit: Admit
+    tokens: list[int]
+    known: int
+    computed: int
+    shared: list[tuple[int, ...]] = field(default_factory=list)  # locked pages of the cache
+    private: int = 0
+
+
+class ModelEngine:
+    """Applies plans at once; `outbox` holds what it would send, in order."""
+
+    def __init__(self, pages: int, page_size: int, slots: int, budget: int, caching: bool) -> None:
+        self.pages, self.page_size, self.max_slots = pages, page_size, slots
+        self.budget, self.caching = budget, caching
+        self.incarnation = 1
+        self.outbox: deque[Message] = deque()
+        self.deferred = 0
+        self._forget(0)
+
+    def _forget(self, epoch: int) -> None:
+        self.epoch, self.expected = epoch, 0
+        self.slots: dict[int, Slot] = {}
+        self.cache: dict[tuple[int, ...], int] = {}  # prefix up to a page's end -> locks
+        self.outbox.clear()
+
+    def hello(self) -> Hello:
+        return Hello(
+            PROTOCOL, "test", 0, 1, self.incarnation, "model", self.page_size, self.pages,
+            self.max_slots, 10_000, "none",
+        )  # fmt: skip
+
+    def crash(self) -> None:
+        """A new process that knows nothing."""
+        self.incarnation += 1
+        self._forget(0)
+        self.outbox.append(self.hello())
+
+    def receive(self, message: Message) -> None:
+        if isinstance(message, Begin):
+            if self.incarnation in message.incarnations:
+                self._forget(message.epoch)
+                self.outbox.append(Ready(message.epoch, 0, self.incarnation))
+        elif isinstance(message, Plan) and message.epoch == self.epoch:
+            self._apply(message)
+
+    @property
+    def free(self) -> int:
+        return self.pages - len(self.cache) - sum(slot.private for slot in self.slots.values())
+
+    @property
+    def evictable(self) -> int:
+        """Unlocked cached pages; a page is locked with everything before it."""
+        return sum(locks == 0 for locks in self.cache.values())
+
+    def _apply(self, plan: Plan) -> None:
+        if plan.number != self.expected:
+            raise Panic(f"plan {plan.number} came, {self.expected} was expected")
+        self.expected += 1
+        for release in plan.releases:
+            self._release(release)
+        for admit in plan.admits:
+            self._admit(admit)
+        rows = list(zip(unpack(plan.slots).tolist(), unpack(plan.counts).tolist(), strict=True))
+        if len({slot for slot, _ in rows}) != len(rows):
+            raise Panic(f"a slot stands twice in plan {plan.number}")
+        if sum(count for _, count in rows) > self.budget:
+            raise Panic(f"plan {plan.number} has {sum(c for _, c in rows)} tokens")
+        done = [self._advance(slot, count) for slot, count in rows]
+        if plan.admits:
+            slots = [admit.slot for admit in plan.admits]
+            cached = pack([len(self.slots[slot].shared) * self.page_size for slot in slots])
+            self.outbox.append(
+                Admitted(plan.epoch, plan.number, pack(slots), cached, self.free, self.evictable)
+            )
+        starts, counts, produced, deferred = zip(*done, strict=True) if done else ((),) * 4
+        self.outbox.append(
+            Result(
+                plan.epoch,
+                plan.number,
+                plan.slots,
+                pack(starts),
+                pack(counts),
+                pack([len(p) for p in produced]),
+                pack([t for p in produced for t in p]),
+                pack([slot for (slot, _), late in zip(rows, deferred, strict=True) if late]),
+                self.free,
+                self.evictable,
+                0,
+            )
+        )
+
+    def _prefixes(self, tokens: list[int], count: int) -> list[tuple[int, ...]]:
+        size = self.page_size
+        return [tuple(tokens[: (i + 1) * size]) for i in range(count // size)]
+
+    def _release(self, release: Release) -> None:
+        slot = self.slots.pop(release.slot, None)
+        if slot is None:
+            raise Panic(f"release of empty slot {release.slot}")
+        told = slot.tokens[: slot.known] + unpack(release.output_ids).tolist()
+        if told != slot.tokens[: len(told)]:
+            raise Panic(f"confirmed ids {told} differ from what was sampled {slot.tokens}")
+        for prefix in slot.shared:
+            self.cache[prefix] -= 1
+        if release.keep and self.caching:
+            for prefix in self._prefixes(told, min(len(told), slot.computed)):
+                self.cache.setdefault(prefix, 0)
+
+    def _admit(self, admit: Admit) -> None:
+        if admit.slot in self.slots or not 0 <= admit.slot < self.max_slots:
+            raise Panic(f"admission into slot {admit.slot}")
+        tokens = unpack(admit.token_ids).tolist()
+        slot = Slot(admit, tokens, len(tokens), 0)
+        for prefix in self._prefixes(tokens, len(tokens) - 1):
+            if prefix not in self.cache:
+                break
+            self.cache[prefix] += 1
+            slot.shared.append(prefix)
+        slot.computed = len(slot.shared) * self.page_size
+        self.slots[admit.slot] = slot
+
+    def _advance(self, number: int, count: int) -> tuple[int, int, list[int], bool]:
+        slot = self.slots.get(number)
+        if slot is None:
+            raise Panic(f"row for empty slot {number}")
+        start = slot.computed
+        if start < slot.known:
+            take = min(count, slot.known - start)
+        else:
+            take = int(len(slot.tokens) < slot.admit.max_total)
+        if take == 0:
+            return start, 0, [], False
+        need = -(-(start + take) // self.page_size) - len(slot.shared) - slot.private
+        if need > self.free + self.evictable:
+            self.deferred += 1
+            return start, 0, [], True
+        while need > self.free:
+            self._evict()
+        slot.private += need
+        slot.computed = start + take
+        if slot.computed < slot.known:
+            return start, take, [], False
+        token = next_token(slot.tokens)
+        outputs = len(slot.tokens) - slot.admit.prompt_len
+        if outputs < slot.admit.params.min_tokens:
+            token = suppressed(token, frozenset(slot.admit.suppress))
+        slot.tokens.append(token)
+        return start, take, [token], False
+
+    def _evict(self) -> None:
+        """The longest unlocked prefix: a leaf."""
+        del self.cache[max((p for p, locks in self.cache.items() if locks == 0), key=len)]

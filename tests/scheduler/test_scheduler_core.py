@@ -1,0 +1,348 @@
+"""The scheduler core against a model engine, driven by hypothesis through everything at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from model_engine import ModelEngine, expected_outputs
+
+from pipeinfer.messages import Abort, Begin, Open, Plan, StopHit, Tick, Tokens, Work, pack, unpack
+from pipeinfer.params import SamplingParams
+from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
+
+STOPS = (3, 11)
+
+
+class Client:
+    """What reaches the detokenizer for one request."""
+
+    def __init__(self, prompt: list[int], max_tokens: int, min_tokens: int) -> None:
+        self.expected = expected_outputs(prompt, max_tokens, frozenset(STOPS), min_tokens)
+        self.outputs: list[int] = []
+        self.finish: str | None = None
+        self.cut: int | None = None  # aborted or stopped by a string
+
+
+class Pipeline:
+    """Scheduler core and model engine with the messages between them in our hands."""
+
+    def __init__(self, options: SchedulerOptions, engine: ModelEngine) -> None:
+        self.core, self.engine = SchedulerCore(options), engine
+        self.clients: dict[str, Client] = {}
+        self.now = 0.0
+        self.engine.outbox.append(self.engine.hello())
+
+    def feed(self, message) -> None:
+        self.now += 0.001
+        for send in self.core.handle(message, self.now):
+            if isinstance(send.message, Plan | Begin):
+                self.engine.receive(send.message)
+            elif isinstance(send.message, Tokens):
+                self._take(send.message)
+
+    def deliver(self) -> bool:
+        if not self.engine.outbox:
+            return False
+        self.feed(self.engine.outbox.popleft())
+        return True
+
+    def submit(self, prompt, max_tokens, min_tokens=0, priority=0) -> str:
+        name = f"r{len(self.clients)}"
+        params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
+        self.clients[name] = Client(prompt, max_tokens, params.min_tokens)
+        self.feed(Work(name, 1, 0, 0, pack(prompt), params, 0, eos_ids=STOPS, priority=priority))
+        return name
+
+    def _take(self, tokens: Tokens) -> None:
+        for row in tokens.rows:
+            client = self.clients[row.request_id]
+            assert client.finish is None, f"{row.request_id} went on after its end"
+            assert row.offset == len(client.outputs), f"gap or repetition in {row}"
+            client.outputs += unpack(row.ids).tolist()
+            client.finish = row.finish
+            assert client.outputs == client.expected[: len(client.outputs)]
+
+    def settle(self, limit: int = 20_000) -> None:
+        """Delivers everything until nothing moves; every request must have ended by then."""
+        for _ in range(limit):
+            if not self.deliver():
+                self.feed(Tick())
+                if not self.engine.outbox:
+                    break
+        starved = [n for n, c in self.clients.items() if c.finish is None and c.cut is None]
+        assert not starved, f"{starved} never ended: {self.core.stats()}"
+        for name, client in self.clients.items():
+            if client.cut is None and client.finish != "error":
+                assert client.outputs == client.expected, name
+        assert self.core.idle()
+        assert not self.engine.slots, "a slot was never released"
+
+
+def pipeline(policy="mixed", depth=2, pages=40, page_size=4, budget=16, slots=8, caching=True):
+    options = SchedulerOptions(policy, depth, slots, budget)
+    return Pipeline(options, ModelEngine(pages, page_size, slots, budget, caching))
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(
+        policy=st.sampled_from(["mixed", "prefill-first", "decode-first"]),
+        depth=st.sampled_from([1, 2]),
+        pages=st.sampled_from([12, 30, 200]),
+        page_size=st.sampled_from([1, 4]),
+        budget=st.sampled_from([2, 7, 64]),
+        slots=st.sampled_from([1, 3, 8]),
+        caching=st.booleans(),
+    )
+    def start(self, policy, depth, pages, page_size, budget, slots, caching):
+        self.p = pipeline(policy, depth, pages, page_size, budget, slots, caching)
+        self.capacity = pages * page_size
+
+    @rule(
+        length=st.integers(1, 30),
+        shared=st.integers(0, 20),
+        max_tokens=st.integers(1, 12),
+        min_tokens=st.integers(0, 4),
+        priority=st.integers(0, 2),
+        salt=st.integers(0, 40),
+    )
+    def submit(self, length, shared, max_tokens, min_tokens, priority, salt):
+        prompt = [1] * min(shared, length) + [salt + i for i in range(length - shared)]
+        if len(prompt) + max_tokens <= self.capacity:
+            self.p.submit(prompt, max_tokens, min_tokens, priority)
+
+    @rule(many=st.integers(1, 12))
+    def deliver(self, many):
+        for _ in range(many):
+            self.p.deliver()
+
+    @rule()
+    def tick(self):
+        self.p.feed(Tick())
+
+    @precondition(lambda self: self.p.clients)
+    @rule(data=st.data())
+    def abort(self, data):
+        name = data.draw(st.sampled_from(sorted(self.p.clients)))
+        client = self.p.clients[name]
+        if client.finish is None and client.cut is None:
+            client.cut = len(client.outputs)
+            self.p.feed(Abort(name, 1))
+
+    @precondition(lambda self: self.p.clients)
+    @rule(data=st.data())
+    def stop_string(self, data):
+        name = data.draw(st.sampled_from(sorted(self.p.clients)))
+        client = self.p.clients[name]
+        if client.finish is None and client.cut is None and client.outputs:
+            client.cut = data.draw(st.integers(1, len(client.outputs)))
+            self.p.feed(StopHit(name, 1, client.cut))
+
+    @rule()
+    def engine_crash(self):
+        self.p.engine.crash()
+
+    @invariant()
+    def memory_is_sane(self):
+        if hasattr(self, "p"):
+            assert self.p.engine.free >= 0
+
+    def teardown(self):
+        if hasattr(self, "p"):
+            self.p.settle()
+
+
+Machine.TestCase.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestAnythingInAnyOrder = Machine.TestCase
+
+
+@pytest.mark.parametrize("policy", ["mixed", "prefill-first", "decode-first"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nothing_is_deferred_without_a_cache(policy, depth):
+    """Without hits the credits are exact, so the engine never has to say no."""
+    p = pipeline(policy, depth, pages=30, caching=False)
+    for i in range(30):
+        p.submit([i] * (1 + 7 * i % 40), 20)
+        p.deliver()
+    p.settle()
+    assert p.engine.deferred == 0
+    assert p.core.counts["preemptions"] > 0
+
+
+def test_depth_two_publishes_the_next_step_before_the_result():
+    p = pipeline(depth=2)
+    p.deliver()  # hello
+    p.deliver()  # ready
+    p.submit([1, 2, 3], 10)
+    assert p.engine.expected == 2
+    one = pipeline(depth=1)
+    one.deliver()
+    one.deliver()
+    one.submit([1, 2, 3], 10)
+    assert one.engine.expected == 1
+
+
+def test_preempted_request_resumes_with_same_tokens():
+    p = pipeline(pages=10, page_size=4, slots=4, budget=64)
+    for i in range(4):
+        p.submit([30 + i] * 8, 20)
+    p.settle()
+    assert p.core.counts["preemptions"] > 0
+
+
+def test_mixed_never_lets_a_stream_wait_for_somebody_elses_prompt():
+    p = pipeline("mixed", pages=1000, budget=16, slots=8)
+    stream = p.submit([5, 6], 200)
+    client = p.clients[stream]
+    client.expected = client.expected[:]  # may end early by a stop token
+    while len(client.outputs) < 3 and client.finish is None:
+        assert p.deliver()
+    for i in range(6):
+        p.submit([40 + i] * 100, 2)
+    before, plans = len(client.outputs), p.engine.expected
+    while client.finish is None and len(client.outputs) < before + 5:
+        assert p.deliver()
+    assert client.finish or p.engine.expected - plans <= 5 + 2
+
+
+def test_prefill_first_computes_prompts_alone():
+    p = pipeline("prefill-first", pages=1000, budget=16)
+    stream = p.submit([5, 6], 200)
+    while len(p.clients[stream].outputs) < 2:
+        assert p.deliver()
+    p.submit([40] * 100, 2)
+    seen = len(p.clients[stream].outputs)
+    for _ in range(6):
+        p.deliver()
+    assert len(p.clients[stream].outputs) <= seen + 2, "at most what was in flight already"
+    p.settle()
+
+
+def test_priority_is_honoured_at_admission():
+    p = pipeline(slots=1, pages=200)
+    p.deliver()
+    p.deliver()
+    first = p.submit([1] * 8, 4)
+    late = p.submit([2] * 8, 4, priority=5)
+    urgent = p.submit([4] * 8, 4, priority=-5)
+    ended = []
+    while len(ended) < 3:
+        assert p.deliver()
+        for name in (first, late, urgent):
+            if p.clients[name].finish and name not in ended:
+                ended.append(name)
+    assert ended == [first, urgent, late]
+
+
+def test_request_larger_than_the_pool_is_refused_with_an_error():
+    p = pipeline(pages=10, page_size=4)
+    p.deliver()
+    p.deliver()
+    params = SamplingParams(max_tokens=20)
+    (send,) = p.core.handle(Work("big", 1, 0, 0, pack([1] * 30), params, 0), 0.0)
+    assert send.message.status == 400
+    assert "40" in send.message.message
+    assert p.core.idle()
+
+
+def test_request_that_came_before_the_engine_fails_when_it_cannot_fit():
+    p = pipeline(pages=10, page_size=4)
+    params = SamplingParams(max_tokens=20)
+    (send,) = p.core.handle(Work("big", 1, 0, 0, pack([1] * 30), params, 0), 0.0)
+    assert isinstance(send.message, Open)
+    p.core.handle(p.engine.hello(), 0.0)
+    (begin,) = p.core.handle(Tick(), 0.0)
+    p.engine.receive(begin.message)
+    out = p.core.handle(p.engine.outbox.pop(), 0.0)
+    (row,) = out[-1].message.rows
+    assert row.finish == "error"
+    assert "max_tokens 20" in row.error
+
+
+def test_poisoned_request_fails_alone_and_the_others_go_on():
+    p = pipeline(pages=200, slots=8, budget=64)
+    poison = None
+    names = [p.submit([20 + i] * 6, 30) for i in range(5)]
+    for _ in range(4):
+        p.deliver()
+    poison = p.submit([49] * 5, 30)
+    for _ in range(10_000):
+        slots = p.engine.slots.values()
+        if any(slot.admit.request_id == poison for slot in slots):
+            p.engine.crash()  # its step never gives a result
+        if not p.deliver():
+            p.feed(Tick())
+            if not p.engine.outbox:
+                break
+    assert p.clients[poison].finish == "error"
+    for name in names:
+        assert p.clients[name].outputs == p.clients[name].expected
+
+
+def test_watchdog_ends_the_epoch_and_asks_for_a_restart():
+    p = pipeline()
+    p.deliver()
+    p.deliver()
+    p.submit([1, 2, 3], 5)
+    sends = p.core.handle(Tick(), p.now + 1_000)
+    faults = [s.message for s in sends if s.channel == "telemetry"]
+    assert faults and "no result" in faults[0].reason
+    assert p.core.state()[0] == "waiting"
+    p.engine.crash()
+    p.settle()
+
+
+def test_timeout_aborts_a_waiting_and_a_running_request():
+    p = pipeline(slots=1, pages=200)
+    p.deliver()
+    p.deliver()
+    params = SamplingParams(max_tokens=500, ignore_eos=True)
+    for name in ("running", "waiting"):
+        p.clients[name] = Client([9], 500, 0)
+        p.clients[name].expected = []
+        p.core.handle(Work(name, 1, 0, 0, pack([9]), params, 0, timeout=1.0), 0.0)
+    rows = [
+        row
+        for send in p.core.handle(Tick(), 1.5)
+        if isinstance(send.message, Tokens)
+        for row in send.message.rows
+    ]
+    assert {(row.request_id, row.finish) for row in rows} == {
+        ("running", "abort"),
+        ("waiting", "abort"),
+    }
+
+
+def test_step_cost_does_not_grow_with_waiting_requests():
+    """Counted in Python function calls, not seconds: the same for 100 and for 5,000 waiting."""
+    import sys
+
+    def calls(waiting: int) -> int:
+        p = pipeline(slots=4, pages=400)
+        p.deliver()
+        p.deliver()
+        for i in range(4 + waiting):
+            p.submit([1 + i % 40] * 8, 1_000 // 40)
+        for _ in range(6):
+            p.deliver()
+        count = 0
+
+        def profile(_frame, event, _arg):
+            nonlocal count
+            count += event == "call"
+
+        messages = [p.engine.outbox.popleft()]
+        sys.setprofile(profile)
+        try:
+            p.core.handle(messages[0], p.now)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls(5_000) <= calls(100) * 1.2 + 20

@@ -1,0 +1,164 @@
+"""Conversations are rendered as transformers renders them, and templates stay in their sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from pipeinfer.settings import ConfigurationError
+from pipeinfer.tokenizer.loading import read_tokenizer_config
+from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed, load_templates
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+USER = {"role": "user", "content": " What is 1 < 2 & 'é'? "}
+SYSTEM = {"role": "system", "content": "Be brief.\n"}
+ANSWER = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nTrue.", "name": None}
+REASONED = {"role": "assistant", "content": "True.", "reasoning": "One is less."}
+CHATS: list[list[dict[str, Any]]] = [
+    [USER],
+    [SYSTEM, USER],
+    [USER, ANSWER, USER],
+    [SYSTEM, USER, REASONED],
+    [USER, ANSWER],
+]
+ARGUMENTS: list[dict[str, Any]] = [
+    {},
+    {"enable_thinking": False},
+    {"add_generation_prompt": False},
+    {"tools": [{"type": "function", "function": {"name": "sum", "description": "<é> & 'x'"}}]},
+    {"bos_token": "<other>", "date_string": "1 Jan 2000"},
+]
+
+
+def now(template: str) -> str:
+    return datetime.now().strftime(template)
+
+
+def one(source: str) -> ChatTemplates:
+    return ChatTemplates({"default": source}, TOKENS, now)
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_rendering_equals_transformers(template: str, arguments: dict[str, Any]) -> None:
+    reference = PreTrainedTokenizerFast(
+        tokenizer_object=make_tokenizer(), chat_template=template, **TOKENS
+    )
+    rendered = 0
+    for chat in CHATS:
+        options = {"add_generation_prompt": True, **arguments}
+        expected = reference.apply_chat_template(chat, tokenize=False, **options)
+        assert one(template).render(chat, arguments) == expected
+        rendered += len(str(expected))
+    assert rendered > 100
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% generation %}{% set x = 1 %}a{% endgeneration %}{{ x is defined }}",
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}x{% endfor %}",
+        "{{ {'b': '<é>', 'a': [1, none]} | tojson(sort_keys=true, separators=(',', ':')) }}",
+        "{{ messages | tojson }} {{ dict(a=1) }} {{ tools is none }} {{ unknown is defined }}",
+        "{{ messages[0].missing }}|{{ messages[0].content | upper }}|{{ eos_token }}",
+        "  {% if true %}\n  x\n  {% endif %}\n  y\n",
+    ],
+)
+def test_language_extensions_equal_transformers(source: str) -> None:
+    reference = PreTrainedTokenizerFast(
+        tokenizer_object=make_tokenizer(), chat_template=source, **TOKENS
+    )
+    expected = reference.apply_chat_template([USER, ANSWER], tokenize=False)
+    assert one(source).render([USER, ANSWER], {}) == expected
+
+
+def test_text_parts_reach_templates_as_one_string() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    chat = [{"role": "user", "content": parts}]
+    assert one("{{ messages[0].content }}").render(chat, {}) == "one\ntwo"
+
+
+def test_what_a_template_raises_is_told_to_the_client() -> None:
+    with pytest.raises(TemplateFailed, match="refused the messages: roles must alternate"):
+        one("{{ raise_exception('roles must alternate') }}").render([USER], {})
+    with pytest.raises(TemplateFailed, match="can only concatenate str"):
+        one("{{ 'a' + messages[0].content }}").render([{"role": "user", "content": [1]}], {})
+    with pytest.raises(TemplateFailed, match="no messages"):
+        one("a").render([], {})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__globals__['datetime'] }}",
+        "{% set _ = messages.append(1) %}",
+        "{{ '%s' | attr('format_map') }}{{ ''.format_map.__self__ }}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(source: str) -> None:
+    chat = [dict(USER)]
+    with pytest.raises(TemplateFailed):
+        one(source).render(chat, {})
+    assert chat == [USER]
+
+
+def test_arguments_cannot_replace_the_messages() -> None:
+    assert one("{{ messages | length }}").render([USER], {"messages": [1, 2, 3]}) == "1"
+
+
+def loaded(folder: Path, override: str = "") -> ChatTemplates:
+    return load_templates(folder, read_tokenizer_config(folder), override, now)
+
+
+def test_the_template_file_goes_before_the_configuration(
+    checkpoint: Callable[..., Path],
+) -> None:
+    folder = checkpoint(chat_template="from the configuration{{ eos_token }}")
+    assert loaded(folder).render([USER], {}) == "from the configuration</s>"
+    (folder / "chat_template.jinja").write_text("from the file{{ bos_token }}")
+    assert loaded(folder).render([USER], {}) == "from the file<s>"
+    (folder / "mine.jinja").write_text("mine")
+    assert loaded(folder, str(folder / "mine.jinja")).render([USER], {}) == "mine"
+
+
+def test_of_named_templates_tools_choose_theirs(checkpoint: Callable[..., Path]) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    templates = loaded(checkpoint(chat_template=named))
+    assert templates.render([USER], {}) == "plain"
+    assert templates.render([USER], {"tools": [{"type": "function"}]}) == "tools"
+    templates = loaded(checkpoint(chat_template=[{"name": "rag", "template": "x"}]))
+    with pytest.raises(TemplateFailed, match="only: rag"):
+        templates.render([USER], {})
+
+
+def test_named_templates_in_files_are_found(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint()
+    (folder / "chat_template.jinja").write_text("plain")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert loaded(folder).render([USER], {"tools": [{}]}) == "tools"
+
+
+def test_a_checkpoint_without_a_template_says_so(checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(TemplateFailed, match="no chat template"):
+        loaded(checkpoint()).render([USER], {})
+
+
+def test_a_broken_template_fails_chats_but_a_broken_override_fails_the_start(
+    checkpoint: Callable[..., Path],
+) -> None:
+    folder = checkpoint(chat_template="{% for %}")
+    with pytest.raises(TemplateFailed, match="broken, line 1"):
+        loaded(folder).render([USER], {})
+    (folder / "mine.jinja").write_text("{% nonsense %}")
+    with pytest.raises(ConfigurationError, match=r"--chat-template: .*mine\.jinja, line 1"):
+        loaded(folder, str(folder / "mine.jinja"))
+    with pytest.raises(ConfigurationError, match="cannot read chat template"):
+        loaded(folder, str(folder / "missing.jinja"))
