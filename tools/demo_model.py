@@ -27,6 +27,8 @@ def parse_arguments() -> argparse.Namespace:
     training.add_argument("--out", type=Path, required=True, help="the folder to write")
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--steps", type=int, default=6600)
+    training.add_argument("--minutes", type=float, default=60, help="the longest to train")
+    training.add_argument("--start", type=Path, help="a checkpoint to go on from")
     training.add_argument("--tokens-per-step", type=int, default=4096)
     training.add_argument("--rate", type=float, default=4e-3, help="the highest learning rate")
     measuring = commands.add_parser("eval", help="measure a checkpoint on fresh examples")
@@ -41,8 +43,8 @@ def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
     if args.command == "train":
-        schedule = Schedule(args.steps, args.tokens_per_step, args.rate)
-        train(schedule, args.out, args.seed)
+        schedule = Schedule(args.steps, 60 * args.minutes, args.tokens_per_step, args.rate)
+        train(schedule, args.out, args.seed, args.start)
     else:
         measure(args.model, args.examples, args.seed, args.show)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.incremental import DecoderFactory
+from pipeinfer.detokenizer.stage import build
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -26,6 +29,9 @@ from pipeinfer.messages import (
     unpack,
 )
 from pipeinfer.params import SamplingParams
+from pipeinfer.runtime.stage import StageContext
+from pipeinfer.runtime.topology import Identity, Topology
+from pipeinfer.settings import Settings
 
 EOS = 353  # "<|end|>"
 
@@ -265,10 +271,23 @@ def test_a_message_of_another_stage_is_an_error(bench: Bench) -> None:
         bench.core.handle(Accepted("r", 1, 0, b""), 0.0)
 
 
+def test_the_stage_reads_the_tokenizer_of_its_model(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = Settings(model=str(tmp_path))
+    context = StageContext(settings, Topology(()), Identity("detokenizer"), 1, lambda *_: None)
+    bench = Bench(tokenizer)
+    stage = build(context)
+    assert isinstance(stage.core, DetokenizerCore)
+    bench.core = stage.core
+    bench.open()
+    bench.row(bench.ids("hello world"))
+    assert bench.text == "hello world"
+
+
 WORDS = st.sampled_from(["the", " quick", "stop", " ", "🙂", "你", "né", "e\u0301", ".", "st"])
 
 
-@settings(max_examples=200, deadline=None)
+@examples(max_examples=200, deadline=None)
 @given(
     text=st.lists(WORDS, max_size=14).map("".join),
     cuts=st.lists(st.integers(0, 40), max_size=12),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import make_tokenizer, write_json
+from tokenizer_folders import make_tokenizer, write_json
 from transformers import AutoTokenizer
 
 from pipeinfer.settings import ConfigurationError

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import CHATML, write_json
+from tokenizer_folders import CHATML, write_json
 from transformers import AutoTokenizer
 
 from pipeinfer.messages import (
@@ -26,11 +26,13 @@ from pipeinfer.messages import (
     unpack,
 )
 from pipeinfer.params import SamplingParams
+from pipeinfer.runtime.stage import StageContext
+from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.routing import RoundRobin, make_router
-from pipeinfer.tokenizer.stage import make_core
+from pipeinfer.tokenizer.stage import build, make_core
 from pipeinfer.tokenizer.templates import ChatTemplates
 
 Make = Callable[..., Path]
@@ -223,6 +225,15 @@ def test_one_group_needs_no_policy_and_an_unknown_policy_is_named() -> None:
     assert [router.choose(np.zeros(1, np.int32), "") for _ in range(3)] == [0, 1, 0]
     with pytest.raises(ConfigurationError, match="'sideways' is unknown"):
         make_router("sideways", 2)
+
+
+def test_the_stage_serves_the_folder_that_the_settings_name(folder: Path) -> None:
+    context = StageContext(
+        Settings(model=str(folder)), Topology(()), Identity("tokenizer"), 1, lambda *_: None
+    )
+    stage = build(context)
+    assert isinstance(stage.core, TokenizerCore)
+    assert work(stage.core, submit(text="a")).prompt_ids == pack([256, 64])
 
 
 def test_the_stages_import_neither_torch_nor_transformers(folder: Path) -> None:

@@ -16,8 +16,9 @@ from transformers import Qwen3ForCausalLM
 from demo_training.checkpoint import build_model, save
 from demo_training.corpus import IGNORED, batch
 
-STEPS_PER_REPORT = 100
-STEPS_PER_SAVE = 1000
+STEPS_PER_REPORT = 50
+STEPS_PER_SAVE = 500
+FORMED = 0.3  # the share of a training after which copying works over short distances
 LENGTHS = (128, 256, 512, 1024, 2048)
 # How often a batch has which length, until which share of the training.
 LENGTH_WEIGHTS = (
@@ -30,15 +31,21 @@ LENGTH_WEIGHTS = (
 
 @dataclass(frozen=True)
 class Schedule:
-    """The course of a training; `done` is the share of its steps taken, from 0 to 1.
+    """The course of a training; `done` is the share of it that is over, from 0 to 1.
 
-    `tokens_per_step` counts every token of a batch, learnt or not.
+    It ends after `steps` or `seconds`, whichever comes first, with the learning rate at its
+    lowest either way. `tokens_per_step` counts every token of a batch, learnt or not.
     """
 
     steps: int
+    seconds: float
     tokens_per_step: int
     peak_rate: float
     warm_up: float = 0.03
+
+    def done(self, step: int, elapsed: float) -> float:
+        """Return the share that is over after `step` steps and `elapsed` seconds."""
+        return max(step / self.steps, elapsed / self.seconds)
 
     def rate(self, done: float) -> float:
         """Return the learning rate: a linear warm-up, then a cosine down to a fiftieth."""
@@ -83,17 +90,20 @@ def answer_loss(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(model.lm_head(hidden[learnt]), targets[learnt])
 
 
-def train(schedule: Schedule, out: Path, seed: int) -> None:
-    """Train a fresh model and write it to `out`, now and then on the way and at the end."""
+def train(schedule: Schedule, out: Path, seed: int, start: Path | None = None) -> None:
+    """Train a model and write it to `out`, now and then on the way and at the end.
+
+    With `start`, go on from that checkpoint, and leave out the part for models without induction.
+    """
     torch.manual_seed(seed)
     rng = Random(seed)
-    model = build_model()
+    model = build_model() if start is None else Qwen3ForCausalLM.from_pretrained(start)
+    skipped = 0.0 if start is None else FORMED
     optimizers = build_optimizers(model)
     begin = time.monotonic()
-    recent = 0.0
-    for step in range(1, schedule.steps + 1):
-        done = (step - 1) / schedule.steps
-        ids, labels = batch(rng, *schedule.shape(rng, done))
+    step, recent = 0, 0.0
+    while (done := schedule.done(step, time.monotonic() - begin)) < 1:
+        ids, labels = batch(rng, *schedule.shape(rng, skipped + (1 - skipped) * done))
         loss = answer_loss(model, ids, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -102,10 +112,9 @@ def train(schedule: Schedule, out: Path, seed: int) -> None:
                 group["lr"] = schedule.rate(done)
             optimizer.step()
             optimizer.zero_grad()
-        recent += loss.item()
+        step, recent = step + 1, recent + loss.item()
         if step % STEPS_PER_REPORT == 0:
-            seconds = time.monotonic() - begin
-            print(f"{step}/{schedule.steps} {seconds:.0f} s", end=" ")
+            print(f"{step} steps, {100 * done:.1f} % done,", end=" ")
             print(f"loss {recent / STEPS_PER_REPORT:.4f}", flush=True)
             recent = 0.0
         if step % STEPS_PER_SAVE == 0:

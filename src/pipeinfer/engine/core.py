@@ -45,6 +45,18 @@ class Compute(Message, frozen=True):
     step: Step
 
 
+class StepFailed(Message, frozen=True):
+    """From the device: step `number` raised, and what it left there is unknown."""
+
+    epoch: int
+    number: int
+    reason: str
+
+
+class DeviceError(RuntimeError):
+    """The process must end: a restarted engine computes everything again."""
+
+
 @dataclass
 class _InFlight:
     """A plan whose result is not sent yet. `sampled` [S]: rows of the plan, in the step's order."""
@@ -107,6 +119,8 @@ class EngineCore:
             case Drain():
                 self._draining = True
                 return []
+            case StepFailed():
+                raise DeviceError(f"step {event.number} of epoch {event.epoch}: {event.reason}")
             case _:
                 raise TypeError(f"an engine takes no {type(event).__name__}")
 

@@ -66,6 +66,10 @@ class HttpDriver:
         if self._runner is not None:
             await self._runner.cleanup()
 
+    def stats(self) -> dict[str, float]:
+        """`port`: the one it listens on."""
+        return {"port": float(self.url.rpartition(":")[2])} if self.url else {}
+
     def _announce(self) -> None:
         if self.url and not self._announced and self._service.core.status == "ready":
             self._announced = True

@@ -150,4 +150,4 @@ class EventStream:
         elif not transport.is_closing():
             transport.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
             if transport.get_write_buffer_size() > BACKLOG:
-                pass  # ends the handler, and with it the request
+                transport.abort()  # ends the handler, and with it the request

@@ -55,6 +55,11 @@ class KVPool:
         """Bytes of one page over all layers, K and V together."""
         return bytes_per_page(self.shapes, self.page_size, self.dtype)
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole pool; on a CPU they become real memory only as tokens are stored."""
+        return self.pages * self.bytes_per_page
+
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":

@@ -18,7 +18,7 @@ import zmq
 from pipeinfer.bus.bus import Bus
 from pipeinfer.core import EVERYONE, LOCAL, Send
 from pipeinfer.messages import Drain, Header, Heartbeat, Message, State, Tick
-from pipeinfer.runtime.stage import Stage, StageContext, builder
+from pipeinfer.runtime.stage import TAKES, Stage, StageContext, builder
 from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import Settings
 
@@ -47,6 +47,7 @@ class Shell:
         self.bus = Bus(identity, self.incarnation, topology, context)
         self._topology = topology
         self._build = build or builder(identity.name)
+        self._takes = TAKES[identity.name]
         self._stage: Stage | None = None
         self._progress: tuple[State, str] = ("starting", "")
         self._shown: tuple[State, str] | None = None
@@ -145,7 +146,10 @@ class Shell:
         else:
             self.bus.send(send)
 
-    def _on_message(self, _channel: str, _header: Header, message: Message) -> None:
+    def _on_message(self, channel: str, header: Header, message: Message) -> None:
+        if channel not in self._takes:
+            self.bus.reader.bad(f"{self.identity.name} takes no {channel}, {header.sender} sent it")
+            return
         self.handle(message)
         self._show_state()
 
@@ -181,15 +185,21 @@ class Shell:
         self._publish_heartbeat()
         self._loop.call_later(HEARTBEAT, self._heartbeat)
 
+    def _stats(self) -> dict[str, float]:
+        if self._stage is None:
+            return {}
+        driver = self._stage.driver
+        return {**self._stage.core.stats(), **(driver.stats() if driver is not None else {})}
+
     def _publish_heartbeat(self) -> None:
         if self._stop.is_set():
             return
         state, reason = self._shown = self._state()
-        stats = {} if self._stage is None else self._stage.core.stats()
+        stats = self._stats()
         who = self.identity
         beat = Heartbeat(
             who.id, who.name, who.group, who.rank, who.index, os.getpid(), self.incarnation,
-            state, reason, {**stats, "bad_frames": float(self.bus.bad_frames)},
+            state, reason, {**stats, "bad_frames": float(self.bus.reader.bad_frames)},
         )  # fmt: skip
         self.bus.send(Send("telemetry", EVERYONE, beat))
         if who.name == "gateway":

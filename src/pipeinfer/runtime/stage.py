@@ -23,6 +23,14 @@ BUILDERS = {
     "detokenizer": "pipeinfer.detokenizer.stage:build",
 }
 
+TAKES = {
+    "gateway": ("text", "telemetry"),
+    "tokenizer": ("requests",),
+    "scheduler": ("work", "result", "stops"),
+    "engine": ("plan",),
+    "detokenizer": ("tokens",),
+}  # channels whose messages reach the core of each stage
+
 
 @dataclass(frozen=True)
 class StageContext:
@@ -48,6 +56,10 @@ class Driver(Protocol):
 
     async def stop(self) -> None:
         """Ends; nothing is fed afterwards."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Statistics for the heartbeat, beside the core's."""
         ...
 
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer
 
 from pipeinfer.settings import ConfigurationError
 
@@ -56,7 +56,8 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer | None:
     """The tokenizer of a checkpoint, or None where there is no tokenizer.json.
 
-    `config`: what `read_tokenizer_config` gave. Raises ConfigurationError for a broken file.
+    `config`: what `read_tokenizer_config` gave; of `add_bos_token` and `add_eos_token` there,
+    tokenizer.json knows better. Raises ConfigurationError for a broken file.
     """
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -68,8 +69,6 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer | None:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     _add_tokens(tokenizer, config)
-    if "add_bos_token" in config or "add_eos_token" in config:
-        _set_ends(tokenizer, config)
     return tokenizer
 
 
@@ -86,21 +85,6 @@ def _add_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
         if _text(token) not in known:
             known.add(_text(token))
             tokenizer.add_tokens([_added(token, _text(token) in named)])
-
-
-def _set_ends(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
-    """Where the configuration says so, it decides about BOS and EOS, not tokenizer.json."""
-    texts = special_tokens(config)
-    first = texts.get("bos_token") if config.get("add_bos_token") else None
-    last = texts.get("eos_token") if config.get("add_eos_token") else None
-    pieces = [f"{first}:0"] if first else []
-    pieces.append("$A:0")
-    pieces += [f"{last}:0"] if last else []
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=pieces,
-        pair=None,
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (first, last) if token],
-    )
 
 
 def _text(token: Any) -> str:

@@ -1,0 +1,35 @@
+"""Hears the telemetry of stages without being one: for supervisors and tools.
+
+Binds nothing, sends nothing.
+"""
+
+from __future__ import annotations
+
+import zmq
+
+from pipeinfer.bus import addresses
+from pipeinfer.bus.reader import Handler, Reader
+from pipeinfer.runtime.topology import Topology
+
+
+class Listener:
+    """Subscribes to what stages publish on `telemetry`."""
+
+    def __init__(self, topology: Topology, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._topology, self._context = topology, context
+        self._reader = Reader()
+
+    def listen(self, stage: str) -> None:
+        """Subscribes to stage id `stage`, which need not be there yet."""
+        socket = self._context.socket(zmq.SUB)
+        socket.ipv6 = True
+        socket.subscribe(b"telemetry")
+        socket.connect(addresses.derive(self._topology.address(stage), "telemetry"))
+        self._reader.add(socket)
+
+    def start(self, handler: Handler) -> None:
+        """From now on `handler(channel, header, message)` gets what is heard."""
+        self._reader.start(handler)
+
+    def close(self) -> None:
+        self._reader.close()

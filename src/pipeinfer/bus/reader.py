@@ -1,0 +1,86 @@
+"""Reads frames from ZeroMQ sockets on an event loop, without a task or a future per message.
+
+Knows frames and sockets; what a message means is its handler's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import zmq
+
+from pipeinfer.bus import frames
+from pipeinfer.messages import Header, Message
+
+log = logging.getLogger(__name__)
+
+BURST = 128  # messages handled before other events of the loop get their turn
+WARNINGS = 1_000  # kinds of bad frames that are logged, once each
+
+Handler = Callable[[str, Header, Message], None]
+
+
+class Reader:
+    """Calls `handler(channel, header, message)` for every frame of the sockets that were added.
+
+    A frame that does not decode is counted in `bad_frames`, logged and dropped.
+    """
+
+    def __init__(self) -> None:
+        self.bad_frames = 0
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._warned: set[str] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._handler: Handler | None = None
+
+    def add(self, socket: zmq.Socket[bytes]) -> None:
+        """Takes over a PULL or SUB socket, before or after `start`."""
+        self._sockets.append(socket)
+        if self._loop is not None:
+            self._watch(socket)
+
+    def start(self, handler: Handler) -> None:
+        """Begins to read, on the running loop."""
+        self._handler, self._loop = handler, asyncio.get_running_loop()
+        for socket in self._sockets:
+            self._watch(socket)
+
+    def close(self) -> None:
+        """Closes all sockets."""
+        for socket in self._sockets:
+            if self._loop is not None:
+                self._loop.remove_reader(socket.fileno())
+            socket.close(linger=0)
+        self._sockets.clear()
+
+    def bad(self, reason: str) -> None:
+        """Counts a dropped frame; logged once a reason, for a peer may repeat it for ever."""
+        self.bad_frames += 1
+        if reason not in self._warned and len(self._warned) < WARNINGS:
+            self._warned.add(reason)
+            log.warning("dropped a frame: %s", reason)
+
+    def _watch(self, socket: zmq.Socket[bytes]) -> None:
+        assert self._loop is not None
+        self._loop.add_reader(socket.fileno(), self._drain, socket)
+        self._loop.call_soon(self._drain, socket)  # the descriptor only tells of changes
+
+    def _drain(self, socket: zmq.Socket[bytes]) -> None:
+        """Reads until the socket is empty: its descriptor is edge-triggered."""
+        assert self._loop is not None and self._handler is not None
+        for _ in range(BURST):
+            if socket.closed:
+                return
+            try:
+                parts = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                channel, header, message = frames.decode(parts)
+            except frames.BadFrame as error:
+                self.bad(str(error))
+                continue
+            self._handler(channel, header, message)
+        self._loop.call_soon(self._drain, socket)

@@ -1,0 +1,40 @@
+"""The command `pipeinfer`: finds the subcommand and turns its errors into exit codes.
+
+Knows the names of the subcommands; each is imported only when it is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from pipeinfer.settings import ConfigurationError
+from pipeinfer.version import __version__
+
+COMMANDS = {
+    "serve": ("pipeinfer.cli.serve", "serve a model over HTTP"),
+    "generate": ("pipeinfer.cli.generate", "complete prompts on the terminal"),
+    "chat": ("pipeinfer.cli.chat", "talk to a model on the terminal"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0 ended in order, 2 wrong usage or configuration, 1 everything else."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="pipeinfer", description="An inference server as a pipeline of processes.")
+    parser.add_argument("--version", action="version", version=f"pipeinfer {__version__}")
+    listing = "\n".join(f"  {name:10} {text}" for name, (_, text) in COMMANDS.items())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"commands:\n{listing}\n\n`pipeinfer COMMAND --help` says more."
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+    options = parser.parse_args(arguments[:1])
+    module, _ = COMMANDS[options.command]
+    try:
+        return importlib.import_module(module).run(arguments[1:])
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 1

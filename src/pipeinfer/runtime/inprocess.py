@@ -1,0 +1,52 @@
+"""All stages as tasks of one event loop, over inproc://, for debuggers.
+
+The same shells, cores and drivers as in separate processes; only the address differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import zmq
+
+from pipeinfer.runtime.entry import ORDERLY, run_shell
+from pipeinfer.runtime.shell import Shell
+from pipeinfer.runtime.topology import Identity, Topology
+from pipeinfer.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+class InProcess:
+    """Runs `identities` in this process until `stop()`, or until one of them ends by itself."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        topology: Topology,
+        identities: list[Identity],
+        context: zmq.Context[zmq.Socket[bytes]],
+    ) -> None:
+        self._shells = [Shell(settings, topology, identity, context) for identity in identities]
+        self._stopping = False
+
+    async def run(self) -> int:
+        """The first exit code that is not 0; nothing is started again."""
+        tasks = [asyncio.create_task(run_shell(shell)) for shell in self._shells]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for shell in self._shells:
+            shell.stop()
+        codes = await asyncio.gather(*tasks)
+        return next((code for code in codes if code != ORDERLY), ORDERLY)
+
+    def stop(self) -> None:
+        """Drains the gateway, whose end ends the rest; called again, stops everything."""
+        if self._stopping:
+            for shell in self._shells:
+                shell.stop()
+            return
+        self._stopping = True
+        for shell in self._shells:
+            if shell.identity.name == "gateway":
+                shell.drain()

@@ -1,0 +1,50 @@
+"""Attention of one whole sequence with a plain mask: what a model is compared with in tests.
+
+Knows no cache and no page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pipeinfer.attention.interface import AttentionShape
+
+
+def dense_causal(shapes: Sequence[AttentionShape]) -> Callable[..., torch.Tensor]:
+    """An `attend` for a model call whose tokens are one sequence from its start."""
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        shape = shapes[layer]
+        assert q.shape[1:] == (shape.num_heads, shape.head_dim)
+        assert k.shape[1:] == v.shape[1:] == (shape.num_kv_heads, shape.head_dim)
+        group = shape.num_heads // shape.num_kv_heads
+        k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k) * shape.scale
+        back = torch.arange(len(q))[:, None] - torch.arange(len(q))[None, :]
+        hidden = back < 0
+        if shape.sliding_window is not None:
+            hidden |= back >= shape.sliding_window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+
+    return attend
+
+
+def decoding(shapes: Sequence[AttentionShape]) -> Callable[..., torch.Tensor]:
+    """An `attend` that remembers all keys and values, for a sequence given token by token."""
+    keys: list[list[torch.Tensor]] = [[] for _ in shapes]
+    values: list[list[torch.Tensor]] = [[] for _ in shapes]
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        shape = shapes[layer]
+        keys[layer].append(k.clone())
+        values[layer].append(v.clone())
+        group = shape.num_heads // shape.num_kv_heads
+        past_keys = torch.cat(keys[layer]).repeat_interleave(group, dim=1)
+        past_values = torch.cat(values[layer]).repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q, past_keys) * shape.scale
+        return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), past_values)
+
+    return attend

@@ -1,0 +1,131 @@
+"""Loading an engine: what settings and checkpoint come to, and what is refused beforehand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from single_steps import Row, build_step
+
+from pipeinfer.engine import loading
+from pipeinfer.engine.host_memory import available_bytes
+from pipeinfer.engine.loading import choose, load_engine
+from pipeinfer.memory.pool import KVPool
+from pipeinfer.settings import ConfigurationError, Settings
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint):
+    return checkpoint("Qwen3ForCausalLM")
+
+
+def test_automatic_choices_on_a_cpu(checkpoint):
+    choices = choose(Settings(), checkpoint("LlamaForCausalLM", dtype=torch.bfloat16))
+    assert (choices.device, choices.attention, choices.page_size) == ("cpu", "torch", 16)
+    assert choices.config.dtype == "bfloat16"
+    assert choices.dtype == torch.float32
+    assert choices.max_model_len == 512
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_asked_dtype_is_that_of_weights_and_pool(folder, dtype):
+    engine = load_engine(Settings(dtype=dtype, kv_pages=8), folder)
+    assert engine.dtype == dtype
+    assert str(engine.runner.pool.dtype) == f"torch.{dtype}"
+    row = Row(0, 0, [1, 2, 3], np.array([1]), True)
+    step = build_step([row], 0, 1)
+    assert str(engine.runner.logits(step).dtype) == f"torch.{dtype}"
+    assert 0 <= engine.runner.run(step)[0] < 264
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_model_len": 513}, "--max-model-len: 513 is more than the checkpoint's 512"),
+        ({"attention": "fa3"}, "--attention: no backend 'fa3'"),
+        ({"device": "cuda"}, "--device cuda"),
+        ({"tp": 3}, "does not divide by 3 ranks"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_weights_are_read(folder, settings, message):
+    seen = []
+    with pytest.raises(ConfigurationError, match=message):
+        load_engine(Settings(**settings), folder, lambda done, total: seen.append(done))
+    assert seen == []
+
+
+def test_a_checkpoint_without_a_tensor_is_refused_before_weights_are_read(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    config["num_hidden_layers"] = 3
+    config.pop("layer_types", None)
+    (copy / "config.json").write_text(json.dumps(config))
+    seen = []
+    with pytest.raises(ConfigurationError, match=r"layers\.2"):
+        load_engine(Settings(), copy, lambda done, total: seen.append(done))
+    assert seen == []
+
+
+def test_progress_ends_with_all_bytes(folder):
+    seen = []
+    load_engine(Settings(kv_pages=8), folder, lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] > 0
+
+
+def test_dummy_weights_need_no_weight_file(folder, tmp_path):
+    shutil.copy(folder / "config.json", tmp_path)
+    engine = load_engine(Settings(load_format="dummy", kv_pages=8), tmp_path)
+    row = Row(0, 0, [1, 2, 3], np.array([1]), True)
+    assert engine.runner.logits(build_step([row], 0, 1)).isfinite().all()
+
+
+def test_kv_pages_is_the_number_of_pages_for_tokens(folder):
+    engine = load_engine(Settings(kv_pages=100, page_size=4), folder)
+    assert engine.pages == engine.runner.pool.pages == 101  # and the dummy
+
+
+def test_pages_are_no_more_than_all_requests_can_fill(folder):
+    engine = load_engine(Settings(max_running=3, max_model_len=100), folder)
+    assert engine.pages == 1 + 3 * 7
+    assert (engine.max_slots, engine.max_model_len) == (3, 100)
+
+
+def test_pages_follow_free_memory_and_are_capped(folder, monkeypatch):
+    page_bytes = 2 * 2 * 2 * 16 * 16 * 4  # K and V, layers, heads, head_dim, tokens, float32
+    monkeypatch.setattr(loading, "available_bytes", lambda: 1000 * page_bytes)
+    assert load_engine(Settings(memory_fraction=0.5), folder).pages == 500
+    monkeypatch.setattr(loading, "MOST_HOST_BYTES", 50 * page_bytes)
+    assert load_engine(Settings(), folder).pages == 50
+    monkeypatch.setattr(loading, "available_bytes", lambda: page_bytes)
+    with pytest.raises(ConfigurationError, match="no memory for KV pages"):
+        load_engine(Settings(), folder)
+
+
+def test_available_memory_respects_the_control_group(tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:  8000 kB\n")
+    assert available_bytes(tmp_path) == 8000 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.current").write_text("1000\n")
+    (group / "memory.max").write_text("max\n")
+    assert available_bytes(tmp_path) == 8000 * 1024
+    (group / "memory.max").write_text("5000\n")
+    assert available_bytes(tmp_path) == 4000
+
+
+def test_a_large_pool_takes_memory_only_where_it_is_written():
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    from pipeinfer.attention.interface import AttentionShape
+
+    before = resident()
+    pool = KVPool([AttentionShape(4, 4, 64, 0.125)] * 4, 65536, 16, torch.float32)
+    assert pool.bytes_per_page * pool.pages == 2 * 2**32
+    assert resident() - before < 2**26
+    assert not pool.k[3][65535].any()

@@ -1,0 +1,176 @@
+"""A checkpoint that cannot be loaded is refused from its headers, by one line naming the culprit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import CheckpointCache
+from safetensors.torch import load_file, save_file
+
+from pipeinfer.models.build import build_model
+from pipeinfer.models.checkpoint import check_checkpoint, load_weights
+from pipeinfer.models.config import read_config
+from pipeinfer.settings import ConfigurationError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def copied(checkpoint: CheckpointCache, tmp_path: Path) -> Path:
+    """A Qwen3 checkpoint in one file, to be broken."""
+    return Path(shutil.copytree(checkpoint("Qwen3ForCausalLM"), tmp_path / "copy"))
+
+
+@pytest.fixture
+def sharded(checkpoint: CheckpointCache, tmp_path: Path) -> Path:
+    """The same in several files."""
+    source = checkpoint("Qwen3ForCausalLM", max_shard_size="40KB")
+    return Path(shutil.copytree(source, tmp_path / "copy"))
+
+
+def change_tensors(folder: Path, change: Callable[[Tensors], None]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+def refusal(folder: Path) -> str:
+    """What both the check and the loading say; they must agree."""
+    config = read_config(folder)
+    with pytest.raises(ConfigurationError) as checked:
+        check_checkpoint(folder, config)
+    with pytest.raises(ConfigurationError) as loading:
+        load_weights(build_model(config), folder)
+    assert str(checked.value) == str(loading.value)
+    assert "\n" not in str(checked.value)
+    return str(checked.value)
+
+
+def test_missing_tensor_is_named(copied: Path) -> None:
+    name = "model.layers.1.self_attn.k_norm.weight"
+    change_tensors(copied, lambda tensors: tensors.pop(name))
+    assert f"lacks tensor {name}" in refusal(copied)
+
+
+def test_wrong_shape_is_named_with_both_shapes(copied: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    change_tensors(copied, lambda tensors: tensors.update({name: torch.zeros(95, 64)}))
+    message = refusal(copied)
+    assert name in message and "[95, 64]" in message and "[96, 64]" in message
+
+
+def test_quantized_tensor_is_refused(copied: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    change_tensors(
+        copied, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)})
+    )
+    assert f"{name} in {copied / WEIGHTS} is F8_E4M3" in refusal(copied)
+
+
+@pytest.mark.parametrize("kept", [-1, 4096, 100, 3])
+def test_truncated_file_is_named(copied: Path, kept: int) -> None:
+    raw = (copied / WEIGHTS).read_bytes()
+    (copied / WEIGHTS).write_bytes(raw[:kept])
+    message = refusal(copied)
+    assert f"{copied / WEIGHTS} is truncated" in message
+
+
+def test_truncated_shard_is_named_although_others_are_whole(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[2]
+    shard.write_bytes(shard.read_bytes()[:-16])
+    message = refusal(sharded)
+    assert f"{shard} is truncated: {shard.stat().st_size} bytes of {shard.stat().st_size + 16}" in (
+        message
+    )
+
+
+def test_missing_shard_is_named(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.unlink()
+    assert f"lacks {shard.name}" in refusal(sharded)
+
+
+def test_folder_without_safetensors_is_refused(copied: Path) -> None:
+    (copied / WEIGHTS).rename(copied / "pytorch_model.bin")
+    assert f"{copied} has no *.safetensors" in refusal(copied)
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        (b"<html>not found</html>", "is not a safetensors file"),
+        (struct.pack("<Q", 4) + b"nope", "broken safetensors header"),
+        (struct.pack("<Q", 14) + b'{"a":{"x": 1}}', "no dtype, shape or offsets for a"),
+    ],
+)
+def test_broken_file_is_named(copied: Path, raw: bytes, named: str) -> None:
+    (copied / WEIGHTS).write_bytes(raw)
+    message = refusal(copied)
+    assert str(copied / WEIGHTS) in message and named in message
+
+
+def test_empty_index_is_refused(sharded: Path) -> None:
+    (sharded / INDEX).write_text(json.dumps({"weight_map": {}}))
+    assert "weight_map is missing or empty" in refusal(sharded)
+
+
+def test_untied_model_needs_its_head(copied: Path) -> None:
+    change_tensors(copied, lambda tensors: tensors.pop("lm_head.weight"))
+    assert "lacks tensor lm_head.weight" in refusal(copied)
+
+
+def test_known_extra_tensors_are_ignored_and_others_warned_about(
+    checkpoint: CheckpointCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = checkpoint("Qwen3ForCausalLM", tie_word_embeddings=True)
+    folder = Path(shutil.copytree(source, tmp_path / "copy"))
+    harmless = {
+        "lm_head.weight": torch.zeros(264, 64),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+    }
+    change_tensors(folder, lambda tensors: tensors.update(harmless))
+    with caplog.at_level(logging.WARNING):
+        check_checkpoint(folder, read_config(folder))
+    assert not caplog.records
+    change_tensors(folder, lambda tensors: tensors.update({"adapter.up": torch.zeros(2)}))
+    with caplog.at_level(logging.WARNING):
+        check_checkpoint(folder, read_config(folder))
+    assert "adapter.up" in caplog.text
+
+
+def test_second_copy_of_the_weights_under_mistrals_names_is_left_alone(copied: Path) -> None:
+    (copied / WEIGHTS).rename(copied / "weights.safetensors")
+    save_file({"tok_embeddings.weight": torch.zeros(2)}, copied / "consolidated.safetensors")
+    check_checkpoint(copied, read_config(copied))
+
+
+def test_progress_rises_to_the_bytes_of_all_files(sharded: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    model = build_model(read_config(sharded))
+    load_weights(model, sharded, lambda done, total: seen.append((done, total)))
+    expected = sum(
+        tensor.nbytes
+        for file in sharded.glob("*.safetensors")
+        for tensor in load_file(file).values()
+    )
+    assert seen[-1] == (expected, expected)
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+
+
+def test_checking_reads_headers_only(copied: Path) -> None:
+    """Weights are not looked at: the check holds for a sparse file of the right size."""
+    raw = (copied / WEIGHTS).read_bytes()
+    header = 8 + struct.unpack("<Q", raw[:8])[0]
+    with (copied / WEIGHTS).open("wb") as stream:
+        stream.write(raw[:header])
+        stream.truncate(len(raw))
+    check_checkpoint(copied, read_config(copied))

@@ -1,0 +1,194 @@
+"""Every architecture, RoPE type and special case gives the logits that transformers gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import ARCHITECTURES, CheckpointCache, load_reference
+from dense_attention import decoding, dense_causal
+
+from pipeinfer.models.build import build_model
+from pipeinfer.models.causal_lm import CausalLM
+from pipeinfer.models.checkpoint import check_checkpoint, load_weights
+from pipeinfer.models.config import read_config
+
+LENGTH = 48
+TOLERANCE = 1e-4
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+    config = read_config(folder)
+    check_checkpoint(folder, config)
+    model = build_model(config, dtype=dtype)
+    load_weights(model, folder)
+    return model
+
+
+def prompt(length: int = LENGTH, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def difference(folder: Path, dtype: torch.dtype = torch.float32, length: int = LENGTH) -> float:
+    """max |ours - theirs| / max |theirs| over the logits of all positions of one sequence."""
+    model = loaded(folder, dtype)
+    tokens = prompt(length)
+    hidden = model(tokens, torch.arange(length), dense_causal(model.attention_shapes()))
+    ours = model.logits(hidden).float()
+    theirs = load_reference(folder, dtype)(tokens[None]).logits[0].float()
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_architecture(checkpoint: CheckpointCache, architecture: str, tied: bool) -> None:
+    assert difference(checkpoint(architecture, tie_word_embeddings=tied)) < TOLERANCE
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_multi_query_and_multi_head(
+    checkpoint: CheckpointCache, architecture: str, kv_heads: int
+) -> None:
+    assert difference(checkpoint(architecture, num_key_value_heads=kv_heads)) < TOLERANCE
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "large theta": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.7},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn with its own numbers": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 0.8,
+        "beta_fast": 8.0,
+        "beta_slow": 0.5,
+        "truncate": False,
+    },
+    "yarn with mscale": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.4,
+    },
+}
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
+def test_rope_type(checkpoint: CheckpointCache, rope: dict[str, Any]) -> None:
+    parameters = {"rope_theta": 10_000.0} | rope
+    assert difference(checkpoint("LlamaForCausalLM", rope_parameters=parameters)) < TOLERANCE
+
+
+@torch.inference_mode()
+def test_dynamic_rope_past_its_context_decodes_as_transformers_does(
+    checkpoint: CheckpointCache,
+) -> None:
+    parameters = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    folder = checkpoint("LlamaForCausalLM", rope_parameters=parameters, max_position_embeddings=16)
+    model, reference = loaded(folder), load_reference(folder)
+    attend = decoding(model.attention_shapes())
+    past = None
+    tokens = prompt(40)
+    for position, token in enumerate(tokens):
+        ours = model.logits(model(token[None], torch.tensor([position]), attend))[0]
+        output = reference(token[None, None], past_key_values=past, use_cache=True)
+        past, theirs = output.past_key_values, output.logits[0, -1]
+        assert (ours - theirs).abs().max() / theirs.abs().max() < TOLERANCE, position
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral window": ("MistralForCausalLM", {"sliding_window": 8}),
+    "mistral without window": ("MistralForCausalLM", {"sliding_window": None}),
+    "qwen2 window from layer 1": (
+        "Qwen2ForCausalLM",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "qwen3 windows by layer type": (
+        "Qwen3ForCausalLM",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "qwen3 moe window": (
+        "Qwen3MoeForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 8},
+    ),
+    "llama biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3 biases": ("Qwen3ForCausalLM", {"attention_bias": True}),
+    "moe biases": ("Qwen3MoeForCausalLM", {"attention_bias": True}),
+    "moe weights not normalized": ("Qwen3MoeForCausalLM", {"norm_topk_prob": False}),
+    "moe every second layer": (
+        "Qwen3MoeForCausalLM",
+        {"decoder_sparse_step": 2, "num_hidden_layers": 3},
+    ),
+    "moe with a dense layer": ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}),
+    "moe with one expert each": ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 1}),
+    "head size of its own": ("Qwen3ForCausalLM", {"head_dim": 32}),
+    "odd vocabulary": ("LlamaForCausalLM", {"vocab_size": 259}),
+    "several files": ("Qwen3ForCausalLM", {"max_shard_size": "40KB"}),
+    "moe in several files": ("Qwen3MoeForCausalLM", {"max_shard_size": "100KB"}),
+}
+
+
+@pytest.mark.parametrize(("architecture", "overrides"), VARIANTS.values(), ids=VARIANTS)
+def test_variant(checkpoint: CheckpointCache, architecture: str, overrides: dict[str, Any]) -> None:
+    folder = checkpoint(architecture, **overrides)
+    assert ("max_shard_size" in overrides) == (folder / "model.safetensors.index.json").exists()
+    assert difference(folder) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_half_precision(checkpoint: CheckpointCache, architecture: str, dtype: torch.dtype) -> None:
+    """Both round differently, so this is as near as the reference is to its own float32 self."""
+    folder = checkpoint(architecture, dtype=dtype, initializer_range=0.1)
+    model = loaded(folder, dtype)
+    assert {source.target.dtype for source in model.sources()} == {dtype}
+    assert difference(folder, dtype) < (0.08 if dtype == torch.bfloat16 else 0.01)
+
+
+def test_half_precision_checkpoint_in_float32_loses_nothing(checkpoint: CheckpointCache) -> None:
+    folder = checkpoint("Qwen3ForCausalLM", dtype=torch.bfloat16)
+    assert read_config(folder).dtype == "bfloat16"
+    assert difference(folder, torch.float32) < TOLERANCE
+
+
+@torch.inference_mode()
+def test_logits_of_a_token_do_not_depend_on_its_neighbours_in_the_batch(
+    checkpoint: CheckpointCache,
+) -> None:
+    """Two sequences in one call, as a step of two rows, give what each gives alone."""
+    model = loaded(checkpoint("Qwen3MoeForCausalLM"))
+    shapes = model.attention_shapes()
+    first, second = prompt(9), prompt(5, seed=2)
+
+    def attend(layer: int, *qkv: torch.Tensor) -> torch.Tensor:
+        rows = zip(*(x.split([9, 5]) for x in qkv), strict=True)
+        return torch.cat([dense_causal(shapes)(layer, *row) for row in rows])
+
+    positions = torch.cat([torch.arange(9), torch.arange(5)])
+    together = model(torch.cat([first, second]), positions, attend)
+    alone = [model(x, torch.arange(len(x)), dense_causal(shapes)) for x in (first, second)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,247 @@
+"""config.json of both generations is read alike, and every unsupported one is refused by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import ARCHITECTURES, CheckpointCache
+
+from pipeinfer.models.config import read_config
+from pipeinfer.models.generation import GenerationDefaults, read_generation
+from pipeinfer.settings import ConfigurationError
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def rewritten(source: Path, folder: Path, change: Change) -> Path:
+    """A folder with `source`'s config.json after `change`."""
+    raw = json.loads((source / "config.json").read_text())
+    change(raw)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def setting(**fields: Any) -> Change:
+    return lambda raw: raw.update(fields)
+
+
+def lacking(name: str) -> Change:
+    return lambda raw: raw.pop(name)
+
+
+def to_old_generation(raw: dict[str, Any]) -> None:
+    """What transformers 4 would have written."""
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    raw["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
+    raw["torch_dtype"] = raw.pop("dtype")
+    raw.pop("layer_types", None)
+    if "num_local_experts" in raw:
+        raw["num_experts"] = raw.pop("num_local_experts")
+
+
+OLD_AND_NEW: list[tuple[str, dict[str, Any]]] = [
+    *((architecture, {}) for architecture in ARCHITECTURES),
+    (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    (
+        "LlamaForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    (
+        "Qwen2ForCausalLM",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("architecture", "overrides"), OLD_AND_NEW)
+def test_both_generations_read_alike(
+    checkpoint: CheckpointCache, tmp_path: Path, architecture: str, overrides: dict[str, Any]
+) -> None:
+    folder = checkpoint(architecture, **overrides)
+    assert "rope_theta" not in json.loads((folder / "config.json").read_text())
+    old = rewritten(folder, tmp_path / "old", to_old_generation)
+    assert "rope_theta" in json.loads((old / "config.json").read_text())
+    assert read_config(old) == read_config(folder)
+
+
+def test_fields_of_a_real_file_arrive(checkpoint: CheckpointCache) -> None:
+    config = read_config(checkpoint("Qwen3MoeForCausalLM", num_hidden_layers=3))
+    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (3, 4, 2)
+    assert (config.head_dim, config.hidden_size, config.vocab_size) == (16, 64, 264)
+    assert (config.num_experts, config.num_experts_per_tok) == (8, 2)
+    assert config.sparse_layers == (True, True, True)
+    assert config.eos_ids == (258,)
+    assert config.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        ({"rope_type": "default"}, 512),
+        ({"rope_type": "linear", "factor": 2.0}, 1024),
+        ({"rope_type": "dynamic", "factor": 2.0}, 1024),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}, 512),
+    ],
+)
+def test_context_length_counts_rope_scaling(
+    checkpoint: CheckpointCache, tmp_path: Path, rope: dict[str, Any], context: int
+) -> None:
+    source = checkpoint("LlamaForCausalLM")
+    folder = rewritten(source, tmp_path / "x", setting(rope_parameters=rope))
+    assert read_config(folder).context_length == context
+
+
+REFUSED: dict[str, tuple[str, Change, str]] = {
+    "architecture": (
+        "LlamaForCausalLM",
+        setting(architectures=["GPT2LMHeadModel"]),
+        "GPT2LMHeadModel; supported: LlamaForCausalLM, Mistral",
+    ),
+    "no architecture": ("LlamaForCausalLM", lacking("architectures"), "none named"),
+    "rope type": (
+        "LlamaForCausalLM",
+        setting(rope_parameters={"rope_type": "longrope"}),
+        "unknown RoPE type 'longrope'; supported: default, linear",
+    ),
+    "old rope type": (
+        "LlamaForCausalLM",
+        setting(rope_scaling={"type": "su", "factor": 2.0}),
+        "unknown RoPE type 'su'",
+    ),
+    "rope by layer": (
+        "Qwen3ForCausalLM",
+        setting(rope_parameters={"full_attention": {"rope_type": "default"}}),
+        "differ between layers",
+    ),
+    "rope factor": (
+        "LlamaForCausalLM",
+        setting(rope_parameters={"rope_type": "linear"}),
+        "factor is missing",
+    ),
+    "partial rotation": (
+        "LlamaForCausalLM",
+        setting(partial_rotary_factor=0.5),
+        "partial_rotary_factor 0.5",
+    ),
+    "activation": ("LlamaForCausalLM", setting(hidden_act="gelu"), "hidden_act 'gelu'"),
+    "dtype": ("LlamaForCausalLM", setting(dtype="float8_e4m3fn"), "dtype 'float8_e4m3fn'"),
+    "quantized": (
+        "LlamaForCausalLM",
+        setting(quantization_config={"quant_method": "awq"}),
+        "quantization_config",
+    ),
+    "missing size": ("LlamaForCausalLM", lacking("hidden_size"), "hidden_size is missing"),
+    "size as text": (
+        "LlamaForCausalLM",
+        setting(vocab_size="264"),
+        "vocab_size must be a whole number >= 1, not '264'",
+    ),
+    "zero layers": ("LlamaForCausalLM", setting(num_hidden_layers=0), "num_hidden_layers"),
+    "heads": (
+        "LlamaForCausalLM",
+        setting(num_key_value_heads=3),
+        "not a multiple of num_key_value_heads 3",
+    ),
+    "odd head": ("LlamaForCausalLM", setting(head_dim=15), "head_dim 15 is odd"),
+    "layer type": (
+        "Qwen3ForCausalLM",
+        setting(use_sliding_window=True, layer_types=["full_attention", "linear_attention"]),
+        "layer type 'linear_attention'",
+    ),
+    "layer types": (
+        "Qwen3ForCausalLM",
+        setting(use_sliding_window=True, layer_types=["full_attention"]),
+        "layer_types has 1 entries for 2 layers",
+    ),
+    "experts": (
+        "Qwen3MoeForCausalLM",
+        setting(num_experts_per_tok=9),
+        "num_experts_per_tok 9 is above num_experts 8",
+    ),
+    "eos": ("LlamaForCausalLM", setting(eos_token_id="</s>"), "eos_token_id"),
+    "flag": ("LlamaForCausalLM", setting(tie_word_embeddings="yes"), "tie_word_embeddings"),
+}
+
+
+@pytest.mark.parametrize(("architecture", "change", "named"), REFUSED.values(), ids=REFUSED)
+def test_unsupported_configuration_is_refused_in_one_line(
+    checkpoint: CheckpointCache, tmp_path: Path, architecture: str, change: Change, named: str
+) -> None:
+    folder = rewritten(checkpoint(architecture), tmp_path / "x", change)
+    with pytest.raises(ConfigurationError) as caught:
+        read_config(folder)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"), [(None, "has no config.json"), ("{", "cannot be read"), ("[]", "not a JSON")]
+)
+def test_unreadable_configuration_is_refused(tmp_path: Path, text: str | None, named: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=named):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, GenerationDefaults(eos_ids=(258,))),
+        ({"eos_token_id": 256}, GenerationDefaults(eos_ids=(258, 256))),
+        (
+            {"eos_token_id": [258, 257], "temperature": 0.0, "top_k": 0, "min_p": 0.0},
+            GenerationDefaults(eos_ids=(258, 257), temperature=0.0, top_k=0, min_p=0.0),
+        ),
+        (
+            {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05},
+            GenerationDefaults(
+                eos_ids=(258,), temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05
+            ),
+        ),
+    ],
+)
+def test_generation_defaults(
+    checkpoint: CheckpointCache,
+    tmp_path: Path,
+    generation: dict[str, Any] | None,
+    expected: GenerationDefaults,
+) -> None:
+    folder = rewritten(checkpoint("LlamaForCausalLM"), tmp_path / "x", setting())
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert read_generation(folder) == expected
+
+
+def test_given_generation_defaults_have_the_names_of_sampling_parameters() -> None:
+    defaults = GenerationDefaults(temperature=0.6, top_k=20, max_new_tokens=99)
+    assert defaults.sampling() == {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
+
+
+def test_reading_a_configuration_imports_no_torch() -> None:
+    modules = "config", "generation", "source", "registry", "safetensors"
+    imports = ";".join(f"import pipeinfer.models.{module}" for module in modules)
+    check = "import sys; assert not {'torch', 'transformers'} & set(sys.modules), 'imported'"
+    subprocess.run([sys.executable, "-c", f"{imports};{check}"], check=True, timeout=60)

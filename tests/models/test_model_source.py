@@ -1,0 +1,63 @@
+"""A model's name becomes a folder, or one line that says what was tried."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from pipeinfer.demo import demo_path
+from pipeinfer.models.source import resolve_model
+from pipeinfer.settings import ConfigurationError
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The hub's client is offline, with an empty cache of its own."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize("name", ["", "pipeinfer-demo"])
+def test_no_name_is_the_bundled_demo(name: str) -> None:
+    assert resolve_model(name) == demo_path()
+    assert (demo_path() / "config.json").exists()
+
+
+def test_existing_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path.resolve()
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/model", "~/nowhere-model", "a/b/c"])
+def test_missing_folder_is_not_looked_for_on_the_hub(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="there is no such folder$"):
+        resolve_model(name)
+
+
+def test_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    with pytest.raises(ConfigurationError, match=r"is a file; give the folder"):
+        resolve_model(str(file))
+
+
+def test_unreachable_hub_says_what_was_tried(no_network: Path) -> None:
+    told: list[str] = []
+    with pytest.raises(ConfigurationError) as caught:
+        resolve_model("someone/some-model", "v2", told.append)
+    message = str(caught.value)
+    assert "someone/some-model" in message and "no such folder" in message and "'v2'" in message
+    assert "\n" not in message
+    assert told == ["fetching someone/some-model from the hub"]
+
+
+def test_snapshot_in_the_cache_is_found_without_the_hub(no_network: Path) -> None:
+    repository = no_network / "models--someone--some-model"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    assert resolve_model("someone/some-model").samefile(snapshot)

@@ -1,0 +1,141 @@
+"""Ranks that each load their part compute together what one rank computes alone."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import CheckpointCache
+from dense_attention import dense_causal
+
+from pipeinfer.layers.placement import Shard
+from pipeinfer.models.build import build_model
+from pipeinfer.models.checkpoint import fill_dummy, load_weights
+from pipeinfer.models.config import read_config
+from pipeinfer.settings import ConfigurationError
+
+
+class ThreadGroup:
+    """Collectives among threads of this process; `rank` is set per thread by `view`."""
+
+    def __init__(self, size: int) -> None:
+        self.parts: list[torch.Tensor] = [torch.empty(0)] * size
+        self.barrier = threading.Barrier(size, timeout=30)
+
+    def view(self, rank: int) -> RankView:
+        return RankView(self, rank)
+
+
+class RankView:
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self.group, self.rank = group, rank
+
+    def exchange(self, partial: torch.Tensor) -> list[torch.Tensor]:
+        self.group.parts[self.rank] = partial.clone()
+        self.group.barrier.wait()
+        parts = list(self.group.parts)
+        self.group.barrier.wait()
+        return parts
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.exchange(partial)).sum(dim=0)
+
+    def all_gather(self, partial: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.exchange(partial), dim=-1)
+
+
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("LlamaForCausalLM", 2, {"attention_bias": True, "mlp_bias": True}),
+    ("LlamaForCausalLM", 4, {"vocab_size": 259}),  # 2 KV heads on 4 ranks, uneven vocabulary
+    ("MistralForCausalLM", 2, {"tie_word_embeddings": True, "vocab_size": 261}),
+    ("Qwen2ForCausalLM", 4, {"num_key_value_heads": 1}),
+    ("Qwen3ForCausalLM", 2, {}),
+    ("Qwen3MoeForCausalLM", 2, {"mlp_only_layers": [0]}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "ranks", "overrides"), CASES)
+def test_ranks_together_equal_one_rank(
+    checkpoint: CheckpointCache, architecture: str, ranks: int, overrides: dict[str, Any]
+) -> None:
+    folder = checkpoint(architecture, **overrides)
+    config = read_config(folder)
+    tokens = torch.randint(0, 256, (12,), generator=torch.Generator().manual_seed(3))
+    group = ThreadGroup(ranks)
+
+    def run(rank: int, size: int) -> torch.Tensor:
+        view = group.view(rank) if size > 1 else None
+        with torch.inference_mode():
+            model = build_model(config, Shard(rank, size), group=view)
+            load_weights(model, folder)
+            hidden = model(tokens, torch.arange(12), dense_causal(model.attention_shapes()))
+            return model.logits(hidden)
+
+    alone = run(0, 1)
+    with ThreadPoolExecutor(ranks) as pool:
+        together = list(pool.map(run, range(ranks), [ranks] * ranks))
+    for logits in together:
+        torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_parts_of_all_ranks_cover_every_tensor_once(checkpoint: CheckpointCache) -> None:
+    config = read_config(checkpoint("LlamaForCausalLM", vocab_size=259))
+    covered: dict[str, torch.Tensor] = {}
+    for rank in range(4):
+        for source in build_model(config, Shard(rank, 4), device="meta").sources():
+            count = covered.setdefault(source.name, torch.zeros(source.shape))
+            count[source.part] += 1
+    for name, count in covered.items():
+        replicated = 4 if "norm" in name else 2 if "k_proj" in name or "v_proj" in name else 1
+        assert torch.all(count == replicated), name
+
+
+def test_dummy_ranks_hold_parts_of_one_model(checkpoint: CheckpointCache) -> None:
+    config = read_config(checkpoint("Qwen3ForCausalLM"))
+    whole, again = build_model(config), build_model(config)
+    fill_dummy(whole, seed=5)
+    fill_dummy(again, seed=6)
+    full = {source.name: source.target for source in whole.sources()}
+    other = {source.name: source.target for source in again.sources()}
+    for rank in range(2):
+        part = build_model(config, Shard(rank, 2))
+        fill_dummy(part, seed=5)
+        for source in part.sources():
+            if "norm" in source.name:
+                assert torch.all(source.target == 1)
+                continue
+            assert torch.equal(source.target, full[source.name][source.part]), source.name
+            assert not torch.equal(full[source.name], other[source.name])
+            assert 0.015 < float(full[source.name].std()) < 0.025
+
+
+def test_part_without_a_group_refuses_to_run(checkpoint: CheckpointCache) -> None:
+    config = read_config(checkpoint("LlamaForCausalLM"))
+    model = build_model(config, Shard(1, 2))
+    fill_dummy(model)
+    attend = dense_causal(model.attention_shapes())
+    with pytest.raises(RuntimeError, match="rank 1 of 2"):
+        model(torch.tensor([1]), torch.tensor([0]), attend)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "named"),
+    [
+        ({}, 3, "num_attention_heads 4"),
+        ({"intermediate_size": 98}, 4, "intermediate_size 98"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 192},
+            4,
+            "num_key_value_heads 6",
+        ),
+    ],
+)
+def test_uneven_split_is_refused_by_name(
+    checkpoint: CheckpointCache, overrides: dict[str, Any], ranks: int, named: str
+) -> None:
+    config = read_config(checkpoint("LlamaForCausalLM", **overrides))
+    with pytest.raises(ConfigurationError, match=named):
+        build_model(config, Shard(0, ranks), device="meta")
