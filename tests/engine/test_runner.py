@@ -60,6 +60,20 @@ def test_greedy_tokens_equal_those_of_transformers(
     assert Driver(runner, PROMPTS, LENGTH).run(chunk, stagger) == outputs
 
 
+@pytest.mark.parametrize("architecture", ["MistralForCausalLM", "Qwen3ForCausalLM"])
+def test_greedy_tokens_behind_a_sliding_window_equal_those_of_transformers(
+    checkpoint, architecture
+):
+    options = {"sliding_window": 12}
+    if architecture == "Qwen3ForCausalLM":
+        options |= {"use_sliding_window": True, "max_window_layers": 1}
+    folder = checkpoint(architecture, **options)
+    outputs = generated(folder, PROMPTS, LENGTH)
+    assert outputs != generated(checkpoint(architecture), PROMPTS, LENGTH)
+    for chunk in (1000, 7):
+        assert Driver(load(folder, page_size=4), PROMPTS, LENGTH).run(chunk) == outputs
+
+
 def test_logits_equal_those_of_transformers(checkpoint):
     folder = checkpoint("LlamaForCausalLM")
     runner, prompt = load(folder), PROMPTS[5]

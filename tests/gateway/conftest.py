@@ -46,7 +46,7 @@ async def start_gateway() -> AsyncIterator[StartGateway]:
 
     yield start
     for gateway in started:
-        await gateway.driver.stop()
+        await gateway.stop()
 
 
 @pytest.fixture

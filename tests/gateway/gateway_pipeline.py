@@ -115,13 +115,22 @@ class Gateway:
 
     def __init__(self, core: GatewayCore, driver: HttpDriver, pipeline: Pipeline) -> None:
         self.core, self.driver, self.pipeline = core, driver, pipeline
+        self._clients: list[openai.AsyncOpenAI] = []
 
     @property
     def url(self) -> str:
         return self.driver.url
 
     def client(self, api_key: str = "none") -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0)
+        url = f"{self.url}/v1"
+        self._clients.append(openai.AsyncOpenAI(base_url=url, api_key=api_key, max_retries=0))
+        return self._clients[-1]
+
+    async def stop(self) -> None:
+        """Closes the clients, then the gateway."""
+        for client in self._clients:
+            await client.close()
+        await self.driver.stop()
 
 
 StartGateway = Callable[..., Awaitable[Gateway]]

@@ -95,14 +95,14 @@ async def test_200_streams_at_once_are_complete_and_not_mixed(gateway: Gateway) 
     client = gateway.client()
 
     async def one(i: int) -> str:
-        prompt = " ".join(f"{i}.{k}" for k in range(20))
+        prompt = " ".join(f"{i}.{k}" for k in range(10))
         stream = await client.chat.completions.create(
             model="test", messages=user(prompt), stream=True
         )
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     texts = await asyncio.gather(*(one(i) for i in range(200)))
-    assert texts == ["".join(f"{i}.{k} " for k in range(20)) for i in range(200)]
+    assert texts == ["".join(f"{i}.{k} " for k in range(10)) for i in range(200)]
     assert gateway.core.idle()
 
 

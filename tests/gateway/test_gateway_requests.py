@@ -180,7 +180,17 @@ def test_a_missing_field_is_named() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b'{"messages": [}', b"\xff", b'{"model": "\xff"}', b"[" * 100_000, b'{"a":1}x'],
+    [
+        b"",
+        b"  ",
+        b"{",
+        b'{"messages": [}',
+        b"\xff",
+        b'{"model": "\xff"}',
+        b'{"messages": []}x',
+        b'{"messages": [], "chat_template_kwargs": {"a": ' + b"[" * 100_000,
+    ],
+    ids=range(8),
 )
 def test_what_is_not_json_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
@@ -188,7 +198,7 @@ def test_what_is_not_json_is_refused(body: bytes) -> None:
     assert caught.value.status == 400 and caught.value.code == "invalid_json"
 
 
-@pytest.mark.parametrize("body", [b"[]", b"null", b'"text"', b"1"])
+@pytest.mark.parametrize("body", [b"[]", b"null", b'"text"', b"1", b"[" * 100_000], ids=range(5))
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         decode(body, ChatRequest)

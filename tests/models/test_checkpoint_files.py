@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be loaded is refused from its headers, by one line naming the culprit."""
+"""A checkpoint that cannot be loaded is refused from its headers, in a line that names why."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import CheckpointCache
 from safetensors.torch import load_file, save_file
 
+from checkpoints import CheckpointCache
 from pipeinfer.models.build import build_model
 from pipeinfer.models.checkpoint import check_checkpoint, load_weights
 from pipeinfer.models.config import read_config

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from checkpoints import ARCHITECTURES, CheckpointCache, load_reference
 from dense_attention import decoding, dense_causal
-
 from pipeinfer.models.build import build_model
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.models.checkpoint import check_checkpoint, load_weights

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import ARCHITECTURES, CheckpointCache
 
+from checkpoints import ARCHITECTURES, CheckpointCache
 from pipeinfer.models.config import read_config
 from pipeinfer.models.generation import GenerationDefaults, read_generation
 from pipeinfer.settings import ConfigurationError

@@ -32,7 +32,7 @@ def test_existing_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/model", "~/nowhere-model", "a/b/c"])
 def test_missing_folder_is_not_looked_for_on_the_hub(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="there is no such folder$"):
+    with pytest.raises(ConfigurationError, match=r"there is no such folder$"):
         resolve_model(name)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from checkpoints import CheckpointCache
 from dense_attention import dense_causal
-
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model
 from pipeinfer.models.checkpoint import fill_dummy, load_weights

@@ -94,17 +94,16 @@ def load_engine(
     choices = choose(settings, folder, rank)
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    with torch.inference_mode():
-        model = build_model(choices.config, choices.shard, choices.dtype, choices.device)
-        if settings.load_format == "dummy":
-            fill_dummy(model, settings.seed)
-        else:
-            load_weights(model, folder, progress)
-        shapes = model.attention_shapes()
-        pages = 1 + _usable_pages(settings, choices, shapes)
-        pool = KVPool(shapes, pages, choices.page_size, choices.dtype, choices.device)
-        backend = registry.create(choices.attention, shapes, choices.device)
-        runner = ModelRunner(model, pool, backend, settings.max_running)
+    model = build_model(choices.config, choices.shard, choices.dtype, choices.device)
+    if settings.load_format == "dummy":
+        fill_dummy(model, settings.seed)
+    else:
+        load_weights(model, folder, progress)
+    shapes = model.attention_shapes()
+    pages = 1 + _usable_pages(settings, choices, shapes)
+    pool = KVPool(shapes, pages, choices.page_size, choices.dtype, choices.device)
+    backend = registry.create(choices.attention, shapes, choices.device)
+    runner = ModelRunner(model, pool, backend, settings.max_running)
     return LoadedEngine(
         runner,
         choices.config,

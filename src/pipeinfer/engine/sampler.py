@@ -75,11 +75,12 @@ def _scaled(
 ) -> np.ndarray:
     """Logits of the block's rows over temperature, shifted so that each maximum is 0.
 
-    The peak goes first: differences are exact where they matter, and no quotient overflows.
+    The peak goes first: differences are exact where they matter, and nothing overflows upwards.
     """
     x = values[block]
-    x -= peaks[block]
-    x /= rows.temperature[block, None]
+    with np.errstate(over="ignore"):  # what lies that far below the peak is never sampled anyway
+        x -= peaks[block]
+        x /= rows.temperature[block, None]
     return x
 
 

@@ -141,7 +141,7 @@ class _Handlers:
             port.open(job.calls, sink)
             return await sink.respond(request)
         finally:  # also when the handler is cancelled because the client is gone
-            pass
+            port.close(job.calls)
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self._service.model:

@@ -45,7 +45,7 @@ class ApiError(Exception):
                 self.status, "server_error" if self.status >= 500 else "invalid_request_error"
             ),
             "param": self.param,
-            "code": self.code if self.code is not None else self.status,
+            "code": self.code,
         }
         return msgspec.json.encode({"error": error})
 

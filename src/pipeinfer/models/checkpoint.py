@@ -99,7 +99,7 @@ def fill_dummy(model: CausalLM, seed: int = 0) -> None:
             continue
         device = source.target.device
         generator = torch.Generator(device)
-        generator.manual_seed(seed << 32 | zlib.crc32(source.name.encode()))
+        generator.manual_seed(zlib.crc32(f"{seed} {source.name}".encode()))  # 32 bits count
         full = torch.empty(source.shape, dtype=torch.float32, device=device)
         full.normal_(0.0, DUMMY_STD, generator=generator)
         source.target.copy_(full[source.part])

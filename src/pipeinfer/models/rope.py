@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from pipeinfer.layers.rope_config import ROPE_TYPES, RopeConfig
 from pipeinfer.models.fields import Fields
@@ -55,13 +54,12 @@ def _yarn(rope: Fields, scaled: RopeConfig) -> RopeConfig:
 
 
 def _rope_fields(fields: Fields) -> Fields:
-    """The object that describes RoPE, of either generation; empty where there is none."""
-    raw: dict[str, Any] = {}
-    for name in ("rope_parameters", "rope_scaling"):
-        value = fields.raw.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise fields.error(f"{name} must be an object, not {value!r}")
-        raw |= value or {}
+    """The object that describes RoPE, empty where there is none; the older one wins, as in
+    transformers."""
+    name = "rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters"
+    raw = fields.raw.get(name) or {}
+    if not isinstance(raw, dict):
+        raise fields.error(f"{name} must be an object, not {raw!r}")
     if any(isinstance(value, dict) for value in raw.values()):
         raise fields.error("rope_parameters that differ between layers are not supported")
     return Fields(fields.path, raw)

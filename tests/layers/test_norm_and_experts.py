@@ -1,0 +1,101 @@
+"""Norms, the gated activation, the experts and the embedding do what their formulas say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
+from pipeinfer.layers.mlp import silu_and_multiply
+from pipeinfer.layers.moe import SparseMLP
+from pipeinfer.layers.norm import HeadNorm, RMSNorm
+from pipeinfer.layers.placement import Placement, Shard
+
+ALONE = Placement(Shard(), torch.float32, torch.device("cpu"))
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / (x.double() ** 2).mean(-1, keepdim=True).add(eps).sqrt() * weight
+
+
+def test_norm_follows_the_formula_and_leaves_its_input() -> None:
+    norm = RMSNorm("n", 16, 1e-2, ALONE)
+    norm.weight.normal_()
+    x = torch.randn(5, 16)
+    before = x.clone()
+    torch.testing.assert_close(norm(x), rms(x, norm.weight, 1e-2).float())
+    assert torch.equal(x, before)
+
+
+def test_norm_after_addition_returns_the_sum_too() -> None:
+    norm = RMSNorm("n", 16, 1e-5, ALONE)
+    norm.weight.normal_()
+    x, residual = torch.randn(5, 16), torch.randn(5, 16)
+    total = x + residual
+    normed, stream = norm.add(x, residual)
+    torch.testing.assert_close(stream, total)
+    torch.testing.assert_close(normed, rms(total, norm.weight, 1e-5).float())
+    stream.zero_()
+    assert normed.abs().sum() > 0
+
+
+def test_norm_of_small_half_precision_values_does_not_underflow() -> None:
+    norm = RMSNorm("n", 64, 1e-12, Placement(Shard(), torch.float16, torch.device("cpu")))
+    norm.weight.fill_(1)
+    x = torch.full((1, 64), 2e-4, dtype=torch.float16)  # its square is zero in float16
+    torch.testing.assert_close(norm(x), torch.ones_like(x), rtol=1e-2, atol=1e-2)
+
+
+def test_head_norm_gives_queries_and_keys_their_own_weights() -> None:
+    norm = HeadNorm(4, 2, 8, 1e-6, ALONE)
+    stored = {"q_norm.weight": torch.randn(8), "k_norm.weight": torch.randn(8)}
+    for source in norm.sources(""):
+        source.target.copy_(stored[source.name][source.part])
+    heads = torch.randn(3, 6, 8)
+    expected = [
+        rms(heads[:, :4], stored["q_norm.weight"], 1e-6),
+        rms(heads[:, 4:], stored["k_norm.weight"], 1e-6),
+    ]
+    torch.testing.assert_close(norm(heads), torch.cat(expected, dim=1).float())
+
+
+def test_gated_activation() -> None:
+    x = torch.randn(3, 10)
+    gate, up = x[:, :5].clone(), x[:, 5:].clone()
+    torch.testing.assert_close(silu_and_multiply(x), gate * gate.sigmoid() * up)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+def test_experts_equal_a_loop_over_tokens(tokens: int, normalize: bool) -> None:
+    torch.manual_seed(tokens)
+    layer = SparseMLP(12, 8, 6, 3, normalize, ALONE)
+    for source in layer.sources("m."):
+        source.target.normal_()
+    x = torch.randn(tokens, 12)
+    expected = []
+    for vector in x:
+        scores = (layer.router @ vector).softmax(0)
+        weights, chosen = scores.topk(3)
+        weights = weights / weights.sum() if normalize else weights
+        total = torch.zeros(12)
+        for weight, expert in zip(weights, chosen, strict=True):
+            gate, up = (layer.gate_up[expert] @ vector).chunk(2)
+            total += weight * (layer.down[expert] @ (gate * gate.sigmoid() * up))
+        expected.append(total)
+    torch.testing.assert_close(layer(x.clone()), torch.stack(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_padded_vocabulary_rows_are_zero_and_never_logits() -> None:
+    ranks = [VocabularyRows("e", 10, 4, placement(rank)) for rank in range(4)]
+    assert [(rows.start, rows.stop) for rows in ranks] == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert torch.all(ranks[3].weight[1:] == 0)
+    rows = VocabularyRows("e", 10, 4, ALONE)
+    rows.weight.normal_()
+    hidden = torch.randn(2, 4)
+    torch.testing.assert_close(Head(rows, ALONE)(hidden), hidden @ rows.weight.T)
+    assert torch.equal(Embedding(rows, ALONE)(torch.tensor([9, 0])), rows.weight[[9, 0]])
+
+
+def placement(rank: int) -> Placement:
+    return Placement(Shard(rank, 4), torch.float32, torch.device("cpu"))

@@ -1,0 +1,349 @@
+"""What the memory manager promises about single plans; random ones are in the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from hash_device import HashDevice, chain
+from pipeinfer.engine.requests import RequestTable
+from pipeinfer.engine.step import Step
+from pipeinfer.engine.step_builder import build_step
+from pipeinfer.memory.applied import Applied
+from pipeinfer.memory.errors import IntegrityError, ProtocolError
+from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.messages import Admit, Plan, Release, pack
+from pipeinfer.params import SamplingParams
+from pipeinfer.settings import ConfigurationError
+
+SIZE = 4
+
+
+class Memory:
+    """A manager, its steps, and a device that runs them when the test says so."""
+
+    def __init__(self, pages: int = 33, cache: str = "radix", slots: int = 8) -> None:
+        self.manager = MemoryManager(pages, SIZE, slots, 64, cache)
+        self.requests = RequestTable(slots)
+        self.device = HashDevice(pages, SIZE, slots)
+        self.number = 0
+
+    def plan(
+        self,
+        rows: dict[int, int],
+        admits: Sequence[Admit] = (),
+        releases: Sequence[Release] = (),
+    ) -> Applied:
+        slots, counts = pack(list(rows)), pack(list(rows.values()))
+        plan = Plan(1, self.number, tuple(releases), tuple(admits), slots, counts)
+        applied = self.manager.apply(plan)
+        self.number += 1
+        self.manager.check_integrity()
+        for admit in admits:
+            self.requests.put(admit)
+        return applied
+
+    def step(self, applied: Applied) -> Step:
+        return build_step(1, applied, self.manager, self.requests)[0]
+
+    def run(self, *arguments, **keywords) -> tuple[Applied, list[int]]:
+        applied = self.plan(*arguments, **keywords)
+        return applied, self.device.run(self.step(applied)).tolist()
+
+    def holds(self, step: Step, row: int, tokens: list[int]) -> bool:
+        """True if the pages of a row have the KV of `tokens`."""
+        return self.device.read(step.pages[row], len(tokens)).tolist() == chain(tokens)
+
+
+def admit(
+    slot: int, tokens: list[int], prompt_len: int = 0, max_total: int = 64, **more: str
+) -> Admit:
+    return Admit(
+        slot,
+        f"request {slot}",
+        pack(tokens),
+        prompt_len or len(tokens),
+        max_total,
+        SamplingParams(),
+        seed=slot,
+        **more,
+    )
+
+
+PROMPT = list(range(100, 112))  # three whole pages
+
+
+def test_cached_prompt_of_whole_pages_still_computes_its_last_token():
+    """Pitfall 3."""
+    memory = Memory()
+    memory.run({0: 99}, [admit(0, PROMPT)])
+    memory.run({}, releases=[Release(0, True)])
+    applied, ids = memory.run({1: 99}, [admit(1, PROMPT)])
+    assert applied.cached.tolist() == [8]
+    assert applied.rows.counts.tolist() == [4] and applied.rows.samples.tolist() == [True]
+    assert len(ids) == 1
+
+
+def test_one_token_prompt_is_never_cached_away():
+    memory = Memory()
+    for _ in range(2):
+        applied, ids = memory.run({0: 99}, [admit(0, [7])])
+        assert applied.cached.tolist() == [0] and len(ids) == 1
+        memory.run({}, releases=[Release(0, True)])
+
+
+def test_pages_freed_while_a_step_is_in_flight_are_rewritten_only_after_it():
+    """Pitfall 2: slot 0 ended, but step 1 still computes it when plan 2 gives its pages away."""
+    memory = Memory(pages=5, cache="naive")
+    first = memory.plan({0: 99}, [admit(0, PROMPT)])
+    steps = [memory.step(first)]
+    steps.append(memory.step(memory.plan({0: 1})))
+    pages_of_1 = steps[1].pages.copy()
+    other = [9] * 12
+    third = memory.plan({1: 99}, [admit(1, other)], [Release(0, False)])
+    steps.append(memory.step(third))
+    assert set(steps[2].pages[0].tolist()) <= set(pages_of_1[0].tolist()), "the pages are reused"
+    assert (steps[1].pages == pages_of_1).all(), "a step's table is its own copy"
+    memory.device.run(steps[0])
+    assert memory.holds(steps[1], 0, PROMPT)
+    memory.device.run(steps[1])
+    memory.device.run(steps[2])
+    assert memory.holds(steps[2], 0, other)
+
+
+def test_preempted_request_prefills_its_outputs_and_samples_once():
+    """Pitfall 4: it has outputs and is in prefill all the same."""
+    memory = Memory()
+    outputs = memory.run({0: 99}, [admit(0, PROMPT)])[1]
+    for _ in range(6):
+        outputs += memory.run({0: 1})[1]
+    tokens = PROMPT + outputs
+    again = admit(3, tokens, prompt_len=len(PROMPT))
+    applied, _ = memory.run({3: 1}, [again], [Release(0, True, pack(outputs))])
+    assert applied.cached.tolist() == [16]  # 19 known, 18 computed
+    assert applied.rows.counts.tolist() == [1] and applied.rows.samples.tolist() == [False]
+    applied, ids = memory.run({3: 99})
+    assert applied.rows.counts.tolist() == [2] and len(ids) == 1
+    assert memory.run({3: 99})[0].rows.counts.tolist() == [1]
+
+
+def test_surplus_token_never_enters_the_cache():
+    """Pitfall 7: 15 tokens are confirmed; the 16th would have filled the page."""
+    memory = Memory()
+    outputs = memory.run({0: 99}, [admit(0, PROMPT)])[1]
+    for _ in range(4):
+        outputs += memory.run({0: 1})[1]
+    confirmed = PROMPT + outputs[:3]
+    memory.run({}, releases=[Release(0, True, pack(outputs[:3]))])
+    for last in (outputs[3], outputs[3] + 1):
+        applied, _ = memory.run({1: 99}, [admit(1, [*confirmed, last, 5])])
+        assert applied.cached.tolist() == [12]
+        memory.run({}, releases=[Release(1, False)])
+
+
+def test_confirmed_page_is_cached_even_if_surplus_was_computed_after_it():
+    memory = Memory()
+    outputs = memory.run({0: 99}, [admit(0, PROMPT)])[1]
+    for _ in range(6):
+        outputs += memory.run({0: 1})[1]
+    memory.run({}, releases=[Release(0, True, pack(outputs[:4]))])
+    applied = memory.plan({1: 99}, [admit(1, [*PROMPT, *outputs[:4], 5])])
+    assert applied.cached.tolist() == [16]
+    assert memory.holds(memory.step(applied), 0, PROMPT + outputs[:4])
+
+
+def test_last_output_without_kv_is_not_cached():
+    """The output that filled the page was sampled, but no step computed its KV."""
+    memory = Memory()
+    outputs = memory.run({0: 99}, [admit(0, PROMPT)])[1]
+    for _ in range(3):
+        outputs += memory.run({0: 1})[1]
+    memory.run({}, releases=[Release(0, True, pack(outputs))])
+    applied, _ = memory.run({1: 99}, [admit(1, [*PROMPT, *outputs, 5])])
+    assert applied.cached.tolist() == [12]
+
+
+def test_half_computed_prompt_is_cached_as_far_as_it_goes():
+    memory = Memory()
+    memory.run({0: 9}, [admit(0, PROMPT)])
+    applied, _ = memory.run({0: 99}, [admit(0, PROMPT)], [Release(0, True)])
+    assert applied.cached.tolist() == [8]
+
+
+def test_completed_prompt_is_shared_from_the_next_plan_on():
+    memory = Memory()
+    memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, PROMPT)])
+    assert memory.manager.free == 32 - 6, "in one plan the second cannot see the first"
+    applied, _ = memory.run({2: 99}, [admit(2, [*PROMPT, 1])])
+    assert applied.cached.tolist() == [12]
+    assert memory.manager.free == 32 - 3 - 1, "the duplicates are freed"
+
+
+def test_duplicates_are_repointed_and_freed():
+    memory = Memory()
+    admits = [admit(slot, PROMPT) for slot in range(3)]
+    outputs = [memory.run({0: 99, 1: 99, 2: 99}, admits)[1]]
+    applied = memory.plan({0: 1, 1: 1, 2: 1})
+    step = memory.step(applied)
+    assert (step.pages[:, :3] == step.pages[0, :3]).all()
+    assert len(set(step.pages[:, 3].tolist())) == 3
+    for row in range(3):
+        assert memory.holds(step, row, PROMPT)
+    memory.device.run(step)
+    for row, slot in enumerate(step.slots.tolist()):
+        assert memory.holds(step, row, [*PROMPT, outputs[0][slot]])
+    memory.run({}, releases=[Release(slot, False) for slot in range(3)])
+    assert (memory.manager.free, memory.manager.evictable) == (29, 3)
+
+
+def test_salts_do_not_share():
+    memory = Memory()
+    memory.run({0: 99}, [admit(0, PROMPT, cache_salt="a")])
+    later = [admit(1, PROMPT), admit(2, PROMPT, cache_salt="b"), admit(3, PROMPT, cache_salt="a")]
+    applied, _ = memory.run({}, later)
+    assert applied.cached.tolist() == [0, 0, 8]
+
+
+def test_row_without_pages_is_deferred_and_nothing_of_it_is_touched():
+    memory = Memory(pages=5)
+    memory.run({0: 99}, [admit(0, PROMPT)])
+    applied = memory.plan({1: 99, 0: 1}, [admit(1, [1] * 8)])
+    assert applied.rows.deferred.tolist() == [True, False]
+    assert applied.rows.counts.tolist() == [0, 1]
+    assert memory.manager.slots.computed[1] == 0 and memory.manager.table.held[1] == 0
+    memory.device.run(memory.step(applied))
+    applied, ids = memory.run({1: 99}, releases=[Release(0, False)])
+    assert applied.rows.counts.tolist() == [8] and len(ids) == 1
+
+
+def test_pages_go_to_rows_in_plan_order_and_smaller_rows_may_still_fit():
+    memory = Memory(pages=6)
+    admits = [admit(0, [1] * 8), admit(1, [2] * 16), admit(2, [3] * 4)]
+    applied = memory.plan({0: 99, 1: 99, 2: 99}, admits)
+    assert applied.rows.deferred.tolist() == [False, True, False]
+
+
+def test_unused_prefixes_make_room_and_used_ones_do_not():
+    memory = Memory(pages=9)
+    memory.run({0: 99}, [admit(0, PROMPT)])
+    memory.run({}, releases=[Release(0, True)])
+    memory.run({0: 99}, [admit(0, [*PROMPT, 1])])  # locks the three pages, owns a fourth
+    applied, _ = memory.run({1: 99}, [admit(1, [2] * 17)])
+    assert applied.rows.deferred.tolist() == [True]
+    applied, _ = memory.run({1: 99}, releases=[Release(0, False)])
+    assert applied.rows.counts.tolist() == [17]
+    assert memory.manager.evictable == 3 and memory.manager.free == 0
+
+
+def test_request_never_grows_past_max_total():
+    memory = Memory()
+    applied, _ = memory.run({0: 99}, [admit(0, PROMPT, max_total=14)])
+    assert memory.run({0: 5})[0].rows.counts.tolist() == [1]
+    for _ in range(2):
+        applied, ids = memory.run({0: 5})
+        assert applied.rows.counts.tolist() == [0] and ids == []
+        assert applied.rows.deferred.tolist() == [False]
+
+
+def test_rows_of_empty_slots_and_empty_counts_do_nothing():
+    memory = Memory()
+    applied, _ = memory.run({5: 3, 0: 0}, [admit(0, PROMPT)])
+    assert applied.rows.counts.tolist() == [0, 0]
+    assert memory.manager.free == 32
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (dict(releases=[Release(1, True)]), "release of slot 1, which is empty"),
+        (dict(releases=[Release(0, True), Release(0, True)]), "slot 0, which is empty"),
+        (dict(releases=[Release(8, True)]), "slot 8 of 8"),
+        (dict(releases=[Release(0, True, pack([1, 2]))]), "confirms 2 outputs after 12"),
+        (dict(releases=[Release(0, True, b"xyz")]), "3 bytes"),
+        (dict(admits=[admit(0, [1])]), "slot 0, which is used"),
+        (dict(admits=[admit(-1, [1])]), "slot -1 of 8"),
+        (dict(admits=[admit(1, [])]), "0 tokens"),
+        (dict(admits=[admit(1, [1, -1])]), "token id -1"),
+        (dict(admits=[admit(1, [1, 2], max_total=2)]), "2 tokens, at most 2"),
+        (dict(admits=[admit(1, [1, 2], max_total=65)]), "at most 65 in total, of at most 64"),
+        (dict(rows={8: 1}), "slots 8..8 of 8"),
+        (dict(rows={-1: 1}), "slots -1..-1 of 8"),
+        (dict(rows={0: -1}), "count -1"),
+    ],
+)
+def test_contradiction_is_a_protocol_error_with_its_numbers(plan: dict, message: str):
+    memory = Memory()
+    memory.run({0: 99}, [admit(0, PROMPT)])
+    with pytest.raises(ProtocolError, match=message):
+        memory.plan(**{"rows": {}, **plan})
+
+
+def test_slot_twice_in_a_plan_and_ragged_rows_are_protocol_errors():
+    manager = Memory().manager
+    with pytest.raises(ProtocolError, match="slot 3 twice"):
+        manager.apply(Plan(1, 0, (), (), pack([1, 3, 3]), pack([1, 1, 1])))
+    with pytest.raises(ProtocolError, match="2 slots, 1 counts"):
+        manager.apply(Plan(1, 0, (), (), pack([1, 3]), pack([1])))
+
+
+def test_lost_page_is_noticed_with_the_next_plan():
+    memory = Memory()
+    memory.manager.allocator.take(1)
+    with pytest.raises(IntegrityError, match="31 free, 0 evictable, 0 locked and 0 held"):
+        memory.plan({})
+
+
+def test_page_with_two_owners_is_noticed():
+    memory = Memory()
+    memory.plan({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, PROMPT)])
+    rows = memory.manager.table._rows
+    rows[1, 0] = rows[0, 0]
+    with pytest.raises(IntegrityError, match="wrong"):
+        memory.manager.check_integrity()
+
+
+def test_digest_tells_different_decisions_apart_and_repeats():
+    def digests(second_prompt: list[int]) -> list[int]:
+        memory = Memory()
+        plans = [memory.run({0: 99}, [admit(0, PROMPT)])[0]]
+        plans.append(memory.run({0: 1, 1: 99}, [admit(1, second_prompt)])[0])
+        plans.append(memory.run({1: 1}, releases=[Release(0, True)])[0])
+        return [applied.digest for applied in plans]
+
+    same, again, other = digests(PROMPT), digests(PROMPT), digests([1] * 12)
+    assert same == again and len(set(same)) == 3
+    assert same[0] == other[0] and same[1] != other[1] and same[2] != other[2]
+    assert all(0 < digest < 2**64 for digest in same)
+
+
+def test_reset_forgets_everything():
+    memory = Memory()
+    first = memory.run({0: 99}, [admit(0, PROMPT)])[0]
+    memory.run({0: 1})
+    memory.manager.reset()
+    memory.number = 0
+    memory.manager.check_integrity()
+    assert (memory.manager.free, memory.manager.evictable) == (32, 0)
+    again = memory.run({0: 99}, [admit(0, PROMPT)])[0]
+    assert again.cached.tolist() == [0] and again.digest == first.digest
+
+
+def test_unknown_cache_is_a_configuration_error():
+    with pytest.raises(ConfigurationError, match="unknown cache"):
+        MemoryManager(8, 4, 2, 16, "lru")
+
+
+def test_long_prompts_beside_decodes_get_the_pages_they_need():
+    """Needs of 0, 1 and many pages in one plan go through one allocation."""
+    memory = Memory()
+    memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, PROMPT[:5])])
+    applied = memory.plan({2: 99, 0: 1, 1: 1, 3: 6}, [admit(2, [8] * 30), admit(3, [9] * 30)])
+    step = memory.step(applied)
+    assert step.slots.tolist() == [0, 1, 2, 3] and step.counts.tolist() == [1, 1, 30, 6]
+    used = [step.pages[row][: -(-n // SIZE)].tolist() for row, n in enumerate([13, 6, 30, 6])]
+    flat = np.concatenate(used)
+    assert len(set(flat.tolist())) == len(flat) == 4 + 2 + 8 + 2
+    memory.device.run(step)
+    assert memory.holds(step, 2, [8] * 30) and memory.holds(step, 3, [9] * 6)

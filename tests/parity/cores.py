@@ -1,0 +1,120 @@
+"""Scheduler core, engine core and model runner in one thread, for tests: no bus, no processes.
+
+The real parts and the real messages; only the shells are missing, so a whole run is repeatable and
+every logit can be seen.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from pipeinfer.engine.core import Compute, EngineCore
+from pipeinfer.engine.loading import load_engine
+from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.messages import PROTOCOL, Hello, Plan, StepDone, Tick, Tokens, Work, pack, unpack
+from pipeinfer.params import SamplingParams
+from pipeinfer.scheduler.board import Board
+from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
+from pipeinfer.scheduler.policies.mixed import Mixed
+from pipeinfer.settings import Settings
+
+
+class Nuisance:
+    """A policy that takes a running request back every few steps, whatever memory there is."""
+
+    def __init__(self) -> None:
+        self._mixed, self._steps = Mixed(), 0
+
+    def compose(self, board: Board) -> None:
+        self._steps += 1
+        if self._steps % 9 == 0:
+            board.relieve()
+        self._mixed.compose(board)
+
+
+class Cores:
+    """One scheduler and one engine over the checkpoint in `folder`.
+
+    logits: (request id, position) -> float32 [vocab] from which the token there was sampled.
+    """
+
+    def __init__(self, folder, settings: Settings, policy="mixed", budget=256) -> None:
+        self.loaded = load_engine(settings, folder)
+        loaded = self.loaded
+        self.memory = MemoryManager(
+            loaded.pages, loaded.page_size, loaded.max_slots, loaded.max_model_len, settings.cache
+        )
+        hello = Hello(
+            PROTOCOL, "test", 0, 1, 1, "model", loaded.page_size, loaded.pages - 1,
+            loaded.max_slots, loaded.max_model_len, loaded.attention,
+        )  # fmt: skip
+        self.engine = EngineCore(hello, "scheduler-0", self.memory)
+        options = SchedulerOptions(policy, settings.overlap_depth, settings.max_running, budget)
+        self.scheduler = SchedulerCore(options)
+        self.logits: dict[tuple[str, int], np.ndarray] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.finished: dict[str, str] = {}
+        self.cached: dict[str, int] = {}
+        self._slots: dict[int, str] = {}
+        self._steps: deque = deque()
+        self._results: deque = deque()
+        self._to_scheduler(self.engine.handle(Tick(), 0.0)[0].message)
+        self._run_one_result()
+
+    def submit(self, name: str, prompt: list[int], params: SamplingParams, seed=0, **work) -> None:
+        self.outputs[name] = []
+        self._to_scheduler(Work(name, 1, 0, 0, pack(prompt), params, seed, **work))
+
+    def run(self, until=None) -> None:
+        """Until nothing is left to do, or `until()` is true.
+
+        Results are held back as long as possible, so depth 2 really has two steps in flight.
+        """
+        while not (until and until()):
+            if self._steps:
+                self._run_step(self._steps.popleft())
+            elif not self._run_one_result():
+                return
+
+    def _to_scheduler(self, message) -> None:
+        for send in self.scheduler.handle(message, 0.0):
+            if send.channel == "plan":
+                self._to_engine(send.message)
+            elif isinstance(send.message, Tokens):
+                for row in send.message.rows:
+                    assert row.offset == len(self.outputs[row.request_id])
+                    self.outputs[row.request_id] += unpack(row.ids).tolist()
+                    self.cached[row.request_id] = row.cached_tokens
+                    if row.finish is not None:
+                        self.finished[row.request_id] = row.finish
+
+    def _to_engine(self, message) -> None:
+        if isinstance(message, Plan):
+            for admit in message.admits:
+                self._slots[admit.slot] = admit.request_id
+        for send in self.engine.handle(message, 0.0):
+            if isinstance(send.message, Compute):
+                # The slots of this step, before a later plan gives them to somebody else.
+                names = [self._slots[slot] for slot in send.message.step.slots.tolist()]
+                self._steps.append((send.message.step, names))
+            else:
+                self._results.append(send.message)
+        self.memory.check_integrity()
+
+    def _run_step(self, item) -> None:
+        step, names = item
+        logits = self.loaded.runner.logits(step)
+        ids = self.loaded.runner._sampled(step, logits)
+        ends = (step.starts + step.counts).tolist()
+        sampling = np.flatnonzero(step.samples).tolist()
+        for row, place in enumerate(sampling):
+            self.logits[names[place], ends[place]] = logits[row].float().numpy().copy()
+        self._to_engine(StepDone(step.epoch, step.number, pack(ids)))
+
+    def _run_one_result(self) -> bool:
+        if not self._results:
+            return False
+        self._to_scheduler(self._results.popleft())
+        return True

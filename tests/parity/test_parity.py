@@ -1,0 +1,188 @@
+"""pipeinfer computes what transformers computes: logits and greedy tokens in float32.
+
+Every architecture meets every workload, page size, cache and overlap depth, and every pair of those
+values occurs at least once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from allpairspy import AllPairs
+from cores import Cores
+
+from checkpoints import ARCHITECTURES, VOCAB_SIZE, CheckpointCache, load_reference
+from pipeinfer.params import SamplingParams
+from pipeinfer.settings import Settings
+
+OUTPUTS = 64
+GAP = 1e-3  # between the two best logits, so that rounding cannot change the greedy choice
+TOLERANCE = 1e-4
+WORKLOADS = ("one", "mixed", "shared", "chunks", "preempted")
+OVERRIDES = {
+    "LlamaForCausalLM": {
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 128,
+        },
+        "num_key_value_heads": 4,
+    },
+    "MistralForCausalLM": {"sliding_window": 40},
+    "Qwen2ForCausalLM": {"num_key_value_heads": 1},
+    "Qwen3ForCausalLM": {"tie_word_embeddings": True},
+    "Qwen3MoeForCausalLM": {},
+}  # fmt: skip
+
+CASES = [
+    tuple(case)
+    for case in AllPairs(
+        [list(ARCHITECTURES), list(WORKLOADS), [1, 16, 64], ["radix", "naive"], [1, 2]]
+    )
+]
+
+
+@dataclass
+class Reference:
+    """A prompt, the 64 ids that transformers generates, and the logits of each."""
+
+    prompt: list[int]
+    ids: list[int]
+    logits: np.ndarray
+
+
+class References:
+    """Prompts of one architecture whose greedy choice is never close."""
+
+    def __init__(self, folder) -> None:
+        self.folder = folder
+        self._model = load_reference(folder)
+        self._rng = np.random.default_rng(0)
+
+    def generate(self, length: int, many: int, prefix: list[int] = ()) -> list[Reference]:
+        found: list[Reference] = []
+        for _ in range(20):
+            found += self._batch(length, 2 * many, list(prefix))
+            if len(found) >= many:
+                return found[:many]
+        raise AssertionError("no prompts with clear greedy choices; change the checkpoint's seed")
+
+    @torch.inference_mode()
+    def _batch(self, length: int, many: int, prefix: list[int]) -> list[Reference]:
+        tails = self._rng.integers(0, VOCAB_SIZE, (many, length - len(prefix))).tolist()
+        prompts = torch.tensor([prefix + tail for tail in tails])
+        out = self._model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=OUTPUTS,
+            do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        logits = torch.stack(out.logits, 1)
+        best = logits.topk(2).values
+        clear = (best[..., 0] - best[..., 1]).amin(1) > GAP
+        return [
+            Reference(prompts[i].tolist(), out.sequences[i, length:].tolist(), logits[i].numpy())
+            for i in range(many)
+            if clear[i]
+        ]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    torch.set_num_threads(1)
+    checkpoints = CheckpointCache(tmp_path_factory.mktemp("parity"))
+    made: dict[str, dict] = {}
+
+    def of(architecture: str) -> dict:
+        if architecture not in made:
+            source = References(checkpoints(architecture, **OVERRIDES[architecture]))
+            prefix = source.generate(130, 1)[0].prompt
+            mixed = [r for n in (1, 7, 33, 64, 100) for r in source.generate(n, 3)]
+            made[architecture] = {
+                "folder": source.folder,
+                "mixed": mixed + source.generate(150, 1),
+                "shared": source.generate(140, 4, prefix) + source.generate(190, 2, prefix),
+            }
+        return made[architecture]
+
+    return of
+
+
+def settings(page_size: int, cache: str, depth: int) -> Settings:
+    return Settings(
+        page_size=page_size, cache=cache, overlap_depth=depth, kv_pages=4096 // page_size,
+        max_running=16, threads=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "workload", "page_size", "cache", "depth"), CASES)
+def test_same_logits_and_greedy_tokens_as_transformers(
+    references, architecture, workload, page_size, cache, depth
+):
+    known = references(architecture)
+    prompts = {
+        "one": known["mixed"][-1:],
+        "mixed": known["mixed"],
+        "shared": known["shared"],
+        "chunks": known["mixed"][6::3],
+        "preempted": known["mixed"][:8],
+    }[workload]
+    cores = Cores(
+        known["folder"],
+        settings(page_size, cache, depth),
+        policy="cores:Nuisance" if workload == "preempted" else "mixed",
+        budget=7 if workload == "chunks" else 256,
+    )
+    params = SamplingParams(temperature=0, max_tokens=OUTPUTS, ignore_eos=True)
+    for number, reference in enumerate(prompts):
+        cores.submit(f"r{number}", reference.prompt, params)
+        if workload == "shared" and number == 0:
+            cores.run()  # the first leaves its prefix to the others
+    cores.run()
+    for number, reference in enumerate(prompts):
+        name, length = f"r{number}", len(reference.prompt)
+        assert cores.outputs[name] == reference.ids
+        logits = np.stack([cores.logits[name, length + i] for i in range(OUTPUTS)])
+        error = np.abs(logits - reference.logits).max() / np.abs(reference.logits).max()
+        assert error < TOLERANCE
+    assert cores.scheduler.idle()
+    if workload == "preempted":
+        assert cores.scheduler.counts["preemptions"] > 3
+    if workload == "shared":
+        reused = [cores.cached[f"r{n}"] for n in range(1, len(prompts))]
+        assert min(reused) >= 128 if cache == "radix" else max(reused) == 0
+
+
+def test_seeded_sampling_is_the_same_whatever_else_is_in_the_batch(references):
+    known = references("Qwen3ForCausalLM")
+    params = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, max_tokens=30, ignore_eos=True)
+
+    def run(crowd: int, policy: str) -> list[int]:
+        cores = Cores(known["folder"], settings(16, "radix", 2), policy=policy)
+        for number in range(crowd):
+            reference = known["mixed"][number]
+            cores.submit(f"other{number}", reference.prompt, params, seed=number)
+        cores.submit("seeded", known["mixed"][-1].prompt, params, seed=1234)
+        cores.run()
+        return cores.outputs["seeded"]
+
+    alone = run(0, "mixed")
+    assert run(12, "mixed") == alone
+    assert run(5, "cores:Nuisance") == alone
+
+
+def test_min_tokens_holds_back_the_stop_token(references):
+    known = references("Qwen3ForCausalLM")
+    reference = known["mixed"][-1]
+    stop = reference.ids[4]
+    first = reference.ids.index(stop)
+    cores = Cores(known["folder"], settings(16, "radix", 2))
+    params = SamplingParams(temperature=0, max_tokens=40)
+    cores.submit("free", reference.prompt, params, eos_ids=(stop,))
+    held = SamplingParams(temperature=0, max_tokens=40, min_tokens=20)
+    cores.submit("held", reference.prompt, held, eos_ids=(stop,))
+    cores.run()
+    assert cores.outputs["free"] == reference.ids[: first + 1]
+    assert cores.finished["free"] == "stop"
+    assert len(cores.outputs["held"]) > 20
+    assert stop not in cores.outputs["held"][:20]
