@@ -7,7 +7,7 @@ at their end, with defaults; any other change is a new PROTOCOL.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Union, get_args
+from typing import Any, Literal, Union
 
 import msgspec
 import numpy as np
@@ -36,7 +36,7 @@ def unpack(raw: bytes) -> np.ndarray:
 # ------------------------------------------------------------------- requests: gateway -> tokenizer
 
 
-class Submit(Message):
+class Submit(Message, frozen=True):
     """A client's request. Exactly one of `text`, `prompt_ids` and `chat` is given.
 
     `attempt` counts how often the gateway has sent it; answers to an older attempt are dropped.
@@ -60,7 +60,7 @@ class Submit(Message):
     trace: str = ""
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """The client is gone (or asked to stop): forget the request everywhere, free its pages.
 
     Travels gateway -> tokenizer -> scheduler -> detokenizer, on the request's own path, so it
@@ -75,7 +75,7 @@ class Abort(Message):
 # --------------------------------------------------------------------- work: tokenizer -> scheduler
 
 
-class Work(Message):
+class Work(Message, frozen=True):
     """A tokenized request. `max_tokens` None in `params` means: as many as fit.
 
     `eos_ids`: ids that end this request by themselves (empty under ignore_eos).
@@ -98,7 +98,7 @@ class Work(Message):
 # ------------------------------------------------------------------------ plan: scheduler -> engine
 
 
-class Begin(Message):
+class Begin(Message, frozen=True):
     """A new epoch: forget all slots and the whole prefix tree, then answer Ready(epoch).
 
     Only the ranks whose incarnation is listed take part; plan numbers start at 0 again.
@@ -108,7 +108,7 @@ class Begin(Message):
     incarnations: tuple[int, ...]
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """The request in `slot` is over or preempted; the steps before this plan still read its pages.
 
     If `keep`, what was computed of (admitted tokens + `output_ids`) may enter the prefix cache;
@@ -121,7 +121,7 @@ class Release(Message):
     output_ids: bytes = b""
 
 
-class Admit(Message):
+class Admit(Message, frozen=True):
     """Puts a request into a free slot: match its tokens in the prefix cache, lock what is found.
 
     `token_ids`: all known tokens (int32 bytes); ids at and past `prompt_len` count as output.
@@ -140,7 +140,7 @@ class Admit(Message):
     cache_salt: str = ""
 
 
-class Plan(Message):
+class Plan(Message, frozen=True):
     """One step: releases, then admits, then rows `advance(slot, up to count tokens)`.
 
     `slots`, `counts`: int32 bytes, one entry a row, in the scheduler's order; a slot stands at most
@@ -159,7 +159,7 @@ class Plan(Message):
 # ---------------------------------------------------------------------- result: engine -> scheduler
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """An engine rank is loaded and asks for an epoch; repeated until `Begin` lists it.
 
     All ranks of a group must agree on `model` .. `max_model_len`. `pages` x `page_size` tokens fit
@@ -180,7 +180,7 @@ class Hello(Message):
     graph_sizes: tuple[int, ...] = ()
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """The rank hears the plan channel and its state is empty: plans of `epoch` may come."""
 
     epoch: int
@@ -188,7 +188,7 @@ class Ready(Message):
     incarnation: int
 
 
-class Admitted(Message):
+class Admitted(Message, frozen=True):
     """Said as soon as plan `number` was applied, long before its tokens exist.
 
     `slots`, `cached`: int32 bytes; `cached` tokens of each admitted request came from the cache.
@@ -203,7 +203,7 @@ class Admitted(Message):
     evictable: int
 
 
-class Result(Message):
+class Result(Message, frozen=True):
     """What step `number` did, one row for each row of its plan, in the plan's order.
 
     `slots`, `starts`, `counts`: int32 bytes; `starts` is the first computed position, `counts` how
@@ -226,7 +226,7 @@ class Result(Message):
     step_seconds: float = 0.0  # differs between a run and its replay
 
 
-class Fault(Message):
+class Fault(Message, frozen=True):
     """The rank cannot go on in this epoch (a gap in the plans, a failed step)."""
 
     epoch: int
@@ -238,7 +238,7 @@ class Fault(Message):
 # ----------------------------------------------------------------- tokens: scheduler -> detokenizer
 
 
-class Open(Message):
+class Open(Message, frozen=True):
     """A request that will produce tokens. `context_ids`: the prompt's last ids, for the decoder.
 
     `group`: whose scheduler hears of a stop string.
@@ -270,13 +270,13 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
 
 
-class Tokens(Message):
+class Tokens(Message, frozen=True):
     """Everything that one result brought, for one detokenizer."""
 
     rows: tuple[TokenRow, ...]
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """The request cannot be served; said by tokenizer or scheduler, shown to the client."""
 
     request_id: str
@@ -288,7 +288,7 @@ class Refused(Message):
     code: str | None = None
 
 
-class StopHit(Message):
+class StopHit(Message, frozen=True):
     """detokenizer -> scheduler: a stop string ended the request after `length` output tokens."""
 
     request_id: str
@@ -299,7 +299,7 @@ class StopHit(Message):
 # ---------------------------------------------------------- text: tokenizer, detokenizer -> gateway
 
 
-class Accepted(Message):
+class Accepted(Message, frozen=True):
     """tokenizer -> gateway: the request's ids and where it went."""
 
     request_id: str
@@ -330,7 +330,7 @@ class TextRow(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
-class Text(Message):
+class Text(Message, frozen=True):
     """New text of requests of one gateway."""
 
     rows: tuple[TextRow, ...]
@@ -341,7 +341,7 @@ class Text(Message):
 State = Literal["starting", "loading", "waiting", "ready", "draining", "failed"]
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """A stage's state and statistics, twice a second and at every change of state.
 
     starting: nothing checked yet; loading: the configuration is valid; waiting: for another stage;
@@ -360,7 +360,7 @@ class Heartbeat(Message):
     stats: dict[str, float] = {}
 
 
-class GroupFault(Message):
+class GroupFault(Message, frozen=True):
     """scheduler -> supervisor: the engine ranks of `group` must be restarted, and why."""
 
     group: int
@@ -370,15 +370,15 @@ class GroupFault(Message):
 # ----------------------------------------------------------------------------- events without a bus
 
 
-class Tick(Message):
+class Tick(Message, frozen=True):
     """A timer of the shell fired."""
 
 
-class Drain(Message):
+class Drain(Message, frozen=True):
     """Refuse what is new, finish what runs."""
 
 
-class StepDone(Message):
+class StepDone(Message, frozen=True):
     """The device finished step `number`: `token_ids` int32 bytes, one for each row that sampled."""
 
     epoch: int
@@ -410,9 +410,3 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     incarnation: int
     seq: int
     sent: float
-
-
-def message_types(channel: str) -> tuple[type[Message], ...]:
-    """The structs that may travel on `channel`."""
-    union = CHANNELS[channel]
-    return get_args(union) or (union,)

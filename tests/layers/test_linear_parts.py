@@ -53,7 +53,7 @@ def test_gate_and_up_keep_the_same_share(ranks: int) -> None:
     for rank in range(ranks):
         layer = merged_gate_up(HIDDEN, 16, False, placement(rank, ranks))
         filled(list(layer.sources("")), stored)
-        gate, up = layer.weight.chunk(2)
+        gate, up = layer.matrix.weight.chunk(2)
         share = slice(rank * 16 // ranks, (rank + 1) * 16 // ranks)
         assert torch.equal(gate, stored["gate_proj.weight"][share])
         assert torch.equal(up, stored["up_proj.weight"][share])
@@ -78,7 +78,7 @@ def test_row_parts_add_up_and_the_bias_counts_once() -> None:
         where = Placement(Shard(rank, 4), torch.float32, torch.device("cpu"), Collect())
         layer = RowLinear("o", 16, HIDDEN, True, where)
         filled(list(layer.sources("")), stored)
-        assert layer.weight.shape == (HIDDEN, 4)
+        assert layer.matrix.weight.shape == (HIDDEN, 4)
         total = layer(x[:, rank * 4 : rank * 4 + 4])
     expected = x @ stored["o.weight"].T + stored["o.bias"]
     torch.testing.assert_close(total, expected)

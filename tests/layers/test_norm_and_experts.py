@@ -75,13 +75,13 @@ def test_experts_equal_a_loop_over_tokens(tokens: int, normalize: bool) -> None:
     x = torch.randn(tokens, 12)
     expected = []
     for vector in x:
-        scores = (layer.router @ vector).softmax(0)
+        scores = (layer.router.weight @ vector).softmax(0)
         weights, chosen = scores.topk(3)
         weights = weights / weights.sum() if normalize else weights
         total = torch.zeros(12)
         for weight, expert in zip(weights, chosen, strict=True):
-            gate, up = (layer.gate_up[expert] @ vector).chunk(2)
-            total += weight * (layer.down[expert] @ (gate * gate.sigmoid() * up))
+            gate, up = (layer.gate_up[expert].weight @ vector).chunk(2)
+            total += weight * (layer.down[expert].weight @ (gate * gate.sigmoid() * up))
         expected.append(total)
     torch.testing.assert_close(layer(x.clone()), torch.stack(expected), rtol=1e-4, atol=1e-4)
 
@@ -89,12 +89,12 @@ def test_experts_equal_a_loop_over_tokens(tokens: int, normalize: bool) -> None:
 def test_padded_vocabulary_rows_are_zero_and_never_logits() -> None:
     ranks = [VocabularyRows("e", 10, 4, placement(rank)) for rank in range(4)]
     assert [(rows.start, rows.stop) for rows in ranks] == [(0, 3), (3, 6), (6, 9), (9, 10)]
-    assert torch.all(ranks[3].weight[1:] == 0)
+    assert torch.all(ranks[3].matrix.weight[1:] == 0)
     rows = VocabularyRows("e", 10, 4, ALONE)
-    rows.weight.normal_()
+    weight = rows.matrix.weight.normal_()
     hidden = torch.randn(2, 4)
-    torch.testing.assert_close(Head(rows, ALONE)(hidden), hidden @ rows.weight.T)
-    assert torch.equal(Embedding(rows, ALONE)(torch.tensor([9, 0])), rows.weight[[9, 0]])
+    torch.testing.assert_close(Head(rows, ALONE)(hidden), hidden @ weight.T)
+    assert torch.equal(Embedding(rows, ALONE)(torch.tensor([9, 0])), weight[[9, 0]])
 
 
 def placement(rank: int) -> Placement:

@@ -257,20 +257,20 @@ def test_rows_of_empty_slots_and_empty_counts_do_nothing():
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (dict(releases=[Release(1, True)]), "release of slot 1, which is empty"),
-        (dict(releases=[Release(0, True), Release(0, True)]), "slot 0, which is empty"),
-        (dict(releases=[Release(8, True)]), "slot 8 of 8"),
-        (dict(releases=[Release(0, True, pack([1, 2]))]), "confirms 2 outputs after 12"),
-        (dict(releases=[Release(0, True, b"xyz")]), "3 bytes"),
-        (dict(admits=[admit(0, [1])]), "slot 0, which is used"),
-        (dict(admits=[admit(-1, [1])]), "slot -1 of 8"),
-        (dict(admits=[admit(1, [])]), "0 tokens"),
-        (dict(admits=[admit(1, [1, -1])]), "token id -1"),
-        (dict(admits=[admit(1, [1, 2], max_total=2)]), "2 tokens, at most 2"),
-        (dict(admits=[admit(1, [1, 2], max_total=65)]), "at most 65 in total, of at most 64"),
-        (dict(rows={8: 1}), "slots 8..8 of 8"),
-        (dict(rows={-1: 1}), "slots -1..-1 of 8"),
-        (dict(rows={0: -1}), "count -1"),
+        ({"releases": [Release(1, True)]}, "release of slot 1, which is empty"),
+        ({"releases": [Release(0, True), Release(0, True)]}, "slot 0, which is empty"),
+        ({"releases": [Release(8, True)]}, "slot 8 of 8"),
+        ({"releases": [Release(0, True, pack([1, 2]))]}, "confirms 2 outputs after 12"),
+        ({"releases": [Release(0, True, b"xyz")]}, "3 bytes"),
+        ({"admits": [admit(0, [1])]}, "slot 0, which is used"),
+        ({"admits": [admit(-1, [1])]}, "slot -1 of 8"),
+        ({"admits": [admit(1, [])]}, "0 tokens"),
+        ({"admits": [admit(1, [1, -1])]}, "token id -1"),
+        ({"admits": [admit(1, [1, 2], max_total=2)]}, "2 tokens, at most 2"),
+        ({"admits": [admit(1, [1, 2], max_total=65)]}, "at most 65 in total, of at most 64"),
+        ({"rows": {8: 1}}, "slots 8..8 of 8"),
+        ({"rows": {-1: 1}}, "slots -1..-1 of 8"),
+        ({"rows": {0: -1}}, "count -1"),
     ],
 )
 def test_contradiction_is_a_protocol_error_with_its_numbers(plan: dict, message: str):
@@ -338,7 +338,7 @@ def test_unknown_cache_is_a_configuration_error():
 def test_long_prompts_beside_decodes_get_the_pages_they_need():
     """Needs of 0, 1 and many pages in one plan go through one allocation."""
     memory = Memory()
-    memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, PROMPT[:5])])
+    memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, [1] * 5)])
     applied = memory.plan({2: 99, 0: 1, 1: 1, 3: 6}, [admit(2, [8] * 30), admit(3, [9] * 30)])
     step = memory.step(applied)
     assert step.slots.tolist() == [0, 1, 2, 3] and step.counts.tolist() == [1, 1, 30, 6]

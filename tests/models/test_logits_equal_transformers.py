@@ -164,7 +164,7 @@ def test_variant(checkpoint: CheckpointCache, architecture: str, overrides: dict
 def test_half_precision(checkpoint: CheckpointCache, architecture: str, dtype: torch.dtype) -> None:
     """Both round differently, so this is as near as the reference is to its own float32 self."""
     folder = checkpoint(architecture, dtype=dtype, initializer_range=0.1)
-    model = loaded(folder, dtype)
+    model = build_model(read_config(folder), dtype=dtype)
     assert {source.target.dtype for source in model.sources()} == {dtype}
     assert difference(folder, dtype) < (0.08 if dtype == torch.bfloat16 else 0.01)
 

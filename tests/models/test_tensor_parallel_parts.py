@@ -14,7 +14,7 @@ from dense_attention import dense_causal
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model
 from pipeinfer.models.checkpoint import fill_dummy, load_weights
-from pipeinfer.models.config import read_config
+from pipeinfer.models.config import ModelConfig, read_config
 from pipeinfer.settings import ConfigurationError
 
 
@@ -95,21 +95,27 @@ def test_parts_of_all_ranks_cover_every_tensor_once(checkpoint: CheckpointCache)
 
 def test_dummy_ranks_hold_parts_of_one_model(checkpoint: CheckpointCache) -> None:
     config = read_config(checkpoint("Qwen3ForCausalLM"))
-    whole, again = build_model(config), build_model(config)
-    fill_dummy(whole, seed=5)
-    fill_dummy(again, seed=6)
-    full = {source.name: source.target for source in whole.sources()}
-    other = {source.name: source.target for source in again.sources()}
+    full = dummy_tensors(config, Shard(), seed=5)
+    other = dummy_tensors(config, Shard(), seed=6)
     for rank in range(2):
-        part = build_model(config, Shard(rank, 2))
-        fill_dummy(part, seed=5)
-        for source in part.sources():
-            if "norm" in source.name:
-                assert torch.all(source.target == 1)
+        for name, (part, tensor) in dummy_tensors(config, Shard(rank, 2), seed=5).items():
+            whole = full[name][1]
+            if "norm" in name:
+                assert torch.all(tensor == 1)
                 continue
-            assert torch.equal(source.target, full[source.name][source.part]), source.name
-            assert not torch.equal(full[source.name], other[source.name])
-            assert 0.015 < float(full[source.name].std()) < 0.025
+            assert torch.equal(tensor, whole[part]), name
+            assert not torch.equal(whole, other[name][1])
+            assert 0.015 < float(whole.std()) < 0.025
+
+
+def dummy_tensors(
+    config: ModelConfig, shard: Shard, seed: int
+) -> dict[str, tuple[tuple[slice, ...], torch.Tensor]]:
+    """Every parameter after filling, with the part of the checkpoint's tensor that it is."""
+    model = build_model(config, shard)
+    sources = list(model.sources())
+    fill_dummy(model, seed)
+    return {source.name: (source.part, source.target) for source in sources}
 
 
 def test_part_without_a_group_refuses_to_run(checkpoint: CheckpointCache) -> None:

@@ -104,6 +104,9 @@ class ModelEngine:
             if self.incarnation in message.incarnations:
                 self._forget(message.epoch)
                 self.outbox.append(Ready(message.epoch, 0, self.incarnation))
+            else:
+                self._forget(0)
+                self.outbox.append(self.hello())
         elif isinstance(message, Plan) and message.epoch == self.epoch:
             self._apply(message)
 

@@ -61,6 +61,11 @@ class SelfAttention:
         queries, keys = keyed[:, : self.num_heads], keyed[:, self.num_heads :]
         return self.output(attend(self.layer, queries, keys, values).flatten(1))
 
+    def pack(self) -> None:
+        """To be called when the weights are final."""
+        self.qkv.matrix.pack()
+        self.output.matrix.pack()
+
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of this module, with its dot."""
         yield from self.qkv.sources(prefix)

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
+from pipeinfer.layers.matrix import Matrix
 from pipeinfer.layers.placement import Placement, Source
 
 
 class VocabularyRows:
-    """This rank's rows of a [vocab, hidden] matrix; `weight` is [ceil(vocab / ranks), hidden]."""
+    """This rank's rows of a [vocab, hidden] matrix: [ceil(vocab / ranks), hidden]."""
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, placement: Placement) -> None:
         shard = placement.shard
@@ -24,14 +25,15 @@ class VocabularyRows:
         self.vocab_size = vocab_size
         self.start = min(shard.rank * share, vocab_size)
         self.stop = min(self.start + share, vocab_size)
-        self.weight = placement.empty(share, hidden_size)
-        self.weight[self.stop - self.start :].zero_()
+        self.matrix = Matrix(placement.empty(share, hidden_size))
+        self.matrix.weight[self.stop - self.start :].zero_()
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of the parent module, with its dot."""
-        hidden = self.weight.shape[1]
+        weight = self.matrix.weight
+        hidden = weight.shape[1]
         part = (slice(self.start, self.stop), slice(0, hidden))
-        target = self.weight[: self.stop - self.start]
+        target = weight[: self.stop - self.start]
         yield Source(f"{prefix}{self._name}.weight", (self.vocab_size, hidden), part, target)
 
 
@@ -40,15 +42,16 @@ class Embedding:
 
     def __init__(self, rows: VocabularyRows, placement: Placement) -> None:
         self.rows = rows
+        self._table = rows.matrix.weight
         self._placement = placement
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         rows = self.rows
         if self._placement.alone:
-            return functional.embedding(tokens, rows.weight)
+            return functional.embedding(tokens, self._table)
         local = tokens - rows.start
         foreign = (local < 0) | (local >= rows.stop - rows.start)
-        vectors = functional.embedding(local.masked_fill(foreign, 0), rows.weight)
+        vectors = functional.embedding(local.masked_fill(foreign, 0), self._table)
         return self._placement.reduce(vectors.masked_fill_(foreign[:, None], 0))
 
 
@@ -60,5 +63,5 @@ class Head:
         self._placement = placement
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._placement.gather(functional.linear(hidden, self.rows.weight))
+        logits = self._placement.gather(self.rows.matrix(hidden))
         return logits[:, : self.rows.vocab_size]

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
+from pipeinfer.layers.matrix import Matrix
 from pipeinfer.layers.placement import Placement, Source
 
 
@@ -36,24 +36,26 @@ class ColumnLinear:
     ) -> None:
         rows = sum(block.stop - block.start for block in blocks)
         self._blocks = tuple(blocks)
-        self.weight = placement.empty(rows, in_features)
-        self.bias = placement.empty(rows) if bias else None
+        self.matrix = Matrix(
+            placement.empty(rows, in_features), placement.empty(rows) if bias else None
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        return self.matrix(x)
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of the parent module, with its dot."""
-        columns = self.weight.shape[1]
+        weight, bias = self.matrix.weight, self.matrix.bias
+        columns = weight.shape[1]
         row = 0
         for block in self._blocks:
             rows = slice(row, row + block.stop - block.start)
             held = slice(block.start, block.stop)
             name = f"{prefix}{block.name}"
             part = (held, slice(0, columns))
-            yield Source(f"{name}.weight", (block.rows, columns), part, self.weight[rows])
-            if self.bias is not None:
-                yield Source(f"{name}.bias", (block.rows,), (held,), self.bias[rows])
+            yield Source(f"{name}.weight", (block.rows, columns), part, weight[rows])
+            if bias is not None:
+                yield Source(f"{name}.bias", (block.rows,), (held,), bias[rows])
             row = rows.stop
 
 
@@ -67,23 +69,24 @@ class RowLinear:
         self._placement = placement
         self._in_features = in_features
         self._start, self._stop = placement.shard.span(in_features)
-        self.weight = placement.empty(out_features, self._stop - self._start)
-        self.bias = placement.empty(out_features) if bias else None
+        self._bias = placement.empty(out_features) if bias else None
+        weight = placement.empty(out_features, self._stop - self._start)
+        # Over several ranks the bias counts once: it is added to the sum, not to each part.
+        self.matrix = Matrix(weight, self._bias if placement.alone else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._placement.alone:
-            return functional.linear(x, self.weight, self.bias)
-        total = self._placement.reduce(functional.linear(x, self.weight))
-        return total if self.bias is None else total.add_(self.bias)  # added once, not per rank
+        total = self._placement.reduce(self.matrix(x))
+        return total if self._bias is None or self._placement.alone else total.add_(self._bias)
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of the parent module, with its dot."""
-        rows = self.weight.shape[0]
+        weight = self.matrix.weight
+        rows = weight.shape[0]
         part = (slice(0, rows), slice(self._start, self._stop))
         name = f"{prefix}{self._name}"
-        yield Source(f"{name}.weight", (rows, self._in_features), part, self.weight)
-        if self.bias is not None:
-            yield Source(f"{name}.bias", (rows,), (slice(0, rows),), self.bias)
+        yield Source(f"{name}.weight", (rows, self._in_features), part, weight)
+        if self._bias is not None:
+            yield Source(f"{name}.bias", (rows,), (slice(0, rows),), self._bias)
 
 
 def merged_qkv(

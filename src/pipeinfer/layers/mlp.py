@@ -32,6 +32,11 @@ class GatedMLP:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(silu_and_multiply(self.gate_up(x)))
 
+    def pack(self) -> None:
+        """To be called when the weights are final."""
+        self.gate_up.matrix.pack()
+        self.down.matrix.pack()
+
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of this module, with its dot."""
         yield from self.gate_up.sources(prefix)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.nn import functional
 
+from pipeinfer.layers.matrix import Matrix
 from pipeinfer.layers.mlp import silu_and_multiply
 from pipeinfer.layers.placement import Placement, Source, whole
 
@@ -33,15 +33,17 @@ class SparseMLP:
         self._top_k = top_k
         self._normalize = normalize
         share = self._stop - self._start
-        self.router = placement.empty(num_experts, hidden_size)
-        self.gate_up = placement.empty(num_experts, 2 * share, hidden_size)
-        self.down = placement.empty(num_experts, hidden_size, share)
+        self.num_experts = num_experts
+        self.router = Matrix(placement.empty(num_experts, hidden_size))
+        stacked = placement.empty(num_experts, 2 * share, hidden_size)
+        self.gate_up = [Matrix(weight) for weight in stacked]
+        self.down = [Matrix(weight) for weight in placement.empty(num_experts, hidden_size, share)]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, experts = self._route(x)
         pairs = experts.flatten()  # pair i is token i // top_k
         order = pairs.argsort(stable=True)
-        counts = pairs.bincount(minlength=self.router.shape[0]).tolist()
+        counts = pairs.bincount(minlength=self.num_experts).tolist()
         outputs = self._experts(x[order // self._top_k], counts)
         by_pair = torch.empty_like(outputs)
         by_pair[order] = outputs
@@ -51,7 +53,7 @@ class SparseMLP:
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights in x's dtype and experts int64, both [T, top_k]."""
-        scores = functional.linear(x, self.router).softmax(dim=-1, dtype=torch.float32)
+        scores = self.router(x).softmax(dim=-1, dtype=torch.float32)
         weights, experts = scores.topk(self._top_k, dim=-1)
         if self._normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -59,30 +61,30 @@ class SparseMLP:
 
     def _experts(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """x [pairs, hidden] ordered by expert; the outputs in the same order."""
-        outputs = torch.empty_like(x)
-        start = 0
-        for expert, count in enumerate(counts):
-            if not count:
-                continue
-            rows = slice(start, start + count)
-            middle = silu_and_multiply(functional.linear(x[rows], self.gate_up[expert]))
-            torch.mm(middle, self.down[expert].t(), out=outputs[rows])
-            start = rows.stop
-        return outputs
+        outputs = [
+            down(silu_and_multiply(gate_up(rows)))
+            for rows, gate_up, down in zip(x.split(counts), self.gate_up, self.down, strict=True)
+            if rows.shape[0]
+        ]
+        return torch.cat(outputs) if outputs else x
+
+    def pack(self) -> None:
+        """To be called when the weights are final."""
+        for matrix in (self.router, *self.gate_up, *self.down):
+            matrix.pack()
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of this module, with its dot. On disk each expert is by itself."""
-        experts, hidden = self.router.shape
-        shape = (experts, hidden)
-        yield Source(f"{prefix}gate.weight", shape, whole(shape), self.router)
+        shape = experts, hidden = tuple(self.router.weight.shape)
+        yield Source(f"{prefix}gate.weight", shape, whole(shape), self.router.weight)
         held = slice(self._start, self._stop)
         share = self._stop - self._start
         column = (self._intermediate, hidden)
         row = (hidden, self._intermediate)
         for expert in range(experts):
             name = f"{prefix}experts.{expert}."
-            gate, up = self.gate_up[expert, :share], self.gate_up[expert, share:]
+            gate, up = self.gate_up[expert].weight.split(share)
             yield Source(f"{name}gate_proj.weight", column, (held, slice(0, hidden)), gate)
             yield Source(f"{name}up_proj.weight", column, (held, slice(0, hidden)), up)
-            down = self.down[expert]
+            down = self.down[expert].weight
             yield Source(f"{name}down_proj.weight", row, (slice(0, hidden), held), down)

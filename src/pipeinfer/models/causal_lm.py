@@ -26,6 +26,8 @@ class FeedForward(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
+    def pack(self) -> None: ...
+
     def sources(self, prefix: str) -> Iterator[Source]: ...
 
 
@@ -105,6 +107,16 @@ class CausalLM:
             )
             for layer, window in zip(self.layers, self.config.sliding_windows, strict=True)
         ]
+
+    def pack(self) -> None:
+        """Lays the weights out for speed; they are final then, and `sources` is over.
+
+        A tied embedding is kept beside the head's packed copy of it.
+        """
+        for layer in self.layers:
+            layer.attention.pack()
+            layer.mlp.pack()
+        self.head.rows.matrix.pack()
 
     def sources(self) -> Iterator[Source]:
         """Every parameter, and the checkpoint tensor that fills it."""

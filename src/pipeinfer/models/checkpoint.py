@@ -52,7 +52,7 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> None:
 def load_weights(model: CausalLM, folder: Path, progress: Progress | None = None) -> None:
     """Reads this rank's part of every tensor; values are converted to the parameters' dtype.
 
-    Raises ConfigurationError as `check_checkpoint` does.
+    The weights are final then (`model.pack`). Raises ConfigurationError as `check_checkpoint` does.
     """
     stored = read_headers(folder)
     by_file: dict[Path, list[Source]] = defaultdict(list)
@@ -69,6 +69,7 @@ def load_weights(model: CausalLM, folder: Path, progress: Progress | None = None
                 done += stored[source.name].nbytes
                 if progress is not None:
                     progress(done, total)
+    model.pack()
 
 
 def _stored(source: Source, stored: dict[str, StoredTensor], folder: Path) -> StoredTensor:
@@ -92,6 +93,7 @@ def fill_dummy(model: CausalLM, seed: int = 0) -> None:
     """Random weights (standard deviation 0.02, norms one) in place of a checkpoint's.
 
     Each tensor depends on `seed` and its name only, so ranks hold parts of one and the same model.
+    The weights are final then (`model.pack`).
     """
     for source in model.sources():
         if "norm" in source.name:
@@ -103,3 +105,4 @@ def fill_dummy(model: CausalLM, seed: int = 0) -> None:
         full = torch.empty(source.shape, dtype=torch.float32, device=device)
         full.normal_(0.0, DUMMY_STD, generator=generator)
         source.target.copy_(full[source.part])
+    model.pack()

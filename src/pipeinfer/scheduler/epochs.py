@@ -53,11 +53,15 @@ class Epochs:
         return ended
 
     def begin(self) -> Begin | None:
-        """The Begin to publish now, or None: ranks are missing, disagree, or the epoch runs.
+        """The Begin to publish now, or None: ranks are missing or disagree, or the epoch runs.
 
         Published again and again until all ranks are ready: a subscription may be late.
         """
-        if self.running or len(self._hellos) < self.tp:
+        if self.running:
+            return None
+        if not self._hellos:
+            return Begin(self.epoch, ())  # engines of an earlier scheduler: say hello
+        if len(self._hellos) < self.tp:
             return None
         first = self._hellos[min(self._hellos)]
         for hello in self._hellos.values():

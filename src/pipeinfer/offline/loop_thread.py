@@ -1,0 +1,64 @@
+"""An event loop in a thread of its own, for callers that have none.
+
+Knows nothing of what runs on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import TimeoutError as NotYet
+from typing import Any, TypeVar
+
+import uvloop
+
+T = TypeVar("T")
+
+WAKE = 0.1  # seconds between two calls of `meanwhile`
+
+
+class LoopThread:
+    """Runs coroutines for other threads, among them the main one, which Ctrl-C interrupts."""
+
+    def __init__(self) -> None:
+        self._loop = uvloop.new_event_loop()
+        # A daemon: a caller who never closes it must still be able to exit.
+        self._thread = threading.Thread(target=self._work, name="pipeinfer", daemon=True)
+        self._thread.start()
+
+    def run(
+        self, coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], None] | None = None
+    ) -> T:
+        """The coroutine's result. Cancels it, and waits for its end, if the wait is interrupted."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            while meanwhile is not None:
+                try:
+                    return future.result(WAKE)
+                except NotYet:
+                    if future.done():  # the coroutine's own TimeoutError
+                        raise
+                    meanwhile()
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Begins the coroutine and does not wait for it."""
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def is_current(self) -> bool:
+        """Whether the caller runs on this loop's thread, which must not wait for the loop."""
+        return threading.current_thread() is self._thread
+
+    def close(self) -> None:
+        """Ends the thread; not from itself."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()

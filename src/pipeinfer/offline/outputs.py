@@ -1,0 +1,197 @@
+"""What a caller of the offline classes gets back, and how it is gathered from a request's deltas.
+
+Knows the gateway's local events; no pipeline and no threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeinfer.gateway import events
+from pipeinfer.gateway.events import Call, Failed, Started
+from pipeinfer.messages import FinishReason, unpack
+
+
+class RequestError(ValueError):
+    """A request that was refused. `param`: what is wrong with it; `code`: OpenAI's error code."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output of a streamed request.
+
+    offset: output tokens before `token_ids`. finish_reason is set on the last delta only, as are
+    stop_reason (the stop string or stop token id, None for the model's own), cached_tokens
+    (prompt tokens found in the prefix cache) and `error`, which belongs to finish_reason "error".
+    """
+
+    text: str
+    token_ids: list[int]
+    offset: int
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    cached_tokens: int = 0
+    error: str = ""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion. token_ids: without the stop token and what a stop string cut off.
+
+    stop_reason: the stop string or stop token id, None for the model's own end. `error` says what
+    happened if finish_reason is "error".
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    logprobs: None = None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Seconds of time.monotonic(); first_token_time is None if there was no token."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A finished request. prompt: None if ids or a chat were given.
+
+    cached_tokens: how many of the prompt's tokens were found in the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    cached_tokens: int = 0
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
+
+
+def is_refusal(failed: Failed) -> bool:
+    """Whether the request itself is at fault, and not the pipeline or the time."""
+    return failed.status < 500 and failed.status != 408
+
+
+def _end_of(failed: Failed) -> tuple[FinishReason, str]:
+    """(finish_reason, error) of a failure that is no refusal."""
+    if failed.status == 408 or failed.code == "closed":
+        return "abort", ""
+    return "error", failed.message
+
+
+class Collector:
+    """Gathers one whole request. `done(collector)` is called once, at its end."""
+
+    __slots__ = ("_call", "_done", "_ids", "_metrics", "_prompt_ids", "_text", "end", "refusal")
+
+    def __init__(self, call: Call, done: Callable[[Collector], None]) -> None:
+        self._call, self._done = call, done
+        self._text: list[str] = []
+        self._ids: list[bytes] = []
+        self._prompt_ids = b""
+        self._metrics = RequestMetrics(time.monotonic())
+        self.refusal: RequestError | None = None
+        self.end: dict[str, Any] = {"finish_reason": "abort"}
+
+    def started(self, started: Started) -> None:
+        self._prompt_ids = started.prompt_ids
+
+    def delta(self, delta: events.Delta) -> None:
+        """Hot path: once for every token."""
+        if self._metrics.first_token_time is None and delta.ids:
+            self._metrics.first_token_time = time.monotonic()
+        self._text.append(delta.text)
+        self._ids.append(delta.ids)
+        if delta.finish is not None:
+            if self._metrics.first_token_time is not None:
+                self._metrics.last_token_time = time.monotonic()
+            self.end = {
+                "finish_reason": delta.finish,
+                "stop_reason": delta.stop_reason,
+                "cached_tokens": delta.cached_tokens,
+            }
+            self._done(self)
+
+    def failed(self, failed: Failed) -> None:
+        if is_refusal(failed):
+            self.refusal = RequestError(failed.message, failed.param, failed.code)
+        reason, error = _end_of(failed)
+        self.end = {"finish_reason": reason, "error": error}
+        self._done(self)
+
+    def tokens(self) -> int:
+        """Output tokens so far."""
+        return sum(map(len, self._ids)) // 4
+
+    def output(self, prompt: str | None) -> RequestOutput:
+        """What was gathered."""
+        cached = self.end.pop("cached_tokens", 0)
+        ids = unpack(b"".join(self._ids)).tolist()
+        completion = CompletionOutput(0, "".join(self._text), ids, **self.end)
+        prompt_ids = unpack(self._prompt_ids).tolist()
+        name = self._call.request_id
+        return RequestOutput(name, prompt, prompt_ids, [completion], cached, self._metrics)
+
+
+class DeltaStream:
+    """Hands the deltas of one request to whoever waits for them, on one event loop."""
+
+    __slots__ = ("_deltas", "_received", "_waiter")
+
+    def __init__(self) -> None:
+        self._deltas: deque[Delta | RequestError] = deque()
+        self._received = 0
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next(self) -> Delta:
+        """The next delta; raises RequestError if the request was refused."""
+        while not self._deltas:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        delta = self._deltas.popleft()
+        if isinstance(delta, RequestError):
+            raise delta
+        return delta
+
+    def started(self, started: Started) -> None:
+        """The prompt's ids are no output."""
+
+    def delta(self, delta: events.Delta) -> None:
+        """Hot path: once for every token."""
+        ids = unpack(delta.ids).tolist()
+        self._received = delta.token_offset + len(ids)
+        self._put(
+            Delta(
+                delta.text, ids, delta.token_offset, delta.finish,
+                delta.stop_reason, delta.cached_tokens,
+            )
+        )  # fmt: skip
+
+    def failed(self, failed: Failed) -> None:
+        if is_refusal(failed):
+            self._put(RequestError(failed.message, failed.param, failed.code))
+            return
+        reason, error = _end_of(failed)
+        self._put(Delta("", [], self._received, reason, error=error))
+
+    def _put(self, delta: Delta | RequestError) -> None:
+        self._deltas.append(delta)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,161 @@
+"""The pipeline without HTTP: the stages as children, and the gateway's core in this process.
+
+Knows how it begins, how it ends and how to find out that it broke; what a request means is the
+core's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from typing import Any
+
+import zmq
+
+from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.events import Call
+from pipeinfer.gateway.stage import TICK, expected_stages
+from pipeinfer.offline.driver import OfflineDriver, Sink
+from pipeinfer.runtime.entry import MISCONFIGURED
+from pipeinfer.runtime.inprocess import InProcess
+from pipeinfer.runtime.local import local_stages
+from pipeinfer.runtime.shell import Shell
+from pipeinfer.runtime.stage import Stage, StageContext
+from pipeinfer.runtime.supervisor import Supervisor
+from pipeinfer.runtime.topology import Identity, Topology
+from pipeinfer.settings import ConfigurationError, Settings
+
+PATIENCE = 3.0  # seconds that the stages get to end by themselves: nothing is left to finish
+
+
+class PipelineStopped(RuntimeError):
+    """The pipeline ended by itself; the text says why, the stages' log says more."""
+
+
+class Pipeline:
+    """All stages for one caller, on the event loop that is running. Used once: start, then stop."""
+
+    def __init__(self, settings: Settings) -> None:
+        """`settings` are prepared: the model is a local folder."""
+        self._settings = settings
+        self._resources = ExitStack()
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._driver = OfflineDriver(self._on_ready)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._core: GatewayCore | None = None
+        self._shell: Shell | None = None
+        self._service: Supervisor | InProcess | None = None
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._stopped: asyncio.Task[None] | None = None
+        self._cause = ""
+        self._broken: Exception | None = None
+
+    async def start(self) -> None:
+        """Returns when requests are answered. Raises ConfigurationError or PipelineStopped."""
+        try:
+            self._begin()
+            await self._ready
+        except BaseException:
+            await self.stop()
+            raise
+
+    def open(self, call: Call, sink: Sink) -> None:
+        """Sends a request. Raises PipelineStopped if the pipeline is not there any more."""
+        if self._broken is not None:
+            raise PipelineStopped(str(self._broken))
+        if self._stopped is not None:
+            raise PipelineStopped("it was closed")
+        self._driver.open(call, sink)
+
+    def hang_up(self, request_id: str) -> None:
+        """Aborts a request if it still runs."""
+        self._driver.hang_up(request_id)
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """The statistics in each stage's latest heartbeat, by stage id."""
+        rows = {} if self._core is None else self._core.health.rows
+        return {stage: dict(row.stats) for stage, row in rows.items()}
+
+    async def stop(self) -> None:
+        """Fails what runs and ends all stages; returns when they are gone. Callable again."""
+        if self._stopped is None:
+            self._stopped = self._loop.create_task(self._stop())
+        await asyncio.shield(self._stopped)
+
+    # ------------------------------------------------------------------------------------ beginning
+
+    def _begin(self) -> None:
+        stages = self._resources.enter_context(
+            local_stages(self._settings, self._context, without="gateway")
+        )
+        self._service = stages.service
+        if isinstance(self._service, Supervisor):
+            self._service.on_give_up = self._on_give_up
+        self._core = GatewayCore(expected_stages(stages.topology), seed=self._settings.seed)
+        self._shell = Shell(
+            self._settings, stages.topology, Identity("gateway"), self._context, self._build
+        )
+        for work in (self._shell.run(), self._service.run()):
+            task = self._loop.create_task(work)
+            task.add_done_callback(self._on_end)
+            self._tasks.append(task)
+
+    def _build(self, context: StageContext) -> Stage:
+        assert self._core is not None
+        return Stage(self._core, self._driver, TICK, _telemetry_of_others(context.topology))
+
+    # --------------------------------------------------------------------------------- what happens
+
+    def _on_ready(self) -> None:
+        if not self._ready.done():
+            self._ready.set_result(None)
+
+    def _on_give_up(self, reason: str) -> None:
+        self._cause = reason
+
+    def _on_end(self, task: asyncio.Task[Any]) -> None:
+        """The shell or the stages ended; unasked, that is the end of everything."""
+        # A loop that is shut down around an open pipeline cancels all of its tasks.
+        error = PipelineStopped("cancelled") if task.cancelled() else task.exception()
+        if self._stopped is not None or self._broken is not None:
+            return
+        if isinstance(error, Exception):
+            self._broken = error
+        elif error is None and task.result() == MISCONFIGURED:
+            cause = self._cause or "a stage cannot start"
+            self._broken = ConfigurationError(f"{cause}; its own message is on stderr")
+        else:
+            self._broken = PipelineStopped(self._cause or "the stages have ended")
+        self._driver.fail_all(str(self._broken), "pipeline_stopped")
+        if not self._ready.done():
+            self._ready.set_exception(self._broken)
+
+    # ----------------------------------------------------------------------------------------- end
+
+    async def _stop(self) -> None:
+        """The shell first: it still has aborts to send, and the stages then have nothing to do."""
+        self._driver.fail_all("the pipeline was closed", "closed")
+        if self._shell is not None and self._service is not None:
+            if not self._ready.done():
+                self._ready.set_exception(PipelineStopped("it was closed while it started"))
+            shell, stages = self._tasks
+            self._shell.stop()
+            await asyncio.wait([shell])
+            await self._stop_stages(self._service, stages)
+        self._resources.close()
+        self._context.destroy(linger=0)
+
+    @staticmethod
+    async def _stop_stages(service: Supervisor | InProcess, task: asyncio.Task[Any]) -> None:
+        service.stop()
+        if isinstance(service, InProcess):
+            service.stop()  # the first only drains a gateway, and there is none
+        _, late = await asyncio.wait([task], timeout=PATIENCE)
+        if late:
+            service.stop()  # a supervisor kills now
+            await asyncio.wait([task])
+
+
+def _telemetry_of_others(topology: Topology) -> tuple[tuple[str, str], ...]:
+    return tuple((stage, "telemetry") for stage in topology.without("gateway").ids())

@@ -1,0 +1,80 @@
+"""All stages on this host: settings made ready, a topology in a temporary folder, who runs them.
+
+Shared by `pipeinfer serve` and the offline classes. Knows no request; starts nothing by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from pipeinfer import settings as config
+from pipeinfer.models.source import resolve_model
+from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.inprocess import InProcess
+from pipeinfer.runtime.supervisor import Supervisor
+from pipeinfer.runtime.topology import Topology
+from pipeinfer.settings import DEMO, Settings
+
+
+@dataclass(frozen=True)
+class LocalStages:
+    """`service` runs the stages of `topology` as processes, or as tasks of one loop."""
+
+    service: Supervisor | InProcess
+    topology: Topology
+
+
+def prepare(given: Mapping[str, Any], say: Callable[[str], None]) -> Settings:
+    """Settings from `given` over the environment, with the model as a local folder.
+
+    A hub id is downloaded here, once, and not by every stage; `say` is told what takes time.
+    Raises ConfigurationError.
+    """
+    settings = config.build({**config.from_environment(os.environ), **given})
+    if settings.model in ("", DEMO):
+        say(f"no model given: serving the bundled demo model {DEMO!r}")
+    folder = resolve_model(settings.model, settings.revision, say)
+    return msgspec.structs.replace(
+        settings, served_model_name=settings.model_name, model=str(folder), revision=""
+    )
+
+
+@contextmanager
+def local_stages(
+    settings: Settings, context: zmq.Context[zmq.Socket[bytes]], without: str = ""
+) -> Iterator[LocalStages]:
+    """The stages of prepared `settings`, all but those called `without`: the caller runs those.
+
+    The folder of their sockets is removed at the end. Raises ConfigurationError.
+    """
+    if settings.in_process:
+        topology = _topology(settings, "inproc://")
+        identities = [e.identity for e in topology.entries if e.name != without]
+        yield LocalStages(InProcess(settings, topology, identities, context), topology)
+        return
+    folder = tempfile.mkdtemp(prefix="pipeinfer-")
+    try:
+        topology = _topology(settings, f"ipc://{folder}/")
+        identities = [e.identity for e in topology.entries if e.name != without]
+        file = Path(folder, "pipeinfer.toml")
+        file.write_text(topology.to_toml())
+        service = Supervisor(settings, topology, str(file), identities, context)
+        yield LocalStages(service, topology)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _topology(settings: Settings, prefix: str) -> Topology:
+    if settings.topology:
+        return topologies.load(settings.topology)
+    return topologies.local(settings, prefix)

@@ -1,0 +1,377 @@
+"""The engine's core: epochs, the order of plans and results, faults instead of crashes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hash_device import HashDevice, continuation
+from pipeinfer.core import LOCAL, Send
+from pipeinfer.engine.core import Compute, EngineCore
+from pipeinfer.engine.step import Step
+from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.messages import (
+    PROTOCOL,
+    Admit,
+    Admitted,
+    Begin,
+    Drain,
+    Fault,
+    Hello,
+    Plan,
+    Ready,
+    Release,
+    Result,
+    StepDone,
+    Submit,
+    Tick,
+    pack,
+    unpack,
+)
+from pipeinfer.params import SamplingParams
+
+PAGES, SIZE, SLOTS, LIMIT = 33, 4, 8, 64
+ME = 77
+
+
+def make_core(rank: int = 0) -> EngineCore:
+    hello = Hello(PROTOCOL, "0", rank, 1, ME, "m", SIZE, PAGES - 1, SLOTS, LIMIT, "torch")
+    return EngineCore(hello, "scheduler-0", MemoryManager(PAGES, SIZE, SLOTS, LIMIT))
+
+
+class Engine:
+    """A core in epoch 1 with a device that works when the test says so."""
+
+    def __init__(self) -> None:
+        self.core = make_core()
+        self.device = HashDevice(PAGES, SIZE, SLOTS)
+        self.queue: list[Step] = []
+        self.number = 0
+        self.sent: list = []  # messages to the scheduler
+        self.handle(Begin(1, (ME,)))
+        self.sent.clear()
+
+    def handle(self, event) -> list:
+        new = []
+        for channel, to, message in self.core.handle(event, 0.0):
+            if channel == LOCAL:
+                assert isinstance(message, Compute)
+                self.queue.append(message.step)
+            else:
+                assert (channel, to) == ("result", "scheduler-0")
+                new.append(message)
+        self.sent += new
+        return new
+
+    def plan(self, rows: dict[int, int], admits=(), releases=(), epoch: int = 1) -> list:
+        slots, counts = pack(list(rows)), pack(list(rows.values()))
+        plan = Plan(epoch, self.number, tuple(releases), tuple(admits), slots, counts)
+        self.number += 1
+        return self.handle(plan)
+
+    def work(self) -> list:
+        step = self.queue.pop(0)
+        return self.handle(StepDone(step.epoch, step.number, pack(self.device.run(step))))
+
+
+def admit(slot: int, tokens: list[int], prompt_len: int = 0, **params) -> Admit:
+    suppress = params.pop("suppress", ())
+    seed = params.pop("seed", slot)
+    return Admit(
+        slot,
+        f"request {slot}",
+        pack(tokens),
+        prompt_len or len(tokens),
+        LIMIT,
+        SamplingParams(**params),
+        seed,
+        suppress,
+    )
+
+
+def fields(result: Result) -> dict[str, list[int]]:
+    names = ("slots", "starts", "counts", "produced", "token_ids", "deferred")
+    return {name: unpack(getattr(result, name)).tolist() for name in names}
+
+
+# ------------------------------------------------------------------------------------------- epochs
+
+
+def test_hello_is_repeated_until_begin_lists_this_incarnation():
+    core = make_core()
+    assert core.state()[0] == "waiting"
+    hello = [Send("result", "scheduler-0", core.hello)]
+    assert core.handle(Tick(), 0.0) == hello
+    assert core.handle(Begin(4, (ME + 1,)), 0.1) == []
+    assert core.handle(Tick(), 0.2) == hello
+    assert core.handle(Begin(5, (ME + 1, ME)), 0.3) == [
+        Send("result", "scheduler-0", Ready(5, 0, ME))
+    ]
+    assert core.handle(Tick(), 0.4) == []
+    assert core.state() == ("ready", "")
+
+
+def test_begin_said_twice_before_the_first_plan_is_answered_twice():
+    engine = Engine()
+    assert engine.handle(Begin(1, (ME,))) == [Ready(1, 0, ME)]
+    engine.plan({0: 9}, [admit(0, [1, 2])])
+    assert isinstance(engine.work()[0], Result)
+
+
+def test_new_epoch_forgets_slots_and_prefixes_and_drops_late_steps():
+    engine = Engine()
+    prompt = list(range(12))
+    engine.plan({0: 99}, [admit(0, prompt)])
+    engine.work()
+    engine.plan({0: 1})
+    engine.handle(Begin(2, (ME,)))
+    assert engine.work() == [], "the step of the old epoch"
+    engine.number = 0
+    admitted = engine.plan({0: 99}, [admit(0, prompt)], epoch=2)[0]
+    assert unpack(admitted.cached).tolist() == [0]
+    result = engine.work()[0]
+    assert (result.epoch, result.number) == (2, 0)
+    assert fields(result)["token_ids"] == continuation(prompt, 0, 1)
+
+
+def test_plans_of_another_epoch_are_dropped_and_counted():
+    engine = Engine()
+    assert engine.plan({0: 1}, [admit(0, [1])], epoch=9) == []
+    assert engine.queue == [] and engine.core.stats()["plans_dropped_total"] == 1
+    engine.number = 0
+    engine.plan({0: 1}, [admit(0, [1])])
+    assert len(engine.queue) == 1
+
+
+def test_epoch_without_this_engine_makes_it_wait():
+    engine = Engine()
+    engine.plan({0: 9}, [admit(0, [1, 2])])
+    assert engine.handle(Begin(2, (ME + 1,))) == []
+    assert engine.core.state()[0] == "waiting"
+    assert engine.handle(Tick()) == [engine.core.hello]
+    assert engine.work() == []
+
+
+def test_gap_in_the_plans_ends_the_epoch_with_the_numbers():
+    engine = Engine()
+    engine.plan({})
+    engine.number = 3
+    fault = engine.plan({})[0]
+    assert fault == Fault(1, 0, ME, "plan 3 came where 1 was expected")
+    assert engine.core.state() == ("waiting", fault.reason)
+    assert engine.handle(Tick()) == [engine.core.hello]
+    engine.number = 1
+    assert engine.plan({}) == [], "the epoch is over"
+    assert engine.handle(Begin(2, (ME,))) == [Ready(2, 0, ME)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        ({"admits": [admit(0, [1])]}, "slot 0, which is used"),
+        ({"releases": [Release(5, False)]}, "release of slot 5, which is empty"),
+        ({"admits": [admit(1, list(range(64)))]}, "64 tokens"),
+        ({"rows": {99: 1}}, "slots 99..99 of 8"),
+    ],
+)
+def test_contradictory_plan_is_a_fault_and_the_next_epoch_works(plan: dict, reason: str):
+    engine = Engine()
+    engine.plan({0: 9}, [admit(0, [1, 2])])
+    fault = engine.plan(**{"rows": {}, **plan})[0]
+    assert isinstance(fault, Fault) and reason in fault.reason and "plan 1" in fault.reason
+    assert engine.work() == []
+    engine.handle(Begin(2, (ME,)))
+    engine.number = 0
+    engine.plan({0: 9}, [admit(0, [1, 2])], epoch=2)
+    assert fields(engine.work()[0])["token_ids"] == continuation([1, 2], 0, 1)
+
+
+def test_broken_memory_is_a_fault_and_the_next_epoch_works():
+    engine = Engine()
+    engine.core.memory.allocator.take(3)
+    fault = engine.plan({})[0]
+    assert isinstance(fault, Fault) and "29 free" in fault.reason
+    engine.handle(Begin(2, (ME,)))
+    engine.number = 0
+    assert isinstance(engine.plan({}, epoch=2)[0], Result)
+
+
+def test_event_of_another_stage_is_an_error():
+    with pytest.raises(TypeError, match="Submit"):
+        make_core().handle(Submit("r", 0, 0, SamplingParams(), 0), 0.0)
+
+
+def test_hello_must_describe_the_memory():
+    hello = Hello(PROTOCOL, "0", 0, 1, ME, "m", SIZE, PAGES, SLOTS, LIMIT, "torch")
+    with pytest.raises(ValueError, match=r"\(33, 4, 8, 64\)"):
+        EngineCore(hello, "scheduler-0", MemoryManager(PAGES, SIZE, SLOTS, LIMIT))
+
+
+def test_only_rank_zero_reports_results():
+    core = make_core(rank=1)
+    core.handle(Begin(1, (ME - 1, ME)), 0.0)
+    plan = Plan(1, 0, (), (admit(0, [1, 2]),), pack([0]), pack([9]))
+    sends = core.handle(plan, 0.0)
+    assert [send.channel for send in sends] == [LOCAL]
+    assert core.handle(StepDone(1, 0, pack([3])), 0.0) == []
+    fault = core.handle(Plan(1, 7, (), (), b"", b""), 0.0)[0].message
+    assert isinstance(fault, Fault) and fault.rank == 1
+
+
+# -------------------------------------------------------------------------------- steps and results
+
+
+def test_admitted_is_said_before_the_step_with_the_cached_tokens():
+    engine = Engine()
+    prompt = list(range(12))
+    first = engine.plan({0: 99}, [admit(0, prompt)])
+    assert first == [Admitted(1, 0, pack([0]), pack([0]), free=29, evictable=0)]
+    second = engine.plan({}, [admit(3, [*prompt, 5])])[0]
+    assert (unpack(second.slots).tolist(), unpack(second.cached).tolist()) == ([3], [12])
+
+
+def test_result_rows_stand_in_plan_order_whatever_the_steps_order():
+    engine = Engine()
+    prompts = {5: [1] * 6, 2: [2], 7: [3] * 9, 0: [0] * 4}
+    engine.plan({}, [admit(slot, prompt) for slot, prompt in prompts.items()])
+    engine.plan({5: 99, 2: 99, 7: 4, 3: 1, 0: 99})
+    assert engine.queue[0].slots.tolist() == [2, 5, 7, 0] and engine.queue[0].decodes == 1
+    result = fields(engine.work()[0])
+    assert result["slots"] == [5, 2, 7, 3, 0]
+    assert result["starts"] == [0, 0, 0, 0, 0] and result["counts"] == [6, 1, 4, 0, 4]
+    assert result["produced"] == [1, 1, 0, 0, 1] and result["deferred"] == []
+    tokens = [continuation(prompts[slot], slot, 1)[0] for slot in (5, 2, 0)]
+    assert result["token_ids"] == tokens
+
+
+def test_decodes_take_the_token_that_lies_on_the_device():
+    engine = Engine()
+    engine.plan({0: 99}, [admit(0, [1, 2, 3])])
+    for _ in range(5):
+        engine.plan({0: 1})  # none of the outcomes is known
+    assert len(engine.queue) == 6 and engine.queue[1].tokens.tolist() == [-1]
+    got = [fields(engine.work()[0])["token_ids"][0] for _ in range(6)]
+    assert got == continuation([1, 2, 3], 0, 6)
+
+
+def test_plan_with_nothing_to_compute_answers_in_its_turn():
+    engine = Engine()
+    assert [type(message) for message in engine.plan({})] == [Result]
+    engine.plan({0: 99}, [admit(0, [1, 2])])
+    assert engine.plan({5: 1}) == [], "waits for the plan before"
+    results = engine.work()
+    assert [result.number for result in results] == [1, 2]
+    assert fields(results[1])["counts"] == [0] and results[1].token_ids == b""
+    assert engine.core.stats()["steps_total"] == 1
+
+
+def test_deferred_rows_are_named_in_the_result():
+    engine = Engine()
+    engine.plan({0: 99}, [admit(0, [1] * 60)])
+    engine.plan({1: 99}, [admit(1, [2] * 63)])
+    engine.plan({2: 99, 0: 1}, [admit(2, [3] * 60)])
+    engine.work()
+    engine.work()
+    result = engine.work()[0]
+    assert fields(result)["deferred"] == [2] and fields(result)["counts"] == [0, 1]
+    assert (result.free, result.evictable) == (0, 0)
+    assert engine.core.stats()["rows_deferred_total"] == 1
+
+
+def test_steps_that_end_out_of_order_or_with_wrong_counts_are_faults():
+    engine = Engine()
+    engine.plan({0: 9}, [admit(0, [1])])
+    engine.plan({0: 1})
+    assert "step 1 ended where 0 was expected" in engine.handle(StepDone(1, 1, pack([1])))[0].reason
+    engine = Engine()
+    engine.plan({0: 9}, [admit(0, [1])])
+    assert "2 ids for 1 rows" in engine.handle(StepDone(1, 0, pack([1, 2])))[0].reason
+    engine = Engine()
+    assert "where none was expected" in engine.handle(StepDone(1, 0, b""))[0].reason
+
+
+def test_sampling_parameters_follow_their_rows():
+    engine = Engine()
+    engine.plan({}, [admit(4, [1], temperature=0.5, top_k=-1, top_p=0.25, min_p=0.125, seed=-1)])
+    engine.plan({}, [admit(1, [1, 2, 3], temperature=0.0, top_k=7, seed=2**64 - 2)])
+    engine.plan({1: 9, 4: 9})
+    step = engine.queue[0]
+    assert step.slots.tolist() == [4, 1]
+    rows = step.sampling
+    assert rows.temperature.tolist() == [0.5, 0.0] and rows.temperature.dtype == np.float32
+    assert rows.top_k.tolist() == [0, 7] and rows.top_k.dtype == np.int32
+    assert rows.top_p.tolist() == [0.25, 1.0] and rows.min_p.tolist() == [0.125, 0.0]
+    assert rows.seeds.tolist() == [2**64 - 1, 2**64 - 2] and rows.seeds.dtype == np.uint64
+    assert rows.positions.tolist() == [1, 3] and rows.positions.dtype == np.int64
+
+
+def test_rows_that_do_not_sample_have_no_sampling_parameters():
+    engine = Engine()
+    engine.plan({0: 2, 1: 9}, [admit(0, [1] * 9), admit(1, [2], seed=5)])
+    step = engine.queue[0]
+    assert step.samples.tolist() == [True, False] and step.sampling.seeds.tolist() == [5]
+
+
+def test_stop_tokens_are_suppressed_until_min_tokens_outputs():
+    engine = Engine()
+    short = admit(0, [1, 2, 3], suppress=(8, 9), min_tokens=2)
+    engine.plan({1: 9, 0: 9}, [short, admit(1, [1, 2])])
+    for _ in range(2):
+        engine.plan({1: 1, 0: 1})
+    assert [step.sampling.suppress.tolist() for step in engine.queue] == [
+        [[1, 8], [1, 9]],
+        [[1, 8], [1, 9]],
+        [],
+    ]
+    assert all(step.sampling.suppress.shape[1] == 2 for step in engine.queue)
+
+
+def test_preempted_request_counts_its_outputs_towards_min_tokens():
+    engine = Engine()
+    again = admit(0, [1, 2, 3, 4], prompt_len=3, suppress=(8,), min_tokens=2)
+    engine.plan({0: 9}, [again])
+    engine.plan({0: 1})
+    assert [len(step.sampling.suppress) for step in engine.queue] == [1, 0]
+
+
+def test_preempted_request_resumes_with_the_same_tokens():
+    engine = Engine()
+    prompt = [3, 1, 2, 0, 1]
+    engine.plan({0: 99}, [admit(0, prompt, seed=9)])
+    for _ in range(6):
+        engine.plan({0: 1})
+    outputs = [fields(engine.work()[0])["token_ids"][0] for _ in range(7)]
+    tokens = prompt + outputs
+    again = admit(6, tokens, prompt_len=5, seed=9)
+    admitted = engine.plan({6: 99}, [again], [Release(0, True, pack(outputs))])[0]
+    assert unpack(admitted.cached).tolist() == [8]
+    outputs += fields(engine.work()[0])["token_ids"]
+    for _ in range(4):
+        engine.plan({6: 1})
+        outputs += fields(engine.work()[0])["token_ids"]
+    assert outputs == continuation(prompt, 9, 12)
+
+
+def test_statistics_count_prompts_and_hits_but_not_resumptions():
+    engine = Engine()
+    prompt = list(range(12))
+    engine.plan({0: 99}, [admit(0, prompt)])
+    engine.plan({1: 99}, [admit(1, prompt)])
+    engine.plan({2: 99}, [admit(2, [*prompt, 1, 2], prompt_len=12)])
+    stats = engine.core.stats()
+    assert (stats["prompt_tokens_total"], stats["cached_tokens_total"]) == (24, 8)
+    assert (stats["slots_used"], stats["steps_in_flight"]) == (3, 3)
+    assert stats["pages_total"] == PAGES - 1
+    assert stats["pages_free"] + stats["pages_evictable"] < PAGES - 1
+    assert stats["computed_tokens_total"] == 12 + 4 + 2
+
+
+def test_draining_engine_is_idle_when_nothing_runs():
+    engine = Engine()
+    engine.plan({0: 9}, [admit(0, [1, 2])])
+    engine.handle(Drain())
+    assert engine.core.state()[0] == "draining" and not engine.core.idle()
+    engine.work()
+    assert not engine.core.idle(), "the request is still admitted"
+    engine.plan({}, releases=[Release(0, False)])
+    assert engine.core.idle()

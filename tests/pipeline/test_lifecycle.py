@@ -1,0 +1,258 @@
+"""How the pipeline starts, what stops it, and what a vanished client leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+import pytest
+
+from checkpoints import make_checkpoint
+from pipeinfer.demo import demo_path
+from servers import STAGES, Server, alive, environment, fetch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def small():
+    """No prefix cache, so that idle means every page is free; room for two requests at a time."""
+    with Server("--cache", "naive", "--kv-pages", "300", "--max-running", "2") as running:
+        yield running
+
+
+def stream(server: Server, max_tokens: int = 1500):
+    api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
+    return api.completions.create(
+        model="pipeinfer-demo", prompt="go on " * 20, temperature=1.0, max_tokens=max_tokens,
+        stream=True, extra_body={"ignore_eos": True},
+    )  # fmt: skip
+
+
+def all_free(server: Server) -> bool:
+    return server.metric("pipeinfer_pages_free") == server.metric("pipeinfer_pages_total") == 300
+
+
+def test_disconnected_stream_frees_its_pages(small):
+    running = stream(small)
+    for _ in range(3):
+        next(running)
+    small.wait(lambda: not all_free(small), "pages taken")
+    running.response.close()
+    small.wait(lambda: small.metric("pipeinfer_requests_running") == 0, "aborted")
+    small.wait(lambda: all_free(small), "pages free again")
+
+
+def test_client_that_disconnects_in_the_queue_is_forgotten(small):
+    first = [stream(small), stream(small)]
+    for one in first:
+        next(one)
+    address = small.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1]))) as raw:
+        body = json.dumps({"prompt": "x", "max_tokens": 5}).encode()
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+        )  # fmt: skip
+        small.wait(lambda: small.metric("pipeinfer_requests_waiting") == 1, "queued")
+    small.wait(lambda: small.metric("pipeinfer_requests_waiting") == 0, "forgotten")
+    for one in first:
+        one.response.close()
+    small.wait(lambda: all_free(small), "pages free again")
+
+
+def test_sigterm_finishes_what_runs_and_refuses_what_is_new():
+    with Server() as server:
+        running = stream(server, 800)
+        next(running)
+        pids = [stage["pid"] for stage in server.health()["stages"]]
+        server.process.send_signal(signal.SIGTERM)
+        refused = server.wait(
+            lambda: (
+                (answer := server.post("/v1/completions", {"prompt": "x"}))[0] == 503 and answer
+            ),
+            "new requests refused",
+        )
+        assert refused[1]["error"]["code"] == "draining"
+        chunks = [chunk for chunk in running if chunk.choices]
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert server.process.wait(60) == 0
+        assert not [pid for pid in pids if alive(pid)]
+
+
+def test_children_go_when_their_parent_is_killed():
+    with Server() as server:
+        pids = [stage["pid"] for stage in server.health()["stages"]]
+        server.kill()
+        server.wait(lambda: not any(alive(pid) for pid in pids), "children gone")
+
+
+def test_in_process_serves_with_one_process():
+    with Server("--in-process") as server:
+        stages = server.health()["stages"]
+        assert {stage["pid"] for stage in stages} == {server.process.pid}
+        status, answer = server.post("/v1/completions", {"prompt": "count", "max_tokens": 4})
+        assert status == 200
+        assert answer["usage"]["completion_tokens"] <= 4
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("order", [STAGES, STAGES[::-1]])
+def test_stages_started_by_hand_in_any_order_form_a_pipeline(tmp_path, order):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    topology = tmp_path / "pipeinfer.toml"
+    topology.write_text(
+        "".join(f'[[stage]]\nname = "{n}"\naddress = "ipc://{tmp_path}/{n}"\n' for n in STAGES)
+    )
+    processes = []
+    try:
+        for name in order:
+            more = ["--port", str(port)] if name == "gateway" else []
+            command = [sys.executable, f"stages/{name}.py", "--topology", str(topology), *more]
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment()))
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                status, text = fetch(f"{url}/v1/models")
+            except OSError:
+                status = 0
+            if status == 200:
+                break
+            time.sleep(0.1)
+        assert "pipeinfer-demo" in text
+        body = json.dumps({"prompt": "count", "max_tokens": 3}).encode()
+        assert fetch(f"{url}/v1/completions", body)[0] == 200
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        assert [process.wait(30) for process in processes] == [0] * 5
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def demo_copy(folder: Path) -> Path:
+    shutil.copytree(demo_path(), folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    return folder
+
+
+def truncated(folder: Path) -> Path:
+    file = demo_copy(folder) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    return folder
+
+
+def unknown_architecture(folder: Path) -> Path:
+    file = demo_copy(folder) / "config.json"
+    file.write_text(file.read_text().replace("Qwen3ForCausalLM", "GPT2LMHeadModel"))
+    return folder
+
+
+def wrong_shape(folder: Path) -> Path:
+    file = demo_copy(folder) / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"intermediate_size": config["intermediate_size"] + 8}))
+    return folder
+
+
+def missing_tensor(folder: Path) -> Path:
+    make_checkpoint(folder, "Qwen3ForCausalLM", num_hidden_layers=2)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["num_hidden_layers"] = 3
+    config["layer_types"] = ["full_attention"] * 3
+    file.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (truncated, "model.safetensors"),
+        (unknown_architecture, "GPT2LMHeadModel"),
+        (wrong_shape, "mlp"),
+        (missing_tensor, "model.layers.2."),
+    ],
+)
+def test_bad_checkpoint_is_one_clear_error_before_the_server_listens(tmp_path, damage, named):
+    server = Server(str(damage(tmp_path / "model")))
+    assert server.process.wait(60) == 2
+    for thread in server._threads:
+        thread.join(10)
+    errors = [line for line in server.log if line.startswith("error: ")]
+    assert named in errors[0]
+    assert "Traceback" not in "\n".join(server.log)
+    assert server.lines.empty(), "it never said ready"
+
+
+def test_wrong_usage_and_configuration_end_with_code_2():
+    cases = [
+        ["serve", "--no-such-flag"],
+        ["serve", "--kv-pages", "many"],
+        ["serve", "--policy", "unheard-of"],
+        ["serve", "--page-size", "16", "--attention", "nothing"],
+        ["serve", "--tp", "2"],
+        ["serve", "/no/such/folder"],
+        ["no-such-command"],
+    ]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "pipeinfer.cli", *case],
+            stderr=subprocess.PIPE, text=True, env=environment(),
+        )
+        for case in cases
+    ]  # fmt: skip
+    for case, process in zip(cases, running, strict=True):
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 2, (case, stderr)
+        assert "Traceback" not in stderr
+
+
+def test_port_in_use_is_said():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = subprocess.run(
+            [sys.executable, "-m", "pipeinfer.cli", "serve", "--port", str(port)],
+            stderr=subprocess.PIPE, text=True, env=environment(), timeout=60, check=False,
+        )  # fmt: skip
+    assert process.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in process.stderr
+
+
+def test_a_gateway_started_again_keeps_its_port():
+    with Server() as server:
+        old = server.pid("gateway")
+        os.kill(old, signal.SIGKILL)
+
+        def back() -> bool:
+            try:
+                return server.pid("gateway") != old and server.health()["status"] == "ready"
+            except OSError:
+                return False
+
+        server.wait(back, "the gateway came back on its port")
+        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+
+
+def test_a_scheduler_started_again_finds_its_engine():
+    with Server() as server:
+        old, engine = server.pid("scheduler"), server.pid("engine")
+        os.kill(old, signal.SIGKILL)
+        server.wait(
+            lambda: server.pid("scheduler") != old and server.health()["status"] == "ready",
+            "the scheduler came back",
+        )
+        assert server.pid("engine") == engine
+        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200

@@ -1,0 +1,142 @@
+"""The whole pipeline as a user meets it: five processes, the official client, the demo model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import openai
+import pytest
+
+from pipeinfer.demo.tasks import copy_task, recall_task
+
+STAGES = ["detokenizer", "engine", "gateway", "scheduler", "tokenizer"]
+
+
+def client(server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120)
+
+
+def ask(server, question: str, **more):
+    return client(server).chat.completions.create(
+        model="pipeinfer-demo",
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        **more,
+    )
+
+
+def command(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+def test_ps_shows_five_processes_named_after_their_stages(server):
+    stages = server.health()["stages"]
+    assert sorted(stage["name"] for stage in stages) == STAGES
+    assert len({stage["pid"] for stage in stages}) == 5
+    for stage in stages:
+        assert stage["name"] in command(stage["pid"])
+
+
+def test_only_the_engine_has_torch_in_its_memory(server):
+    for stage in server.health()["stages"]:
+        mapped = Path(f"/proc/{stage['pid']}/maps").read_text()
+        assert ("libtorch" in mapped) == (stage["name"] == "engine"), stage["name"]
+
+
+def test_copying_and_recall_through_the_paged_cache(server):
+    rng = random.Random(7)
+    right = 0
+    for _ in range(10):
+        question, answer = copy_task(rng, 40)
+        right += ask(server, question, max_tokens=100).choices[0].message.content == answer
+    assert right == 10
+    right = 0
+    for _ in range(20):
+        question, answer = recall_task(rng, 6)
+        right += ask(server, question, max_tokens=40).choices[0].message.content == answer
+    assert right >= 18
+
+
+def test_200_concurrent_streams_give_the_text_of_one_at_a_time(server):
+    rng = random.Random(3)
+    questions = [copy_task(rng, rng.randint(5, 40))[0] for _ in range(40)]
+    expected = [ask(server, q, max_tokens=60).choices[0].message.content for q in questions]
+
+    async def stream(api: openai.AsyncOpenAI, question: str) -> tuple[str, str | None]:
+        text, finish = "", None
+        async for chunk in await api.chat.completions.create(
+            model="pipeinfer-demo",
+            messages=[{"role": "user", "content": question}],
+            temperature=0,
+            max_tokens=60,
+            stream=True,
+        ):
+            text += chunk.choices[0].delta.content or ""
+            finish = chunk.choices[0].finish_reason or finish
+        return text, finish
+
+    async def everybody():
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", timeout=240, max_retries=0
+        ) as api:
+            return await asyncio.gather(*(stream(api, questions[i % 40]) for i in range(200)))
+
+    answers = asyncio.run(everybody())
+    assert all(finish in ("stop", "length") for _, finish in answers)
+    assert [text for text, _ in answers] == [expected[i % 40] for i in range(200)]
+
+
+def test_prefix_is_reused_and_said_in_usage(server):
+    question = copy_task(random.Random(11), 40)[0]
+    first, second = ask(server, question, max_tokens=5), ask(server, question, max_tokens=5)
+    assert second.usage.prompt_tokens_details.cached_tokens >= 32
+    assert second.usage.prompt_tokens == first.usage.prompt_tokens
+    assert second.choices[0].message.content == first.choices[0].message.content
+
+
+def test_cache_salt_separates_prefix_caches(server):
+    question = copy_task(random.Random(12), 40)[0]
+    ask(server, question, max_tokens=2)
+    salted = ask(server, question, max_tokens=2, extra_body={"cache_salt": "other"})
+    assert salted.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_seeded_sampling_repeats(server):
+    def sampled(seed: int) -> str:
+        answer = client(server).completions.create(
+            model="pipeinfer-demo", prompt="once upon", temperature=1.5, max_tokens=30, seed=seed
+        )
+        return answer.choices[0].text
+
+    assert sampled(5) == sampled(5)
+    assert len({sampled(seed) for seed in range(6)}) > 1
+
+
+def test_stop_string_ends_the_text_before_it(server):
+    whole = ask(server, "count from 3 to 12", max_tokens=60).choices[0].message.content
+    assert " 7 " in whole
+    cut = ask(server, "count from 3 to 12", max_tokens=60, stop=[" 7"])
+    assert cut.choices[0].message.content == whole[: whole.index(" 7")]
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.usage.completion_tokens < len(whole)
+
+
+def test_errors_of_the_tokenizer_reach_the_client(server):
+    with pytest.raises(openai.BadRequestError) as raised:
+        client(server).completions.create(model="pipeinfer-demo", prompt="a" * 50_000)
+    assert raised.value.body["code"] == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as raised:
+        client(server).completions.create(model="pipeinfer-demo", prompt=[1, 10_000_000])
+    assert raised.value.body["param"] == "prompt"
+
+
+def test_metrics_count_what_was_served(server):
+    before = server.metric("pipeinfer_generated_tokens_total")
+    answer = ask(server, "count from 1 to 9", max_tokens=40)
+    after = server.metric("pipeinfer_generated_tokens_total")
+    # A stop token is billed but has no text: the counter counts ids that were delivered.
+    assert after - before in (answer.usage.completion_tokens, answer.usage.completion_tokens - 1)
+    assert 0 < server.metric("pipeinfer_prefix_cache_hit_ratio") < 1
+    assert server.metric("pipeinfer_pages_free") > 0
