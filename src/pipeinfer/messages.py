@@ -39,9 +39,8 @@ def unpack(raw: bytes) -> np.ndarray:
 class Submit(Message, frozen=True):
     """A client's request. Exactly one of `text`, `prompt_ids` and `chat` is given.
 
-    `attempt` counts how often the gateway has sent it; answers to an older attempt are dropped.
-    `timeout`: seconds from now after which the request is aborted; 0 is never. `seed` is final.
-    `cache_salt` separates prefix caches. `trace` is the W3C traceparent, or empty.
+    `attempt`: how often the gateway has sent it. `timeout`: seconds until it is aborted, 0: never.
+    `seed` is final. `cache_salt` separates prefix caches. `trace`: W3C traceparent, or empty.
     """
 
     request_id: str
@@ -61,11 +60,7 @@ class Submit(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """The client is gone (or asked to stop): forget the request everywhere, free its pages.
-
-    Travels gateway -> tokenizer -> scheduler -> detokenizer, on the request's own path, so it
-    cannot overtake its request.
-    """
+    """Forget the request everywhere; travels on its path, so that it cannot overtake it."""
 
     request_id: str
     attempt: int
@@ -76,10 +71,7 @@ class Abort(Message, frozen=True):
 
 
 class Work(Message, frozen=True):
-    """A tokenized request. `max_tokens` None in `params` means: as many as fit.
-
-    `eos_ids`: ids that end this request by themselves (empty under ignore_eos).
-    """
+    """A tokenized request. `eos_ids`: ids that end it by themselves (empty under ignore_eos)."""
 
     request_id: str
     attempt: int
@@ -101,7 +93,7 @@ class Work(Message, frozen=True):
 class Begin(Message, frozen=True):
     """A new epoch: forget all slots and the whole prefix tree, then answer Ready(epoch).
 
-    Only the ranks whose incarnation is listed take part; plan numbers start at 0 again.
+    Only the listed incarnations take part, others say Hello; plan numbers start at 0 again.
     """
 
     epoch: int
@@ -111,9 +103,8 @@ class Begin(Message, frozen=True):
 class Release(Message, frozen=True):
     """The request in `slot` is over or preempted; the steps before this plan still read its pages.
 
-    If `keep`, what was computed of (admitted tokens + `output_ids`) may enter the prefix cache;
-    `output_ids` are the confirmed ids sampled since the admission (int32 bytes). Nothing past
-    them may: a surplus token never does.
+    If `keep`, what was computed of (admitted tokens + `output_ids`) may enter the prefix cache, a
+    surplus token never. `output_ids`: confirmed ids sampled since the admission (int32 bytes).
     """
 
     slot: int
@@ -143,9 +134,9 @@ class Admit(Message, frozen=True):
 class Plan(Message, frozen=True):
     """One step: releases, then admits, then rows `advance(slot, up to count tokens)`.
 
-    `slots`, `counts`: int32 bytes, one entry a row, in the scheduler's order; a slot stands at most
-    once. A row computes known tokens not yet computed, at most `count`; where none are left it
-    decodes one token from the id that the previous step left on the device.
+    `slots`, `counts`: int32 bytes, a row each; no slot stands twice. A row computes known tokens
+    not yet computed, at most `count`; where none are left it decodes one token from the id that
+    the previous step left on the device.
     """
 
     epoch: int
@@ -191,7 +182,7 @@ class Ready(Message, frozen=True):
 class Admitted(Message, frozen=True):
     """Said as soon as plan `number` was applied, long before its tokens exist.
 
-    `slots`, `cached`: int32 bytes; `cached` tokens of each admitted request came from the cache.
+    `slots`, `cached`: int32 bytes; so many tokens of each admitted request came from the cache.
     `free`, `evictable`: pages after the plan.
     """
 
@@ -239,10 +230,7 @@ class Fault(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """A request that will produce tokens. `context_ids`: the prompt's last ids, for the decoder.
-
-    `group`: whose scheduler hears of a stop string.
-    """
+    """A request of `group` that will produce tokens; `context_ids`: the prompt's last ids."""
 
     request_id: str
     attempt: int
@@ -255,10 +243,10 @@ class Open(Message, frozen=True):
 
 
 class TokenRow(msgspec.Struct, frozen=True, array_like=True):
-    """New output ids of one request; `offset` is the index of the first among its outputs.
+    """New output ids of one request, gapless; `offset`: index of the first among its outputs.
 
     `finish`: None while it goes on. With "stop" by a token, `stop_token` is that id and is the last
-    of `ids`; it has no text and is not part of the result. Row offsets are gapless.
+    of `ids`; it has no text and is not part of the result.
     """
 
     request_id: str
@@ -342,10 +330,10 @@ State = Literal["starting", "loading", "waiting", "ready", "draining", "failed"]
 
 
 class Heartbeat(Message, frozen=True):
-    """A stage's state and statistics, twice a second and at every change of state.
+    """Twice a second and at every change of state; all of it may differ in a replay.
 
     starting: nothing checked yet; loading: the configuration is valid; waiting: for another stage;
-    ready: it would serve. `stats` has names of docs/telemetry.md. All of it may differ in a replay.
+    ready: it would serve. `stats`: see docs/telemetry.md.
     """
 
     stage: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -32,11 +34,15 @@ def test_packed_product_equals_the_plain_one(
 def test_weight_is_final_once_packed_and_its_memory_is_given_back() -> None:
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this CPU has no packed form")
-    matrix = Matrix(torch.randn(8, 8))
+    weight = torch.randn(8, 8)
+    alive = weakref.ref(weight)
+    matrix = Matrix(weight)
+    del weight
     matrix.pack()
+    assert alive() is None
     with pytest.raises(RuntimeError, match="final"):
         _ = matrix.weight
-    matrix.pack()  # harmless
+    matrix.pack()  # a second time is harmless
 
 
 def test_matrix_that_cannot_be_packed_stays_plain() -> None:

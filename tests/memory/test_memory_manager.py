@@ -137,6 +137,7 @@ def test_surplus_token_never_enters_the_cache():
         outputs += memory.run({0: 1})[1]
     confirmed = PROMPT + outputs[:3]
     memory.run({}, releases=[Release(0, True, pack(outputs[:3]))])
+    assert (memory.manager.free, memory.manager.evictable) == (29, 3)
     for last in (outputs[3], outputs[3] + 1):
         applied, _ = memory.run({1: 99}, [admit(1, [*confirmed, last, 5])])
         assert applied.cached.tolist() == [12]
@@ -235,6 +236,18 @@ def test_unused_prefixes_make_room_and_used_ones_do_not():
     applied, _ = memory.run({1: 99}, releases=[Release(0, False)])
     assert applied.rows.counts.tolist() == [17]
     assert memory.manager.evictable == 3 and memory.manager.free == 0
+
+
+def test_prefix_of_a_request_admitted_ahead_is_kept_for_it():
+    memory = Memory(pages=7)
+    memory.run({0: 99}, [admit(0, PROMPT)])
+    memory.run({}, releases=[Release(0, True)])
+    applied, _ = memory.run({1: 99}, [admit(0, [*PROMPT, 1]), admit(1, [2] * 16)])
+    assert applied.cached.tolist() == [12, 0]
+    assert applied.rows.deferred.tolist() == [True], "three pages free, three locked"
+    applied = memory.plan({0: 99})
+    assert applied.rows.counts.tolist() == [1]
+    assert memory.holds(memory.step(applied), 0, PROMPT)
 
 
 def test_request_never_grows_past_max_total():

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import struct
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import CheckpointCache
+from pipeinfer.layers.matrix import Matrix
 from pipeinfer.models.build import build_model
 from pipeinfer.models.checkpoint import check_checkpoint, load_weights
 from pipeinfer.models.config import read_config
@@ -174,3 +176,23 @@ def test_checking_reads_headers_only(copied: Path) -> None:
         stream.write(raw[:header])
         stream.truncate(len(raw))
     check_checkpoint(copied, read_config(copied))
+
+
+def test_plain_weights_are_given_back_one_by_one_while_packing(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise loading would hold the model twice."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this CPU has no packed form")
+    freed: list[bool] = []
+    pack = Matrix.pack
+
+    def watched(matrix: Matrix) -> None:
+        plain = weakref.ref(matrix.weight)
+        pack(matrix)
+        freed.append(plain() is None)
+
+    monkeypatch.setattr(Matrix, "pack", watched)
+    load_weights(build_model(read_config(copied)), copied)
+    assert len(freed) == 2 * 4 + 1
+    assert all(freed)

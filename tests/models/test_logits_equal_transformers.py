@@ -192,3 +192,25 @@ def test_logits_of_a_token_do_not_depend_on_its_neighbours_in_the_batch(
     together = model(torch.cat([first, second]), positions, attend)
     alone = [model(x, torch.arange(len(x)), dense_causal(shapes)) for x in (first, second)]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.inference_mode()
+def test_everything_but_attention_is_bitwise_equal_in_any_batch(
+    checkpoint: CheckpointCache, architecture: str
+) -> None:
+    """What lets a prompt be chunked anywhere on the CPU without a greedy token flipping."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("holds for packed matrices only")
+    model = loaded(checkpoint(architecture))
+    tokens, positions = prompt(150), torch.arange(150)
+
+    def attend(layer: int, q: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return q * 0.5
+
+    whole = model(tokens, positions, attend)
+    logits = model.logits(whole)
+    for first, last in [(0, 1), (149, 150), (3, 5), (10, 27), (0, 64), (20, 149)]:
+        part = model(tokens[first:last], positions[first:last], attend)
+        assert torch.equal(part, whole[first:last]), (first, last)
+        assert torch.equal(model.logits(part), logits[first:last]), (first, last)

@@ -1,7 +1,7 @@
 """A weight matrix and the product with it: plain, or packed for the CPU once its weights are final.
 
-Knows no layer and no shard. Packed, oneDNN's blocked layout is 1.3 to 2 times as fast as a plain
-float32 product at 4 to 64 rows, and a row's result does not depend on how many rows there are.
+Knows no layer and no shard. oneDNN's packed layout is 1.3 to 2 times as fast as a plain float32
+product at 4 to 64 rows (measured, AVX-512), and rows come out alike however many there are.
 """
 
 from __future__ import annotations

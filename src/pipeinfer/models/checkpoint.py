@@ -54,6 +54,11 @@ def load_weights(model: CausalLM, folder: Path, progress: Progress | None = None
 
     The weights are final then (`model.pack`). Raises ConfigurationError as `check_checkpoint` does.
     """
+    _fill(model, folder, progress)
+    model.pack()  # no source may be held here: packing gives the plain weights back one by one
+
+
+def _fill(model: CausalLM, folder: Path, progress: Progress | None) -> None:
     stored = read_headers(folder)
     by_file: dict[Path, list[Source]] = defaultdict(list)
     total = 0
@@ -69,7 +74,6 @@ def load_weights(model: CausalLM, folder: Path, progress: Progress | None = None
                 done += stored[source.name].nbytes
                 if progress is not None:
                     progress(done, total)
-    model.pack()
 
 
 def _stored(source: Source, stored: dict[str, StoredTensor], folder: Path) -> StoredTensor:

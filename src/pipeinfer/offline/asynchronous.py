@@ -6,9 +6,10 @@ Knows the pipeline and the shapes of what goes in and comes out; no processes an
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class AsyncLLM:
         self._defaults = SamplingParams()
         self._pipeline: Pipeline | None = None
         self._prefix = uuid.uuid4().hex[:12]  # request ids are unique over all that ever ran
-        self._requests = 0
+        self._numbers = itertools.count()  # drawn from by any thread
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -76,7 +77,7 @@ class AsyncLLM:
         """The statistics of each stage, as of its latest heartbeat (twice a second)."""
         return self._running().stats()
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
@@ -85,7 +86,7 @@ class AsyncLLM:
         priority: int = 0,
         timeout: float = 0.0,
         cache_salt: str = "",
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """Completes a text or token ids; leaving the iterator early aborts the request.
 
         timeout: seconds after which the request ends with "abort", 0 is never. cache_salt: shares
@@ -96,10 +97,9 @@ class AsyncLLM:
             self.name(request_id), prompt, self._checked(params), priority=priority,
             timeout=timeout, cache_salt=cache_salt,
         )  # fmt: skip
-        async for delta in self._stream(call):
-            yield delta
+        return self._stream(call)
 
-    async def chat(
+    def chat(
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
@@ -109,7 +109,7 @@ class AsyncLLM:
         priority: int = 0,
         timeout: float = 0.0,
         cache_salt: str = "",
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """Answers `messages` (dicts with "role" and "content") by the model's chat template.
 
         The rest is as for generate().
@@ -118,8 +118,7 @@ class AsyncLLM:
             self.name(request_id), messages, self._checked(params), chat_template_kwargs,
             priority=priority, timeout=timeout, cache_salt=cache_salt,
         )  # fmt: skip
-        async for delta in self._stream(call):
-            yield delta
+        return self._stream(call)
 
     async def collect(
         self, batch: Sequence[Call], on_end: Callable[[Collector], None]
@@ -156,10 +155,9 @@ class AsyncLLM:
 
     def name(self, wanted: str | None = None) -> str:
         """An id for one more request, unique even if the wanted one is used twice."""
-        self._requests += 1
-        return f"{wanted or 'request'}-{self._prefix}-{self._requests}"
+        return f"{wanted or 'request'}-{self._prefix}-{next(self._numbers)}"
 
-    async def _stream(self, call: Call) -> AsyncIterator[Delta]:
+    async def _stream(self, call: Call) -> AsyncGenerator[Delta, None]:
         pipeline, stream = self._running(), DeltaStream()
         pipeline.open(call, stream)
         try:

@@ -16,6 +16,7 @@ import uvloop
 T = TypeVar("T")
 
 WAKE = 0.1  # seconds between two calls of `meanwhile`
+CANCELLING = 1.0  # seconds that a cancelled coroutine is waited for
 
 
 class LoopThread:
@@ -30,8 +31,9 @@ class LoopThread:
     def run(
         self, coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], None] | None = None
     ) -> T:
-        """The coroutine's result. Cancels it, and waits for its end, if the wait is interrupted."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """The coroutine's result. If the wait is interrupted, the coroutine is cancelled first."""
+        over = threading.Event()
+        future = asyncio.run_coroutine_threadsafe(_telling(coroutine, over), self._loop)
         try:
             while meanwhile is not None:
                 try:
@@ -42,7 +44,8 @@ class LoopThread:
                     meanwhile()
             return future.result()
         except BaseException:
-            future.cancel()
+            if future.cancel():
+                over.wait(CANCELLING)
             raise
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
@@ -62,3 +65,10 @@ class LoopThread:
     def _work(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+
+
+async def _telling(coroutine: Coroutine[Any, Any, T], over: threading.Event) -> T:
+    try:
+        return await coroutine
+    finally:
+        over.set()

@@ -107,7 +107,8 @@ class LLM:
         with tqdm(total=len(batch), desc="requests", unit="", disable=not use_tqdm) as bar:
 
             def show() -> None:
-                bar.update(len(ended) - bar.n)
+                if len(ended) > bar.n:
+                    bar.update(len(ended) - bar.n)
 
             collected = self._llm.collect(batch, ended.append)
             collectors = self._thread.run(collected, show if use_tqdm else None)

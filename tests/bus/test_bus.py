@@ -1,0 +1,192 @@
+"""The bus over real sockets: typed frames, a late peer misses nothing, bad ones kill nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.bus import addresses, frames
+from pipeinfer.bus.bus import Bus
+from pipeinfer.core import EVERYONE, Send
+from pipeinfer.messages import (
+    PROTOCOL,
+    Abort,
+    Begin,
+    Header,
+    Heartbeat,
+    Plan,
+    StopHit,
+    TokenRow,
+    Tokens,
+    pack,
+    unpack,
+)
+from pipeinfer.runtime.topology import Entry, Identity, Topology
+from pipeinfer.settings import ConfigurationError
+
+HEADER = Header(PROTOCOL, "scheduler-0", 1, 0, 0.0)
+
+
+def topology(prefix: str) -> Topology:
+    names = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
+    return Topology(tuple(Entry(name, prefix + name) for name in names))
+
+
+@pytest.fixture(params=["inproc", "ipc", "tcp"])
+def place(request, tmp_path):
+    if request.param == "tcp":
+        with zmq.Context() as context, context.socket(zmq.PULL) as probe:
+            port = probe.bind_to_random_port("tcp://127.0.0.1", 20_000, 60_000)
+        entries = [
+            Entry(name, f"tcp://127.0.0.1:{port + 3 * i + 1}")
+            for i, name in enumerate(("gateway", "tokenizer", "scheduler", "engine"))
+        ]
+        return Topology(tuple(entries))
+    return topology("inproc://" if request.param == "inproc" else f"ipc://{tmp_path}/")
+
+
+class Peer:
+    """A bus with a list of what came."""
+
+    def __init__(self, name: str, place: Topology, context: zmq.Context) -> None:
+        self.bus = Bus(Identity(name), 1, place, context)
+        self.heard: list = []
+        self._news = asyncio.Event()
+
+    def start(self) -> None:
+        self.bus.bind()
+        self.bus.start(self._hear)
+
+    def _hear(self, channel, header, message) -> None:
+        self.heard.append((channel, header, message))
+        self._news.set()
+
+    async def has(self, many: int) -> list:
+        async with asyncio.timeout(20):
+            while len(self.heard) < many:
+                self._news.clear()
+                await self._news.wait()
+        return self.heard
+
+
+async def test_messages_wait_for_a_peer_that_starts_later(place):
+    with zmq.Context() as context:
+        sender, receiver = Peer("gateway", place, context), Peer("tokenizer", place, context)
+        sender.start()
+        for number in range(300):
+            sender.bus.send(Send("requests", "tokenizer-0", Abort(f"r{number}", 1)))
+        receiver.start()
+        heard = await receiver.has(300)
+        assert [m.request_id for _, _, m in heard] == [f"r{n}" for n in range(300)]
+        assert [h.seq for _, h, _ in heard] == list(range(300))
+        sender.bus.close()
+        receiver.bus.close()
+
+
+async def test_plans_reach_a_subscriber_and_repeated_begin_mends_a_late_one(place):
+    with zmq.Context() as context:
+        scheduler, engine = Peer("scheduler", place, context), Peer("engine", place, context)
+        scheduler.start()
+        scheduler.bus.send(Send("plan", EVERYONE, Begin(1, (7,))))  # nobody listens yet
+        engine.start()
+        engine.bus.listen("scheduler-0", "plan")
+        async with asyncio.timeout(20):
+            while not engine.heard:
+                scheduler.bus.send(Send("plan", EVERYONE, Begin(2, (7,))))
+                await asyncio.sleep(0.01)
+        first = engine.heard[0][2]
+        assert first == Begin(2, (7,))
+        scheduler.bus.close()
+        engine.bus.close()
+
+
+async def test_bad_frames_are_counted_and_dropped_and_kill_nothing(place, caplog):
+    with zmq.Context() as context:
+        peer = Peer("scheduler", place, context)
+        peer.start()
+        raw = context.socket(zmq.PUSH)
+        raw.connect(addresses.derive(place.address("scheduler-0"), "inbox"))
+        good = frames.encode("work", HEADER, Abort("r", 1))
+        old = Header(PROTOCOL + 1, "tokenizer-0", 1, 0, 0.0)
+        for parts in (
+            [b"work"],
+            [b"no-such-channel", *good[1:]],
+            [b"work", b"\xc1", good[2]],
+            [b"work", good[1], b"\xc1\xc1"],
+            [b"work", good[1], msgspec.msgpack.encode(["Work", 1, 2])],
+            [b"stops", good[1], good[2]],
+            frames.encode("work", old, Abort("r", 1)),
+            good,
+        ):
+            raw.send_multipart(parts)
+        heard = await peer.has(1)
+        assert [m for _, _, m in heard] == [Abort("r", 1)]
+        assert peer.bus.reader.bad_frames == 7
+        said = caplog.text
+        assert f"speaks protocol {PROTOCOL + 1}, this process {PROTOCOL}" in said
+        assert "bad message from scheduler-0" in said
+        raw.close(linger=0)
+        peer.bus.close()
+
+
+def test_every_message_of_the_hot_path_survives_the_wire():
+    plan = Plan(3, 9, (), (), pack([1, 2]), pack([1, 512]))
+    rows = Tokens((TokenRow("r", 0, pack([5]), "stop", 5, "", 3),))
+    beat = Heartbeat("engine-0-0", "engine", 0, 0, 0, 1, 2, "ready", "", {"pages_free": 3.0})
+    for channel, message in (("plan", plan), ("tokens", rows), ("telemetry", beat)):
+        parts = frames.encode(channel, HEADER, message)
+        assert frames.decode(parts) == (channel, HEADER, message)
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)))
+def test_token_ids_travel_as_little_endian_int32(ids):
+    raw = pack(ids)
+    assert len(raw) == 4 * len(ids)
+    assert unpack(raw).tolist() == ids
+    assert raw == b"".join(i.to_bytes(4, "little", signed=True) for i in ids)
+
+
+@given(st.lists(st.binary(max_size=40), max_size=4))
+def test_no_bytes_make_the_decoder_raise_anything_but_bad_frame(parts):
+    for candidate in (
+        parts,
+        [b"stops", *parts],
+        frames.encode("stops", HEADER, _hit())[:1] + parts,
+    ):
+        try:
+            frames.decode(candidate)
+        except frames.BadFrame:
+            continue
+
+
+def _hit() -> StopHit:
+    return StopHit("r", 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("tcp://0.0.0.0:5000", "CURVE"),
+        ("tcp://example.org:5000", "CURVE"),
+        ("tcp://127.0.0.1", "HOST:PORT"),
+        ("tcp://127.0.0.1:65535", "port"),
+        ("udp://127.0.0.1:1", "begin with"),
+        ("ipc://" + "x" * 100, "90 bytes"),
+        ("ipc://", "begin with"),
+    ],
+)
+def test_addresses_that_cannot_work_are_refused(address, why):
+    with pytest.raises(ConfigurationError, match=why):
+        addresses.check(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://127.0.0.1:5000", "tcp://[::1]:5000", "tcp://localhost:1"]
+)
+def test_loopback_needs_no_keys(address):
+    addresses.check(address)

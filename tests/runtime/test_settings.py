@@ -1,0 +1,55 @@
+"""Settings from flags, environment and files: precedence, conversion, errors that name the flag."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeinfer import settings as config
+from pipeinfer.runtime.entry import stage_settings
+from pipeinfer.runtime.topology import Topology
+from pipeinfer.settings import ConfigurationError, Settings
+
+
+def test_flags_beat_environment_beats_file():
+    topology = Topology((), {"kv_pages": 1, "page_size": 1, "seed": 1})
+    environ = {"PIPEINFER_KV_PAGES": "2", "PIPEINFER_PAGE_SIZE": "2", "PIPEINFER_TP": ""}
+    settings = stage_settings(topology, config.parse_flags(["--kv-pages", "3"]), environ)
+    assert (settings.kv_pages, settings.page_size, settings.seed, settings.tp) == (3, 2, 1, 1)
+
+
+def test_environment_of_a_child_carries_every_setting():
+    changed = Settings(
+        model="m", port=1, dtype="float16", no_cuda_graph=True, memory_fraction=0.5, watchdog=3.0,
+        api_key="secret", chat_template="t", in_process=True,
+    )  # fmt: skip
+    assert config.build(config.from_environment(config.to_environment(changed))) == changed
+    assert config.to_environment(Settings()) == {}
+
+
+def test_every_setting_is_a_flag():
+    flags = []
+    for name, (kind, choices) in config.flag_types().items():
+        if name == "model":
+            continue
+        flags.append("--" + name.replace("_", "-"))
+        if kind is not bool:
+            flags.append(choices[0] if choices else "1")
+    given = config.parse_flags(["some/model", *flags])
+    assert set(given) == set(Settings.__struct_fields__)
+    config.build(given)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"kv_pages": "many"}, "--kv-pages"),
+        ({"overlap_depth": "3"}, "--overlap-depth"),
+        ({"memory_fraction": "1.5"}, "--memory-fraction"),
+        ({"dtype": "int8"}, "--dtype"),
+        ({"port": "70000"}, "--port"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_a_wrong_value_names_its_flag(values, named):
+    with pytest.raises(ConfigurationError, match=named):
+        config.build(values)

@@ -1,0 +1,145 @@
+"""The shell around a core: heartbeats, ticks, drain, and an end with a reason when a core fails."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import zmq
+
+from pipeinfer.bus.listener import Listener
+from pipeinfer.core import Send
+from pipeinfer.messages import Abort, Drain, Heartbeat, Tick
+from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
+from pipeinfer.runtime.stage import Stage
+from pipeinfer.runtime.topology import Identity
+from pipeinfer.settings import ConfigurationError, Settings
+
+
+@dataclass
+class EchoCore:
+    """Passes aborts on to the scheduler; is busy until `finished`."""
+
+    seen: list = field(default_factory=list)
+    finished: bool = True
+    broken: bool = False
+
+    def handle(self, event, now):
+        self.seen.append(event)
+        if isinstance(event, Abort):
+            if self.broken:
+                raise RuntimeError("a broken invariant")
+            return [Send("work", "scheduler-0", event)]
+        return []
+
+    def state(self):
+        return "ready", ""
+
+    def stats(self):
+        return {"seen": float(len(self.seen))}
+
+    def idle(self):
+        return self.finished
+
+
+@pytest.fixture
+def context():
+    with zmq.Context() as made:
+        yield made
+
+
+@pytest.fixture
+def place():
+    return topologies.local(Settings(), "inproc://shell-")
+
+
+def shell(place, context, core, settings=None, name="tokenizer") -> Shell:
+    def build(_context):
+        if isinstance(core, Exception):
+            raise core
+        return Stage(core, tick=0.01)
+
+    return Shell(settings or Settings(), place, Identity(name), context, build)
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_messages_pass_through_core_and_heartbeats_tell_its_state(place, context):
+    first, second = EchoCore(), EchoCore()
+    tokenizer = shell(place, context, first)
+    scheduler = shell(place, context, second, name="scheduler")
+    beats: list[Heartbeat] = []
+    listener = Listener(place, context)
+    listener.listen("tokenizer-0")
+    listener.start(lambda _channel, _header, message: beats.append(message))
+    tasks = [asyncio.create_task(one.run()) for one in (tokenizer, scheduler)]
+    await until(lambda: first.seen)
+    sender = shell(place, context, EchoCore(), name="gateway")
+    sender.bus.send(Send("requests", "tokenizer-0", Abort("r", 1)))
+    sender.bus.send(Send("stops", "tokenizer-0", Abort("wrong channel", 1)))
+    await until(lambda: Abort("r", 1) in second.seen)
+    await until(lambda: beats and beats[-1].stats.get("bad_frames") == 1)
+    assert beats[-1].state == "ready"
+    assert beats[-1].stats["seen"] > 0
+    assert sum(isinstance(event, Tick) for event in first.seen) > 0
+    for one in (tokenizer, scheduler):
+        one.stop()
+    await asyncio.gather(*tasks)
+    sender.bus.close()
+    listener.close()
+
+
+async def test_drain_waits_for_the_core_to_be_idle(place, context):
+    core = EchoCore(finished=False)
+    one = shell(place, context, core)
+    task = asyncio.create_task(one.run())
+    await until(lambda: core.seen)
+    one.drain()
+    ticks = len(core.seen)
+    await until(lambda: len(core.seen) > ticks + 3)
+    assert Drain() in core.seen and not task.done()
+    core.finished = True
+    await asyncio.wait_for(task, 20)
+
+
+async def test_drain_is_bounded(place, context):
+    core = EchoCore(finished=False)
+    one = shell(place, context, core, Settings(drain_timeout=0.05))
+    task = asyncio.create_task(one.run())
+    await until(lambda: core.seen)
+    one.drain()
+    await asyncio.wait_for(task, 20)
+
+
+async def test_a_core_that_raises_ends_its_stage_with_the_reason(place, context):
+    core = EchoCore(broken=True)
+    one = shell(place, context, core)
+    task = asyncio.create_task(one.run())
+    await until(lambda: core.seen)
+    one.handle(Abort("r", 1))
+    with pytest.raises(RuntimeError, match="broken invariant"):
+        await asyncio.wait_for(task, 20)
+
+
+async def test_a_builder_that_raises_ends_the_start(place, context):
+    one = shell(place, context, ConfigurationError("no such model"))
+    with pytest.raises(ConfigurationError, match="no such model"):
+        await asyncio.wait_for(one.run(), 20)
+
+
+async def test_a_stage_told_to_stop_does_not_wait_for_its_builder(place, context):
+    release = threading.Event()
+    one = Shell(Settings(), place, Identity("tokenizer"), context, lambda _: release.wait(60))
+    task = asyncio.create_task(one.run())
+    await asyncio.sleep(0)
+    one.drain()
+    with pytest.raises(StoppedWhileBuilding):
+        await asyncio.wait_for(task, 20)
+    release.set()

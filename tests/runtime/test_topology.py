@@ -1,0 +1,71 @@
+"""Topology files: what can be read, what is refused, and with which words."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.topology import Identity
+from pipeinfer.settings import ConfigurationError, Settings
+
+FIVE = "".join(
+    f'[[stage]]\nname = "{name}"\naddress = "ipc:///tmp/x/{name}"\n'
+    for name in ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
+)
+
+SECOND_RANK = '[[stage]]\nname = "engine"\naddress = "ipc:///tmp/x/2"\nrank = 1\n'
+
+
+def load(tmp_path, text: str):
+    file = tmp_path / "pipeinfer.toml"
+    file.write_text(text)
+    return topologies.load(file)
+
+
+def test_a_topology_survives_its_own_file(tmp_path):
+    made = topologies.local(Settings(), "ipc:///tmp/a b/")
+    assert load(tmp_path, made.to_toml()) == made
+
+
+def test_settings_of_the_file_are_kept(tmp_path):
+    made = load(tmp_path, '[settings]\nkv_pages = 7\nmodel = "a\\"b"\n' + FIVE)
+    assert made.settings == {"kv_pages": 7, "model": 'a"b'}
+    assert load(tmp_path, made.to_toml()) == made
+
+
+def test_ids_say_stage_group_and_rank():
+    assert Identity("engine", group=2, rank=1).id == "engine-2-1"
+    assert Identity("scheduler", group=2).id == "scheduler-2"
+    assert Identity("gateway", index=3).id == "gateway-3"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("not toml", "pipeinfer.toml"),
+        (FIVE.replace("gateway", "gatewax"), "unknown stage 'gatewax'"),
+        (FIVE.replace("ipc:///tmp/x/engine", "ipc:///tmp/x/gateway"), "both take"),
+        (
+            FIVE + '[[stage]]\nname = "engine"\naddress = "ipc:///tmp/x/2"\nrank = 1\n',
+            "exactly one",
+        ),
+        (FIVE.partition('[[stage]]\nname = "detok')[0], "exactly one detokenizer"),
+        (FIVE.replace("ipc:///tmp/x/engine", "tcp://10.0.0.1:5"), "CURVE"),
+        (FIVE + "colour = 1\n", "colour"),
+        (FIVE.replace('address = "ipc:///tmp/x/engine"', "address = 5"), "address"),
+    ],
+)
+def test_bad_topologies_are_refused_with_the_reason(tmp_path, text, why):
+    with pytest.raises(ConfigurationError, match=why):
+        load(tmp_path, text)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"nowhere\.toml"):
+        topologies.load(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize("settings", [Settings(tp=2), Settings(dp=2)])
+def test_more_than_one_engine_is_refused_rather_than_ignored(settings):
+    with pytest.raises(ConfigurationError, match="one engine"):
+        topologies.local(settings, "inproc://")

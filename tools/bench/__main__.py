@@ -1,0 +1,10 @@
+"""`python tools/bench COMMAND ...`: makes the package importable from a checkout, then runs it."""
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench.cli import main
+
+sys.exit(main())

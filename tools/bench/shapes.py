@@ -1,0 +1,107 @@
+"""Shapes of models to measure with random weights, as config.json files, and a tokenizer to match.
+
+Knows file formats only; no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from pipeinfer.settings import ConfigurationError
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # 100.1 million parameters
+    "llama-100m": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 32_000,
+        "hidden_size": 768,
+        "intermediate_size": 2_048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 2_048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 1_024,
+        "intermediate_size": 3_072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
+    "qwen3-14b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 5_120,
+        "intermediate_size": 17_408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    },
+}
+
+
+def shape(name: str) -> dict[str, Any]:
+    """The config.json of a shape's name, or of a file; ConfigurationError if there is neither."""
+    if name in SHAPES:
+        return SHAPES[name]
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigurationError(f"--config {name}: no such file; shapes: {', '.join(SHAPES)}")
+    return json.loads(path.read_text())
+
+
+def write_folder(folder: Path, config: dict[str, Any]) -> Path:
+    """A checkpoint's folder without weights, for `--load-format dummy`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    make_tokenizer(config["vocab_size"]).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    return folder
+
+
+def make_tokenizer(vocab_size: int) -> Tokenizer:
+    """Byte-level tokens: the 256 bytes, then made-up words; their text costs what real text does.
+
+    Prompts are token ids, so there are no merges: text would be encoded byte by byte.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = dict.fromkeys(alphabet)
+    source = random.Random(0)
+    while len(words) < vocab_size:
+        word = "".join(source.choices(string.ascii_lowercase, k=source.randint(2, 7)))
+        words[source.choice(["Ġ", ""]) + word] = None  # Ġ is the byte-level alphabet's space
+    vocabulary = {word: index for index, word in enumerate(list(words)[:vocab_size])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

@@ -1,0 +1,79 @@
+"""What is asked for: prompts as token ids, and how many tokens of output each.
+
+Everything follows from a seed, so that two programs can be given the same work. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of lengths, both ends included; written `16:256`, or `16` for one length."""
+
+    low: int
+    high: int
+
+    @staticmethod
+    def parse(text: str) -> Span:
+        low, _, high = text.partition(":")
+        try:
+            span = Span(int(low), int(high or low))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no range such as 16:256") from None
+        if not 1 <= span.low <= span.high:
+            raise argparse.ArgumentTypeError(f"{text!r} is empty")
+        return span
+
+    def draw(self, source: random.Random) -> int:
+        return source.randint(self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Request i has prompts[i] and gets outputs[i] tokens, whatever ids they are."""
+
+    prompts: list[list[int]]
+    outputs: list[int]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt) for prompt in self.prompts)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(self.outputs)
+
+
+def uniform(requests: int, prompts: Span, outputs: Span, highest_id: int, seed: int) -> Work:
+    """Lengths and ids (0..highest_id) drawn evenly: first all prompts, then all output lengths.
+
+    With 256 requests, 100:1024 twice, 10000 and seed 0 this is the benchmark of nano-vllm and
+    mini-sglang, draw by draw.
+    """
+    source = random.Random(seed)
+    ids = [
+        [source.randint(0, highest_id) for _ in range(prompts.draw(source))]
+        for _ in range(requests)
+    ]
+    return Work(ids, [outputs.draw(source) for _ in range(requests)])
+
+
+def short_and_long(seed: int, highest_id: int, requests: int = 64) -> Work:
+    """Prompts of 16 to 256 tokens; three quarters of the outputs 8 to 48, the others 160 to 256.
+
+    Which requests are the long ones is drawn too: a server cannot know.
+    """
+    source = random.Random(seed)
+    ids = [
+        [source.randint(0, highest_id) for _ in range(source.randint(16, 256))]
+        for _ in range(requests)
+    ]
+    long = requests // 4
+    outputs = [source.randint(8, 48) for _ in range(requests - long)]
+    outputs += [source.randint(160, 256) for _ in range(long)]
+    source.shuffle(outputs)
+    return Work(ids, outputs)
