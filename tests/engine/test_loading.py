@@ -13,7 +13,6 @@ from single_steps import Row, build_step
 from pipeinfer.engine import loading
 from pipeinfer.engine.host_memory import available_bytes
 from pipeinfer.engine.loading import choose, load_engine
-from pipeinfer.memory.pool import KVPool
 from pipeinfer.settings import ConfigurationError, Settings
 
 
@@ -115,17 +114,3 @@ def test_available_memory_respects_the_control_group(tmp_path):
     assert available_bytes(tmp_path) == 8000 * 1024
     (group / "memory.max").write_text("5000\n")
     assert available_bytes(tmp_path) == 4000
-
-
-def test_a_large_pool_takes_memory_only_where_it_is_written():
-    def resident() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * 4096
-
-    from pipeinfer.attention.interface import AttentionShape
-
-    before = resident()
-    pool = KVPool([AttentionShape(4, 4, 64, 0.125)] * 4, 65536, 16, torch.float32)
-    assert pool.bytes_per_page * pool.pages == 2 * 2**32
-    assert resident() - before < 2**26
-    assert not pool.k[3][65535].any()

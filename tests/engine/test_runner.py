@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from checkpoints import ARCHITECTURES, load_reference
 from single_steps import Driver, Row, build_step, empty_step
 
+from checkpoints import ARCHITECTURES, load_reference
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.engine.sampler import BadLogits
 from pipeinfer.settings import Settings

@@ -1,4 +1,4 @@
-"""The sampler: what is left to choose from, how often each is chosen, and nobody else's influence."""
+"""The sampler: what is left to choose from, how often each is chosen, and no other influence."""
 
 from __future__ import annotations
 
@@ -150,7 +150,8 @@ def test_top_k_keeps_equals_of_the_last_one():
 
 @pytest.mark.parametrize(
     ("top_p", "expected"),
-    [(1e-6, [0]), (0.49, [0]), (0.51, [0, 1]), (0.74, [0, 1]), (0.76, [0, 1, 2]), (0.99, [*range(4)])],
+    [(1e-6, [0]), (0.49, [0]), (0.51, [0, 1]),
+     (0.74, [0, 1]), (0.76, [0, 1, 2]), (0.99, [0, 1, 2, 3])],
 )  # fmt: skip
 def test_top_p_keeps_the_fewest_that_reach_it(top_p, expected):
     assert kept(np.log([0.5, 0.25, 0.15, 0.1]), top_p=top_p) == expected

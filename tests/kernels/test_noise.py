@@ -52,9 +52,7 @@ def test_uniforms_and_gumbels_are_finite_for_the_extreme_words():
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.lists(
-        st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40)), min_size=1, max_size=6
-    ),
+    st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40)), min_size=1, max_size=6),
     st.integers(1, 700),
     st.data(),
 )

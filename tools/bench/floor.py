@@ -14,7 +14,9 @@ from bench.workload import Work
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Bytes of all weights, bytes of one number, bytes of K and V per token over all layers."""
+    """Bytes of the weights that every token is multiplied with, bytes of one number, bytes of K
+    and V per token over all layers.
+    """
 
     weight_bytes: int
     item_bytes: int
@@ -38,8 +40,11 @@ def model_size(folder: Path, dtype: str) -> ModelSize:
 
     number = getattr(torch, dtype)
     model = build_model(read_config(folder), dtype=number, device="meta")
-    weights = sum(source.target.numel() for source in model.sources()) * number.itemsize
-    return ModelSize(weights, number.itemsize, bytes_per_page(model.attention_shapes(), 1, number))
+    weights = sum(source.target.numel() for source in model.sources())
+    if not model.config.tie_word_embeddings:  # looked up, not multiplied with
+        weights -= model.config.vocab_size * model.config.hidden_size
+    kv = bytes_per_page(model.attention_shapes(), 1, number)
+    return ModelSize(weights * number.itemsize, number.itemsize, kv)
 
 
 def batch_sizes(outputs: list[int], max_running: int) -> list[int]:

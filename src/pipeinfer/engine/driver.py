@@ -7,7 +7,7 @@ is unknown.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,16 @@ log = logging.getLogger(__name__)
 
 
 class DeviceDriver:
-    """Runs `run(step)` for every Compute that the core sends, in order, off the event loop."""
+    """Runs `run(step)` for every Compute that the core sends, in order, off the event loop.
 
-    def __init__(self, run: Callable[[Step], np.ndarray]) -> None:
+    `parts`: wall seconds of the parts of `run` so far, by name, kept up to date by it.
+    """
+
+    def __init__(
+        self, run: Callable[[Step], np.ndarray], parts: Mapping[str, float] | None = None
+    ) -> None:
         self._run = run
+        self._parts = {} if parts is None else parts
         self._executor: Executor | None = None
         self._feed: Callable[[Message], None] | None = None
 
@@ -42,11 +48,15 @@ class DeviceDriver:
             self._executor.close()
 
     def stats(self) -> dict[str, float]:
-        """Seconds in which the device computed, and in which it had no step queued."""
+        """Seconds in which the device computed, in which it had no step queued, and of `parts`."""
         executor = self._executor
         if executor is None:
             return {}
-        return {"busy_seconds": executor.busy_seconds, "idle_seconds": executor.idle_seconds}
+        return {
+            "busy_seconds": executor.busy_seconds,
+            "idle_seconds": executor.idle_seconds,
+            **{f"{part}_seconds": seconds for part, seconds in self._parts.items()},
+        }
 
     def _done(self, step: Step, ids: np.ndarray, seconds: float) -> None:
         assert self._feed is not None

@@ -71,23 +71,24 @@ class Executor:
         self._thread.join()
 
     def _work(self) -> None:
-        idle_since = None
+        ended = 0.0
         while True:
+            starved = self._steps.empty()
             step = self._steps.get()
             begin = time.perf_counter()
             if step is None:
                 return
-            if idle_since is not None:
-                self.idle_seconds += begin - idle_since
+            if starved and self.steps:
+                self.idle_seconds += begin - ended
             try:
                 ids = self._run(step)
             except Exception as error:  # whatever it is, it belongs to this step's owner
                 self._report(self._failed, step, error)
             else:
                 self._report(self._finished, step, ids, time.perf_counter() - begin)
-            idle_since = time.perf_counter()
+            ended = time.perf_counter()
             self.steps += 1
-            self.busy_seconds += idle_since - begin
+            self.busy_seconds += ended - begin
 
     def _report(self, call: Callable[..., None], *arguments: object) -> None:
         try:

@@ -46,7 +46,8 @@ def build(context: StageContext) -> Stage:
     )  # fmt: skip
     scheduler = f"scheduler-{identity.group}"
     core = EngineCore(hello, scheduler, memory)
-    return Stage(core, DeviceDriver(loaded.runner.run), 0.1, ((scheduler, "plan"),))
+    driver = DeviceDriver(loaded.runner.run, loaded.runner.seconds)
+    return Stage(core, driver, 0.1, ((scheduler, "plan"),))
 
 
 class Progress:

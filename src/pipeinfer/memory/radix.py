@@ -129,7 +129,7 @@ class RadixCache:
 
     def check_integrity(self, holders: Sequence[Node]) -> np.ndarray:
         """Walks the whole tree; raises IntegrityError, returns all its pages."""
-        own = Counter(id(node) for node in holders if node is not None)
+        own = Counter(map(id, holders))
         waiting = {(id(node), stamp) for stamp, _, node in self._leaves}
         sizes = [0, 0]
         seen: list[np.ndarray] = [_NO_PAGES]

@@ -45,7 +45,7 @@ class Delta:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. token_ids: without the stop token and what a stop string cut off.
+    """One completion. token_ids: without the stop token, but with those of a stop string.
 
     stop_reason: the stop string or stop token id, None for the model's own end. `error` says what
     happened if finish_reason is "error".

@@ -1,0 +1,62 @@
+"""`pipeinfer generate` as a process: what is on stdout, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from servers import environment
+
+QUICK = ("--threads", "1", "--kv-pages", "256")
+
+
+def generate(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pipeinfer.cli", "generate", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(),
+    )
+
+
+def test_completions_are_lines_on_stdout_and_stderr_is_silent() -> None:
+    done = generate(*QUICK, "--chat", "Count from 3 to 9.", "-", stdin="Count from 1 to 4.\n\n")
+    assert (done.stdout, done.stderr, done.returncode) == ("3 4 5 6 7 8 9\n1 2 3 4\n", "", 0)
+
+
+def test_json_has_an_object_per_prompt() -> None:
+    done = generate(*QUICK, "--in-process", "--json", "--max-tokens", "4", "--stop", "zz", "a", "b")
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert (first["prompt"], second["prompt"]) == ("a", "b")
+    assert len(first["token_ids"]) == 4
+    assert first["finish_reason"] == "length"
+    assert done.returncode == 0
+
+
+def test_streamed_text_is_the_same_text_and_a_refusal_ends_with_1() -> None:
+    done = generate(*QUICK, "--stream", "--chat", "Count from 3 to 9.", "x" * 3000)
+    assert done.stdout == "3 4 5 6 7 8 9\n"
+    assert done.stderr.startswith("error: This model's maximum context length is 2048 tokens")
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "PROMPT"),
+        (("--temperature", "-1", "a"), "temperature must be >= 0"),
+        (("--kv-pages", "many", "a"), "--kv-pages"),
+        (("--model", "/no/such/folder", "a"), "/no/such/folder"),
+        (("--json", "--stream", "a"), "not allowed with"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_says_what_is_wrong(
+    arguments: tuple[str, ...], said: str
+) -> None:
+    done = generate(*arguments)
+    assert said in done.stderr
+    assert (done.stdout, done.returncode) == ("", 2)

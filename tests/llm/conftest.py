@@ -1,0 +1,48 @@
+"""What the tests of the offline classes share: settings for a busy machine, and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from pipeinfer import LLM
+from pipeinfer.demo import demo_path, tasks
+
+SMALL: dict[str, Any] = {"threads": 1, "kv_pages": 1024, "log_level": "warning"}
+
+
+@pytest.fixture(scope="session")
+def small() -> dict[str, Any]:
+    """Settings of every model in these tests."""
+    return SMALL
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[str]:
+    """Questions of different lengths, in the demo model's chat form."""
+    rng = Random(7)
+    turns = [tasks.copy_task(rng, length) for length in (3, 30, 9, 17, 1, 24)]
+    turns += [tasks.count_task(rng), tasks.sum_task(rng), tasks.recall_task(rng, 8)]
+    return [chat_text(question) for question, _ in turns]
+
+
+@pytest.fixture(scope="session")
+def prompt_ids(prompts: list[str]) -> list[list[int]]:
+    """The same as token ids."""
+    tokenizer = Tokenizer.from_file(str(demo_path() / "tokenizer.json"))
+    return [encoding.ids for encoding in tokenizer.encode_batch(prompts)]
+
+
+@pytest.fixture(scope="module")
+def llm(small: dict[str, Any]) -> Iterator[LLM]:
+    """The demo model, one for all tests of a file."""
+    with LLM(**small) as llm:
+        yield llm
+
+
+def chat_text(question: str) -> str:
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"

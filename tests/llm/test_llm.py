@@ -1,0 +1,220 @@
+"""The synchronous LLM on the demo model: what comes back, in which order, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipeinfer import LLM, SamplingParams
+from pipeinfer.demo import demo_path
+from pipeinfer.llm import RequestError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+EOS = 258
+
+
+def test_greedy_tokens_are_those_of_transformers(llm: LLM, prompt_ids: list[list[int]]) -> None:
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(demo_path(), dtype="float32").eval()
+    results = llm.generate(prompt_ids, GREEDY, use_tqdm=False)
+    for prompt, result in zip(prompt_ids, results, strict=True):
+        with torch.inference_mode():
+            ids = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
+        expected = ids[0, len(prompt) :].tolist()
+        reason = "length"
+        if expected[-1] == EOS:
+            expected, reason = expected[:-1], "stop"
+        output = result.outputs[0]
+        assert (output.token_ids, output.finish_reason) == (expected, reason)
+        assert output.stop_reason is None
+        assert result.prompt_token_ids == prompt
+        assert result.prompt is None
+
+
+def test_a_text_prompt_gives_what_its_ids_give(
+    llm: LLM, prompts: list[str], prompt_ids: list[list[int]]
+) -> None:
+    texts = llm.generate(prompts[:3], GREEDY, use_tqdm=False)
+    ids = llm.generate(prompt_ids[:3], GREEDY, use_tqdm=False)
+    assert [r.outputs for r in texts] == [r.outputs for r in ids]
+    assert [r.prompt for r in texts] == prompts[:3]
+    assert [r.prompt_token_ids for r in texts] == prompt_ids[:3]
+
+
+def test_results_come_in_the_order_of_prompts_each_with_its_own_params(llm: LLM) -> None:
+    lengths = [30, 1, 12, 2, 25, 7]
+    prompts = [f"prompt number {i}" for i in range(len(lengths))]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    results = llm.generate(prompts, params, use_tqdm=False)
+    assert [r.prompt for r in results] == prompts
+    assert [len(r.outputs[0].token_ids) for r in results] == lengths
+    assert {r.outputs[0].finish_reason for r in results} == {"length"}
+    assert len({r.request_id for r in results}) == len(results)
+
+
+def test_hundreds_of_prompts_in_one_call_all_come_back(llm: LLM) -> None:
+    prompts = [[40 + i % 80, 41 + i // 80] for i in range(600)]
+    results = llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    assert [r.prompt_token_ids for r in results] == prompts
+    assert {len(r.outputs[0].token_ids) for r in results} == {2}
+
+
+def test_callers_on_several_threads_get_their_own_results(llm: LLM) -> None:
+    got: dict[int, list[list[int]]] = {}
+
+    def work(number: int) -> None:
+        prompts = [[97 + number, 97 + i] for i in range(20)]
+        got[number] = [r.prompt_token_ids for r in llm.generate(prompts, use_tqdm=False)]
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == {n: [[97 + n, 97 + i] for i in range(20)] for n in range(3)}
+
+
+def test_without_params_the_checkpoints_defaults_hold(llm: LLM, prompts: list[str]) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=16)
+    default = llm.generate(prompts[1], use_tqdm=False)[0].outputs[0]
+    greedy = llm.generate(prompts[1], SamplingParams(temperature=0), use_tqdm=False)[0].outputs[0]
+    assert default == greedy
+    assert len(default.token_ids) == 16
+
+
+def test_seeded_sampling_repeats_and_seeds_differ(llm: LLM) -> None:
+    def sample(seed: int) -> list[int]:
+        params = SamplingParams(temperature=1.5, seed=seed, max_tokens=20, ignore_eos=True)
+        return llm.generate("abc", params, use_tqdm=False)[0].outputs[0].token_ids
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+def test_chats_are_prompts_in_the_form_of_the_models_template(llm: LLM, prompts: list[str]) -> None:
+    questions = [text.split("\n")[1].removesuffix("<|im_end|>") for text in prompts]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    expected = [r.outputs for r in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    assert [r.outputs for r in llm.chat(chats, GREEDY, use_tqdm=False)] == expected
+    assert [r.outputs for r in llm.chat(chats[0], GREEDY, use_tqdm=False)] == expected[:1]
+
+
+def test_a_stop_string_ends_text_and_ids_and_is_the_reason(llm: LLM, prompts: list[str]) -> None:
+    whole = llm.generate(prompts[1], GREEDY, use_tqdm=False)[0].outputs[0]
+    stop = whole.text[10:13]
+    params = SamplingParams(temperature=0, max_tokens=40, stop=(stop,))
+    output = llm.generate(prompts[1], params, use_tqdm=False)[0].outputs[0]
+    assert output.text == whole.text[: whole.text.index(stop)]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    # As in vLLM, the ids go up to the end of the stop string. A token is a byte here.
+    assert output.token_ids == list((output.text + stop).encode())
+
+
+def test_a_repeated_prompt_is_found_in_the_cache(llm: LLM) -> None:
+    prompt = [60 + i for i in range(100)]
+    first, second = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert first.cached_tokens == 0
+    assert second.cached_tokens >= 64
+    assert first.outputs == second.outputs
+
+
+def test_metrics_say_when_tokens_came(llm: LLM) -> None:
+    before = time.monotonic()
+    metrics = llm.generate("abc", GREEDY, use_tqdm=False)[0].metrics
+    assert metrics.first_token_time is not None and metrics.last_token_time is not None
+    assert before <= metrics.arrival_time < metrics.first_token_time
+    assert metrics.first_token_time < metrics.last_token_time <= time.monotonic()
+
+
+def test_no_prompts_give_no_results(llm: LLM) -> None:
+    assert llm.generate([], GREEDY) == []
+    assert llm.chat([]) == []
+
+
+def test_numpy_ids_are_ids(llm: LLM, prompt_ids: list[list[int]]) -> None:
+    arrays = [np.array(ids, dtype=np.int64) for ids in prompt_ids[:2]]
+    results = llm.generate(arrays, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+    assert [r.prompt_token_ids for r in results] == prompt_ids[:2]
+
+
+def test_progress_bar_shows_the_requests(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b", "c"], GREEDY)
+    assert "3/3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_params_of_another_length_are_a_value_error(llm: LLM, count: int) -> None:
+    with pytest.raises(ValueError, match=f"2 prompts, but {count} SamplingParams"):
+        llm.generate(["a", "b"], [GREEDY] * count)
+
+
+def test_a_refused_prompt_raises_and_aborts_the_others(llm: LLM) -> None:
+    endless = SamplingParams(max_tokens=2000, ignore_eos=True)
+    before = llm.stats()["engine-0-0"]["sampled_tokens_total"]
+    with pytest.raises(RequestError, match=r"prompt 2: .*2048.*3000") as caught:
+        llm.generate(["a", "b", "x" * 3000], endless, use_tqdm=False)
+    assert caught.value.code == "context_length_exceeded"
+    assert caught.value.param == "prompt"
+    assert llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].finish_reason == "length"
+    assert sampled_when_idle(llm, before) < before + 2 * 2000
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param"),
+    [
+        ("", {}, "prompt"),
+        ([264], {}, "prompt"),
+        ([2**40], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ([1, 2.5], {}, "prompt"),
+        ("\ud800", {}, "prompt"),
+        ("a", {"temperature": -1}, "temperature"),
+        ("a", {"max_tokens": 2.5}, "params"),
+        ("a", {"temperature": "hot"}, "params"),
+        ("a", {"stop": ("\ud800",)}, "params"),
+        ("a", {"stop_token_ids": (300,)}, "stop_token_ids"),
+    ],
+)
+def test_a_wrong_request_is_refused_and_hurts_nobody(
+    llm: LLM, prompt: Any, params: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.generate([prompt], SamplingParams(**params), use_tqdm=False)
+    assert caught.value.param == param
+    assert llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": object()}],
+        [{"role": "user", "content": 2**70}],
+        [["user", "Hello"]],
+    ],
+)
+def test_a_chat_that_cannot_travel_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError):
+        llm.chat(messages, use_tqdm=False)
+
+
+def sampled_when_idle(llm: LLM, before: float, seconds: float = 30) -> float:
+    """Tokens sampled in all, once there are more than `before` and no stage holds a request."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        stats = llm.stats()
+        sampled = stats["engine-0-0"]["sampled_tokens_total"]
+        held = (
+            stats["scheduler-0"]["running"],
+            stats["scheduler-0"]["waiting"],
+            stats["engine-0-0"]["slots_used"],
+            stats["detokenizer-0"]["running"],
+        )
+        if sampled > before and not any(held):
+            return sampled
+        time.sleep(0.05)
+    raise AssertionError(f"still held: {stats}")

@@ -1,0 +1,156 @@
+"""How the offline classes begin and end: wrong models, dying stages, interrupts, leftovers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipeinfer import LLM, SamplingParams
+from pipeinfer.demo import demo_path
+from pipeinfer.llm import ConfigurationError, PipelineStopped, RequestOutput
+
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+INTERRUPTED = """
+import psutil
+from pipeinfer import LLM, SamplingParams
+llm = LLM(threads=1, kv_pages=256, log_level="warning")
+print(*(child.pid for child in psutil.Process().children()), flush=True)
+try:
+    llm.generate(["a"] * 8, SamplingParams(max_tokens=2000, ignore_eos=True), use_tqdm=False)
+except KeyboardInterrupt:
+    print("interrupted", len(llm.generate("a", use_tqdm=False)), flush=True)
+"""
+
+
+def test_a_setting_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="'kv_page'"):
+        LLM(kv_page=3)
+    with pytest.raises(ConfigurationError, match="--kv-pages"):
+        LLM(kv_pages="many")
+
+
+def test_a_model_that_is_not_there_is_refused_without_starting_anything() -> None:
+    with pytest.raises(ConfigurationError, match="/no/such/folder"):
+        LLM("/no/such/folder")
+    assert not [t for t in threading.enumerate() if t.name == "pipeinfer"]
+
+
+def test_an_architecture_that_is_not_known_is_named(tmp_path: Path) -> None:
+    text = (demo_path() / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace("Qwen3ForCausalLM", "StarlingForCausalLM"))
+    with pytest.raises(ConfigurationError, match="StarlingForCausalLM"):
+        LLM(str(tmp_path))
+
+
+def test_weights_that_cannot_be_read_are_a_configuration_error(
+    tmp_path: Path, small: dict[str, Any]
+) -> None:
+    model = copy_of_demo(tmp_path)
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    before = set(psutil.Process().children())
+    with pytest.raises(ConfigurationError, match="engine-0-0 cannot start"):
+        LLM(str(model), **small)
+    assert set(psutil.Process().children()) == before
+
+
+def test_requests_outlive_a_killed_engine_and_end_with_an_error_when_it_cannot_return(
+    tmp_path: Path, small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sockets = Path(tempfile.mkdtemp())  # tmp_path is too long a place for sockets
+    monkeypatch.setattr(tempfile, "tempdir", str(sockets))
+    model = copy_of_demo(tmp_path)
+    prompts = ["a", "bc", "def"]
+    with LLM(str(model), **small) as llm:
+        undisturbed = llm.generate(prompts, LONG, use_tqdm=False)
+        disturbed = generate_while(llm, prompts, kill_engine)
+        assert [r.outputs for r in disturbed] == [r.outputs for r in undisturbed]
+
+        def lose() -> None:
+            shutil.rmtree(model)
+            kill_engine()
+
+        for result in generate_while(llm, prompts, lose):
+            assert result.outputs[0].finish_reason == "error"
+            assert "engine-0-0 cannot start" in result.outputs[0].error
+        with pytest.raises(PipelineStopped, match="engine-0-0 cannot start"):
+            llm.generate("a", use_tqdm=False)
+    sockets.rmdir()  # nothing was left in it
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("a")
+
+
+def test_all_stages_in_one_process_give_the_same(llm: LLM, small: dict[str, Any]) -> None:
+    before = set(psutil.Process().children())
+    with LLM(**small, in_process=True) as inside:
+        assert set(psutil.Process().children()) == before
+        mine = inside.generate(["a", "bc"], LONG, use_tqdm=False)
+    assert [r.outputs for r in mine] == [
+        r.outputs for r in llm.generate(["a", "bc"], LONG, use_tqdm=False)
+    ]
+
+
+def test_ctrl_c_stops_the_call_and_the_end_of_a_script_ends_the_processes() -> None:
+    """The script has no `if __name__` guard and closes nothing."""
+    script = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True
+    )
+    assert script.stdout is not None
+    children = [psutil.Process(int(pid)) for pid in script.stdout.readline().split()]
+    assert len(children) == 4
+    engine = next(c for c in children if "engine" in c.cmdline())
+    used = engine.cpu_times().user
+    wait_until(lambda: engine.cpu_times().user > used + 0.3)  # it computes
+    script.send_signal(signal.SIGINT)
+    assert script.stdout.readline() == "interrupted 1\n"
+    assert script.wait(60) == 0
+    script.stdout.close()
+    assert not any(child.is_running() for child in children)
+
+
+def copy_of_demo(folder: Path) -> Path:
+    return Path(shutil.copytree(demo_path(), folder / "model"))
+
+
+def kill_engine() -> None:
+    (engine,) = (c for c in psutil.Process().children() if "engine" in c.cmdline())
+    os.kill(engine.pid, signal.SIGKILL)
+
+
+def generate_while(llm: LLM, prompts: list[str], act: Any) -> list[RequestOutput]:
+    """Results of a call during which `act` is called, after the first tokens."""
+    results: list[RequestOutput] = []
+    sampled = llm.stats()["engine-0-0"]["sampled_tokens_total"]
+    thread = threading.Thread(
+        target=lambda: results.extend(llm.generate(prompts, LONG, use_tqdm=False))
+    )
+    thread.start()
+    wait_until(
+        lambda: (
+            llm.stats()["gateway-0"]["running"] > 0
+            and llm.stats()["engine-0-0"]["sampled_tokens_total"] > sampled + 10
+        )
+    )
+    act()
+    thread.join()
+    return results
+
+
+def wait_until(condition: Any, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
