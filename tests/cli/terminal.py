@@ -41,6 +41,14 @@ class Terminal:
         begin, self._read_to = self._read_to, at + len(text)
         return self.shown[begin : self._read_to].replace("\r\n", "\n")
 
+    def wait_for_more(self, seconds: float = 60) -> None:
+        """Until something is shown past where the last wait ended."""
+        deadline = time.monotonic() + seconds
+        while len(self.shown) <= self._read_to:
+            assert time.monotonic() < deadline, f"nothing more after {self.shown!r}"
+            if select.select([self._master], [], [], 0.2)[0]:
+                self.shown += self._read()
+
     def type(self, keys: str | bytes) -> None:
         os.write(self._master, keys.encode() if isinstance(keys, str) else keys)
 

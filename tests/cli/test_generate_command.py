@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from servers import environment
 
 QUICK = ("--threads", "1", "--kv-pages", "256")

@@ -196,6 +196,17 @@ def test_broken_memory_is_a_fault_and_the_next_epoch_works():
     assert isinstance(engine.plan({}, epoch=2)[0], Result)
 
 
+def test_memory_is_checked_in_full_when_the_engine_is_idle():
+    engine = Engine()
+    engine.plan({0: 9}, [admit(0, [1, 2])])
+    engine.work()
+    engine.core.memory.slots.known[5] = 3  # the counters that each plan checks still agree
+    assert engine.handle(Tick()) == [], "not while a request runs"
+    engine.plan({}, releases=[Release(0, True)])
+    fault = engine.handle(Tick())[0]
+    assert isinstance(fault, Fault) and "empty slots [5]" in fault.reason
+
+
 def test_event_of_another_stage_is_an_error():
     with pytest.raises(TypeError, match="Submit"):
         make_core().handle(Submit("r", 0, 0, SamplingParams(), 0), 0.0)

@@ -1,10 +1,9 @@
 """`python tools/bench COMMAND ...`: makes the package importable from a checkout, then runs it."""
 
+import importlib
 import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench.cli import main
-
-sys.exit(main())
+sys.exit(importlib.import_module("bench.cli").main())

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from pipeinfer import LLM
 
 from bench import offline, shapes, workload
 from bench.workload import Work
+from pipeinfer import LLM
 
 THREADS = 2
 SCRIPT = Path(__file__).with_name("transformers_generate.py")

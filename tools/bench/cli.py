@@ -12,10 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench import report
 from pipeinfer import settings as config
 from pipeinfer.settings import ConfigurationError
-
-from bench import report
 
 COMMANDS = {
     "offline": "throughput of a batch of requests through the offline class",

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.settings import ConfigurationError
-
 from bench import report
+from pipeinfer.settings import ConfigurationError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

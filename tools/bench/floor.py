@@ -34,6 +34,7 @@ class Machine:
 def model_size(folder: Path, dtype: str) -> ModelSize:
     """Of the checkpoint in `folder`, computed in `dtype` (a name of torch)."""
     import torch
+
     from pipeinfer.memory.pool import bytes_per_page
     from pipeinfer.models.build import build_model
     from pipeinfer.models.config import read_config

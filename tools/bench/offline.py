@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeinfer import LLM, SamplingParams
-from pipeinfer.models.source import resolve_model
-
 from bench import against_transformers, floor, shapes, workload
 from bench.workload import Span, Work
+from pipeinfer import LLM, SamplingParams
+from pipeinfer.models.source import resolve_model
 
 HEARTBEAT = 0.5  # seconds between the statistics of an engine
 ENGINE = "engine-0-0"

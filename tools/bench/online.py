@@ -1,2 +1,119 @@
-def add_arguments(p): pass
-def run(o,s): return {}
+"""`online`: latency over HTTP while requests arrive at given rates, or as a trace recorded them.
+
+Knows what to send and when; the server under test is its own, or any at `--url`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from bench import latency, plot, streaming, traces
+from bench.latency import Target, Timeline
+from bench.processes import Server
+from bench.traces import Arrival
+from bench.workload import Span
+from pipeinfer.settings import ConfigurationError
+
+WARM_UP = 4  # requests before the first rate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command; MODEL is a setting."""
+    add = parser.add_argument
+    add("--url", help="a running server; without it one is started")
+    add("--rates", type=_rates, default=[1.0, 2.0, 4.0], metavar="R,R", help="requests a second")
+    add("--requests", type=int, default=64, help="at each rate")
+    add("--prompt-tokens", type=Span.parse, default=Span(16, 256), metavar="LOW:HIGH")
+    add("--output-tokens", type=Span.parse, default=Span(16, 128), metavar="LOW:HIGH")
+    add("--highest-id", type=int, default=255, help="prompts are drawn from the ids up to this")
+    add("--work-seed", type=int, default=0)
+    add("--trace", type=Path, help="JSON lines: timestamp, input_length, output_length")
+    add("--speed", type=float, default=1.0, help="of the trace")
+    add("--ttft-target", type=float, default=1000.0, metavar="MS")
+    add("--itl-target", type=float, default=100.0, metavar="MS", help="mean of a request")
+    add("--plot", type=Path, metavar="OUT.png")
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates = [float(word) for word in text.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or min(rates) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of rates such as 1,2,4")
+    return rates
+
+
+def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics; prints them too. The latencies at the top are those of the last point."""
+    if options.url and settings:
+        raise ConfigurationError("--url measures a server that has its settings already")
+    target = Target(options.ttft_target / 1e3, options.itl_target / 1e3)
+    points: list[dict[str, Any]] = []
+    lines: list[list[Timeline]] = []
+    server = nullcontext() if options.url else Server(settings)
+    with server as started:
+        url = options.url if started is None else started.url
+        asyncio.run(_send(url, _warm_up(options)))
+        for rate in [None] if options.trace else options.rates:
+            lines.append(asyncio.run(_send(url, _plan(options, rate))))
+            points.append({"rate": rate, **latency.summary(lines[-1], target)})
+            _show(points[-1], lines[-1])
+    if options.plot:
+        plot.latencies(options.plot, points)
+    last = points[-1]
+    return {name: last[name] for name in ("tokens_per_s", "ttft_ms", "itl_ms", "e2e_ms")} | {
+        "targets_ms": {"ttft": options.ttft_target, "itl": options.itl_target},
+        "points": points,
+    }
+
+
+def _plan(options: argparse.Namespace, rate: float | None) -> list[Arrival]:
+    """The arrivals at `rate`, or those of the trace."""
+    highest, seed = options.highest_id, options.work_seed
+    if options.trace:
+        return traces.recorded(options.trace, highest, seed, options.speed)
+    rate = rate or 1.0
+    # Another seed at each rate: no prompt is in the prefix cache.
+    seed = round(seed * 1e9 + rate * 1e3)
+    spans = options.prompt_tokens, options.output_tokens
+    return traces.poisson(rate, options.requests, *spans, highest, seed)
+
+
+def _warm_up(options: argparse.Namespace) -> list[Arrival]:
+    return traces.poisson(100.0, WARM_UP, Span(8, 16), Span(2, 4), options.highest_id, -1)
+
+
+async def _send(url: str, arrivals: Sequence[Arrival]) -> list[Timeline]:
+    """Sends every request when it is due, whatever became of those before."""
+    async with streaming.session() as client:
+        begin = time.perf_counter()
+
+        async def one(arrival: Arrival) -> Timeline:
+            due = begin + arrival.at
+            await asyncio.sleep(due - time.perf_counter())
+            return await streaming.stream(client, url, arrival.prompt, arrival.output, due)
+
+        return list(await asyncio.gather(*map(one, arrivals)))
+
+
+def _show(point: Mapping[str, Any], lines: Sequence[Timeline]) -> None:
+    rate = "trace" if point["rate"] is None else f"{point['rate']:g}/s"
+    print(
+        f"{rate:>8}: {point['tokens_per_s']:8.1f} tokens/s, goodput "
+        f"{point['goodput_per_s']:.2f}/s ({point['good_share']:.0%}), {point['failed']} failed"
+    )
+    for name in ("ttft_ms", "itl_ms", "e2e_ms"):
+        if point[name]:
+            shown = "  ".join(f"{which} {value:9.1f}" for which, value in point[name].items())
+            print(f"{name.removesuffix('_ms'):>8}  {shown}  ms")
+    errors = {line.error for line in lines if line.error}
+    for error in sorted(errors)[:3]:
+        print(f"   error: {error}", file=sys.stderr)

@@ -1,2 +1,135 @@
-def add_arguments(p): pass
-def run(o,s): return {}
+"""`pipeline`: CPU time per streamed token and stage, with an engine that answers at once.
+
+Real processes, real sockets and HTTP; only the device is missing. What is left is the price of the
+pipeline itself. Knows the stages' command lines and their process ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench import instant_engine, processes, streaming
+from bench.latency import Timeline, percentiles
+from pipeinfer import settings as config
+from pipeinfer.models.config import read_config
+from pipeinfer.models.source import resolve_model
+from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.topology import NAMES, Topology
+
+ENGINE = Path(__file__).with_name("instant_engine.py")
+SPECIAL = 16  # ids at the end of the vocabulary that are not drawn: they may have no text
+IDLE = 1.0  # seconds to see what the stages cost when nobody asks
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command; MODEL is a setting: its tokenizer is used."""
+    add = parser.add_argument
+    add("--streams", type=int, default=64, help="requests at the same time")
+    add("--prompt-tokens", type=int, default=64)
+    add("--output-tokens", type=int, default=512)
+    add("--step-ms", type=float, default=0.0, help="how long the engine takes; 0: no time at all")
+
+
+def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics; prints them too."""
+    folder = resolve_model(str(settings.get("model", "")))
+    highest = max(read_config(folder).vocab_size - 1 - SPECIAL, 0)
+    with _stages(options, {**settings, "model": str(folder)}, highest) as (url, pids):
+        asyncio.run(_send(options, url, highest, max(options.output_tokens // 8, 1), 1))
+        idle = _used(pids)
+        time.sleep(IDLE)
+        before = _used(pids)
+        begin = time.perf_counter()
+        lines = asyncio.run(_send(options, url, highest, options.output_tokens, 2))
+        seconds = time.perf_counter() - begin
+        after = _used(pids)
+    failed = [line.error for line in lines if not line.complete]
+    if failed:
+        raise RuntimeError(f"{len(failed)} streams failed: {failed[0]}")
+    tokens = sum(line.tokens for line in lines)
+    cost = {name: (after[name] - before[name]) / tokens * 1e6 for name in before}
+    metrics = {
+        "streams": options.streams,
+        "output_tokens": tokens,
+        "step_ms": options.step_ms,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "cpu_us_per_token": cost,
+        "cpu_us_per_token_all_stages": sum(cost[name] for name in NAMES),
+        "idle_cpu_share": {name: (before[name] - idle[name]) / IDLE for name in NAMES},
+        "ttft_ms": percentiles([line.first for line in lines]),
+        "itl_ms": percentiles([gap for line in lines for gap in line.gaps]),
+    }
+    _show(metrics)
+    return metrics
+
+
+@contextmanager
+def _stages(
+    options: argparse.Namespace, settings: dict[str, Any], highest: int
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """(url, process id by stage, and of this client) of a pipeline with the instant engine."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(config.PREFIX)}
+    environment[instant_engine.STEP_VARIABLE] = str(options.step_ms / 1e3)
+    environment[instant_engine.HIGHEST_ID_VARIABLE] = str(highest)
+    running: dict[str, subprocess.Popen[str]] = {}
+    with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder:
+        local = topologies.local(config.build(settings), f"ipc://{folder}/")
+        values = {"log_level": "warning", **settings, "port": 0}
+        file = Path(folder, "pipeinfer.toml")
+        file.write_text(Topology(local.entries, values).to_toml())
+        try:
+            for name in NAMES:
+                running[name] = _start(name, file, environment)
+            url = processes.wait_ready(running["gateway"])
+            yield url, {name: p.pid for name, p in running.items()} | {"client": os.getpid()}
+        finally:
+            for process in running.values():  # the gateway first: it ends what still runs
+                processes.stop(process)
+
+
+def _start(name: str, topology: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
+    if name == "engine":
+        command = [sys.executable, str(ENGINE)]
+    else:
+        command = [sys.executable, "-m", "pipeinfer.runtime", name]
+    command += ["--topology", str(topology)]
+    output = subprocess.PIPE if name == "gateway" else None
+    return subprocess.Popen(command, env=environment, stdout=output, text=True)
+
+
+async def _send(
+    options: argparse.Namespace, url: str, highest: int, tokens: int, seed: int
+) -> list[Timeline]:
+    source = random.Random(seed)
+    prompts = [
+        [source.randint(0, highest) for _ in range(options.prompt_tokens)]
+        for _ in range(options.streams)
+    ]
+    async with streaming.session() as client:
+        now = time.perf_counter()
+        streams = [streaming.stream(client, url, prompt, tokens, now) for prompt in prompts]
+        return list(await asyncio.gather(*streams))
+
+
+def _used(pids: Mapping[str, int]) -> dict[str, float]:
+    return {name: processes.cpu_seconds(pid) for name, pid in pids.items()}
+
+
+def _show(metrics: Mapping[str, Any]) -> None:
+    tokens, streams = metrics["output_tokens"], metrics["streams"]
+    print(f"{tokens:,} tokens in {streams} streams, {metrics['tokens_per_s']:,.0f} tokens/s")
+    for name, cost in metrics["cpu_us_per_token"].items():
+        print(f"{name:24}{cost:10.1f} us of CPU per token")
+    print(f"{'all stages':24}{metrics['cpu_us_per_token_all_stages']:10.1f}")

@@ -1,2 +1,52 @@
-def add_arguments(p): pass
-def run(o,s): return {}
+"""`startup`: seconds from process start to the ready line, and to the first token of a stream.
+
+Knows a server's command line and its HTTP side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from bench import streaming
+from bench.processes import Server
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command; MODEL is a setting."""
+    parser.add_argument("--rounds", type=int, default=3)
+
+
+def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics; prints them too."""
+    rounds = [_once(settings) for _ in range(options.rounds)]
+    ready, first = ([one[part] for one in rounds] for part in (0, 1))
+    print(f"{'ready':24}{statistics.median(ready):10.2f} s")
+    print(f"{'first token':24}{statistics.median(first):10.2f} s")
+    return {
+        "ready_seconds": statistics.median(ready),
+        "first_token_seconds": statistics.median(first),
+        "all_ready_seconds": ready,
+        "all_first_token_seconds": first,
+    }
+
+
+def _once(settings: Mapping[str, Any]) -> tuple[float, float]:
+    begin = time.perf_counter()
+    with Server(settings) as server:
+        ready = time.perf_counter() - begin
+        line = asyncio.run(_first(server.url))
+    if not line.complete:
+        raise RuntimeError(f"the first request failed: {line.error}")
+    return ready, line.pieces[0] - begin
+
+
+async def _first(url: str) -> streaming.Timeline:
+    async with streaming.session() as client:
+        return await streaming.stream(client, url, PROMPT, 1, time.perf_counter())

@@ -66,7 +66,10 @@ def generate(
         eos_token_id=None,
         pad_token_id=PAD,
     )
-    return [row[longest : longest + count].tolist() for row, count in zip(result, wanted)]
+    if result.shape != (len(prompts), longest + most):
+        raise RuntimeError(f"generate gave {tuple(result.shape)}, not {longest} + {most} tokens")
+    rows = zip(result[:, longest:], wanted, strict=True)
+    return [row[:count].tolist() for row, count in rows]
 
 
 def main() -> None:

@@ -47,6 +47,7 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
     sampling.add_argument("--top-k", type=int, metavar="K")
     sampling.add_argument("--top-p", type=float, metavar="P")
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the model's end")
     config.add_flags(made)
     return made
 

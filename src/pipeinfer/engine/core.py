@@ -89,6 +89,7 @@ class EngineCore:
         self._expected = 0
         self._in_flight: deque[_InFlight] = deque()
         self._draining = False
+        self._unchecked = False  # plans came since memory was last checked in full
         self._totals = dict.fromkeys(
             (
                 "plans_total",
@@ -115,7 +116,7 @@ class EngineCore:
             case Begin():
                 return self._begin(event)
             case Tick():
-                return [] if self._epoch is not None else [self._to_scheduler(self.hello)]
+                return self._tick()
             case Drain():
                 self._draining = True
                 return []
@@ -163,6 +164,18 @@ class EngineCore:
         self._expected = 0
         return [self._to_scheduler(Ready(begin.epoch, self.hello.rank, self.hello.incarnation))]
 
+    def _tick(self) -> list[Send]:
+        if self._epoch is None:
+            return [self._to_scheduler(self.hello)]
+        if self._unchecked and self.idle():
+            # The whole walk takes too long while requests run, and nothing when none do.
+            self._unchecked = False
+            try:
+                self.memory.check_integrity()
+            except IntegrityError as error:
+                return self._fault(f"found when idle: {error}")
+        return []
+
     def _stop(self, reason: str) -> None:
         """Leaves the epoch. Steps on the device go on; their StepDone is dropped by its epoch, and
         what they write is ordered before all that a later epoch computes."""
@@ -187,6 +200,7 @@ class EngineCore:
         if plan.number != self._expected:
             return self._fault(f"plan {plan.number} came where {self._expected} was expected")
         self._expected += 1
+        self._unchecked = True
         try:
             applied = self.memory.apply(plan)
         except (ProtocolError, IntegrityError) as error:

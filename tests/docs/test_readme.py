@@ -1,0 +1,92 @@
+"""The commands and examples of README.md, run as a new user would; only ports differ."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from servers import Server, environment
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+SHELL = "\n".join(re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL))
+LINES = SHELL.replace("\\\n", " ").splitlines()
+ADDRESS = "http://127.0.0.1:8000"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("--threads", "1") as running:
+        yield running
+
+
+def run(command: list[str], **more) -> str:
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120,
+        check=False, **more,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def line(start: str) -> list[str]:
+    """The one command of the README that begins so, with this interpreter's scripts."""
+    [found] = [found for found in LINES if found.startswith(start)]
+    scripts = str(Path(sys.executable).parent)
+    return [word.replace(".venv/bin", scripts) for word in shlex.split(found)]
+
+
+def example(imported: str) -> str:
+    [found] = [block for block in PYTHON if imported in block]
+    return found
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_curl_line_gets_an_answer(server):
+    command = [word.replace(ADDRESS, server.url) for word in line("curl")]
+    answer = json.loads(run([*command, "-sS"]))
+    assert "gateway" in answer["choices"][0]["message"]["content"]
+
+
+def test_openai_example_streams_an_answer(server):
+    program = example("from openai")
+    assert ADDRESS in program
+    out = run([sys.executable, "-c", program.replace(ADDRESS, server.url)])
+    assert out.split()[:5] == ["3", "4", "5", "6", "7"]
+
+
+def test_offline_example_prints_two_results():
+    lines = run([sys.executable, "-c", example("import LLM")]).splitlines()
+    assert [words.rsplit(" ", 1)[1] in ("length", "stop") for words in lines] == [True, True]
+
+
+def test_generate_line_counts():
+    assert run(line(".venv/bin/pipeinfer generate")).split()[:5] == ["3", "4", "5", "6", "7"]
+
+
+def test_chat_line_answers():
+    out = run(line(".venv/bin/pipeinfer chat"), input="What is pipeinfer?\n/exit\n")
+    assert "gateway" in out
+
+
+def test_targets_of_make_that_are_named_exist():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"^make (\w+)", SHELL, re.MULTILINE))
+    assert {"serve", "test"} <= named <= targets
+
+
+def test_quick_start_stands_in_its_order():
+    order = [
+        *("make serve", "curl http", "make test", "OpenAI(", "LLM()", "pipeinfer chat"),
+        *("stages/$stage.py", "| stage | owns", "## What it can do today", "## More"),
+    ]
+    places = [README.index(mark) for mark in order]
+    assert places == sorted(places)

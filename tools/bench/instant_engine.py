@@ -1,0 +1,106 @@
+"""An engine stage that answers every step at once with pseudo-random ids: no model, no torch.
+
+A program with the engine's command line; page bookkeeping and messages are the real ones. It makes
+the cost of everything but the model visible.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import uvloop
+import zmq
+
+from pipeinfer.engine.core import Compute, EngineCore
+from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.messages import PROTOCOL, Hello, Message, StepDone, pack
+from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.entry import run_shell, set_up_logging, stage_settings
+from pipeinfer.runtime.shell import Shell
+from pipeinfer.runtime.stage import Stage, StageContext
+from pipeinfer.runtime.topology import Identity
+from pipeinfer.version import __version__
+
+PAGE_SIZE, PAGES, MAX_MODEL_LEN = 16, 16_384, 16_384
+STEP_VARIABLE = "BENCH_STEP_SECONDS"
+HIGHEST_ID_VARIABLE = "BENCH_HIGHEST_ID"
+
+
+class InstantDevice:
+    """The driver in place of a device: an answer after `seconds`, 0 is at once.
+
+    Ids are drawn from 0..highest_id.
+    """
+
+    def __init__(self, seconds: float, highest_id: int) -> None:
+        self._seconds = seconds
+        self._ids = np.random.default_rng(0)
+        self._highest = highest_id
+        self._feed: Callable[[Message], None] | None = None
+        self._free_at = 0.0
+
+    async def start(self, feed: Callable[[Message], None]) -> None:
+        self._feed, self._loop = feed, asyncio.get_running_loop()
+
+    def deliver(self, message: Any) -> None:
+        assert self._feed is not None
+        assert isinstance(message, Compute)
+        step = message.step
+        ids = self._ids.integers(0, self._highest + 1, int(step.samples.sum()), np.int32)
+        done = StepDone(step.epoch, step.number, pack(ids), self._seconds)
+        if self._seconds == 0:
+            self._loop.call_soon(self._feed, done)
+            return
+        # Steps follow one another, as on a device.
+        self._free_at = max(self._free_at, self._loop.time()) + self._seconds
+        self._loop.call_at(self._free_at, self._feed, done)
+
+    async def stop(self) -> None:
+        """Nothing runs that could be waited for."""
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+def build(context: StageContext) -> Stage:
+    """The engine stage; settings that concern a model are ignored."""
+    settings, identity = context.settings, context.identity
+    context.report("loading", "")
+    slots = settings.max_running
+    memory = MemoryManager(1 + PAGES, PAGE_SIZE, slots, MAX_MODEL_LEN, settings.cache)
+    hello = Hello(
+        PROTOCOL, __version__, identity.rank, settings.tp, context.incarnation,
+        settings.model_name, PAGE_SIZE, PAGES, slots, MAX_MODEL_LEN, "none",
+    )  # fmt: skip
+    scheduler = f"scheduler-{identity.group}"
+    device = InstantDevice(
+        float(os.environ.get(STEP_VARIABLE, "0")), int(os.environ.get(HIGHEST_ID_VARIABLE, "200"))
+    )
+    return Stage(EngineCore(hello, scheduler, memory), device, 0.1, ((scheduler, "plan"),))
+
+
+async def _run(shell: Shell) -> int:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, shell.drain)
+    return await run_shell(shell)
+
+
+def main() -> int:
+    """The exit code, as of any stage."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--topology", required=True)
+    topology = topologies.load(parser.parse_args().topology)
+    settings = stage_settings(topology, {}, os.environ)
+    identity = Identity("engine")
+    set_up_logging(settings, identity.id)
+    return uvloop.run(_run(Shell(settings, topology, identity, zmq.Context.instance(), build)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
