@@ -375,8 +375,6 @@ class StepDone(Message, frozen=True):
     seconds: float = 0.0  # differs between a run and its replay
 
 
-# ----------------------------------------------------------------------------------------- channels
-
 CHANNELS: dict[str, Any] = {
     "requests": Union[Submit, Abort],
     "work": Union[Work, Abort],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import select
@@ -48,6 +49,16 @@ class Terminal:
             assert time.monotonic() < deadline, f"nothing more after {self.shown!r}"
             if select.select([self._master], [], [], 0.2)[0]:
                 self.shown += self._read()
+
+    def press(self, key: bytes, until: str) -> None:
+        """Presses a key until `until` is shown: as a person does, for Python's line editor hears
+        of a signal that came just before it began to wait only with the next one."""
+        for _ in range(30):
+            self.type(key)
+            with contextlib.suppress(AssertionError):
+                self.wait_for(until, 2)
+                return
+        raise AssertionError(f"no {until!r} in {self.shown!r}")
 
     def type(self, keys: str | bytes) -> None:
         os.write(self._master, keys.encode() if isinstance(keys, str) else keys)

@@ -44,8 +44,7 @@ def test_a_conversation_on_a_terminal(chat: Terminal) -> None:
 
     stages = psutil.Process(chat.process.pid).children()
     assert len(stages) == 4
-    chat.type(CTRL_C)  # at the prompt: a new line
-    chat.wait_for("> ")
+    chat.press(CTRL_C, until="> ")  # at the prompt: a new line
     chat.type(CTRL_D)
     assert chat.process.wait(30) == 0
     assert not any(stage.is_running() for stage in stages)

@@ -21,7 +21,7 @@ NAMES = [str(path.relative_to(ROOT)) for path in MODULES]
 
 FILE_LINES, FUNCTION_LINES, DOCSTRING_LINES = 400, 40, range(2, 7)
 # Exceptions stand here with their reason, or not at all.
-LONG_FILES = {"src/pipeinfer/messages.py"}  # the whole protocol is one page, by design
+LONG_FILES: set[str] = set()
 LONG_FUNCTIONS: set[str] = set()
 ONE_LINE_IS_ENOUGH = {"__main__.py", "__init__.py"}  # a name in front of another module
 LIGHT_STAGES = ("gateway", "tokenizer", "scheduler", "detokenizer")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pipeinfer import settings as config
+from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.entry import stage_settings
+from pipeinfer.runtime.local import prepare
 from pipeinfer.runtime.topology import Topology
 from pipeinfer.settings import ConfigurationError, Settings
 
@@ -53,3 +55,19 @@ def test_every_setting_is_a_flag():
 def test_a_wrong_value_names_its_flag(values, named):
     with pytest.raises(ConfigurationError, match=named):
         config.build(values)
+
+
+def test_serve_takes_the_settings_of_a_topology_file(tmp_path, monkeypatch):
+    monkeypatch.delenv("PIPEINFER_KV_PAGES", raising=False)
+    file = tmp_path / "pipeinfer.toml"
+    local = topologies.local(Settings(), f"ipc://{tmp_path}/")
+    given = {"served_model_name": "named", "kv_pages": 5, "drain_timeout": 2.0}
+    file.write_text(Topology(local.entries, given).to_toml())
+    settings = prepare({"topology": str(file), "kv_pages": 6}, lambda _: None)
+    assert (settings.served_model_name, settings.kv_pages) == ("named", 6)
+    assert settings.drain_timeout == 2.0
+
+
+def test_recording_is_refused_rather_than_ignored(tmp_path):
+    with pytest.raises(ConfigurationError, match="--record"):
+        prepare({"record": str(tmp_path)}, lambda _: None)

@@ -23,7 +23,9 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 ended in order, 2 wrong usage or configuration, 1 everything else."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="pipeinfer", description="An inference server as a pipeline of processes.")
+    parser = argparse.ArgumentParser(
+        prog="pipeinfer", description="An inference server as a pipeline of processes."
+    )
     parser.add_argument("--version", action="version", version=f"pipeinfer {__version__}")
     listing = "\n".join(f"  {name:10} {text}" for name, (_, text) in COMMANDS.items())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

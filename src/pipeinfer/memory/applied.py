@@ -1,4 +1,7 @@
-"""What applying one plan to the memory did. Plain data; knows nobody."""
+"""What applying one plan to the memory did, row by row.
+
+Plain data between the manager and the step builder; knows nobody.
+"""
 
 from __future__ import annotations
 

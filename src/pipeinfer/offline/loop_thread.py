@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import wait
 from typing import Any, TypeVar
 
 import uvloop
 
 T = TypeVar("T")
 
-WAKE = 0.1  # seconds between two calls of `meanwhile`
+WAKE = 0.1  # seconds that a wait takes at most, and between two calls of `meanwhile`
 CANCELLING = 1.0  # seconds that a cancelled coroutine is waited for
 
 
@@ -35,12 +35,9 @@ class LoopThread:
         over = threading.Event()
         future = asyncio.run_coroutine_threadsafe(_telling(coroutine, over), self._loop)
         try:
-            while meanwhile is not None:
-                try:
-                    return future.result(WAKE)
-                except NotYet:
-                    if future.done():  # the coroutine's own TimeoutError
-                        raise
+            # In slices: a signal that comes just before a wait would not end it.
+            while not wait([future], WAKE).done:
+                if meanwhile is not None:
                     meanwhile()
             return future.result()
         except BaseException:

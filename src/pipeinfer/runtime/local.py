@@ -23,7 +23,7 @@ from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.inprocess import InProcess
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.runtime.topology import Topology
-from pipeinfer.settings import DEMO, Settings
+from pipeinfer.settings import DEMO, ConfigurationError, Settings
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,16 @@ class LocalStages:
 
 
 def prepare(given: Mapping[str, Any], say: Callable[[str], None]) -> Settings:
-    """Settings from `given` over the environment, with the model as a local folder.
+    """Settings from `given` over the environment over the topology file, the model as a folder.
 
     A hub id is downloaded here, once, and not by every stage; `say` is told what takes time.
     Raises ConfigurationError.
     """
-    settings = config.build({**config.from_environment(os.environ), **given})
+    named = {**config.from_environment(os.environ), **given}
+    file = named.get("topology")
+    settings = config.build({**(topologies.load(file).settings if file else {}), **named})
+    if settings.record:
+        raise ConfigurationError("--record: this version cannot record its stages yet")
     if settings.model in ("", DEMO):
         say(f"no model given: serving the bundled demo model {DEMO!r}")
     folder = resolve_model(settings.model, settings.revision, say)

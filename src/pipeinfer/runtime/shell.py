@@ -17,7 +17,7 @@ import zmq
 
 from pipeinfer.bus.bus import Bus
 from pipeinfer.core import EVERYONE, LOCAL, Send
-from pipeinfer.messages import Drain, Header, Heartbeat, Message, State, Tick
+from pipeinfer.messages import Drain, GroupFault, Header, Heartbeat, Message, State, Tick
 from pipeinfer.runtime.stage import TAKES, Stage, StageContext, builder
 from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import Settings
@@ -140,6 +140,9 @@ class Shell:
         return built.result()
 
     def _send(self, send: Send) -> None:
+        if isinstance(send.message, GroupFault):
+            # A supervisor hears it and acts; without one, this line is what tells a person.
+            log.error("group %d is stuck: %s", send.message.group, send.message.reason)
         if send.channel == LOCAL:
             assert self._stage is not None and self._stage.driver is not None
             self._stage.driver.deliver(send.message)

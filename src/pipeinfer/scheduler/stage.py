@@ -1,4 +1,7 @@
-"""Builds the scheduler stage: its options from the settings, nothing more."""
+"""Builds the scheduler stage: its options from the settings.
+
+Knows names of settings; whether they make sense together is the core's business.
+"""
 
 from __future__ import annotations
 
