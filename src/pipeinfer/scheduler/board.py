@@ -45,14 +45,21 @@ class Board:
 
     def decode_all(self) -> None:
         """One token for every running request that has its prompt behind it."""
-        decodes = [r for r in self._running if not r.prefilling and not r.exhausted]
-        between = self._credits.between
-        need = sum(between(r.projected, r.projected + 1) for r in decodes)
+        # The hot path: written out, because it runs for every request in every step.
+        decodes = [
+            r for r in self._running if r.known <= r.projected and r.projected + 1 < r.max_total
+        ]
+        if self.preempted:
+            decodes = [r for r in decodes if r not in self.preempted]
+        need = self._needed(decodes)
         if need > self._available:
             decodes = self._make_room(decodes, need)
-        for request in decodes[: self._budget]:
-            if request not in self.preempted:
-                self._put(request, 1)
+            need = self._needed(decodes)
+        del decodes[max(self._budget, 0) :]
+        self.pages += need
+        self._available -= need
+        self._budget -= len(decodes)
+        self.rows += [(request, 1) for request in decodes]
 
     def continue_prompts(self) -> None:
         """The next chunk of every half-computed prompt, oldest first."""
@@ -129,6 +136,11 @@ class Board:
             count = 1  # nothing is in flight and nothing else runs: the engine decides
         if count > 0:
             self._put(request, count)
+
+    def _needed(self, decodes: list[Request]) -> int:
+        """Pages for one more token each: one where the last page is full."""
+        size = self._credits.page_size
+        return sum([1 for r in decodes if r.projected % size == 0])
 
     def _make_room(self, decodes: list[Request], need: int) -> list[Request]:
         """Preempts until the decodes that remain fit; some may wait for the steps in flight."""

@@ -280,7 +280,7 @@ class SchedulerCore:
                 break
         self._probation.cleared(request)
         row = TokenRow(
-            request.id, offset, pack(request.outputs[offset:]), finish, stop_token, "",
+            request.id, offset, _pack_few(request.outputs[offset:]), finish, stop_token, "",
             max(request.cached, 0),
         )  # fmt: skip
         if finish is None:
@@ -377,3 +377,8 @@ class SchedulerCore:
             request.slot, request.id, pack(request.prompt + request.outputs), len(request.prompt),
             request.max_total, params, work.seed, suppress, work.cache_salt,
         )  # fmt: skip
+
+
+def _pack_few(ids: list[int]) -> bytes:
+    """`pack` for a handful of ids, for which an array costs more than its use."""
+    return b"".join([token.to_bytes(4, "little", signed=True) for token in ids])

@@ -70,7 +70,10 @@ class Request:
     def take(self, count: int) -> int:
         """Projects one more row of at most `count` tokens; returns how many it will compute."""
         before = self.projected
-        self.projected = self._after(before, count)
+        if before < self.known:
+            self.projected = min(before + count, self.known)
+        elif before + 1 < self.max_total:
+            self.projected = before + 1
         self.inflight.append(count)
         self.pending += 1
         return self.projected - before
@@ -84,7 +87,10 @@ class Request:
         """The engine is at `computed` before the rows in flight."""
         self.computed = computed
         for count in self.inflight:
-            computed = self._after(computed, count)
+            if computed < self.known:
+                computed = min(computed + count, self.known)
+            elif computed + 1 < self.max_total:
+                computed += 1
         self.projected = computed
 
     def begin(self) -> None:
@@ -98,11 +104,6 @@ class Request:
         """It has no slot any more; rows in flight still report."""
         self.slot = -1
         self.inflight.clear()
-
-    def _after(self, computed: int, count: int) -> int:
-        if computed < self.known:
-            return min(computed + count, self.known)
-        return computed + (computed + 1 < self.max_total)
 
 
 def from_work(work: Work, arrival: int, now: float) -> Request:
