@@ -160,7 +160,10 @@ def test_a_refused_prompt_raises_and_aborts_the_others(llm: LLM) -> None:
         llm.generate(["a", "b", "x" * 3000], endless, use_tqdm=False)
     assert caught.value.code == "context_length_exceeded"
     assert caught.value.param == "prompt"
-    assert llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].finish_reason == "length"
+    assert llm.generate("a", GREEDY, use_tqdm=False)[0].outputs[0].finish_reason in (
+        "length",
+        "stop",
+    )
     assert sampled_when_idle(llm, before) < before + 2 * 2000
 
 

@@ -48,8 +48,7 @@ class Pipeline:
         self._service: Supervisor | InProcess | None = None
         self._tasks: list[asyncio.Task[Any]] = []
         self._stopped: asyncio.Task[None] | None = None
-        self._cause = ""
-        self._broken: Exception | None = None
+        self._cause = ""  # why nothing is answered any more
 
     async def start(self) -> None:
         """Returns when requests are answered. Raises ConfigurationError or PipelineStopped."""
@@ -62,10 +61,8 @@ class Pipeline:
 
     def open(self, call: Call, sink: Sink) -> None:
         """Sends a request. Raises PipelineStopped if the pipeline is not there any more."""
-        if self._broken is not None:
-            raise PipelineStopped(str(self._broken))
-        if self._stopped is not None:
-            raise PipelineStopped("it was closed")
+        if self._cause or self._stopped is not None:
+            raise PipelineStopped(self._cause or "it was closed")
         self._driver.open(call, sink)
 
     def hang_up(self, request_id: str) -> None:
@@ -112,24 +109,23 @@ class Pipeline:
             self._ready.set_result(None)
 
     def _on_give_up(self, reason: str) -> None:
+        """A stage cannot go on; the aborts let the others end without delay."""
         self._cause = reason
+        self._driver.fail_all(reason, "pipeline_stopped")
 
     def _on_end(self, task: asyncio.Task[Any]) -> None:
         """The shell or the stages ended; unasked, that is the end of everything."""
         # A loop that is shut down around an open pipeline cancels all of its tasks.
         error = PipelineStopped("cancelled") if task.cancelled() else task.exception()
-        if self._stopped is not None or self._broken is not None:
+        if self._stopped is not None:
             return
-        if isinstance(error, Exception):
-            self._broken = error
-        elif error is None and task.result() == MISCONFIGURED:
-            cause = self._cause or "a stage cannot start"
-            self._broken = ConfigurationError(f"{cause}; its own message is on stderr")
-        else:
-            self._broken = PipelineStopped(self._cause or "the stages have ended")
-        self._driver.fail_all(str(self._broken), "pipeline_stopped")
-        if not self._ready.done():
-            self._ready.set_exception(self._broken)
+        self._cause = self._cause or str(error or "the stages have ended")
+        self._driver.fail_all(self._cause, "pipeline_stopped")
+        if self._ready.done():
+            return
+        if error is None and task.result() == MISCONFIGURED:
+            error = ConfigurationError(f"{self._cause}; its own message is on stderr")
+        self._ready.set_exception(error or PipelineStopped(self._cause))
 
     # ----------------------------------------------------------------------------------------- end
 

@@ -86,8 +86,6 @@ async def _run(settings: Settings, topology: Topology, identity: Identity, child
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, shell.drain)
     if child:
-        # Ctrl-C reaches the whole foreground group; the supervisor decides what follows from it.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         _watch_parent(loop, shell, os.getppid())
     else:
         loop.add_signal_handler(signal.SIGINT, shell.drain)

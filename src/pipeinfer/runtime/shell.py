@@ -20,7 +20,7 @@ from pipeinfer.core import EVERYONE, LOCAL, Send
 from pipeinfer.messages import Drain, GroupFault, Header, Heartbeat, Message, State, Tick
 from pipeinfer.runtime.stage import TAKES, Stage, StageContext, builder
 from pipeinfer.runtime.topology import Identity, Topology
-from pipeinfer.settings import Settings
+from pipeinfer.settings import ConfigurationError, Settings
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,10 @@ class Shell:
             self.bus.start(self._on_message)
             self._tick()
             await self._stop.wait()
+        except ConfigurationError as error:
+            self._progress = ("failed", str(error))
+            self._publish_heartbeat()
+            raise
         finally:
             self._stop.set()
             beat.cancel()
@@ -162,7 +166,9 @@ class Shell:
         self._loop.call_soon_threadsafe(self._show_state)
 
     def _state(self) -> tuple[State, str]:
-        return self._progress if self._stage is None else self._stage.core.state()
+        if self._stage is None or self._progress[0] == "failed":
+            return self._progress
+        return self._stage.core.state()
 
     def _tick(self) -> None:
         if self._stop.is_set() or self._stage is None:

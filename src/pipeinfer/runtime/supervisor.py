@@ -33,12 +33,13 @@ CHECKED = ("loading", "waiting", "ready")  # states of an engine whose configura
 
 @dataclass
 class Child:
-    """One stage process. `checked`: it got past its configuration once."""
+    """One stage process. `checked`: it got past its configuration once; `reason`: why it failed."""
 
     identity: Identity
     process: asyncio.subprocess.Process | None = None
     checked: bool = False
     was_ready: bool = False
+    reason: str = ""
     deaths: deque[float] = field(default_factory=deque)
     extra: dict[str, str] = field(default_factory=dict)  # environment for the next start
 
@@ -112,7 +113,10 @@ class Supervisor:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
         environment = {**inherited, **to_environment(self._settings), **child.extra}
         child.process = await asyncio.create_subprocess_exec(
-            *command, env=environment, stdin=asyncio.subprocess.DEVNULL
+            *command,
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for this process, which drains them in order
         )
         task = asyncio.create_task(self._watch(child, child.process))
         self._tasks.add(task)
@@ -124,7 +128,7 @@ class Supervisor:
             return
         name = child.identity.id
         if code == MISCONFIGURED:
-            self._give_up(f"{name} cannot start", MISCONFIGURED)
+            self._give_up(": ".join(filter(None, (f"{name} cannot start", child.reason))), code)
             return
         if not child.checked:
             self._give_up(f"{name} ended while it started ({_cause(code)})", FAILED)
@@ -162,6 +166,7 @@ class Supervisor:
     def _on_heartbeat(self, child: Child, beat: Heartbeat) -> None:
         if child.process is None or beat.pid != child.process.pid:
             return  # a last word of a process that is gone
+        child.reason = beat.reason if beat.state == "failed" else child.reason
         child.checked = child.checked or beat.state in CHECKED
         child.was_ready = child.was_ready or beat.state == "ready"
         if "port" in beat.stats:  # the port that 0 became: a gateway started again takes it too
