@@ -26,7 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     training = commands.add_parser("train", help="train a fresh model")
     training.add_argument("--out", type=Path, required=True, help="the folder to write")
     training.add_argument("--seed", type=int, default=0)
-    training.add_argument("--steps", type=int, default=6600)
+    training.add_argument("--steps", type=int, default=5000)
     training.add_argument("--minutes", type=float, default=60, help="the longest to train")
     training.add_argument("--start", type=Path, help="a checkpoint to go on from")
     training.add_argument("--tokens-per-step", type=int, default=4096)

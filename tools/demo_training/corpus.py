@@ -112,12 +112,12 @@ class Conversation:
         """Return the next question and its answer."""
         rng = self.rng
         kind = rng.random()
-        if kind < 0.38:
+        if kind < 0.34:
             longest = max(4, int(self.longest_copy * self.ease))
             return tasks.copy_turn(rng, text_to_copy(rng, longest))
-        if kind < 0.74:
+        if kind < 0.64:
             return self.recall_turn()
-        if kind < 0.80:
+        if kind < 0.71:
             return tasks.count_task(rng)
         if kind < 0.90:
             return tasks.sum_task(rng)

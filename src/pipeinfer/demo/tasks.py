@@ -91,7 +91,7 @@ def count_task(rng: Random, longest: int = 20) -> Turn:
     )
 
 
-def sum_task(rng: Random, largest: int = 99) -> Turn:
+def sum_task(rng: Random, largest: int = 20) -> Turn:
     """Ask for the sum of two numbers between 0 and `largest`; the answer repeats the sum."""
     left, right = rng.randint(0, largest), rng.randint(0, largest)
     return rng.choice(_SUM_PHRASES).format(left, right), f"{left} + {right} = {left + right}"
