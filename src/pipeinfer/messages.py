@@ -154,7 +154,8 @@ class Hello(Message, frozen=True):
     """An engine rank is loaded and asks for an epoch; repeated until `Begin` lists it.
 
     All ranks of a group must agree on `model` .. `max_model_len`. `pages` x `page_size` tokens fit
-    into the pool; `max_slots` requests can be admitted at a time.
+    into the pool; `max_slots` requests can be admitted at a time. `step_tokens`: the token budget
+    of a step that suits the device, where the settings name none.
     """
 
     protocol: int
@@ -169,6 +170,7 @@ class Hello(Message, frozen=True):
     max_model_len: int
     attention: str
     graph_sizes: tuple[int, ...] = ()
+    step_tokens: int = 0
 
 
 class Ready(Message, frozen=True):

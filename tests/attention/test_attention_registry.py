@@ -46,3 +46,48 @@ def test_page_size_that_a_backend_does_not_take_is_refused_with_those_it_takes(m
 def test_the_registry_costs_no_backend_until_one_is_chosen():
     code = "import sys, pipeinfer.attention.registry; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def gpu(**changes):
+    facts = {
+        "capability": (9, 0), "dtype": "bfloat16", "head_dim": 128,
+        "installed": frozenset({"flashinfer", "sgl_kernel"}),
+    } | changes  # fmt: skip
+    return registry.Gpu(**facts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend"),
+    [
+        ({}, "hybrid"),
+        ({"dtype": "float16", "head_dim": 64}, "hybrid"),
+        ({"capability": (8, 9)}, "flashinfer"),
+        ({"capability": (10, 0)}, "flashinfer"),
+        ({"installed": frozenset({"flashinfer"})}, "flashinfer"),
+        ({"installed": frozenset()}, "torch"),
+        ({"dtype": "float32"}, "torch"),
+        ({"head_dim": 80}, "torch"),
+    ],
+)
+def test_auto_is_the_fastest_backend_that_the_gpu_can_run(changes, backend):
+    assert registry.resolve("auto", "cuda", gpu(**changes)) == backend
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("hybrid", {"installed": frozenset({"flashinfer"})}, "sgl_kernel is not installed.*flashi"),
+        ("flashinfer", {"installed": frozenset()}, "flashinfer is not installed.*torch works"),
+        ("fa3", {"capability": (8, 0)}, "capability 9.0, this one has 8.*flashinfer works"),
+        ("fa3", {"dtype": "float32"}, "not float32; --attention torch works"),
+        ("hybrid", {"head_dim": 80}, "no kernel for heads of 80.*--attention torch works"),
+    ],
+)
+def test_a_backend_that_cannot_run_is_refused_with_one_that_can(name, changes, message):
+    with pytest.raises(ConfigurationError, match=f"--attention {name}: .*{message}"):
+        registry.resolve(name, "cuda", gpu(**changes))
+
+
+def test_backends_of_a_gpu_are_refused_on_the_cpu():
+    with pytest.raises(ConfigurationError, match="no backend 'hybrid' for cpu; known: auto, torch"):
+        registry.resolve("hybrid", "cpu")

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from bench import offline, shapes, workload
+from bench.processes import Others
 from bench.workload import Work
 from pipeinfer import LLM
 
@@ -47,22 +48,33 @@ def run(options: argparse.Namespace, settings: dict[str, Any], folder: Path) -> 
     sizes = sorted({len(work.prompts), min(16, len(work.prompts))})
     ours: list[offline.Measured] = []
     theirs: dict[int, list[Theirs]] = {size: [] for size in sizes}
+    shares = []
     for _ in range(options.rounds or 3):
-        ours.append(_pipeinfer(settings, work, warm))
-        print(f"pipeinfer     {work.output_tokens / ours[-1].seconds:8.1f} tokens/s", flush=True)
+        with Others() as others:
+            ours.append(_pipeinfer(settings, work, warm))
+        shares.append(others.share)
+        _say("pipeinfer", work.output_tokens / ours[-1].seconds, others)
         for size in sizes:
-            theirs[size].append(_transformers(threads, model, work, warm, size, folder))
+            with Others() as others:
+                theirs[size].append(_transformers(threads, model, work, warm, size, folder))
+            shares.append(others.share)
             rate = work.output_tokens / theirs[size][-1].seconds
-            print(f"transformers  {rate:8.1f} tokens/s in batches of {size}", flush=True)
+            _say(f"transformers, batches of {size}", rate, others)
         sizes = [min(sizes, key=lambda size: _median(theirs[size]))]  # the faster goes on
     metrics = offline.summary(work, ours) | _comparison(work, ours, theirs, sizes[0])
-    metrics["threads"] = threads
+    metrics |= {"threads": threads, "used_by_others": max(shares)}
     offline.show(metrics)
     print(
         f"{'transformers tokens/s':24}{metrics['transformers_tokens_per_s']:12.1f}"
         f"  (batches of {sizes[0]})\n{'ratio':24}{metrics['ratio']:12.2f}"
     )
     return metrics
+
+
+def _say(what: str, rate: float, others: Others) -> None:
+    print(
+        f"{what:32}{rate:8.1f} tokens/s; others used {others.share:.0%} of the machine", flush=True
+    )
 
 
 def _comparison(

@@ -39,7 +39,7 @@ def run(file: str) -> dict[str, Any]:
 
 def generate_all(model: PreTrainedModel, work: dict[str, Any], size: int) -> list[list[int]]:
     """The requested tokens of every request, batch after batch, in the order given."""
-    outputs = []
+    outputs: list[list[int]] = []
     for begin in range(0, len(work["prompts"]), size):
         part = slice(begin, begin + size)
         outputs += generate(model, work["prompts"][part], work["outputs"][part])
@@ -57,7 +57,7 @@ def generate(
     ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     most = max(wanted)
-    result = model.generate(
+    result = model.generate(  # type: ignore[operator]
         input_ids=ids,
         attention_mask=mask,
         do_sample=False,

@@ -6,31 +6,94 @@ Knows names and page sizes; it builds no pool and runs no step.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from pipeinfer.attention.interface import AttentionBackend, AttentionShape
+from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.settings import ConfigurationError
 
 # Name -> "module:class"; the class is called with (shapes of all layers, torch device).
-BACKENDS = {"torch": "pipeinfer.attention.torch_backend:TorchBackend"}
+BACKENDS = {
+    "torch": "pipeinfer.attention.torch_backend:TorchBackend",
+    "flashinfer": "pipeinfer.attention.flashinfer_backend:FLASHINFER",
+    "fa3": "pipeinfer.attention.fa3_backend:FA3",
+    "hybrid": "pipeinfer.attention.hybrid:HYBRID",
+}
+PACKAGES = {
+    "flashinfer": ("flashinfer",),
+    "fa3": ("sgl_kernel",),
+    "hybrid": ("flashinfer", "sgl_kernel"),
+}
+HALVES = ("bfloat16", "float16")
+HEAD_DIMS = {"flashinfer": (64, 128, 256), "fa3": (64, 96, 128, 192, 256), "hybrid": (64, 128, 256)}
+HOPPER = 9
 
 
-def resolve(name: str, device: str) -> str:
-    """The backend that `name` means on `device` ("cpu" or "cuda"); "auto" chooses.
+@dataclass(frozen=True)
+class Gpu:
+    """What decides which kernels can run. capability: (9, 0) is Hopper. installed: packages."""
 
-    Raises ConfigurationError, which lists what exists.
+    capability: tuple[int, int]
+    dtype: str
+    head_dim: int
+    installed: frozenset[str]
+
+
+def installed() -> frozenset[str]:
+    """Which of the kernels' packages can be imported; imports none of them."""
+    names = {package for packages in PACKAGES.values() for package in packages}
+    return frozenset(name for name in names if importlib.util.find_spec(name) is not None)
+
+
+def resolve(name: str, device: str, gpu: Gpu | None = None) -> str:
+    """The backend that `name` means on `device` ("cpu" or "cuda", which needs `gpu`).
+
+    "auto" chooses. Raises ConfigurationError, which says what to use instead.
     """
-    if name == "auto":
+    known = ["auto", "torch", *(PACKAGES if device == "cuda" else ())]
+    if name != "auto" and name not in known:
+        raise ConfigurationError(
+            f"--attention: no backend {name!r} for {device}; known: {', '.join(known)}"
+        )
+    if gpu is None:
         return "torch"
-    if name not in BACKENDS:
-        known = ", ".join(["auto", *BACKENDS])
-        raise ConfigurationError(f"--attention: no backend {name!r} for {device}; known: {known}")
+    if name == "auto":
+        return _chosen(gpu)
+    obstacle = _obstacle(name, gpu)
+    if obstacle:
+        raise ConfigurationError(
+            f"--attention {name}: {obstacle}; --attention {_chosen(gpu)} works here"
+        )
     return name
 
 
-def load(name: str) -> type[Any]:
-    """The class of backend `name`, as `resolve` returned it."""
+def _chosen(gpu: Gpu) -> str:
+    """The fastest backend that can run."""
+    return next((name for name in ("hybrid", "flashinfer") if not _obstacle(name, gpu)), "torch")
+
+
+def _obstacle(name: str, gpu: Gpu) -> str:
+    """Why backend `name` cannot run, or nothing."""
+    if name == "torch":
+        return ""
+    missing = [package for package in PACKAGES[name] if package not in gpu.installed]
+    if missing:
+        return f"the package {' and '.join(missing)} is not installed (pip install pipeinfer[cuda])"
+    major = gpu.capability[0]
+    if name in ("fa3", "hybrid") and major != HOPPER:
+        return f"FlashAttention-3 is for GPUs of capability 9.0, this one has {major}.x"
+    if gpu.dtype not in HALVES:
+        return f"its kernels compute in {' and '.join(HALVES)}, not {gpu.dtype}"
+    if gpu.head_dim not in HEAD_DIMS[name]:
+        sizes = ", ".join(map(str, HEAD_DIMS[name]))
+        return f"there is no kernel for heads of {gpu.head_dim}, only {sizes}"
+    return ""
+
+
+def load(name: str) -> Any:
+    """The class of backend `name`, as `resolve` returned it, or what is called like one."""
     module, _, attribute = BACKENDS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -52,6 +115,9 @@ def resolve_page_size(name: str, page_size: int) -> int:
     return page_size
 
 
-def create(name: str, shapes: Sequence[AttentionShape], device: Any) -> AttentionBackend:
-    """A backend for the layers' `shapes` on `device`; the caller binds a pool to it."""
+def create(name: str, shapes: Sequence[AttentionShape], device: Any) -> Any:
+    """A backend for the layers' `shapes` on `device`; the caller binds a pool to it.
+
+    An AttentionBackend, or for backends of a GPU a PagedBackend.
+    """
     return load(name)(shapes, device)

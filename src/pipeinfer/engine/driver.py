@@ -1,4 +1,4 @@
-"""The engine's I/O beside the bus: it hands steps to the executor's thread and reports their end.
+"""The engine's I/O beside the bus: it hands steps to the executor's threads and reports their end.
 
 Knows no plan and no memory; a step that fails ends the process, because what it left on the device
 is unknown.
@@ -8,35 +8,49 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from pipeinfer.engine.core import Compute, StepFailed
-from pipeinfer.engine.executor import Executor
 from pipeinfer.engine.step import Step
 from pipeinfer.messages import Message, StepDone, pack
 
 log = logging.getLogger(__name__)
 
 
-class DeviceDriver:
-    """Runs `run(step)` for every Compute that the core sends, in order, off the event loop.
+class StepExecutor(Protocol):
+    """See engine/executor.py and engine/cuda/executor.py."""
 
-    `parts`: wall seconds of the parts of `run` so far, by name, kept up to date by it.
+    busy_seconds: float
+    idle_seconds: float
+
+    def submit(self, step: Step) -> None: ...
+
+    def close(self) -> None: ...
+
+
+StartExecutor = Callable[
+    [Callable[[Step, np.ndarray, float], None], Callable[[Step, Exception], None]], StepExecutor
+]
+
+
+class DeviceDriver:
+    """Hands every Compute that the core sends to an executor, in order, off the event loop.
+
+    `begin(on_done, on_error)` makes the executor, on the running loop. `parts`: wall seconds of the
+    parts of a step so far, by name, kept up to date by whoever runs it.
     """
 
-    def __init__(
-        self, run: Callable[[Step], np.ndarray], parts: Mapping[str, float] | None = None
-    ) -> None:
-        self._run = run
+    def __init__(self, begin: StartExecutor, parts: Mapping[str, float] | None = None) -> None:
+        self._begin = begin
         self._parts = {} if parts is None else parts
-        self._executor: Executor | None = None
+        self._executor: StepExecutor | None = None
         self._feed: Callable[[Message], None] | None = None
 
     async def start(self, feed: Callable[[Message], None]) -> None:
         self._feed = feed
-        self._executor = Executor(self._run, self._done, self._failed)
+        self._executor = self._begin(self._done, self._failed)
 
     def deliver(self, message: Any) -> None:
         assert self._executor is not None

@@ -9,23 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from pipeinfer.attention import registry
 from pipeinfer.attention.interface import AttentionShape
+from pipeinfer.attention.registry import Gpu
 from pipeinfer.engine.host_memory import available_bytes
 from pipeinfer.engine.runner import ModelRunner
 from pipeinfer.layers.placement import Shard
 from pipeinfer.memory.pool import KVPool, bytes_per_page
 from pipeinfer.models.build import build_model, check_shard
+from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.models.checkpoint import check_checkpoint, fill_dummy, load_weights
 from pipeinfer.models.config import ModelConfig, read_config
 from pipeinfer.settings import ConfigurationError, Settings
 
+if TYPE_CHECKING:
+    from pipeinfer.engine.cuda.runner import CudaRunner
+
 # A pool on the host competes with everything else that runs there, so it is not taken as large as
 # it could be; --kv-pages takes more.
 MOST_HOST_BYTES = 4 * 2**30
+CPU_STEP_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,12 @@ class EngineChoices:
 
 @dataclass(frozen=True)
 class LoadedEngine:
-    """`pages` counts the dummy page 0, as MemoryManager and KVPool do."""
+    """`pages` counts the dummy page 0, as MemoryManager and KVPool do.
 
-    runner: ModelRunner
+    graph_sizes: batch sizes with a CUDA graph. step_tokens: the largest step.
+    """
+
+    runner: ModelRunner | CudaRunner
     config: ModelConfig
     page_size: int
     pages: int
@@ -53,6 +63,9 @@ class LoadedEngine:
     max_slots: int
     attention: str
     dtype: str
+    device: str = "cpu"
+    graph_sizes: tuple[int, ...] = ()
+    step_tokens: int = CPU_STEP_TOKENS
 
 
 def choose(settings: Settings, folder: Path, rank: int = 0) -> EngineChoices:
@@ -60,16 +73,16 @@ def choose(settings: Settings, folder: Path, rank: int = 0) -> EngineChoices:
 
     Raises ConfigurationError that names the culprit.
     """
-    if settings.device == "cuda":
-        raise ConfigurationError("--device cuda: this version computes on the CPU only")
-    device = "cpu"
+    device = _device(settings.device)
     config = read_config(folder)
     check_shard(config, settings.tp)
-    attention = registry.resolve(settings.attention, device)
+    dtype = _dtype(settings.dtype, config, device)
+    gpu = _gpu(dtype, config, rank) if device == "cuda" else None
+    attention = registry.resolve(settings.attention, device, gpu)
     choices = EngineChoices(
         config,
         device,
-        _dtype(settings.dtype, config, device),
+        dtype,
         attention,
         registry.resolve_page_size(attention, settings.page_size),
         _max_model_len(settings.max_model_len, config),
@@ -85,35 +98,82 @@ def load_engine(
     folder: Path,
     progress: Callable[[int, int], None] | None = None,
     rank: int = 0,
+    graph_progress: Callable[[int, int], None] | None = None,
 ) -> LoadedEngine:
-    """Loads rank `rank`; `progress(done, total)` counts bytes of weights.
+    """Loads rank `rank`; `progress(done, total)` counts bytes of weights, `graph_progress` graphs.
 
     Raises ConfigurationError before any weight is read if something does not fit. Sets torch's
-    number of threads if the settings name one.
+    number of threads if the settings name one, and on a GPU its current device.
     """
     choices = choose(settings, folder, rank)
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    if choices.device == "cuda":
+        torch.cuda.set_device(rank)
     model = build_model(choices.config, choices.shard, choices.dtype, choices.device)
     if settings.load_format == "dummy":
         fill_dummy(model, settings.seed)
     else:
         load_weights(model, folder, progress)
+    if choices.device == "cuda":
+        from pipeinfer.engine.cuda.building import GPU_STEP_TOKENS, build_runner
+
+        runner = build_runner(
+            model, model.attention_shapes(), settings, attention=choices.attention,
+            page_size=choices.page_size, max_model_len=choices.max_model_len, dtype=choices.dtype,
+            progress=graph_progress,
+        )  # fmt: skip
+        return _loaded(settings, choices, runner, runner.graph_sizes, GPU_STEP_TOKENS)
+    return _loaded(settings, choices, _host_runner(settings, choices, model), (), CPU_STEP_TOKENS)
+
+
+def _host_runner(settings: Settings, choices: EngineChoices, model: CausalLM) -> ModelRunner:
     shapes = model.attention_shapes()
     pages = 1 + _usable_pages(settings, choices, shapes)
     pool = KVPool(shapes, pages, choices.page_size, choices.dtype, choices.device)
     backend = registry.create(choices.attention, shapes, choices.device)
-    runner = ModelRunner(model, pool, backend, settings.max_running)
+    return ModelRunner(model, pool, backend, settings.max_running)
+
+
+def _loaded(
+    settings: Settings,
+    choices: EngineChoices,
+    runner: ModelRunner | CudaRunner,
+    graph_sizes: tuple[int, ...],
+    step_tokens: int,
+) -> LoadedEngine:
     return LoadedEngine(
         runner,
         choices.config,
         choices.page_size,
-        pages,
+        runner.pool.pages,
         choices.max_model_len,
         settings.max_running,
         choices.attention,
         str(choices.dtype).removeprefix("torch."),
+        choices.device,
+        graph_sizes,
+        settings.max_step_tokens or step_tokens,
     )
+
+
+def _device(name: str) -> str:
+    """ "cuda" where torch sees a GPU, unless the CPU was asked for."""
+    if name == "cpu":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if name == "cuda":
+        raise ConfigurationError(
+            f"--device cuda: torch {torch.__version__} sees no CUDA GPU; --device cpu needs none"
+        )
+    return "cpu"
+
+
+def _gpu(dtype: torch.dtype, config: ModelConfig, rank: int) -> Gpu:
+    name = str(dtype).removeprefix("torch.")
+    capability = torch.cuda.get_device_capability(rank)
+    return Gpu(capability, name, config.head_dim, registry.installed())
 
 
 def _dtype(name: str, config: ModelConfig, device: str) -> torch.dtype:

@@ -6,20 +6,30 @@ Everything heavy is imported here, inside `build`, so that the process shows its
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from pipeinfer.engine.openmp import spin_briefly
 from pipeinfer.messages import PROTOCOL, Hello
 from pipeinfer.models.source import resolve_model
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.version import __version__
 
+if TYPE_CHECKING:
+    from pipeinfer.engine.driver import StartExecutor
+    from pipeinfer.engine.loading import LoadedEngine
+
 log = logging.getLogger(__name__)
+SWITCH_SECONDS = 2e-4
 
 
 def build(context: StageContext) -> Stage:
     """ConfigurationError, before any weight is read, for a checkpoint that does not fit."""
     settings, identity = context.settings, context.identity
     folder = resolve_model(settings.model, settings.revision)
+    spin_briefly(os.environ)
 
     from pipeinfer.engine.core import EngineCore
     from pipeinfer.engine.driver import DeviceDriver
@@ -28,8 +38,11 @@ def build(context: StageContext) -> Stage:
 
     choose(settings, folder, identity.rank)
     context.report("loading", "weights")
-    with Progress(identity.id) as progress:
-        loaded = load_engine(settings, folder, progress.show, identity.rank)
+    with (
+        Progress(f"{identity.id} weights", "B") as weights,
+        Progress(f"{identity.id} CUDA graphs", "") as graphs,
+    ):
+        loaded = load_engine(settings, folder, weights.show, identity.rank, graphs.show)
     memory = MemoryManager(
         loaded.pages, loaded.page_size, loaded.max_slots, loaded.max_model_len, settings.cache
     )
@@ -42,31 +55,52 @@ def build(context: StageContext) -> Stage:
     hello = Hello(
         PROTOCOL, __version__, identity.rank, settings.tp, context.incarnation,
         settings.model_name, loaded.page_size, loaded.pages - 1, loaded.max_slots,
-        loaded.max_model_len, loaded.attention,
+        loaded.max_model_len, loaded.attention, loaded.graph_sizes, loaded.step_tokens,
     )  # fmt: skip
     scheduler = f"scheduler-{identity.group}"
     core = EngineCore(hello, scheduler, memory)
-    driver = DeviceDriver(loaded.runner.run, loaded.runner.seconds)
+    driver = DeviceDriver(_executor(loaded), loaded.runner.seconds)
     return Stage(core, driver, 0.1, ((scheduler, "plan"),))
 
 
+def _executor(loaded: LoadedEngine) -> StartExecutor:
+    """What runs steps: one thread on a CPU, on a GPU one that launches and one that waits."""
+    from pipeinfer.engine.executor import Executor
+    from pipeinfer.engine.runner import ModelRunner
+
+    runner = loaded.runner
+    if isinstance(runner, ModelRunner):
+        return partial(Executor, runner.run)
+
+    from pipeinfer.engine.cuda.executor import StreamExecutor
+
+    # Three threads of Python: none of them may wait for another's default 5 ms.
+    sys.setswitchinterval(SWITCH_SECONDS)
+    return partial(StreamExecutor, runner)
+
+
 class Progress:
-    """A progress bar for loading weights, on stderr; silent where nobody looks at a terminal."""
+    """A progress bar on stderr from the first `show` on; silent where nobody looks at it."""
 
-    def __init__(self, name: str) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(
-            desc=f"{name} weights", unit="B", unit_scale=True, leave=False,
-            disable=not sys.stderr.isatty(),
-        )  # fmt: skip
+    def __init__(self, name: str, unit: str) -> None:
+        self._name, self._unit = name, unit
+        self._bar: Any = None
 
     def show(self, done: int, total: int) -> None:
-        self._bar.total = total
+        """`done` of `total` bytes, or things."""
+        if not sys.stderr.isatty():
+            return
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                desc=self._name, total=total, unit=self._unit, unit_scale=True, leave=False
+            )
         self._bar.update(done - self._bar.n)
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()

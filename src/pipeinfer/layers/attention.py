@@ -7,17 +7,33 @@ and no backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 
 from pipeinfer.layers.linear import RowLinear, merged_qkv
 from pipeinfer.layers.norm import HeadNorm
 from pipeinfer.layers.placement import Placement, Source
-from pipeinfer.layers.rope import Rotation, rotate
+from pipeinfer.layers.rope import Rotation, TableRotation, rotate
 
 # (layer, q [T, heads, head_dim], k and v [T, kv_heads, head_dim]) -> [T, heads, head_dim].
 # Rows may be strided (views of one buffer); the last two dimensions are contiguous.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class MergedAttend(Protocol):
+    """What takes the place of Attend on a GPU: one kernel from the product to the cache."""
+
+    def merged(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        num_heads: int,
+        norm: HeadNorm | None,
+        rotation: TableRotation,
+    ) -> torch.Tensor:
+        """qkv [T, (heads + 2 kv_heads) * head_dim], not normed, not turned: [T, heads, head_dim]"""
+        ...
 
 
 class SelfAttention:
@@ -37,6 +53,7 @@ class SelfAttention:
         placement: Placement,
     ) -> None:
         shard = placement.shard
+        self._merged = placement.device.type == "cuda"
         self.layer = layer
         self.head_dim = head_dim
         self.num_heads = num_heads // shard.size
@@ -50,16 +67,24 @@ class SelfAttention:
         )
         self.output = RowLinear("o_proj", num_heads * head_dim, hidden_size, output_bias, placement)
 
-    def __call__(self, x: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
-        # Heads of one token: [ queries | keys | values ]
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        turned = self.num_heads + self.num_kv_heads
-        keyed, values = heads[:, :turned], heads[:, turned:]
-        if self.norm is not None:
-            keyed = self.norm(keyed)
-        keyed = rotate(keyed, rotation)
-        queries, keys = keyed[:, : self.num_heads], keyed[:, self.num_heads :]
-        return self.output(attend(self.layer, queries, keys, values).flatten(1))
+    def __call__(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation | TableRotation,
+        attend: Attend | MergedAttend,
+    ) -> torch.Tensor:
+        """`attend` is a MergedAttend, and `rotation` a table's, exactly on a GPU."""
+        qkv = self.qkv(x)
+        if self._merged:
+            out = attend.merged(self.layer, qkv, self.num_heads, self.norm, rotation)  # type: ignore
+        else:
+            out = attend(self.layer, *self._parts(qkv, rotation))  # type: ignore
+        return self.output(out.flatten(1))
+
+    def _parts(
+        self, qkv: torch.Tensor, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return split_and_turn(qkv, self.num_heads, self.num_kv_heads, self.norm, rotation)
 
     def pack(self) -> None:
         """To be called when the weights are final."""
@@ -72,3 +97,21 @@ class SelfAttention:
         yield from self.output.sources(prefix)
         if self.norm is not None:
             yield from self.norm.sources(prefix)
+
+
+def split_and_turn(
+    qkv: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    norm: HeadNorm | None,
+    rotation: Rotation,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values [T, heads, head_dim], normed and turned, of the merged product."""
+    # Heads of one token: [ queries | keys | values ]
+    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
+    turned = num_heads + num_kv_heads
+    keyed, values = heads[:, :turned], heads[:, turned:]
+    if norm is not None:
+        keyed = norm(keyed)
+    keyed = rotate(keyed, rotation)
+    return keyed[:, :num_heads], keyed[:, num_heads:], values

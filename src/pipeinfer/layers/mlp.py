@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
+from pipeinfer.layers.fused import fused_ops
 from pipeinfer.layers.linear import RowLinear, merged_gate_up
 from pipeinfer.layers.placement import Placement, Source
 
@@ -28,9 +29,11 @@ class GatedMLP:
     ) -> None:
         self.gate_up = merged_gate_up(hidden_size, intermediate_size, bias, placement)
         self.down = RowLinear("down_proj", intermediate_size, hidden_size, bias, placement)
+        fused = fused_ops(placement.device, placement.dtype)
+        self._activate = silu_and_multiply if fused is None else fused.silu_and_multiply
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(silu_and_multiply(self.gate_up(x)))
+        return self.down(self._activate(self.gate_up(x)))
 
     def pack(self) -> None:
         """To be called when the weights are final."""

@@ -6,13 +6,15 @@ expert, so each expert that got tokens is two matrix products. Source: arxiv.org
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from pipeinfer.layers.matrix import Matrix
 from pipeinfer.layers.mlp import silu_and_multiply
 from pipeinfer.layers.placement import Placement, Source, whole
+
+Grouped = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class SparseMLP:
@@ -37,10 +39,15 @@ class SparseMLP:
         self.router = Matrix(placement.empty(num_experts, hidden_size))
         stacked = placement.empty(num_experts, 2 * share, hidden_size)
         self.gate_up = [Matrix(weight) for weight in stacked]
-        self.down = [Matrix(weight) for weight in placement.empty(num_experts, hidden_size, share)]
+        rows = placement.empty(num_experts, hidden_size, share)
+        self.down = [Matrix(weight) for weight in rows]
+        # On a GPU all experts are one kernel over the stacked weights, which are never packed.
+        self._grouped = _grouped(stacked, rows) if placement.device.type == "cuda" else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, experts = self._route(x)
+        if self._grouped is not None:
+            return self._placement.reduce(self._grouped(x, weights, experts))
         pairs = experts.flatten()  # pair i is token i // top_k
         order = pairs.argsort(stable=True)
         counts = pairs.bincount(minlength=self.num_experts).tolist()
@@ -88,3 +95,13 @@ class SparseMLP:
             yield Source(f"{name}up_proj.weight", column, (held, slice(0, hidden)), up)
             down = self.down[expert].weight
             yield Source(f"{name}down_proj.weight", row, (slice(0, hidden), held), down)
+
+
+def _grouped(gate_up: torch.Tensor, down: torch.Tensor) -> Grouped:
+    """(x, weights, experts) to the weighted sum, without a look at the choice on the host."""
+    from pipeinfer.kernels.moe import experts_mlp
+
+    def run(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        return experts_mlp(x, gate_up, down, weights, experts)
+
+    return run

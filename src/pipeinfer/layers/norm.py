@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
+from pipeinfer.layers.fused import fused_ops
 from pipeinfer.layers.placement import Placement, Source, whole
 
 
@@ -27,13 +28,19 @@ class RMSNorm:
     def __init__(self, name: str, size: int, eps: float, placement: Placement) -> None:
         self._name = name
         self._eps = eps
+        self._fused = fused_ops(placement.device, placement.dtype)
         self.weight = placement.empty(size)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._fused is not None:
+            return self._fused.rms_norm(x, self.weight, self._eps)
         return rms_normalize(x, self._eps).mul_(self.weight)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of x + residual, x + residual); the sum is written into `residual`."""
+        """(norm of x + residual, x + residual); the sum is in `residual`, x may be overwritten."""
+        if self._fused is not None:
+            self._fused.add_rms_norm(x, residual, self.weight, self._eps)
+            return x, residual
         residual.add_(x)
         return self(residual), residual
 
@@ -52,12 +59,22 @@ class HeadNorm:
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, placement: Placement
     ) -> None:
-        self._eps = eps
+        self.eps = eps
         self._num_heads = num_heads
         self.weight = placement.empty(num_heads + num_kv_heads, head_dim)
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        return rms_normalize(heads, self._eps).mul_(self.weight)
+        return rms_normalize(heads, self.eps).mul_(self.weight)
+
+    @property
+    def query_weight(self) -> torch.Tensor:
+        """[head_dim], the same for all query heads."""
+        return self.weight[0]
+
+    @property
+    def key_weight(self) -> torch.Tensor:
+        """[head_dim], the same for all key heads."""
+        return self.weight[-1]
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of the parent module, with its dot."""

@@ -1,7 +1,7 @@
 """Rotary position embedding: the angle of each position, and the turning of queries and keys.
 
-Angles are computed for the positions of a step, in float32, once for all layers; there is no table
-and so no longest position. Knows no cache and no request.
+On a CPU angles are computed for the positions of a step, in float32, once for all layers; on a GPU
+they are a table up to the longest position. Knows no cache and no request.
 """
 
 from __future__ import annotations
@@ -21,29 +21,57 @@ class Rotation(NamedTuple):
     sin: torch.Tensor
 
 
+class TableRotation(NamedTuple):
+    """cos, sin float32 [longest, head_dim / 2] of all positions; positions [T] of a step."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    positions: torch.Tensor
+
+    def looked_up(self, dtype: torch.dtype) -> Rotation:
+        """The rotation of the step's positions."""
+        cos, sin = self.cos[self.positions], self.sin[self.positions]
+        return Rotation(cos[:, None].to(dtype), sin[:, None].to(dtype))
+
+
 class Rope:
     """Positions to rotations. Source: https://arxiv.org/abs/2104.09864, halves form as in Llama."""
 
     def __init__(
-        self, config: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: RopeConfig,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        longest: int = 0,
     ) -> None:
+        """`longest`: positions that the table has; without it there is none."""
         self._config = config
         self._head_dim = head_dim
         self._dtype = dtype
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         self._exponents = exponents.to(device)
         self._inverse = inverse_frequencies(config, exponents).to(device)
+        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
+        if longest:
+            cos, sin = self._angles(torch.arange(longest, device=device))
+            self._table = cos[:, 0], sin[:, 0]
 
-    def __call__(self, positions: torch.Tensor) -> Rotation:
-        """positions int64 [T]."""
+    def __call__(self, positions: torch.Tensor) -> Rotation | TableRotation:
+        """positions int64 [T], or int32 where there is a table."""
+        if self._table is not None:
+            return TableRotation(*self._table, positions)
+        cos, sin = self._angles(positions)
+        return Rotation(cos.to(self._dtype), sin.to(self._dtype))
+
+    def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin float32 [T, 1, head_dim / 2]."""
         inverse = self._inverse
         if self._config.type == "dynamic":
             inverse = self._dynamic(positions)
         angles = (positions.to(torch.float32)[:, None] * inverse)[:, None, :]
         scale = self._config.attention_factor
-        return Rotation(
-            (angles.cos() * scale).to(self._dtype), (angles.sin() * scale).to(self._dtype)
-        )
+        return angles.cos() * scale, angles.sin() * scale
 
     def _dynamic(self, positions: torch.Tensor) -> torch.Tensor:
         """Inverse frequencies [T, head_dim / 2] of NTK scaling by the sequence length so far.

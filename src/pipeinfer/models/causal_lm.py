@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 
 from pipeinfer.attention.interface import AttentionShape
-from pipeinfer.layers.attention import Attend, SelfAttention
+from pipeinfer.layers.attention import Attend, MergedAttend, SelfAttention
 from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
 from pipeinfer.layers.norm import RMSNorm
 from pipeinfer.layers.placement import Placement, Source
-from pipeinfer.layers.rope import Rope, Rotation
+from pipeinfer.layers.rope import Rope, Rotation, TableRotation
 from pipeinfer.models.config import ModelConfig
 
 
@@ -44,8 +44,8 @@ class DecoderLayer:
         self,
         x: torch.Tensor | None,
         residual: torch.Tensor,
-        rotation: Rotation,
-        attend: Attend,
+        rotation: Rotation | TableRotation,
+        attend: Attend | MergedAttend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(what is to be added to the residual, the residual [T, hidden], changed in place)."""
         if x is None:
@@ -78,12 +78,13 @@ class CausalLM:
         tied = config.tie_word_embeddings
         self.head = Head(rows if tied else VocabularyRows("lm_head", *size, placement), placement)
         self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps, placement)
-        self.rope = Rope(config.rope, config.head_dim, placement.dtype, placement.device)
+        longest = config.context_length if placement.device.type == "cuda" else 0
+        self.rope = Rope(config.rope, config.head_dim, placement.dtype, placement.device, longest)
 
     def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend | MergedAttend
     ) -> torch.Tensor:
-        """tokens, positions: int64 [T]. Hidden states [T, hidden] after the final norm."""
+        """tokens, positions: int64 [T], or int32 on a GPU. Hidden states [T, hidden], normed."""
         rotation = self.rope(positions)
         residual = self.embedding(tokens)
         x = None

@@ -47,17 +47,20 @@ from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request, from_work
 
 CONTEXT_TOKENS = 16  # of the prompt, so that the decoder knows what the first output follows
+DEFAULT_STEP_TOKENS = 2048
 DEFERRALS = 2  # of one request in a row, after which somebody else must give way
 
 
 @dataclass(frozen=True)
 class SchedulerOptions:
-    """What the core needs of the settings. max_step_tokens: token budget of a step."""
+    """What the core needs of the settings. max_step_tokens: token budget of a step; 0 leaves it to
+    the engine, and an engine that says nothing gets DEFAULT_STEP_TOKENS.
+    """
 
     policy: str = "mixed"
     overlap_depth: int = 2
     max_running: int = 256
-    max_step_tokens: int = 2048
+    max_step_tokens: int = DEFAULT_STEP_TOKENS
     watchdog: float = 120.0
     tp: int = 1
 
@@ -70,6 +73,7 @@ class SchedulerCore:
         self._policy = policies.create(options.policy)
         self._epochs = Epochs(options.tp, first_epoch)
         self._credits = Credits(1, 0)
+        self._budget = 0  # tokens of a step, known when an epoch begins
         self._queue = WaitingQueue()
         self._probation = Probation()
         self._live: dict[str, Request] = {}
@@ -218,7 +222,8 @@ class SchedulerCore:
             return
         shape = self._epochs.shape
         self._credits = Credits(shape.page_size, shape.pages)
-        slots = min(shape.max_slots, self.options.max_running, self.options.max_step_tokens)
+        self._budget = self.options.max_step_tokens or shape.step_tokens or DEFAULT_STEP_TOKENS
+        slots = min(shape.max_slots, self.options.max_running, self._budget)
         self._free_slots = list(range(slots))
         self._number = 0
         self.counts["epochs"] += 1
@@ -318,7 +323,7 @@ class SchedulerCore:
         while self._epochs.running and len(self._flights) < self.options.overlap_depth:
             board = Board(
                 list(self._running.values()), self._queue, self._credits,
-                len(self._free_slots) + len(self._releases), self.options.max_step_tokens,
+                len(self._free_slots) + len(self._releases), self._budget,
                 not len(self._flights), self._released_pages,
             )  # fmt: skip
             if not self._compose(board):

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from pipeinfer.messages import PROTOCOL, Begin, Hello, Ready
 
-AGREED = ("model", "page_size", "pages", "max_slots", "max_model_len", "attention", "graph_sizes")
+AGREED = (
+    "model",
+    "page_size",
+    "pages",
+    "max_slots",
+    "max_model_len",
+    "attention",
+    "graph_sizes",
+    "step_tokens",
+)
 
 
 class Epochs:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 
-CPU_STEP_TOKENS = 2048
-
 
 def build(context: StageContext) -> Stage:
     """ConfigurationError for an unknown policy."""
@@ -18,7 +16,7 @@ def build(context: StageContext) -> Stage:
         policy=settings.policy,
         overlap_depth=settings.overlap_depth,
         max_running=settings.max_running,
-        max_step_tokens=settings.max_step_tokens or CPU_STEP_TOKENS,
+        max_step_tokens=settings.max_step_tokens,
         watchdog=settings.watchdog,
         tp=settings.tp,
     )

@@ -1,0 +1,182 @@
+"""FlashInfer's paged attention kernels, planned into buffers of our own.
+
+FlashInfer's wrappers reuse one pinned staging buffer for all plans, which a step in flight may
+still be read from; here each parity has its own. Knows rows and pages, no model and no graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeinfer.attention.interface import AttentionShape
+from pipeinfer.attention.paged import PagedKind, PagedRows
+from pipeinfer.memory.pool import KVPool
+
+PARITIES = 2
+STAGING_BYTES = 8 * 2**20  # FlashInfer's own choice; a plan copies only what it fills
+FLOAT_BYTES = 128 * 2**20  # recommended by FlashInfer; more where split rows need it
+NON_CAUSAL, CAUSAL = 0, 1  # flashinfer.utils.MaskMode
+NHD = 0  # flashinfer.utils.TensorLayout
+NO_POSITIONS = 0  # flashinfer.utils.PosEncodingMode.NONE
+BLOCKS_PER_SM = 2  # as FlashInfer's planner assumes
+SPLIT_TILE = 16  # queries times group of one work item of a decode
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """What the layers with one sliding window share: FlashInfer's plan and where it lies."""
+
+    info: Any
+    workspace: torch.Tensor
+
+
+@dataclass(frozen=True)
+class FlashInferPlan:
+    """One kind of row of one step."""
+
+    by_window: dict[int | None, WindowPlan]
+    q_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page: torch.Tensor
+
+
+class _Staging:
+    """For one window: pinned bytes and device bytes by parity, and a graph's fixed device bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pinned = [
+            torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(PARITIES)
+        ]
+        self.device = [
+            torch.empty(STAGING_BYTES, dtype=torch.uint8, device=device) for _ in range(PARITIES)
+        ]
+        self.fixed = torch.empty(STAGING_BYTES, dtype=torch.uint8, device=device)
+
+
+class FlashInferPart:
+    """Rows with one query (causal=False), or with several (causal=True)."""
+
+    def __init__(
+        self, shapes: Sequence[AttentionShape], device: torch.device, causal: bool
+    ) -> None:
+        self._shapes = tuple(shapes)
+        self._device = device
+        self._causal = causal
+        self._staging = {shape.sliding_window: _Staging(device) for shape in shapes}
+        self._modules: dict[tuple[int, bool], tuple[str, Any]] = {}
+        self._float = torch.empty(0)
+        self._room = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+    def bind(self, pool: KVPool, most_rows: int) -> None:
+        """Builds or loads the kernels for the pool's dtype: seconds, the first time."""
+        self._k, self._v = pool.k, pool.v
+        self._page_size = pool.page_size
+        self._float = torch.zeros(self._float_bytes(most_rows), dtype=torch.uint8,
+                                  device=self._device)  # fmt: skip
+        for shape in self._shapes:
+            key = (shape.head_dim, shape.sliding_window is not None)
+            if key not in self._modules:
+                self._modules[key] = self._load(pool.dtype, *key)
+
+    def _float_bytes(self, most_rows: int) -> int:
+        """Partial outputs of split rows: a float32 vector per head and query of a work item."""
+        if self._causal:
+            return FLOAT_BYTES
+        widest = max(shape.num_heads * (shape.head_dim + 1) for shape in self._shapes)
+        groups = max(-(-shape.num_heads // shape.num_kv_heads) for shape in self._shapes)
+        tiles = -(-most_rows * groups // SPLIT_TILE) + most_rows
+        return max(FLOAT_BYTES, 4 * widest * SPLIT_TILE * max(tiles, 512) + 2**20)
+
+    def _load(self, dtype: torch.dtype, head_dim: int, windowed: bool) -> tuple[str, Any]:
+        from flashinfer.prefill import get_batch_prefill_module  # type: ignore
+        from flashinfer.utils import determine_attention_backend  # type: ignore
+
+        kernels = "fa2"  # decodes: measured better than the variant for Hopper
+        if self._causal:
+            kernels = determine_attention_backend(
+                self._device, NO_POSITIONS, False, False, dtype, dtype
+            )
+        module = get_batch_prefill_module(
+            kernels, dtype, dtype, dtype, torch.int32, head_dim, head_dim, NO_POSITIONS,
+            windowed, False, False,
+        )  # fmt: skip
+        return kernels, module
+
+    def plan(self, rows: PagedRows, begin: int, end: int) -> FlashInferPlan:
+        """Work lists of rows begin..end-1, copied to the device on the current stream."""
+        host, device = rows.host, rows.device
+        q_host = host.queries(begin, end)
+        kv_host = host.kv_indptr[begin : end + 1]
+        by_window = {
+            window: self._plan_window(rows, window, q_host, kv_host, host.lengths[begin:end])
+            for window in self._staging
+        }
+        return FlashInferPlan(
+            by_window,
+            device.queries(begin, end),
+            device.kv_indptr[begin : end + 1],
+            device.indices,
+            device.last_page[begin:end],
+        )
+
+    def _plan_window(
+        self,
+        rows: PagedRows,
+        window: int | None,
+        q_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> WindowPlan:
+        staging = self._staging[window]
+        workspace = staging.fixed if rows.fixed else staging.device[rows.parity]
+        shape = next(shape for shape in self._shapes if shape.sliding_window == window)
+        kernels, module = self._modules[shape.head_dim, window is not None]
+        # More rows than the GPU has room for are not worth splitting: each is one work item then,
+        # so that the grid is fixed without the padding and the merging that a graph else needs.
+        whole = rows.fixed and len(lengths) * shape.num_kv_heads > self._room
+        arguments = [
+            self._float, workspace, staging.pinned[rows.parity], q_indptr, kv_indptr, lengths,
+            int(q_indptr[-1]), len(lengths), shape.num_heads, shape.num_kv_heads, self._page_size,
+            rows.fixed and not whole, shape.head_dim, shape.head_dim, self._causal, _left(window),
+        ]  # fmt: skip
+        if kernels == "fa2":
+            arguments += [-1, whole, 0]  # no fixed split, whether not to split, nothing beside it
+        return WindowPlan(module.plan(*arguments), workspace)
+
+    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: FlashInferPlan) -> None:
+        shape = self._shapes[layer]
+        window = shape.sliding_window
+        part = plan.by_window[window]
+        _, module = self._modules[shape.head_dim, window is not None]
+        module.paged_run(
+            self._float, part.workspace, part.info, q, self._k[layer], self._v[layer],
+            plan.q_indptr, plan.kv_indptr, plan.indices, plan.last_page, out, None,
+            CAUSAL if self._causal else NON_CAUSAL, NHD, _left(window), True,
+            None, None, None, None, None, None, 0.0, shape.scale,
+            None, None, None, 1.0, 1e4, 0, len(self._float),
+        )  # fmt: skip
+
+
+def _left(window: int | None) -> int:
+    """Keys before a query's own, as FlashInfer counts; -1 is all."""
+    return -1 if window is None else window - 1
+
+
+def decode_part(shapes: Sequence[AttentionShape], device: torch.device) -> FlashInferPart:
+    """Tensor cores always: measured better than the CUDA-core kernel even at two queries a key."""
+    return FlashInferPart(shapes, device, causal=False)
+
+
+def prefill_part(shapes: Sequence[AttentionShape], device: torch.device) -> FlashInferPart:
+    """FlashInfer's own choice of kernels for the GPU."""
+    return FlashInferPart(shapes, device, causal=True)
+
+
+FLASHINFER = PagedKind(
+    decode_part, prefill_part, page_sizes=(1, 16, 32, 64, 128, 256), preferred_page_size=64
+)

@@ -1,0 +1,136 @@
+"""What attention on a GPU is: rows of a step as index arrays, one kernel for each kind of row.
+
+Decode rows stand first in a step and go to one part, prefill rows go to another (or the same), so
+that routing is by token within one forward pass. Knows no model, no request and no graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from pipeinfer.attention.interface import AttentionShape
+from pipeinfer.memory.pool import KVPool
+
+
+@dataclass(frozen=True)
+class RowArrays:
+    """Index arrays of R rows, all int32, on the host or on the device.
+
+    lengths [R]: keys of each row, this step's included. last_page [R]: keys in its last page.
+    q_indptr [R + 1], kv_indptr [R + 1]: where a row's queries, and its pages in `indices`, begin.
+    prefill_indptr [prefill rows + 1]: q_indptr of the rows after the decodes, from 0 on.
+    indices [n]: all pages of row 0, of row 1 ... table [R, P]: the same by row, padded.
+    """
+
+    lengths: torch.Tensor
+    last_page: torch.Tensor
+    q_indptr: torch.Tensor
+    prefill_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    indices: torch.Tensor
+    table: torch.Tensor
+
+    def queries(self, begin: int, end: int) -> torch.Tensor:
+        """[end - begin + 1] of rows begin..end-1, which are the decodes or all the others."""
+        if begin == 0:
+            return self.q_indptr[: end + 1]
+        return self.prefill_indptr[: end - begin + 1]
+
+
+@dataclass(frozen=True)
+class PagedRows:
+    """`decodes` rows with one query, then rows with more. parity: which step-private buffers.
+
+    fixed: the device arrays stand at addresses that a CUDA graph has captured.
+    """
+
+    decodes: int
+    longest_query: int
+    parity: int
+    host: RowArrays
+    device: RowArrays
+    fixed: bool = False
+
+
+class Part(Protocol):
+    """One kernel family for one kind of row. Nothing here waits for the device."""
+
+    def bind(self, pool: KVPool, most_rows: int) -> None:
+        """The pool to read; `most_rows` bounds the rows of one step."""
+        ...
+
+    def plan(self, rows: PagedRows, begin: int, end: int) -> Any:
+        """Prepares rows begin..end-1 for all layers; copies go to the current stream."""
+        ...
+
+    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: Any) -> None:
+        """Attends with q [n, heads, head_dim] of those rows into `out` of the same shape."""
+        ...
+
+
+PartMaker = Callable[[Sequence[AttentionShape], torch.device], Part]
+
+
+@dataclass(frozen=True)
+class PagedPlan:
+    """The parts' plans of one step; None where there is no such row."""
+
+    decodes: int
+    decode: Any
+    prefill: Any
+
+
+class PagedBackend:
+    """Decode rows through one part, prefill rows through another. K and V are stored already."""
+
+    def __init__(
+        self, kind: PagedKind, shapes: Sequence[AttentionShape], device: torch.device
+    ) -> None:
+        self.page_sizes = kind.page_sizes
+        self.preferred_page_size = kind.preferred_page_size
+        self.reads_table_to_decode = kind.reads_table_to_decode
+        self._decode = kind.decode(shapes, device)
+        same = kind.prefill is kind.decode
+        self._prefill = self._decode if same else kind.prefill(shapes, device)
+
+    def bind(self, pool: KVPool, most_rows: int) -> None:
+        """The pool that later steps read; a step has at most `most_rows` rows."""
+        for part in {id(part): part for part in (self._decode, self._prefill)}.values():
+            part.bind(pool, most_rows)
+
+    def plan(self, rows: PagedRows) -> PagedPlan:
+        """What all layers of a step share; on a graph's fixed arrays, also before each replay."""
+        total = len(rows.host.lengths)
+        decode = prefill = None
+        if rows.decodes:
+            decode = self._decode.plan(rows, 0, rows.decodes)
+        if rows.decodes < total:
+            prefill = self._prefill.plan(rows, rows.decodes, total)
+        return PagedPlan(rows.decodes, decode, prefill)
+
+    def run(self, layer: int, q: torch.Tensor, plan: PagedPlan) -> torch.Tensor:
+        """q [T, heads, head_dim], decodes first; returns that shape."""
+        out = torch.empty_like(q)
+        if plan.decode is not None:
+            self._decode.run(layer, q[: plan.decodes], out[: plan.decodes], plan.decode)
+        if plan.prefill is not None:
+            self._prefill.run(layer, q[plan.decodes :], out[plan.decodes :], plan.prefill)
+        return out
+
+
+@dataclass(frozen=True)
+class PagedKind:
+    """A registered backend: its parts, built only when it is called with (shapes, device)."""
+
+    decode: PartMaker
+    prefill: PartMaker
+    page_sizes: tuple[int, ...] | None
+    preferred_page_size: int
+    reads_table_to_decode: bool = False
+
+    def __call__(self, shapes: Sequence[AttentionShape], device: Any) -> PagedBackend:
+        return PagedBackend(self, shapes, torch.device(device))

@@ -1,0 +1,33 @@
+"""The step-private buffers: what a step in flight reads is not written for a later one.
+
+Two parities, each with one pinned buffer, its mirror on the device and room for the sampled ids.
+Knows bytes and events; layout.py says what lies where.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+PARITIES = 2
+
+
+class StepBuffers:
+    """One parity. `done` is the event after which nothing reads any of it."""
+
+    def __init__(self, words: int, most_rows: int, device: torch.device) -> None:
+        self.pinned = torch.zeros(words, dtype=torch.int32, pin_memory=True)
+        self.host: np.ndarray = self.pinned.numpy()
+        self.mirror = torch.zeros(words, dtype=torch.int32, device=device)
+        self.ids = torch.zeros(most_rows, dtype=torch.int64, pin_memory=True)
+        self.uploaded = torch.cuda.Event()
+        self.done = torch.cuda.Event()
+
+    def check(self, words: int) -> None:
+        """Raises ValueError if a step is larger than the engine was built for."""
+        if words > len(self.host):
+            raise ValueError(f"a step of {words} words does not fit into {len(self.host)}")
+
+    def upload(self, words: int) -> None:
+        """Copies the first `words` to the mirror, on the current stream."""
+        self.mirror[:words].copy_(self.pinned[:words], non_blocking=True)

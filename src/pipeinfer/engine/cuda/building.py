@@ -1,0 +1,71 @@
+"""Brings a loaded model to life on a GPU: warm-up, the KV pool's size, CUDA graphs.
+
+Knows settings and shapes; no message and no process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pipeinfer.attention import registry
+from pipeinfer.attention.interface import AttentionShape
+from pipeinfer.engine.cuda.graphs import ladder
+from pipeinfer.engine.cuda.memory import free_for_pages, warm_up
+from pipeinfer.engine.cuda.runner import CudaRunner, Limits
+from pipeinfer.memory.pool import KVPool, bytes_per_page
+from pipeinfer.settings import ConfigurationError, Settings
+
+GPU_STEP_TOKENS = 8192
+
+
+def build_runner(
+    model: Any,
+    shapes: list[AttentionShape],
+    settings: Settings,
+    *,
+    attention: str,
+    page_size: int,
+    max_model_len: int,
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None] | None = None,
+) -> CudaRunner:
+    """A runner with its pool and graphs; progress(done, total) counts the graphs.
+
+    Raises ConfigurationError if not a single page fits.
+    """
+    pages_each = -(-max_model_len // page_size)
+    tokens = settings.max_step_tokens or GPU_STEP_TOKENS
+    limits = Limits(min(settings.max_running, tokens), tokens, pages_each)
+    device = torch.device("cuda", torch.cuda.current_device())
+    backend = registry.create(attention, shapes, device)
+    runner = CudaRunner(model, KVPool(shapes, 2, page_size, dtype, device), backend, limits)
+    warm_up(runner, limits, page_size, max_model_len)
+    pages = 1 + (settings.kv_pages or _pages(settings, shapes, page_size, dtype, pages_each))
+    runner.bind(KVPool(shapes, pages, page_size, dtype, device))
+    if not settings.no_cuda_graph:
+        sizes = ladder(min(settings.cuda_graph_max_batch, limits.rows))
+        runner.capture(sizes, progress, choose=settings.tp == 1)
+    return runner
+
+
+def _pages(
+    settings: Settings,
+    shapes: list[AttentionShape],
+    page_size: int,
+    dtype: torch.dtype,
+    pages_each: int,
+) -> int:
+    """Pages without the dummy: what fits, and no more than all slots can use."""
+    free = free_for_pages(settings.memory_fraction)
+    page_bytes = bytes_per_page(shapes, page_size, dtype)
+    pages = free // page_bytes - 1
+    if pages < 1:
+        raise ConfigurationError(
+            f"no memory for KV pages: {free / 2**30:.2f} GiB of the GPU are left for them, a page "
+            f"of {page_size} tokens takes {page_bytes} bytes; try a higher --memory-fraction, or a "
+            "smaller --max-step-tokens"
+        )
+    return min(pages, settings.max_running * pages_each)

@@ -1,0 +1,127 @@
+"""Two threads beside the event loop: one launches steps, one waits for their results.
+
+Knows a runner that can launch and wait, and an event loop to report to; no plan and no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from pipeinfer.engine.executor import MOST_PENDING
+from pipeinfer.engine.step import Step
+
+
+class Launcher(Protocol):
+    """What launches steps without waiting for them; `launch` in order, `wait` in that order."""
+
+    def launch(self, step: Step, /) -> Any:
+        """Queues the step on the device; returns what `wait` needs."""
+        ...
+
+    def wait(self, flight: Any, /) -> tuple[np.ndarray, float, float]:
+        """Ids int32 [S]; seconds that the device computed; seconds that it idled before."""
+        ...
+
+
+class StreamExecutor:
+    """As engine/executor.py's Executor, with steps in flight on the device.
+
+    `busy_seconds` and `idle_seconds` are the device's own, by its events, since the first step.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        on_done: Callable[[Step, np.ndarray, float], None],
+        on_error: Callable[[Step, Exception], None],
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """`loop`: the running one if None."""
+        self._launcher = launcher
+        self._on_done = on_done
+        self._on_error = on_error
+        self._loop = loop or asyncio.get_running_loop()
+        self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+        self._flights: queue.SimpleQueue[tuple[Step, Any, Exception | None] | None] = (
+            queue.SimpleQueue()
+        )
+        self._pending = 0
+        self._closed = False
+        self.steps = 0
+        self.busy_seconds = 0.0
+        self.idle_seconds = 0.0
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for name, target in (("launch", self._launch), ("results", self._collect))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pending(self) -> int:
+        """Steps submitted and not yet reported."""
+        return self._pending
+
+    def submit(self, step: Step) -> None:
+        """Queues `step`; call it on the loop. RuntimeError when closed or too many are pending."""
+        if self._closed:
+            raise RuntimeError(f"step {step.number} submitted to a closed executor")
+        if self._pending >= MOST_PENDING:
+            raise RuntimeError(f"step {step.number} submitted while {self._pending} are pending")
+        self._pending += 1
+        self._steps.put(step)
+
+    def close(self) -> None:
+        """Waits for the queued steps and ends the threads; their reports may still come."""
+        if not self._closed:
+            self._closed = True
+            self._steps.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _launch(self) -> None:
+        while (step := self._steps.get()) is not None:
+            try:
+                flight = self._launcher.launch(step)
+            except Exception as error:  # whatever it is, it belongs to this step's owner
+                self._flights.put((step, None, error))
+            else:
+                self._flights.put((step, flight, None))
+        self._flights.put(None)
+
+    def _collect(self) -> None:
+        while (item := self._flights.get()) is not None:
+            step, flight, error = item
+            if error is None:
+                try:
+                    ids, busy, idle = self._launcher.wait(flight)
+                except Exception as raised:  # a fault of a kernel shows only here
+                    error = raised
+                else:
+                    self.steps += 1
+                    self.busy_seconds += busy
+                    self.idle_seconds += idle
+                    self._report(self._finished, step, ids, busy)
+            if error is not None:
+                self._report(self._failed, step, error)
+
+    def _report(self, call: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *arguments)
+        except RuntimeError:
+            if not self._loop.is_closed():  # a stage that has stopped wants no more reports
+                raise
+
+    def _finished(self, step: Step, ids: np.ndarray, seconds: float) -> None:
+        self._pending -= 1
+        self._on_done(step, ids, seconds)
+
+    def _failed(self, step: Step, error: Exception) -> None:
+        self._pending -= 1
+        self._on_error(step, error)

@@ -1,0 +1,94 @@
+"""Where the arrays of a step lie in one int32 buffer, so that a single copy carries all of them.
+
+Knows sizes and names; what the arrays mean to a kernel is not decided here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+# The regions of a step with R rows, T tokens, S sampling rows and P pages in its longest row:
+#
+#   | seeds 2S | sample_positions 2S | write_slots 2S | last 2S |           64-bit words
+#   | tokens T | token_slots T | positions T | store T |                    by token
+#   | lengths R | last_page R | q_indptr R+1 | prefill_indptr R+1 | kv_indptr R+1 |
+#   | temperature S | top_k S | top_p S | min_p S |                         float32 bits, top_k ints
+#   | table R*P | indices ... |                                             the tail
+#
+# A region starts at a multiple of 16 bytes. What is uploaded ends with the last page index.
+
+ALIGN = 4  # words
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """R, T, S and P; `indices`: how many page indices there is room for."""
+
+    rows: int
+    tokens: int
+    samples: int
+    pages: int
+    indices: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """`count` values of `dtype` from word `begin` on."""
+
+    begin: int
+    count: int
+    dtype: Any
+
+
+class Layout:
+    """Regions by name for given sizes. words: what the buffer must hold."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.regions: dict[str, Region] = {}
+        rows, tokens, samples = sizes.rows, sizes.tokens, sizes.samples
+        self.words = 0
+        self._add(np.int64, samples, "seeds", "sample_positions", "write_slots", "last")
+        self._add(np.int32, tokens, "tokens", "token_slots", "positions", "store")
+        self._add(np.int32, rows, "lengths", "last_page")
+        self._add(np.int32, rows + 1, "q_indptr", "prefill_indptr", "kv_indptr")
+        self._add(np.float32, samples, "temperature", "top_p", "min_p")
+        self._add(np.int32, samples, "top_k")
+        self._add(np.int32, rows * sizes.pages, "table")
+        self._add(np.int32, sizes.indices, "indices")
+
+    def _add(self, dtype: Any, count: int, *names: str) -> None:
+        for name in names:
+            self.regions[name] = Region(self.words, count, dtype)
+            words = count * np.dtype(dtype).itemsize // 4
+            self.words += -(-words // ALIGN) * ALIGN
+
+    def host(self, words: np.ndarray) -> dict[str, np.ndarray]:
+        """Views into `words` int32 [self.words or more], by name."""
+        views = {}
+        for name, region in self.regions.items():
+            size = region.count * np.dtype(region.dtype).itemsize // 4
+            views[name] = words[region.begin : region.begin + size].view(region.dtype)
+        return views
+
+    def tensors(self, words: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The same views into a tensor of int32 words."""
+        views = {}
+        for name, region in self.regions.items():
+            dtype = TORCH[np.dtype(region.dtype).name]
+            size = region.count * dtype.itemsize // 4
+            views[name] = words[region.begin : region.begin + size].view(dtype)
+        return views
+
+    @cached_property
+    def indices_at(self) -> int:
+        """The word where the tail's last region begins."""
+        return self.regions["indices"].begin
+
+
+TORCH = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}

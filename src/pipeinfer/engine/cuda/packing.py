@@ -1,0 +1,132 @@
+"""Fills the arrays of a step: what each token and each row is to a kernel, in plain NumPy.
+
+This is the hot path of the engine's host: nothing here loops over rows. Knows no device and no
+kernel. Padding rows of a CUDA graph read the dummy page, store nothing and own the dummy slot.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeinfer.attention.step_index import positions as step_positions
+from pipeinfer.attention.step_index import store_places
+from pipeinfer.engine.step import Step
+
+Views = dict[str, np.ndarray]
+NOWHERE = -1  # in `store`: keep nothing of this token
+
+
+def pack_decodes(
+    step: Step, views: Views, page_size: int, dummy_slot: int, table: bool
+) -> tuple[int, np.ndarray]:
+    """A step of decode rows into views for B >= R rows, the longest first; all B sample.
+
+    `table`: fill the page table [B, P] instead of `indices`. Returns how many page indices there
+    are, and [S] at which of the B rows each sampling row of the step stands.
+    """
+    rows = len(step.slots)
+    # The longest rows begin first, so that no long one is left over when the others have ended.
+    order = np.argsort(step.starts, kind="stable")[::-1]
+    starts, slots, pages = step.starts[order], step.slots[order], step.pages[order]
+    page, offset = np.divmod(starts, page_size)
+    _padded(views["tokens"], step.tokens[order], 0)
+    _padded(views["token_slots"], slots, dummy_slot)
+    _padded(views["positions"], starts, 0)
+    _padded(views["store"], pages[np.arange(rows), page] * page_size + offset, NOWHERE)
+    _padded(views["lengths"], starts + 1, 1)
+    _padded(views["last_page"], offset + 1, 1)
+    places = np.empty(rows, dtype=np.int64)
+    places[order] = np.arange(rows)
+    places = places[step.samples]
+    _sampling_at(step, views, places, dummy_slot)
+    held = page + 1
+    kv_indptr = views["kv_indptr"]
+    kv_indptr[0] = 0
+    np.cumsum(held, out=kv_indptr[1 : rows + 1])
+    total = int(kv_indptr[rows])
+    padding = len(kv_indptr) - 1 - rows
+    kv_indptr[rows + 1 :] = np.arange(total + 1, total + padding + 1)  # one dummy page each
+    if table:
+        by_row = views["table"].reshape(len(kv_indptr) - 1, -1)
+        by_row[:rows, : pages.shape[1]] = pages
+        by_row[rows:, 0] = 0
+        return 0, places
+    indices = views["indices"]
+    indices[:total] = flat_pages(pages, held)
+    indices[total : total + padding] = 0
+    return total + padding, places
+
+
+def flat_pages(pages: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """The first held[r] of pages[r], row after row."""
+    return pages[np.arange(pages.shape[1]) < held[:, None]]
+
+
+def _padded(view: np.ndarray, values: np.ndarray, filler: int) -> None:
+    view[: len(values)] = values
+    view[len(values) :] = filler
+
+
+def _sampling_at(step: Step, views: Views, places: np.ndarray, dummy_slot: int) -> None:
+    """Sampling parameters at `places`; rows that do not sample write to the dummy slot."""
+    sampling = step.sampling
+    for name, value, filler in (
+        ("seeds", sampling.seeds.view(np.int64), 0),
+        ("sample_positions", sampling.positions, 0),
+        ("write_slots", step.slots[step.samples], dummy_slot),
+        ("temperature", sampling.temperature, 0.0),
+        ("top_k", sampling.top_k, 0),
+        ("top_p", sampling.top_p, 1.0),
+        ("min_p", sampling.min_p, 0.0),
+    ):
+        if len(places) < len(views[name]):
+            views[name][:] = filler
+        views[name][places] = value
+
+
+def pack_rows(step: Step, views: Views, page_size: int) -> int:
+    """Any step into views of exactly its sizes. Returns how many page indices there are."""
+    counts = step.counts
+    lengths = step.starts + counts
+    views["tokens"][:] = step.tokens
+    views["token_slots"][:] = np.repeat(step.slots, counts)
+    views["positions"][:] = step_positions(step)
+    views["store"][:] = store_places(step, page_size)
+    views["lengths"][:] = lengths
+    views["last_page"][:] = (lengths - 1) % page_size + 1
+    ends = views["q_indptr"]
+    ends[0] = 0
+    np.cumsum(counts, out=ends[1:])
+    prefills = len(counts) - step.decodes
+    views["prefill_indptr"][: prefills + 1] = ends[step.decodes :] - ends[step.decodes]
+    held = (lengths + page_size - 1) // page_size
+    views["kv_indptr"][0] = 0
+    np.cumsum(held, out=views["kv_indptr"][1:])
+    flat = flat_pages(step.pages, held)
+    views["indices"][: len(flat)] = flat
+    views["table"][:] = step.pages.reshape(-1)
+    _sampling(step, views)
+    views["last"][:] = ends[1:][step.samples] - 1
+    return len(flat)
+
+
+def _sampling(step: Step, views: Views) -> None:
+    sampling = step.sampling
+    views["seeds"][:] = sampling.seeds.view(np.int64)
+    views["sample_positions"][:] = sampling.positions
+    views["write_slots"][:] = step.slots[step.samples]
+    views["temperature"][:] = sampling.temperature
+    views["top_k"][:] = sampling.top_k
+    views["top_p"][:] = sampling.top_p
+    views["min_p"][:] = sampling.min_p
+
+
+def restricted(step: Step) -> bool:
+    """Whether some row needs more than temperature: top-k, top-p, min-p or suppressed ids."""
+    sampling = step.sampling
+    return bool(
+        len(sampling.suppress)
+        or (sampling.top_k > 0).any()
+        or (sampling.top_p < 1).any()
+        or (sampling.min_p > 0).any()
+    )

@@ -1,0 +1,326 @@
+"""Runs steps on a GPU without waiting for them: upload, forward, sample, results, all queued.
+
+Two streams: `prepare` carries uploads, `forward` everything else; `last_token` is written on the
+forward stream only. Knows arrays of a step; no plan of the scheduler, no request, no policy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeinfer.attention.interface import AttentionBackend
+from pipeinfer.attention.paged import PagedBackend, PagedPlan, PagedRows
+from pipeinfer.engine.cuda import packing
+from pipeinfer.engine.cuda.attend import PagedAttend, PlainAttend
+from pipeinfer.engine.cuda.buffers import PARITIES, StepBuffers
+from pipeinfer.engine.cuda.graphs import Captured, DecodeGraphs, row_arrays
+from pipeinfer.engine.cuda.layout import Layout, Sizes
+from pipeinfer.engine.cuda.sampling import sample_rows, suppress
+from pipeinfer.engine.sampler import BadLogits
+from pipeinfer.engine.step import SamplingRows, Step
+from pipeinfer.memory.pool import KVPool
+
+Views = dict[str, torch.Tensor]
+TIMERS = 8  # more than steps in flight: a step's end is also read for the step after it
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest step: rows, tokens, and pages of one row."""
+
+    rows: int
+    tokens: int
+    pages: int
+
+
+@dataclass(frozen=True)
+class Timer:
+    """When the device began and ended a step."""
+
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A launched step: `count` ids will lie in `buffers`, those at `rows` are the step's."""
+
+    buffers: StepBuffers
+    timer: Timer
+    count: int
+    rows: np.ndarray | None
+    logits: torch.Tensor | None
+
+
+class CudaRunner:
+    """One rank. `launch` and `wait` may be called from two threads, each in step order.
+
+    `seconds` sums host wall time by part of a launch: "pack", "upload", "launch"; `idle` and `busy`
+    are the device's.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        pool: KVPool,
+        backend: PagedBackend | AttentionBackend,
+        limits: Limits,
+    ) -> None:
+        self.pool = pool
+        self.seconds = {"plan": 0.0, "model": 0.0, "sample": 0.0}
+        self.keep_logits = False
+        self._model = model
+        self._backend = backend
+        self._limits = limits
+        device = pool.device
+        self._forward = torch.cuda.Stream(device)
+        self._prepare = torch.cuda.Stream(device)
+        # One slot more than requests: padding rows and rows that do not sample write there.
+        self._dummy_slot = limits.rows
+        self._last_token = torch.zeros(limits.rows + 1, dtype=torch.int64, device=device)
+        table = limits.rows * limits.pages
+        words = Layout(
+            Sizes(limits.rows, limits.tokens, limits.rows, limits.pages, table + limits.rows)
+        ).words
+        self._buffers = [StepBuffers(words, limits.rows, device) for _ in range(PARITIES)]
+        self._timers = [
+            Timer(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            for _ in range(TIMERS)
+        ]
+        self._launched = 0
+        self._ended: torch.cuda.Event | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._counting = np.arange(limits.rows + 2, dtype=np.int32)
+        self._host: dict[tuple[int, int], tuple[packing.Views, PagedRows]] = {}
+        self.bind(pool)
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Batch sizes that have a CUDA graph."""
+        return () if self._graphs is None else self._graphs.sizes
+
+    def bind(self, pool: KVPool) -> None:
+        """The pool of later steps; graphs must be captured after this."""
+        self.pool = pool
+        if isinstance(self._backend, PagedBackend):
+            self._backend.bind(pool, self._limits.rows)
+        else:
+            self._backend.bind(pool)
+
+    # ---------------------------------------------------------------------------------------- steps
+
+    def run(self, step: Step) -> np.ndarray:
+        """Launches the step and waits for it: ids int32 [S]."""
+        return self.wait(self.launch(step))[0]
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Flight:
+        """Queues the whole step; does not wait for the device, except for buffers still in use."""
+        parity = self._launched % PARITIES
+        timer, buffers = self._timer(), self._buffers[parity]
+        buffers.done.synchronize()  # what this parity's last step reads is free now
+        size = None
+        if self._graphs is not None and step.decodes == len(step.slots):
+            size = self._graphs.fitting(len(step.slots))
+        if size is None:
+            return self._eager(step, parity, timer)
+        return self._replay(step, parity, timer, size)
+
+    def wait(self, flight: Flight) -> tuple[np.ndarray, float, float]:
+        """Ids int32 [S], seconds computed, seconds idle before. Raises BadLogits."""
+        flight.buffers.done.synchronize()
+        ids = flight.buffers.ids.numpy()[: flight.count]
+        ids = (ids if flight.rows is None else ids[flight.rows]).astype(np.int32)
+        busy = flight.timer.began.elapsed_time(flight.timer.ended) / 1e3
+        idle = 0.0 if self._ended is None else self._ended.elapsed_time(flight.timer.began) / 1e3
+        self._ended = flight.timer.ended
+        bad = np.flatnonzero(ids < 0)
+        if len(bad):
+            raise BadLogits(int(bad[0]))
+        return ids, busy, max(idle, 0.0)
+
+    def _timer(self) -> Timer:
+        self._launched += 1
+        return self._timers[self._launched % TIMERS]
+
+    # ---------------------------------------------------------------------------------------- eager
+
+    def _eager(self, step: Step, parity: int, timer: Timer) -> Flight:
+        begin = time.perf_counter()
+        buffers = self._buffers[parity]
+        sizes = Sizes(
+            len(step.slots), len(step.tokens), int(step.samples.sum()), step.pages.shape[1],
+            step.pages.size,
+        )  # fmt: skip
+        layout = Layout(sizes)
+        buffers.check(layout.words)
+        used = packing.pack_rows(step, layout.host(buffers.host), self.pool.page_size)
+        rows = PagedRows(
+            decodes=step.decodes,
+            longest_query=int(step.counts.max()),
+            parity=parity,
+            host=row_arrays(layout.tensors(buffers.pinned), sizes.rows),
+            device=row_arrays(layout.tensors(buffers.mirror), sizes.rows),
+        )
+        views = layout.tensors(buffers.mirror)
+        packed = time.perf_counter()
+        with torch.cuda.stream(self._prepare):
+            buffers.upload(layout.indices_at + used)
+            plan = self._backend.plan(rows) if isinstance(self._backend, PagedBackend) else None
+            buffers.uploaded.record()
+        with torch.cuda.stream(self._forward):
+            self._forward.wait_event(buffers.uploaded)
+            timer.began.record()
+            if plan is None:
+                attend = PlainAttend(self._backend, self.pool, self._backend.plan(step))  # type: ignore
+            else:
+                attend = PagedAttend(self._backend, self.pool, plan, views["store"])  # type: ignore
+            hidden = self._model(self._known(views), views["positions"], attend)
+            logits = None
+            if sizes.samples:
+                logits = self._model.logits(hidden[views["last"]])
+                suppress(logits, step.sampling.suppress)
+                ids = sample_rows(
+                    logits, views, self._last_token, truncate=packing.restricted(step)
+                )
+                buffers.ids[: sizes.samples].copy_(ids, non_blocking=True)
+            timer.ended.record()
+            buffers.done.record()
+        self.seconds["plan"] += packed - begin
+        self.seconds["model"] += time.perf_counter() - packed
+        return Flight(buffers, timer, sizes.samples, None, self._kept(logits))
+
+    def _known(self, views: Views) -> torch.Tensor:
+        """int64 [T]: known ids, or what the slot's previous step left in last_token."""
+        tokens = views["tokens"]
+        pending = self._last_token.index_select(0, views["token_slots"])
+        return torch.where(tokens < 0, pending, tokens)
+
+    def _kept(self, logits: torch.Tensor | None) -> torch.Tensor | None:
+        if not self.keep_logits or logits is None:
+            return None
+        with torch.cuda.stream(self._forward):
+            return logits.clone()
+
+    # --------------------------------------------------------------------------------------- graphs
+
+    def _replay(self, step: Step, parity: int, timer: Timer, size: int) -> Flight:
+        assert self._graphs is not None
+        begin = time.perf_counter()
+        buffers, captured = self._buffers[parity], self._graphs[size]
+        views, rows = self._host_side(self._graphs, size, parity)
+        words, places = self._pack(step, views, captured.layout)
+        packed = time.perf_counter()
+        with torch.cuda.stream(self._prepare):
+            buffers.upload(words)
+            buffers.uploaded.record()
+        with torch.cuda.stream(self._forward):
+            self._forward.wait_event(buffers.uploaded)
+            timer.began.record()
+            self._graphs.words[:words].copy_(buffers.mirror[:words], non_blocking=True)
+            self._backend.plan(rows)  # type: ignore  # copies its work lists on this stream
+            captured.graph.replay()
+            ids = captured.ids
+            if packing.restricted(step):
+                ids = self._sample_again(step, captured, places)
+            buffers.ids[:size].copy_(ids, non_blocking=True)
+            timer.ended.record()
+            buffers.done.record()
+        self.seconds["plan"] += packed - begin
+        self.seconds["model"] += time.perf_counter() - packed
+        return Flight(buffers, timer, size, places, self._kept(captured.logits))
+
+    def _pack(self, step: Step, views: packing.Views, layout: Layout) -> tuple[int, np.ndarray]:
+        """Words to upload, and the rows of the graph at which the step's rows sample."""
+        views["q_indptr"][:] = self._counting[: len(views["q_indptr"])]
+        used, places = packing.pack_decodes(
+            step, views, self.pool.page_size, self._dummy_slot, self._table
+        )
+        return (layout.words if self._table else layout.indices_at + used), places
+
+    def _sample_again(self, step: Step, captured: Captured, places: np.ndarray) -> torch.Tensor:
+        """Over the graph's own choice, where some rows want more than temperature."""
+        pairs = step.sampling.suppress
+        if len(pairs):
+            suppress(captured.logits, np.stack((places[pairs[:, 0]], pairs[:, 1]), axis=1))
+        return sample_rows(captured.logits, captured.views, self._last_token, truncate=True)
+
+    @torch.inference_mode()
+    def capture(
+        self,
+        sizes: tuple[int, ...],
+        progress: Callable[[int, int], None] | None = None,
+        choose: bool = False,
+    ) -> None:
+        """Captures decode steps of these sizes; progress(done, total).
+
+        `choose`: small sizes that measure slower than the next are left out. Not where ranks must
+        agree.
+        """
+        if not isinstance(self._backend, PagedBackend) or not sizes:
+            return
+        graphs = DecodeGraphs(sizes, self._limits.pages, self._table, self.pool.device)
+        self._host.clear()
+        with torch.cuda.stream(self._forward):
+            graphs.capture(
+                lambda size: self._padding(graphs, size), self._decode_body, self._forward, progress
+            )
+            if choose:
+                graphs.drop_slower_small_ones(lambda size: self._padding(graphs, size))
+        self._graphs = graphs
+
+    def _padding(self, graphs: DecodeGraphs, size: int) -> PagedPlan:
+        """A step of `size` padding rows in the fixed buffer, planned."""
+        layout, buffers = graphs.layout(size), self._buffers[0]
+        views, rows = self._host_side(graphs, size, 0)
+        words, _ = self._pack(_no_rows(), views, layout)
+        graphs.words[:words].copy_(buffers.pinned[:words])
+        plan = self._backend.plan(rows)  # type: ignore
+        torch.cuda.current_stream().synchronize()
+        return plan
+
+    def _host_side(
+        self, graphs: DecodeGraphs, size: int, parity: int
+    ) -> tuple[packing.Views, PagedRows]:
+        """The pinned views of a decode step of `size` rows, and its rows for the backend."""
+        if (size, parity) not in self._host:
+            layout, buffers = graphs.layout(size), self._buffers[parity]
+            buffers.check(layout.words)
+            rows = PagedRows(
+                decodes=size,
+                longest_query=1,
+                parity=parity,
+                host=row_arrays(layout.tensors(buffers.pinned), size),
+                device=row_arrays(layout.tensors(graphs.words), size),
+                fixed=True,
+            )
+            self._host[size, parity] = layout.host(buffers.host), rows
+        return self._host[size, parity]
+
+    @property
+    def _table(self) -> bool:
+        return isinstance(self._backend, PagedBackend) and self._backend.reads_table_to_decode
+
+    def _decode_body(self, plan: PagedPlan, views: Views) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a graph holds; see graphs.py."""
+        attend = PagedAttend(self._backend, self.pool, plan, views["store"])  # type: ignore
+        hidden = self._model(self._known(views), views["positions"], attend)
+        logits = self._model.logits(hidden)
+        return logits, sample_rows(logits, views, self._last_token, truncate=False)
+
+
+def _no_rows() -> Step:
+    """A step of nothing, which packing fills up with padding rows."""
+    none = np.zeros(0, dtype=np.int32)
+    wide = np.zeros(0, dtype=np.int64)
+    float_none = np.zeros(0, dtype=np.float32)
+    sampling = SamplingRows(
+        float_none, none, float_none, float_none, wide.view(np.uint64), wide, wide.reshape(0, 2)
+    )
+    return Step(0, 0, 0, none, none, none, none.astype(bool), none, none.reshape(0, 0), sampling)

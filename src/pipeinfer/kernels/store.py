@@ -1,0 +1,177 @@
+"""From the merged QKV product to attention's inputs: QK norm, RoPE, and K and V into their pages.
+
+One Triton launch reads the product once and writes queries and pages; needs triton. Knows places
+in a pool (page * page_size + offset), no request and no page table.
+"""
+
+# Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Everything between the product and what is stored is float32 here, rounded once. Layer by layer in
+# bfloat16, the norm, its weight and each half of the rotation round too: the two differ by at most
+# about three units in the last place of bfloat16, and this one is the nearer to exact.
+
+ELEMENTS = 2048  # of one program; each of its threads reads 16 bytes of either half of a head
+
+
+@triton.jit
+def _turned(
+    source, target, first, angles, cos, sin, norm, eps,
+    HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """Norms (optional), turns and stores heads first .. first + GROUP - 1 of one token."""
+    half: tl.constexpr = DIM // 2
+    heads = first + tl.arange(0, GROUP)[:, None]
+    lane = tl.arange(0, BLOCK)[None, :]
+    inside = (heads < HEADS) & (lane < half)
+    at = heads * DIM + lane
+    left = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(source + at + half, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        left *= scale * tl.load(norm + lane, mask=lane < half, other=0.0).to(tl.float32)
+        right *= scale * tl.load(norm + half + lane, mask=lane < half, other=0.0).to(tl.float32)
+    c = tl.load(cos + angles + lane, mask=lane < half, other=0.0).to(tl.float32)
+    s = tl.load(sin + angles + lane, mask=lane < half, other=0.0).to(tl.float32)
+    tl.store(target + at, left * c - right * s, mask=inside)
+    tl.store(target + at + half, right * c + left * s, mask=inside)
+
+
+@triton.jit
+def _copied(
+    source, target, first, HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    heads = first + tl.arange(0, GROUP)[:, None]
+    lane = tl.arange(0, 2 * BLOCK)[None, :]
+    inside = (heads < HEADS) & (lane < DIM)
+    at = heads * DIM + lane
+    tl.store(target + at, tl.load(source + at, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def _store(
+    qkv, queries, k_cache, v_cache, cos, sin, positions, places, q_norm, k_norm, eps,
+    qkv_stride, angle_stride, k_stride, v_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, TABLE: tl.constexpr,
+):  # fmt: skip
+    """Program (token, group): groups of query heads, then of key heads, then of value heads."""
+    q_groups: tl.constexpr = (HEADS + GROUP - 1) // GROUP
+    kv_groups: tl.constexpr = (KV_HEADS + GROUP - 1) // GROUP
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    source = qkv + token * qkv_stride
+    angles = token * angle_stride
+    if TABLE:
+        angles = tl.load(positions + token).to(tl.int64) * angle_stride
+    if group < q_groups:
+        _turned(source, queries + token * (HEADS * DIM), group * GROUP, angles, cos, sin, q_norm,
+                eps, HEADS, DIM, GROUP, BLOCK, NORM)  # fmt: skip
+    else:
+        place = tl.load(places + token).to(tl.int64)
+        if place >= 0:
+            if group < q_groups + kv_groups:
+                first = (group - q_groups) * GROUP
+                _turned(source + HEADS * DIM, k_cache + place * k_stride, first, angles, cos, sin,
+                        k_norm, eps, KV_HEADS, DIM, GROUP, BLOCK, NORM)  # fmt: skip
+            else:
+                first = (group - q_groups - kv_groups) * GROUP
+                _copied(source + (HEADS + KV_HEADS) * DIM, v_cache + place * v_stride, first,
+                        KV_HEADS, DIM, GROUP, BLOCK)  # fmt: skip
+
+
+def turn_and_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    places: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+    *,
+    positions: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Queries [T, num_heads, head_dim], normed and turned; keys and values go into their pages.
+
+    qkv [T, (num_heads + 2 kv_heads) * head_dim], rows may be strided: queries, keys, values.
+    cos, sin, any float dtype: [T, head_dim / 2] (or [T, 1, ..]) of the tokens; with `positions`
+    [T] a table [longest, head_dim / 2] that these index. places int [T]: where in the caches,
+    [pages, page_size, kv_heads, head_dim]; negative: nowhere. q_norm, k_norm [head_dim]: RMSNorm
+    of each head. out: contiguous. Raises ValueError for a layout it cannot write.
+    """
+    kv_heads, dim = k_cache.shape[2:]
+    _check(qkv, k_cache, v_cache, num_heads)
+    tokens = qkv.shape[0]
+    queries = qkv.new_empty(tokens, num_heads, dim) if out is None else out
+    block = triton.next_power_of_2(dim // 2)
+    group = max(min(ELEMENTS // (2 * block), triton.next_power_of_2(num_heads)), 1)
+    groups = triton.cdiv(num_heads, group) + 2 * triton.cdiv(kv_heads, group)
+    if tokens:
+        _store[(tokens, groups)](
+            qkv, queries, k_cache, v_cache, cos, sin, positions, places, q_norm, k_norm, eps,
+            qkv.stride(0), cos.stride(0), k_cache.stride(1), v_cache.stride(1),
+            HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, GROUP=group, BLOCK=block,
+            NORM=q_norm is not None, TABLE=positions is not None,
+            num_warps=max(group * block // 256, 1),
+        )  # fmt: skip
+    return queries
+
+
+def _check(qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, num_heads: int) -> None:
+    _, page_size, kv_heads, dim = k_cache.shape
+    width = (num_heads + 2 * kv_heads) * dim
+    if qkv.shape[1] != width or qkv.stride(1) != 1:
+        raise ValueError(f"qkv {tuple(qkv.shape)} is not rows of {width} contiguous values")
+    for cache in (k_cache, v_cache):
+        page, token, head, one = cache.stride()
+        if (page, head, one) != (page_size * token, dim, 1):
+            raise ValueError(f"a cache with strides {cache.stride()} has no uniform token stride")
+
+
+def turn_and_store_reference(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    places: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+    *,
+    positions: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """The same in plain torch, float32 throughout, rounded at the end."""
+    kv_heads, dim = k_cache.shape[2:]
+    heads = qkv.unflatten(-1, (-1, dim))
+    q, k, v = heads.float().split([num_heads, kv_heads, kv_heads], dim=1)
+    cos, sin = (t.reshape(t.shape[0], 1, dim // 2).float() for t in (cos, sin))
+    if positions is not None:
+        cos, sin = cos[positions.long()], sin[positions.long()]
+    if q_norm is not None and k_norm is not None:
+        q = torch.nn.functional.rms_norm(q, (dim,), q_norm.float(), eps)
+        k = torch.nn.functional.rms_norm(k, (dim,), k_norm.float(), eps)
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        left, right = x.chunk(2, dim=-1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+    stored = places >= 0
+    k_cache.flatten(0, 1)[places[stored].long()] = turn(k)[stored].to(k_cache.dtype)
+    v_cache.flatten(0, 1)[places[stored].long()] = v[stored].to(v_cache.dtype)
+    return turn(q).to(qkv.dtype)

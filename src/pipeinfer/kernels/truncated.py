@@ -1,0 +1,223 @@
+"""Sampling from what top-k, top-p and min-p leave: a search for each threshold, then a choice.
+
+Needs triton. Knows a row's logits and what one pass has already said about each block of them.
+The order is vLLM's: top-k, then top-p of what is left, then min-p; equal logits stand or fall
+together. The definition is engine/truncation.py.
+"""
+
+# Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pipeinfer.kernels.lanes import best_of_lanes, load_lanes, pack, sortable, token_of
+from pipeinfer.kernels.triton_noise import gumbel, gumbel_at, words
+
+# One program per row. From the blocks' maxima and sums it knows a logit that the threshold cannot
+# lie below, and collects the few candidates from there up; the search then looks at these alone,
+# in registers. Where they are too many (flat logits, a top_k above the number of blocks) it reads
+# the whole row for every step of the search: the same result, slowly.
+#
+# A key is a logit as an integer that sorts like it. 16 bits are enough for bfloat16.
+
+CANDIDATES = 4096  # collected at most; a power of two
+CHUNK = 8192  # logits of the whole row that are read at a time
+_LOWEST = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def is_truncated(heat, top_k, top_p, min_p, vocab, GREEDY: tl.constexpr):
+    """Whether anything restricts the row; top_k, top_p and min_p are pointers to its values."""
+    k = tl.load(top_k)
+    some = ((k > 0) & (k < vocab)) | (tl.load(top_p) < 1.0) | (tl.load(min_p) > 0.0)
+    return some & (heat >= GREEDY)
+
+
+@triton.jit
+def settle(row, token, chosen, last_token, slots, KEEP: tl.constexpr):
+    """Writes the row's id; -1, for a row without a finite maximum, reaches only `chosen`."""
+    tl.store(chosen + row, token.to(tl.int64))
+    if KEEP:
+        tl.store(last_token + tl.load(slots + row), tl.maximum(token, 0).to(tl.int64))
+
+
+@triton.jit
+def _scaled(logits, peak, heat):
+    """Logits after temperature as the definition rounds them; the peak is 0."""
+    return tl.div_rn(logits - peak, heat)
+
+
+@triton.jit
+def _above(
+    keys, weights, row, vocab, key, peak, heat, WEIGH: tl.constexpr, FEW: tl.constexpr,
+    SHIFT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """How many candidates have a key >= `key` (exact below 2^24), or their sum of exp(x).
+
+    FEW: the candidates are `keys` with `weights`; else they are the whole row.
+    """
+    if FEW:
+        total = tl.where(keys >= key, weights if WEIGH else 1.0, 0.0)
+    else:
+        total = tl.zeros((CHUNK,), tl.float32)
+        for begin in range(0, vocab, CHUNK):
+            index = begin + tl.arange(0, CHUNK)
+            logits = tl.load(row + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+            weight = tl.exp(_scaled(logits, peak, heat)) if WEIGH else 1.0
+            total += tl.where(((sortable(logits) >> SHIFT) >= key) & (index < vocab), weight, 0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _largest_key(
+    keys, weights, row, vocab, low, high, need, peak, heat, WEIGH: tl.constexpr,
+    FEW: tl.constexpr, SHIFT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The largest key in low .. high - 1 such that what _above counts from it on reaches `need`."""
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        key = middle.to(tl.int32)
+        found = _above(keys, weights, row, vocab, key, peak, heat, WEIGH, FEW, SHIFT, CHUNK)
+        if found >= need:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _threshold(
+    keys, weights, row, vocab, low, k, p, total, peak, heat, FEW: tl.constexpr,
+    SHIFT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The key of the last candidate that top-k and top-p leave. `total`: the whole row's weight."""
+    high = (sortable(peak) >> SHIFT).to(tl.int64) + 1
+    if k > 0:
+        low = _largest_key(keys, weights, row, vocab, low, high, k.to(tl.float32), peak, heat,
+                           False, FEW, SHIFT, CHUNK)  # fmt: skip
+        if p < 1.0:
+            total = _above(keys, weights, row, vocab, low.to(tl.int32), peak, heat, True, FEW,
+                           SHIFT, CHUNK)  # fmt: skip
+    if p < 1.0:
+        low = _largest_key(keys, weights, row, vocab, low, high, total * p, peak, heat, True, FEW,
+                           SHIFT, CHUNK)  # fmt: skip
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _of_few(
+    logits, names, size, low, k, p, floor, total, peak, heat, seed, position,
+    SHIFT: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Gumbel-max over those of the collected candidates that the threshold leaves."""
+    index = tl.arange(0, CANDIDATES)
+    inside = index < size
+    value = tl.load(logits + index, mask=inside, other=float("-inf")).to(tl.float32)
+    ids = tl.load(names + index, mask=inside, other=0)
+    x = _scaled(value, peak, heat)
+    keys = tl.where(inside, sortable(value) >> SHIFT, _LOWEST)
+    weights = tl.exp(x)
+    key = _threshold(keys, weights, logits, size, low, k, p, total, peak, heat, True, SHIFT,
+                     CANDIDATES)  # fmt: skip
+    kept = inside & (keys >= key) & (x >= floor)
+    score = tl.where(kept, x + gumbel_at(seed, position, ids), float("-inf"))
+    return token_of(tl.max(pack(score, ids), axis=0))
+
+
+@triton.jit
+def _kept_score(logits, word, key, floor, peak, heat, SHIFT: tl.constexpr):
+    x = _scaled(logits, peak, heat)
+    kept = ((sortable(logits) >> SHIFT) >= key) & (x >= floor)
+    return tl.where(kept, x + gumbel(word), float("-inf"))
+
+
+@triton.jit
+def _of_all(
+    row, vocab, low, k, p, floor, total, peak, heat, seed, position, SHIFT: tl.constexpr,
+    CHUNK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Gumbel-max over what the threshold leaves of the whole row."""
+    key = _threshold(low, low, row, vocab, low, k, p, total, peak, heat, False, SHIFT, CHUNK)
+    best = tl.full((), -(2**63), tl.int64)
+    for first in range(0, vocab, LANES):
+        l0, l1, l2, l3, counters = load_lanes(row, first, vocab, LANES)
+        w0, w1, w2, w3 = words(seed, position, counters)
+        l0 = _kept_score(l0, w0, key, floor, peak, heat, SHIFT)
+        l1 = _kept_score(l1, w1, key, floor, peak, heat, SHIFT)
+        l2 = _kept_score(l2, w2, key, floor, peak, heat, SHIFT)
+        l3 = _kept_score(l3, w3, key, floor, peak, heat, SHIFT)
+        best = tl.maximum(best, best_of_lanes(l0, l1, l2, l3, counters))
+    return token_of(best)
+
+
+@triton.jit
+def _lower_bound(maxima, total, peak, heat, k, p, min_p, vocab, blocks):
+    """A logit that no threshold of the row lies below; -inf if nothing is known.
+
+    top-k: k blocks have a maximum from here on. top-p: what lies below weighs less than 1 - p of
+    the row even if it is all of the vocabulary. min-p: its floor. Less a margin for rounding.
+    """
+    rank = tl.sum((maxima[None, :] >= maxima[:, None]).to(tl.int32), axis=1)
+    by_k = tl.max(tl.where(rank >= k, maxima, float("-inf")), axis=0)
+    weight = tl.maximum((1.0 - p) * total / vocab, min_p)
+    by_p = peak + heat * (tl.log(weight) - 0.01) - 1e-5 * tl.abs(peak)
+    return tl.where(k > blocks, float("-inf"), tl.where(k > 0, by_k, by_p))
+
+
+@triton.jit
+def _collect(row, bound, logits, names, vocab, CANDIDATES: tl.constexpr, CHUNK: tl.constexpr):
+    """Copies logits >= bound with their ids, in order; how many there are, or more than fit."""
+    size = 0
+    for begin in range(0, vocab, CHUNK):
+        if size <= CANDIDATES:
+            index = begin + tl.arange(0, CHUNK)
+            value = tl.load(row + index, mask=index < vocab, other=float("-inf"))
+            found = (value.to(tl.float32) >= bound) & (index < vocab)
+            more = tl.sum(found.to(tl.int32), axis=0)
+            if more > 0:
+                at = size + tl.cumsum(found.to(tl.int32), axis=0) - 1
+                tl.store(logits + at, value, mask=found & (at < CANDIDATES))
+                tl.store(names + at, index, mask=found & (at < CANDIDATES))
+            size += more
+    return size
+
+
+@triton.jit
+def choose(
+    logits, temperature, top_k, top_p, min_p, seeds, positions, peaks, sums, candidates,
+    candidate_ids, chosen, last_token, slots, stride, vocab, blocks, BLOCKS: tl.constexpr,
+    CANDIDATES: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, SHIFT: tl.constexpr,
+    GREEDY: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """One program per row; does nothing for rows without restriction. See gumbel.py."""
+    row = tl.program_id(0)
+    heat = tl.load(temperature + row)
+    if is_truncated(heat, top_k + row, top_p + row, min_p + row, vocab, GREEDY):
+        at = row * blocks + tl.arange(0, BLOCKS)
+        inside = tl.arange(0, BLOCKS) < blocks
+        maxima = tl.load(peaks + at, mask=inside, other=float("-inf"))
+        weights = tl.load(sums + at, mask=inside, other=0.0)
+        peak = tl.max(maxima, axis=0)
+        token = row * 0 - 1
+        if tl.abs(peak) < float("inf"):
+            k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+            k, floor = tl.where(k < vocab, k, 0), tl.log(least)
+            seed, position = tl.load(seeds + row), tl.load(positions + row)
+            total = tl.sum(weights * tl.exp((maxima - peak) / heat), axis=0)
+            bound = _lower_bound(maxima, total, peak, heat, k, p, least, vocab, blocks)
+            low = (sortable(bound) >> SHIFT).to(tl.int64)
+            whole = logits + row.to(tl.int64) * stride
+            few, names = candidates + row * CANDIDATES, candidate_ids + row * CANDIDATES
+            size = _collect(whole, bound, few, names, vocab, CANDIDATES, CHUNK)
+            tl.debug_barrier()  # what other threads of this program collected is now visible
+            if size <= CANDIDATES:
+                token = _of_few(few, names, size, low, k, p, floor, total, peak, heat, seed,
+                                position, SHIFT, CANDIDATES)  # fmt: skip
+            else:
+                token = _of_all(whole, vocab, low, k, p, floor, total, peak, heat, seed, position,
+                                SHIFT, CHUNK, LANES)  # fmt: skip
+        settle(row, token, chosen, last_token, slots, KEEP)

@@ -1,0 +1,153 @@
+"""The arrays that a GPU's kernels index with, against the definition, row by row. Needs no GPU."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.engine.cuda import packing
+from pipeinfer.engine.cuda.graphs import decode_layout, ladder
+from pipeinfer.engine.cuda.layout import Layout, Sizes
+from pipeinfer.engine.step import LAST_TOKEN, SamplingRows, Step
+
+DUMMY_SLOT = 99
+
+
+def make_step(starts, counts, samples, page_size, seed=0) -> Step:
+    random = np.random.default_rng(seed)
+    rows = len(starts)
+    starts, counts = (np.array(values, dtype=np.int32) for values in (starts, counts))
+    samples = np.array(samples, dtype=bool)
+    width = int(-(-(starts + counts).max() // page_size))
+    wanted = int(samples.sum())
+    positions = (starts + counts)[samples].astype(np.int64)
+    sampling = SamplingRows(
+        random.random(wanted, dtype=np.float32), random.integers(0, 9, wanted, dtype=np.int32),
+        random.random(wanted, dtype=np.float32), random.random(wanted, dtype=np.float32),
+        random.integers(0, 2**64, wanted, dtype=np.uint64), positions,
+        np.zeros((0, 2), dtype=np.int64),
+    )  # fmt: skip
+    return Step(
+        0, 0, int((counts == 1).sum()), random.permutation(rows).astype(np.int32), starts, counts,
+        samples, random.integers(LAST_TOKEN, 50, int(counts.sum())).astype(np.int32),
+        random.permutation(np.arange(1, rows * width + 1)).reshape(rows, width).astype(np.int32),
+        sampling,
+    )  # fmt: skip
+
+
+decode_rows = st.lists(st.tuples(st.integers(0, 70), st.booleans()), min_size=1, max_size=9)
+
+
+@given(decode_rows, st.integers(0, 4), st.sampled_from([1, 16]), st.booleans())
+def test_packed_decodes_say_of_every_row_what_the_step_says(rows, padding, page_size, table):
+    starts, samples = [row[0] for row in rows], [row[1] for row in rows]
+    step = make_step(starts, [1] * len(rows), samples, page_size)
+    size = len(rows) + padding
+    layout = decode_layout(size, 80, table)
+    buffer = np.full(layout.words, -7, dtype=np.int32)  # what another step left there
+    views = layout.host(buffer)
+    used, places = packing.pack_decodes(step, views, page_size, DUMMY_SLOT, table)
+    by_slot = {int(slot): row for row, slot in enumerate(step.slots)}
+    assert sorted(views["lengths"][: len(rows)].tolist(), reverse=True) == [
+        *views["lengths"][: len(rows)]
+    ]
+    for at in range(size):
+        slot, row = int(views["token_slots"][at]), by_slot.get(int(views["token_slots"][at]))
+        assert (row is None) == (slot == DUMMY_SLOT) == (at >= len(rows))
+        start = 0 if row is None else int(step.starts[row])
+        held = 1 if row is None else start // page_size + 1
+        pages = [0] if row is None else step.pages[row, :held].tolist()
+        assert views["positions"][at] == start
+        assert views["lengths"][at] == start + 1
+        assert views["last_page"][at] == start % page_size + 1
+        place = packing.NOWHERE if row is None else pages[-1] * page_size + start % page_size
+        assert views["store"][at] == place
+        assert views["tokens"][at] == (0 if row is None else step.tokens[row])
+        if table:
+            assert views["table"].reshape(size, -1)[at, :held].tolist() == pages
+        else:
+            begin, end = views["kv_indptr"][at : at + 2]
+            assert views["indices"][begin:end].tolist() == pages
+    assert used == (0 if table else views["kv_indptr"][-1])
+    check_sampling(step, views, places, size)
+
+
+def check_sampling(step, views, places, size):
+    sampling = step.sampling
+    assert views["write_slots"][places].tolist() == step.slots[step.samples].tolist()
+    assert views["seeds"][places].view(np.uint64).tolist() == sampling.seeds.tolist()
+    assert views["sample_positions"][places].tolist() == sampling.positions.tolist()
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        assert views[name][places].tolist() == getattr(sampling, name).tolist()
+    others = np.setdiff1d(np.arange(size), places)
+    assert (views["write_slots"][others] == DUMMY_SLOT).all()
+    assert (views["temperature"][others] == 0).all()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 40), st.booleans()), max_size=8),
+    st.sampled_from([1, 16, 64]),
+)
+def test_packed_rows_say_of_every_token_what_the_step_says(rows, page_size):
+    rows = sorted(rows, key=lambda row: row[1] != 1) or [(0, 1, True)]
+    starts, counts, samples = zip(*rows, strict=True)
+    step = make_step(starts, counts, samples, page_size)
+    sizes = Sizes(len(rows), len(step.tokens), sum(samples), step.pages.shape[1], step.pages.size)
+    layout = Layout(sizes)
+    views = layout.host(np.full(layout.words, -7, dtype=np.int32))
+    used = packing.pack_rows(step, views, page_size)
+    at = 0
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        assert views["q_indptr"][row] == at
+        for position in range(start, start + count):
+            page = step.pages[row, position // page_size]
+            assert views["store"][at] == page * page_size + position % page_size
+            assert views["positions"][at] == position
+            assert views["token_slots"][at] == step.slots[row]
+            at += 1
+        begin, end = views["kv_indptr"][row : row + 2]
+        held = -(-(start + count) // page_size)
+        assert views["indices"][begin:end].tolist() == step.pages[row, :held].tolist()
+        assert views["last_page"][row] == (start + count) - (held - 1) * page_size
+        assert views["lengths"][row] == start + count
+    prefills = len(rows) - step.decodes
+    relative = views["q_indptr"][step.decodes :] - step.decodes
+    assert views["prefill_indptr"][: prefills + 1].tolist() == relative.tolist()
+    assert used == views["kv_indptr"][-1]
+    ends = np.cumsum(counts)[list(samples)] - 1
+    assert views["last"].tolist() == ends.tolist()
+
+
+@given(st.integers(1, 9), st.integers(1, 50), st.integers(0, 9), st.integers(1, 7))
+def test_regions_do_not_overlap_and_begin_at_16_bytes(rows, tokens, samples, pages):
+    layout = Layout(Sizes(rows, tokens, samples, pages, rows * pages))
+    end = 0
+    for region in layout.regions.values():
+        assert region.begin >= end
+        assert region.begin % 4 == 0
+        end = region.begin + region.count * np.dtype(region.dtype).itemsize // 4
+    assert layout.words >= end
+    assert list(layout.regions)[-1] == "indices"
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 20, 256])
+def test_the_ladder_of_graph_sizes_ends_with_the_largest_batch(most):
+    sizes = ladder(most)
+    assert sizes[-1] == most
+    assert list(sizes) == sorted(set(sizes))
+    assert all(b - a <= max(8, a) for a, b in pairwise(sizes))
+    assert ladder(0) == ()
+
+
+def test_a_step_is_restricted_by_any_of_the_four_and_by_nothing_else():
+    step = make_step([3], [1], [True], 16)
+    plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for name, value in (("top_k", 5), ("top_p", 0.5), ("min_p", 0.1), (None, None)):
+        knobs = plain | ({name: value} if name else {})
+        for knob, one in knobs.items():
+            getattr(step.sampling, knob)[:] = one
+        assert packing.restricted(step) == (name is not None)

@@ -1,0 +1,24 @@
+"""Builds FlashInfer's attention kernels for the shapes of the tests, in parallel; a tool."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+
+
+def build(job):
+    from flashinfer.prefill import get_batch_prefill_module
+
+    kernels, head_dim, windowed = job
+    half = torch.bfloat16
+    get_batch_prefill_module(kernels, half, half, half, torch.int32, head_dim, head_dim, 0,
+                             windowed, False, False)  # fmt: skip
+
+
+if __name__ == "__main__":
+    jobs = [("fa2", 128, False), ("fa2", 64, False), ("fa2", 128, True), ("fa3", 128, False)]
+    jobs += [("fa3", 64, False), ("fa3", 128, True)]
+    with ProcessPoolExecutor(int(sys.argv[1]) if len(sys.argv) > 1 else 4) as pool:
+        list(pool.map(build, jobs))

@@ -1,0 +1,37 @@
+"""Fixtures of the tests that need a GPU; run them with `pytest -o addopts= tests/gpu`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "parity")]
+
+from checkpoints import CheckpointCache  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def gpu_checkpoints(tmp_path_factory):
+    """Random checkpoints by architecture and overrides, in bfloat16, with heads GPUs have."""
+    cache = CheckpointCache(tmp_path_factory.mktemp("checkpoints"))
+
+    def make(architecture, head_dim=128, **overrides):
+        sizes = {
+            "hidden_size": 512,
+            "intermediate_size": 768,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 1024,
+            "head_dim": head_dim,
+            "max_position_embeddings": 1024,
+            "initializer_range": 0.05,
+        }
+        if architecture == "Qwen3MoeForCausalLM":
+            sizes |= {"moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4}
+        return cache(architecture, dtype=torch.bfloat16, tokenizer=False, **(sizes | overrides))
+
+    return make

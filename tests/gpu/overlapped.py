@@ -1,0 +1,63 @@
+"""Scheduler core, engine core and CUDA runner in one thread, with steps really in flight.
+
+As tests/parity/cores.py, but every planned step is launched before the oldest one's result is
+waited for. Import it as `import overlapped` with tests/gpu and tests/parity on the path.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from cores import Cores
+
+from pipeinfer.messages import StepDone, pack
+
+
+class GpuCores(Cores):
+    """`keep`: remember all logits. busy, idle: the device's seconds."""
+
+    def __init__(self, *arguments, keep=True, **named) -> None:
+        self._flights: dict[int, object] = {}
+        self.busy = self.idle = 0.0
+        self.steps = 0
+        self.kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+        super().__init__(*arguments, **named)
+        self.loaded.runner.keep_logits = keep
+
+    def run(self, until=None) -> None:
+        """As Cores.run, but without `keep` results are delivered as soon as they are there."""
+        if self.loaded.runner.keep_logits:
+            return super().run(until)
+        while not (until and until()):
+            if not self._run_one_result():
+                if not self._steps:
+                    return None
+                self._run_step(self._steps.popleft())
+
+    def _run_step(self, item) -> None:
+        runner = self.loaded.runner
+        for step, _ in (item, *self._steps):
+            if step.number not in self._flights:
+                self._flights[step.number] = runner.launch(step)
+        step, names = item
+        flight = self._flights.pop(step.number)
+        ids, busy, idle = runner.wait(flight)
+        self.busy, self.idle, self.steps = self.busy + busy, self.idle + idle, self.steps + 1
+        kind = (
+            "mixed" if step.decodes < len(step.slots) else f"decode{-(-len(step.slots) // 64) * 64}"
+        )
+        self.kinds[kind][0] += 1
+        self.kinds[kind][1] += busy
+        if runner.keep_logits and len(ids):
+            self._remember(step, names, flight)
+        self._to_engine(StepDone(step.epoch, step.number, pack(ids)))
+
+    def _remember(self, step, names, flight) -> None:
+        values = flight.logits[: flight.count].float().cpu().numpy()
+        if flight.rows is not None:
+            values = values[flight.rows]
+        ends = (step.starts + step.counts).tolist()
+        places = step.samples.nonzero()[0].tolist()
+        assert len(places) == len(values)
+        for row, place in enumerate(places):
+            self.logits[names[place], ends[place]] = values[row]

@@ -1,0 +1,150 @@
+"""Every backend on a GPU, in bfloat16, against transformers in float32 on the same tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from overlapped import GpuCores
+
+from checkpoints import load_reference
+from pipeinfer.params import SamplingParams
+from pipeinfer.settings import Settings
+
+pytestmark = pytest.mark.gpu
+
+RELATIVE_ERROR = 1e-2
+WORSE_THAN_TORCH = 1.25  # times the error of transformers itself in bfloat16
+APART = 0.02  # of the range of the logits: two candidates that are not a near tie
+AGREEMENT = 0.99
+ARCHITECTURES = (
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)  # fmt: skip
+BACKENDS = ("flashinfer", "fa3", "hybrid")
+
+
+def prompts(count=12, seed=0, vocab=1024):
+    random = np.random.default_rng(seed)
+    return [random.integers(0, vocab, int(n)).tolist() for n in random.integers(3, 300, count)]
+
+
+def cores(folder, budget=256, **changes):
+    settings = {
+        "device": "cuda", "kv_pages": 256, "page_size": 64, "max_running": 16,
+        "max_step_tokens": budget, "cuda_graph_max_batch": 16,
+    } | changes  # fmt: skip
+    return GpuCores(folder, Settings(model=str(folder), **settings), budget=budget)
+
+
+def generate(made, wanted=40, temperature=0.0, **knobs):
+    for index, prompt in enumerate(prompts()):
+        params = SamplingParams(temperature=temperature, max_tokens=wanted, **knobs)
+        made.submit(f"r{index}", prompt, params, seed=index)
+    made.run()
+    assert set(made.finished.values()) == {"length"}
+    return made.outputs
+
+
+class Compared(NamedTuple):
+    """Against float32: relative error of all logits, share of clear argmaxes that agree.
+
+    usual_*: the same of transformers in bfloat16. Random experts are chosen at near ties, where
+    bfloat16 takes others: no implementation is near float32 there.
+    """
+
+    error: float
+    usual_error: float
+    agreement: float
+    usual_agreement: float
+
+    def check(self) -> None:
+        assert self.error < max(RELATIVE_ERROR, WORSE_THAN_TORCH * self.usual_error)
+        assert self.agreement >= min(AGREEMENT, self.usual_agreement - (1 - AGREEMENT))
+
+
+def compare(folder, made) -> Compared:
+    """Teacher-forced, over all that was generated."""
+    reference = load_reference(folder).cuda()
+    rounded = load_reference(folder, torch.bfloat16).cuda()
+    error = norm = usual = 0.0
+    clear = equal = equal_usual = 0
+    for index, prompt in enumerate(prompts()):
+        name = f"r{index}"
+        ids = prompt + made.outputs[name]
+        with torch.inference_mode():
+            batch = torch.tensor([ids], device="cuda")
+            logits = reference(batch).logits[0].cpu().numpy()
+            bf16 = rounded(batch).logits[0].float().cpu().numpy()
+        for position in range(len(prompt), len(ids)):
+            ours, theirs = made.logits[name, position], logits[position - 1]
+            error += float(((ours - theirs) ** 2).sum())
+            norm += float((theirs**2).sum())
+            usual += float(((bf16[position - 1] - theirs) ** 2).sum())
+            second, first = np.partition(theirs, -2)[-2:]
+            if first - second > APART * (theirs.max() - theirs.min()):
+                clear += 1
+                equal += int(ours.argmax() == theirs.argmax())
+                equal_usual += int(bf16[position - 1].argmax() == theirs.argmax())
+    return Compared(
+        (error / norm) ** 0.5, (usual / norm) ** 0.5, equal / clear, equal_usual / clear
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_those_of_float32_within_bfloat16(
+    gpu_checkpoints, architecture, backend, head_dim
+):
+    folder = gpu_checkpoints(architecture, head_dim)
+    made = cores(folder, attention=backend)
+    generate(made)
+    compared = compare(folder, made)
+    print(f"PARITY {architecture} {backend} {head_dim}: {compared}")
+    compared.check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sliding_windows_and_qk_norm_hold_on_every_backend(gpu_checkpoints, backend):
+    folder = gpu_checkpoints("MistralForCausalLM", 128, sliding_window=100)
+    made = cores(folder, attention=backend)
+    generate(made)
+    compare(folder, made).check()
+
+
+def flips(one, other):
+    """Requests whose tokens differ."""
+    return sum(one[name] != other[name] for name in one)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("change", [{"no_cuda_graph": True}, {"overlap_depth": 1}])
+def test_graphs_and_overlap_depth_do_not_change_tokens(gpu_checkpoints, change, temperature):
+    folder = gpu_checkpoints("Qwen3ForCausalLM")
+    plain = generate(cores(folder), temperature=temperature)
+    changed = generate(cores(folder, **change), temperature=temperature)
+    print(f"FLIPS {change} {temperature}: {flips(plain, changed)} of {len(plain)} requests")
+    assert flips(plain, changed) <= len(plain) // 3  # near ties in bfloat16
+
+
+def test_the_same_run_twice_gives_the_same_tokens(gpu_checkpoints):
+    folder = gpu_checkpoints("Qwen3ForCausalLM")
+    first = generate(cores(folder), temperature=0.8, top_k=50, top_p=0.9)
+    assert first == generate(cores(folder), temperature=0.8, top_k=50, top_p=0.9)
+
+
+def test_small_memory_and_restricted_sampling_finish_all_requests(gpu_checkpoints):
+    folder = gpu_checkpoints("Qwen3ForCausalLM")
+    made = cores(folder, budget=128, kv_pages=24, page_size=16)
+    for index, prompt in enumerate(prompts(40, seed=3)):
+        params = SamplingParams(
+            temperature=0.9, top_k=20 * (index % 2), top_p=0.9, max_tokens=30, min_tokens=5,
+            stop_token_ids=(7, 8),
+        )  # fmt: skip
+        made.submit(f"r{index}", prompt, params, seed=index)
+    made.run()
+    assert len(made.finished) == 40
+    assert all(len(ids) >= 5 for name, ids in made.outputs.items())

@@ -1,0 +1,159 @@
+"""Times the Triton kernels inside CUDA graphs: `python tests/gpu/time_kernels.py [NAME ...]`.
+
+Prints medians in microseconds beside the time that the bytes or operations need at least.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from triton.testing import do_bench_cudagraph
+
+from pipeinfer.kernels import gumbel, store
+from pipeinfer.kernels.expand import allocate, expand
+from pipeinfer.kernels.moe import Tiles, experts_mlp, tiles
+from pipeinfer.kernels.moe_align import align
+from pipeinfer.kernels.norm import rms_norm
+from pipeinfer.kernels.swiglu import swiglu
+
+BYTES_PER_US = 4.3e6  # a device-to-device copy on an H200
+FLOP_PER_US = 790e6  # bfloat16, a large product on an H200
+VOCAB = 151_936
+
+
+def line(name: str, run: Callable[[], object], floor: float) -> None:
+    try:
+        time = 1000 * do_bench_cudagraph(run, rep=20, return_mode="median")
+    except Exception as error:  # one shape that does not fit must not hide the others
+        print(f"{name:<58} {type(error).__name__}: {str(error)[:60]}", flush=True)
+        return
+    print(f"{name:<58} {time:8.1f} us   floor {floor:8.1f}", flush=True)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def time_store() -> None:
+    weight, table = randn(128), torch.rand(2, 4096, 64, device="cuda")
+    for heads, tokens, elements in (
+        *((16, tokens, size) for tokens in (256, 8192) for size in (2048, 4096)),
+        *((40, tokens, 2048) for tokens in (256, 8192)),
+    ):
+        pool = randn(2, 1024, 16, 8, 128)
+        qkv = randn(tokens, (heads + 16) * 128)
+        places = torch.randperm(1024 * 16, device="cuda")[:tokens].int()
+        positions = torch.randint(0, 4096, (tokens,), device="cuda").int()
+        store.ELEMENTS = elements
+        run = partial(store.turn_and_store, qkv, *table, places, *pool, heads)
+        run = partial(run, positions=positions, q_norm=weight, k_norm=weight)
+        name = f"store {heads}/8 x 128, {tokens} tokens, {elements} a program"
+        line(name, run, 4 * qkv.numel() / BYTES_PER_US)
+    store.ELEMENTS = 2048
+
+
+def time_expand() -> None:
+    for rows, tokens in ((256, 256), (64, 8192)):
+        counts = torch.full((rows,), tokens // rows, dtype=torch.int32, device="cuda")
+        starts = torch.randint(0, 1000, (rows,), dtype=torch.int32, device="cuda")
+        pages = torch.randint(0, 9999, (rows, 128), dtype=torch.int32, device="cuda")
+        slots = torch.arange(rows, dtype=torch.int32, device="cuda")
+        ids = torch.full((tokens,), -1, dtype=torch.int32, device="cuda")
+        last = torch.zeros(rows, dtype=torch.int64, device="cuda")
+        out = allocate(rows, tokens, rows * 128, "cuda")
+        run = partial(expand, pages, starts, counts, slots, ids, last, 16, out)
+        line(f"expand {rows} rows, {tokens} tokens", run, 0.0)
+
+
+def knobs(rows: int, heat: float = 0.6, k: int = 0, p: float = 1.0, m: float = 0.0):
+    """The same parameters for all rows."""
+    heats, ps, ms = (torch.full((rows,), v, device="cuda") for v in (heat, p, m))
+    top_k = torch.full((rows,), k, device="cuda", dtype=torch.int32)
+    ints = torch.arange(rows, device="cuda")
+    return heats, top_k, ps, ms, ints * 7919, ints + 5
+
+
+def time_sampling() -> None:
+    default = gumbel.BLOCK, gumbel.WARPS
+    for rows in (1, 64, 256):
+        flat = randn(rows, VOCAB)
+        peaked = flat * 4
+        floor = 2 * flat.numel() / BYTES_PER_US
+        line(f"torch.argmax, {rows} rows", partial(flat.argmax, -1), floor)
+        for block, warps in ((2048, 2), (2048, 4), (4096, 4), (4096, 8)):
+            gumbel.BLOCK, gumbel.WARPS = block, warps
+            run = partial(gumbel.sample, flat, *knobs(rows), truncate=False)
+            line(f"sample, {rows} rows, {block} logits by {warps} warps", run, floor)
+        gumbel.BLOCK, gumbel.WARPS = default
+        run = partial(gumbel.sample, flat, *knobs(rows, heat=0.0), truncate=False)
+        line(f"sample, {rows} rows, greedy", run, floor)
+        cases = {
+            "restriction possible, none": (flat, {}),
+            "top-k 20, top-p 0.95, peaked": (peaked, {"k": 20, "p": 0.95}),
+            "top-p 0.95, peaked": (peaked, {"p": 0.95}),
+            "min-p 0.05, peaked": (peaked, {"m": 0.05}),
+            "top-p 0.95, flat": (flat, {"p": 0.95}),
+            "top-k 500, flat": (flat, {"k": 500}),
+        }
+        for name, (logits, options) in cases.items():
+            run = partial(gumbel.sample, logits, *knobs(rows, **options))
+            line(f"sample, {rows} rows, {name}", run, floor)
+            gumbel.CHUNK = 16384
+            line(f"sample, {rows} rows, {name}, chunk 16384", run, floor)
+            gumbel.CHUNK = 8192
+
+
+OTHER_TILES = {
+    1024: [Tiles(64, 128, 64, 4, 3), Tiles(64, 64, 64, 4, 3), Tiles(64, 128, 64, 8, 4)],
+    8192: [
+        Tiles(128, 64, 64, 8, 4),
+        Tiles(128, 128, 64, 8, 3, group=4),
+        Tiles(128, 128, 64, 8, 3, group=16),
+        Tiles(128, 128, 32, 8, 4),
+        Tiles(64, 128, 64, 4, 4),
+    ],
+}
+
+
+def time_moe() -> None:
+    experts, top_k, hidden, inter = 128, 8, 2048, 768
+    gate_up, down = randn(experts, 2 * inter, hidden) / 45, randn(experts, hidden, inter) / 28
+    for tokens in (1, 64, 256, 1024, 8192):
+        x = randn(tokens, hidden)
+        weights, chosen = torch.rand(tokens, experts, device="cuda").topk(top_k)
+        bytes_read = len(chosen.unique()) * 3 * inter * hidden * 2
+        flop = tokens * top_k * 6 * inter * hidden
+        floor = max(bytes_read / BYTES_PER_US, flop / FLOP_PER_US)
+        for shape in [tiles(tokens * top_k, experts), *OTHER_TILES.get(tokens, [])]:
+            run = partial(experts_mlp, x, gate_up, down, weights, chosen, shape)
+            name = f"{shape.rows}x{shape.columns}x{shape.depth}, {shape.warps}w {shape.stages}s"
+            line(f"moe, {tokens} tokens, tile {name}", run, floor)
+    chosen = torch.rand(8192, experts, device="cuda").topk(top_k).indices
+    for tokens in (1, 256, 8192):
+        line(f"moe align, {tokens} tokens", partial(align, chosen[:tokens], experts, 64), 0.0)
+
+
+def time_norm() -> None:
+    for tokens, size in ((256, 1024), (256, 5120), (8192, 1024)):
+        x, residual, weight = randn(tokens, size), randn(tokens, size), randn(size)
+        run = partial(rms_norm, x, weight, 1e-6, residual)
+        line(f"norm with residual, {tokens} x {size}", run, 8 * x.numel() / BYTES_PER_US)
+        merged = randn(tokens, 6 * size)
+        run = partial(swiglu, merged)
+        line(f"swiglu, {tokens} x {3 * size}", run, 3 * merged.numel() / BYTES_PER_US)
+
+
+AREAS = {
+    "sampling": time_sampling,
+    "store": time_store,
+    "expand": time_expand,
+    "norm": time_norm,
+    "moe": time_moe,
+}
+
+if __name__ == "__main__":
+    for area in sys.argv[1:] or AREAS:
+        AREAS[area]()

@@ -1,0 +1,96 @@
+"""Fused experts and the alignment of their pairs: cases for interpreter and GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.triton_cases import DEVICE, INTERPRETED, randn, relative_error
+from pipeinfer.kernels import moe_align
+from pipeinfer.kernels.moe import Tiles, experts_mlp, experts_mlp_reference, tiles
+from pipeinfer.kernels.moe_align import align, align_reference
+
+# The interpreter has no product of bfloat16: it multiplies the bits.
+HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
+ERROR = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # two more roundings
+SMALL = Tiles(rows=16, columns=16, depth=16, warps=4, stages=2, group=2)
+
+
+def routed(tokens: int, experts: int, top_k: int, seed: int = 0, skew: float = 0.0):
+    """(weights float32, chosen int64) of a router that prefers low experts by `skew`."""
+    scores = randn(seed, tokens, experts) - skew * torch.arange(experts, device=DEVICE)
+    weights, chosen = scores.softmax(-1).topk(top_k)
+    return weights / weights.sum(-1, keepdim=True), chosen
+
+
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "skew"),
+    [(1, 8, 2, 0), (3, 128, 8, 0), (50, 6, 2, 0), (40, 16, 4, 2.0), (100, 1, 1, 0)],
+)
+def test_pairs_come_by_expert_in_their_order_and_padded(tokens, experts, top_k, skew, block):
+    _, chosen = routed(tokens, experts, top_k, skew=skew)
+    got, expected = align(chosen, experts, block), align_reference(chosen, experts, block)
+    used = int(got.used)
+    assert used == int(expected.used) <= len(got.pairs)
+    assert torch.equal(got.pairs[:used].cpu(), expected.pairs)
+    assert torch.equal(got.experts[: used // block].cpu(), expected.experts)
+
+
+def test_more_pairs_than_a_program_looks_at_in_one_go_keep_their_order(monkeypatch):
+    monkeypatch.setattr(moe_align, "CHUNK", 16)
+    _, chosen = routed(30, 5, 3)
+    got, expected = align(chosen, 5, 16), align_reference(chosen, 5, 16)
+    assert torch.equal(got.pairs[: int(got.used)].cpu(), expected.pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "hidden", "inter"),
+    [(1, 8, 2, 64, 32), (9, 4, 2, 40, 24), (45, 4, 3, 48, 20), (17, 16, 4, 64, 32)],
+)
+def test_experts_are_those_of_the_reference(tokens, experts, top_k, hidden, inter, dtype):
+    x = randn(1, tokens, hidden, dtype=dtype)
+    gate_up = randn(2, experts, 2 * inter, hidden, dtype=dtype) / hidden**0.5
+    down = randn(3, experts, hidden, inter, dtype=dtype) / inter**0.5
+    weights, chosen = routed(tokens, experts, top_k)
+    expected = experts_mlp_reference(x, gate_up, down, weights, chosen)
+    got = experts_mlp(x, gate_up, down, weights, chosen, SMALL)
+    assert relative_error(got, expected) < ERROR[dtype]
+
+
+def test_every_tile_shape_that_may_be_chosen_computes_the_same():
+    hidden, inter, experts = 160, 144, 2
+    x = randn(1, 70, hidden)
+    gate_up = randn(2, experts, 2 * inter, hidden) / hidden**0.5
+    down = randn(3, experts, hidden, inter) / inter**0.5
+    weights, chosen = routed(70, experts, 1)
+    expected = experts_mlp_reference(x, gate_up, down, weights, chosen)
+    shapes = {tiles(mean * experts, experts) for mean in (1, 8, 9, 48, 49, 128, 129, 5000)}
+    assert len(shapes) == 4
+    x16, gate16, down16 = x.half(), gate_up.half(), down.half()
+    for shape in shapes:
+        got = experts_mlp(x16, gate16, down16, weights, chosen, shape)
+        assert relative_error(got, expected) < 2e-3
+
+
+def test_a_token_gets_the_same_result_in_any_batch():
+    x = randn(1, 20, 64, dtype=torch.float16)
+    gate_up = randn(2, 4, 64, 64, dtype=torch.float16)
+    down = randn(3, 4, 64, 32, dtype=torch.float16)
+    weights, chosen = routed(20, 4, 2)
+    together = experts_mlp(x, gate_up, down, weights, chosen, SMALL)
+    some = slice(5, 9)
+    alone = experts_mlp(x[some], gate_up, down, weights[some], chosen[some], SMALL)
+    assert torch.equal(alone, together[some])
+
+
+def test_strided_tokens_and_none_are_accepted():
+    wide = randn(1, 6, 128, dtype=torch.float16)
+    gate_up = randn(2, 4, 64, 64, dtype=torch.float16)
+    down = randn(3, 4, 64, 32, dtype=torch.float16)
+    weights, chosen = routed(6, 4, 2)
+    x = wide[:, :64]
+    expected = experts_mlp(x.contiguous(), gate_up, down, weights, chosen, SMALL)
+    assert torch.equal(experts_mlp(x, gate_up, down, weights, chosen.int(), SMALL), expected)
+    assert experts_mlp(x[:0], gate_up, down, weights[:0], chosen[:0]).shape == (0, 64)

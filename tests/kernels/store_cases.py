@@ -1,0 +1,121 @@
+"""QK norm, RoPE and the store into pages: cases for interpreter and GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
+from pipeinfer.kernels.store import turn_and_store, turn_and_store_reference
+from pipeinfer.layers.norm import rms_normalize
+from pipeinfer.layers.rope import Rotation, rotate
+
+PAGE_SIZE = 4
+
+
+def inputs(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype):
+    """(qkv, cos, sin, places, k_cache, v_cache); the caches hold values that must survive."""
+    qkv = randn(0, tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    angles = randn(1, tokens, dim // 2) * 100
+    pages = tokens // PAGE_SIZE + 3
+    order = torch.randperm((pages - 1) * PAGE_SIZE, generator=torch.Generator().manual_seed(2))
+    places = (order[:tokens] + PAGE_SIZE).to(DEVICE)
+    caches = randn(3, 2, pages, PAGE_SIZE, kv_heads, dim, dtype=dtype)
+    return qkv, angles.cos(), angles.sin(), places, caches[0], caches[1]
+
+
+def both(qkv, cos, sin, places, k_cache, v_cache, heads, **options):
+    """((q, k_cache, v_cache) of the kernel, the same of the reference)."""
+    mine, theirs = (k_cache.clone(), v_cache.clone()), (k_cache.clone(), v_cache.clone())
+    out = torch.full(
+        (len(qkv), heads, k_cache.shape[3]), float("nan"), dtype=qkv.dtype, device=qkv.device
+    )
+    q = turn_and_store(qkv, cos, sin, places, *mine, heads, out=out, **options)
+    assert q is out
+    return (q, *mine), (
+        turn_and_store_reference(qkv, cos, sin, places, *theirs, heads, **options),
+        *theirs,
+    )
+
+
+def assert_same(got, expected, dtype):
+    for mine, theirs in zip(got, expected, strict=True):
+        assert relative_error(mine, theirs) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(4, 2, 64), (5, 1, 128), (16, 8, 128), (3, 3, 80), (2, 1, 8)]
+)
+def test_queries_and_pages_are_those_of_the_reference(heads, kv_heads, dim, norm, dtype):
+    options = {}
+    if norm:
+        options = {"q_norm": randn(4, dim, dtype=dtype), "k_norm": randn(5, dim, dtype=dtype)}
+    got, expected = both(*inputs(7, heads, kv_heads, dim, dtype), heads, **options)
+    assert_same(got, expected, dtype)
+
+
+def test_only_the_places_of_stored_tokens_change():
+    qkv, cos, sin, places, k_cache, v_cache = inputs(6, 2, 1, 64, torch.bfloat16)
+    places[[1, 4]] = -1
+    got, expected = both(qkv, cos, sin, places.int(), k_cache, v_cache, 2)
+    assert_same(got, expected, torch.bfloat16)
+    untouched = torch.ones(k_cache.shape[0] * PAGE_SIZE, dtype=torch.bool, device=DEVICE)
+    untouched[places[places >= 0]] = False
+    for after, before in ((got[1], k_cache), (got[2], v_cache)):
+        assert torch.equal(after.flatten(0, 1)[untouched], before.flatten(0, 1)[untouched])
+        assert not torch.equal(after, before)
+
+
+def test_values_are_stored_bit_for_bit():
+    qkv, cos, sin, places, k_cache, v_cache = inputs(5, 2, 2, 64, torch.bfloat16)
+    turn_and_store(qkv, cos, sin, places, k_cache, v_cache, 2)
+    assert torch.equal(v_cache.flatten(0, 1)[places].flatten(1), qkv[:, 4 * 64 :])
+
+
+def test_a_table_of_angles_is_read_at_the_positions():
+    qkv, cos, sin, places, k_cache, v_cache = inputs(6, 4, 2, 64, torch.float32)
+    positions = torch.tensor([5, 0, 0, 3, 2, 4], device=DEVICE)
+    by_table, _ = both(qkv, cos, sin, places, k_cache, v_cache, 4, positions=positions)
+    by_token, _ = both(qkv, cos[positions], sin[positions], places, k_cache, v_cache, 4)
+    assert all(torch.equal(a, b) for a, b in zip(by_table, by_token, strict=True))
+
+
+def test_strided_rows_and_a_view_of_a_larger_pool_are_accepted():
+    qkv, cos, sin, places, k_cache, v_cache = inputs(6, 4, 2, 64, torch.bfloat16)
+    wide = torch.cat((qkv, qkv), dim=1)[:, : qkv.shape[1]]
+    pool = torch.stack((k_cache, v_cache), dim=2)  # K and V of a token side by side
+    expected, _ = both(qkv, cos, sin, places, k_cache, v_cache, 4)
+    q = turn_and_store(wide, cos[:, None], sin[:, None], places, pool[:, :, 0], pool[:, :, 1], 4)
+    for mine, theirs in zip((q, pool[:, :, 0], pool[:, :, 1]), expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_cache_without_a_uniform_token_stride_is_refused():
+    qkv, cos, sin, places, k_cache, v_cache = inputs(6, 4, 2, 64, torch.bfloat16)
+    swapped = k_cache.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match="token stride"):
+        turn_and_store(qkv, cos, sin, places, swapped, v_cache, 4)
+    with pytest.raises(ValueError, match="qkv"):
+        turn_and_store(qkv, cos, sin, places, k_cache, v_cache, 5)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_half_precision_is_near_the_layers_that_it_replaces_and_nearer_to_exact(norm):
+    heads, kv_heads, dim = 4, 2, 128
+    qkv, cos, sin, places, k_cache, v_cache = inputs(9, heads, kv_heads, dim, torch.float16)
+    weight = randn(6, dim, dtype=torch.float16)
+    options = {"q_norm": weight, "k_norm": weight} if norm else {}
+    turned = qkv.unflatten(-1, (-1, dim))[:, : heads + kv_heads]
+    exact_k, exact_v = k_cache.float(), v_cache.float()
+    exact = turn_and_store_reference(
+        qkv.float(), cos, sin, places, exact_k, exact_v, heads, **options
+    )
+    if norm:
+        turned = rms_normalize(turned, 1e-6).mul_(weight)
+    rotation = Rotation(cos[:, None].half(), sin[:, None].half())
+    layered = rotate(turned, rotation)[:, :heads]
+    q = turn_and_store(qkv, cos, sin, places, k_cache, v_cache, heads, **options)
+    assert relative_error(q, layered) < 1e-3
+    assert relative_error(q, exact) < relative_error(layered, exact)

@@ -1,0 +1,36 @@
+"""What the cases of all Triton kernels share: a device, random tensors, and how near is near.
+
+The cases run twice: in Triton's interpreter (test_triton_interpreted.py starts a process for that)
+and on a GPU (tests/gpu).
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    got, expected = got.double(), expected.double()
+    assert got.shape == expected.shape
+    assert torch.isfinite(got).all()
+    return float((got - expected).norm() / expected.norm())
+
+
+# Relative error of a whole tensor between two that are rounded once: they differ in few last places
+# only. But the interpreter truncates to bfloat16 instead of rounding, which is 2^-8 at the worst.
+TOLERANCE = {
+    torch.float32: 1e-6,
+    torch.bfloat16: 6e-3 if INTERPRETED else 1e-3,
+    torch.float16: 2e-4,
+}

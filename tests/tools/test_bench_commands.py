@@ -1,0 +1,120 @@
+"""Every benchmark, small, as a user runs it: its numbers must add up, whatever their size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import servers
+from bench.shapes import SHAPES
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = {"gateway", "tokenizer", "scheduler", "engine", "detokenizer"}
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """Runs a command in a process of its own; gives its metrics and what it printed."""
+
+    def run(*arguments: str) -> tuple[dict, str]:
+        out = tmp_path / "result.json"
+        words = [*arguments, "--json", str(out)]
+        done = subprocess.run(
+            [sys.executable, "tools/bench", *words],
+            cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=250,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        result = json.loads(out.read_text())
+        assert set(result) == {"schema", "command", "commit", "hardware", "date", "metrics"}
+        assert result["command"].startswith(f"python tools/bench {arguments[0]}")
+        return result["metrics"], done.stdout
+
+    return run
+
+
+def check_parts(metrics: dict) -> None:
+    """An offline result: the engine's parts lie within each other and within the wall time."""
+    parts, seconds = metrics["engine_seconds"], metrics["seconds"]
+    assert metrics["tokens_per_s"] * seconds == pytest.approx(metrics["output_tokens"])
+    assert 0 < parts["plan"] + parts["model"] + parts["sample"] <= parts["busy"] <= seconds
+    assert metrics["idle_share"] == pytest.approx(1 - parts["busy"] / seconds)
+    assert metrics["outside_model_share"] == pytest.approx(1 - parts["model"] / seconds)
+
+
+def test_offline_counts_what_was_asked_for(bench):
+    metrics, printed = bench(
+        "offline", "--requests", "8", "--prompt-tokens", "4:16", "--output-tokens", "3:9",
+        "--flops", "1e11", "--bandwidth", "1e10", "--threads", "1", "--log-level", "error",
+    )  # fmt: skip
+    check_parts(metrics)
+    assert metrics["requests"] == 8
+    assert 8 * 3 <= metrics["output_tokens"] <= 8 * 9
+    assert metrics["efficiency"] == pytest.approx(metrics["floor_seconds"] / metrics["seconds"])
+    assert "outside the model" in printed
+
+
+def test_side_by_side_gives_both_engines_the_same_work(bench, tmp_path):
+    shape = SHAPES["llama-100m"] | {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    }  # fmt: skip
+    config = tmp_path / "shape.json"
+    config.write_text(json.dumps(shape))
+    metrics, printed = bench(
+        "offline", "--against", "transformers", "--config", str(config), "--requests", "8",
+        "--rounds", "1", "--threads", "1", "--log-level", "error",
+    )  # fmt: skip
+    check_parts(metrics)
+    theirs = metrics["transformers_tokens_per_s"]
+    assert metrics["ratio"] == pytest.approx(metrics["tokens_per_s"] / theirs)
+    assert metrics["requests_with_equal_tokens"] == metrics["requests"] == 8
+    assert "ratio" in printed
+
+
+def test_pipeline_counts_the_cpu_of_every_stage(bench):
+    metrics, _ = bench("pipeline", "--streams", "8", "--output-tokens", "64")
+    cost = metrics["cpu_us_per_token"]
+    assert metrics["output_tokens"] == 8 * 64
+    assert set(cost) == STAGES | {"client"}
+    assert metrics["cpu_us_per_token_all_stages"] == pytest.approx(
+        sum(cost[stage] for stage in STAGES)
+    )
+    # The grain of a process's CPU time is 10 ms.
+    assert sum(cost.values()) * 8 * 64 >= 10_000
+
+
+def test_startup_is_ready_before_the_first_token(bench):
+    metrics, _ = bench("startup", "--rounds", "1", "--threads", "1")
+    assert 0 < metrics["ready_seconds"] < metrics["first_token_seconds"]
+
+
+def test_online_measures_each_rate_and_draws_it(bench, tmp_path):
+    picture = tmp_path / "latency.png"
+    metrics, _ = bench(
+        "online", "--rates", "20,40", "--requests", "6", "--prompt-tokens", "4:8",
+        "--output-tokens", "4:8", "--threads", "1", "--plot", str(picture),
+    )  # fmt: skip
+    assert [point["rate"] for point in metrics["points"]] == [20.0, 40.0]
+    for point in metrics["points"]:
+        assert (point["requests"], point["failed"]) == (6, 0)
+        assert 0 < point["ttft_ms"]["p50"] <= point["ttft_ms"]["p99"]
+        assert point["ttft_ms"]["p99"] <= point["e2e_ms"]["p99"]
+    assert metrics["ttft_ms"] == metrics["points"][-1]["ttft_ms"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_online_replays_a_trace_against_a_running_server(bench, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    entries = [(0.0, 5, 3), (0.1, 9, 4), (0.2, 4, 900)]  # the last is longer than the context
+    lines = [dict(zip(("timestamp", "input_length", "output_length"), e, strict=True))
+             for e in entries]  # fmt: skip
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with servers.Server("--threads", "1", "--max-model-len", "256") as server:
+        metrics, _ = bench("online", "--url", server.url, "--trace", str(trace))
+    (point,) = metrics["points"]
+    assert (point["requests"], point["failed"]) == (3, 1)
+    assert point["good_share"] <= 2 / 3

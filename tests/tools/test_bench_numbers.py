@@ -1,0 +1,143 @@
+"""What the benchmarks compute from lengths and times, without running any server."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from bench import compare, floor, latency, report, shapes, traces, workload
+from bench.cli import main
+from bench.latency import Target, Timeline
+from bench.workload import Span
+from pipeinfer.settings import ConfigurationError
+
+H200 = floor.Machine(flops=790e12, bandwidth=4.3e12)
+
+
+def published() -> workload.Work:
+    return workload.uniform(256, Span(100, 1024), Span(100, 1024), 10_000, 0)
+
+
+def test_default_work_is_the_published_benchmark_draw_by_draw():
+    work = published()
+    assert (work.prompt_tokens, work.output_tokens) == (142_827, 133_966)
+    source = random.Random(0)
+    first = [source.randint(0, 10_000) for _ in range(source.randint(100, 1024))]
+    assert work.prompts[0] == first
+
+
+@pytest.mark.parametrize(("shape", "seconds"), [("qwen3-0.6b", 3.75), ("qwen3-14b", 16.84)])
+def test_floor_of_the_published_benchmark_is_the_published_floor(tmp_path, shape, seconds):
+    folder = shapes.write_folder(tmp_path, shapes.shape(shape))
+    size = floor.model_size(folder, "bfloat16")
+    assert floor.floor_seconds(published(), size, H200, 256) == pytest.approx(seconds, abs=0.006)
+
+
+def test_a_request_takes_the_place_of_one_that_ends():
+    assert floor.batch_sizes([3, 1, 2], max_running=3) == [3, 2, 1]
+    assert floor.batch_sizes([3, 1, 2], max_running=2) == [2, 2, 2]
+    assert floor.batch_sizes([2, 2, 2], max_running=1) == [1] * 6
+    outputs = [random.Random(1).randint(1, 40) for _ in range(50)]
+    sizes = floor.batch_sizes(outputs, max_running=7)
+    assert sum(sizes) == sum(outputs) and max(sizes) <= 7
+
+
+def test_three_quarters_of_the_mixed_work_are_short():
+    work = workload.short_and_long(0, 31_999)
+    long = [tokens for tokens in work.outputs if tokens > 48]
+    short = [tokens for tokens in work.outputs if tokens <= 48]
+    assert len(work.prompts) == 64 and len(long) == 16
+    assert min(short) >= 8 and min(long) >= 160 and max(long) <= 256
+    assert all(16 <= len(prompt) <= 256 for prompt in work.prompts)
+    assert workload.short_and_long(0, 31_999) == work != workload.short_and_long(1, 31_999)
+
+
+def test_lateness_counts_against_the_server():
+    late = Timeline(due=10.0, pieces=[10.5, 10.6, 10.9], tokens=3)
+    assert late.first == pytest.approx(0.5)
+    assert late.whole == pytest.approx(0.9)
+    assert late.per_token == pytest.approx(0.2)
+    broken = Timeline(due=10.0, pieces=[10.1], tokens=1, error="gone")
+    slow = Timeline(due=9.0, pieces=[11.0], tokens=1)
+    result = latency.summary([late, broken, slow], Target(first=0.6, between=0.25))
+    assert (result["requests"], result["failed"]) == (3, 1)
+    assert result["good_share"] == pytest.approx(1 / 3)
+    assert result["tokens_per_s"] == pytest.approx(4 / 2.0)
+    assert result["ttft_ms"]["p50"] == pytest.approx(1250.0)
+    assert result["itl_ms"]["p50"] == pytest.approx(200.0)
+
+
+def test_poisson_arrivals_come_at_their_rate_and_a_trace_at_its_times(tmp_path):
+    arrivals = traces.poisson(8.0, 2_000, Span(3, 5), Span(1, 2), 9, seed=0)
+    assert arrivals[-1].at == pytest.approx(2_000 / 8.0, rel=0.1)
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 104.0, "input_length": 2, "output_length": 6, "other": 1},
+        {"timestamp": 100.0, "input_length": 7, "output_length": 5},
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    first, second = traces.recorded(trace, 9, seed=0, speed=2.0)
+    assert (first.at, len(first.prompt), first.output) == (0.0, 7, 5)
+    assert (second.at, len(second.prompt), second.output) == (2.0, 2, 6)
+
+
+def test_broken_trace_names_its_line(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 1, "input_length": 0, "output_length": 5}\n')
+    with pytest.raises(ConfigurationError, match=r"line 1.*input_length"):
+        traces.recorded(trace, 9, seed=0)
+    trace.write_text("")
+    with pytest.raises(ConfigurationError, match="no entries"):
+        traces.recorded(trace, 9, seed=0)
+
+
+def test_compare_shows_every_number_that_both_files_have(tmp_path, capsys):
+    before, after = tmp_path / "a.json", tmp_path / "b.json"
+    report.write(before, ["offline"], {"tokens_per_s": 50.0, "ttft_ms": {"p50": 4.0}, "old": 1})
+    report.write(after, ["offline"], {"tokens_per_s": 75.0, "ttft_ms": {"p50": 2.0}, "new": 1})
+    assert main(["compare", str(before), str(after)]) == 0
+    shown = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    assert shown["tokens_per_s"] == ["50", "75", "1.500"]
+    assert shown["ttft_ms.p50"] == ["4", "2", "0.500"]
+    assert shown["new"] == ["-", "1"] and shown["old"] == ["1", "-"]
+
+
+def test_numbers_are_found_in_nested_results():
+    metrics = {"a": 1, "b": {"c": [2.5, {"d": 3}]}, "text": "x", "flag": True}
+    assert dict(compare.numbers(metrics)) == {"a": 1.0, "b.c.0": 2.5, "b.c.1.d": 3.0}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["compare", "no-such.json", "no-such.json"],
+        ["offline", "--config", "no-such-shape"],
+        ["online", "--url", "http://localhost:1", "--threads", "1"],
+        ["startup", "--no-such-flag"],
+        ["offline", "--prompt-tokens", "9:3"],
+        ["online", "--rates", "0"],
+    ],
+)
+def test_wrong_usage_ends_with_code_2(arguments, capsys):
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert "error" in capsys.readouterr().err
+
+
+def test_made_up_tokenizer_has_every_id_and_its_own_text_for_each():
+    tokenizer = shapes.make_tokenizer(1_000)
+    texts = [tokenizer.decode([i]) for i in range(256, 1_000)]
+    assert tokenizer.get_vocab_size() == 1_000
+    assert len(set(texts)) == len(texts) and all(texts)
+
+
+def test_shape_may_come_from_a_file(tmp_path: Path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"vocab_size": 7}))
+    assert shapes.shape(str(file)) == {"vocab_size": 7}
