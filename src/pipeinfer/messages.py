@@ -153,9 +153,8 @@ class Plan(Message, frozen=True):
 class Hello(Message, frozen=True):
     """An engine rank is loaded and asks for an epoch; repeated until `Begin` lists it.
 
-    All ranks of a group must agree on `model` .. `max_model_len`. `pages` x `page_size` tokens fit
-    into the pool; `max_slots` requests can be admitted at a time. `step_tokens`: the token budget
-    of a step that suits the device, where the settings name none.
+    All ranks of a group must agree on `model` and what follows. `pages` x `page_size` tokens and
+    `max_slots` requests fit into the pool. `step_tokens`: the device's own token budget of a step.
     """
 
     protocol: int

@@ -148,3 +148,10 @@ def test_small_memory_and_restricted_sampling_finish_all_requests(gpu_checkpoint
     made.run()
     assert len(made.finished) == 40
     assert all(len(ids) >= 5 for name, ids in made.outputs.items())
+
+
+def test_the_torch_backend_in_float32_is_as_exact_on_the_gpu_as_on_the_cpu(gpu_checkpoints):
+    folder = gpu_checkpoints("Qwen3ForCausalLM")
+    made = cores(folder, attention="torch", dtype="float32")
+    generate(made, wanted=10)
+    assert compare(folder, made).error < 1e-3

@@ -101,20 +101,15 @@ def time_sampling() -> None:
         for name, (logits, options) in cases.items():
             run = partial(gumbel.sample, logits, *knobs(rows, **options))
             line(f"sample, {rows} rows, {name}", run, floor)
-            gumbel.CHUNK = 16384
-            line(f"sample, {rows} rows, {name}, chunk 16384", run, floor)
-            gumbel.CHUNK = 8192
+            gumbel.CHOOSE_WARPS = 16
+            line(f"sample, {rows} rows, {name}, chosen by 16 warps", run, floor)
+            gumbel.CHOOSE_WARPS = 8
 
 
 OTHER_TILES = {
-    1024: [Tiles(64, 128, 64, 4, 3), Tiles(64, 64, 64, 4, 3), Tiles(64, 128, 64, 8, 4)],
-    8192: [
-        Tiles(128, 64, 64, 8, 4),
-        Tiles(128, 128, 64, 8, 3, group=4),
-        Tiles(128, 128, 64, 8, 3, group=16),
-        Tiles(128, 128, 32, 8, 4),
-        Tiles(64, 128, 64, 4, 4),
-    ],
+    256: [Tiles(16, 64, 128, 4, 4)],
+    1024: [Tiles(64, 128, 64, 8, 4)],
+    8192: [Tiles(128, 128, 64, 8, 3, group=16), Tiles(128, 128, 64, 8, 4)],
 }
 
 

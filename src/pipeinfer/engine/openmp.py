@@ -9,8 +9,9 @@ from collections.abc import MutableMapping
 
 # GNU OpenMP spins for milliseconds at every barrier. Where the other thread has lost its core to
 # another process, and the other stages are such processes, each of a step's hundreds of barriers
-# then costs a time slice: ten times the step. This many spins, some 50 us, outlast the gaps within
-# a step; after that a thread sleeps and leaves its core to whoever keeps it waiting.
+# then costs a time slice, and a step ten times its time. This many spins, some 50 us, outlast most
+# gaps within a step; then a thread sleeps and leaves its core to whoever keeps it waiting. Measured
+# in docs/benchmarks.md.
 SPINS = 3_000
 
 

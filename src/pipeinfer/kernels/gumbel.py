@@ -25,11 +25,12 @@ from pipeinfer.kernels.lanes import (
     token_of,
 )  # fmt: skip
 from pipeinfer.kernels.triton_noise import gumbel, words
-from pipeinfer.kernels.truncated import CANDIDATES, CHUNK, choose, is_truncated, settle
+from pipeinfer.kernels.truncated import CANDIDATES, CHUNK, choose, collect, is_truncated, settle
 
 # Fixed, whatever the batch: partial results must not depend on how many rows there are.
 BLOCK = 4096  # logits of one program
 WARPS = 4
+CHOOSE_WARPS = 8
 GREEDY_BELOW = 1e-5  # such a temperature is greedy; as in engine/sampler.py
 _GREEDY = tl.constexpr(GREEDY_BELOW)
 _TRUNCATED = tl.constexpr(2)
@@ -111,7 +112,7 @@ def sample(
     """Token ids, int64 [S], of logits [S, vocab] (float32, bfloat16 or float16, unit last stride).
 
     Parameters [S] on the device, as in engine/step.py; seeds int64, the bits of the uint64.
-    truncate False promises that no row has top_k, top_p or min_p, and saves a launch. A row whose
+    truncate False promises that no row has top_k, top_p or min_p, and saves two launches. A row whose
     maximum is not finite, or that holds a NaN, gets -1. With last_token int64 and slots int [S],
     last_token[slots[r]] becomes row r's id (0 for a bad row). No synchronisation.
     """
@@ -133,14 +134,32 @@ def sample(
         *knobs, peaks, bests, *target, vocab, blocks, TRUNCATE=truncate, num_warps=1, **options
     )
     if truncate:
-        names = ids.new_empty(rows, CANDIDATES, dtype=torch.int32)
-        few = (logits.new_empty(rows, CANDIDATES), names)
-        choose[(rows,)](
-            logits, *knobs, seeds, positions, peaks, sums, *few, *target, logits.stride(0), vocab,
-            blocks, CANDIDATES=CANDIDATES, CHUNK=CHUNK, LANES=BLOCK, GREEDY=GREEDY_BELOW,
-            SHIFT=_unused_bits(logits.dtype), num_warps=16, **options,
-        )  # fmt: skip
+        _truncated(logits, knobs, seeds, positions, peaks, sums, target, options)
     return ids
+
+
+def _truncated(
+    logits: torch.Tensor, knobs: tuple[torch.Tensor, ...], seeds: torch.Tensor,
+    positions: torch.Tensor, peaks: torch.Tensor, sums: torch.Tensor,
+    target: tuple[torch.Tensor | None, ...], options: dict[str, int],
+) -> None:  # fmt: skip
+    """Serves the rows that something restricts; `options` as the reduction has them."""
+    rows, vocab = logits.shape
+    blocks, padded = peaks.shape[1], options["BLOCKS"]
+    share = max(CANDIDATES // padded, 1)
+    few = logits.new_empty(rows, padded * share)
+    names = logits.new_empty(rows, padded * share, dtype=torch.int32)
+    counts = logits.new_empty(rows, blocks, dtype=torch.int32)
+    sizes = (logits.stride(0), vocab, blocks)
+    collect[(rows, blocks)](
+        logits, *knobs, peaks, sums, few, names, counts, *sizes, BLOCKS=padded, BLOCK=BLOCK,
+        SHARE=share, GREEDY=GREEDY_BELOW, num_warps=4,
+    )  # fmt: skip
+    choose[(rows,)](
+        logits, *knobs, seeds, positions, peaks, sums, few, names, counts, *target, *sizes,
+        SHARE=share, CHUNK=CHUNK, LANES=BLOCK, GREEDY=GREEDY_BELOW,
+        SHIFT=_unused_bits(logits.dtype), num_warps=CHOOSE_WARPS, **options,
+    )  # fmt: skip
 
 
 def _unused_bits(dtype: torch.dtype) -> int:

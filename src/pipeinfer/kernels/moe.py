@@ -58,15 +58,6 @@ def _tile(row_blocks, column_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _part(tile, begin, depth, SIZE: tl.constexpr, DEPTH: tl.constexpr):
-    """The next DEPTH of SIZE values of a tile. Rows and columns outside repeat others: no masks."""
-    if SIZE % DEPTH == 0:
-        return tl.load(tile + begin)
-    else:
-        return tl.load(tile + begin, mask=begin + depth < SIZE, other=0.0)
-
-
-@triton.jit
 def _gate_up(
     x, weight, out, pairs, experts, used, size, x_stride, row_blocks, TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -77,23 +68,25 @@ def _gate_up(
     if block * ROWS >= tl.load(used):
         return
     pair = tl.load(pairs + block * ROWS + tl.arange(0, ROWS))
-    columns = column * COLUMNS + tl.arange(0, COLUMNS)
+    real = (pair < size)[:, None]
+    columns = column * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     depth = tl.arange(0, DEPTH)
-    token = tl.where(pair < size, pair // TOP_K, 0).to(tl.int64)
-    left = x + token[:, None] * x_stride + depth[None, :]
+    left = x + (pair // TOP_K).to(tl.int64)[:, None] * x_stride + depth[None, :]
     base = weight + tl.load(experts + block).to(tl.int64) * (2 * INTER * HIDDEN)
-    right = base + tl.where(columns < INTER, columns, 0)[None, :] * HIDDEN + depth[:, None]
+    right = base + columns * HIDDEN + depth[:, None]
     gate = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
     for begin in range(0, HIDDEN, DEPTH):
-        a = _part(left, begin, depth[None, :], HIDDEN, DEPTH)
-        b = _part(right, begin, depth[:, None], HIDDEN, DEPTH)
+        deep = begin + depth < HIDDEN
+        a = tl.load(left + begin, mask=real & deep[None, :], other=0.0)
+        inside = (columns < INTER) & deep[:, None]
+        b = tl.load(right + begin, mask=inside, other=0.0)
         gate = tl.dot(a, b, gate, input_precision="ieee")
-        b = _part(right + INTER * HIDDEN, begin, depth[:, None], HIDDEN, DEPTH)
+        b = tl.load(right + begin + INTER * HIDDEN, mask=inside, other=0.0)
         up = tl.dot(a, b, up, input_precision="ieee")
     value = gate * tl.sigmoid(gate) * up
-    target = out + pair.to(tl.int64)[:, None] * INTER + columns[None, :]
-    tl.store(target, value, mask=(pair < size)[:, None] & (columns < INTER)[None, :])
+    target = out + pair.to(tl.int64)[:, None] * INTER + columns
+    tl.store(target, value, mask=real & (columns < INTER))
 
 
 @triton.jit
@@ -107,20 +100,21 @@ def _down(
     if block * ROWS >= tl.load(used):
         return
     pair = tl.load(pairs + block * ROWS + tl.arange(0, ROWS))
-    columns = column * COLUMNS + tl.arange(0, COLUMNS)
+    real = (pair < size)[:, None]
+    columns = column * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     depth = tl.arange(0, DEPTH)
-    source = tl.where(pair < size, pair, 0).to(tl.int64)
-    left = hidden + source[:, None] * INTER + depth[None, :]
+    left = hidden + pair.to(tl.int64)[:, None] * INTER + depth[None, :]
     base = weight + tl.load(experts + block).to(tl.int64) * (HIDDEN * INTER)
-    right = base + tl.where(columns < HIDDEN, columns, 0)[None, :] * INTER + depth[:, None]
+    right = base + columns * INTER + depth[:, None]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for begin in range(0, INTER, DEPTH):
-        a = _part(left, begin, depth[None, :], INTER, DEPTH)
-        b = _part(right, begin, depth[:, None], INTER, DEPTH)
+        deep = begin + depth < INTER
+        a = tl.load(left + begin, mask=real & deep[None, :], other=0.0)
+        b = tl.load(right + begin, mask=(columns < HIDDEN) & deep[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
     total *= tl.load(scale + pair, mask=pair < size, other=0.0).to(tl.float32)[:, None]
-    target = out + pair.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
-    tl.store(target, total, mask=(pair < size)[:, None] & (columns < HIDDEN)[None, :])
+    target = out + pair.to(tl.int64)[:, None] * HIDDEN + columns
+    tl.store(target, total, mask=real & (columns < HIDDEN))
 
 
 @triton.jit

@@ -84,7 +84,7 @@ def align(chosen: torch.Tensor, num_experts: int, block: int) -> Alignment:
         block=block,
     )
     chunk = min(CHUNK, max(triton.next_power_of_2(size), 16))
-    warps = min(max(chunk // 512, 1), 16)
+    warps = 16 if chunk > 4096 else 8
     _count[(num_experts,)](chosen, counts, size, CHUNK=chunk, num_warps=warps)
     _place[(num_experts,)](
         chosen, counts, result.pairs, result.experts, result.used, size, num_experts,

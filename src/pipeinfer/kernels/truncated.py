@@ -17,14 +17,15 @@ import triton.language as tl
 from pipeinfer.kernels.lanes import best_of_lanes, load_lanes, pack, sortable, token_of
 from pipeinfer.kernels.triton_noise import gumbel, gumbel_at, words
 
-# One program per row. From the blocks' maxima and sums it knows a logit that the threshold cannot
-# lie below, and collects the few candidates from there up; the search then looks at these alone,
-# in registers. Where they are too many (flat logits, a top_k above the number of blocks) it reads
-# the whole row for every step of the search: the same result, slowly.
+# From the maxima and sums of a row's blocks follows a logit that the threshold cannot lie below.
+# collect(), a program per block, copies the few candidates from there up; choose(), a program per
+# row, searches and draws among these alone, in registers. Where a block has too many (flat logits,
+# a top_k above the number of blocks) it reads the whole row for every step of the search: the same
+# result, slowly.
 #
 # A key is a logit as an integer that sorts like it. 16 bits are enough for bfloat16.
 
-CANDIDATES = 4096  # collected at most; a power of two
+CANDIDATES = 4096  # places for the candidates of a row, shared out equally among its blocks
 CHUNK = 8192  # logits of the whole row that are read at a time
 _LOWEST = tl.constexpr(-(2**31))
 
@@ -64,7 +65,7 @@ def _above(
         total = tl.where(keys >= key, weights if WEIGH else 1.0, 0.0)
     else:
         total = tl.zeros((CHUNK,), tl.float32)
-        for begin in range(0, vocab, CHUNK):
+        for begin in tl.range(0, vocab, CHUNK, num_stages=4):
             index = begin + tl.arange(0, CHUNK)
             logits = tl.load(row + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
             weight = tl.exp(_scaled(logits, peak, heat)) if WEIGH else 1.0
@@ -110,18 +111,19 @@ def _threshold(
 
 @triton.jit
 def _of_few(
-    logits, names, size, low, k, p, floor, total, peak, heat, seed, position,
-    SHIFT: tl.constexpr, CANDIDATES: tl.constexpr,
+    logits, names, counts, blocks, low, k, p, floor, total, peak, heat, seed, position,
+    SHIFT: tl.constexpr, SHARE: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Gumbel-max over those of the collected candidates that the threshold leaves."""
     index = tl.arange(0, CANDIDATES)
-    inside = index < size
+    block = index // SHARE
+    inside = index % SHARE < tl.load(counts + block, mask=block < blocks, other=0)
     value = tl.load(logits + index, mask=inside, other=float("-inf")).to(tl.float32)
     ids = tl.load(names + index, mask=inside, other=0)
     x = _scaled(value, peak, heat)
     keys = tl.where(inside, sortable(value) >> SHIFT, _LOWEST)
     weights = tl.exp(x)
-    key = _threshold(keys, weights, logits, size, low, k, p, total, peak, heat, True, SHIFT,
+    key = _threshold(keys, weights, logits, 0, low, k, p, total, peak, heat, True, SHIFT,
                      CANDIDATES)  # fmt: skip
     kept = inside & (keys >= key) & (x >= floor)
     score = tl.where(kept, x + gumbel_at(seed, position, ids), float("-inf"))
@@ -169,55 +171,78 @@ def _lower_bound(maxima, total, peak, heat, k, p, min_p, vocab, blocks):
 
 
 @triton.jit
-def _collect(row, bound, logits, names, vocab, CANDIDATES: tl.constexpr, CHUNK: tl.constexpr):
-    """Copies logits >= bound with their ids, in order; how many there are, or more than fit."""
-    size = 0
-    for begin in range(0, vocab, CHUNK):
-        if size <= CANDIDATES:
-            index = begin + tl.arange(0, CHUNK)
-            value = tl.load(row + index, mask=index < vocab, other=float("-inf"))
+def _statistics(row, heat, top_k, top_p, min_p, peaks, sums, vocab, blocks, BLOCKS: tl.constexpr):
+    """(peak, weight of the whole row, lower bound of the threshold, k) of a row."""
+    at = row * blocks + tl.arange(0, BLOCKS)
+    inside = tl.arange(0, BLOCKS) < blocks
+    maxima = tl.load(peaks + at, mask=inside, other=float("-inf"))
+    weights = tl.load(sums + at, mask=inside, other=0.0)
+    peak = tl.max(maxima, axis=0)
+    total = tl.sum(weights * tl.exp((maxima - peak) / heat), axis=0)
+    k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+    k = tl.where(k < vocab, k, 0)
+    return peak, total, _lower_bound(maxima, total, peak, heat, k, p, least, vocab, blocks), k
+
+
+@triton.jit
+def collect(
+    logits, temperature, top_k, top_p, min_p, peaks, sums, candidates, names, counts, stride,
+    vocab, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr,
+    GREEDY: tl.constexpr,
+):  # fmt: skip
+    """Program (row, block) copies the block's candidates with their ids, in order.
+
+    Leaves how many there are, also where that is more than the SHARE places that a block has.
+    """
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    heat = tl.load(temperature + row)
+    if is_truncated(heat, top_k + row, top_p + row, min_p + row, vocab, GREEDY):
+        _, _, bound, _ = _statistics(row, heat, top_k, top_p, min_p, peaks, sums, vocab, blocks,
+                                     BLOCKS)  # fmt: skip
+        at = row * blocks + block
+        size = row * 0
+        if tl.load(peaks + at) >= bound:
+            index = block * BLOCK + tl.arange(0, BLOCK)
+            whole = logits + row.to(tl.int64) * stride
+            value = tl.load(whole + index, mask=index < vocab, other=float("-inf"))
             found = (value.to(tl.float32) >= bound) & (index < vocab)
-            more = tl.sum(found.to(tl.int32), axis=0)
-            if more > 0:
-                at = size + tl.cumsum(found.to(tl.int32), axis=0) - 1
-                tl.store(logits + at, value, mask=found & (at < CANDIDATES))
-                tl.store(names + at, index, mask=found & (at < CANDIDATES))
-            size += more
-    return size
+            place = tl.cumsum(found.to(tl.int32), axis=0) - 1
+            target = (row * BLOCKS + block) * SHARE + place
+            tl.store(candidates + target, value, mask=found & (place < SHARE))
+            tl.store(names + target, index, mask=found & (place < SHARE))
+            size = tl.sum(found.to(tl.int32), axis=0)
+        tl.store(counts + at, size)
 
 
 @triton.jit
 def choose(
-    logits, temperature, top_k, top_p, min_p, seeds, positions, peaks, sums, candidates,
-    candidate_ids, chosen, last_token, slots, stride, vocab, blocks, BLOCKS: tl.constexpr,
-    CANDIDATES: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, SHIFT: tl.constexpr,
+    logits, temperature, top_k, top_p, min_p, seeds, positions, peaks, sums, candidates, names,
+    counts, chosen, last_token, slots, stride, vocab, blocks, BLOCKS: tl.constexpr,
+    SHARE: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, SHIFT: tl.constexpr,
     GREEDY: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """One program per row; does nothing for rows without restriction. See gumbel.py."""
+    """One program per row, after collect(); does nothing for rows without restriction."""
     row = tl.program_id(0)
     heat = tl.load(temperature + row)
     if is_truncated(heat, top_k + row, top_p + row, min_p + row, vocab, GREEDY):
-        at = row * blocks + tl.arange(0, BLOCKS)
-        inside = tl.arange(0, BLOCKS) < blocks
-        maxima = tl.load(peaks + at, mask=inside, other=float("-inf"))
-        weights = tl.load(sums + at, mask=inside, other=0.0)
-        peak = tl.max(maxima, axis=0)
+        peak, total, bound, k = _statistics(row, heat, top_k, top_p, min_p, peaks, sums, vocab,
+                                            blocks, BLOCKS)  # fmt: skip
         token = row * 0 - 1
         if tl.abs(peak) < float("inf"):
-            k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
-            k, floor = tl.where(k < vocab, k, 0), tl.log(least)
+            p, floor = tl.load(top_p + row), tl.log(tl.load(min_p + row))
             seed, position = tl.load(seeds + row), tl.load(positions + row)
-            total = tl.sum(weights * tl.exp((maxima - peak) / heat), axis=0)
-            bound = _lower_bound(maxima, total, peak, heat, k, p, least, vocab, blocks)
             low = (sortable(bound) >> SHIFT).to(tl.int64)
-            whole = logits + row.to(tl.int64) * stride
-            few, names = candidates + row * CANDIDATES, candidate_ids + row * CANDIDATES
-            size = _collect(whole, bound, few, names, vocab, CANDIDATES, CHUNK)
-            tl.debug_barrier()  # what other threads of this program collected is now visible
-            if size <= CANDIDATES:
-                token = _of_few(few, names, size, low, k, p, floor, total, peak, heat, seed,
-                                position, SHIFT, CANDIDATES)  # fmt: skip
+            block = tl.arange(0, BLOCKS)
+            mine = counts + row * blocks
+            most = tl.max(tl.load(mine + block, mask=block < blocks, other=0), axis=0)
+            if most <= SHARE:
+                first = row * (BLOCKS * SHARE)
+                token = _of_few(candidates + first, names + first, mine, blocks, low, k, p, floor,
+                                total, peak, heat, seed, position, SHIFT, SHARE,
+                                BLOCKS * SHARE)  # fmt: skip
             else:
+                whole = logits + row.to(tl.int64) * stride
                 token = _of_all(whole, vocab, low, k, p, floor, total, peak, heat, seed, position,
                                 SHIFT, CHUNK, LANES)  # fmt: skip
         settle(row, token, chosen, last_token, slots, KEEP)

@@ -177,15 +177,8 @@ class CudaRunner:
         with torch.cuda.stream(self._forward):
             self._forward.wait_event(buffers.uploaded)
             timer.began.record()
-            if plan is None:
-                attend = PlainAttend(self._backend, self.pool, self._backend.plan(step))  # type: ignore
-            else:
-                attend = PagedAttend(self._backend, self.pool, plan, views["store"])  # type: ignore
-            hidden = self._model(self._known(views), views["positions"], attend)
-            logits = None
-            if sizes.samples:
-                logits = self._model.logits(hidden[views["last"]])
-                suppress(logits, step.sampling.suppress)
+            logits = self._compute(step, views, plan)
+            if logits is not None:
                 ids = sample_rows(
                     logits, views, self._last_token, truncate=packing.restricted(step)
                 )
@@ -195,6 +188,20 @@ class CudaRunner:
         self.seconds["plan"] += packed - begin
         self.seconds["model"] += time.perf_counter() - packed
         return Flight(buffers, timer, sizes.samples, None, self._kept(logits))
+
+    def _compute(self, step: Step, views: Views, plan: PagedPlan | None) -> torch.Tensor | None:
+        """Logits [S, vocab], ready to be sampled; None if no row samples."""
+        backend: Any = self._backend
+        if plan is None:
+            attend = PlainAttend(backend, self.pool, backend.plan(step))
+        else:
+            attend = PagedAttend(backend, self.pool, plan, views["store"])
+        hidden = self._model(self._known(views), views["positions"], attend)
+        if not len(views["last"]):
+            return None
+        logits = self._model.logits(hidden[views["last"]])
+        suppress(logits, step.sampling.suppress)
+        return logits
 
     def _known(self, views: Views) -> torch.Tensor:
         """int64 [T]: known ids, or what the slot's previous step left in last_token."""
