@@ -104,6 +104,8 @@ def _alone(options: argparse.Namespace, settings: dict[str, Any], folder: Path) 
             rounds.append(measure(llm, work, options.temperature))
             print(f"{work.output_tokens / rounds[-1].seconds:10.1f} tokens/s", flush=True)
     metrics = summary(work, rounds)
+    if settings.get("device") == "cuda":
+        metrics["outside_model_share"] = None  # a GPU engine counts launches there, not computing
     if options.flops and options.bandwidth:
         metrics |= _efficiency(options, settings, work, metrics["seconds"])
     show(metrics)
@@ -133,7 +135,8 @@ def show(metrics: Mapping[str, Any]) -> None:
         print(f"{name.replace('_', ' '):24}{metrics[name]:12,}")
     print(f"{'seconds (median)':24}{metrics['seconds']:12.2f}")
     print(f"{'tokens/s':24}{metrics['tokens_per_s']:12.1f}")
-    print(f"{'outside the model':24}{metrics['outside_model_share']:12.1%}")
+    if metrics["outside_model_share"] is not None:
+        print(f"{'outside the model':24}{metrics['outside_model_share']:12.1%}")
     print(f"{'engine idle':24}{metrics['idle_share']:12.1%}")
     if "efficiency" in metrics:
         print(f"{'efficiency':24}{metrics['efficiency']:12.1%}")
