@@ -30,7 +30,7 @@ from pipeinfer.kernels.truncated import CANDIDATES, CHUNK, choose, collect, is_t
 # Fixed, whatever the batch: partial results must not depend on how many rows there are.
 BLOCK = 4096  # logits of one program
 WARPS = 4
-CHOOSE_WARPS = 8
+CHOOSE_WARPS = 16
 GREEDY_BELOW = 1e-5  # such a temperature is greedy; as in engine/sampler.py
 _GREEDY = tl.constexpr(GREEDY_BELOW)
 _TRUNCATED = tl.constexpr(2)
