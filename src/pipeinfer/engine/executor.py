@@ -18,6 +18,56 @@ from pipeinfer.engine.step import Step
 MOST_PENDING = 4  # steps submitted and not yet reported; the overlap loop needs two
 
 
+class Reports:
+    """Counts the steps that an executor owes a report, and brings each report to the loop.
+
+    `on_done(step, ids, seconds)` or `on_error(step, error)` is called on `loop`, in the order of
+    `done` and `failed`, which any one thread may call.
+    """
+
+    def __init__(
+        self,
+        on_done: Callable[[Step, np.ndarray, float], None],
+        on_error: Callable[[Step, Exception], None],
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """`loop`: the running one if None."""
+        self._on_done = on_done
+        self._on_error = on_error
+        self._loop = loop or asyncio.get_running_loop()
+        self.pending = 0
+        self.closed = False
+
+    def expect(self, step: Step) -> None:
+        """`step` is about to be queued; call it on the loop. Raises RuntimeError when closed or
+        when too many steps are pending, which the depth of the overlap loop rules out.
+        """
+        if self.closed:
+            raise RuntimeError(f"step {step.number} submitted to a closed executor")
+        if self.pending >= MOST_PENDING:
+            raise RuntimeError(f"step {step.number} submitted while {self.pending} are pending")
+        self.pending += 1
+
+    def done(self, step: Step, ids: np.ndarray, seconds: float) -> None:
+        """From the executor's thread: the step gave `ids`."""
+        self._report(self._on_done, step, ids, seconds)
+
+    def failed(self, step: Step, error: Exception) -> None:
+        """From the executor's thread: the step raised."""
+        self._report(self._on_error, step, error)
+
+    def _report(self, call: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._settle, call, *arguments)
+        except RuntimeError:
+            if not self._loop.is_closed():  # a stage that has stopped wants no more reports
+                raise
+
+    def _settle(self, call: Callable[..., None], *arguments: object) -> None:
+        self.pending -= 1
+        call(*arguments)
+
+
 class Executor:
     """Runs `run(step)` for each submitted step on a thread of its own, in order.
 
@@ -35,12 +85,8 @@ class Executor:
     ) -> None:
         """`loop`: the running one if None."""
         self._run = run
-        self._on_done = on_done
-        self._on_error = on_error
-        self._loop = loop or asyncio.get_running_loop()
+        self._reports = Reports(on_done, on_error, loop)
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
-        self._pending = 0
-        self._closed = False
         self.steps = 0
         self.busy_seconds = 0.0
         self.idle_seconds = 0.0
@@ -50,23 +96,19 @@ class Executor:
     @property
     def pending(self) -> int:
         """Steps submitted and not yet reported."""
-        return self._pending
+        return self._reports.pending
 
     def submit(self, step: Step) -> None:
         """Queues `step`; call it on the loop. Raises RuntimeError when closed or when too many
         steps are pending, which the depth of the overlap loop rules out.
         """
-        if self._closed:
-            raise RuntimeError(f"step {step.number} submitted to a closed executor")
-        if self._pending >= MOST_PENDING:
-            raise RuntimeError(f"step {step.number} submitted while {self._pending} are pending")
-        self._pending += 1
+        self._reports.expect(step)
         self._steps.put(step)
 
     def close(self) -> None:
         """Waits for the queued steps and ends the thread; their reports may still come."""
-        if not self._closed:
-            self._closed = True
+        if not self._reports.closed:
+            self._reports.closed = True
             self._steps.put(None)
         self._thread.join()
 
@@ -83,24 +125,9 @@ class Executor:
             try:
                 ids = self._run(step)
             except Exception as error:  # whatever it is, it belongs to this step's owner
-                self._report(self._failed, step, error)
+                self._reports.failed(step, error)
             else:
-                self._report(self._finished, step, ids, time.perf_counter() - begin)
+                self._reports.done(step, ids, time.perf_counter() - begin)
             ended = time.perf_counter()
             self.steps += 1
             self.busy_seconds += ended - begin
-
-    def _report(self, call: Callable[..., None], *arguments: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(call, *arguments)
-        except RuntimeError:
-            if not self._loop.is_closed():  # a stage that has stopped wants no more reports
-                raise
-
-    def _finished(self, step: Step, ids: np.ndarray, seconds: float) -> None:
-        self._pending -= 1
-        self._on_done(step, ids, seconds)
-
-    def _failed(self, step: Step, error: Exception) -> None:
-        self._pending -= 1
-        self._on_error(step, error)

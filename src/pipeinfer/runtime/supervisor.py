@@ -98,11 +98,6 @@ class Supervisor:
         self._code = code
         self._stopping.set()
 
-    def pids(self) -> dict[str, int]:
-        """Process ids of the children that run."""
-        running = ((i, c.process) for i, c in self._children.items())
-        return {i: p.pid for i, p in running if p is not None and p.returncode is None}
-
     async def _start(self, child: Child) -> None:
         who = child.identity
         command = [

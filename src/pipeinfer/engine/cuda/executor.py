@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pipeinfer.engine.executor import MOST_PENDING
+from pipeinfer.engine.executor import Reports
 from pipeinfer.engine.step import Step
 
 
@@ -44,15 +44,11 @@ class StreamExecutor:
     ) -> None:
         """`loop`: the running one if None."""
         self._launcher = launcher
-        self._on_done = on_done
-        self._on_error = on_error
-        self._loop = loop or asyncio.get_running_loop()
+        self._reports = Reports(on_done, on_error, loop)
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._flights: queue.SimpleQueue[tuple[Step, Any, Exception | None] | None] = (
             queue.SimpleQueue()
         )
-        self._pending = 0
-        self._closed = False
         self.steps = 0
         self.busy_seconds = 0.0
         self.idle_seconds = 0.0
@@ -66,21 +62,17 @@ class StreamExecutor:
     @property
     def pending(self) -> int:
         """Steps submitted and not yet reported."""
-        return self._pending
+        return self._reports.pending
 
     def submit(self, step: Step) -> None:
         """Queues `step`; call it on the loop. RuntimeError when closed or too many are pending."""
-        if self._closed:
-            raise RuntimeError(f"step {step.number} submitted to a closed executor")
-        if self._pending >= MOST_PENDING:
-            raise RuntimeError(f"step {step.number} submitted while {self._pending} are pending")
-        self._pending += 1
+        self._reports.expect(step)
         self._steps.put(step)
 
     def close(self) -> None:
         """Waits for the queued steps and ends the threads; their reports may still come."""
-        if not self._closed:
-            self._closed = True
+        if not self._reports.closed:
+            self._reports.closed = True
             self._steps.put(None)
         for thread in self._threads:
             thread.join()
@@ -107,21 +99,6 @@ class StreamExecutor:
                     self.steps += 1
                     self.busy_seconds += busy
                     self.idle_seconds += idle
-                    self._report(self._finished, step, ids, busy)
+                    self._reports.done(step, ids, busy)
             if error is not None:
-                self._report(self._failed, step, error)
-
-    def _report(self, call: Callable[..., None], *arguments: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(call, *arguments)
-        except RuntimeError:
-            if not self._loop.is_closed():  # a stage that has stopped wants no more reports
-                raise
-
-    def _finished(self, step: Step, ids: np.ndarray, seconds: float) -> None:
-        self._pending -= 1
-        self._on_done(step, ids, seconds)
-
-    def _failed(self, step: Step, error: Exception) -> None:
-        self._pending -= 1
-        self._on_error(step, error)
+                self._reports.failed(step, error)
