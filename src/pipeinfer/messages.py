@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeinfer.params import SamplingParams
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -65,6 +65,12 @@ class Abort(Message, frozen=True):
     request_id: str
     attempt: int
     reason: str = "client"
+
+
+class Done(Message, frozen=True):
+    """Their clients have all of these requests: forget them, and pass it on down their path."""
+
+    request_ids: tuple[str, ...]
 
 
 # --------------------------------------------------------------------- work: tokenizer -> scheduler
@@ -181,11 +187,8 @@ class Ready(Message, frozen=True):
 
 
 class Admitted(Message, frozen=True):
-    """Said as soon as plan `number` was applied, long before its tokens exist.
-
-    `slots`, `cached`: int32 bytes; so many tokens of each admitted request came from the cache.
-    `free`, `evictable`: pages after the plan.
-    """
+    """Plan `number` was applied; said long before its tokens exist. `slots`, `cached`: int32 bytes,
+    so many tokens of each came from the cache. `free`, `evictable`: pages after the plan."""
 
     epoch: int
     number: int
@@ -356,44 +359,41 @@ class GroupFault(Message, frozen=True):
     reason: str
 
 
-# ----------------------------------------------------------------------------- events without a bus
+# ----------------------------------------------------------- recovery: a new process <-> neighbours
 
 
-class Tick(Message, frozen=True):
-    """A timer of the shell fired."""
+class Recover(Message, frozen=True):
+    """A new process asks a neighbour for all it should know, until Recovered names its incarnation;
+    what older incarnations of it sent is dropped from then on.
+    Tokenizers ask gateways (for Submits), schedulers ask tokenizers (Works) and detokenizers
+    (Delivered), detokenizers ask schedulers (Open, Tokens); answers may repeat what is known."""
+
+    incarnation: int
 
 
-class Drain(Message, frozen=True):
-    """Refuse what is new, finish what runs."""
+class Recovered(Message, frozen=True):
+    """That was all; `incarnation` is the asker's."""
+
+    incarnation: int
 
 
-class StepDone(Message, frozen=True):
-    """The device finished step `number`: `token_ids` int32 bytes, one for each row that sampled."""
+class Delivered(Message, frozen=True):
+    """Output ids (int32 bytes) that a client may have seen; `ended`: no more of them is wanted."""
 
-    epoch: int
-    number: int
-    token_ids: bytes
-    seconds: float = 0.0  # differs between a run and its replay
+    request_id: str
+    attempt: int
+    ids: bytes
+    ended: bool = False
 
 
 CHANNELS: dict[str, Any] = {
-    "requests": Union[Submit, Abort],
-    "work": Union[Work, Abort],
+    "requests": Union[Submit, Abort, Done],
+    "work": Union[Work, Abort, Done],
     "plan": Union[Begin, Plan],
     "result": Union[Hello, Ready, Admitted, Result, Fault],
-    "tokens": Union[Open, Tokens, Refused, Abort],
+    "tokens": Union[Open, Tokens, Refused, Abort, Done],
     "stops": StopHit,
     "text": Union[Accepted, Refused, Text],
     "telemetry": Union[Heartbeat, GroupFault],
-    "local": Union[Tick, Drain, StepDone],
+    "recovery": Union[Recover, Recovered, Delivered],
 }
-
-
-class Header(msgspec.Struct, frozen=True, array_like=True):
-    """First part of every frame: who sent it, and its number on that sender's channel."""
-
-    protocol: int
-    sender: str
-    incarnation: int
-    seq: int
-    sent: float

@@ -9,22 +9,20 @@ from hash_device import HashDevice, continuation
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.step import Step
+from pipeinfer.events import Drain, StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     PROTOCOL,
     Admit,
     Admitted,
     Begin,
-    Drain,
     Fault,
     Hello,
     Plan,
     Ready,
     Release,
     Result,
-    StepDone,
     Submit,
-    Tick,
     pack,
     unpack,
 )

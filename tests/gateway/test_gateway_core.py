@@ -8,21 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.core import LOCAL, Send
+from pipeinfer.events import Drain, Tick
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
 from pipeinfer.gateway.health import Expected
-from pipeinfer.messages import (
-    Abort,
-    Accepted,
-    Drain,
-    Message,
-    Refused,
-    Submit,
-    Text,
-    TextRow,
-    Tick,
-    pack,
-)
+from pipeinfer.messages import Abort, Accepted, Message, Refused, Submit, Text, TextRow, pack
 from pipeinfer.params import SamplingParams
 
 EXPECTED = [Expected(stage, stage.split("-")[0]) for stage in STAGES]

@@ -10,7 +10,8 @@ from collections import defaultdict
 
 from cores import Cores
 
-from pipeinfer.messages import StepDone, pack
+from pipeinfer.events import StepDone
+from pipeinfer.messages import pack
 
 
 class GpuCores(Cores):

@@ -12,8 +12,9 @@ import numpy as np
 
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.loading import load_engine
+from pipeinfer.events import StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import PROTOCOL, Hello, Plan, StepDone, Tick, Tokens, Work, pack, unpack
+from pipeinfer.messages import PROTOCOL, Hello, Plan, Tokens, Work, pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.board import Board
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions

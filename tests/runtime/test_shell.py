@@ -11,7 +11,8 @@ import zmq
 
 from pipeinfer.bus.listener import Listener
 from pipeinfer.core import Send
-from pipeinfer.messages import Abort, Drain, Heartbeat, Tick
+from pipeinfer.events import Drain, Tick
+from pipeinfer.messages import Abort, Heartbeat
 from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage

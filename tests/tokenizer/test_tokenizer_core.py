@@ -13,18 +13,8 @@ import pytest
 from tokenizer_folders import CHATML, write_json
 from transformers import AutoTokenizer
 
-from pipeinfer.messages import (
-    Abort,
-    Accepted,
-    Drain,
-    Refused,
-    StopHit,
-    Submit,
-    Tick,
-    Work,
-    pack,
-    unpack,
-)
+from pipeinfer.events import Drain, Tick
+from pipeinfer.messages import Abort, Accepted, Refused, StopHit, Submit, Work, pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.runtime.topology import Identity, Topology

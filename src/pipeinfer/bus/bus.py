@@ -13,9 +13,10 @@ from pathlib import Path
 import zmq
 
 from pipeinfer.bus import addresses, frames
+from pipeinfer.bus.frames import Header
 from pipeinfer.bus.reader import Handler, Reader
 from pipeinfer.core import EVERYONE, Send
-from pipeinfer.messages import PROTOCOL, Header
+from pipeinfer.messages import PROTOCOL
 from pipeinfer.runtime.topology import Identity, Topology
 
 LINGER_MS = 1_000  # how long closing waits for messages that were sent but have not left

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 import msgspec
 
-from pipeinfer.messages import CHANNELS, PROTOCOL, Header, Message
+from pipeinfer.messages import CHANNELS, PROTOCOL, Message
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """First part of every frame: who sent it, and its number on that sender's channel."""
+
+    protocol: int
+    sender: str
+    incarnation: int
+    seq: int
+    sent: float
+
 
 _encode = msgspec.msgpack.Encoder().encode
 _header = msgspec.msgpack.Decoder(Header).decode

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import zmq
 
 from pipeinfer.bus import frames
-from pipeinfer.messages import Header, Message
+from pipeinfer.bus.frames import Header
+from pipeinfer.messages import Message
 
 log = logging.getLogger(__name__)
 

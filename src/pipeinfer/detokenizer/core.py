@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pipeinfer.core import Send
 from pipeinfer.detokenizer.incremental import DecoderFactory
 from pipeinfer.detokenizer.stream import Stream
+from pipeinfer.events import Drain, Tick
 from pipeinfer.messages import (
     Abort,
-    Drain,
     Message,
     Open,
     Refused,
@@ -22,7 +22,6 @@ from pipeinfer.messages import (
     StopHit,
     Text,
     TextRow,
-    Tick,
     TokenRow,
     Tokens,
     unpack,

@@ -15,13 +15,13 @@ from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step import Step
 from pipeinfer.engine.step_builder import build_step
+from pipeinfer.events import Drain, StepDone, Tick
 from pipeinfer.memory.applied import Applied
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     Admitted,
     Begin,
-    Drain,
     Fault,
     Hello,
     Message,
@@ -29,8 +29,6 @@ from pipeinfer.messages import (
     Ready,
     Result,
     State,
-    StepDone,
-    Tick,
     pack,
     unpack,
 )

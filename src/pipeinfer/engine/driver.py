@@ -14,7 +14,8 @@ import numpy as np
 
 from pipeinfer.engine.core import Compute, StepFailed
 from pipeinfer.engine.step import Step
-from pipeinfer.messages import Message, StepDone, pack
+from pipeinfer.events import StepDone
+from pipeinfer.messages import Message, pack
 
 log = logging.getLogger(__name__)
 

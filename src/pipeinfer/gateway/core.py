@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 
 from pipeinfer.core import LOCAL, Send
+from pipeinfer.events import Drain, Tick
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status, StatusChanged
 from pipeinfer.gateway.health import Expected, Health
 from pipeinfer.gateway.ledger import Hole, Record
 from pipeinfer.messages import (
     Abort,
     Accepted,
-    Drain,
     GroupFault,
     Heartbeat,
     Message,
@@ -29,7 +29,6 @@ from pipeinfer.messages import (
     Submit,
     Text,
     TextRow,
-    Tick,
 )
 
 RETRY_SOON, RETRY_LATER = 1, 5  # seconds, for Retry-After

@@ -16,8 +16,10 @@ from collections.abc import Callable
 import zmq
 
 from pipeinfer.bus.bus import Bus
+from pipeinfer.bus.frames import Header
 from pipeinfer.core import EVERYONE, LOCAL, Send
-from pipeinfer.messages import Drain, GroupFault, Header, Heartbeat, Message, State, Tick
+from pipeinfer.events import Drain, Tick
+from pipeinfer.messages import GroupFault, Heartbeat, Message, State
 from pipeinfer.runtime.stage import TAKES, Stage, StageContext, builder
 from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import ConfigurationError, Settings

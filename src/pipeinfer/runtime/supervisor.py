@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from pipeinfer.bus.frames import Header
 from pipeinfer.bus.listener import Listener
-from pipeinfer.messages import GroupFault, Header, Heartbeat, Message
+from pipeinfer.messages import GroupFault, Heartbeat, Message
 from pipeinfer.runtime.entry import FAILED, MISCONFIGURED, ORDERLY
 from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import PREFIX, Settings, to_environment

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeinfer.core import EVERYONE, Send
+from pipeinfer.events import Drain, Tick
 from pipeinfer.messages import (
     Abort,
     Admit,
     Admitted,
-    Drain,
     Fault,
     GroupFault,
     Hello,
@@ -30,7 +30,6 @@ from pipeinfer.messages import (
     Result,
     State,
     StopHit,
-    Tick,
     TokenRow,
     Tokens,
     Work,

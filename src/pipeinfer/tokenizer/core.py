@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipeinfer.core import Send
-from pipeinfer.messages import Abort, Accepted, Drain, Message, Refused, State, Submit, Tick, Work
+from pipeinfer.events import Drain, Tick
+from pipeinfer.messages import Abort, Accepted, Message, Refused, State, Submit, Work
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
 from pipeinfer.tokenizer.routing import Router
 
