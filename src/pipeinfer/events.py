@@ -25,6 +25,10 @@ class Leave(Message, frozen=True):
     """
 
 
+class NewEpoch(Message, frozen=True):
+    """To an engine: end the epoch in good order, so that what follows begins with empty memory."""
+
+
 class StepDone(Message, frozen=True):
     """The device finished step `number`: `token_ids` int32 bytes, one for each row that sampled."""
 

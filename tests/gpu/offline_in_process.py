@@ -100,7 +100,7 @@ def report(cores, options, loaded):
     tag = time.perf_counter_ns()
     run_batch(cores, 1, min(options.requests, 64), f"warm{tag}-", most=64)
     runner = cores.loaded.runner
-    before = (cores.busy, cores.idle, cores.steps, dict(runner.seconds))
+    before = (cores.busy, cores.idle, cores.steps, dict(runner.phases.seconds))
     cores.kinds.clear()
     tokens, seconds = run_batch(cores, 0, options.requests, "run")
     steps = cores.steps - before[2]
@@ -110,7 +110,7 @@ def report(cores, options, loaded):
         "seconds": seconds, "busy": cores.busy - before[0], "idle": cores.idle - before[1],
         "steps": steps, "load_s": loaded, "kv_pages": cores.loaded.pages,
         "steps_and_ms": kinds,
-        "host_us": {k: (v - before[3][k]) / steps * 1e6 for k, v in runner.seconds.items()},
+        "host_us": {k: (v - before[3][k]) / steps * 1e6 for k, v in runner.phases.seconds.items()},
         "tbt_ms": {n: single(cores, f"s{n}-", streams=n) for n in (1, 8, 32)},
     }  # fmt: skip
     print("RESULT " + json.dumps(line), flush=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pipeinfer import control
 from pipeinfer.messages import CHANNELS, PROTOCOL, Message
 
 
@@ -22,7 +23,10 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _header = msgspec.msgpack.Decoder(Header).decode
-_decoders = {name: msgspec.msgpack.Decoder(types) for name, types in CHANNELS.items()}
+_decoders = {
+    name: msgspec.msgpack.Decoder(types)
+    for name, types in {**CHANNELS, control.CHANNEL: control.CONTROL}.items()
+}
 
 
 class BadFrame(ValueError):
