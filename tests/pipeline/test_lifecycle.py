@@ -202,7 +202,7 @@ def test_wrong_usage_and_configuration_end_with_code_2():
         ["serve", "--kv-pages", "many"],
         ["serve", "--policy", "unheard-of"],
         ["serve", "--page-size", "16", "--attention", "nothing"],
-        ["serve", "--dp", "2"],
+        ["serve", "--tp", "0"],
         ["serve", "/no/such/folder"],
         ["no-such-command"],
     ]

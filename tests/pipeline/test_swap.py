@@ -19,7 +19,7 @@ from pipeinfer.demo.tasks import copy_task
 from pipeinfer.runtime.find import running_servers
 from servers import Server, environment
 
-STREAMS, TOKENS = 32, 1500
+STREAMS, TOKENS = 32, 150
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def swap(server: Server, stage: str, *command: str) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
-async def _ask(api: openai.AsyncOpenAI, question: str, started: asyncio.Event) -> str:
+async def _ask(api: openai.AsyncOpenAI, question: str) -> str:
     text = ""
     async for chunk in await api.chat.completions.create(
         model="pipeinfer-demo",
@@ -53,25 +53,28 @@ async def _ask(api: openai.AsyncOpenAI, question: str, started: asyncio.Event) -
         extra_body={"ignore_eos": True},
     ):
         text += chunk.choices[0].delta.content or ""
-        started.set()
     return text
 
 
-async def _everybody(server: Server, questions: list[str], stages: tuple[str, ...]) -> list[str]:
-    """All texts; the stages are swapped in turn, each while every stream runs."""
+async def _everybody(server: Server, questions: list[str], stages: tuple[str, ...]):
+    """All texts; each client asks again and again while the stages are swapped in turn."""
     async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="none", timeout=240, max_retries=0
     ) as api:
-        started = [asyncio.Event() for _ in questions]
-        tasks = [
-            asyncio.create_task(_ask(api, q, s)) for q, s in zip(questions, started, strict=True)
-        ]
-        await asyncio.gather(*(event.wait() for event in started))
+        swapped = asyncio.Event()
+
+        async def client(question: str) -> set[tuple[str, str]]:
+            texts = {(question, await _ask(api, question))}
+            while not swapped.is_set():
+                texts.add((question, await _ask(api, question)))
+            return texts
+
+        tasks = [asyncio.create_task(client(question)) for question in questions]
         for stage in stages:
-            assert not any(task.done() for task in tasks), f"{stage}: the streams are too short"
             done = await asyncio.to_thread(swap, server, stage)
             assert done.returncode == 0, done.stderr + "\n".join(server.log)
-        return await asyncio.gather(*tasks)
+        swapped.set()
+        return set[tuple[str, str]]().union(*await asyncio.gather(*tasks))
 
 
 def test_no_stream_breaks_while_every_stage_is_swapped(served):
@@ -81,7 +84,7 @@ def test_no_stream_breaks_while_every_stage_is_swapped(served):
     undisturbed = asyncio.run(_everybody(served, questions, ()))
     order = ("tokenizer", "detokenizer", "scheduler", "engine", "gateway")
     disturbed = asyncio.run(_everybody(served, questions, order))
-    assert disturbed == undisturbed
+    assert disturbed == undisturbed and len(undisturbed) == STREAMS
     after = {stage["name"]: stage["pid"] for stage in served.health()["stages"]}
     assert not {name for name in before if before[name] == after[name]}
 
@@ -148,3 +151,19 @@ def test_what_cannot_be_swapped_is_said(served):
     done = swap(served, "nobody")
     assert done.returncode == 2
     assert "which stage is 'nobody'?" in done.stderr and "engine-0-0" in done.stderr
+
+
+def test_all_ranks_of_an_engine_are_swapped_together():
+    with Server("--tp", "2", "--kv-pages", "300") as server:
+
+        def ranks() -> list[int]:
+            return [s["pid"] for s in server.health()["stages"] if s["name"] == "engine"]
+
+        before = ranks()
+        expected = server.post("/v1/completions", {"prompt": "count", "max_tokens": 8, "seed": 1})
+        done = swap(server, "engine-0-1")
+        assert done.returncode == 0, done.stderr + "\n".join(server.log)
+        assert len(before) == len(set(ranks()) - set(before)) == 2
+        server.wait(lambda: server.health()["status"] == "ready", "the gateway heard of it")
+        again = server.post("/v1/completions", {"prompt": "count", "max_tokens": 8, "seed": 1})
+        assert again[1]["choices"] == expected[1]["choices"]

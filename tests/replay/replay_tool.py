@@ -39,11 +39,7 @@ def processes(*commands: list[object]):
 
 
 def _end(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        process.terminate()
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    """At once: nothing waits for what these might still have to say."""
+    process.kill()
+    process.wait()
     process.stdout.close()

@@ -88,7 +88,7 @@ def test_first_plan_that_differs_is_named(recorded, topology):
     commands = [player("engine", folder, topology), *(stage(n, topology) for n in LIGHT)]
     with processes(*commands) as (engine, *_, gateway):
         url = ready(gateway)
-        body = {"model": None, **REQUESTS[0], "prompt": "count from 1 to 8", "timeout": 5}
+        body = {"model": None, **REQUESTS[0], "prompt": "count from 1 to 8", "timeout": 1}
         servers.fetch(url + "/v1/completions", json.dumps(body).encode())
         said = engine.communicate(timeout=60)[0]
         assert engine.returncode == 1, said

@@ -1,4 +1,4 @@
-"""`record`: what recording costs: the same work without it, with the flight recorder, with --record.
+"""`record`: the cost of recording. The same work without it, with flight recorder, with --record.
 
 In turns, so that whatever else the machine does hits all three alike; each turn is compared with
 its own neighbours. Knows what to measure; how a batch or the bare pipeline runs is in offline.py

@@ -127,7 +127,8 @@ def load_engine(
         torch.set_num_threads(max(torch.get_num_threads() // settings.tp, 1))
     if choices.device == "cuda":
         torch.cuda.set_device(rank)
-    model = build_model(choices.config, choices.shard, choices.dtype, choices.device, group)
+    model = build_model(choices.config, choices.shard, choices.dtype, choices.device, group,
+                        settings.compile)  # fmt: skip
     if settings.load_format == "dummy":
         fill_dummy(model, settings.seed)
     else:

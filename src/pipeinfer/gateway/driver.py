@@ -20,7 +20,7 @@ from pipeinfer.messages import Message
 from pipeinfer.runtime.listening import BACKLOG, close_all
 
 LAST_BYTES = 5.0  # seconds that handlers have to finish when the server stops
-JUST_ACCEPTED = 0.1  # seconds in which the request of a new connection has been read
+QUIET = 0.2  # seconds without a request after which idle connections may be closed
 LEAVE_CHECK = 0.01  # seconds
 FIRST_BEATS = 1.0  # seconds within which the stages that are there have been heard
 
@@ -81,14 +81,17 @@ class HttpDriver:
         """
         if self._runner is None or self._runner.server is None:
             return
-        deadline = asyncio.get_running_loop().time() + seconds
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + seconds
         self._leaving = True
         await self._end_accepting()
         for site in self._runner.sites:
             await site.stop()
-        await asyncio.sleep(JUST_ACCEPTED)
-        while self._answering and asyncio.get_running_loop().time() < deadline:
+        quiet_since = clock()
+        while clock() < min(quiet_since + QUIET, deadline):
             await asyncio.sleep(LEAVE_CHECK)
+            if self._answering:
+                quiet_since = clock()
         self._service.port.fail_all(503, "the server is shutting down")
         await self._runner.server.shutdown(LAST_BYTES)
 

@@ -21,6 +21,7 @@ import zmq
 
 from pipeinfer import settings as config
 from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.group_fault import end_on_group_fault
 from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage, StageContext, builder
 from pipeinfer.runtime.topology import Identity, Topology
@@ -95,7 +96,8 @@ async def _run(
     def build(context: StageContext) -> Stage:
         return builder(identity.name)(replace(context, listen_fds=tuple(options.listen_fd)))
 
-    shell = Shell(settings, topology, identity, zmq.Context.instance(), build)
+    context = zmq.Context.instance()
+    shell = Shell(settings, topology, identity, context, build)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, shell.drain)
     loop.add_signal_handler(signal.SIGUSR1, shell.leave)
@@ -103,6 +105,8 @@ async def _run(
         _watch_parent(loop, shell, os.getppid())
     else:
         loop.add_signal_handler(signal.SIGINT, shell.drain)
+        if identity.name == "engine":
+            end_on_group_fault(topology, identity, context)
     return await run_shell(shell)
 
 

@@ -69,14 +69,8 @@ class Shell:
         """Builds the stage and serves. Raises what the builder, the core or the driver raises."""
         self._loop = asyncio.get_running_loop()
         self.bus.bind()
-        self._tap = Tap(
-            self.settings,
-            self._topology,
-            self.identity,
-            self.incarnation,
-            self._answer,
-            self.handle,
-        )
+        whose = self.settings, self._topology, self.identity, self.incarnation
+        self._tap = Tap(*whose, self._answer, self.handle)
         beat = self._loop.call_soon(self._heartbeat)
         try:
             stage = await self._built()

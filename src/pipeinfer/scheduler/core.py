@@ -193,7 +193,7 @@ class SchedulerCore:
         self._ledger.keep(request, refused)
 
     def _finish(self, request: Request, row: TokenRow) -> None:
-        self._outbox.row(request, row)
+        self._outbox.rows.setdefault(request.work.detokenizer, []).append(row)
         self.counts["finished"] += 1
         self._drop(request)
         self._ledger.keep(request, row)
@@ -317,13 +317,13 @@ class SchedulerCore:
             if request.length >= request.max_total:
                 finish = "length"
                 break
-        self._planner.cleared(request)
+        self._planner.probation.cleared(request)
         row = TokenRow(
             request.id, offset, pack_few(request.outputs[offset:]), finish, stop_token, "",
             max(request.cached, 0),
         )  # fmt: skip
         if finish is None:
-            self._outbox.row(request, row)
+            self._outbox.rows.setdefault(request.work.detokenizer, []).append(row)
         else:
             self._finish(request, row)
 

@@ -19,21 +19,20 @@ Last = TokenRow | Refused  # with what a request ended
 
 
 class Outbox:
-    """Collects the rows of one event, so that each detokenizer gets one message of them."""
+    """Collects the rows of one event, so that each detokenizer gets one message of them.
+
+    rows: new tokens and ends of requests, by detokenizer; since the last flush.
+    """
 
     def __init__(self, group: int) -> None:
         self._group = group
-        self._rows: dict[int, list[TokenRow]] = {}
-
-    def row(self, request: Request, row: TokenRow) -> None:
-        """New tokens of `request`, or its end."""
-        self._rows.setdefault(request.work.detokenizer, []).append(row)
+        self.rows: dict[int, list[TokenRow]] = {}
 
     def flush(self, out: list[Send]) -> None:
         """Puts the collected rows behind what is in `out`."""
-        for detokenizer, rows in self._rows.items():
+        for detokenizer, rows in self.rows.items():
             out.append(Send("tokens", f"detokenizer-{detokenizer}", Tokens(tuple(rows))))
-        self._rows.clear()
+        self.rows.clear()
 
     def opened(self, request: Request) -> Send:
         """Comes before a request's first row."""

@@ -23,18 +23,19 @@ DEFERRALS = 2  # of one request in a row, after which somebody else must give wa
 class Planner:
     """Plans of one group. Raises ConfigurationError for an unknown policy.
 
-    `slots` and `flights` are those of the running epoch; `counts` go into the statistics.
+    `slots` and `flights` are those of the running epoch; `probation` holds who is suspected of its
+    crashes; `counts` go into the statistics.
     """
 
     def __init__(self, options: SchedulerOptions) -> None:
         self.slots = Slots()
         self.flights = Flights()
-        self.counts = dict.fromkeys(("plans", "planned_tokens", "preemptions"), 0)
+        self.counts: dict[str, int] = {"plans": 0, "planned_tokens": 0, "preemptions": 0}
         self._options = options
         self._policy = policies.create(options.policy)
         self._budget = 0  # tokens of a step, known when an epoch begins
         self._queue = WaitingQueue()
-        self._probation = Probation()
+        self.probation = Probation()
         self._number = 0
 
     def begin(self, shape: Hello) -> None:
@@ -55,7 +56,7 @@ class Planner:
         for request in self.slots.lose():
             if id(request) not in accused:
                 self._queue.push(request)
-        return self._probation.accuse(suspects)
+        return self.probation.accuse(suspects)
 
     def enqueue(self, request: Request) -> None:
         """It waits for a slot from now on."""
@@ -67,10 +68,6 @@ class Planner:
             self.slots.release(request)
         else:
             self._queue.forget(request)
-
-    def cleared(self, request: Request) -> None:
-        """`request` produced a token, so it did not crash the engine."""
-        self._probation.cleared(request)
 
     def plan(self, epoch: int, now: float) -> Plan | None:
         """The next step; None if enough are in flight or nothing is left to do."""
@@ -90,10 +87,10 @@ class Planner:
     def _compose(self, board: Board) -> bool:
         """Fills the board; False if the steps in flight must report first."""
         head = self._queue.head()
-        if self._probation.tried or (self._probation and (head is None or not head.admission)):
+        if self.probation.tried or (self.probation and (head is None or not head.admission)):
             if len(self.flights):
                 return False  # a suspect runs alone, at depth 1
-            suspect = self._probation.next()
+            suspect = self.probation.next()
             if suspect is not None:
                 board.run_alone(suspect)
                 return True
