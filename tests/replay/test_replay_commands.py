@@ -8,9 +8,10 @@ import msgspec
 import pytest
 from replay_tool import tool
 
-from pipeinfer.messages import PROTOCOL, Abort, Done, Submit
+from pipeinfer.messages import PROTOCOL, Abort, Done, Submit, Work
 from pipeinfer.params import SamplingParams
 from pipeinfer.trace.format import MAGIC, TraceHeader, pack_header, pack_records
+from pipeinfer.trace.notes import End
 from replay.cli import main
 from replay.recording import load
 
@@ -114,15 +115,25 @@ def test_model_that_is_not_here_is_asked_for(written, capsys):
 
 
 def test_stage_that_raises_ends_with_code_5_and_a_traceback(written, capsys):
-    submit = Submit("r", 1, 0, SamplingParams(), 0, text="x")
-    file = written(
-        rows(Done(("x",)), submit), stage="tokenizer-0", stages=("tokenizer-0", "scheduler-0")
-    )
-    # As if the model had been exchanged for one without a tokenizer: the core refuses instead.
-    code = main(["run", "tokenizer", str(file)])
-    assert code == 1, capsys.readouterr()
+    work = Work("r", 1, 0, 0, b"", SamplingParams(), 0)  # no tokenizer takes that
+    stages = ("tokenizer-0", "scheduler-0")
+    file = written(rows(Done(()), work, channel="work"), stage="tokenizer-0", stages=stages)
+    assert main(["run", "tokenizer", str(file), "--json"]) == 5
     shown = capsys.readouterr()
-    assert "came of   message 1: Submit" in shown.out
+    assert "Traceback" in shown.err and "crashed on message 1: Work" in shown.err
+    assert '"replayed": "TypeError: the tokenizer takes no Work"' in shown.out
+
+
+def test_missing_last_outputs_count_only_if_the_recording_ended_in_order(written, capsys):
+    submit = Submit("r", 1, 0, SamplingParams(), 0, text="x")
+    stages = ("tokenizer-0", "scheduler-0")
+    killed = rows(submit)
+    ended = [*killed, (0.0, "note", "local", "", 0, 0.0, encode(End("it was told to stop")))]
+    file = written(killed, stage="tokenizer-0", stages=stages)
+    assert main(["run", "tokenizer", str(file)]) == 0
+    file = written(ended, stage="tokenizer-0", stages=stages)
+    assert main(["run", "tokenizer", str(file)]) == 1
+    assert "came of   message 0: Submit" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------- the tables
@@ -192,7 +203,7 @@ def test_debugger_stops_just_before_the_message(session):
     plan = next(e for e in recording.entries if e.kind == "Plan" and e.message.number == 5)
     done = tool(
         "run", "scheduler", session["scheduler"], "--until", plan.seq, "--break",
-        stdin="up\np core.counts['plans']\np type(message).__name__\nc\n",
+        stdin="p core.counts['plans']\np type(message).__name__\nc\n",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     cause = max(e.seq for e in recording.entries if e.direction == "in" and e.seq < plan.seq)

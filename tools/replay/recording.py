@@ -48,7 +48,7 @@ class Entry:
 class Group:
     """One input of a core, and what came of it: recorded outputs and notes, in their order.
 
-    is_last: the recording may have ended before all of its outputs.
+    is_last: the recording broke off here, perhaps before all of its outputs.
     """
 
     input: Entry
@@ -114,7 +114,7 @@ class Recording:
             elif group is not None:
                 (group.outputs if entry.direction == "out" else group.notes).append(entry)
         if group is not None:
-            group.is_last = True
+            group.is_last = self.end is None or self.end.lost > 0
             yield group
 
     @property

@@ -38,7 +38,7 @@ from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)
 
-FLUSH = 0.1  # seconds between blocks; what a killed process loses at most, and a little
+FLUSH = 0.2  # seconds between blocks; what a killed process loses at most, and a little
 FROM_THE_START = "--record"  # the name of the recording that the setting asks for
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -7,7 +7,7 @@ forward stream only. Knows arrays of a step; no plan of the scheduler, no reques
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from pipeinfer.attention.paged import PagedBackend, PagedPlan, PagedRows
 from pipeinfer.engine.cuda import packing
 from pipeinfer.engine.cuda.attend import PagedAttend, PlainAttend
 from pipeinfer.engine.cuda.buffers import PARITIES, StepBuffers
+from pipeinfer.engine.cuda.expansion import Expansion
 from pipeinfer.engine.cuda.graphs import Captured, DecodeGraphs, row_arrays
 from pipeinfer.engine.cuda.layout import Layout, Sizes
 from pipeinfer.engine.cuda.sampling import sample_rows, suppress
@@ -76,6 +77,7 @@ class CudaRunner:
         self.pool = pool
         self.phases = Phases(usual_marks())
         self.keep_logits = False
+        self.derive = True  # on the device, what mixed steps index with; False: on the host
         self._model = model
         self._backend = backend
         self._limits = limits
@@ -90,6 +92,7 @@ class CudaRunner:
             Sizes(limits.rows, limits.tokens, limits.rows, limits.pages, table + limits.rows)
         ).words
         self._buffers = [StepBuffers(words, limits.rows, device) for _ in range(PARITIES)]
+        self._expansion = Expansion(limits.rows, limits.tokens, table + limits.rows, device)
         self._timers = [
             Timer(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             for _ in range(TIMERS)
@@ -184,28 +187,38 @@ class CudaRunner:
     def _packed(self, step: Step, parity: int, samples: int) -> tuple[PagedRows, Views, int]:
         """The step in this parity's pinned buffer: its rows, its views on the device, its words."""
         buffers, rows = self._buffers[parity], len(step.slots)
+        indices = 0 if self.derive else step.pages.size
         layout = Layout(
-            Sizes(rows, len(step.tokens), samples, step.pages.shape[1], step.pages.size)
+            Sizes(rows, len(step.tokens), samples, step.pages.shape[1], indices, self.derive)
         )
         buffers.check(layout.words)
         used = packing.pack_rows(step, layout.host(buffers.host), self.pool.page_size)
+        views = layout.tensors(buffers.mirror)
+        arrays = row_arrays(views, rows)
+        if self.derive:
+            arrays = replace(arrays, indices=self._expansion.indices(used))
         paged = PagedRows(
             decodes=step.decodes,
             longest_query=int(step.counts.max()),
             parity=parity,
             host=row_arrays(layout.tensors(buffers.pinned), rows),
-            device=row_arrays(layout.tensors(buffers.mirror), rows),
+            device=arrays,
         )
-        return paged, layout.tensors(buffers.mirror), layout.indices_at + used
+        return paged, views, layout.words if self.derive else layout.indices_at + used
 
     def _compute(self, step: Step, views: Views, plan: PagedPlan | None) -> torch.Tensor | None:
         """Logits [S, vocab], ready to be sampled; None if no row samples."""
         backend: Any = self._backend
+        if self.derive:
+            derived = self._expansion(views, self._last_token, self.pool.page_size)
+            tokens, places, positions = derived.ids, derived.places, derived.positions
+        else:
+            tokens, places, positions = self._known(views), views["store"], views["positions"]
         if plan is None:
             attend = PlainAttend(backend, self.pool, backend.plan(step))
         else:
-            attend = PagedAttend(backend, self.pool, plan, views["store"])
-        hidden = self._model(self._known(views), views["positions"], attend)
+            attend = PagedAttend(backend, self.pool, plan, places)
+        hidden = self._model(tokens, positions, attend)
         if not len(views["last"]):
             return None
         logits = self._model.logits(hidden[views["last"]])
