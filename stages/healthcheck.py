@@ -11,9 +11,8 @@ import sys
 
 import zmq
 
-from pipeinfer.bus.frames import Header
 from pipeinfer.bus.listener import Listener
-from pipeinfer.messages import Heartbeat, Message
+from pipeinfer.messages import Header, Heartbeat, Message
 from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.topology import NAMES, Identity
 

@@ -16,10 +16,8 @@ from pipeinfer.gateway.driver import HttpDriver
 from pipeinfer.messages import (
     Abort,
     Accepted,
-    Done,
     Heartbeat,
     Message,
-    Recover,
     Refused,
     Submit,
     Text,
@@ -68,7 +66,7 @@ class Pipeline:
             elif isinstance(send.message, Abort):
                 self.gone.add(send.message.request_id)
                 self.aborts.put_nowait(send.message)
-            elif not isinstance(send.message, Done | Recover):
+            else:
                 assert isinstance(send.message, Submit)
                 self.submits.append(send.message)
                 self._loop.call_soon(self._answer, send.message)

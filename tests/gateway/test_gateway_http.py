@@ -12,8 +12,7 @@ import openai
 import pytest
 from gateway_pipeline import STAGES, Gateway, StartGateway, heartbeat
 
-from pipeinfer.events import Drain
-from pipeinfer.messages import TextRow, pack
+from pipeinfer.messages import Drain, TextRow, pack
 from pipeinfer.settings import ConfigurationError
 
 PROMPT = "one two three vier fünf 🦀"

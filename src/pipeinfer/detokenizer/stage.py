@@ -19,8 +19,4 @@ def build(context: StageContext) -> Stage:
         settings.model, settings.revision, lambda text: context.report("loading", text)
     )
     tokenizer = load_tokenizer(folder, read_tokenizer_config(folder))
-    schedulers = context.topology.ids("scheduler")
-    core = DetokenizerCore(
-        DecoderFactory(tokenizer), context.identity.id, context.incarnation, schedulers
-    )
-    return Stage(core)
+    return Stage(DetokenizerCore(DecoderFactory(tokenizer)))

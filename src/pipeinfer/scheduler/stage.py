@@ -20,11 +20,5 @@ def build(context: StageContext) -> Stage:
         watchdog=settings.watchdog,
         tp=settings.tp,
     )
-    core = SchedulerCore(
-        options,
-        context.identity.group,
-        context.incarnation,
-        context.topology.ids("tokenizer"),
-        context.topology.ids("detokenizer"),
-    )
+    core = SchedulerCore(options, context.identity.group, first_epoch=context.incarnation)
     return Stage(core, tick=0.1)
