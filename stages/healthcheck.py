@@ -11,8 +11,9 @@ import sys
 
 import zmq
 
+from pipeinfer.bus.frames import Header
 from pipeinfer.bus.listener import Listener
-from pipeinfer.messages import Header, Heartbeat, Message
+from pipeinfer.messages import Heartbeat, Message
 from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.topology import NAMES, Identity
 

@@ -63,14 +63,16 @@ def make_checkpoint(
     dtype: torch.dtype = torch.float32,
     max_shard_size: str | int = "5GB",
     tokenizer: bool = True,
+    router_gain: float = 1.0,
     **overrides: Any,
 ) -> Path:
     """Writes a random checkpoint of `architecture` into `folder` and returns the folder.
 
-    `overrides` are fields of the transformers configuration (rope_parameters, sliding_window ...).
-    Norm weights and biases are random too, so that leaving one out shows.
+    `router_gain` scales the routers of experts: trained ones are decisive, random ones choose at
+    near ties, where any rounding takes other experts. `overrides` are fields of the transformers
+    configuration (rope_parameters, sliding_window ...). Norm weights and biases are random too, so that leaving one out shows.
     """
-    model = _random_model(architecture, seed, dtype, overrides)
+    model = _random_model(architecture, seed, dtype, router_gain, overrides)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     generation = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "eos_token_id": [*EOS_IDS]}
     (folder / "generation_config.json").write_text(json.dumps(generation))
@@ -80,7 +82,11 @@ def make_checkpoint(
 
 
 def _random_model(
-    architecture: str, seed: int, dtype: torch.dtype, overrides: dict[str, Any]
+    architecture: str,
+    seed: int,
+    dtype: torch.dtype,
+    router_gain: float,
+    overrides: dict[str, Any],
 ) -> PreTrainedModel:
     model_type = ARCHITECTURES[architecture]
     fields = SMALL | (SMALL_MOE if model_type == "qwen3_moe" else {}) | overrides
@@ -91,6 +97,8 @@ def _random_model(
         for name, weight in model.named_parameters():
             if weight.dim() == 1:
                 torch.nn.init.normal_(weight.data, 1.0 if "norm" in name else 0.0, 0.2)
+            elif name.endswith("mlp.gate.weight"):
+                weight.data *= router_gain
     model.generation_config = GenerationConfig(eos_token_id=[*EOS_IDS])
     return model.to(dtype).eval()
 

@@ -5,5 +5,9 @@ two of them on one busy core are tens of times slower than one.
 """
 
 import os
+import tempfile
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Stages that die in tests leave their flight recordings there, and not in somebody's home.
+os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), "pipeinfer-tests-state"))

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeinfer.params import SamplingParams
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -37,10 +37,10 @@ def unpack(raw: bytes) -> np.ndarray:
 
 
 class Submit(Message, frozen=True):
-    """A client's request. Exactly one of `text`, `prompt_ids` and `chat` is given.
+    """A client's request. Exactly one of `text`, `prompt_ids` and `chat` is given. `seed` is final.
 
-    `attempt`: how often the gateway has sent it. `timeout`: seconds until it is aborted, 0: never.
-    `seed` is final. `cache_salt` separates prefix caches. `trace`: W3C traceparent, or empty.
+    `timeout`: seconds until it is aborted, 0: never. `cache_salt` separates prefix caches. `trace`:
+    W3C traceparent, or empty. `group`: where it runs already, if it was tokenized before; else -1.
     """
 
     request_id: str
@@ -57,6 +57,7 @@ class Submit(Message, frozen=True):
     timeout: float = 0.0
     cache_salt: str = ""
     trace: str = ""
+    group: int = -1
 
 
 class Abort(Message, frozen=True):
@@ -65,6 +66,12 @@ class Abort(Message, frozen=True):
     request_id: str
     attempt: int
     reason: str = "client"
+
+
+class Done(Message, frozen=True):
+    """Their clients have all of these requests: forget them, and pass it on down their path."""
+
+    request_ids: tuple[str, ...]
 
 
 # --------------------------------------------------------------------- work: tokenizer -> scheduler
@@ -93,8 +100,7 @@ class Work(Message, frozen=True):
 class Begin(Message, frozen=True):
     """A new epoch: forget all slots and the whole prefix tree, then answer Ready(epoch).
 
-    Only the listed incarnations take part, others say Hello; plan numbers start at 0 again.
-    """
+    Only the listed incarnations take part, others say Hello; plan numbers start at 0 again."""
 
     epoch: int
     incarnations: tuple[int, ...]
@@ -104,8 +110,7 @@ class Release(Message, frozen=True):
     """The request in `slot` is over or preempted; the steps before this plan still read its pages.
 
     If `keep`, what was computed of (admitted tokens + `output_ids`) may enter the prefix cache, a
-    surplus token never. `output_ids`: confirmed ids sampled since the admission (int32 bytes).
-    """
+    surplus token never. `output_ids`: confirmed ids sampled since the admission (int32 bytes)."""
 
     slot: int
     keep: bool
@@ -117,8 +122,7 @@ class Admit(Message, frozen=True):
 
     `token_ids`: all known tokens (int32 bytes); ids at and past `prompt_len` count as output.
     `max_total`: the request never grows past that many tokens (prompt and output); rows that would
-    are computed as empty. `suppress`: ids that are not sampled before `params.min_tokens` outputs.
-    """
+    are computed as empty. `suppress`: ids not sampled before `params.min_tokens` outputs."""
 
     slot: int
     request_id: str
@@ -136,8 +140,7 @@ class Plan(Message, frozen=True):
 
     `slots`, `counts`: int32 bytes, a row each; no slot stands twice. A row computes known tokens
     not yet computed, at most `count`; where none are left it decodes one token from the id that
-    the previous step left on the device.
-    """
+    the previous step left on the device."""
 
     epoch: int
     number: int
@@ -173,19 +176,17 @@ class Hello(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The rank hears the plan channel and its state is empty: plans of `epoch` may come."""
+    """It is empty and hears plans: those of `epoch` may come. `steps`: of its device so far."""
 
     epoch: int
     rank: int
     incarnation: int
+    steps: int = 0
 
 
 class Admitted(Message, frozen=True):
-    """Said as soon as plan `number` was applied, long before its tokens exist.
-
-    `slots`, `cached`: int32 bytes; so many tokens of each admitted request came from the cache.
-    `free`, `evictable`: pages after the plan.
-    """
+    """Plan `number` was applied; said long before its tokens exist. `slots`, `cached`: int32 bytes,
+    so many tokens of each came from the cache. `free`, `evictable`: pages after the plan."""
 
     epoch: int
     number: int
@@ -219,12 +220,13 @@ class Result(Message, frozen=True):
 
 
 class Fault(Message, frozen=True):
-    """The rank cannot go on in this epoch (a gap in the plans, a failed step)."""
+    """The rank leaves the epoch: a gap in the plans, a failed step; `orderly`: it was told to."""
 
     epoch: int
     rank: int
     incarnation: int
     reason: str
+    orderly: bool = False
 
 
 # ----------------------------------------------------------------- tokens: scheduler -> detokenizer
@@ -247,8 +249,7 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True):
     """New output ids of one request, gapless; `offset`: index of the first among its outputs.
 
     `finish`: None while it goes on. With "stop" by a token, `stop_token` is that id and is the last
-    of `ids`; it has no text and is not part of the result.
-    """
+    of `ids`; it has no text and is not part of the result."""
 
     request_id: str
     offset: int
@@ -298,13 +299,11 @@ class Accepted(Message, frozen=True):
 
 
 class TextRow(msgspec.Struct, frozen=True, array_like=True):
-    """New text of one request.
+    """New text of one request, after `byte_offset` bytes (UTF-8) and `token_offset` output tokens.
 
-    `byte_offset`: UTF-8 bytes of text before `text`; `token_offset`: output tokens before `ids`.
     `ids` excludes a stop token and everything past a stop string's cut. On the last row `finish` is
     set, `output_tokens` counts the accepted outputs (the stop token included, as vLLM counts) and
-    `stop_reason` is the stop string or stop token id, None for the model's own EOS.
-    """
+    `stop_reason` is the stop string or stop token id, None for the model's own EOS."""
 
     request_id: str
     attempt: int
@@ -334,8 +333,7 @@ class Heartbeat(Message, frozen=True):
     """Twice a second and at every change of state; all of it may differ in a replay.
 
     starting: nothing checked yet; loading: the configuration is valid; waiting: for another stage;
-    ready: it would serve. `stats`: see docs/telemetry.md.
-    """
+    ready: it would serve. `stats`: see docs/telemetry.md."""
 
     stage: str
     name: str
@@ -356,44 +354,46 @@ class GroupFault(Message, frozen=True):
     reason: str
 
 
-# ----------------------------------------------------------------------------- events without a bus
+# ----------------------------------------------------------- recovery: a new process <-> neighbours
 
 
-class Tick(Message, frozen=True):
-    """A timer of the shell fired."""
+class Recover(Message, frozen=True):
+    """`stage`, a new process, asks for all that it should know, until it was answered. Tokenizers
+    ask gateways (for Submits), schedulers tokenizers (Works) and detokenizers (Delivered), and
+    detokenizers schedulers (Open, Tokens). From a gateway: the requests of older ones are lost."""
+
+    stage: str
+    incarnation: int
 
 
-class Drain(Message, frozen=True):
-    """Refuse what is new, finish what runs."""
+class Recovered(Message, frozen=True):
+    """Around an answer of `stage`: `opening`, or that was all; `incarnation` is the asker's."""
+
+    stage: str
+    incarnation: int
+    opening: bool = False
 
 
-class StepDone(Message, frozen=True):
-    """The device finished step `number`: `token_ids` int32 bytes, one for each row that sampled."""
+class Delivered(Message, frozen=True):
+    """Output ids (int32 bytes) that a client may have seen; `ended`: no more of them is wanted.
+    `finish`, `error`: as the scheduler's last row said; None if the detokenizer ended it."""
 
-    epoch: int
-    number: int
-    token_ids: bytes
-    seconds: float = 0.0  # differs between a run and its replay
+    request_id: str
+    attempt: int
+    ids: bytes
+    ended: bool = False
+    finish: FinishReason | None = None
+    error: str = ""
 
 
 CHANNELS: dict[str, Any] = {
-    "requests": Union[Submit, Abort],
-    "work": Union[Work, Abort],
+    "requests": Union[Submit, Abort, Done],
+    "work": Union[Work, Abort, Done],
     "plan": Union[Begin, Plan],
     "result": Union[Hello, Ready, Admitted, Result, Fault],
-    "tokens": Union[Open, Tokens, Refused, Abort],
+    "tokens": Union[Open, Tokens, Refused, Abort, Done],
     "stops": StopHit,
     "text": Union[Accepted, Refused, Text],
     "telemetry": Union[Heartbeat, GroupFault],
-    "local": Union[Tick, Drain, StepDone],
+    "recovery": Union[Recover, Recovered, Delivered],
 }
-
-
-class Header(msgspec.Struct, frozen=True, array_like=True):
-    """First part of every frame: who sent it, and its number on that sender's channel."""
-
-    protocol: int
-    sender: str
-    incarnation: int
-    seq: int
-    sent: float

@@ -53,8 +53,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     attention: str = "auto"
     cuda_graph_max_batch: NonNegative = 256
     no_cuda_graph: bool = False
+    compile: bool = False
     seed: NonNegative = 0
+    profile: NonNegative = 0  # steps of a torch profiler's trace
+    profile_dir: str = "."
     record: str = ""
+    record_max_bytes: NonNegative = 0  # 0: without limit
+    flight_recorder_mib: NonNegative = 32  # 0: off
+    flight_dir: str = ""
     topology: str = ""
     in_process: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from pipeinfer.bus import addresses, frames
 from pipeinfer.bus.bus import Bus
+from pipeinfer.bus.frames import Header
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import (
     PROTOCOL,
     Abort,
     Begin,
-    Header,
     Heartbeat,
     Plan,
     StopHit,

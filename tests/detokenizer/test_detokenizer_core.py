@@ -11,14 +11,20 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from pipeinfer.core import Send
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.incremental import DecoderFactory
 from pipeinfer.detokenizer.stage import build
+from pipeinfer.events import Leave, Tick
 from pipeinfer.messages import (
     Abort,
     Accepted,
+    Delivered,
+    Done,
     Message,
     Open,
+    Recover,
+    Recovered,
     Refused,
     StopHit,
     Text,
@@ -66,6 +72,16 @@ class Bench:
 
     def row(self, ids: list[int], offset: int = 0, name: str = "r", **rest: Any) -> None:
         self.say(Tokens((TokenRow(name, offset, pack(ids), **rest),)))
+
+    def delivered(self, group: int = 0) -> list[Delivered]:
+        """What a scheduler that was started again is told, without the brackets around it."""
+        stage = f"scheduler-{group}"
+        sends = self.core.handle(Recover(stage, 9), 0.0)
+        assert {(send.channel, send.to) for send in sends} == {("recovery", stage)}
+        first, *told, last = (send.message for send in sends)
+        assert first == Recovered("detokenizer-0", 9, opening=True)
+        assert last == Recovered("detokenizer-0", 9)
+        return told  # type: ignore
 
     def ids(self, text: str) -> list[int]:
         assert self.tokenizer is not None
@@ -249,6 +265,94 @@ def test_an_aborted_request_is_forgotten_unless_a_later_attempt_runs(bench: Benc
     assert bench.core.idle()
     bench.row(bench.ids("hello"))
     assert not bench.rows
+
+
+def test_a_restarted_scheduler_is_told_all_ids_of_its_groups_requests(bench: Bench) -> None:
+    ids = bench.ids("the quick brown fox")
+    bench.open("a", attempt=2)
+    bench.open("silent")
+    bench.open("other", group=1)
+    bench.row(ids[:2], 0, "a")
+    bench.row(ids[1:3], 1, "a")  # one of them again
+    bench.row(ids, 0, "other")
+    assert bench.delivered(0) == [Delivered("a", 2, pack(ids[:3])), Delivered("silent", 1, b"")]
+    assert bench.delivered(1) == [Delivered("other", 1, pack(ids))]
+
+
+def test_a_restarted_scheduler_is_told_how_requests_ended(bench: Bench) -> None:
+    ids = bench.ids("the quick brown fox")
+    for name in ("token", "length", "failed", "string"):
+        bench.open(name, stop=("brown",) if name == "string" else ())
+    bench.row([*ids[:2], EOS], 0, "token", finish="stop", stop_token=EOS)
+    bench.row(ids[:1], 0, "length")
+    bench.row(ids[1:], 1, "length", finish="length")
+    bench.row([], 0, "failed", finish="error", error="too long")
+    bench.row(ids, 0, "string", finish="length")
+    assert bench.delivered() == [
+        Delivered("token", 1, pack([*ids[:2], EOS]), True, "stop"),
+        Delivered("length", 1, pack(ids), True, "length"),
+        Delivered("failed", 1, b"", True, "error", "too long"),
+        Delivered("string", 1, pack(ids[:3]), True),
+    ]
+    assert bench.core.idle(), "nothing of them is under way"
+    bench.say(Done(("token", "string", "unknown")))
+    assert [told.request_id for told in bench.delivered()] == ["length", "failed"]
+    bench.say(Abort("length", 1))
+    bench.say(Done(("failed",)))
+    assert bench.delivered() == [] and bench.core.stats()["kept"] == 0
+
+
+def test_an_ended_request_that_is_opened_and_sent_again_stays_ended(bench: Bench) -> None:
+    ids = bench.ids("hello world")
+    bench.open()
+    bench.row(ids, finish="length")
+    bench.open()
+    bench.row(ids, finish="length")
+    assert len(bench.rows) == 1 and len(bench.delivered()) == 1
+
+
+def test_done_forgets_a_stream_that_goes_on(bench: Bench) -> None:
+    bench.open()
+    bench.say(Done(("r",)))
+    assert bench.core.idle() and bench.delivered() == []
+
+
+def test_all_output_again_ends_as_it_did(bench: Bench, tokenizer: Tokenizer) -> None:
+    """A request that a stop string ended is sent again with an end that only shows if none hits."""
+    ids = bench.ids("the quick brown fox")
+    bench.open(stop=("brown",))
+    bench.row(ids[:2])
+    bench.row(ids[2:], 2)
+    [told] = bench.delivered()
+    successor = Bench(tokenizer)
+    successor.open(stop=("brown",))
+    successor.row(unpack(told.ids).tolist(), finish="error", error="nobody knows how it ended")
+    assert successor.text == bench.text == "the quick "
+    assert (successor.last.finish, successor.last.stop_reason) == ("stop", "brown")
+    assert successor.delivered() == [told]
+
+
+def test_a_new_detokenizer_asks_the_schedulers_and_drops_rows_that_come_before() -> None:
+    bench = Bench(None)
+    bench.core = DetokenizerCore(DecoderFactory(None), "detokenizer-0", 7, ["scheduler-0"])
+    question = Send("recovery", "scheduler-0", Recover("detokenizer-0", 7))
+    assert bench.core.handle(Tick(), 0.0) == [question]
+    bench.row([5], 4)
+    bench.say(Recovered("scheduler-0", 7, opening=True))
+    bench.open()
+    bench.row([1, 2, 3, 4, 5])
+    assert bench.token_ids == [1, 2, 3, 4, 5]
+    assert bench.core.handle(Tick(), 2.0) == [question], "the end of the answer has not come"
+    bench.say(Recovered("scheduler-0", 7))
+    assert bench.core.handle(Tick(), 9.0) == []
+
+
+def test_a_detokenizer_that_leaves_is_idle_at_once(bench: Bench) -> None:
+    bench.open()
+    bench.row(bench.ids("hello"))
+    bench.say(Leave())
+    assert bench.core.idle() and bench.core.state()[0] == "draining"
+    assert len(bench.delivered()) == 1
 
 
 def test_a_refusal_is_passed_on_to_its_gateway(bench: Bench) -> None:

@@ -9,22 +9,20 @@ from hash_device import HashDevice, continuation
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.step import Step
+from pipeinfer.events import Drain, Leave, StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     PROTOCOL,
     Admit,
     Admitted,
     Begin,
-    Drain,
     Fault,
     Hello,
     Plan,
     Ready,
     Release,
     Result,
-    StepDone,
     Submit,
-    Tick,
     pack,
     unpack,
 )
@@ -386,3 +384,27 @@ def test_draining_engine_is_idle_when_nothing_runs():
     assert not engine.core.idle(), "the request is still admitted"
     engine.plan({}, releases=[Release(0, False)])
     assert engine.core.idle()
+
+
+def test_engine_that_leaves_reports_its_steps_and_then_ends_the_epoch_in_good_order():
+    engine = Engine()
+    engine.plan({0: 99}, [admit(0, [1, 2, 3])])
+    engine.plan({0: 1})
+    assert engine.handle(Leave()) == [] and not engine.core.idle()
+    assert engine.core.state()[0] == "draining"
+    assert engine.plan({0: 1}) == [], "it takes no more"
+    assert isinstance(engine.work()[0], Result)
+    result, fault = engine.work()
+    assert result.number == 1
+    assert (fault.epoch, fault.orderly) == (1, True)
+    assert engine.core.idle()
+    assert engine.handle(Tick()) == [], "it does not offer itself again"
+    assert engine.handle(Begin(2, (ME,))) == []
+
+
+def test_engine_that_leaves_with_nothing_to_do_is_idle_at_once():
+    engine = Engine()
+    assert [fault.orderly for fault in engine.handle(Leave())] == [True]
+    assert engine.core.idle()
+    waiting = make_core()
+    assert waiting.handle(Leave(), 0.0) == [] and waiting.idle()

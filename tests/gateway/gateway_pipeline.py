@@ -16,8 +16,10 @@ from pipeinfer.gateway.driver import HttpDriver
 from pipeinfer.messages import (
     Abort,
     Accepted,
+    Done,
     Heartbeat,
     Message,
+    Recover,
     Refused,
     Submit,
     Text,
@@ -66,7 +68,7 @@ class Pipeline:
             elif isinstance(send.message, Abort):
                 self.gone.add(send.message.request_id)
                 self.aborts.put_nowait(send.message)
-            else:
+            elif not isinstance(send.message, Done | Recover):
                 assert isinstance(send.message, Submit)
                 self.submits.append(send.message)
                 self._loop.call_soon(self._answer, send.message)

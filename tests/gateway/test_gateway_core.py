@@ -8,19 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.core import LOCAL, Send
+from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
 from pipeinfer.gateway.health import Expected
 from pipeinfer.messages import (
     Abort,
     Accepted,
-    Drain,
+    Done,
     Message,
+    Recover,
+    Recovered,
     Refused,
     Submit,
     Text,
     TextRow,
-    Tick,
     pack,
 )
 from pipeinfer.params import SamplingParams
@@ -40,6 +42,7 @@ class Harness:
     def __init__(self, ready: bool = True, **options: object) -> None:
         self.core = GatewayCore(EXPECTED, **options)  # type: ignore[arg-type]
         self.now = 100.0
+        self.introduction = self.do(Tick())
         if ready:
             self.beat_all()
 
@@ -57,6 +60,17 @@ class Harness:
         """A request that was accepted and is silent so far."""
         self.do(Call(name, PARAMS, text="x", **options))  # type: ignore[arg-type]
         self.do(Accepted(name, 1, 0, pack([1, 2, 3])))
+
+    def upstream(self, event: Message) -> list[Message]:
+        return [send.message for send in self.do(event) if send.channel == "requests"]
+
+    def recovered(self, incarnation: int = 2) -> list[Message]:
+        """What a tokenizer that was started again is told, without the brackets around it."""
+        first, *told, last = self.do(Recover("tokenizer-0", incarnation))
+        assert {send.to for send in (first, *told, last)} == {"tokenizer-0"}
+        assert first.message == Recovered("gateway-0", incarnation, opening=True)
+        assert last.message == Recovered("gateway-0", incarnation)
+        return [send.message for send in told]
 
     def is_live(self, name: str = "r") -> bool:
         return any(s.channel == "requests" for s in self.do(Hangup(name)))
@@ -164,12 +178,23 @@ def test_refusal_and_error_reach_the_client_and_need_no_abort() -> None:
     harness = Harness()
     harness.do(Call("r", PARAMS, text="x"))
     assert harness.do(Refused("r", 2, 0, 400, "of another attempt")) == []
-    [failed] = harness.do(Refused("r", 1, 0, 400, "too long", "prompt", "code"))
+    failed, done = harness.do(Refused("r", 1, 0, 400, "too long", "prompt", "code"))
     assert failed.message == Failed("r", 400, "too long", "prompt", "code")
+    assert done == Send("requests", "tokenizer-0", Done(("r",)))
     harness.running("r")
-    [failed] = harness.do(Text((row("", 0, 0, finish="error", error="boom"),)))
+    failed, done = harness.do(Text((row("", 0, 0, finish="error", error="boom"),)))
     assert failed.message == Failed("r", 500, "boom", None, "request_failed")
+    assert done.message == Done(("r",))
     assert harness.core.idle()
+
+
+def test_the_pipeline_hears_once_of_all_that_ended_together() -> None:
+    harness = Harness()
+    for name in "abc":
+        harness.running(name)
+    ends = [TextRow(name, 1, "x", 0, 0, pack([1]), "stop") for name in "ab"]
+    assert harness.upstream(Text(tuple(ends))) == [Done(("a", "b"))]
+    assert harness.is_live("c")
 
 
 def test_timeout_without_output_is_an_error_and_with_output_an_abort() -> None:
@@ -260,35 +285,97 @@ def test_one_whole_group_is_enough_to_answer() -> None:
     assert not core.answering()
 
 
-def test_restarted_tokenizer_gets_again_what_it_had_not_accepted() -> None:
+def test_a_restarted_tokenizer_is_told_every_live_request_and_where_it_runs() -> None:
     harness = Harness()
     harness.running("accepted")
-    harness.do(Call("r", PARAMS, text="x", timeout=5.0))
-    sends = harness.do(heartbeat("tokenizer-0", incarnation=2))
-    abort, submit = (send.message for send in sends)
-    assert abort == Abort("r", 1, "sent again")
-    assert isinstance(submit, Submit) and (submit.request_id, submit.attempt) == ("r", 2)
-    assert harness.do(Accepted("r", 1, 0, pack([1]))) == [], "of the old attempt"
-    assert isinstance(harness.local(Accepted("r", 2, 0, pack([1])))[0], Started)
-    assert harness.do(heartbeat("tokenizer-0", incarnation=1)) == [], "the dead one's last words"
-    assert harness.is_live("accepted")
+    harness.running("silent")
+    harness.do(Text((TextRow("accepted", 1, "a", 0, 0, pack([1])),)))
+    harness.do(Call("new", SamplingParams(seed=7), text="y", timeout=5.0, trace="t"))
+    told = {submit.request_id: submit for submit in harness.recovered()}  # type: ignore
+    assert list(told) == ["accepted", "silent", "new"], "in the order in which they came"
+    assert {name: (submit.group, submit.attempt) for name, submit in told.items()} == {
+        "accepted": (0, 1),
+        "silent": (0, 1),
+        "new": (-1, 1),
+    }
+    assert (told["new"].text, told["new"].seed, told["new"].trace) == ("y", 7, "t")
+    assert harness.core.stats()["resubmitted"] == 3
+    assert harness.do(Accepted("silent", 1, 0, pack([1, 2, 3]))) == [], "started is said once"
+    assert isinstance(harness.local(Accepted("new", 1, 0, pack([1])))[0], Started)
 
 
-@pytest.mark.parametrize("stage", ["scheduler-0", "detokenizer-0"])
-def test_restarted_scheduler_or_detokenizer_loses_only_what_had_output(stage: str) -> None:
+def test_a_restarted_tokenizer_hears_again_of_the_ends_of_the_last_minute() -> None:
+    harness = Harness()
+    for name in ("old", "hung up", "done"):
+        harness.running(name)
+    harness.do(Hangup("old"))
+    harness.now += 59.0
+    harness.do(Hangup("hung up"))
+    harness.do(Text((TextRow("done", 1, "a", 0, 0, pack([1]), "stop"),)))
+    harness.now += 2.0
+    assert harness.recovered() == [Done(("done",)), Abort("hung up", 1, "client")]
+    assert harness.recovered(3) == harness.recovered(4), "asked again, it answers again"
+
+
+@pytest.mark.parametrize("stage", ["tokenizer-0", "scheduler-0", "detokenizer-0"])
+def test_a_restarted_stage_costs_no_request(stage: str) -> None:
     harness = Harness()
     harness.running("r")
     harness.running("silent")
     harness.do(Text((row("a", 0, 0),)))
-    sends = harness.do(heartbeat(stage, incarnation=2))
-    failed = next(s.message for s in sends if isinstance(s.message, Failed))
-    assert (failed.request_id, failed.status, failed.code) == ("r", 503, "stage_restarted")
-    submit = next(s.message for s in sends if isinstance(s.message, Submit))
-    assert (submit.request_id, submit.attempt) == ("silent", 2)
-    assert harness.do(Text((TextRow("silent", 1, "old", 0, 0, pack([1])),))) == []
-    assert harness.do(Accepted("silent", 2, 0, pack([1, 2, 3]))) == [], "started is said once"
-    [delta] = harness.local(Text((TextRow("silent", 2, "new", 0, 0, pack([1])),)))
-    assert isinstance(delta, Delta) and delta.text == "new"
+    for state, incarnation in (("starting", 2), ("ready", 2), ("ready", 1)):
+        sends = harness.do(heartbeat(stage, state, incarnation=incarnation))
+        assert all(isinstance(send.message, StatusChanged) for send in sends)
+    assert harness.is_live("r") and harness.is_live("silent")
+
+
+def test_output_that_is_sent_again_from_its_beginning_is_shown_once() -> None:
+    """A detokenizer that was started again decodes everything, in one row or in several."""
+    harness = Harness()
+    harness.running()
+    harness.do(Text((TextRow("r", 1, "né", 0, 0, pack([1, 2])),)))
+    harness.do(Text((TextRow("r", 1, "🙂", 3, 2, pack([3])),)))
+    assert harness.local(Text((TextRow("r", 1, "né🙂", 0, 0, pack([1, 2, 3])),))) == []
+    assert harness.local(Text((TextRow("r", 1, "n", 0, 0, pack([1])),))) == [], "less than before"
+    [delta] = harness.local(Text((TextRow("r", 1, "né🙂你好", 0, 0, pack([1, 2, 3, 4])),)))
+    assert delta == Delta("r", "你好", pack([4]), 7, 3)
+    whole = TextRow("r", 1, "né🙂你好", 0, 0, pack([1, 2, 3, 4]), "stop", None, 4)
+    [last] = harness.local(Text((whole,)))
+    assert isinstance(last, Delta)
+    assert (last.text, last.ids, last.finish, last.byte_offset) == ("", b"", "stop", 13)
+
+
+def test_rows_that_go_on_after_the_end_abort_the_request_again() -> None:
+    harness = Harness()
+    harness.running()
+    harness.do(Text((row("a", 0, 0, finish="stop"),)))
+    late = Text((row("b", 1, 1),))
+    harness.now += 1.0
+    assert harness.do(late) == [], "what was under way when it ended"
+    harness.now += 1.5
+    assert harness.upstream(late) == [Abort("r", 1, "it has ended")]
+    assert harness.do(late) == [], "once, until that had its time"
+    harness.now += 2.5
+    assert len(harness.upstream(late)) == 1
+    assert harness.core.stats()["late_rows"] == 4
+
+
+def test_a_gateway_introduces_itself_before_its_first_request() -> None:
+    """Requests of the gateway before it are nobody's: tokenizers abort them."""
+    harness = Harness(ready=False, incarnation=5)
+    assert harness.introduction[0] == Send("recovery", "tokenizer-0", Recover("gateway-0", 5))
+    assert harness.do(Tick()) == []
+
+
+def test_a_gateway_that_leaves_finishes_what_runs() -> None:
+    harness = Harness()
+    harness.running()
+    harness.do(Leave())
+    [failed] = harness.local(Call("t", PARAMS, text="x"))
+    assert isinstance(failed, Failed) and failed.code == "draining"
+    assert not harness.core.idle()
+    harness.do(Text((row("a", 0, 0, finish="stop"),)))
+    assert harness.core.idle()
 
 
 def test_a_request_id_in_use_is_a_broken_invariant() -> None:

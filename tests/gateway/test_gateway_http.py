@@ -12,7 +12,8 @@ import openai
 import pytest
 from gateway_pipeline import STAGES, Gateway, StartGateway, heartbeat
 
-from pipeinfer.messages import Drain, TextRow, pack
+from pipeinfer.events import Drain
+from pipeinfer.messages import TextRow, pack
 from pipeinfer.settings import ConfigurationError
 
 PROMPT = "one two three vier fünf 🦀"

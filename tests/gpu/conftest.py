@@ -28,10 +28,11 @@ def gpu_checkpoints(tmp_path_factory):
             "vocab_size": 1024,
             "head_dim": head_dim,
             "max_position_embeddings": 1024,
-            "initializer_range": 0.05,
+            "initializer_range": 0.02,  # transformers' own default
         }
         if architecture == "Qwen3MoeForCausalLM":
             sizes |= {"moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4}
+            sizes |= {"router_gain": 8.0}
         return cache(architecture, dtype=torch.bfloat16, tokenizer=False, **(sizes | overrides))
 
     return make

@@ -79,6 +79,7 @@ def main():
     parser.add_argument("shape")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--host-index", action="store_true", help="mixed steps: no expand kernel")
     parser.add_argument("--setting", action="append", default=[])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -91,6 +92,7 @@ def main():
         cores = GpuCores(
             Path(folder), settings, keep=False, budget=settings.max_step_tokens or 8192
         )
+        cores.loaded.runner.derive = not options.host_index
         cores.memory.check_integrity = lambda: None  # costs more than the step
         loaded = time.perf_counter() - begin
         report(cores, options, loaded)
@@ -100,7 +102,7 @@ def report(cores, options, loaded):
     tag = time.perf_counter_ns()
     run_batch(cores, 1, min(options.requests, 64), f"warm{tag}-", most=64)
     runner = cores.loaded.runner
-    before = (cores.busy, cores.idle, cores.steps, dict(runner.seconds))
+    before = (cores.busy, cores.idle, cores.steps, dict(runner.phases.seconds))
     cores.kinds.clear()
     tokens, seconds = run_batch(cores, 0, options.requests, "run")
     steps = cores.steps - before[2]
@@ -110,7 +112,7 @@ def report(cores, options, loaded):
         "seconds": seconds, "busy": cores.busy - before[0], "idle": cores.idle - before[1],
         "steps": steps, "load_s": loaded, "kv_pages": cores.loaded.pages,
         "steps_and_ms": kinds,
-        "host_us": {k: (v - before[3][k]) / steps * 1e6 for k, v in runner.seconds.items()},
+        "host_us": {k: (v - before[3][k]) / steps * 1e6 for k, v in runner.phases.seconds.items()},
         "tbt_ms": {n: single(cores, f"s{n}-", streams=n) for n in (1, 8, 32)},
     }  # fmt: skip
     print("RESULT " + json.dumps(line), flush=True)

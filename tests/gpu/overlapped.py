@@ -10,7 +10,9 @@ from collections import defaultdict
 
 from cores import Cores
 
-from pipeinfer.messages import StepDone, pack
+from pipeinfer.events import StepDone
+from pipeinfer.messages import pack
+from pipeinfer.settings import Settings
 
 
 class GpuCores(Cores):
@@ -22,6 +24,7 @@ class GpuCores(Cores):
         self.steps = 0
         self.kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
         super().__init__(*arguments, **named)
+        self.settings: Settings = arguments[1]
         self.loaded.runner.keep_logits = keep
 
     def run(self, until=None) -> None:

@@ -28,9 +28,9 @@ def line(name: str, run: Callable[[], object], floor: float) -> None:
     try:
         time = 1000 * do_bench_cudagraph(run, rep=20, return_mode="median")
     except Exception as error:  # one shape that does not fit must not hide the others
-        print(f"{name:<58} {type(error).__name__}: {str(error)[:60]}", flush=True)
+        print(f"{name:<82} {type(error).__name__}: {str(error)[:60]}", flush=True)
         return
-    print(f"{name:<58} {time:8.1f} us   floor {floor:8.1f}", flush=True)
+    print(f"{name:<82} {time:8.1f} us   floor {floor:8.1f}", flush=True)
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -101,9 +101,26 @@ def time_sampling() -> None:
         for name, (logits, options) in cases.items():
             run = partial(gumbel.sample, logits, *knobs(rows, **options))
             line(f"sample, {rows} rows, {name}", run, floor)
-            gumbel.CHOOSE_WARPS = 8
-            line(f"sample, {rows} rows, {name}, chosen by 8 warps", run, floor)
-            gumbel.CHOOSE_WARPS = 16
+        if rows > 1:
+            time_choices(rows, peaked, floor)
+
+
+def time_choices(rows: int, peaked: torch.Tensor, floor: float) -> None:
+    """Ways to choose among candidates: the first is the one in use."""
+    names = ("CHOOSE_WARPS", "CHOOSE_REGISTERS", "CANDIDATES", "PLACES")
+    default = [getattr(gumbel, name) for name in names]
+    ways = [default, [8, 0, 4096, 1024], [16, 64, 4096, 1024], [8, 0, 2048, 1024],
+            [16, 64, 2048, 1024], [16, 0, 8192, 1024], [16, 0, 4096, 64]]  # fmt: skip
+    kinds = {"top-k 20, top-p 0.95": {"k": 20, "p": 0.95}, "top-p 0.95": {"p": 0.95}}
+    for kind, options in kinds.items():
+        for way in ways:
+            for name, value in zip(names, way, strict=True):
+                setattr(gumbel, name, value)
+            run = partial(gumbel.sample, peaked, *knobs(rows, **options))
+            shown = "{} warps, {} registers, {} of a row, {} of a block".format(*way)
+            line(f"sample, {rows} rows, {kind}, {shown}", run, floor)
+    for name, value in zip(names, default, strict=True):
+        setattr(gumbel, name, value)
 
 
 OTHER_TILES = {

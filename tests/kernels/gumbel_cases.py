@@ -125,14 +125,30 @@ def test_rows_without_restriction_agree_with_the_references(vocab, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("few", [True, False], ids=["few candidates", "whole rows"])
-def test_restricted_rows_agree_with_the_references(few, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("candidates", "places"), [(1024, 256), (8, 256), (1024, 2)],
+    ids=["few candidates", "too many of a row", "too many of a block"],
+)  # fmt: skip
+def test_restricted_rows_agree_with_the_references(candidates, places, dtype, monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 256)
     monkeypatch.setattr(module, "CHUNK", 1024)
-    monkeypatch.setattr(module, "CANDIDATES", 1024 if few else 8)
+    monkeypatch.setattr(module, "CANDIDATES", candidates)
+    monkeypatch.setattr(module, "PLACES", places)
     vocab = 2000
     logits = randn(1, 16, vocab, dtype=dtype) * 3
     assert_all_agree(logits, mixed(16, vocab, 1))
+
+
+def test_candidates_that_stand_together_in_one_block_are_all_found(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 256)
+    monkeypatch.setattr(module, "CHUNK", 1024)
+    monkeypatch.setattr(module, "CANDIDATES", 256)
+    logits = randn(3, 8, 1500, dtype=torch.bfloat16)
+    logits[:, 512:730] += 12
+    ids = assert_all_agree(
+        logits, parameters(8, top_p=[0.99, 0.9, 0.5, 1] * 2, top_k=[0, 0, 0, 5] * 2)
+    )
+    assert ((ids >= 512) & (ids < 730)).all()
 
 
 def test_large_top_k_and_flat_logits_agree_with_the_references(monkeypatch):

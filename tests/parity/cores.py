@@ -12,8 +12,9 @@ import numpy as np
 
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.loading import load_engine
+from pipeinfer.events import StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import PROTOCOL, Hello, Plan, StepDone, Tick, Tokens, Work, pack, unpack
+from pipeinfer.messages import PROTOCOL, Hello, Plan, Tokens, Work, pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.board import Board
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
@@ -37,12 +38,17 @@ class Nuisance:
 class Cores:
     """One scheduler and one engine over the checkpoint in `folder`.
 
-    logits: (request id, position) -> float32 [vocab] from which the token there was sampled.
+    logits: (request id, position) -> float32 [vocab] from which the token there was sampled. With
+    `group`, of that rank's part; the cores of all ranks then do the same at the same time.
+    `loaded`: an engine whose former cores are not used any more, instead of loading one.
     """
 
-    def __init__(self, folder, settings: Settings, policy="mixed", budget=256) -> None:
-        self.loaded = load_engine(settings, folder)
-        loaded = self.loaded
+    def __init__(
+        self, folder, settings: Settings, policy="mixed", budget=256, group=None, loaded=None
+    ) -> None:
+        rank = group.rank if group else 0
+        loaded = loaded or load_engine(settings, folder, rank=rank, group=group)
+        self.loaded = loaded
         self.memory = MemoryManager(
             loaded.pages, loaded.page_size, loaded.max_slots, loaded.max_model_len, settings.cache
         )

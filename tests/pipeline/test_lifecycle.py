@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -201,7 +202,7 @@ def test_wrong_usage_and_configuration_end_with_code_2():
         ["serve", "--kv-pages", "many"],
         ["serve", "--policy", "unheard-of"],
         ["serve", "--page-size", "16", "--attention", "nothing"],
-        ["serve", "--tp", "2"],
+        ["serve", "--tp", "0"],
         ["serve", "/no/such/folder"],
         ["no-such-command"],
     ]
@@ -212,10 +213,14 @@ def test_wrong_usage_and_configuration_end_with_code_2():
         )
         for case in cases
     ]  # fmt: skip
-    for case, process in zip(cases, running, strict=True):
-        _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 2, (case, stderr)
-        assert "Traceback" not in stderr
+    try:
+        for case, process in zip(cases, running, strict=True):
+            _, stderr = process.communicate(timeout=60)
+            assert process.returncode == 2, (case, stderr)
+            assert "Traceback" not in stderr
+    finally:
+        for process in running:
+            process.terminate()  # one that serves after all would go on for ever
 
 
 def test_port_in_use_is_said():
@@ -244,6 +249,37 @@ def test_a_gateway_started_again_keeps_its_port():
 
         server.wait(back, "the gateway came back on its port")
         assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+
+
+def test_requests_wait_while_the_gateway_is_away():
+    """The supervisor holds the socket: nobody is refused, nor told that the server starts."""
+    with Server() as server:
+        os.kill(server.pid("gateway"), signal.SIGKILL)
+        status, answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
+        assert status == 200, answer
+
+
+def child(server: Server, name: str) -> int:
+    """The process id of a stage as soon as it runs, ready or not; 0 if it does not yet."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(file.read_text().rsplit(")", 1)[1].split()[1])
+            words = file.with_name("cmdline").read_text().split("\0")
+            if parent == server.process.pid and "pipeinfer.runtime" in words and name in words:
+                return int(file.parent.name)
+    return 0
+
+
+@pytest.mark.parametrize("stage", ["gateway", "tokenizer"])
+def test_a_stage_killed_while_it_starts_is_started_again(stage):
+    server = Server()
+    try:
+        os.kill(server.wait(lambda: child(server, stage), f"{stage} runs"), signal.SIGKILL)
+        server.wait_ready()
+        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+        assert any(f"{stage}-0 ended (SIGKILL)" in line for line in server.log)
+    finally:
+        server.stop()
 
 
 def test_a_scheduler_started_again_finds_its_engine():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pipeinfer import settings as config
@@ -68,6 +70,10 @@ def test_serve_takes_the_settings_of_a_topology_file(tmp_path, monkeypatch):
     assert settings.drain_timeout == 2.0
 
 
-def test_recording_is_refused_rather_than_ignored(tmp_path):
-    with pytest.raises(ConfigurationError, match="--record"):
-        prepare({"record": str(tmp_path)}, lambda _: None)
+def test_paths_do_not_depend_on_the_folder_of_a_stage(tmp_path, monkeypatch):
+    """A stage that is swapped may run in another one."""
+    monkeypatch.chdir(tmp_path)
+    settings = prepare({"record": "traces", "chat_template": "chat.jinja"}, lambda _: None)
+    assert settings.record == str(tmp_path / "traces")
+    assert settings.chat_template == str(tmp_path / "chat.jinja")
+    assert Path(settings.model).is_absolute()

@@ -11,7 +11,8 @@ import zmq
 
 from pipeinfer.bus.listener import Listener
 from pipeinfer.core import Send
-from pipeinfer.messages import Abort, Drain, Heartbeat, Tick
+from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.messages import Abort, Heartbeat
 from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage
@@ -116,6 +117,63 @@ async def test_drain_is_bounded(place, context):
     await until(lambda: core.seen)
     one.drain()
     await asyncio.wait_for(task, 20)
+
+
+async def test_leave_waits_for_the_core_to_hand_on_what_is_in_hand(place, context):
+    core = EchoCore(finished=False)
+    one = shell(place, context, core)
+    task = asyncio.create_task(one.run())
+    await until(lambda: core.seen)
+    one.leave()
+    one.leave()
+    await until(lambda: Leave() in core.seen)
+    one.handle(Abort("still handled", 1))
+    assert not task.done() and core.seen.count(Leave()) == 1
+    core.finished = True
+    await asyncio.wait_for(task, 20)
+
+
+async def test_leave_is_bounded(place, context, monkeypatch):
+    monkeypatch.setattr("pipeinfer.runtime.shell.LEAVE", 0.05)
+    core = EchoCore(finished=False)
+    one = shell(place, context, core)
+    task = asyncio.create_task(one.run())
+    await until(lambda: core.seen)
+    one.leave()
+    await asyncio.wait_for(task, 20)
+
+
+async def test_what_runs_beside_the_core_ends_before_the_core_leaves(place, context):
+    core, ended = EchoCore(), asyncio.Event()
+    one = Shell(
+        Settings(), place, Identity("tokenizer"), context,
+        lambda _: Stage(core, tick=0.01, before_leave=lambda: ended.wait()),
+    )  # fmt: skip
+    task = asyncio.create_task(one.run())
+    await until(lambda: core.seen)
+    one.leave()
+    ticks = len(core.seen)
+    await until(lambda: len(core.seen) > ticks + 3)
+    assert Leave() not in core.seen
+    ended.set()
+    await asyncio.wait_for(task, 20)
+    assert Leave() in core.seen
+
+
+async def test_a_core_that_cannot_leave_ends_its_stage_with_the_reason(place, context):
+    def break_down():
+        raise RuntimeError("no way out")
+
+    core = EchoCore()
+    one = Shell(
+        Settings(), place, Identity("tokenizer"), context,
+        lambda _: Stage(core, tick=0.01, before_leave=break_down),
+    )  # fmt: skip
+    task = asyncio.create_task(one.run())
+    await until(lambda: core.seen)
+    one.leave()
+    with pytest.raises(RuntimeError, match="no way out"):
+        await asyncio.wait_for(task, 20)
 
 
 async def test_a_core_that_raises_ends_its_stage_with_the_reason(place, context):

@@ -46,7 +46,23 @@ def test_ids_say_stage_group_and_rank():
         (FIVE.replace("gateway", "gatewax"), "unknown stage 'gatewax'"),
         (FIVE.replace("ipc:///tmp/x/engine", "ipc:///tmp/x/gateway"), "both take"),
         (
-            FIVE + '[[stage]]\nname = "engine"\naddress = "ipc:///tmp/x/2"\nrank = 1\n',
+            FIVE + '[[stage]]\nname = "engine"\naddress = "ipc:///tmp/x/2"\nrank = 2\n',
+            r"engines of group 0 must have ranks \[0, 1\], not \[0, 2\]",
+        ),
+        (
+            FIVE + '[[stage]]\nname = "engine"\naddress = "ipc:///tmp/x/2"\ngroup = 1\n',
+            "engine-1-0 has no scheduler-1",
+        ),
+        (
+            FIVE + '[[stage]]\nname = "scheduler"\naddress = "ipc:///tmp/x/2"\ngroup = 1\n',
+            r"engines of group 1 must have ranks \[0\], not \[\]",
+        ),
+        (
+            FIVE + '[[stage]]\nname = "scheduler"\naddress = "ipc:///tmp/x/2"\ngroup = 2\n',
+            r"groups 0, 1, ..., not \[0, 2\]",
+        ),
+        (
+            FIVE + '[[stage]]\nname = "tokenizer"\naddress = "ipc:///tmp/x/2"\nindex = 1\n',
             "exactly one",
         ),
         (FIVE.partition('[[stage]]\nname = "detok')[0], "exactly one detokenizer"),
@@ -65,7 +81,22 @@ def test_a_missing_file_is_named(tmp_path):
         topologies.load(tmp_path / "nowhere.toml")
 
 
-@pytest.mark.parametrize("settings", [Settings(tp=2), Settings(dp=2)])
-def test_more_than_one_engine_is_refused_rather_than_ignored(settings):
-    with pytest.raises(ConfigurationError, match="one engine"):
-        topologies.local(settings, "inproc://")
+def test_ranks_in_one_process_are_refused():
+    with pytest.raises(ConfigurationError, match="one process"):
+        topologies.local(Settings(tp=2), "inproc://")
+
+
+def test_every_group_has_a_scheduler_and_every_rank_is_a_process():
+    topology = topologies.local(Settings(tp=2, dp=2), "ipc:///tmp/x/")
+    assert topology.ids("scheduler") == ["scheduler-0", "scheduler-1"]
+    assert topology.ids("engine") == ["engine-0-0", "engine-0-1", "engine-1-0", "engine-1-1"]
+    assert topology.defaults() == {"tp": 2, "dp": 2}
+
+
+def test_another_number_of_ranks_than_the_topology_has_is_refused():
+    topology = topologies.local(Settings(tp=2), "ipc:///tmp/x/")
+    assert topologies.fitting(Settings(tp=2), topology).tp == 2
+    with pytest.raises(ConfigurationError, match="--tp 4: the topology has 2 engines"):
+        topologies.fitting(Settings(tp=4), topology)
+    with pytest.raises(ConfigurationError, match="--dp 3: the topology has 1 groups"):
+        topologies.fitting(Settings(tp=2, dp=3), topology)

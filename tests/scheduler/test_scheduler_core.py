@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from model_engine import ModelEngine, expected_outputs
 
-from pipeinfer.messages import Abort, Begin, Open, Plan, StopHit, Tick, Tokens, Work, pack, unpack
+from pipeinfer.events import Tick
+from pipeinfer.messages import Abort, Begin, Open, Plan, StopHit, Tokens, Work, pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 

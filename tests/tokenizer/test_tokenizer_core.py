@@ -8,19 +8,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 import pytest
 from tokenizer_folders import CHATML, write_json
 from transformers import AutoTokenizer
 
+from pipeinfer.core import Send
+from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.messages import (
     Abort,
     Accepted,
-    Drain,
+    Done,
+    Message,
+    Recover,
+    Recovered,
     Refused,
     StopHit,
     Submit,
-    Tick,
     Work,
     pack,
     unpack,
@@ -28,10 +32,10 @@ from pipeinfer.messages import (
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.runtime.topology import Identity, Topology
-from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.prompts import PromptEncoder
-from pipeinfer.tokenizer.routing import RoundRobin, make_router
+from pipeinfer.tokenizer.routing import Router
 from pipeinfer.tokenizer.stage import build, make_core
 from pipeinfer.tokenizer.templates import ChatTemplates
 
@@ -58,6 +62,7 @@ def work(core: TokenizerCore, event: Submit) -> Work:
     assert (second.channel, second.to) == ("work", "scheduler-0")
     assert isinstance(second.message, Work)
     assert first.message == Accepted("r", 3, 0, second.message.prompt_ids)
+    core.handle(Done(("r",)), 0.0)  # so that the name is free for the next one
     return second.message
 
 
@@ -191,40 +196,124 @@ def test_a_message_of_another_stage_is_an_error(core: TokenizerCore) -> None:
         core.handle(StopHit("r", 1, 1), 0.0)
 
 
-def two_groups(ledger: int) -> TokenizerCore:
+def two_groups(gateways: tuple[str, ...] = ()) -> TokenizerCore:
     encoder = PromptEncoder(None, ChatTemplates({}, {}, str), vocab_size=10, max_model_len=100)
-    return TokenizerCore(encoder, RoundRobin(2), 2, (), ledger)
+    return TokenizerCore(encoder, Router("round-robin", 2), 2, (), "tokenizer-0", 7, gateways)
 
 
-def goes_to(core: TokenizerCore, event: Submit | Abort) -> list[str]:
+def goes_to(core: TokenizerCore, event: Message) -> list[str]:
     return [send.to for send in core.handle(event, 0.0) if send.channel == "work"]
 
 
-def test_an_abort_takes_its_requests_way() -> None:
-    core = two_groups(ledger=100)
+def recovered(core: TokenizerCore, group: int) -> list[Work]:
+    """What a scheduler that was started again is told, without the brackets around it."""
+    stage = f"scheduler-{group}"
+    first, *told, last = core.handle(Recover(stage, 9), 0.0)
+    assert first == Send("recovery", stage, Recovered("tokenizer-0", 9, opening=True))
+    assert last == Send("recovery", stage, Recovered("tokenizer-0", 9))
+    assert all((send.channel, send.to) == ("work", stage) for send in told)
+    return [send.message for send in told]  # type: ignore
+
+
+@pytest.mark.parametrize("end", [lambda name: Abort(name, 3), lambda name: Done((name,))])
+def test_the_end_of_a_request_takes_its_way(end: Callable[[str], Message]) -> None:
+    core = two_groups()
     for name, group in (("a", 0), ("b", 1), ("c", 0)):
         event = submit(name, prompt_ids=pack([1]))
         assert goes_to(core, event) == [f"scheduler-{group}"]
     for name, group in (("b", 1), ("a", 0), ("c", 0)):
-        assert goes_to(core, Abort(name, 3)) == [f"scheduler-{group}"]
+        assert goes_to(core, end(name)) == [f"scheduler-{group}"]
     assert core.stats()["ledger"] == 0
 
 
-def test_the_ledger_is_bounded_and_aborts_of_forgotten_requests_go_everywhere() -> None:
-    core = two_groups(ledger=2)
-    for name in ("a", "b", "a", "c"):  # the second attempt makes "a" the younger one
+def test_ends_of_one_message_are_sorted_by_group() -> None:
+    core = two_groups()
+    for name in "abc":
         core.handle(submit(name, prompt_ids=pack([1])), 0.0)
-    assert core.stats()["ledger"] == 2
-    assert goes_to(core, Abort("b", 3)) == ["scheduler-0", "scheduler-1"]
+    assert core.handle(Done(("a", "b", "c", "refused here")), 0.0) == [
+        Send("work", "scheduler-0", Done(("a", "c"))),
+        Send("work", "scheduler-1", Done(("b",))),
+    ]
+
+
+def test_an_abort_of_an_unknown_request_goes_everywhere() -> None:
+    assert goes_to(two_groups(), Abort("r", 3)) == ["scheduler-0", "scheduler-1"]
+
+
+def test_a_restarted_scheduler_is_told_the_unfinished_works_of_its_group() -> None:
+    core = two_groups()
+    works = {}
+    for name in "abcde":
+        sends = core.handle(submit(name, prompt_ids=pack([1, 2]), timeout=3.0), 0.0)
+        works[name] = sends[1].message
+    core.handle(Done(("c",)), 0.0)
+    assert recovered(core, 0) == [works["a"], works["e"]], "as they were, in their order"
+    assert recovered(core, 1) == [works["b"], works["d"]]
+    core.handle(Abort("e", 3), 0.0)
+    assert recovered(core, 0) == [works["a"]]
+
+
+def test_a_new_tokenizer_asks_the_gateways_until_each_has_told_all() -> None:
+    core = two_groups(gateways=("gateway-0", "gateway-1"))
+    question = Recover("tokenizer-0", 7)
+    assert core.handle(Tick(), 0.0) == [
+        Send("recovery", "gateway-0", question), Send("recovery", "gateway-1", question)
+    ]  # fmt: skip
+    assert core.handle(Tick(), 0.5) == []
+    for told in (
+        Recovered("gateway-0", 7, opening=True),
+        Recovered("gateway-0", 7),
+        Recovered("gateway-1", 6, opening=True),  # for the process before this one
+        Recovered("gateway-1", 7),  # its beginning was lost with that process
+    ):
+        core.handle(told, 0.6)
+    assert core.handle(Tick(), 1.5) == [Send("recovery", "gateway-1", question)]
+    core.handle(Recovered("gateway-1", 7, opening=True), 1.6)
+    core.handle(Recovered("gateway-1", 7), 1.6)
+    assert core.handle(Tick(), 9.0) == []
+
+
+def test_a_request_that_ran_before_goes_to_its_group_again() -> None:
+    core = two_groups(gateways=("gateway-0",))
+    again = submit("a", prompt_ids=pack([1]), group=1)
+    assert goes_to(core, again) == ["scheduler-1"]
+    assert core.handle(again, 0.0) == [], "told twice"
+    assert goes_to(core, Done(("a",))) == ["scheduler-1"]
+
+
+def test_the_end_of_a_request_whose_group_nobody_remembers_goes_everywhere() -> None:
+    core = two_groups(gateways=("gateway-0",))
+    core.handle(submit("a", prompt_ids=pack([1])), 0.0)
+    assert goes_to(core, Done(("a",))) == ["scheduler-0", "scheduler-1"]
+    assert goes_to(core, Done(("b",))) == ["scheduler-0", "scheduler-1"], "the last one's"
+    for opening in (True, False):
+        core.handle(Recovered("gateway-0", 7, opening), 0.0)
+    assert goes_to(core, Done(("b",))) == [], "it was refused here"
+    core.handle(submit("c", prompt_ids=pack([1])), 0.0)
+    assert len(goes_to(core, Done(("c",)))) == 1
+
+
+def test_requests_of_a_gateway_that_was_restarted_are_aborted() -> None:
+    core = two_groups()
+    for name in "abc":
+        event = submit(name, prompt_ids=pack([1]))
+        core.handle(event if name != "b" else msgspec.structs.replace(event, gateway=0), 0.0)
+    sends = core.handle(Recover("gateway-1", 9), 0.0)
+    assert [(send.to, send.message.request_id) for send in sends] == [  # type: ignore
+        ("scheduler-0", "a"),
+        ("scheduler-0", "c"),
+    ]
+    assert all(isinstance(send.message, Abort) for send in sends)
+    assert core.stats()["ledger"] == 1
+
+
+def test_a_tokenizer_that_leaves_leaves_new_requests_to_its_successor() -> None:
+    core = two_groups()
+    core.handle(submit("a", prompt_ids=pack([1])), 0.0)
+    core.handle(Leave(), 0.0)
+    assert core.idle() and core.state()[0] == "draining"
+    assert core.handle(submit("b", prompt_ids=pack([1])), 0.0) == []
     assert goes_to(core, Abort("a", 3)) == ["scheduler-0"]
-
-
-def test_one_group_needs_no_policy_and_an_unknown_policy_is_named() -> None:
-    assert make_router("prefix", 1).choose(np.zeros(3, np.int32), "") == 0
-    router = make_router("round-robin", 2)
-    assert [router.choose(np.zeros(1, np.int32), "") for _ in range(3)] == [0, 1, 0]
-    with pytest.raises(ConfigurationError, match="'sideways' is unknown"):
-        make_router("sideways", 2)
 
 
 def test_the_stage_serves_the_folder_that_the_settings_name(folder: Path) -> None:

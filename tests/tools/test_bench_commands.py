@@ -40,9 +40,22 @@ def check_parts(metrics: dict) -> None:
     """An offline result: the engine's parts lie within each other and within the wall time."""
     parts, seconds = metrics["engine_seconds"], metrics["seconds"]
     assert metrics["tokens_per_s"] * seconds == pytest.approx(metrics["output_tokens"])
-    assert 0 < parts["plan"] + parts["model"] + parts["sample"] <= parts["busy"] <= seconds
+    computing = parts["attention_plan"] + parts["forward"] + parts["sample"]
+    assert 0 < computing <= parts["busy"] <= seconds
     assert metrics["idle_share"] == pytest.approx(1 - parts["busy"] / seconds)
-    assert metrics["outside_model_share"] == pytest.approx(1 - parts["model"] / seconds)
+    assert metrics["outside_model_share"] == pytest.approx(1 - parts["forward"] / seconds)
+    check_host_cost(metrics)
+
+
+def check_host_cost(metrics: dict) -> None:
+    """Percentiles by phase: ordered, and a phase costs no more than all of them together."""
+    for name in ("host_step_us", "host_full_step_us"):
+        cost = metrics[name]
+        assert all(0 <= times["p50"] <= times["p99"] for times in cost.values())
+        assert cost["forward"]["p50"] > 0 and cost["plan"]["p50"] > 0 and cost["result"]["p50"] > 0
+        assert max(times["p50"] for times in cost.values()) == cost["host"]["p50"]
+    assert metrics["host_full_steps"] > 0
+    assert 0 < metrics["host_full_rows"] <= metrics["requests"]
 
 
 def test_offline_counts_what_was_asked_for(bench):
@@ -105,6 +118,25 @@ def test_online_measures_each_rate_and_draws_it(bench, tmp_path):
         assert point["ttft_ms"]["p99"] <= point["e2e_ms"]["p99"]
     assert metrics["ttft_ms"] == metrics["points"][-1]["ttft_ms"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_storm_compares_what_running_streams_feel_under_each_policy(bench):
+    metrics, printed = bench(
+        "storm", "--streams", "3", "--prompts", "4", "--stream-prompt", "16", "--calm-tokens", "30",
+        "--prompt-tokens", "600", "--max-step-tokens", "100", "--kv-pages", "600", "--threads", "1",
+    )  # fmt: skip
+    assert set(metrics["policies"]) == {"mixed", "prefill-first"}
+    for name, found in metrics["policies"].items():
+        assert name in printed
+        calm, storm = found["calm_itl_ms"], found["storm_itl_ms"]
+        assert found["ratio"] == pytest.approx(storm["p99"] / calm["p50"])
+        assert 0 < calm["p50"] <= calm["p99"]
+        assert 0 < storm["p50"] <= storm["p99"] <= storm["longest"]
+        assert 0 < found["storm_ttft_ms"]["p50"] <= found["storm_seconds"] * 1e3
+    # Prompts of 24 steps: prefill-first keeps the streams waiting for all of them.
+    mixed, alone = metrics["policies"]["mixed"], metrics["policies"]["prefill-first"]
+    assert alone["storm_itl_ms"]["longest"] > alone["storm_seconds"] * 1e3 / 2
+    assert mixed["storm_itl_ms"]["p50"] < mixed["storm_seconds"] * 1e3 / 4
 
 
 def test_online_replays_a_trace_against_a_running_server(bench, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import compare, floor, latency, report, shapes, traces, workload
+from bench import compare, floor, latency, report, shapes, storm, traces, workload
 from bench.cli import main
 from bench.latency import Target, Timeline
 from bench.workload import Span
@@ -119,6 +119,7 @@ def test_numbers_are_found_in_nested_results():
         ["startup", "--no-such-flag"],
         ["offline", "--prompt-tokens", "9:3"],
         ["online", "--rates", "0"],
+        ["storm", "--policy", "mixed"],
     ],
 )
 def test_wrong_usage_ends_with_code_2(arguments, capsys):
@@ -141,3 +142,13 @@ def test_shape_may_come_from_a_file(tmp_path: Path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"vocab_size": 7}))
     assert shapes.shape(str(file)) == {"vocab_size": 7}
+
+
+def test_a_gap_belongs_to_every_time_that_it_reaches_into_and_may_be_open():
+    stream = storm.Stream([1.0, 2.0, 5.0, 5.5])
+    assert stream.gaps(1.2, 1.8) == [1.0]
+    assert stream.gaps(3.0, 5.2) == [3.0, 0.5]
+    assert stream.gaps(5.2, 9.0) == [0.5, 3.5]  # it still waits
+    stream.ended = True
+    assert stream.gaps(5.2, 9.0) == [0.5]
+    assert stream.gaps(0.0, 1.0) == []

@@ -20,6 +20,8 @@ COMMANDS = {
     "offline": "throughput of a batch of requests through the offline class",
     "online": "latency over HTTP under Poisson arrivals or a recorded trace",
     "pipeline": "CPU time per streamed token and stage, with an engine that answers at once",
+    "storm": "time between tokens of running streams while long prompts arrive",
+    "record": "what recordings and the flight recorder cost",
     "startup": "from process start to ready and to the first token",
     "compare": "two result files side by side",
 }

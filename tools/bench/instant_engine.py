@@ -19,8 +19,9 @@ import uvloop
 import zmq
 
 from pipeinfer.engine.core import Compute, EngineCore
+from pipeinfer.events import StepDone
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import PROTOCOL, Hello, Message, StepDone, pack
+from pipeinfer.messages import PROTOCOL, Hello, Message, pack
 from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.entry import run_shell, set_up_logging, stage_settings
 from pipeinfer.runtime.shell import Shell

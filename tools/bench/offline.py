@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import against_transformers, floor, shapes, workload
+from bench import against_transformers, floor, host_cost, shapes, workload
+from bench.host_cost import HostCost
 from bench.workload import Span, Work
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.models.source import resolve_model
@@ -49,11 +50,14 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
 
 @dataclass(frozen=True)
 class Measured:
-    """One batch: wall seconds, and seconds of the engine's parts ("busy", "model" ...)."""
+    """One batch: wall seconds, seconds of the engine's parts ("busy", "forward" ...), and what its
+    host spent on each phase of a step.
+    """
 
     seconds: float
     engine: dict[str, float]
     outputs: list[list[int]]
+    host: HostCost
 
     def share_without(self, part: str) -> float:
         """The share of the wall time that was not spent in `part`."""
@@ -74,26 +78,22 @@ def measure(llm: LLM, work: Work, temperature: float) -> Measured:
     outputs = [result.outputs[0].token_ids for result in results]
     if [len(ids) for ids in outputs] != work.outputs:
         raise RuntimeError("not every request got the tokens that it asked for")
-    parts = {name: after[name] - before.get(name, 0.0) for name in after}
-    return Measured(seconds, parts, outputs)
+    old, new = host_cost.seconds(before), host_cost.seconds(after)
+    parts = {name: new[name] - old.get(name, 0.0) for name in new}
+    return Measured(seconds, parts, outputs, host_cost.read(after))
 
 
 def _engine(llm: LLM) -> dict[str, float]:
-    """Seconds by part from the engine's statistics, when the engine is idle and has said so."""
+    """The engine's statistics, when it is idle and has said so."""
     time.sleep(2 * HEARTBEAT)
-    stats = llm.stats()[ENGINE]
-    return {
-        name.removesuffix("_seconds"): value
-        for name, value in stats.items()
-        if name.endswith("_seconds")
-    }
+    return llm.stats()[ENGINE]
 
 
 def _alone(options: argparse.Namespace, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     if options.config:
         shapes.write_folder(folder, shapes.shape(options.config))
         settings |= {"model": str(folder), "load_format": settings.get("load_format", "dummy")}
-    highest = min(10_000, _vocabulary(settings) - 1)
+    highest = highest_id(settings)
     spans = options.prompt_tokens, options.output_tokens
     work = workload.uniform(options.requests, *spans, highest, options.work_seed)
     warm = workload.uniform(min(options.requests, 16), Span(16, 64), Span(4, 8), highest, -1)
@@ -124,8 +124,9 @@ def summary(work: Work, rounds: list[Measured]) -> dict[str, Any]:
         "prompt_tokens": work.prompt_tokens,
         "output_tokens": work.output_tokens,
         "idle_share": middle.share_without("busy"),
-        "outside_model_share": middle.share_without("model"),
-        "engine_seconds": {name: steps[name] for name in ("plan", "model", "sample", "busy")},
+        "outside_model_share": middle.share_without("forward"),
+        "engine_seconds": {name: steps[name] for name in (*host_cost.PARTS, "busy")},
+        **middle.host.metrics(),
     }
 
 
@@ -138,8 +139,14 @@ def show(metrics: Mapping[str, Any]) -> None:
     if metrics["outside_model_share"] is not None:
         print(f"{'outside the model':24}{metrics['outside_model_share']:12.1%}")
     print(f"{'engine idle':24}{metrics['idle_share']:12.1%}")
+    host_cost.show(metrics)
     if "efficiency" in metrics:
         print(f"{'efficiency':24}{metrics['efficiency']:12.1%}")
+
+
+def highest_id(settings: Mapping[str, Any]) -> int:
+    """The highest token id of the prompts that are drawn."""
+    return min(10_000, _vocabulary(settings) - 1)
 
 
 def _vocabulary(settings: Mapping[str, Any]) -> int:

@@ -43,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics; prints them too."""
+    metrics = measure(options, settings)
+    _show(metrics)
+    return metrics
+
+
+def measure(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics."""
     folder = resolve_model(str(settings.get("model", "")))
     highest = max(read_config(folder).vocab_size - 1 - SPECIAL, 0)
     with _stages(options, {**settings, "model": str(folder)}, highest) as (url, pids):
@@ -59,7 +66,7 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
         raise RuntimeError(f"{len(failed)} streams failed: {failed[0]}")
     tokens = sum(line.tokens for line in lines)
     cost = {name: (after[name] - before[name]) / tokens * 1e6 for name in before}
-    metrics = {
+    return {
         "streams": options.streams,
         "output_tokens": tokens,
         "step_ms": options.step_ms,
@@ -71,8 +78,6 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
         "ttft_ms": percentiles([line.first for line in lines]),
         "itl_ms": percentiles([gap for line in lines for gap in line.gaps]),
     }
-    _show(metrics)
-    return metrics
 
 
 @contextmanager

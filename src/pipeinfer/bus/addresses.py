@@ -1,7 +1,8 @@
 """Addresses of a stage's sockets, derived from the one address that the topology gives it.
 
-A stage binds three sockets: its inbox (PULL), its telemetry and its plans (PUB). With `tcp` they
-take three ports in a row; with `ipc` and `inproc` three names. Opens nothing.
+A stage binds up to four sockets: its inbox (PULL), its telemetry, a scheduler its plans (PUB), and
+the first rank of several where they meet (REP). With `tcp` they take four ports in a row; with
+`ipc` and `inproc` four names. Opens nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import ipaddress
 from pipeinfer.settings import ConfigurationError
 
 TRANSPORTS = ("inproc", "ipc", "tcp")
-OFFSETS = {"inbox": 0, "telemetry": 1, "plan": 2}
+OFFSETS = {"inbox": 0, "telemetry": 1, "plan": 2, "group": 3}
+LAST_PORT = 65535 - max(OFFSETS.values())
 
 
 def derive(address: str, socket: str) -> str:
-    """The address of `socket` ("inbox", "telemetry", "plan") of the stage at `address`."""
+    """The address of `socket` ("inbox", "telemetry", "plan", "group") of the stage at `address`."""
     transport, rest = split(address)
     if transport != "tcp":
         return f"{address}.{socket}"
@@ -28,8 +30,8 @@ def check(address: str) -> None:
     transport, rest = split(address)
     if transport == "tcp":
         host, port = _host_port(address, rest)
-        if not 0 < port <= 65533:
-            raise ConfigurationError(f"{address}: the port must be between 1 and 65533")
+        if not 0 < port <= LAST_PORT:
+            raise ConfigurationError(f"{address}: the port must be between 1 and {LAST_PORT}")
         if not is_loopback(host):
             raise ConfigurationError(
                 f"{address}: tcp addresses other than loopback need CURVE keys, which this version "
@@ -47,6 +49,12 @@ def split(address: str) -> tuple[str, str]:
             f"address {address!r} must begin with one of inproc://, ipc://, tcp://"
         )
     return transport, rest
+
+
+def host(address: str) -> str:
+    """Where a stage at `address` listens for TCP beside the bus: loopback unless it is tcp."""
+    transport, rest = split(address)
+    return _host_port(address, rest)[0].strip("[]") if transport == "tcp" else "127.0.0.1"
 
 
 def is_loopback(host: str) -> bool:

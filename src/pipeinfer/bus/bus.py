@@ -13,9 +13,11 @@ from pathlib import Path
 import zmq
 
 from pipeinfer.bus import addresses, frames
+from pipeinfer.bus.frames import Header
 from pipeinfer.bus.reader import Handler, Reader
+from pipeinfer.control import CHANNEL as CONTROL
 from pipeinfer.core import EVERYONE, Send
-from pipeinfer.messages import PROTOCOL, Header
+from pipeinfer.messages import PROTOCOL
 from pipeinfer.runtime.topology import Identity, Topology
 
 LINGER_MS = 1_000  # how long closing waits for messages that were sent but have not left
@@ -59,6 +61,7 @@ class Bus:
             if channel == "telemetry":
                 publisher.sndhwm = TELEMETRY_HWM
             publisher.bind(addresses.derive(self._address, channel))
+        self._publishers[CONTROL] = self._publishers["telemetry"]  # answers to whoever listens
 
     def listen(self, stage: str, channel: str) -> None:
         """Subscribes to what `stage` publishes on `channel` ("plan" or "telemetry")."""
@@ -71,17 +74,19 @@ class Bus:
         """From now on `handler(channel, header, message)` gets every frame, on the running loop."""
         self.reader.start(handler)
 
-    def send(self, send: Send) -> None:
-        """Sends or publishes one message; never blocks."""
+    def send(self, send: Send) -> tuple[int, float, bytes]:
+        """Sends or publishes one message; never blocks. Returns its number, time and body."""
         key = (send.channel, send.to)
         number = self._sequence.get(key, 0)
         self._sequence[key] = number + 1
-        header = Header(PROTOCOL, self.identity.id, self.incarnation, number, self._clock())
+        sent = self._clock()
+        header = Header(PROTOCOL, self.identity.id, self.incarnation, number, sent)
         parts = frames.encode(send.channel, header, send.message)
         if send.to == EVERYONE:
             self._publishers[send.channel].send_multipart(parts, zmq.NOBLOCK)
         else:
             self._outbox(send.to).send_multipart(parts, zmq.NOBLOCK)
+        return number, sent, parts[2]
 
     def close(self) -> None:
         """Closes every socket; what was sent has LINGER_MS to leave."""

@@ -7,11 +7,26 @@ from __future__ import annotations
 
 import msgspec
 
-from pipeinfer.messages import CHANNELS, PROTOCOL, Header, Message
+from pipeinfer import control
+from pipeinfer.messages import CHANNELS, PROTOCOL, Message
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """First part of every frame: who sent it, and its number on that sender's channel."""
+
+    protocol: int
+    sender: str
+    incarnation: int
+    seq: int
+    sent: float
+
 
 _encode = msgspec.msgpack.Encoder().encode
 _header = msgspec.msgpack.Decoder(Header).decode
-_decoders = {name: msgspec.msgpack.Decoder(types) for name, types in CHANNELS.items()}
+_decoders = {
+    name: msgspec.msgpack.Decoder(types)
+    for name, types in {**CHANNELS, control.CHANNEL: control.CONTROL}.items()
+}
 
 
 class BadFrame(ValueError):

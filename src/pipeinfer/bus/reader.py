@@ -12,7 +12,8 @@ from collections.abc import Callable
 import zmq
 
 from pipeinfer.bus import frames
-from pipeinfer.messages import Header, Message
+from pipeinfer.bus.frames import Header
+from pipeinfer.messages import Message
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +26,13 @@ Handler = Callable[[str, Header, Message], None]
 class Reader:
     """Calls `handler(channel, header, message)` for every frame of the sockets that were added.
 
-    A frame that does not decode is counted in `bad_frames`, logged and dropped.
+    A frame that does not decode is counted in `bad_frames`, logged and dropped. `body` is that of
+    the frame that is being handled, as it came.
     """
 
     def __init__(self) -> None:
         self.bad_frames = 0
+        self.body = b""
         self._sockets: list[zmq.Socket[bytes]] = []
         self._warned: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -82,5 +85,6 @@ class Reader:
             except frames.BadFrame as error:
                 self.bad(str(error))
                 continue
+            self.body = parts[2]
             self._handler(channel, header, message)
         self._loop.call_soon(self._drain, socket)

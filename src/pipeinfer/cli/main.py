@@ -16,7 +16,9 @@ from pipeinfer.version import __version__
 COMMANDS = {
     "serve": ("pipeinfer.cli.serve", "serve a model over HTTP"),
     "generate": ("pipeinfer.cli.generate", "complete prompts on the terminal"),
+    "record": ("pipeinfer.cli.record", "record what stages of a running server take and give"),
     "chat": ("pipeinfer.cli.chat", "talk to a model on the terminal"),
+    "swap": ("pipeinfer.cli.swap", "put another process in the place of a running stage"),
 }
 
 

@@ -1,32 +1,37 @@
 """The detokenizer without its I/O: token rows in, text rows out, one message per gateway.
 
-Knows which requests are open and where their text and their stop-string hits go; how ids become
-text is the stream's business. Knows no transport, no clock and no model.
+Knows which requests are open and where their text and their stop-string hits go, and keeps what a
+restarted scheduler must be told; how ids become text is the stream's business. Knows no transport,
+no clock and no model.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from pipeinfer.core import Send
 from pipeinfer.detokenizer.incremental import DecoderFactory
 from pipeinfer.detokenizer.stream import Stream
+from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.messages import (
     Abort,
-    Drain,
+    Delivered,
+    Done,
     Message,
     Open,
+    Recover,
+    Recovered,
     Refused,
     State,
     StopHit,
     Text,
     TextRow,
-    Tick,
     TokenRow,
     Tokens,
     unpack,
 )
+from pipeinfer.recovery import RollCall, answer, number
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +40,29 @@ class DetokenizerCore:
     """Turns the tokens of open requests into text.
 
     The scheduler sends Open before a request's first row. A second Open of the same attempt is a
-    no-op; one of a higher attempt starts the request's output over. A request's state is dropped
-    with its last row; rows that come later (the scheduler has not heard of a stop string yet) are
-    counted and dropped.
+    no-op; one of a higher attempt starts the request's output over. A request's decoder is dropped
+    with its last row, its ids with Done or Abort; rows that come later (the scheduler has not heard
+    of a stop string yet) are counted and dropped.
+
+    `schedulers` are asked at the start for all output of the requests that run.
     """
 
-    def __init__(self, decoders: DecoderFactory) -> None:
+    __transient__ = ("_decoders",)  # no part of a snapshot: made of the checkpoint alone
+
+    def __init__(
+        self,
+        decoders: DecoderFactory,
+        stage: str = "detokenizer-0",
+        incarnation: int = 0,
+        schedulers: Sequence[str] = (),
+    ) -> None:
         self._decoders = decoders
+        self._stage = stage
         self._streams: dict[str, Stream] = {}
+        self._ended: dict[str, tuple[int, Delivered]] = {}  # with the group, until Done
+        self._roll_call = RollCall(stage, incarnation, schedulers)
         self._draining = False
+        self._left = False
         self._tokens = 0
         self._stop_hits = 0
         self._late_rows = 0
@@ -53,8 +72,12 @@ class DetokenizerCore:
             Open: self._on_open,
             Refused: self._on_refused,
             Abort: self._on_abort,
-            Tick: lambda event: [],
+            Done: self._on_done,
+            Recover: self._on_recover,
+            Recovered: self._on_recovered,
+            Tick: self._on_tick,
             Drain: self._on_drain,
+            Leave: self._on_leave,
         }
 
     def handle(self, event: Message, now: float) -> list[Send]:
@@ -62,15 +85,17 @@ class DetokenizerCore:
         handler = self._handlers.get(type(event))
         if handler is None:
             raise TypeError(f"the detokenizer takes no {type(event).__name__}")
-        return handler(event)
+        return handler(event, now)
 
     def state(self) -> tuple[State, str]:
-        return ("draining" if self._draining else "ready", "")
+        return ("draining" if self._draining or self._left else "ready", "")
 
     def stats(self) -> dict[str, float]:
-        """running: open requests; late_rows: rows for requests that are over or unknown."""
+        """running, kept: requests that go on, and that ended and whose clients may not have it all;
+        late_rows: rows for requests that are over or unknown."""
         return {
             "running": len(self._streams),
+            "kept": len(self._ended),
             "tokens_total": self._tokens,
             "stop_hits_total": self._stop_hits,
             "late_rows_total": self._late_rows,
@@ -78,17 +103,19 @@ class DetokenizerCore:
         }
 
     def idle(self) -> bool:
-        return not self._streams
+        return self._left or not self._streams
 
-    def _on_open(self, event: Open) -> list[Send]:
-        known = self._streams.get(event.request_id)
+    def _on_open(self, event: Open, _now: float) -> list[Send]:
+        over = self._ended.get(event.request_id)
+        known = self._streams.get(event.request_id) if over is None else over[1]
         if known is None or event.attempt > known.attempt:
+            self._ended.pop(event.request_id, None)
             context = unpack(event.context_ids).tolist()
             decoder = self._decoders.open(context, event.params.skip_special_tokens)
             self._streams[event.request_id] = Stream(event, decoder)
         return []
 
-    def _on_tokens(self, event: Tokens) -> list[Send]:
+    def _on_tokens(self, event: Tokens, _now: float) -> list[Send]:
         texts: dict[int, list[TextRow]] = {}
         hits: list[Send] = []
         for row in event.rows:
@@ -104,6 +131,7 @@ class DetokenizerCore:
             texts.setdefault(stream.gateway, []).append(text)
             if text.finish is not None:
                 del self._streams[row.request_id]
+                self._ended[row.request_id] = stream.group, stream.delivered(row)
                 hits.extend(self._upstream(stream, text, row))
         return [
             *(Send("text", f"gateway-{to}", Text(tuple(rows))) for to, rows in texts.items()),
@@ -128,11 +156,11 @@ class DetokenizerCore:
         hit = StopHit(stream.request_id, stream.attempt, stream.received)
         return [Send("stops", f"scheduler-{stream.group}", hit)]
 
-    def _on_refused(self, event: Refused) -> list[Send]:
+    def _on_refused(self, event: Refused, _now: float) -> list[Send]:
         self._forget(event.request_id, event.attempt)
         return [Send("text", f"gateway-{event.gateway}", event)]
 
-    def _on_abort(self, event: Abort) -> list[Send]:
+    def _on_abort(self, event: Abort, _now: float) -> list[Send]:
         self._forget(event.request_id, event.attempt)
         return []
 
@@ -140,7 +168,43 @@ class DetokenizerCore:
         stream = self._streams.get(request_id)
         if stream is not None and stream.attempt <= attempt:
             del self._streams[request_id]
+        over = self._ended.get(request_id)
+        if over is not None and over[1].attempt <= attempt:
+            del self._ended[request_id]
 
-    def _on_drain(self, event: Drain) -> list[Send]:
+    def _on_done(self, event: Done, _now: float) -> list[Send]:
+        for request_id in event.request_ids:
+            self._streams.pop(request_id, None)
+            self._ended.pop(request_id, None)
+        return []
+
+    # ------------------------------------------------------------------------------------ recovery
+
+    def _on_recover(self, event: Recover, _now: float) -> list[Send]:
+        told = self._delivered(number(event.stage))
+        return answer(self._stage, event, (Send("recovery", event.stage, one) for one in told))
+
+    def _delivered(self, group: int) -> Iterator[Delivered]:
+        for stream in self._streams.values():
+            if stream.group == group:
+                yield stream.delivered()
+        for its_group, ended in self._ended.values():
+            if its_group == group:
+                yield ended
+
+    def _on_recovered(self, event: Recovered, _now: float) -> list[Send]:
+        self._roll_call.hear(event)
+        return []
+
+    # -------------------------------------------------------------------------------- time and stop
+
+    def _on_tick(self, _event: Tick, now: float) -> list[Send]:
+        return self._roll_call.ask(now)
+
+    def _on_drain(self, _event: Drain, _now: float) -> list[Send]:
         self._draining = True
+        return []
+
+    def _on_leave(self, _event: Leave, _now: float) -> list[Send]:
+        self._left = True
         return []

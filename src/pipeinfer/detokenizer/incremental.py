@@ -45,6 +45,9 @@ class DecoderFactory:
         if tokenizer is not None:
             added = tokenizer.get_added_tokens_decoder()
             self._special = frozenset(i for i, token in added.items() if token.special)
+            # Made once, so that a snapshot of a decoder can say that it has these.
+            self._token_text = tokenizer.id_to_token
+            self._decode = partial(tokenizer.decode, skip_special_tokens=False)
         self._byte_level = tokenizer is not None and isinstance(
             tokenizer.decoder, decoders.ByteLevel
         )
@@ -60,9 +63,8 @@ class DecoderFactory:
         hidden = self._special if skip_special_tokens else frozenset[int]()
         if self._byte_level:
             pieces = self._pieces[skip_special_tokens]
-            return ByteDecoder(self._tokenizer.id_to_token, pieces, hidden, context)
-        decode = partial(self._tokenizer.decode, skip_special_tokens=False)  # none gets that far
-        return WindowDecoder(decode, hidden, context)
+            return ByteDecoder(self._token_text, pieces, hidden, context)
+        return WindowDecoder(self._decode, hidden, context)  # special tokens never get that far
 
 
 class NoText:

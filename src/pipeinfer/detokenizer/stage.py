@@ -19,4 +19,8 @@ def build(context: StageContext) -> Stage:
         settings.model, settings.revision, lambda text: context.report("loading", text)
     )
     tokenizer = load_tokenizer(folder, read_tokenizer_config(folder))
-    return Stage(DetokenizerCore(DecoderFactory(tokenizer)))
+    schedulers = context.topology.ids("scheduler")
+    core = DetokenizerCore(
+        DecoderFactory(tokenizer), context.identity.id, context.incarnation, schedulers
+    )
+    return Stage(core)

@@ -10,18 +10,20 @@ from collections.abc import Sequence
 
 from pipeinfer.detokenizer.incremental import IncrementalDecoder
 from pipeinfer.detokenizer.stops import StopStrings
-from pipeinfer.messages import FinishReason, Open, TextRow, TokenRow, unpack
+from pipeinfer.messages import Delivered, FinishReason, Open, TextRow, TokenRow, unpack
 
 
 class Stream:
     """The text of one request. After a row with `finish` it is over and must be dropped.
 
     `received`: output tokens read so far; `cut`: the number of output tokens up to and including
-    the one that completed a stop string, None while there was none.
+    the one that completed a stop string, None while there was none. All ids read are kept: they are
+    what a restarted scheduler goes on from.
     """
 
     __slots__ = (
         "_decoder",
+        "_ids",
         "_min_tokens",
         "_sent_bytes",
         "_stop_token_ids",
@@ -42,6 +44,7 @@ class Stream:
         self.group = opened.group
         self.received = 0
         self.cut: int | None = None
+        self._ids = bytearray()
         self._decoder = decoder
         self._stop_token_ids = params.stop_token_ids
         self._min_tokens = params.min_tokens
@@ -70,6 +73,7 @@ class Stream:
         if hit is not None:
             return self._ended_by_string(row, start, shown, text, hit)
         self.received = start + len(raw) // 4
+        self._ids += raw
         if row.finish is not None:
             return self._ended(row, start, shown, text, stop_token)
         return self._row(start, shown, text, cached_tokens=row.cached_tokens)
@@ -77,6 +81,15 @@ class Stream:
     def fail(self, reason: str) -> TextRow:
         """The request ends with an error that its client sees."""
         return self._row(self.received, b"", "", finish="error", error=reason)
+
+    def delivered(self, last: TokenRow | None = None) -> Delivered:
+        """What a restarted scheduler must know; `last`: the row with which it ended."""
+        ids = bytes(self._ids)
+        if last is None:
+            return Delivered(self.request_id, self.attempt, ids)
+        if self.cut is not None:  # it is found again in the same ids
+            return Delivered(self.request_id, self.attempt, ids, True)
+        return Delivered(self.request_id, self.attempt, ids, True, last.finish, last.error)
 
     def _decode(self, ids: Sequence[int]) -> tuple[str, str | None]:
         """(text, stop string); after a stop string `cut` is set and the rest is not decoded."""
@@ -100,6 +113,7 @@ class Stream:
         assert self.cut is not None
         self.received = self.cut
         ids = ids[: 4 * (self.cut - start)]
+        self._ids[4 * start :] = ids
         return self._row(
             start, ids, text, finish="stop", stop_reason=hit, cached_tokens=row.cached_tokens
         )

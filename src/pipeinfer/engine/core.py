@@ -7,6 +7,8 @@ decides nothing about who runs.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,13 +17,13 @@ from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step import Step
 from pipeinfer.engine.step_builder import build_step
+from pipeinfer.events import Drain, Leave, NewEpoch, StepDone, Tick
 from pipeinfer.memory.applied import Applied
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     Admitted,
     Begin,
-    Drain,
     Fault,
     Hello,
     Message,
@@ -29,11 +31,10 @@ from pipeinfer.messages import (
     Ready,
     Result,
     State,
-    StepDone,
-    Tick,
     pack,
     unpack,
 )
+from pipeinfer.trace.notes import StepNote, step_note
 
 
 class Compute(Message, frozen=True):
@@ -44,6 +45,10 @@ class Compute(Message, frozen=True):
 
     step: Step
 
+    def note(self) -> StepNote:
+        """What a recording says of it."""
+        return step_note(self.step)
+
 
 class StepFailed(Message, frozen=True):
     """From the device: step `number` raised, and what it left there is unknown."""
@@ -51,6 +56,14 @@ class StepFailed(Message, frozen=True):
     epoch: int
     number: int
     reason: str
+
+
+Span = Callable[[str, int], AbstractContextManager[None]]  # (phase, step number), for observers
+
+
+def unobserved(phase: str, number: int) -> AbstractContextManager[None]:
+    """Nobody wants to know how long it takes."""
+    return nullcontext()
 
 
 class DeviceError(RuntimeError):
@@ -70,10 +83,13 @@ class EngineCore:
     """One rank. `hello` introduces it to the stage `scheduler` and describes `memory`; ValueError
     if it does not (its `pages` leave out the dummy page, which holds no tokens).
 
-    Every rank sends Hello, Ready and Fault; only rank 0 sends Admitted and Result.
+    Every rank sends Hello, Ready and Fault; only rank 0 sends Admitted and Result. What comes out
+    does not depend on `span`, which is around the building of each step.
     """
 
-    def __init__(self, hello: Hello, scheduler: str, memory: MemoryManager) -> None:
+    def __init__(
+        self, hello: Hello, scheduler: str, memory: MemoryManager, span: Span = unobserved
+    ) -> None:
         said = (hello.pages, hello.page_size, hello.max_slots, hello.max_model_len)
         if said != memory.shape:
             raise ValueError(
@@ -83,12 +99,13 @@ class EngineCore:
         self.hello = hello
         self.scheduler = scheduler
         self.memory = memory
+        self._span = span
         self._requests = RequestTable(hello.max_slots)
         self._epoch: int | None = None  # None: waiting for a Begin that lists this incarnation
         self._reason = "waiting for the scheduler"
         self._expected = 0
         self._in_flight: deque[_InFlight] = deque()
-        self._draining = False
+        self._draining = self._left = False
         self._unchecked = False  # plans came since memory was last checked in full
         self._totals = dict.fromkeys(
             (
@@ -110,7 +127,8 @@ class EngineCore:
         """Begin, Plan, StepDone, Tick or Drain; returns what to send, Compute on LOCAL included."""
         match event:
             case Plan():
-                return self._plan(event)
+                with self._span("plan", event.number):
+                    return self._plan(event)
             case StepDone():
                 return self._step_done(event)
             case Begin():
@@ -120,6 +138,11 @@ class EngineCore:
             case Drain():
                 self._draining = True
                 return []
+            case Leave():
+                self._left = True
+                return self._farewell()
+            case NewEpoch():
+                return [] if self._epoch is None else self._fault("a new epoch was asked for", True)
             case StepFailed():
                 raise DeviceError(f"step {event.number} of epoch {event.epoch}: {event.reason}")
             case _:
@@ -127,13 +150,13 @@ class EngineCore:
 
     def state(self) -> tuple[State, str]:
         """waiting, ready or draining, and why."""
-        if self._draining:
+        if self._draining or self._left:
             return "draining", ""
         return ("ready", "") if self._epoch is not None else ("waiting", self._reason)
 
     def idle(self) -> bool:
-        """True when no step runs and no request is admitted."""
-        waiting = self._epoch is None
+        """True when no step runs and no request is admitted, or is to be by this process."""
+        waiting = self._epoch is None or (self._left and not self._in_flight)
         return waiting or not (self._in_flight or self.memory.slots.active.any())
 
     def stats(self) -> dict[str, float]:
@@ -143,6 +166,8 @@ class EngineCore:
             "pages_total": memory.allocator.total,
             "pages_free": memory.free,
             "pages_evictable": memory.evictable,
+            "pages_evicted": memory.evicted_pages,
+            "page_tokens": memory.page_size,
             "slots_total": memory.slots.count,
             "slots_used": int(np.count_nonzero(memory.slots.active)),
             "steps_in_flight": len(self._in_flight),
@@ -152,6 +177,8 @@ class EngineCore:
     # ---------------------------------------------------------------------------------------- epoch
 
     def _begin(self, begin: Begin) -> list[Send]:
+        if self._left:
+            return []
         if self.hello.incarnation not in begin.incarnations:
             # Someone else's epoch, or a scheduler that asks who is there: both end ours.
             self._stop(f"epoch {begin.epoch} began without this engine")
@@ -162,11 +189,12 @@ class EngineCore:
         self.memory.reset()
         self._epoch = begin.epoch
         self._expected = 0
-        return [self._to_scheduler(Ready(begin.epoch, self.hello.rank, self.hello.incarnation))]
+        hello, steps = self.hello, self._totals["steps_total"]
+        return [self._to_scheduler(Ready(begin.epoch, hello.rank, hello.incarnation, steps))]
 
     def _tick(self) -> list[Send]:
         if self._epoch is None:
-            return [self._to_scheduler(self.hello)]
+            return [] if self._left else [self._to_scheduler(self.hello)]
         if self._unchecked and self.idle():
             # The whole walk takes too long while requests run, and nothing when none do.
             self._unchecked = False
@@ -183,18 +211,24 @@ class EngineCore:
         self._reason = reason
         self._in_flight.clear()
 
-    def _fault(self, reason: str) -> list[Send]:
+    def _fault(self, reason: str, orderly: bool = False) -> list[Send]:
         assert self._epoch is not None
         hello = self.hello
-        fault = Fault(self._epoch, hello.rank, hello.incarnation, reason)
+        fault = Fault(self._epoch, hello.rank, hello.incarnation, reason, orderly)
         self._totals["faults_total"] += 1
         self._stop(reason)
         return [self._to_scheduler(fault)]
 
+    def _farewell(self) -> list[Send]:
+        """Told to leave, and all results are sent: the rest of the epoch is for its successor."""
+        if not self._left or self._epoch is None or self._in_flight:
+            return []
+        return self._fault("it hands over to another process", orderly=True)
+
     # ----------------------------------------------------------------------------------------- plan
 
     def _plan(self, plan: Plan) -> list[Send]:
-        if plan.epoch != self._epoch:
+        if plan.epoch != self._epoch or self._left:
             self._totals["plans_dropped_total"] += 1
             return []
         if plan.number != self._expected:
@@ -260,7 +294,7 @@ class EngineCore:
             )
         self._totals["sampled_tokens_total"] += sampled
         waiting.done = done
-        return self._finished()
+        return self._finished() + self._farewell()
 
     def _finished(self) -> list[Send]:
         """The results that are due, in plan order."""

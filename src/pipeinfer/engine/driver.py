@@ -7,16 +7,21 @@ is unknown.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
 from pipeinfer.engine.core import Compute, StepFailed
+from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.step import Step
-from pipeinfer.messages import Message, StepDone, pack
+from pipeinfer.events import StepDone
+from pipeinfer.messages import Message, pack
 
 log = logging.getLogger(__name__)
+
+PAUSE = 0.5  # seconds without a step after which percentiles begin anew
 
 
 class StepExecutor(Protocol):
@@ -38,13 +43,15 @@ StartExecutor = Callable[
 class DeviceDriver:
     """Hands every Compute that the core sends to an executor, in order, off the event loop.
 
-    `begin(on_done, on_error)` makes the executor, on the running loop. `parts`: wall seconds of the
-    parts of a step so far, by name, kept up to date by whoever runs it.
+    `begin(on_done, on_error)` makes the executor, on the running loop. `phases`: where core and
+    runner note what a step costs; the driver adds what it takes to hand the result on.
     """
 
-    def __init__(self, begin: StartExecutor, parts: Mapping[str, float] | None = None) -> None:
+    def __init__(self, begin: StartExecutor, phases: Phases) -> None:
         self._begin = begin
-        self._parts = {} if parts is None else parts
+        self._phases = phases
+        self._pending = 0
+        self._quiet_since = 0.0
         self._executor: StepExecutor | None = None
         self._feed: Callable[[Message], None] | None = None
 
@@ -55,6 +62,9 @@ class DeviceDriver:
     def deliver(self, message: Any) -> None:
         assert self._executor is not None
         assert isinstance(message, Compute)
+        if not self._pending and time.monotonic() - self._quiet_since > PAUSE:
+            self._phases.begin_anew()
+        self._pending += 1
         self._executor.submit(message.step)
 
     async def stop(self) -> None:
@@ -62,21 +72,26 @@ class DeviceDriver:
             self._executor.close()
 
     def stats(self) -> dict[str, float]:
-        """Seconds in which the device computed, in which it had no step queued, and of `parts`."""
+        """Seconds in which the device computed, and in which it had no step queued; phases.py's."""
         executor = self._executor
         if executor is None:
             return {}
         return {
             "busy_seconds": executor.busy_seconds,
             "idle_seconds": executor.idle_seconds,
-            **{f"{part}_seconds": seconds for part, seconds in self._parts.items()},
+            **self._phases.statistics(),
         }
 
     def _done(self, step: Step, ids: np.ndarray, seconds: float) -> None:
         assert self._feed is not None
-        self._feed(StepDone(step.epoch, step.number, pack(ids), seconds))
+        self._pending -= 1
+        self._quiet_since = time.monotonic()
+        with self._phases.span("result", step.number):
+            self._feed(StepDone(step.epoch, step.number, pack(ids), seconds))
+        self._phases.done(step.number, len(step.slots), step.decodes)
 
     def _failed(self, step: Step, error: Exception) -> None:
         assert self._feed is not None
+        self._pending -= 1
         log.error("step %d of epoch %d", step.number, step.epoch, exc_info=error)
         self._feed(StepFailed(step.epoch, step.number, str(error)))

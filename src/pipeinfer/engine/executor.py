@@ -10,12 +10,25 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
 from pipeinfer.engine.step import Step
 
 MOST_PENDING = 4  # steps submitted and not yet reported; the overlap loop needs two
+
+
+class Watch(Protocol):
+    """Looks on, on the thread that launches steps, and must not change them."""
+
+    def before(self, step: Step, /) -> None:
+        """`step` is about to be launched."""
+        ...
+
+    def close(self) -> None:
+        """No step follows."""
+        ...
 
 
 class Reports:
@@ -82,9 +95,11 @@ class Executor:
         on_done: Callable[[Step, np.ndarray, float], None],
         on_error: Callable[[Step, Exception], None],
         loop: asyncio.AbstractEventLoop | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """`loop`: the running one if None."""
         self._run = run
+        self._watch = watch
         self._reports = Reports(on_done, on_error, loop)
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self.steps = 0
@@ -119,10 +134,12 @@ class Executor:
             step = self._steps.get()
             begin = time.perf_counter()
             if step is None:
-                return
+                break
             if starved and self.steps:
                 self.idle_seconds += begin - ended
             try:
+                if self._watch is not None:
+                    self._watch.before(step)
                 ids = self._run(step)
             except Exception as error:  # whatever it is, it belongs to this step's owner
                 self._reports.failed(step, error)
@@ -131,3 +148,5 @@ class Executor:
             ended = time.perf_counter()
             self.steps += 1
             self.busy_seconds += ended - begin
+        if self._watch is not None:
+            self._watch.close()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +19,7 @@ from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.attention.registry import Gpu
 from pipeinfer.engine.host_memory import available_bytes
 from pipeinfer.engine.runner import ModelRunner
+from pipeinfer.engine.sharded_sampler import sample_sharded
 from pipeinfer.layers.placement import Shard
 from pipeinfer.memory.pool import KVPool, bytes_per_page
 from pipeinfer.models.build import build_model, check_shard
@@ -27,6 +29,7 @@ from pipeinfer.models.config import ModelConfig, read_config
 from pipeinfer.settings import ConfigurationError, Settings
 
 if TYPE_CHECKING:
+    from pipeinfer.distributed.group import TorchGroup
     from pipeinfer.engine.cuda.runner import CudaRunner
 
 # A pool on the host competes with everything else that runs there, so it is not taken as large as
@@ -68,6 +71,16 @@ class LoadedEngine:
     step_tokens: int = CPU_STEP_TOKENS
 
 
+class Part:
+    """A rank's model as its runner sees it: logits are those of its own run of the vocabulary."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model, self.logits = model, model.local_logits
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        return self._model(*arguments)
+
+
 def choose(settings: Settings, folder: Path, rank: int = 0) -> EngineChoices:
     """Checks settings and checkpoint against each other without reading weights.
 
@@ -99,8 +112,10 @@ def load_engine(
     progress: Callable[[int, int], None] | None = None,
     rank: int = 0,
     graph_progress: Callable[[int, int], None] | None = None,
+    group: TorchGroup | None = None,
 ) -> LoadedEngine:
     """Loads rank `rank`; `progress(done, total)` counts bytes of weights, `graph_progress` graphs.
+    `group`: how several ranks compute together; all of them must be loading.
 
     Raises ConfigurationError before any weight is read if something does not fit. Sets torch's
     number of threads if the settings name one, and on a GPU its current device.
@@ -108,9 +123,12 @@ def load_engine(
     choices = choose(settings, folder, rank)
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    elif choices.device == "cpu" and settings.tp > 1:
+        torch.set_num_threads(max(torch.get_num_threads() // settings.tp, 1))
     if choices.device == "cuda":
         torch.cuda.set_device(rank)
-    model = build_model(choices.config, choices.shard, choices.dtype, choices.device)
+    model = build_model(choices.config, choices.shard, choices.dtype, choices.device, group,
+                        settings.compile)  # fmt: skip
     if settings.load_format == "dummy":
         fill_dummy(model, settings.seed)
     else:
@@ -124,15 +142,24 @@ def load_engine(
             progress=graph_progress,
         )  # fmt: skip
         return _loaded(settings, choices, runner, runner.graph_sizes, GPU_STEP_TOKENS)
-    return _loaded(settings, choices, _host_runner(settings, choices, model), (), CPU_STEP_TOKENS)
+    runner = _host_runner(settings, choices, model, group)
+    return _loaded(settings, choices, runner, (), CPU_STEP_TOKENS)
 
 
-def _host_runner(settings: Settings, choices: EngineChoices, model: CausalLM) -> ModelRunner:
+def _host_runner(
+    settings: Settings, choices: EngineChoices, model: CausalLM, group: TorchGroup | None
+) -> ModelRunner:
     shapes = model.attention_shapes()
     pages = 1 + _usable_pages(settings, choices, shapes)
+    if group is not None:
+        pages = group.smallest(pages)  # each rank measured for itself
     pool = KVPool(shapes, pages, choices.page_size, choices.dtype, choices.device)
     backend = registry.create(choices.attention, shapes, choices.device)
-    return ModelRunner(model, pool, backend, settings.max_running)
+    if group is None:
+        return ModelRunner(model, pool, backend, settings.max_running)
+    start, vocab = model.head.rows.start, model.head.rows.vocab_size
+    sample = partial(sample_sharded, start=start, vocab=vocab, group=group)
+    return ModelRunner(Part(model), pool, backend, settings.max_running, sample)
 
 
 def _loaded(
@@ -201,7 +228,8 @@ def _usable_pages(settings: Settings, choices: EngineChoices, shapes: list[Atten
     if settings.kv_pages:
         return settings.kv_pages
     page_bytes = bytes_per_page(shapes, choices.page_size, choices.dtype)
-    budget = min(int(available_bytes() * settings.memory_fraction), MOST_HOST_BYTES)
+    free = available_bytes() // choices.shard.size  # the ranks share this host
+    budget = min(int(free * settings.memory_fraction), MOST_HOST_BYTES)
     pages = budget // page_bytes - 1
     if pages < 1:
         raise ConfigurationError(

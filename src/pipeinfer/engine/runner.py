@@ -6,7 +6,6 @@ built before the ids of the step before it are known.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -16,11 +15,14 @@ import torch
 
 from pipeinfer.attention.interface import AttentionBackend
 from pipeinfer.attention.step_index import positions
+from pipeinfer.engine.marks import usual_marks
+from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.sampler import sample
-from pipeinfer.engine.step import LAST_TOKEN, Step
+from pipeinfer.engine.step import LAST_TOKEN, SamplingRows, Step
 from pipeinfer.memory.pool import KVPool
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Sample = Callable[[torch.Tensor, SamplingRows], torch.Tensor]
 
 
 class Model(Protocol):
@@ -40,18 +42,25 @@ class Model(Protocol):
 class ModelRunner:
     """One rank's model, KV pool and attention backend. Steps must come in order, one at a time.
 
-    `seconds` sums the wall time of its parts: "plan" (index arrays and masks), "model" (forward and
-    logits), "sample".
+    `phases` has the time of "attention_plan" (index arrays and masks), "forward" (with the logits)
+    and "sample".
     """
 
     def __init__(
-        self, model: Model, pool: KVPool, backend: AttentionBackend, max_slots: int
+        self,
+        model: Model,
+        pool: KVPool,
+        backend: AttentionBackend,
+        max_slots: int,
+        sample: Sample = sample,
     ) -> None:
+        """`sample`: see engine/sampler.py, or sharded_sampler.py where `model` is a rank's part."""
         backend.bind(pool)
         self.pool = pool
-        self.seconds = {"plan": 0.0, "model": 0.0, "sample": 0.0}
+        self.phases = Phases(usual_marks())
         self._model = model
         self._backend = backend
+        self._sample = sample
         self._device = pool.device
         self._last_token = torch.zeros(max_slots, dtype=torch.int64, device=pool.device)
 
@@ -67,30 +76,26 @@ class ModelRunner:
         """Computes the step's tokens; logits [S, vocab] of the rows that sample, no sampling."""
         if len(step.counts) == 0:
             return torch.empty((0, 0), device=self._device)
-        begin = time.perf_counter()
-        slots = np.repeat(step.slots.astype(np.int64), step.counts)
-        tokens = self._known(step.tokens, slots)
-        places = self._tensor(positions(step))
-        attend = partial(self._attend, self._backend.plan(step))
-        planned = time.perf_counter()
-        hidden = self._model(tokens, places, attend)
-        last = np.cumsum(step.counts, dtype=np.int64)[step.samples] - 1
-        # Without a sampling row there is nothing to multiply the vocabulary with.
-        logits = self._model.logits(hidden[self._tensor(last)]) if len(last) else hidden[:0]
-        self.seconds["plan"] += planned - begin
-        self.seconds["model"] += time.perf_counter() - planned
-        return logits
+        with self.phases.span("attention_plan", step.number):
+            slots = np.repeat(step.slots.astype(np.int64), step.counts)
+            tokens = self._known(step.tokens, slots)
+            places = self._tensor(positions(step))
+            attend = partial(self._attend, self._backend.plan(step))
+        with self.phases.span("forward", step.number):
+            hidden = self._model(tokens, places, attend)
+            last = np.cumsum(step.counts, dtype=np.int64)[step.samples] - 1
+            # Without a sampling row there is nothing to multiply the vocabulary with.
+            return self._model.logits(hidden[self._tensor(last)]) if len(last) else hidden[:0]
 
     @torch.inference_mode()
     def _sampled(self, step: Step, logits: torch.Tensor) -> np.ndarray:
         if not step.samples.any():
             return np.empty(0, dtype=np.int32)
-        begin = time.perf_counter()
-        ids = sample(logits, step.sampling)
-        slots = self._tensor(step.slots[step.samples].astype(np.int64))
-        self._last_token[slots] = ids.to(self._device)
-        self.seconds["sample"] += time.perf_counter() - begin
-        return ids.numpy().astype(np.int32)
+        with self.phases.span("sample", step.number):
+            ids = self._sample(logits, step.sampling)
+            slots = self._tensor(step.slots[step.samples].astype(np.int64))
+            self._last_token[slots] = ids.to(self._device)
+            return ids.numpy().astype(np.int32)
 
     def _known(self, ids: np.ndarray, slots: np.ndarray) -> torch.Tensor:
         """int64 [T] ids, LAST_TOKEN replaced by what the slot's previous step sampled."""

@@ -47,7 +47,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         for block in _blocks(random & ~truncated, values.shape[1]):
             ids[block] = _over_all(_scaled(values, peaks, rows, block), rows, block)
         for block in _blocks(random & truncated, values.shape[1]):
-            ids[block] = _over_kept(_scaled(values, peaks, rows, block), rows, block)
+            ids[block] = over_kept(_scaled(values, peaks, rows, block), rows, block)
     return torch.from_numpy(ids)
 
 
@@ -89,7 +89,7 @@ def _over_all(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarra
     return x.argmax(axis=-1)
 
 
-def _over_kept(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarray:
+def over_kept(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarray:
     """Gumbel-max over what truncation leaves; noise is made only for that, if it is little."""
     keep = x >= thresholds(x, rows.top_k[block], rows.top_p[block], rows.min_p[block])
     flat = np.flatnonzero(keep)

@@ -18,7 +18,11 @@ from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.version import __version__
 
 if TYPE_CHECKING:
-    from pipeinfer.engine.driver import StartExecutor
+    from pathlib import Path
+
+    from pipeinfer.distributed.group import TorchGroup
+    from pipeinfer.engine.driver import DeviceDriver, StartExecutor
+    from pipeinfer.engine.executor import Watch
     from pipeinfer.engine.loading import LoadedEngine
 
 log = logging.getLogger(__name__)
@@ -32,17 +36,19 @@ def build(context: StageContext) -> Stage:
     spin_briefly(os.environ)
 
     from pipeinfer.engine.core import EngineCore
-    from pipeinfer.engine.driver import DeviceDriver
     from pipeinfer.engine.loading import choose, load_engine
+    from pipeinfer.engine.profile import profile_path
     from pipeinfer.memory.manager import MemoryManager
 
-    choose(settings, folder, identity.rank)
+    profile = profile_path(settings, identity.id)
+    choices = choose(settings, folder, identity.rank)
+    group = _group(context, choices.device)
     context.report("loading", "weights")
     with (
         Progress(f"{identity.id} weights", "B") as weights,
         Progress(f"{identity.id} CUDA graphs", "") as graphs,
     ):
-        loaded = load_engine(settings, folder, weights.show, identity.rank, graphs.show)
+        loaded = load_engine(settings, folder, weights.show, identity.rank, graphs.show, group)
     memory = MemoryManager(
         loaded.pages, loaded.page_size, loaded.max_slots, loaded.max_model_len, settings.cache
     )
@@ -58,25 +64,58 @@ def build(context: StageContext) -> Stage:
         loaded.max_model_len, loaded.attention, loaded.graph_sizes, loaded.step_tokens,
     )  # fmt: skip
     scheduler = f"scheduler-{identity.group}"
-    core = EngineCore(hello, scheduler, memory)
-    driver = DeviceDriver(_executor(loaded), loaded.runner.seconds)
-    return Stage(core, driver, 0.1, ((scheduler, "plan"),))
+    core = EngineCore(hello, scheduler, memory, loaded.runner.phases.span)
+    driver = _driver(loaded, settings.profile, profile)
+    return Stage(core, driver, 0.1, ((scheduler, "plan"),), _facts(loaded))
 
 
-def _executor(loaded: LoadedEngine) -> StartExecutor:
+def _facts(loaded: LoadedEngine) -> dict[str, Any]:
+    """What a replay needs to build the same engine; `pages` counts the dummy page."""
+    import torch
+
+    names = (
+        "pages", "page_size", "max_slots", "max_model_len", "attention", "dtype", "device",
+        "graph_sizes", "step_tokens",
+    )  # fmt: skip
+    return {"threads": torch.get_num_threads(), **{name: getattr(loaded, name) for name in names}}
+
+
+def _group(context: StageContext, device: str) -> TorchGroup | None:
+    """The other ranks, when there are any; waits for them."""
+    size, identity = context.settings.tp, context.identity
+    if size == 1:
+        return None
+    from pipeinfer.distributed.group import join
+
+    context.report("loading", "waiting for the other ranks")
+    first = context.topology.address(f"engine-{identity.group}-0")
+    return join(first, identity.rank, size, device, context.settings.watchdog)
+
+
+def _driver(loaded: LoadedEngine, steps: int, profile: Path | None) -> DeviceDriver:
+    """`steps` of them are recorded into the file `profile`, if there is one."""
+    from pipeinfer.engine.driver import DeviceDriver
+    from pipeinfer.engine.profile import StepProfile
+
+    phases = loaded.runner.phases
+    watch = None if profile is None else StepProfile(steps, profile, phases)
+    return DeviceDriver(_executor(loaded, watch), phases)
+
+
+def _executor(loaded: LoadedEngine, watch: Watch | None) -> StartExecutor:
     """What runs steps: one thread on a CPU, on a GPU one that launches and one that waits."""
     from pipeinfer.engine.executor import Executor
     from pipeinfer.engine.runner import ModelRunner
 
     runner = loaded.runner
     if isinstance(runner, ModelRunner):
-        return partial(Executor, runner.run)
+        return partial(Executor, runner.run, watch=watch)
 
     from pipeinfer.engine.cuda.executor import StreamExecutor
 
     # Three threads of Python: none of them may wait for another's default 5 ms.
     sys.setswitchinterval(SWITCH_SECONDS)
-    return partial(StreamExecutor, runner)
+    return partial(StreamExecutor, runner, watch=watch)
 
 
 class Progress:

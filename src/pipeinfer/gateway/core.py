@@ -14,26 +14,28 @@ from typing import Any
 import msgspec
 
 from pipeinfer.core import LOCAL, Send
+from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status, StatusChanged
 from pipeinfer.gateway.health import Expected, Health
-from pipeinfer.gateway.ledger import Hole, Record
+from pipeinfer.gateway.ledger import REMEMBERED, End, Endings, Hole, Record
 from pipeinfer.messages import (
     Abort,
     Accepted,
-    Drain,
+    Done,
     GroupFault,
     Heartbeat,
     Message,
+    Recover,
     Refused,
     State,
     Submit,
     Text,
     TextRow,
-    Tick,
 )
+from pipeinfer.recovery import answer
 
 RETRY_SOON, RETRY_LATER = 1, 5  # seconds, for Retry-After
-REMEMBERED = 10_000  # ended requests whose late rows are expected
+LATE = 2.0  # seconds for which rows of an ended request are no surprise
 SEED_MASK = 2**64 - 1
 
 
@@ -46,8 +48,9 @@ class GatewayCore:
     """Records requests before it sends them, and delivers each byte of text once, in order.
 
     Once the pipeline has been ready, requests are taken while a stage restarts: they wait in the
-    pipeline (status "degraded"). A request that a restarted stage may have lost is sent again as a
-    new attempt if nothing of it was delivered, else it fails.
+    pipeline (status "degraded"). A tokenizer that was started again asks for its requests; whatever
+    comes twice because of a restart is delivered once. The pipeline hears of every request's end:
+    Done when its client has all of it, Abort when nobody wants the rest.
 
     A request past its timeout fails with status 408 if nothing of it was delivered; else it ends
     with finish "abort" and keeps its text.
@@ -60,17 +63,20 @@ class GatewayCore:
         index: int = 0,
         seed: int = 0,
         max_queue: int | None = None,
+        incarnation: int = 0,
     ) -> None:
         self.health = Health(expected)
         self.status: Status = "starting"
         self._index = index
+        self._introduction: Recover | None = Recover(f"gateway-{index}", incarnation)
         self._random = random.Random(seed + index)
         self._max_queue = max_queue
         self._tokenizers = [e.stage for e in expected if e.name == "tokenizer"]
         self._dispatched = 0
         self._records: dict[str, Record] = {}
         self._waiting = 0  # records of which nothing was delivered
-        self._ended: dict[str, None] = {}
+        self._endings = Endings()
+        self._done: dict[str, list[str]] = {}  # ended in this event, by tokenizer
         self._deadlines: list[tuple[float, str]] = []
         self._draining = False
         self._was_ready = False
@@ -82,17 +88,24 @@ class GatewayCore:
             Hangup: self._hangup,
             Accepted: self._accepted,
             Refused: self._refused,
+            Recover: self._recover,
             Heartbeat: self._heartbeat,
             GroupFault: self._ignore,
             Tick: self._tick,
             Drain: self._drain,
+            Leave: self._drain,  # its connections cannot be handed over
         }
 
     # ------------------------------------------------------------------------------- a stage's core
 
     def handle(self, event: Message, now: float) -> list[Send]:
         """Takes one event at `now` (monotonic seconds). KeyError for one that no gateway gets."""
-        return self._handlers[type(event)](event, now)
+        out = self._handlers[type(event)](event, now)
+        if self._done:
+            done = ((to, Done(tuple(ids))) for to, ids in self._done.items())
+            out += [Send("requests", to, message) for to, message in done]
+            self._done.clear()
+        return out
 
     def state(self) -> tuple[State, str]:
         """(state, reason) for the heartbeat."""
@@ -103,7 +116,7 @@ class GatewayCore:
         return "waiting", self.health.reason()
 
     def stats(self) -> dict[str, float]:
-        """running, waiting: requests with and without output; rows dropped; attempts repeated."""
+        """running, waiting: requests with and without output; rows dropped; requests repeated."""
         return {
             "running": float(len(self._records) - self._waiting),
             "waiting": float(self._waiting),
@@ -156,16 +169,13 @@ class GatewayCore:
             return Failed(name, 429, message, code="queue_full", retry_after=RETRY_SOON)
         return None
 
-    def _hangup(self, hangup: Hangup, _now: float) -> list[Send]:
+    def _hangup(self, hangup: Hangup, now: float) -> list[Send]:
         record = self._records.get(hangup.request_id)
-        if record is None:
-            return []
-        self._end(record)
-        return [self._abort(record, hangup.reason)]
+        return [] if record is None else [self._abort(record, hangup.reason, now)]
 
     # ---------------------------------------------------------------------------- from the pipeline
 
-    def _accepted(self, accepted: Accepted, _now: float) -> list[Send]:
+    def _accepted(self, accepted: Accepted, now: float) -> list[Send]:
         record = self._records.get(accepted.request_id)
         if record is None or record.attempt != accepted.attempt or record.accepted:
             return []
@@ -177,41 +187,42 @@ class GatewayCore:
         early, record.early = record.early, []
         for row in early:
             if row.request_id in self._records:
-                self._deliver(record, row, out)
+                self._deliver(record, row, out, now)
         return out
 
-    def _refused(self, refused: Refused, _now: float) -> list[Send]:
+    def _refused(self, refused: Refused, now: float) -> list[Send]:
         record = self._records.get(refused.request_id)
         if record is None or record.attempt != refused.attempt:
             return []
-        self._end(record)
+        self._complete(record, now)
         retry = RETRY_SOON if refused.status in (429, 503) else 0
         failed = Failed(
             refused.request_id, refused.status, refused.message, refused.param, refused.code, retry
         )
         return [local(failed)]
 
-    def _text(self, text: Text, _now: float) -> list[Send]:
+    def _text(self, text: Text, now: float) -> list[Send]:
         out: list[Send] = []  # hot path: once for every token of every stream
         records = self._records
         for row in text.rows:
             record = records.get(row.request_id)
             if record is None:
-                self._unknown(row, out)
+                self._unknown(row, out, now)
             elif row.attempt != record.attempt:
                 self._late_rows += 1
             elif not record.accepted:
                 record.early.append(row)
             else:
-                self._deliver(record, row, out)
+                self._deliver(record, row, out, now)
         return out
 
-    def _deliver(self, record: Record, row: TextRow, out: list[Send]) -> None:
+    def _deliver(self, record: Record, row: TextRow, out: list[Send], now: float) -> None:
         byte, token = record.bytes, record.tokens
         try:
             text, ids = record.advance(row)
         except Hole as hole:
-            self._fail(record, out, 500, str(hole), "stream_broken")
+            out.append(self._abort(record, "stream_broken", now))
+            out.append(local(Failed(row.request_id, 500, str(hole), code="stream_broken")))
             return
         if row.finish is None:
             if not text and not ids:
@@ -219,11 +230,11 @@ class GatewayCore:
             self._begin(record)
             out.append(Send(LOCAL, "", Delta(row.request_id, text, ids, byte, token)))
         else:
+            self._complete(record, now)
             self._finish(record, row, Delta(row.request_id, text, ids, byte, token), out)
 
     def _finish(self, record: Record, row: TextRow, delta: Delta, out: list[Send]) -> None:
         delivered = record.started or delta.text or delta.ids
-        self._end(record)
         if row.finish == "error":
             message = row.error or "the request failed"
             out.append(local(Failed(row.request_id, 500, message, code="request_failed")))
@@ -240,64 +251,53 @@ class GatewayCore:
             )
             out.append(local(counted))
 
-    def _unknown(self, row: TextRow, out: list[Send]) -> None:
-        """A row of a request that is not live: late after an abort, or of a gateway that died."""
-        if row.request_id in self._ended:
+    def _unknown(self, row: TextRow, out: list[Send], now: float) -> None:
+        """A row of a request that is not live: late, of a dead gateway, or its end got lost."""
+        end = self._endings.get(row.request_id)
+        if end is None:
+            self._stray_rows += 1
+            end = End("", row.attempt, "unknown to its gateway", now)
+        else:
             self._late_rows += 1
-            return
-        self._stray_rows += 1
-        self._remember(row.request_id)
-        if row.finish is None:
-            abort = Abort(row.request_id, row.attempt, "unknown to its gateway")
-            out.extend(Send("requests", tokenizer, abort) for tokenizer in self._tokenizers)
+            if now - end.at < LATE:
+                return
+            end = end._replace(reason=end.reason or "it has ended", at=now)
+        self._endings.add(row.request_id, end)
+        abort = Abort(row.request_id, end.attempt, end.reason)
+        tokenizers = [end.tokenizer] if end.tokenizer else self._tokenizers
+        out.extend(Send("requests", tokenizer, abort) for tokenizer in tokenizers)
+
+    def _recover(self, asked: Recover, now: float) -> list[Send]:
+        """A tokenizer was started again: its requests, and the ends that it may have missed."""
+        mine = [record for record in self._records.values() if record.tokenizer == asked.stage]
+        self._resubmitted += len(mine)
+        known = [record.again() for record in mine]
+        ended = self._endings.lately(asked.stage, now)
+        sends = (Send("requests", asked.stage, message) for message in (*known, *ended))
+        return answer(f"gateway-{self._index}", asked, sends)
 
     # ------------------------------------------------------------------------------ time and health
 
     def _heartbeat(self, beat: Heartbeat, now: float) -> list[Send]:
         out: list[Send] = []
-        if self.health.beat(beat, now):
-            self._restarted(beat, out)
+        self.health.beat(beat, now)
         self._tell(out)
         return out
-
-    def _restarted(self, beat: Heartbeat, out: list[Send]) -> None:
-        """Another process answers for this stage: what only the old one knew is lost."""
-        for record in list(self._records.values()):
-            if beat.name == "tokenizer":
-                lost = record.tokenizer == beat.stage and not record.accepted
-            elif beat.name == "scheduler":
-                lost = record.accepted and record.group == beat.group
-            else:
-                lost = record.accepted and beat.name == "detokenizer"
-            if not lost:
-                continue
-            if record.submit is not None:
-                self._resubmit(record, record.submit, out)
-            else:
-                message = f"{beat.stage} was restarted and lost this request"
-                self._fail(record, out, 503, message, "stage_restarted", RETRY_SOON)
-
-    def _resubmit(self, record: Record, submit: Submit, out: list[Send]) -> None:
-        """The abort goes first: the old attempt may still wait in a socket of the dead process."""
-        out.append(self._abort(record, "sent again"))
-        record.attempt += 1
-        record.accepted = False
-        record.early.clear()
-        record.submit = msgspec.structs.replace(submit, attempt=record.attempt)
-        self._resubmitted += 1
-        out.append(Send("requests", record.tokenizer, record.submit))
 
     def _ignore(self, _event: Message, _now: float) -> list[Send]:
         return []
 
     def _tick(self, _tick: Tick, now: float) -> list[Send]:
         out: list[Send] = []
+        if self._introduction is not None:  # the first tick, before any request
+            out += [Send("recovery", to, self._introduction) for to in self._tokenizers]
+            self._introduction = None
         self.health.check(now)
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, request_id = heapq.heappop(self._deadlines)
             record = self._records.get(request_id)
             if record is not None and record.deadline == deadline:
-                self._expire(record, out)
+                self._expire(record, out, now)
         if len(self._deadlines) > 2 * len(self._records) + REMEMBERED:  # mostly of ended requests
             timed = (r for r in self._records.values() if r.timeout > 0)
             self._deadlines = [(r.deadline, r.request_id) for r in timed]
@@ -305,9 +305,8 @@ class GatewayCore:
         self._tell(out)
         return out
 
-    def _expire(self, record: Record, out: list[Send]) -> None:
-        self._end(record)
-        out.append(self._abort(record, "timeout"))
+    def _expire(self, record: Record, out: list[Send], now: float) -> None:
+        out.append(self._abort(record, "timeout", now))
         if not record.started:
             out.append(local(_timed_out(record)))
             return
@@ -317,7 +316,7 @@ class GatewayCore:
         )  # fmt: skip
         out.append(local(delta))
 
-    def _drain(self, _drain: Drain, _now: float) -> list[Send]:
+    def _drain(self, _event: Drain | Leave, _now: float) -> list[Send]:
         self._draining = True
         out: list[Send] = []
         self._tell(out)
@@ -342,28 +341,24 @@ class GatewayCore:
 
     def _begin(self, record: Record) -> None:
         if not record.started:
-            record.started, record.submit = True, None
+            record.started = True
             self._waiting -= 1
 
-    def _fail(
-        self, record: Record, out: list[Send], status: int, message: str, code: str, retry: int = 0
-    ) -> None:
-        self._end(record)
-        out.append(self._abort(record, code))
-        out.append(local(Failed(record.request_id, status, message, code=code, retry_after=retry)))
+    def _complete(self, record: Record, now: float) -> None:
+        """Its client has all of it; the pipeline hears so when this event was handled."""
+        self._end(record, "", now)
+        self._done.setdefault(record.tokenizer, []).append(record.request_id)
 
-    def _end(self, record: Record) -> None:
+    def _abort(self, record: Record, reason: str, now: float) -> Send:
+        """Nobody wants the rest of it; to be sent."""
+        self._end(record, reason, now)
+        return Send("requests", record.tokenizer, Abort(record.request_id, record.attempt, reason))
+
+    def _end(self, record: Record, reason: str, now: float) -> None:
         del self._records[record.request_id]
         self._waiting -= not record.started
-        self._remember(record.request_id)
-
-    def _remember(self, request_id: str) -> None:
-        self._ended[request_id] = None
-        if len(self._ended) > REMEMBERED:
-            del self._ended[next(iter(self._ended))]
-
-    def _abort(self, record: Record, reason: str) -> Send:
-        return Send("requests", record.tokenizer, Abort(record.request_id, record.attempt, reason))
+        end = End(record.tokenizer, record.attempt, reason, now)
+        self._endings.add(record.request_id, end)
 
 
 def _timed_out(record: Record) -> Failed:

@@ -1,76 +1,145 @@
 """The gateway's I/O beside the bus: it listens for HTTP and joins the application to the core.
 
-Knows sockets and the line that says "ready"; the rest is in app.py and port.py.
+Knows when to accept connections, and the line that says "ready"; the rest is in app.py and
+port.py.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import socket
 import sys
 from collections.abc import Callable
 
 from aiohttp import web
 
-from pipeinfer.gateway.app import Service, build_app
+from pipeinfer.gateway.app import Handler, Service, build_app
 from pipeinfer.gateway.events import StatusChanged
 from pipeinfer.messages import Message
-from pipeinfer.settings import ConfigurationError
+from pipeinfer.runtime.listening import BACKLOG, close_all
 
-LISTEN_BACKLOG = 1024
 LAST_BYTES = 5.0  # seconds that handlers have to finish when the server stops
+QUIET = 0.2  # seconds without a request after which idle connections may be closed
+LEAVE_CHECK = 0.01  # seconds
+FIRST_BEATS = 1.0  # seconds within which the stages that are there have been heard
 
 
 class HttpDriver:
-    """Serves `service` on host:port; port 0 takes a free one. `url` is set by start()."""
+    """Serves `service` on the sockets that `listen()` gives, which it closes. start() sets `url`.
 
-    def __init__(self, service: Service, host: str, port: int) -> None:
+    `host` is the name under which a user knows them.
+    """
+
+    def __init__(
+        self, service: Service, host: str, listen: Callable[[], list[socket.socket]]
+    ) -> None:
         self._service = service
-        self._host, self._port = host, port
+        self._host, self._listen = host, listen
+        self._sockets: list[socket.socket] = []
         self._runner: web.AppRunner | None = None
-        self._announced = False
+        self._ready = asyncio.Event()
+        self._accepting: asyncio.Task[None] | None = None
+        self._open = self._announced = self._leaving = False
+        self._answering = 0  # requests whose handlers run
         self.url = ""
 
     async def start(self, feed: Callable[[Message], None]) -> None:
-        """Listens. ConfigurationError if the address cannot be had."""
+        """Listens. ConfigurationError if the address cannot be had.
+
+        Connections are accepted when the pipeline is ready, or when there was time to hear that it
+        is not: the clients of a gateway that is started again need not be told "starting".
+        """
         self._service.port.bind(feed)
+        self._sockets = self._listen()
         runner = web.AppRunner(
-            build_app(self._service),
+            self._app(),
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=LAST_BYTES,
         )
         await runner.setup()
         self._runner = runner
-        site = web.TCPSite(runner, self._host, self._port, backlog=LISTEN_BACKLOG)
-        try:
-            await site.start()
-        except OSError as error:
-            reason = error.strerror or error
-            raise ConfigurationError(
-                f"cannot listen on {self._host}:{self._port}: {reason}"
-            ) from error
-        port = runner.addresses[0][1]
+        port = self._sockets[0].getsockname()[1]
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.url = f"http://{host}:{port}"
-        self._announce()
+        self._accepting = asyncio.create_task(self._accept(runner))
 
     def deliver(self, message: Message) -> None:
         """Takes the core's local outputs."""
         if isinstance(message, StatusChanged):
+            if message.status != "starting":
+                self._ready.set()
             self._announce()
         else:
             self._service.port.deliver(message)  # type: ignore[arg-type]
 
+    async def leave(self, seconds: float) -> None:
+        """Leaves new connections to whoever else holds the sockets, and ends the others.
+
+        Each ends with its next answer, which says so, and at the latest after `seconds`.
+        """
+        if self._runner is None or self._runner.server is None:
+            return
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + seconds
+        self._leaving = True
+        await self._end_accepting()
+        for site in self._runner.sites:
+            await site.stop()
+        quiet_since = clock()
+        while clock() < min(quiet_since + QUIET, deadline):
+            await asyncio.sleep(LEAVE_CHECK)
+            if self._answering:
+                quiet_since = clock()
+        self._service.port.fail_all(503, "the server is shutting down")
+        await self._runner.server.shutdown(LAST_BYTES)
+
     async def stop(self) -> None:
         """Ends running streams with an error, sends what is left, closes all connections."""
         self._service.port.fail_all(503, "the server is shutting down")
+        await self._end_accepting()
         if self._runner is not None:
             await self._runner.cleanup()
 
     def stats(self) -> dict[str, float]:
-        """`port`: the one it listens on."""
-        return {"port": float(self.url.rpartition(":")[2])} if self.url else {}
+        """It has none of its own."""
+        return {}
+
+    def _app(self) -> web.Application:
+        @web.middleware
+        async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
+            self._answering += 1
+            try:
+                return await handler(request)
+            finally:
+                self._answering -= 1
+
+        async def end_connection(_request: web.Request, response: web.StreamResponse) -> None:
+            if self._leaving:
+                response.force_close()
+
+        app = build_app(self._service)
+        app.middlewares.insert(0, counted)
+        app.on_response_prepare.append(end_connection)
+        return app
+
+    async def _accept(self, runner: web.AppRunner) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ready.wait(), FIRST_BEATS)
+        for one in self._sockets:
+            await web.SockSite(runner, one, backlog=BACKLOG).start()
+        self._open = True
+        self._announce()
+
+    async def _end_accepting(self) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait({self._accepting})
+        if not self._open:
+            close_all(self._sockets)
 
     def _announce(self) -> None:
-        if self.url and not self._announced and self._service.core.status == "ready":
+        if self._open and not self._announced and self._service.core.status == "ready":
             self._announced = True
             print(f"ready {self.url}", file=sys.stdout, flush=True)

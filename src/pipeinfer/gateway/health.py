@@ -46,18 +46,13 @@ class Health:
     def __init__(self, expected: Iterable[Expected]) -> None:
         self.rows = {e.stage: Row(e.stage, e.name, e.group, e.rank) for e in expected}
 
-    def beat(self, beat: Heartbeat, now: float) -> bool:
-        """Takes a heartbeat; True if its stage is another process than the one known before.
-
-        Stages outside the topology and earlier incarnations are ignored.
-        """
+    def beat(self, beat: Heartbeat, now: float) -> None:
+        """Takes a heartbeat; stages outside the topology and earlier incarnations are ignored."""
         row = self.rows.get(beat.stage)
         if row is None or beat.incarnation < row.incarnation:
-            return False
-        restarted = row.incarnation not in (0, beat.incarnation)
+            return
         row.state, row.reason, row.pid = beat.state, beat.reason, beat.pid
         row.incarnation, row.seen, row.stats = beat.incarnation, now, beat.stats
-        return restarted
 
     def check(self, now: float) -> None:
         """Marks the stages that have been silent for too long."""

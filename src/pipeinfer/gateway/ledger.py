@@ -1,11 +1,20 @@
-"""The root ledger's entry: one request, its latest attempt, and how much of it was delivered.
+"""The root ledger's entries: live requests with what was delivered of them, and ended ones.
 
-Knows no stage and no client; it decides what of a row is new.
+Knows no client and no socket; it decides what of a row is new, and which ends a tokenizer that was
+started again may have missed.
 """
 
 from __future__ import annotations
 
-from pipeinfer.messages import Submit, TextRow
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from pipeinfer.messages import Abort, Done, Submit, TextRow
+
+REMEMBERED = 10_000  # ended requests
+LATELY = 60.0  # seconds for which an end is repeated to a tokenizer that was started again
 
 
 class Hole(ValueError):
@@ -15,7 +24,7 @@ class Hole(ValueError):
 class Record:
     """One live request.
 
-    `submit` is kept until the first row, so that it can be sent again. `early` holds rows that
+    `submit` is kept to the end, for a tokenizer that was started again. `early` holds rows that
     overtook Accepted: they come from another stage, on another socket. `tokens` and `bytes` count
     what was delivered (output ids, UTF-8 bytes of text).
     """
@@ -38,18 +47,22 @@ class Record:
 
     def __init__(self, submit: Submit, tokenizer: str, now: float) -> None:
         self.request_id = submit.request_id
-        self.submit: Submit | None = submit
+        self.submit = submit
         self.attempt = submit.attempt
         self.tokenizer = tokenizer
         self.timeout = submit.timeout
         self.deadline = now + submit.timeout if submit.timeout > 0 else float("inf")
-        self.accepted = False  # this attempt has a group
+        self.accepted = False  # it has a group
         self.group = -1
         self.prompt_tokens = -1  # unknown before the first Accepted
         self.early: list[TextRow] = []
-        self.started = False  # a row of some attempt was delivered
+        self.started = False  # a row was delivered
         self.bytes = 0
         self.tokens = 0
+
+    def again(self) -> Submit:
+        """What a tokenizer that was started again must know of it."""
+        return msgspec.structs.replace(self.submit, group=self.group)
 
     def advance(self, row: TextRow) -> tuple[str, bytes]:
         """(text, ids) of `row` that were not delivered yet; counts them as delivered.
@@ -79,3 +92,45 @@ class Record:
         if known < 0:
             raise Hole(f"tokens continue at {row.token_offset}, but {self.tokens} were delivered")
         return row.ids[known * 4 :]
+
+
+class End(NamedTuple):
+    """How a request ended. `tokenizer`: "" if it was another gateway's. `reason`: of the Abort that
+    was sent, "" if Done was. `at`: seconds, when the pipeline was told last."""
+
+    tokenizer: str
+    attempt: int
+    reason: str
+    at: float
+
+
+class Endings:
+    """The latest ended requests, oldest first."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, End] = {}
+
+    def add(self, request_id: str, end: End) -> None:
+        """Records an end, or that the pipeline was told again."""
+        self._ends.pop(request_id, None)
+        self._ends[request_id] = end
+        if len(self._ends) > REMEMBERED:
+            del self._ends[next(iter(self._ends))]
+
+    def get(self, request_id: str) -> End | None:
+        """How the request ended; None if it never did, as far as is remembered."""
+        return self._ends.get(request_id)
+
+    def lately(self, tokenizer: str, now: float) -> Iterator[Abort | Done]:
+        """What `tokenizer` was told in the last minute; it may have died before it read it."""
+        mine = [
+            (name, end)
+            for name, end in self._ends.items()
+            if end.tokenizer in (tokenizer, "") and now - end.at < LATELY
+        ]
+        done = tuple(name for name, end in mine if not end.reason)
+        if done:
+            yield Done(done)
+        for name, end in mine:
+            if end.reason:
+                yield Abort(name, end.attempt, end.reason)

@@ -5,6 +5,7 @@ Reads the settings and two small files of the checkpoint's folder; loads no mode
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from pipeinfer.gateway.health import Expected
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
 from pipeinfer.models.source import resolve_model
+from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.runtime.topology import Topology
 from pipeinfer.settings import Settings
@@ -33,6 +35,7 @@ def build(context: StageContext) -> Stage:
         index=context.identity.index,
         seed=settings.seed,
         max_queue=settings.max_queue,
+        incarnation=context.incarnation,
     )
     metrics = Metrics(core.health)
     service = Service(
@@ -46,12 +49,21 @@ def build(context: StageContext) -> Stage:
         _context_length(settings, folder),
     )
     others = [s for s in context.topology.ids() if s != context.identity.id]
+    driver = HttpDriver(service, settings.host, lambda: _listen(context))
     return Stage(
         core,
-        HttpDriver(service, settings.host, settings.port),
+        driver,
         TICK,
         tuple((stage, "telemetry") for stage in others),
+        before_leave=lambda: driver.leave(settings.drain_timeout),
     )
+
+
+def _listen(context: StageContext) -> list[socket.socket]:
+    """The sockets of the parent process, or own ones."""
+    if context.listen_fds:
+        return listening.adopt(context.listen_fds)
+    return listening.open_sockets(context.settings.host, context.settings.port)
 
 
 def expected_stages(topology: Topology) -> list[Expected]:

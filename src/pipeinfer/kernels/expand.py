@@ -95,7 +95,8 @@ def _tokens(
         tl.store(ids + at, tl.where(token < 0, last, token), mask=inside)
 
 
-@triton.jit
+# Sizes change from step to step; compiling anew for each kind of number would hold up the step.
+@triton.jit(do_not_specialize=["rows", "capacity", "index_capacity", "pages_stride"])
 def _expand(
     pages, starts, counts, slots, tokens, last_token,
     positions, places, ids, token_offsets, page_indices, page_offsets, seq_lens, last_page_len,
@@ -152,8 +153,7 @@ def expand(
         pages, starts, counts, slots, tokens, last_token,
         out.positions, out.places, out.ids, out.token_offsets, out.page_indices, out.page_offsets,
         out.seq_lens, out.last_page_len, rows, capacity, out.page_indices.shape[0],
-        pages.stride(0), PAGE=page_size, BLOCK=min(BLOCK, triton.next_power_of_2(longest)),
-        num_warps=4,
+        pages.stride(0), PAGE=page_size, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
 

@@ -25,12 +25,21 @@ from pipeinfer.kernels.lanes import (
     token_of,
 )  # fmt: skip
 from pipeinfer.kernels.triton_noise import gumbel, words
-from pipeinfer.kernels.truncated import CANDIDATES, CHUNK, choose, collect, is_truncated, settle
+from pipeinfer.kernels.truncated import (
+    CANDIDATES,
+    CHUNK,
+    PLACES,
+    choose,
+    collect,
+    is_truncated,
+    settle,
+)
 
 # Fixed, whatever the batch: partial results must not depend on how many rows there are.
 BLOCK = 4096  # logits of one program
 WARPS = 4
 CHOOSE_WARPS = 16
+CHOOSE_REGISTERS = 0  # of a thread, at most; 0: what the compiler takes
 GREEDY_BELOW = 1e-5  # such a temperature is greedy; as in engine/sampler.py
 _GREEDY = tl.constexpr(GREEDY_BELOW)
 _TRUNCATED = tl.constexpr(2)
@@ -146,18 +155,20 @@ def _truncated(
     """Serves the rows that something restricts; `options` as the reduction has them."""
     rows, vocab = logits.shape
     blocks, padded = peaks.shape[1], options["BLOCKS"]
-    share = max(CANDIDATES // padded, 1)
-    few = logits.new_empty(rows, padded * share)
-    names = logits.new_empty(rows, padded * share, dtype=torch.int32)
+    places = min(PLACES, BLOCK)
+    few = logits.new_empty(rows, blocks * places)
+    names = logits.new_empty(rows, blocks * places, dtype=torch.int16)
     counts = logits.new_empty(rows, blocks, dtype=torch.int32)
+    if CHOOSE_REGISTERS:
+        options = options | {"maxnreg": CHOOSE_REGISTERS}
     sizes = (logits.stride(0), vocab, blocks)
     collect[(rows, blocks)](
         logits, *knobs, peaks, sums, few, names, counts, *sizes, BLOCKS=padded, BLOCK=BLOCK,
-        SHARE=share, GREEDY=GREEDY_BELOW, num_warps=4,
+        PLACES=places, GREEDY=GREEDY_BELOW, num_warps=4,
     )  # fmt: skip
     choose[(rows,)](
         logits, *knobs, seeds, positions, peaks, sums, few, names, counts, *target, *sizes,
-        SHARE=share, CHUNK=CHUNK, LANES=BLOCK, GREEDY=GREEDY_BELOW,
+        PLACES=places, CANDIDATES=CANDIDATES, CHUNK=CHUNK, LANES=BLOCK, GREEDY=GREEDY_BELOW,
         SHIFT=_unused_bits(logits.dtype), num_warps=CHOOSE_WARPS, **options,
     )  # fmt: skip
 

@@ -19,13 +19,15 @@ from pipeinfer.kernels.triton_noise import gumbel, gumbel_at, words
 
 # From the maxima and sums of a row's blocks follows a logit that the threshold cannot lie below.
 # collect(), a program per block, copies the few candidates from there up; choose(), a program per
-# row, searches and draws among these alone, in registers. Where a block has too many (flat logits,
-# a top_k above the number of blocks) it reads the whole row for every step of the search: the same
-# result, slowly.
+# row, searches and draws among these alone, in registers. Where there are too many (flat logits, a
+# top_k above the number of blocks) it reads the whole row for every step of the search: the same
+# result, slowly. How many a block may have matters as much as how many a row may: vocabularies are
+# sorted by frequency, so that candidates stand together.
 #
 # A key is a logit as an integer that sorts like it. 16 bits are enough for bfloat16.
 
-CANDIDATES = 4096  # places for the candidates of a row, shared out equally among its blocks
+CANDIDATES = 4096  # of a row, at most; a power of two
+PLACES = 1024  # for the candidates of a block; no more than the block has logits
 CHUNK = 8192  # logits of the whole row that are read at a time
 _LOWEST = tl.constexpr(-(2**31))
 
@@ -112,14 +114,21 @@ def _threshold(
 @triton.jit
 def _of_few(
     logits, names, counts, blocks, low, k, p, floor, total, peak, heat, seed, position,
-    SHIFT: tl.constexpr, SHARE: tl.constexpr, CANDIDATES: tl.constexpr,
+    SHIFT: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Gumbel-max over those of the collected candidates that the threshold leaves."""
     index = tl.arange(0, CANDIDATES)
-    block = index // SHARE
-    inside = index % SHARE < tl.load(counts + block, mask=block < blocks, other=0)
-    value = tl.load(logits + index, mask=inside, other=float("-inf")).to(tl.float32)
-    ids = tl.load(names + index, mask=inside, other=0)
+    block = tl.zeros_like(index)  # of each candidate, and where the block's begin
+    first = tl.zeros_like(index)
+    end = low.to(tl.int32) * 0
+    for one in range(0, blocks):
+        end += tl.load(counts + one)
+        block += (index >= end).to(tl.int32)
+        first = tl.where(index >= end, end, first)
+    inside = index < end
+    at = block * PLACES + index - first
+    value = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+    ids = block * BLOCK + tl.load(names + at, mask=inside, other=0).to(tl.int32)
     x = _scaled(value, peak, heat)
     keys = tl.where(inside, sortable(value) >> SHIFT, _LOWEST)
     weights = tl.exp(x)
@@ -187,12 +196,11 @@ def _statistics(row, heat, top_k, top_p, min_p, peaks, sums, vocab, blocks, BLOC
 @triton.jit
 def collect(
     logits, temperature, top_k, top_p, min_p, peaks, sums, candidates, names, counts, stride,
-    vocab, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr,
+    vocab, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr,
     GREEDY: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block) copies the block's candidates with their ids, in order.
-
-    Leaves how many there are, also where that is more than the SHARE places that a block has.
+    """Program (row, block) copies the block's candidates, and in `names` their ids less the first
+    of the block, in order. Leaves how many there are, also where that is more than PLACES.
     """
     row = tl.program_id(0)
     block = tl.program_id(1)
@@ -203,14 +211,15 @@ def collect(
         at = row * blocks + block
         size = row * 0
         if tl.load(peaks + at) >= bound:
-            index = block * BLOCK + tl.arange(0, BLOCK)
+            name = tl.arange(0, BLOCK)
+            index = block * BLOCK + name
             whole = logits + row.to(tl.int64) * stride
             value = tl.load(whole + index, mask=index < vocab, other=float("-inf"))
             found = (value.to(tl.float32) >= bound) & (index < vocab)
             place = tl.cumsum(found.to(tl.int32), axis=0) - 1
-            target = (row * BLOCKS + block) * SHARE + place
-            tl.store(candidates + target, value, mask=found & (place < SHARE))
-            tl.store(names + target, index, mask=found & (place < SHARE))
+            target = at * PLACES + place
+            tl.store(candidates + target, value, mask=found & (place < PLACES))
+            tl.store(names + target, name.to(tl.int16), mask=found & (place < PLACES))
             size = tl.sum(found.to(tl.int32), axis=0)
         tl.store(counts + at, size)
 
@@ -219,8 +228,8 @@ def collect(
 def choose(
     logits, temperature, top_k, top_p, min_p, seeds, positions, peaks, sums, candidates, names,
     counts, chosen, last_token, slots, stride, vocab, blocks, BLOCKS: tl.constexpr,
-    SHARE: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, SHIFT: tl.constexpr,
-    GREEDY: tl.constexpr, KEEP: tl.constexpr,
+    PLACES: tl.constexpr, CANDIDATES: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr,
+    SHIFT: tl.constexpr, GREEDY: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """One program per row, after collect(); does nothing for rows without restriction."""
     row = tl.program_id(0)
@@ -235,12 +244,12 @@ def choose(
             low = (sortable(bound) >> SHIFT).to(tl.int64)
             block = tl.arange(0, BLOCKS)
             mine = counts + row * blocks
-            most = tl.max(tl.load(mine + block, mask=block < blocks, other=0), axis=0)
-            if most <= SHARE:
-                first = row * (BLOCKS * SHARE)
+            found = tl.load(mine + block, mask=block < blocks, other=0)
+            if (tl.max(found, axis=0) <= PLACES) & (tl.sum(found, axis=0) <= CANDIDATES):
+                first = row * blocks * PLACES
                 token = _of_few(candidates + first, names + first, mine, blocks, low, k, p, floor,
-                                total, peak, heat, seed, position, SHIFT, SHARE,
-                                BLOCKS * SHARE)  # fmt: skip
+                                total, peak, heat, seed, position, SHIFT, PLACES, LANES,
+                                CANDIDATES)  # fmt: skip
             else:
                 whole = logits + row.to(tl.int64) * stride
                 token = _of_all(whole, vocab, low, k, p, floor, total, peak, heat, seed, position,

@@ -56,12 +56,18 @@ class Embedding:
 
 
 class Head:
-    """Hidden states [S, hidden] to logits [S, vocab]; `rows` are the embedding's where tied."""
+    """Hidden states [S, hidden] to logits [S, vocab]; `rows` are the embedding's where tied.
+
+    `local` gives this rank's part only, [S, share], for ids `rows.start` and following.
+    """
 
     def __init__(self, rows: VocabularyRows, placement: Placement) -> None:
         self.rows = rows
         self._placement = placement
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._placement.gather(self.rows.matrix(hidden))
+        logits = self._placement.gather(self.local(hidden))
         return logits[:, : self.rows.vocab_size]
+
+    def local(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.rows.matrix(hidden)

@@ -29,7 +29,7 @@ class GatedMLP:
     ) -> None:
         self.gate_up = merged_gate_up(hidden_size, intermediate_size, bias, placement)
         self.down = RowLinear("down_proj", intermediate_size, hidden_size, bias, placement)
-        fused = fused_ops(placement.device, placement.dtype)
+        fused = fused_ops(placement.device, placement.dtype, placement.compiled)
         self._activate = silu_and_multiply if fused is None else fused.silu_and_multiply
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ class RMSNorm:
     def __init__(self, name: str, size: int, eps: float, placement: Placement) -> None:
         self._name = name
         self._eps = eps
-        self._fused = fused_ops(placement.device, placement.dtype)
+        self._fused = fused_ops(placement.device, placement.dtype, placement.compiled)
         self.weight = placement.empty(size)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -37,10 +37,9 @@ class RMSNorm:
         return rms_normalize(x, self._eps).mul_(self.weight)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of x + residual, x + residual); the sum is in `residual`, x may be overwritten."""
+        """(norm of x + residual, x + residual); both arguments may be overwritten."""
         if self._fused is not None:
-            self._fused.add_rms_norm(x, residual, self.weight, self._eps)
-            return x, residual
+            return self._fused.add_rms_norm(x, residual, self.weight, self._eps)
         residual.add_(x)
         return self(residual), residual
 

@@ -50,12 +50,16 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class Placement:
-    """What every layer is built with. Without `group` only one rank alone can run."""
+    """What every layer is built with. Without `group` only one rank alone can run.
+
+    compiled: element-wise operations by torch.compile, where no kernel fuses them.
+    """
 
     shard: Shard
     dtype: torch.dtype
     device: torch.device
     group: Group | None = None
+    compiled: bool = False
 
     def empty(self, *shape: int) -> torch.Tensor:
         """A parameter, not yet filled."""

@@ -49,6 +49,7 @@ class MemoryManager:
         self.table.reset()
         self.slots = Slots(self.slots.count)
         self._prompts_done = _NONE
+        self.evicted_pages = 0  # since the cache was empty
         self._digest = RunningDigest()
 
     @property
@@ -219,7 +220,9 @@ class MemoryManager:
     def _take(self, count: int) -> np.ndarray:
         missing = count - self.free
         if missing > 0:
-            self._give(self.cache.evict(missing))
+            pages = self.cache.evict(missing)
+            self.evicted_pages += len(pages)
+            self._give(pages)
         pages = self.allocator.take(count)
         self._note(pages)
         return pages

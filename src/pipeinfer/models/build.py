@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from pipeinfer.layers.fused import fused_ops
 from pipeinfer.layers.placement import Group, Placement, Shard
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.models.config import ModelConfig
@@ -22,15 +23,32 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     group: Group | None = None,
+    compiled: bool = False,
 ) -> CausalLM:
     """The model's part of rank `shard`, allocated and not filled.
 
-    `group` adds up over ranks; without it a part of several ranks can be loaded, not run. Raises
-    ConfigurationError if heads or MLP do not divide by the ranks.
+    `group` adds up over ranks; without it a part of several ranks can be loaded, not run.
+    `compiled`: see layers/compiled.py. Raises ConfigurationError if heads or MLP do not divide by
+    the ranks, or if what is to be compiled cannot be.
     """
     check_shard(config, shard.size)
-    placement = Placement(shard, dtype, torch.device(device), group)
+    placement = Placement(shard, dtype, torch.device(device), group, compiled)
+    if compiled:
+        _compile(config.hidden_size, config.intermediate_size // shard.size, placement)
     return find_builder(config.architecture)(config, placement)
+
+
+def _compile(hidden: int, intermediate: int, placement: Placement) -> None:
+    """Now, because later it would hold up a step."""
+    if fused_ops(placement.device, placement.dtype) is not None:
+        return
+    from pipeinfer.layers.compiled import warm
+
+    try:
+        warm(hidden, intermediate, placement.dtype, placement.device)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigurationError(f"--compile: torch.compile failed: {reason}") from error
 
 
 def check_shard(config: ModelConfig, ranks: int) -> None:

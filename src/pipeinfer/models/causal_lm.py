@@ -96,6 +96,10 @@ class CausalLM:
         """[S, hidden] to [S, vocab] in the model's dtype; the same on all ranks."""
         return self.head(hidden)
 
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """This rank's part of them: [S, hidden] to [S, share], from id `head.rows.start` on."""
+        return self.head.local(hidden)
+
     def attention_shapes(self) -> list[AttentionShape]:
         """This rank's heads, layer by layer."""
         return [

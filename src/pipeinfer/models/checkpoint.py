@@ -1,7 +1,8 @@
 """Fills a model's parameters from a checkpoint, straight into their merged and sharded places.
 
 Files are taken one after another and a tensor at a time, so there is never a second copy of the
-model. Knows no architecture: the model's `sources` say what goes where.
+model; the next file is read while this one is taken. Knows no architecture: the model's `sources`
+say what goes where.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pipeinfer.layers.placement import Source
 from pipeinfer.models.build import build_model
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.models.config import ModelConfig
+from pipeinfer.models.readahead import ReadAhead
 from pipeinfer.models.safetensors import StoredTensor, read_headers
 from pipeinfer.settings import ConfigurationError
 
@@ -67,13 +69,15 @@ def _fill(model: CausalLM, folder: Path, progress: Progress | None) -> None:
         by_file[entry.file].append(source)
         total += entry.nbytes
     done = 0
-    for file, sources in by_file.items():
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            for source in sources:
-                source.target.copy_(opened.get_slice(source.name)[source.part])
-                done += stored[source.name].nbytes
-                if progress is not None:
-                    progress(done, total)
+    with ReadAhead(list(by_file)) as ahead:
+        for file, sources in by_file.items():
+            ahead.reached(file)
+            with safe_open(file, framework="pt", device="cpu") as opened:
+                for source in sources:
+                    source.target.copy_(opened.get_slice(source.name)[source.part])
+                    done += stored[source.name].nbytes
+                    if progress is not None:
+                        progress(done, total)
 
 
 def _stored(source: Source, stored: dict[str, StoredTensor], folder: Path) -> StoredTensor:

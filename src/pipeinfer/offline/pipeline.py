@@ -89,9 +89,13 @@ class Pipeline:
         self._service = stages.service
         if isinstance(self._service, Supervisor):
             self._service.on_give_up = self._on_give_up
-        self._core = GatewayCore(expected_stages(stages.topology), seed=self._settings.seed)
         self._shell = Shell(
             self._settings, stages.topology, Identity("gateway"), self._context, self._build
+        )
+        self._core = GatewayCore(
+            expected_stages(stages.topology),
+            seed=self._settings.seed,
+            incarnation=self._shell.incarnation,
         )
         for work in (self._shell.run(), self._service.run()):
             task = self._loop.create_task(work)

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import uvloop
@@ -20,7 +21,9 @@ import zmq
 
 from pipeinfer import settings as config
 from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.group_fault import end_on_group_fault
 from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
+from pipeinfer.runtime.stage import Stage, StageContext, builder
 from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import ConfigurationError, Settings
 
@@ -37,6 +40,7 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
         settings = stage_settings(topology, config.parse_flags(rest), os.environ)
         identity = Identity(stage or options.stage, options.group, options.rank, options.index)
         topology.address(identity.id)
+        rest = rest[1:] if rest[:1] == [stage] else rest  # `swap` names the stage for a script too
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISCONFIGURED
@@ -44,14 +48,15 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
     # Messages and requests form no cycles. With the default threshold the collector walks all of
     # them many times a second, which at 1,024 requests more than doubles a step of the scheduler.
     gc.set_threshold(100_000, 20, 100)
-    return uvloop.run(_run(settings, topology, identity, options.child))
+    return uvloop.run(_run(settings, topology, identity, options))
 
 
 def stage_settings(
     topology: Topology, flags: dict[str, Any], environ: dict[str, str] | os._Environ[str]
 ) -> Settings:
     """Settings of one stage: flags over environment over the topology's [settings]."""
-    return config.build({**topology.settings, **config.from_environment(environ), **flags})
+    named = {**topology.defaults(), **config.from_environment(environ), **flags}
+    return topologies.fitting(config.build(named), topology)
 
 
 def set_up_logging(settings: Settings, name: str) -> None:
@@ -78,17 +83,30 @@ def _parser(stage: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--child", action="store_true", help="stop when the parent process is gone")
+    parser.add_argument(
+        "--listen-fd", type=int, action="append", default=[], metavar="N",
+        help="a listening socket of the parent process, instead of --host and --port",
+    )  # fmt: skip
     return parser
 
 
-async def _run(settings: Settings, topology: Topology, identity: Identity, child: bool) -> int:
-    shell = Shell(settings, topology, identity, zmq.Context.instance())
+async def _run(
+    settings: Settings, topology: Topology, identity: Identity, options: argparse.Namespace
+) -> int:
+    def build(context: StageContext) -> Stage:
+        return builder(identity.name)(replace(context, listen_fds=tuple(options.listen_fd)))
+
+    context = zmq.Context.instance()
+    shell = Shell(settings, topology, identity, context, build)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, shell.drain)
-    if child:
+    loop.add_signal_handler(signal.SIGUSR1, shell.leave)
+    if options.child:
         _watch_parent(loop, shell, os.getppid())
     else:
         loop.add_signal_handler(signal.SIGINT, shell.drain)
+        if identity.name == "engine":
+            end_on_group_fault(topology, identity, context)
     return await run_shell(shell)
 
 

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ import zmq
 from pipeinfer import settings as config
 from pipeinfer.models.source import resolve_model
 from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.find import PREFIX, TOPOLOGY, alive
 from pipeinfer.runtime.inprocess import InProcess
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.runtime.topology import Topology
-from pipeinfer.settings import DEMO, ConfigurationError, Settings
+from pipeinfer.settings import DEMO, Settings
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,24 @@ def prepare(given: Mapping[str, Any], say: Callable[[str], None]) -> Settings:
     """
     named = {**config.from_environment(os.environ), **given}
     file = named.get("topology")
-    settings = config.build({**(topologies.load(file).settings if file else {}), **named})
-    if settings.record:
-        raise ConfigurationError("--record: this version cannot record its stages yet")
+    settings = config.build({**(topologies.load(file).defaults() if file else {}), **named})
     if settings.model in ("", DEMO):
         say(f"no model given: serving the bundled demo model {DEMO!r}")
     folder = resolve_model(settings.model, settings.revision, say)
     return msgspec.structs.replace(
-        settings, served_model_name=settings.model_name, model=str(folder), revision=""
+        settings,
+        served_model_name=settings.model_name,
+        model=str(folder.absolute()),
+        revision="",
+        # A stage that is swapped may run in another folder.
+        chat_template=_absolute(settings.chat_template),
+        record=_absolute(settings.record),
+        profile_dir=_absolute(settings.profile_dir),
     )
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute()) if path else ""
 
 
 @contextmanager
@@ -66,19 +76,24 @@ def local_stages(
         identities = [e.identity for e in topology.entries if e.name != without]
         yield LocalStages(InProcess(settings, topology, identities, context), topology)
         return
-    folder = tempfile.mkdtemp(prefix="pipeinfer-")
+    folder = tempfile.mkdtemp(prefix=PREFIX)
     try:
-        topology = _topology(settings, f"ipc://{folder}/")
+        topology = replace(
+            _topology(settings, f"ipc://{folder}/"), supervisor=f"ipc://{folder}/supervisor"
+        )
         identities = [e.identity for e in topology.entries if e.name != without]
-        file = Path(folder, "pipeinfer.toml")
+        file = Path(folder, TOPOLOGY)
         file.write_text(topology.to_toml())
         service = Supervisor(settings, topology, str(file), identities, context)
-        yield LocalStages(service, topology)
+        with alive(file):
+            yield LocalStages(service, topology)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _topology(settings: Settings, prefix: str) -> Topology:
     if settings.topology:
-        return topologies.load(settings.topology)
+        topology = topologies.load(settings.topology)
+        topologies.fitting(settings, topology)
+        return topology
     return topologies.local(settings, prefix)

@@ -15,16 +15,23 @@ from collections.abc import Callable
 
 import zmq
 
+from pipeinfer import control
 from pipeinfer.bus.bus import Bus
+from pipeinfer.bus.frames import Header
 from pipeinfer.core import EVERYONE, LOCAL, Send
-from pipeinfer.messages import Drain, GroupFault, Header, Heartbeat, Message, State, Tick
+from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.messages import GroupFault, Heartbeat, Message, State
+from pipeinfer.runtime.fence import Fence
 from pipeinfer.runtime.stage import TAKES, Stage, StageContext, builder
+from pipeinfer.runtime.tap import Tap
 from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import ConfigurationError, Settings
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT = 0.5  # seconds
+LEAVE = 10.0  # seconds that a stage has to hand on what is in hand
+LEAVE_CHECK = 0.005  # seconds; its successor, and every stream, waits for its end
 
 
 class StoppedWhileBuilding(Exception):
@@ -48,23 +55,29 @@ class Shell:
         self._topology = topology
         self._build = build or builder(identity.name)
         self._takes = TAKES[identity.name]
+        self._fence = Fence()
         self._stage: Stage | None = None
+        self._tap: Tap | None = None
         self._progress: tuple[State, str] = ("starting", "")
         self._shown: tuple[State, str] | None = None
         self._stop = asyncio.Event()
         self._drained_by = float("inf")
+        self._leaving: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
 
     async def run(self) -> None:
         """Builds the stage and serves. Raises what the builder, the core or the driver raises."""
         self._loop = asyncio.get_running_loop()
         self.bus.bind()
+        whose = self.settings, self._topology, self.identity, self.incarnation
+        self._tap = Tap(*whose, self._answer, self.handle)
         beat = self._loop.call_soon(self._heartbeat)
         try:
             stage = await self._built()
             for peer, channel in stage.listens:
                 self.bus.listen(peer, channel)
             self._stage = stage
+            self._tap.begin(stage.core, stage.facts)
             if stage.driver is not None:
                 await stage.driver.start(self.handle)
             self.bus.start(self._on_message)
@@ -74,9 +87,14 @@ class Shell:
             self._progress = ("failed", str(error))
             self._publish_heartbeat()
             raise
+        except Exception as error:
+            self._failure = error
         finally:
             self._stop.set()
             beat.cancel()
+            if self._leaving is not None:
+                self._leaving.cancel()
+            self._close_tap()
             if self._stage is not None and self._stage.driver is not None:
                 await self._stage.driver.stop()
             self.bus.close()
@@ -92,17 +110,53 @@ class Shell:
         self.handle(Drain())
         self._check_drained()
 
+    def leave(self) -> None:
+        """Another process takes over: hand on what is in hand, then stop, within seconds.
+
+        Does nothing when the stage ends already; `drain` and `stop` end it sooner.
+        """
+        if self._stage is None:
+            self._stop.set()
+        elif self._leaving is None and self._drained_by == float("inf"):
+            self._leaving = self._loop.create_task(self._leave(self._stage))
+
+    async def _leave(self, stage: Stage) -> None:
+        try:
+            if stage.before_leave is not None:
+                await stage.before_leave()
+            self.handle(Leave())
+            deadline = self._loop.time() + LEAVE
+            while not stage.core.idle() and self._loop.time() < deadline:
+                await asyncio.sleep(LEAVE_CHECK)
+        except Exception as error:
+            log.exception("%s could not leave in good order", self.identity.id)
+            self._failure = error
+        self._stop.set()
+
     def stop(self) -> None:
         """Stops without finishing anything."""
         self._stop.set()
 
     def handle(self, event: Message) -> None:
-        """One event through the core, and its outputs on their way; on the shell's loop only."""
+        """One local event through the core; on the shell's loop only."""
+        now = time.monotonic()
+        if self._tap is not None and self._tap.active and not self._stop.is_set():
+            self._tap.event(now, event)
+        self._pass(event, now)
+
+    def _pass(self, event: Message, now: float) -> None:
+        """One event through the core, and its outputs on their way."""
         if self._stop.is_set() or self._stage is None:
             return
+        driver, local = self._stage.driver, []
         try:
-            for send in self._stage.core.handle(event, time.monotonic()):
+            for send in self._stage.core.handle(event, now):
+                if send.channel == LOCAL:
+                    local.append(send.message)
                 self._send(send)
+            for message in local:  # last: a driver may feed the next event before it returns
+                assert driver is not None
+                driver.deliver(message)
         except Exception as error:  # a broken invariant ends the stage, with the reason in its log
             log.exception("%s failed on %s", self.identity.id, type(event).__name__)
             self._failure = error
@@ -147,18 +201,39 @@ class Shell:
         if isinstance(send.message, GroupFault):
             # A supervisor hears it and acts; without one, this line is what tells a person.
             log.error("group %d is stuck: %s", send.message.group, send.message.reason)
+        tap = self._tap if self._tap is not None and self._tap.active else None
         if send.channel == LOCAL:
-            assert self._stage is not None and self._stage.driver is not None
-            self._stage.driver.deliver(send.message)
-        else:
-            self.bus.send(send)
+            if tap is not None:
+                tap.delivered(send.message)
+            return
+        number, sent, body = self.bus.send(send)
+        if tap is not None:
+            tap.sent(send.channel, send.to, number, sent, body)
 
     def _on_message(self, channel: str, header: Header, message: Message) -> None:
+        if channel == control.CHANNEL and self._tap is not None:
+            self._tap.control(message)
+            return
+        if not self._fence.passes(header):
+            return
         if channel not in self._takes:
             self.bus.reader.bad(f"{self.identity.name} takes no {channel}, {header.sender} sent it")
             return
-        self.handle(message)
+        now = time.monotonic()
+        if self._tap is not None and self._tap.active and not self._stop.is_set():
+            self._tap.frame(now, channel, header, self.bus.reader.body)
+        self._pass(message, now)
         self._show_state()
+
+    def _answer(self, state: control.RecordingState) -> None:
+        if not self._stop.is_set():
+            self.bus.send(Send(control.CHANNEL, EVERYONE, state))
+
+    def _close_tap(self) -> None:
+        assert self._tap is not None
+        if self._failure is not None and self._stage is not None:
+            self._tap.crashed(self._failure)
+        self._tap.close()
 
     def _report(self, state: State, reason: str) -> None:
         """From the builder's thread."""
@@ -198,7 +273,17 @@ class Shell:
         if self._stage is None:
             return {}
         driver = self._stage.driver
-        return {**self._stage.core.stats(), **(driver.stats() if driver is not None else {})}
+        return {
+            **self._stage.core.stats(),
+            **(driver.stats() if driver is not None else {}),
+            **(self._tap.stats() if self._tap is not None else {}),
+        }
+
+    def _dropped(self) -> dict[str, float]:
+        return {
+            "bad_frames": float(self.bus.reader.bad_frames),
+            "fenced": float(self._fence.dropped),
+        }
 
     def _publish_heartbeat(self) -> None:
         if self._stop.is_set():
@@ -208,8 +293,10 @@ class Shell:
         who = self.identity
         beat = Heartbeat(
             who.id, who.name, who.group, who.rank, who.index, os.getpid(), self.incarnation,
-            state, reason, {**stats, "bad_frames": float(self.bus.reader.bad_frames)},
+            state, reason, {**stats, **self._dropped()},
         )  # fmt: skip
-        self.bus.send(Send("telemetry", EVERYONE, beat))
+        said = self.bus.send(Send("telemetry", EVERYONE, beat))
+        if self._tap is not None and self._tap.active:
+            self._tap.heartbeat(*said)
         if who.name == "gateway":
             self.handle(beat)  # a gateway sees itself without a socket

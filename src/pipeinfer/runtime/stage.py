@@ -6,8 +6,8 @@ Knows no particular stage; builders are found by name and imported only when ask
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipeinfer.core import Core
@@ -24,23 +24,27 @@ BUILDERS = {
 }
 
 TAKES = {
-    "gateway": ("text", "telemetry"),
-    "tokenizer": ("requests",),
-    "scheduler": ("work", "result", "stops"),
+    "gateway": ("text", "telemetry", "recovery"),
+    "tokenizer": ("telemetry", "requests", "recovery"),
+    "scheduler": ("work", "result", "stops", "recovery"),
     "engine": ("plan",),
-    "detokenizer": ("tokens",),
+    "detokenizer": ("tokens", "recovery"),
 }  # channels whose messages reach the core of each stage
 
 
 @dataclass(frozen=True)
 class StageContext:
-    """What a builder gets. `report(state, reason)` shows progress before there is a core."""
+    """What a builder gets. `report(state, reason)` shows progress before there is a core.
+
+    `listen_fds`: sockets for HTTP that the parent process opened; none: open your own.
+    """
 
     settings: Settings
     topology: Topology
     identity: Identity
     incarnation: int
     report: Callable[[State, str], None]
+    listen_fds: tuple[int, ...] = ()
 
 
 class Driver(Protocol):
@@ -65,12 +69,18 @@ class Driver(Protocol):
 
 @dataclass
 class Stage:
-    """A built stage. `tick`: seconds between Tick events. `listens`: (stage id, channel) pairs."""
+    """A built stage. `tick`: seconds between Tick events. `listens`: (stage id, channel) pairs.
+
+    `facts`: what the builder found out beyond the settings, for the header of recordings.
+    `before_leave`: what to wait for before the core is told to leave.
+    """
 
     core: Core
     driver: Driver | None = None
     tick: float = 0.5
     listens: tuple[tuple[str, str], ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    before_leave: Callable[[], Awaitable[None]] | None = None
 
 
 def builder(name: str) -> Callable[[StageContext], Stage]:

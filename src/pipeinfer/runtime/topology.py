@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from pipeinfer.bus import addresses
 from pipeinfer.settings import ConfigurationError, Settings
 
 NAMES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
+SUPERVISOR = "supervisor-0"  # no stage, but what command lines ask for what stages cannot do
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -55,33 +56,52 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stage: list[Entry]
     settings: dict[str, Any] = {}
+    supervisor: str = ""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """All stages of one deployment, and the settings that its file carries."""
+    """All stages of one deployment, and the settings that its file carries.
+
+    `supervisor`: address of the process that starts them again, "" where nobody does.
+    """
 
     entries: tuple[Entry, ...]
     settings: dict[str, Any] = field(default_factory=dict)
+    supervisor: str = ""
 
     def address(self, stage: str) -> str:
         """The address of stage id `stage`; ConfigurationError if there is no such stage."""
         for entry in self.entries:
             if entry.identity.id == stage:
                 return entry.address
+        if stage == SUPERVISOR and self.supervisor:
+            return self.supervisor
         raise ConfigurationError(f"the topology has no stage {stage!r}")
 
     def ids(self, name: str | None = None) -> list[str]:
         """Ids of all stages, or of those called `name`, in the file's order."""
         return [e.identity.id for e in self.entries if name is None or e.name == name]
 
+    def ranks(self, group: int = 0) -> int:
+        """How many engines compute together in `group`; 1 if they are not listed."""
+        return max(sum(e.name == "engine" and e.group == group for e in self.entries), 1)
+
+    def groups(self) -> int:
+        """How many data-parallel groups there are; 1 if their schedulers are not listed."""
+        return max(len(self.ids("scheduler")), 1)
+
+    def defaults(self) -> dict[str, Any]:
+        """What the file says of settings, and what follows from its stages."""
+        return {"tp": self.ranks(), "dp": self.groups(), **self.settings}
+
     def without(self, name: str) -> Topology:
         """The same topology with no stage called `name`."""
-        return Topology(tuple(e for e in self.entries if e.name != name), self.settings)
+        return replace(self, entries=tuple(e for e in self.entries if e.name != name))
 
     def to_toml(self) -> str:
         """The file's text; JSON strings are TOML basic strings."""
-        lines = []
+        lines = [f"supervisor = {json.dumps(self.supervisor)}", ""] if self.supervisor else []
         if self.settings:
             lines += [
                 "[settings]",
@@ -97,9 +117,14 @@ class Topology:
 
 def local(settings: Settings, prefix: str) -> Topology:
     """One host: every stage at `prefix` + its id, e.g. "ipc:///tmp/x/" or "inproc://run-1-"."""
-    if settings.tp > 1 or settings.dp > 1:
-        raise ConfigurationError("this version runs one engine in one group: --tp 1 --dp 1")
-    identities = [Identity(name) for name in NAMES]
+    if settings.tp > 1 and prefix.startswith("inproc"):
+        raise ConfigurationError("--in-process is one process, --tp needs one for each rank")
+    ranks = range(settings.tp)
+    identities = [Identity("gateway"), Identity("tokenizer")]
+    for group in range(settings.dp):
+        identities.append(Identity("scheduler", group))
+        identities += [Identity("engine", group, rank) for rank in ranks]
+    identities.append(Identity("detokenizer"))
     entries = (Entry(i.name, prefix + i.id, i.group, i.rank, i.index) for i in identities)
     return checked(Topology(tuple(entries)))
 
@@ -109,7 +134,7 @@ def load(path: str | Path) -> Topology:
     try:
         raw = tomllib.loads(Path(path).read_text())
         file = msgspec.convert(raw, _File)
-        return checked(Topology(tuple(file.stage), file.settings))
+        return checked(Topology(tuple(file.stage), file.settings, file.supervisor))
     except OSError as error:
         raise ConfigurationError(f"cannot read topology {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, ConfigurationError) as error:
@@ -128,9 +153,38 @@ def checked(topology: Topology) -> Topology:
             if place in seen:
                 raise ConfigurationError(f"{entry.identity.id} and {seen[place]} both take {place}")
             seen[place] = entry.identity.id
-    for name in NAMES:
-        if len(topology.ids(name)) != 1:
-            raise ConfigurationError(
-                f"this version needs exactly one {name}, not {len(topology.ids(name))}"
-            )
+    for name in ("gateway", "tokenizer", "detokenizer"):
+        count = len(topology.ids(name))
+        if count != 1:
+            raise ConfigurationError(f"this version needs exactly one {name}, not {count}")
+    _check_groups(topology)
     return topology
+
+
+def _check_groups(topology: Topology) -> None:
+    """Every group has one scheduler and the same number of ranks; both count from 0."""
+    groups = sorted(e.group for e in topology.entries if e.name == "scheduler")
+    if not groups or groups != list(range(len(groups))):
+        raise ConfigurationError(f"schedulers must have groups 0, 1, ..., not {groups}")
+    engines = [e for e in topology.entries if e.name == "engine"]
+    for engine in engines:
+        if engine.group not in groups:
+            raise ConfigurationError(f"{engine.identity.id} has no scheduler-{engine.group}")
+    wanted = list(range(topology.ranks()))
+    for group in groups:
+        ranks = sorted(e.rank for e in engines if e.group == group)
+        if ranks != wanted:
+            raise ConfigurationError(
+                f"engines of group {group} must have ranks {wanted}, not {ranks}"
+            )
+
+
+def fitting(settings: Settings, topology: Topology) -> Settings:
+    """The settings themselves; ConfigurationError if they ask for other engines than there are."""
+    if settings.tp != topology.ranks():
+        raise ConfigurationError(
+            f"--tp {settings.tp}: the topology has {topology.ranks()} engines in group 0"
+        )
+    if settings.dp != topology.groups():
+        raise ConfigurationError(f"--dp {settings.dp}: the topology has {topology.groups()} groups")
+    return settings

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeinfer.messages import Work, unpack
+from pipeinfer.messages import Delivered, Work, unpack
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +99,14 @@ class Request:
         self.known = self.length
         self.computed = self.projected = self.deferrals = self.hit = 0
         self.inflight.clear()
+
+    def resume(self, delivered: Delivered) -> None:
+        """It will go on after output that another scheduler had sampled, and that was delivered.
+
+        How much of its prompt was cached then is not known any more.
+        """
+        self.outputs = unpack(delivered.ids).tolist()
+        self.cached = 0
 
     def leave(self) -> None:
         """It has no slot any more; rows in flight still report."""

@@ -20,5 +20,11 @@ def build(context: StageContext) -> Stage:
         watchdog=settings.watchdog,
         tp=settings.tp,
     )
-    core = SchedulerCore(options, context.identity.group, first_epoch=context.incarnation)
+    core = SchedulerCore(
+        options,
+        context.identity.group,
+        context.incarnation,
+        context.topology.ids("tokenizer"),
+        context.topology.ids("detokenizer"),
+    )
     return Stage(core, tick=0.1)

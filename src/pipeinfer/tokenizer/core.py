@@ -1,15 +1,33 @@
 """The tokenizer stage without its I/O: requests in, tokenized work out to the chosen group.
 
-Knows where requests went, so that an abort takes the same way. Knows no transport, no clock and
-no model beyond its vocabulary and its length.
+Keeps every unfinished request with the group that it went to, so that its end takes the same way
+and a restarted scheduler can be told. Knows no transport, no clock and no model beyond its
+vocabulary and its length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pipeinfer.core import Send
-from pipeinfer.messages import Abort, Accepted, Drain, Message, Refused, State, Submit, Tick, Work
+from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.messages import (
+    Abort,
+    Accepted,
+    Done,
+    GroupFault,
+    Heartbeat,
+    Message,
+    Recover,
+    Recovered,
+    Refused,
+    State,
+    Submit,
+    Work,
+)
+from pipeinfer.recovery import RollCall, answer, number
+from pipeinfer.tokenizer.group_watch import GroupWatch
+from pipeinfer.tokenizer.ledger import Entry, Ledger
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
 from pipeinfer.tokenizer.routing import Router
 
@@ -19,10 +37,11 @@ DETOKENIZER = 0  # there is one so far; a request stays with the one that it was
 class TokenizerCore:
     """Encodes requests and sends each to one scheduler.
 
-    `eos_ids`: ids that end a request by themselves. `ledger`: how many of the latest requests are
-    remembered with their group. The end of a request is not seen here, so the oldest entry goes
-    when there are more; an abort for a request that was forgotten goes to all groups.
+    `eos_ids`: ids that end a request by themselves. `stage` and `incarnation`: of this process.
+    `gateways`: stages that are asked at the start for the requests of the process before this one.
     """
+
+    __transient__ = ("_encoder",)  # no part of a snapshot: made of the checkpoint alone
 
     def __init__(
         self,
@@ -30,23 +49,34 @@ class TokenizerCore:
         router: Router,
         groups: int,
         eos_ids: tuple[int, ...],
-        ledger: int,
+        stage: str = "tokenizer-0",
+        incarnation: int = 0,
+        gateways: Sequence[str] = (),
     ) -> None:
         self._encoder = encoder
         self._router = router
-        self._all_groups = range(groups)
+        self._watch = GroupWatch()
+        self._all_groups = tuple(range(groups))
         self._eos_ids = eos_ids
-        self._ledger = ledger
-        self._group_of: dict[str, int] = {}
+        self._stage = stage
+        self._ledger = Ledger(self._all_groups)
+        self._roll_call = RollCall(stage, incarnation, gateways)
         self._draining = False
+        self._left = False
         self._accepted = 0
         self._refused = 0
         self._prompt_tokens = 0
         self._handlers: dict[type[Message], Callable[..., list[Send]]] = {
             Submit: self._on_submit,
             Abort: self._on_abort,
-            Tick: lambda event: [],
+            Done: self._on_done,
+            Recover: self._on_recover,
+            Recovered: self._on_recovered,
+            Heartbeat: self._on_heartbeat,
+            GroupFault: lambda event, now: [],
+            Tick: self._on_tick,
             Drain: self._on_drain,
+            Leave: self._on_leave,
         }
 
     def handle(self, event: Message, now: float) -> list[Send]:
@@ -54,23 +84,25 @@ class TokenizerCore:
         handler = self._handlers.get(type(event))
         if handler is None:
             raise TypeError(f"the tokenizer takes no {type(event).__name__}")
-        return handler(event)
+        return handler(event, now)
 
     def state(self) -> tuple[State, str]:
-        return ("draining" if self._draining else "ready", "")
+        return ("draining" if self._draining or self._left else "ready", "")
 
     def stats(self) -> dict[str, float]:
         return {
             "accepted_total": self._accepted,
             "refused_total": self._refused,
             "prompt_tokens_total": self._prompt_tokens,
-            "ledger": len(self._group_of),
+            "ledger": len(self._ledger),
         }
 
     def idle(self) -> bool:
         return True  # every event is answered at once
 
-    def _on_submit(self, event: Submit) -> list[Send]:
+    def _on_submit(self, event: Submit, _now: float) -> list[Send]:
+        if self._left or self._ledger.knows(event.request_id, event.attempt):
+            return []  # the gateway tells the successor; a repeated one was passed on before
         gateway = f"gateway-{event.gateway}"
         if self._draining:
             self._refused += 1
@@ -81,16 +113,20 @@ class TokenizerCore:
             self._refused += 1
             refusal = _refusal(event, error.status, str(error), error.param, error.code)
             return [Send("text", gateway, refusal)]
-        group = self._router.choose(ids, event.cache_salt)
-        self._remember(event.request_id, group)
+        routed = event.group in self._all_groups
+        request = (event.request_id, ids, event.params.max_tokens, event.cache_salt)
+        group = (
+            self._router.sent(event.group, *request) if routed else self._router.choose(*request)
+        )
         self._accepted += 1
         self._prompt_tokens += len(ids)
         raw = ids.tobytes()
+        work = self._work(event, raw)
+        # Until the gateways have told all, it may be one that was sent to a group nobody remembers.
+        certain = routed or self._roll_call.complete
+        self._ledger.put(Entry(work, group, certain))
         accepted = Accepted(event.request_id, event.attempt, group, raw)
-        return [
-            Send("text", gateway, accepted),
-            Send("work", f"scheduler-{group}", self._work(event, raw)),
-        ]
+        return [Send("text", gateway, accepted), Send("work", f"scheduler-{group}", work)]
 
     def _work(self, event: Submit, prompt_ids: bytes) -> Work:
         return Work(
@@ -108,19 +144,63 @@ class TokenizerCore:
             trace=event.trace,
         )
 
-    def _remember(self, request_id: str, group: int) -> None:
-        self._group_of.pop(request_id, None)  # a new attempt counts as new
-        self._group_of[request_id] = group
-        if len(self._group_of) > self._ledger:
-            del self._group_of[next(iter(self._group_of))]
+    # ---------------------------------------------------------------------------------- their end
 
-    def _on_abort(self, event: Abort) -> list[Send]:
-        group = self._group_of.pop(event.request_id, None)
-        groups = self._all_groups if group is None else (group,)
+    def _on_abort(self, event: Abort, _now: float) -> list[Send]:
+        self._router.ended(event.request_id)
+        groups = self._ledger.forget(event.request_id)
+        if groups is None:  # of a gateway that died, or one that only the last tokenizer knew
+            groups = self._all_groups
         return [Send("work", f"scheduler-{to}", event) for to in groups]
 
-    def _on_drain(self, event: Drain) -> list[Send]:
+    def _on_done(self, event: Done, _now: float) -> list[Send]:
+        ended: dict[int, list[str]] = {}
+        for request_id in event.request_ids:
+            self._router.ended(request_id)
+            groups = self._ledger.forget(request_id)
+            if groups is None:
+                # It was refused here; or, before the gateways have told all, it may run anywhere.
+                groups = () if self._roll_call.complete else self._all_groups
+            for group in groups:
+                ended.setdefault(group, []).append(request_id)
+        return [Send("work", f"scheduler-{to}", Done(tuple(ids))) for to, ids in ended.items()]
+
+    # ----------------------------------------------------------------------------------- recovery
+
+    def _on_recover(self, event: Recover, now: float) -> list[Send]:
+        if event.stage.startswith("scheduler"):
+            works = self._ledger.of_group(number(event.stage))
+            known = (Send("work", event.stage, work) for work in works)
+            return answer(self._stage, event, known)
+        out: list[Send] = []
+        for work in self._ledger.of_gateway(number(event.stage)):
+            gone = Abort(work.request_id, work.attempt, "its gateway was restarted")
+            out += self._on_abort(gone, now)
+        return out
+
+    def _on_recovered(self, event: Recovered, _now: float) -> list[Send]:
+        self._roll_call.hear(event)
+        return []
+
+    # ------------------------------------------------------------------------------ time and stop
+
+    def _on_heartbeat(self, event: Heartbeat, now: float) -> list[Send]:
+        report = self._watch.heartbeat(event, now)
+        if report is not None and event.group in self._all_groups:
+            self._router.report(event.group, report)
+        return []
+
+    def _on_tick(self, _event: Tick, now: float) -> list[Send]:
+        for group, report in self._watch.silent(now):
+            self._router.report(group, report)
+        return self._roll_call.ask(now)
+
+    def _on_drain(self, _event: Drain, _now: float) -> list[Send]:
         self._draining = True
+        return []
+
+    def _on_leave(self, _event: Leave, _now: float) -> list[Send]:
+        self._left = True
         return []
 
 

@@ -1,49 +1,183 @@
 """Chooses the data-parallel group of a request, behind one small interface.
 
-Knows prompts as token ids and groups as numbers, nothing about what the groups are doing.
+Knows prompts as token ids, and of groups what they report and what was sent to them. A choice
+depends on what the router was told alone, never on a clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.tokenizer.prefixes import Prefixes, chain
+
+UNKNOWN_OUTPUT = 256  # output tokens that a request without max_tokens is taken to need
 
 
-class Router(Protocol):
-    """A policy of routing. Its choice depends on the requests that it saw, never on a clock."""
+@dataclass(frozen=True)
+class Report:
+    """What a group says of itself. `tokens`: left to compute of its running and waiting requests;
+    `capacity`: tokens that its pool holds; `evicted`: from its prefix cache so far; `epoch`: how
+    often it began with an empty one.
+    """
 
-    def choose(self, prompt_ids: np.ndarray, cache_salt: str) -> int:
-        """The group for a request. `prompt_ids`: int32 [n]; salted prefixes are never shared."""
+    up: bool
+    tokens: int = 0
+    capacity: int = 0
+    evicted: int = 0
+    epoch: int = 0
+
+
+class Policy(Protocol):
+    """Which of the groups that are up gets a request."""
+
+    def choose(self, groups: Sequence[int], keys: list[bytes], length: int) -> int:
+        """One of `groups`. `keys`: the prompt's chain (see prefixes.py), `length`: its tokens."""
         ...
+
+
+class Groups:
+    """What is known of all groups: who is up, how much each has to do, what each has cached."""
+
+    def __init__(self, count: int) -> None:
+        self.reports = [Report(up=True) for _ in range(count)]
+        self.prefixes = [Prefixes() for _ in range(count)]
+        self.sent = [0] * count  # tokens of requests sent from here that have not ended
+        self.ever = [0] * count  # of all requests sent from here
+        self._foreign = [0] * count  # tokens that came from elsewhere, as of the last report
+
+    def load(self, group: int) -> int:
+        """Tokens that the group still has to compute, as far as is known here."""
+        return self.sent[group] + self._foreign[group]
+
+    def report(self, group: int, report: Report) -> None:
+        before, self.reports[group] = self.reports[group], report
+        self._foreign[group] = max(report.tokens - self.sent[group], 0)
+        if report.epoch != before.epoch:
+            self.prefixes[group].clear()
+        elif report.evicted > before.evicted:
+            self.prefixes[group].evicted(report.evicted - before.evicted)
+
+    def up(self) -> list[int]:
+        """Groups that may get requests; all of them if none is up, since one may come back."""
+        up = [group for group, report in enumerate(self.reports) if report.up]
+        return up or list(range(len(self.reports)))
 
 
 class RoundRobin:
     """Each group in turn."""
 
-    def __init__(self, groups: int) -> None:
-        self._groups = groups
+    def __init__(self, groups: Groups) -> None:
         self._next = 0
 
-    def choose(self, prompt_ids: np.ndarray, cache_salt: str) -> int:
-        group = self._next
-        self._next = (group + 1) % self._groups
+    def choose(self, groups: Sequence[int], keys: list[bytes], length: int) -> int:
+        chosen = min(groups, key=lambda group: (group < self._next, group))
+        self._next = chosen + 1
+        return chosen
+
+
+class LeastLoaded:
+    """The group with the fewest tokens to compute."""
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def choose(self, groups: Sequence[int], keys: list[bytes], length: int) -> int:
+        known = self._groups
+        return min(groups, key=lambda group: (known.load(group), known.ever[group], group))
+
+
+class LongestPrefix:
+    """The group that has least to do with the request included: what it has to compute of the
+    prompt, and what it has to compute before. Among equals, the one that was given least so far.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def choose(self, groups: Sequence[int], keys: list[bytes], length: int) -> int:
+        known = self._groups
+
+        def cost(group: int) -> tuple[int, int, int]:
+            missing = length - known.prefixes[group].matched(keys)
+            return missing + known.load(group), known.ever[group], group
+
+        return min(groups, key=cost)
+
+
+POLICIES: dict[str, Callable[[Groups], Policy]] = {
+    "prefix": LongestPrefix,
+    "least-loaded": LeastLoaded,
+    "round-robin": RoundRobin,
+}
+
+
+class Router:
+    """Chooses groups by a policy and keeps account of what it sent where."""
+
+    def __init__(self, policy: str, groups: int) -> None:
+        """ConfigurationError for a policy that there is not."""
+        if policy not in POLICIES:
+            raise ConfigurationError(
+                f"--routing: {policy!r} is unknown; there is {', '.join(POLICIES)}"
+            )
+        self._groups = Groups(groups)
+        self._policy = POLICIES[policy](self._groups)
+        self._alone = groups == 1
+        self._open: dict[str, tuple[int, int]] = {}  # request -> (group, tokens counted for it)
+
+    def choose(
+        self, request_id: str, prompt_ids: np.ndarray, max_tokens: int | None, cache_salt: str
+    ) -> int:
+        """The group for a request, which counts as sent there. `prompt_ids`: int32 [n]."""
+        if self._alone:
+            return 0
+        self.ended(request_id)
+        keys = chain(prompt_ids, cache_salt)
+        group = self._policy.choose(self._groups.up(), keys, len(prompt_ids))
+        self._send(request_id, group, keys, len(prompt_ids), max_tokens)
         return group
 
+    def sent(
+        self,
+        group: int,
+        request_id: str,
+        prompt_ids: np.ndarray,
+        max_tokens: int | None,
+        cache_salt: str,
+    ) -> int:
+        """The request is with `group` already, which is returned: an earlier process sent it."""
+        if not self._alone and request_id not in self._open:
+            keys = chain(prompt_ids, cache_salt)
+            self._send(request_id, group, keys, len(prompt_ids), max_tokens)
+        return group
 
-ROUTERS: dict[str, Callable[[int], Router]] = {"round-robin": RoundRobin}
+    def ended(self, request_id: str) -> None:
+        """The request is over; unknown ones are fine."""
+        entry = self._open.pop(request_id, None)
+        if entry is not None:
+            group, tokens = entry
+            self._groups.sent[group] -= tokens
 
+    def report(self, group: int, report: Report) -> None:
+        """What a group says of itself now."""
+        self._groups.report(group, report)
 
-def make_router(policy: str, groups: int) -> Router:
-    """The router for `groups` groups. With one group all policies come to the same.
+    def loads(self) -> list[int]:
+        """Tokens that each group still has to compute, as far as is known here."""
+        return [self._groups.load(group) for group in range(len(self._groups.reports))]
 
-    Raises ConfigurationError for a policy that there is not.
-    """
-    if groups == 1:
-        return RoundRobin(1)
-    if policy not in ROUTERS:
-        raise ConfigurationError(f"--routing: {policy!r} is unknown; there is {', '.join(ROUTERS)}")
-    return ROUTERS[policy](groups)
+    def _send(
+        self, request_id: str, group: int, keys: list[bytes], length: int, max_tokens: int | None
+    ) -> None:
+        groups = self._groups
+        missing = length - groups.prefixes[group].matched(keys)
+        tokens = missing + (UNKNOWN_OUTPUT if max_tokens is None else max_tokens)
+        groups.sent[group] += tokens
+        groups.ever[group] += tokens
+        groups.prefixes[group].add(keys, groups.reports[group].capacity)
+        self._open[request_id] = (group, tokens)

@@ -5,6 +5,7 @@ Knows files, settings and the clock of this host; everything that happens afterw
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,8 @@ from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.loading import load_tokenizer, read_tokenizer_config, special_tokens
 from pipeinfer.tokenizer.prompts import PromptEncoder
-from pipeinfer.tokenizer.routing import make_router
+from pipeinfer.tokenizer.routing import Router
 from pipeinfer.tokenizer.templates import load_templates
-
-# Requests may wait and run at every scheduler; past this many newer ones an entry is hardly alive.
-LEDGER_QUEUES = 4
 
 
 def build(context: StageContext) -> Stage:
@@ -32,11 +30,26 @@ def build(context: StageContext) -> Stage:
     folder = resolve_model(
         settings.model, settings.revision, lambda text: context.report("loading", text)
     )
-    return Stage(make_core(folder, settings))
+    topology = context.topology
+    gateways = topology.ids("gateway")
+    core = make_core(folder, settings, context.identity.id, context.incarnation, gateways)
+    # What its groups say matters only where there is a choice.
+    groups = settings.dp > 1
+    heard = [*topology.ids("scheduler"), *topology.ids("engine")] if groups else []
+    return Stage(core, listens=tuple((stage, "telemetry") for stage in heard))
 
 
-def make_core(folder: Path, settings: Settings) -> TokenizerCore:
-    """The core for the checkpoint in `folder`. Raises ConfigurationError."""
+def make_core(
+    folder: Path,
+    settings: Settings,
+    stage: str = "tokenizer-0",
+    incarnation: int = 0,
+    gateways: Sequence[str] = (),
+) -> TokenizerCore:
+    """The core for the checkpoint in `folder`. Raises ConfigurationError.
+
+    The rest is as for TokenizerCore.
+    """
     model = read_config(folder)
     config = read_tokenizer_config(folder)
     tokenizer = load_tokenizer(folder, config)
@@ -46,10 +59,12 @@ def make_core(folder: Path, settings: Settings) -> TokenizerCore:
     )
     return TokenizerCore(
         encoder,
-        make_router(settings.routing, settings.dp),
+        Router(settings.routing, settings.dp),
         settings.dp,
         _eos_ids(folder, tokenizer, config),
-        LEDGER_QUEUES * settings.max_queue,
+        stage,
+        incarnation,
+        gateways,
     )
 
 

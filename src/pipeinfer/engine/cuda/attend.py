@@ -26,7 +26,7 @@ class PagedAttend:
     backend: PagedBackend
     pool: KVPool
     plan: PagedPlan
-    store: torch.Tensor  # int32 [T]: the place of each token, negative: nowhere
+    store: torch.Tensor  # int32 or int64 [T]: the place of each token, negative: nowhere
 
     def merged(
         self,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pipeinfer.engine.executor import Reports
+from pipeinfer.engine.executor import Reports, Watch
 from pipeinfer.engine.step import Step
 
 
@@ -41,9 +41,11 @@ class StreamExecutor:
         on_done: Callable[[Step, np.ndarray, float], None],
         on_error: Callable[[Step, Exception], None],
         loop: asyncio.AbstractEventLoop | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """`loop`: the running one if None."""
         self._launcher = launcher
+        self._watch = watch
         self._reports = Reports(on_done, on_error, loop)
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._flights: queue.SimpleQueue[tuple[Step, Any, Exception | None] | None] = (
@@ -80,11 +82,15 @@ class StreamExecutor:
     def _launch(self) -> None:
         while (step := self._steps.get()) is not None:
             try:
+                if self._watch is not None:
+                    self._watch.before(step)
                 flight = self._launcher.launch(step)
             except Exception as error:  # whatever it is, it belongs to this step's owner
                 self._flights.put((step, None, error))
             else:
                 self._flights.put((step, flight, None))
+        if self._watch is not None:
+            self._watch.close()
         self._flights.put(None)
 
     def _collect(self) -> None:

@@ -16,6 +16,8 @@ import torch
 #
 #   | seeds 2S | sample_positions 2S | write_slots 2S | last 2S |           64-bit words
 #   | tokens T | token_slots T | positions T | store T |                    by token
+#     or, where the device derives them and the indices:
+#   | tokens T | starts R | counts R | slots R |
 #   | lengths R | last_page R | q_indptr R+1 | prefill_indptr R+1 | kv_indptr R+1 |
 #   | temperature S | top_k S | top_p S | min_p S |                         float32 bits, top_k ints
 #   | table R*P | indices ... |                                             the tail
@@ -27,13 +29,17 @@ ALIGN = 4  # words
 
 @dataclass(frozen=True)
 class Sizes:
-    """R, T, S and P; `indices`: how many page indices there is room for."""
+    """R, T, S and P; `indices`: how many page indices there is room for.
+
+    derived: the device makes from the rows what is indexed by token or by page.
+    """
 
     rows: int
     tokens: int
     samples: int
     pages: int
     indices: int
+    derived: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,11 @@ class Layout:
         rows, tokens, samples = sizes.rows, sizes.tokens, sizes.samples
         self.words = 0
         self._add(np.int64, samples, "seeds", "sample_positions", "write_slots", "last")
-        self._add(np.int32, tokens, "tokens", "token_slots", "positions", "store")
+        if sizes.derived:
+            self._add(np.int32, tokens, "tokens")
+            self._add(np.int32, rows, "starts", "counts", "slots")
+        else:
+            self._add(np.int32, tokens, "tokens", "token_slots", "positions", "store")
         self._add(np.int32, rows, "lengths", "last_page")
         self._add(np.int32, rows + 1, "q_indptr", "prefill_indptr", "kv_indptr")
         self._add(np.float32, samples, "temperature", "top_p", "min_p")

@@ -85,13 +85,13 @@ def _sampling_at(step: Step, views: Views, places: np.ndarray, dummy_slot: int) 
 
 
 def pack_rows(step: Step, views: Views, page_size: int) -> int:
-    """Any step into views of exactly its sizes. Returns how many page indices there are."""
+    """Any step into views of exactly its sizes. Returns how many page indices there are.
+
+    Where the views have "starts", the device derives from the rows what the others hold.
+    """
     counts = step.counts
     lengths = step.starts + counts
     views["tokens"][:] = step.tokens
-    views["token_slots"][:] = np.repeat(step.slots, counts)
-    views["positions"][:] = step_positions(step)
-    views["store"][:] = store_places(step, page_size)
     views["lengths"][:] = lengths
     views["last_page"][:] = (lengths - 1) % page_size + 1
     ends = views["q_indptr"]
@@ -102,12 +102,23 @@ def pack_rows(step: Step, views: Views, page_size: int) -> int:
     held = (lengths + page_size - 1) // page_size
     views["kv_indptr"][0] = 0
     np.cumsum(held, out=views["kv_indptr"][1:])
-    flat = flat_pages(step.pages, held)
-    views["indices"][: len(flat)] = flat
     views["table"][:] = step.pages.reshape(-1)
     _sampling(step, views)
     views["last"][:] = ends[1:][step.samples] - 1
-    return len(flat)
+    if "starts" in views:
+        views["starts"][:], views["counts"][:], views["slots"][:] = step.starts, counts, step.slots
+    else:
+        _by_token(step, views, page_size, held)
+    return int(views["kv_indptr"][-1])
+
+
+def _by_token(step: Step, views: Views, page_size: int, held: np.ndarray) -> None:
+    """What kernels/expand.py derives otherwise."""
+    views["token_slots"][:] = np.repeat(step.slots, step.counts)
+    views["positions"][:] = step_positions(step)
+    views["store"][:] = store_places(step, page_size)
+    flat = flat_pages(step.pages, held)
+    views["indices"][: len(flat)] = flat
 
 
 def _sampling(step: Step, views: Views) -> None:

@@ -6,9 +6,8 @@ forward stream only. Knows arrays of a step; no plan of the scheduler, no reques
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,12 @@ from pipeinfer.attention.paged import PagedBackend, PagedPlan, PagedRows
 from pipeinfer.engine.cuda import packing
 from pipeinfer.engine.cuda.attend import PagedAttend, PlainAttend
 from pipeinfer.engine.cuda.buffers import PARITIES, StepBuffers
+from pipeinfer.engine.cuda.expansion import Expansion
 from pipeinfer.engine.cuda.graphs import Captured, DecodeGraphs, row_arrays
 from pipeinfer.engine.cuda.layout import Layout, Sizes
 from pipeinfer.engine.cuda.sampling import sample_rows, suppress
+from pipeinfer.engine.marks import usual_marks
+from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.sampler import BadLogits
 from pipeinfer.engine.step import SamplingRows, Step
 from pipeinfer.memory.pool import KVPool
@@ -61,8 +63,8 @@ class Flight:
 class CudaRunner:
     """One rank. `launch` and `wait` may be called from two threads, each in step order.
 
-    `seconds` sums host wall time by part of a launch: "pack", "upload", "launch"; `idle` and `busy`
-    are the device's.
+    `phases` has the host's time of each part of a launch; what the device computes in and idles
+    for is said by `wait`.
     """
 
     def __init__(
@@ -73,8 +75,9 @@ class CudaRunner:
         limits: Limits,
     ) -> None:
         self.pool = pool
-        self.seconds = {"plan": 0.0, "model": 0.0, "sample": 0.0}
+        self.phases = Phases(usual_marks())
         self.keep_logits = False
+        self.derive = True  # on the device, what mixed steps index with; False: on the host
         self._model = model
         self._backend = backend
         self._limits = limits
@@ -89,6 +92,7 @@ class CudaRunner:
             Sizes(limits.rows, limits.tokens, limits.rows, limits.pages, table + limits.rows)
         ).words
         self._buffers = [StepBuffers(words, limits.rows, device) for _ in range(PARITIES)]
+        self._expansion = Expansion(limits.rows, limits.tokens, table + limits.rows, device)
         self._timers = [
             Timer(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             for _ in range(TIMERS)
@@ -124,17 +128,20 @@ class CudaRunner:
         """Queues the whole step; does not wait for the device, except for buffers still in use."""
         parity = self._launched % PARITIES
         timer, buffers = self._timer(), self._buffers[parity]
-        buffers.done.synchronize()  # what this parity's last step reads is free now
-        size = None
-        if self._graphs is not None and step.decodes == len(step.slots):
-            size = self._graphs.fitting(len(step.slots))
-        if size is None:
-            return self._eager(step, parity, timer)
-        return self._replay(step, parity, timer, size)
+        with self.phases.range("wait for buffers"):
+            buffers.done.synchronize()  # what this parity's last step reads is free now
+        rows, size = len(step.slots), None
+        if self._graphs is not None and step.decodes == rows:
+            size = self._graphs.fitting(rows)
+        with self.phases.range(f"step {step.number}: {step.decodes} of {rows} rows decode"):
+            if size is None:
+                return self._eager(step, parity, timer)
+            return self._replay(step, parity, timer, size)
 
     def wait(self, flight: Flight) -> tuple[np.ndarray, float, float]:
         """Ids int32 [S], seconds computed, seconds idle before. Raises BadLogits."""
-        flight.buffers.done.synchronize()
+        with self.phases.range("wait for results"):
+            flight.buffers.done.synchronize()
         ids = flight.buffers.ids.numpy()[: flight.count]
         ids = (ids if flight.rows is None else ids[flight.rows]).astype(np.int32)
         busy = flight.timer.began.elapsed_time(flight.timer.ended) / 1e3
@@ -152,51 +159,66 @@ class CudaRunner:
     # ---------------------------------------------------------------------------------------- eager
 
     def _eager(self, step: Step, parity: int, timer: Timer) -> Flight:
-        begin = time.perf_counter()
-        buffers = self._buffers[parity]
-        sizes = Sizes(
-            len(step.slots), len(step.tokens), int(step.samples.sum()), step.pages.shape[1],
-            step.pages.size,
-        )  # fmt: skip
-        layout = Layout(sizes)
-        buffers.check(layout.words)
-        used = packing.pack_rows(step, layout.host(buffers.host), self.pool.page_size)
-        rows = PagedRows(
-            decodes=step.decodes,
-            longest_query=int(step.counts.max()),
-            parity=parity,
-            host=row_arrays(layout.tensors(buffers.pinned), sizes.rows),
-            device=row_arrays(layout.tensors(buffers.mirror), sizes.rows),
-        )
-        views = layout.tensors(buffers.mirror)
-        packed = time.perf_counter()
+        number, samples = step.number, int(step.samples.sum())
+        buffers, span = self._buffers[parity], self.phases.span
+        with span("pack", number):
+            rows, views, words = self._packed(step, parity, samples)
         with torch.cuda.stream(self._prepare):
-            buffers.upload(layout.indices_at + used)
-            plan = self._backend.plan(rows) if isinstance(self._backend, PagedBackend) else None
+            with span("upload", number):
+                buffers.upload(words)
+            with span("attention_plan", number):
+                plan = self._backend.plan(rows) if isinstance(self._backend, PagedBackend) else None
             buffers.uploaded.record()
         with torch.cuda.stream(self._forward):
             self._forward.wait_event(buffers.uploaded)
             timer.began.record()
-            logits = self._compute(step, views, plan)
-            if logits is not None:
-                ids = sample_rows(
-                    logits, views, self._last_token, truncate=packing.restricted(step)
-                )
-                buffers.ids[: sizes.samples].copy_(ids, non_blocking=True)
+            with span("forward", number):
+                logits = self._compute(step, views, plan)
+            with span("sample", number):
+                if logits is not None:
+                    ids = sample_rows(
+                        logits, views, self._last_token, truncate=packing.restricted(step)
+                    )
+                    buffers.ids[:samples].copy_(ids, non_blocking=True)
             timer.ended.record()
             buffers.done.record()
-        self.seconds["plan"] += packed - begin
-        self.seconds["model"] += time.perf_counter() - packed
-        return Flight(buffers, timer, sizes.samples, None, self._kept(logits))
+        return Flight(buffers, timer, samples, None, self._kept(logits))
+
+    def _packed(self, step: Step, parity: int, samples: int) -> tuple[PagedRows, Views, int]:
+        """The step in this parity's pinned buffer: its rows, its views on the device, its words."""
+        buffers, rows = self._buffers[parity], len(step.slots)
+        indices = 0 if self.derive else step.pages.size
+        layout = Layout(
+            Sizes(rows, len(step.tokens), samples, step.pages.shape[1], indices, self.derive)
+        )
+        buffers.check(layout.words)
+        used = packing.pack_rows(step, layout.host(buffers.host), self.pool.page_size)
+        views = layout.tensors(buffers.mirror)
+        arrays = row_arrays(views, rows)
+        if self.derive:
+            arrays = replace(arrays, indices=self._expansion.indices(used))
+        paged = PagedRows(
+            decodes=step.decodes,
+            longest_query=int(step.counts.max()),
+            parity=parity,
+            host=row_arrays(layout.tensors(buffers.pinned), rows),
+            device=arrays,
+        )
+        return paged, views, layout.words if self.derive else layout.indices_at + used
 
     def _compute(self, step: Step, views: Views, plan: PagedPlan | None) -> torch.Tensor | None:
         """Logits [S, vocab], ready to be sampled; None if no row samples."""
         backend: Any = self._backend
+        if self.derive:
+            derived = self._expansion(views, self._last_token, self.pool.page_size)
+            tokens, places, positions = derived.ids, derived.places, derived.positions
+        else:
+            tokens, places, positions = self._known(views), views["store"], views["positions"]
         if plan is None:
             attend = PlainAttend(backend, self.pool, backend.plan(step))
         else:
-            attend = PagedAttend(backend, self.pool, plan, views["store"])
-        hidden = self._model(self._known(views), views["positions"], attend)
+            attend = PagedAttend(backend, self.pool, plan, places)
+        hidden = self._model(tokens, positions, attend)
         if not len(views["last"]):
             return None
         logits = self._model.logits(hidden[views["last"]])
@@ -219,28 +241,29 @@ class CudaRunner:
 
     def _replay(self, step: Step, parity: int, timer: Timer, size: int) -> Flight:
         assert self._graphs is not None
-        begin = time.perf_counter()
+        number, span = step.number, self.phases.span
         buffers, captured = self._buffers[parity], self._graphs[size]
-        views, rows = self._host_side(self._graphs, size, parity)
-        words, places = self._pack(step, views, captured.layout)
-        packed = time.perf_counter()
-        with torch.cuda.stream(self._prepare):
+        with span("pack", number):
+            views, rows = self._host_side(self._graphs, size, parity)
+            words, places = self._pack(step, views, captured.layout)
+        with torch.cuda.stream(self._prepare), span("upload", number):
             buffers.upload(words)
             buffers.uploaded.record()
         with torch.cuda.stream(self._forward):
             self._forward.wait_event(buffers.uploaded)
             timer.began.record()
-            self._graphs.words[:words].copy_(buffers.mirror[:words], non_blocking=True)
-            self._backend.plan(rows)  # type: ignore  # copies its work lists on this stream
-            captured.graph.replay()
-            ids = captured.ids
-            if packing.restricted(step):
-                ids = self._sample_again(step, captured, places)
-            buffers.ids[:size].copy_(ids, non_blocking=True)
+            with span("attention_plan", number):
+                self._graphs.words[:words].copy_(buffers.mirror[:words], non_blocking=True)
+                self._backend.plan(rows)  # type: ignore  # copies its work lists on this stream
+            with span("forward", number):  # sampling by temperature included
+                captured.graph.replay()
+            with span("sample", number):
+                ids = captured.ids
+                if packing.restricted(step):
+                    ids = self._sample_again(step, captured, places)
+                buffers.ids[:size].copy_(ids, non_blocking=True)
             timer.ended.record()
             buffers.done.record()
-        self.seconds["plan"] += packed - begin
-        self.seconds["model"] += time.perf_counter() - packed
         return Flight(buffers, timer, size, places, self._kept(captured.logits))
 
     def _pack(self, step: Step, views: packing.Views, layout: Layout) -> tuple[int, np.ndarray]:

@@ -1,0 +1,72 @@
+"""Asks running stages something on the channel `control`, and hears what they say.
+
+For command lines: it blocks and needs no event loop. Binds nothing; knows no stage.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import zmq
+
+from pipeinfer.bus import addresses, frames
+from pipeinfer.bus.frames import Header
+from pipeinfer.control import CHANNEL
+from pipeinfer.messages import PROTOCOL, Message
+from pipeinfer.runtime.topology import Topology
+
+
+class Caller:
+    """Talks to stages of `topology`. Use it as a context manager.
+
+    An answer is lost if it is given before the subscription has arrived: ask a stage only when
+    something (a heartbeat) was heard of it.
+    """
+
+    def __init__(self, topology: Topology, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._topology, self._context = topology, context
+        self._name, self._incarnation = f"caller-{os.getpid()}", time.time_ns()
+        self._ears: list[zmq.Socket[bytes]] = []
+        self._mouths: dict[str, zmq.Socket[bytes]] = {}
+        self._poller = zmq.Poller()
+        self._asked = 0
+
+    def listen(self, stage: str) -> None:
+        """Hears stage id `stage` from now on: its heartbeats and its answers."""
+        ear = self._context.socket(zmq.SUB)
+        ear.ipv6 = True
+        ear.subscribe(b"telemetry")
+        ear.subscribe(CHANNEL.encode())
+        ear.connect(addresses.derive(self._topology.address(stage), "telemetry"))
+        self._poller.register(ear, zmq.POLLIN)
+        self._ears.append(ear)
+
+    def ask(self, stage: str, message: Message) -> None:
+        """Sends `message` to the inbox of stage id `stage`."""
+        mouth = self._mouths.get(stage)
+        if mouth is None:
+            mouth = self._mouths[stage] = self._context.socket(zmq.PUSH)
+            mouth.ipv6 = True
+            mouth.connect(addresses.derive(self._topology.address(stage), "inbox"))
+        header = Header(PROTOCOL, self._name, self._incarnation, self._asked, time.monotonic())
+        self._asked += 1
+        mouth.send_multipart(frames.encode(CHANNEL, header, message))
+
+    def hear(self, seconds: float) -> list[tuple[Header, Message]]:
+        """What came, after waiting at most `seconds` for the first of it."""
+        heard: list[tuple[Header, Message]] = []
+        for ear, _ in self._poller.poll(int(seconds * 1_000)):
+            try:
+                _, header, message = frames.decode(ear.recv_multipart(zmq.NOBLOCK))
+            except frames.BadFrame:
+                continue  # of another version perhaps; whoever waits for an answer says so
+            heard.append((header, message))
+        return heard
+
+    def __enter__(self) -> Caller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for socket in (*self._ears, *self._mouths.values()):
+            socket.close(linger=1_000)

@@ -1,0 +1,106 @@
+"""`pipeinfer swap STAGE -- COMMAND...`: another process for a stage of a running server.
+
+Knows how to ask and what to print; the supervisor of the server does it (runtime/swap.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+
+from pipeinfer.bus.caller import Caller
+from pipeinfer.control import Swap, SwapState
+from pipeinfer.runtime.find import running_topology
+from pipeinfer.runtime.topology import SUPERVISOR, Topology
+from pipeinfer.settings import ConfigurationError
+
+PATIENCE = 5.0  # seconds; a supervisor is heard twice a second
+
+
+def run(arguments: Sequence[str]) -> int:
+    """0 when the new process is ready; 1 if the old command is back, or nobody answers."""
+    arguments = list(arguments)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options = _parser().parse_args(arguments[:end])
+    topology = running_topology(options.topology)
+    stage = chosen_stage(topology, options.stage)
+    if not topology.supervisor:
+        raise ConfigurationError(
+            f"no supervisor answers for this topology. By hand: send {stage} the signal SIGUSR1 "
+            "(kill -USR1 PID), and when it has ended start the other command in its place"
+        )
+    name = f"{os.getpid()}-{time.time_ns()}"
+    asked = Swap(name, stage, tuple(arguments[end + 1 :]), str(Path.cwd()))
+    with Caller(topology, zmq.Context.instance()) as caller:
+        return _follow(caller, asked)
+
+
+def chosen_stage(topology: Topology, name: str) -> str:
+    """The id of the stage called `name`: an id, or a name that only one stage or group has."""
+    if name in topology.ids():
+        return name
+    ids = topology.ids(name)
+    groups = {entry.group for entry in topology.entries if entry.name == name}
+    if not ids or (len(ids) > 1 and (name != "engine" or len(groups) > 1)):
+        there = ", ".join(ids or topology.ids())
+        raise ConfigurationError(f"which stage is {name!r}? There are {there}")
+    return ids[0]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pipeinfer swap",
+        usage="pipeinfer swap STAGE [--topology FILE] [-- COMMAND ...]",
+        description="Has STAGE hand over to a new process while requests go on. COMMAND is started "
+        "in this folder, with the arguments of a stage after its own; without one the stage is "
+        "started again as it was. All ranks of an engine's group go together.",
+        epilog="Example: pipeinfer swap scheduler -- "
+        "env PYTHONPATH=../other/src python -m pipeinfer.runtime",
+        allow_abbrev=False,
+    )
+    parser.add_argument("stage", metavar="STAGE", help="scheduler, engine-0-0 ...")
+    parser.add_argument("--topology", metavar="FILE", help="default: the only server on this host")
+    return parser
+
+
+def _follow(caller: Caller, asked: Swap) -> int:
+    """Asks, and prints what becomes of it."""
+    caller.listen(SUPERVISOR)
+    heard, has_asked = time.monotonic(), False
+    while time.monotonic() - heard < PATIENCE:
+        for _, message in caller.hear(0.2):
+            heard = time.monotonic()
+            if not has_asked:
+                has_asked = True
+                caller.ask(SUPERVISOR, asked)
+            elif isinstance(message, SwapState) and message.swap == asked.swap:
+                code = _print(message)
+                if code is not None:
+                    return code
+    print("error: the server's supervisor does not answer; does it run?", file=sys.stderr)
+    return 1
+
+
+def _print(said: SwapState) -> int | None:
+    """The exit code, None if it goes on."""
+    if said.state == "done":
+        old, new = _list(said.old), _list(said.new)
+        print(f"{said.stage}: process {old} -> {new}, a pause of {said.seconds:.2f} s", flush=True)
+        return 0
+    if said.state == "failed":
+        print(f"error: {said.stage}: {said.reason}", file=sys.stderr, flush=True)
+        return 1
+    if said.state == "starting":
+        line = f"{said.stage}: process {_list(said.old)} has left, {_list(said.new)} starts"
+        print(line, file=sys.stderr, flush=True)
+    return None
+
+
+def _list(pids: tuple[int, ...]) -> str:
+    return ", ".join(str(pid) for pid in pids)

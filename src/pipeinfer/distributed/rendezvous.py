@@ -1,0 +1,94 @@
+"""How the ranks of a group find each other: rank 0 opens a store and says where, once to each.
+
+A rank that was started again asks again, and is answered by a rank 0 that was started again too:
+groups start and stop as a whole. Knows addresses and sockets, no collective.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+import zmq
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import Store
+
+from pipeinfer.bus import addresses
+
+ASK_AGAIN = 0.5  # seconds
+
+
+class Asks(msgspec.Struct, frozen=True, array_like=True):
+    """A rank looks for the store of its group."""
+
+    rank: int
+    size: int
+
+
+class Answers(msgspec.Struct, frozen=True, array_like=True):
+    """Where the store lies; `refusal` says why it cannot be had."""
+
+    port: int = 0
+    refusal: str = ""
+
+
+class RendezvousError(RuntimeError):
+    """The ranks of a group did not come together."""
+
+
+def meet(address: str, rank: int, size: int, timeout: float) -> Store:
+    """The store that all `size` ranks share. `address`: that of rank 0, see bus/addresses.py.
+
+    Blocks until rank 0 is there. Raises RendezvousError after `timeout` seconds, or at once when
+    rank 0 expects another number of ranks.
+    """
+    host = addresses.host(address)
+    place = addresses.derive(address, "group")
+    if rank:
+        return TCPStore(host, _ask(place, rank, size, timeout), size, wait_for_workers=False)
+    store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+    _serve(place, size, store.port, timeout)
+    return store
+
+
+def _ask(place: str, rank: int, size: int, timeout: float) -> int:
+    deadline = time.monotonic() + timeout
+    question = msgspec.msgpack.encode(Asks(rank, size))
+    with zmq.Context.instance().socket(zmq.REQ) as socket:
+        socket.setsockopt(zmq.REQ_RELAXED, 1)  # may ask again: an old rank 0 may have died
+        socket.setsockopt(zmq.REQ_CORRELATE, 1)
+        socket.linger, socket.ipv6 = 0, True
+        socket.connect(place)
+        while time.monotonic() < deadline:
+            socket.send(question)
+            if socket.poll(int(1000 * ASK_AGAIN)):
+                answer = msgspec.msgpack.decode(socket.recv(), type=Answers)
+                if answer.refusal:
+                    raise RendezvousError(answer.refusal)
+                return answer.port
+    raise RendezvousError(f"rank 0 at {place} did not answer rank {rank} in {timeout:g} s")
+
+
+def _serve(place: str, size: int, port: int, timeout: float) -> None:
+    """Answers in a thread until every other rank has been told; binds before it returns."""
+    socket = zmq.Context.instance().socket(zmq.REP)
+    socket.linger, socket.ipv6 = 1000, True
+    socket.bind(place)
+
+    def answer() -> None:
+        deadline = time.monotonic() + timeout
+        told: set[int] = set()
+        with socket:
+            while len(told) < size - 1 and time.monotonic() < deadline:
+                if not socket.poll(int(1000 * ASK_AGAIN)):
+                    continue
+                asks = msgspec.msgpack.decode(socket.recv(), type=Asks)
+                if asks.size != size or not 0 < asks.rank < size:
+                    text = f"rank {asks.rank} of {asks.size} does not belong to a group of {size}"
+                    socket.send(msgspec.msgpack.encode(Answers(refusal=text)))
+                    continue
+                told.add(asks.rank)
+                socket.send(msgspec.msgpack.encode(Answers(port)))
+
+    threading.Thread(target=answer, name="rendezvous", daemon=True).start()

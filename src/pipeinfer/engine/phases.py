@@ -1,0 +1,128 @@
+"""What the host spends on each phase of a step: a sum, the last samples, a range on a timeline.
+
+Knows names, numbers of steps and a clock; no plan, no device and no torch. Who sees the ranges is
+up to the marks: nsys, a torch profiler, or nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+
+# plan: pages and arrays of a step. pack, upload: what the device needs of them, on a GPU.
+# attention_plan: index arrays of the attention backend. forward, sample: launched, or on a CPU
+# computed. result: the ids on their way to the scheduler.
+PHASES = ("plan", "pack", "upload", "attention_plan", "forward", "sample", "result")
+HOST = "host"  # all phases of a step together
+SAMPLES = 4096  # steps that percentiles are made of
+FULL = 7 / 8  # share of the largest batch from which on a decode step counts as full
+QUANTILES = {"p50": 50.0, "p99": 99.0}
+
+
+class Marks(Protocol):
+    """Ranges on a timeline, nested, of the calling thread."""
+
+    def push(self, name: str) -> None: ...
+
+    def pop(self) -> None: ...
+
+
+class NoMarks:
+    """Nobody looks."""
+
+    def push(self, name: str) -> None:
+        """Nothing."""
+
+    def pop(self) -> None:
+        """Nothing."""
+
+
+class Span:
+    """One phase of one step, as a context manager."""
+
+    __slots__ = ("_begin", "_marks", "_number", "_phase", "_phases")
+
+    def __init__(self, phases: Phases, phase: str, number: int) -> None:
+        self._phases, self._phase, self._number = phases, phase, number
+
+    def __enter__(self) -> None:
+        self._marks = self._phases.marks  # may be others at the end
+        self._marks.push(self._phase)
+        self._begin = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        seconds = time.perf_counter() - self._begin
+        self._marks.pop()
+        self._phases.add(self._phase, self._number, seconds)
+
+
+class Phases:
+    """All steps of a process. Several threads may add, each its own phases of a step.
+
+    `seconds`: wall time of the host by phase since the start. `marks` may be replaced at any time.
+    """
+
+    def __init__(self, marks: Marks | None = None, most: int = SAMPLES) -> None:
+        self.marks: Marks = marks or NoMarks()
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self._most = most
+        self._at = {phase: index for index, phase in enumerate(PHASES)}
+        self._microseconds = np.zeros((len(PHASES), most), dtype=np.float64)
+        self._rows = np.zeros(most, dtype=np.int32)  # 0: no step, or one that is not done
+        self._decodes = np.zeros(most, dtype=bool)
+
+    def span(self, phase: str, number: int) -> Span:
+        """Times a phase of step `number`; at most once for each step and phase."""
+        return Span(self, phase, number)
+
+    @contextmanager
+    def range(self, name: str) -> Iterator[None]:
+        """A range on the timeline that nobody times."""
+        marks = self.marks
+        marks.push(name)
+        try:
+            yield
+        finally:
+            marks.pop()
+
+    def add(self, phase: str, number: int, seconds: float) -> None:
+        """Phase `phase` of step `number` took that long."""
+        self.seconds[phase] += seconds
+        self._microseconds[self._at[phase], number % self._most] = seconds * 1e6
+
+    def done(self, number: int, rows: int, decodes: int) -> None:
+        """Step `number` is over; it had `rows`, of which `decodes` computed one token."""
+        self._rows[number % self._most] = rows
+        self._decodes[number % self._most] = decodes == rows
+
+    def begin_anew(self) -> None:
+        """Percentiles are those of the steps from now on."""
+        self._rows[:] = 0
+
+    def statistics(self) -> dict[str, float]:
+        """Sums, and percentiles in microseconds: of all steps, and of decode steps with at least
+        7/8 of the rows of the largest ("full"). 0 where there is nothing yet.
+        """
+        found = {f"{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
+        done = np.flatnonzero(self._rows)
+        decodes = done[self._decodes[done]]
+        most = int(self._rows[decodes].max()) if len(decodes) else 0
+        full = decodes[self._rows[decodes] >= FULL * most]
+        found |= self._percentiles(done, "us") | self._percentiles(full, "full_us")
+        return found | {"full_rows": most, "full_steps": len(full)}
+
+    def _percentiles(self, steps: np.ndarray, unit: str) -> dict[str, float]:
+        names = [f"{phase}_{unit}" for phase in (*PHASES, HOST)]
+        if not len(steps):
+            return {f"{name}_{which}": 0.0 for name in names for which in QUANTILES}
+        times = self._microseconds[:, steps]
+        values = np.percentile(np.vstack((times, times.sum(axis=0))), [*QUANTILES.values()], axis=1)
+        return {
+            f"{name}_{which}": float(value)
+            for which, row in zip(QUANTILES, values, strict=True)
+            for name, value in zip(names, row, strict=True)
+        }

@@ -1,0 +1,105 @@
+"""Sampling where each rank of a group has a run of the vocabulary: what has to be exchanged.
+
+Greedy rows and rows with a temperature alone cost three numbers a rank; only rows that are
+truncated are put together. Every rank ends with the same ids. Knows no model and no request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from pipeinfer.engine.sampler import GREEDY_BELOW, BadLogits, over_kept, prepared
+from pipeinfer.engine.step import SamplingRows
+from pipeinfer.kernels import noise
+
+
+class Collector(Protocol):
+    """The one collective that sampling needs; see distributed/group.py."""
+
+    def collect(self, partial: torch.Tensor) -> torch.Tensor:
+        """[size, ...]: `partial` of every rank."""
+        ...
+
+
+def sample_sharded(
+    logits: torch.Tensor, rows: SamplingRows, start: int, vocab: int, group: Collector
+) -> torch.Tensor:
+    """Token ids, int64 [S] on the host, the same on all ranks and those that one rank alone would
+    sample from the whole.
+
+    logits: float [S, share], those of ids start .. start + share - 1, where ids from `vocab` on do
+    not exist. Of equal best candidates the lowest id wins. Raises BadLogits.
+    """
+    values = prepared(logits, _local(rows, start, logits.shape[1]))
+    values = values[:, : max(vocab - start, 0)]
+    truncated = (rows.top_k > 0) & (rows.top_k < vocab) | (rows.top_p < 1) | (rows.min_p > 0)
+    truncated &= rows.temperature >= GREEDY_BELOW
+    ids = _best(values, rows, start, group)
+    whole = np.flatnonzero(truncated)
+    if len(whole):
+        ids[whole] = _truncated(values[whole], _rows(rows, whole), logits.shape[1], vocab, group)
+    return torch.from_numpy(ids)
+
+
+def _best(values: np.ndarray, rows: SamplingRows, start: int, group: Collector) -> np.ndarray:
+    """Ids int64 [S] of the best candidates of all ranks, truncation left out of account."""
+    count, width = values.shape
+    # Of each row: | what candidates are compared by | its id | the greatest logit |, float64
+    mine = np.full((count, 3), -np.inf)
+    mine[:, 1] = 2**52  # a rank without an id of its own loses every tie
+    if width:
+        mine[:, 2] = values.max(axis=-1)
+        scores = values
+        random = rows.temperature >= GREEDY_BELOW
+        if random.any():
+            scores = values.astype(np.float64)
+            scores[random] /= rows.temperature[random, None]
+            scores[random] += _noise(_rows(rows, np.flatnonzero(random)), start, width)
+        local = scores.argmax(axis=-1)
+        mine[:, 0] = np.take_along_axis(scores, local[:, None], axis=-1)[:, 0]
+        mine[:, 1] = local + start
+    everybody = group.collect(torch.from_numpy(mine)).numpy()
+    bad = ~np.isfinite(everybody[:, :, 2].max(axis=0, initial=-np.inf))
+    if bad.any():
+        raise BadLogits(int(np.flatnonzero(bad)[0]))
+    scores, candidates = everybody[:, :, 0], everybody[:, :, 1]
+    candidates = np.where(scores == scores.max(axis=0), candidates, np.inf)
+    return candidates.min(axis=0).astype(np.int64)
+
+
+def _truncated(
+    values: np.ndarray, rows: SamplingRows, share: int, vocab: int, group: Collector
+) -> np.ndarray:
+    """Ids of rows with top-k, top-p or min-p, from their whole logits."""
+    padded = np.full((len(values), share), -np.inf, dtype=np.float32)
+    padded[:, : values.shape[1]] = values
+    parts = group.collect(torch.from_numpy(padded)).numpy()
+    whole = np.concatenate(list(parts), axis=-1)[:, :vocab]
+    whole -= whole.max(axis=-1, keepdims=True)
+    whole /= rows.temperature[:, None]
+    return over_kept(whole, rows, np.arange(len(values)))
+
+
+def _noise(rows: SamplingRows, start: int, width: int) -> np.ndarray:
+    """The noise of ids start .. start + width - 1; see kernels/noise.py."""
+    return noise.gumbel(rows.seeds, rows.positions, width, start)
+
+
+def _rows(rows: SamplingRows, chosen: np.ndarray) -> SamplingRows:
+    """The parameters of some rows; what is suppressed has been dealt with before."""
+    return SamplingRows(
+        rows.temperature[chosen], rows.top_k[chosen], rows.top_p[chosen], rows.min_p[chosen],
+        rows.seeds[chosen], rows.positions[chosen], rows.suppress[:0],
+    )  # fmt: skip
+
+
+def _local(rows: SamplingRows, start: int, share: int) -> SamplingRows:
+    """`suppress` in this rank's columns."""
+    column = rows.suppress[:, 1] - start
+    held = (column >= 0) & (column < share)
+    pairs = np.stack([rows.suppress[held, 0], column[held]], axis=1)
+    return replace(rows, suppress=pairs)

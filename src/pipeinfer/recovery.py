@@ -1,0 +1,72 @@
+"""How a new process learns from its neighbours what the one before it knew.
+
+Both sides of the question are here: a roll call of the peers that have to answer, and the brackets
+around an answer. Knows no stage and nothing of what is told between the brackets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pipeinfer.core import Send
+from pipeinfer.messages import Recover, Recovered
+
+REPEAT = 1.0  # seconds after which a peer that has not answered is asked again
+
+
+class RollCall:
+    """Asks every one of `peers` until it told `stage`, a process with `incarnation`, all it knows.
+
+    What was queued for a process that died may be lost, but never something after what arrived: an
+    answer whose opening came is whole, one without is asked for again.
+    """
+
+    def __init__(self, stage: str, incarnation: int, peers: Iterable[str]) -> None:
+        self._question = Recover(stage, incarnation)
+        self._missing = dict.fromkeys(peers, False)  # True: its answer has begun
+        self._ask_at = float("-inf")
+
+    def ask(self, now: float) -> list[Send]:
+        """The questions that are due at `now` (seconds); the first time, one to each peer."""
+        if not self._missing or now < self._ask_at:
+            return []
+        self._ask_at = now + REPEAT
+        return [Send("recovery", peer, self._question) for peer in self._missing]
+
+    def hear(self, told: Recovered) -> bool:
+        """Takes a bracket of an answer; True if nobody is missing any more because of it."""
+        if told.stage not in self._missing or told.incarnation != self._question.incarnation:
+            return False
+        if told.opening:
+            self._missing[told.stage] = True
+            return False
+        if not self._missing[told.stage]:
+            return False
+        del self._missing[told.stage]
+        return not self._missing
+
+    @property
+    def missing(self) -> list[str]:
+        """Who has not told everything yet."""
+        return list(self._missing)
+
+    @property
+    def complete(self) -> bool:
+        """True when everybody has."""
+        return not self._missing
+
+
+def answer(stage: str, asked: Recover, known: Iterable[Send]) -> list[Send]:
+    """What `stage` sends to the asker: all that is `known`, between two brackets."""
+    opening = Recovered(stage, asked.incarnation, opening=True)
+    end = Recovered(stage, asked.incarnation)
+    return [
+        Send("recovery", asked.stage, opening),
+        *known,
+        Send("recovery", asked.stage, end),
+    ]
+
+
+def number(stage: str) -> int:
+    """The group or index in a stage's id: 2 of "scheduler-2"."""
+    return int(stage.split("-")[1])

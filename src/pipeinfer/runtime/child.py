@@ -1,0 +1,114 @@
+"""One stage as a child process: its command, its process, and what its heartbeats said.
+
+Knows how to start, signal and kill it, and nothing of why; that is the supervisor's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from pipeinfer.messages import Heartbeat
+from pipeinfer.runtime.topology import Identity
+
+CHECKED = ("loading", "waiting", "ready")  # states of a stage whose configuration is valid
+
+
+@dataclass(frozen=True)
+class Command:
+    """What starts a stage, without the stage's own arguments; `folder`: where, "" is here."""
+
+    words: tuple[str, ...] = (sys.executable, "-m", "pipeinfer.runtime")
+    folder: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(self.words)
+
+
+@dataclass
+class Child:
+    """A stage process, and those before it.
+
+    `checked`: one of them got past its configuration; `reason`: why it failed; `deaths`: since one
+    was ready; `swapping`: somebody else than its watcher cares for its end.
+    """
+
+    identity: Identity
+    command: Command = Command()
+    process: asyncio.subprocess.Process | None = None
+    checked: bool = False
+    reason: str = ""
+    deaths: int = 0
+    swapping: bool = False
+    ready: asyncio.Event = field(default_factory=asyncio.Event)  # this process, now or before
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _started: int = 0  # Unix time in ns
+    _pid: int = 0  # of the stage itself, where the command is a wrapper around it
+
+    async def start(
+        self, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
+    ) -> asyncio.subprocess.Process:
+        """Starts the command. OSError if it cannot be executed."""
+        self.ready.clear()
+        self.heard.clear()
+        self.process = None  # so that a late word of the old one is not taken for the new one's
+        self._started, self._pid, self.reason = time.time_ns(), 0, ""
+        self.process = await asyncio.create_subprocess_exec(
+            *self.command.words,
+            *arguments,
+            env=environment,
+            cwd=self.command.folder or None,
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=tuple(descriptors),
+            start_new_session=True,  # Ctrl-C is for this process, which drains them in order
+        )
+        return self.process
+
+    def hear(self, beat: Heartbeat) -> None:
+        """Takes a heartbeat; a last word of an earlier process does not count."""
+        if self.process is None:
+            return
+        if beat.pid != self.process.pid and beat.incarnation < self._started:
+            return
+        self._pid = beat.pid
+        self.heard.set()
+        self.reason = beat.reason if beat.state == "failed" else self.reason
+        self.checked = self.checked or beat.state in CHECKED
+        if beat.state == "ready":
+            self.deaths = 0
+            self.ready.set()
+
+    @property
+    def pid(self) -> int:
+        """Of the stage itself as far as it is known, 0 before the first start."""
+        return self._pid or (self.process.pid if self.process is not None else 0)
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the stage itself if it has been heard, else to its command."""
+        if self.process is None or not self.running:
+            return
+        with suppress(ProcessLookupError):
+            own = self._pid and os.getsid(self._pid) == self.process.pid
+            os.kill(self._pid if own else self.process.pid, number)
+
+    def kill(self) -> None:
+        """With everything that its command started."""
+        if self.process is not None and self.running:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def cause(code: int) -> str:
+    """An exit code in words."""
+    return signal.Signals(-code).name if code < 0 else f"code {code}"

@@ -1,0 +1,87 @@
+"""The sockets on which a server listens for HTTP: opened, handed to a child process, adopted there.
+
+Whoever opened them keeps the port while the process that accepts on them is replaced: what connects
+meanwhile waits in the backlog. Knows no HTTP and no stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+from pipeinfer.settings import ConfigurationError
+
+BACKLOG = 1024  # connections that may wait to be accepted
+NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a family that this host does not have
+
+
+def open_sockets(host: str, port: int) -> list[socket.socket]:
+    """One listening socket for each address of `host` ("localhost" may have two, "" is all).
+
+    With port 0 the first takes a free port, the others the same. Raises ConfigurationError.
+    """
+    opened: list[socket.socket] = []
+    absent: OSError | None = None
+    try:
+        for family, place in _places(host, port):
+            here = (place[0], opened[0].getsockname()[1] if opened else port, *place[2:])
+            try:
+                opened.append(_listen(family, here))
+            except OSError as error:
+                if error.errno not in NOT_HERE:
+                    raise
+                absent = error
+        if not opened:
+            raise absent or OSError(errno.EADDRNOTAVAIL, "it has no address")
+    except OSError as error:
+        close_all(opened)
+        reason = error.strerror or error
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {reason}") from error
+    return opened
+
+
+def adopt(descriptors: Iterable[int]) -> list[socket.socket]:
+    """The sockets that a parent process opened, by the numbers under which it handed them on.
+
+    Raises ConfigurationError for a number that is no listening socket of this process.
+    """
+    return [_adopted(descriptor) for descriptor in descriptors]
+
+
+def close_all(sockets: Iterable[socket.socket]) -> None:
+    """Closes this process's copies; a child's own stay open."""
+    for one in sockets:
+        one.close()
+
+
+def _adopted(descriptor: int) -> socket.socket:
+    try:
+        adopted = socket.socket(fileno=descriptor)
+        if not adopted.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            raise OSError(errno.EINVAL, "it does not listen")
+    except OSError as error:
+        raise ConfigurationError(f"--listen-fd {descriptor}: {error.strerror}") from error
+    adopted.setblocking(False)
+    return adopted
+
+
+def _places(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    """(family, socket address) of each address of `host`, in the resolver's order, once."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((family, place) for family, _, _, _, place in found))
+
+
+def _listen(family: int, place: tuple[Any, ...]) -> socket.socket:
+    with contextlib.ExitStack() as undo:
+        opened = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:  # 0.0.0.0 and :: at once are two sockets
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        opened.setblocking(False)
+        opened.bind(place)
+        opened.listen(BACKLOG)
+        undo.pop_all()
+    return opened

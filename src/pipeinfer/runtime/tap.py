@@ -1,0 +1,251 @@
+"""Taps a stage's shell: every input and output of its core becomes a row of the recorder.
+
+Answers the channel `control`: recordings that begin and end while the stage runs. Knows settings
+and clocks; neither what messages mean nor how a file is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from pipeinfer.bus.frames import Header
+from pipeinfer.control import RecordingState, StartRecording, StopRecording
+from pipeinfer.core import LOCAL, Core
+from pipeinfer.events import NewEpoch
+from pipeinfer.messages import PROTOCOL, Message
+from pipeinfer.runtime.topology import Identity, Topology
+from pipeinfer.settings import Settings
+from pipeinfer.trace.file import default_folder
+from pipeinfer.trace.format import Direction, TraceHeader
+from pipeinfer.trace.model import identify
+from pipeinfer.trace.notes import Crash
+from pipeinfer.trace.recorder import Recorder
+from pipeinfer.trace.recording import Limits, Outcome, Recording
+from pipeinfer.trace.redact import redactor
+from pipeinfer.trace.ring import Ring
+from pipeinfer.trace.snapshot import Unsnapshottable, snapshot
+from pipeinfer.version import __version__
+
+log = logging.getLogger(__name__)
+
+FLUSH = 0.2  # seconds between blocks; what a killed process loses at most, and a little
+FROM_THE_START = "--record"  # the name of the recording that the setting asks for
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Tap:
+    """The recorder of one stage, on its event loop.
+
+    active: whether rows are wanted; the shell asks before it makes one. Everything happens between
+    events: `answer(state)` publishes what became of a recording, `feed(event)` is the shell's
+    `handle`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        topology: Topology,
+        identity: Identity,
+        incarnation: int,
+        answer: Callable[[RecordingState], None],
+        feed: Callable[[Message], None],
+    ) -> None:
+        self._settings, self._topology, self._identity = settings, topology, identity
+        self._incarnation, self._answer, self._feed = incarnation, answer, feed
+        self._loop = asyncio.get_running_loop()
+        who = identity
+        place = who.rank if who.name == "engine" else who.index
+        engine = who.name == "engine"
+        budget = settings.flight_recorder_mib << 20
+        self._recorder = Recorder(
+            f"{who.name}-{who.group}-{place}-{os.getpid()}",
+            partial(identify, settings.model_name, settings.model),
+            Ring(budget, keep_all=engine) if budget else None,
+            restarts=engine,
+        )
+        self.add = self._recorder.add
+        self._core: Core | None = None
+        self._facts: dict[str, object] = {}
+        self._wanted = 0  # recordings that were begun and have not ended
+        self._bytes = 0  # in the files of those that have ended
+        self.active = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --------------------------------------------------------------------------------- the hot path
+
+    def frame(self, now: float, channel: str, header: Header, body: bytes) -> None:
+        """The core is about to take a frame's message."""
+        self.add((now, "in", channel, header.sender, header.seq, header.sent, body))
+
+    def event(self, now: float, event: Message) -> None:
+        """The core is about to take a local event."""
+        self.add((now, "in", LOCAL, "", 0, 0.0, _encode(event)))
+
+    def sent(self, channel: str, to: str, number: int, sent: float, body: bytes) -> None:
+        """The core's output left over the bus."""
+        self.add((sent, "out", channel, to, number, sent, body))
+
+    def delivered(self, message: Message) -> None:
+        """The core's output is about to go to the driver."""
+        note: Callable[[], Message] | None = getattr(message, "note", None)
+        direction: Direction = "out" if note is None else "note"
+        body = _encode(message if note is None else note())
+        self.add((time.monotonic(), direction, LOCAL, "", 0, 0.0, body))
+
+    def heartbeat(self, number: int, sent: float, body: bytes) -> None:
+        """The shell said how the stage is."""
+        self.add((sent, "note", "telemetry", "", number, sent, body))
+
+    # ------------------------------------------------------------------------------ begin and end
+
+    def begin(self, core: Core, facts: dict[str, object]) -> None:
+        """The core is built and has seen nothing yet."""
+        self._core, self._facts = core, facts
+        if self._settings.record:
+            limits = Limits(bytes=self._settings.record_max_bytes)
+            recording = Recording(FROM_THE_START, self._settings.record, limits, self._tell)
+            self._start(recording, self._header(None))
+        if self._recorder.ring is not None:
+            now = self._loop.time()
+            self._recorder.begin_segment(self._header(None, flight=True), now)
+            self._activate()
+
+    def control(self, message: Message) -> None:
+        """Takes a message of the channel `control`."""
+        if isinstance(message, StartRecording):
+            self._start_recording(message)
+        elif isinstance(message, StopRecording):
+            self._stop(message.recording, "it was told to stop")
+
+    def crashed(self, error: BaseException) -> None:
+        """The stage dies of `error`: the ring is written."""
+        text = f"{type(error).__name__}: {error}"
+        if self.active:
+            self.add((time.monotonic(), "note", LOCAL, "", 0, 0.0, _encode(Crash(text))))
+        self._recorder.flush(time.monotonic())
+        self._recorder.dump(self._flight_folders(), text)
+
+    def close(self) -> None:
+        """The stage ends; everything is written when this returns."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self.active = False
+        self._recorder.flush(time.monotonic())
+        self._recorder.close("the stage stopped")
+
+    def stats(self) -> dict[str, float]:
+        """Running recordings, bytes of finished ones, lost messages, bytes of the ring."""
+        ring = self._recorder.ring
+        return {
+            "recordings": float(self._wanted),
+            "recorded_bytes_total": float(self._bytes),
+            "recorded_lost_total": float(self._recorder.lost),
+            "flight_bytes": float(ring.bytes) if ring is not None else 0.0,
+        }
+
+    # ----------------------------------------------------------------------------------- recordings
+
+    def _start_recording(self, asked: StartRecording) -> None:
+        if self._core is None:
+            self._refuse(asked.recording, "the stage is still being built")
+            return
+        try:
+            header = self._header(self._snapshot())
+        except Unsnapshottable as error:
+            self._refuse(asked.recording, str(error))
+            return
+        rewriter = None
+        if asked.redact:
+            rewriter = partial(redactor, asked.redact, self._identity.name, self._settings.model)
+        limits = Limits(asked.messages, asked.max_bytes)
+        self._start(Recording(asked.recording, asked.out, limits, self._tell, rewriter), header)
+        if asked.seconds > 0:
+            stop = partial(self._stop, asked.recording, f"after {asked.seconds:g} s")
+            self._loop.call_later(asked.seconds, stop)
+        if asked.fresh_epoch and self._identity.name == "engine":
+            self._feed(NewEpoch())
+
+    def _start(self, recording: Recording, header: TraceHeader) -> None:
+        self._wanted += 1
+        self._recorder.flush(self._loop.time())
+        self._recorder.start(recording, header)
+        self._activate()
+
+    def _stop(self, name: str, reason: str) -> None:
+        self._recorder.flush(self._loop.time())
+        self._recorder.stop(name, reason)
+
+    def _refuse(self, name: str, reason: str) -> None:
+        self._answer(RecordingState(name, self._identity.id, "failed", reason=reason))
+
+    def _tell(self, outcome: Outcome) -> None:
+        """From the recorder's thread."""
+        self._loop.call_soon_threadsafe(self._told, outcome)
+
+    def _told(self, outcome: Outcome) -> None:
+        if outcome.state != "recording":
+            self._wanted -= 1
+            self._bytes += outcome.bytes
+            self.active = self._wanted > 0 or self._recorder.ring is not None
+        state = RecordingState(
+            outcome.name, self._identity.id, outcome.state, outcome.path, outcome.records,
+            outcome.bytes, outcome.reason,
+        )  # fmt: skip
+        self._answer(state)
+
+    # ------------------------------------------------------------------------------------- flushing
+
+    def _activate(self) -> None:
+        self.active = True
+        if self._timer is None:
+            self._timer = self._loop.call_later(FLUSH, self._flush)
+
+    def _flush(self) -> None:
+        now = self._loop.time()
+        self._recorder.flush(now)
+        if self._recorder.wants_segment(now):
+            self._next_segment(now)
+        self._timer = self._loop.call_later(FLUSH, self._flush) if self.active else None
+
+    def _next_segment(self, now: float) -> None:
+        try:
+            header = self._header(self._snapshot(), flight=True)
+        except Unsnapshottable as error:
+            log.error("no flight recorder from now on: %s", error)
+            self._recorder.ring = None
+            self.active = self._wanted > 0
+            return
+        self._recorder.begin_segment(header, now)
+
+    def _snapshot(self) -> bytes:
+        assert self._core is not None
+        return snapshot(self._core)
+
+    def _header(self, state: bytes | None, flight: bool = False) -> TraceHeader:
+        who = self._identity
+        settings = msgspec.structs.asdict(self._settings)
+        del settings["api_key"]
+        return TraceHeader(
+            protocol=PROTOCOL, version=__version__, stage=who.id, name=who.name, group=who.group,
+            rank=who.rank, index=who.index, incarnation=self._incarnation, pid=os.getpid(),
+            host=socket.gethostname(), settings=settings, stages=tuple(self._topology.ids()),
+            seed=self._settings.seed, wall=time.time(), monotonic=time.monotonic(),
+            facts=dict(self._facts), reason="flight" if flight else "record",
+            snapshot=state,
+        )  # fmt: skip
+
+    def _flight_folders(self) -> list[Path]:
+        """Where the ring may be written, the best place first."""
+        named = self._settings.flight_dir or self._settings.record
+        spare = Path(tempfile.gettempdir(), f"pipeinfer-{os.getuid()}")
+        return [Path(named)] if named else [default_folder(), spare]

@@ -1,0 +1,93 @@
+"""What a scheduler remembers of requests that it does not run: ended ones, and ones not yet known.
+
+A request that finished is kept, whole, until its client has it; the ids of those that are over for
+good, because their work may be told once more; and what detokenizers delivered of requests whose
+work has not come. Knows no bus and no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipeinfer.messages import Abort, Delivered
+from pipeinfer.scheduler.outbox import Last, home
+from pipeinfer.scheduler.request import Request
+
+REMEMBERED = 10_000  # ids of requests that are over
+ORPHANED = 60.0  # seconds that what was delivered waits for its work
+KEPT = 3_600.0  # seconds, at least, that a finished request waits for its Done
+
+
+class Ledger:
+    """Of one scheduler; `detokenizers` are the stages that may know a request."""
+
+    def __init__(self, detokenizers: Sequence[str]) -> None:
+        self.detokenizers = tuple(detokenizers)
+        self.kept: dict[str, tuple[Request, Last]] = {}
+        self._delivered: dict[str, tuple[Delivered, float]] = {}
+        self._over: dict[str, None] = {}
+        self._aged: set[str] = set()  # ids that were kept at the last sweep
+        self._sweep_at = 0.0
+
+    def keep(self, request: Request, last: Last) -> None:
+        """`request` ended with `last`; its detokenizer may have to be told again."""
+        self.kept[request.id] = request, last
+
+    def settled(self, request_id: str) -> bool:
+        """True if the request has ended here, so that its work is a repetition."""
+        return request_id in self.kept or request_id in self._over
+
+    def put(self, delivered: Delivered, now: float) -> Abort | None:
+        """What a detokenizer delivered of a request that is not live; what to answer, if anything.
+
+        It waits for its work, unless the request is over.
+        """
+        name = delivered.request_id
+        if name in self._over:
+            return Abort(name, delivered.attempt, "it has ended")
+        if name not in self.kept:
+            self._delivered[name] = delivered, now
+        return None
+
+    @property
+    def orphans(self) -> int:
+        """Requests of which something was delivered, but whose work nobody has told."""
+        return len(self._delivered)
+
+    def claim(self, request_id: str) -> Delivered | None:
+        """What was delivered of a request whose work has come."""
+        delivered, _ = self._delivered.pop(request_id, (None, 0.0))
+        return delivered
+
+    def end(self, request_id: str) -> tuple[str, ...]:
+        """The request is over for good; returns the detokenizers that may know it."""
+        self._over[request_id] = None
+        if len(self._over) > REMEMBERED:
+            del self._over[next(iter(self._over))]
+        if self._delivered.pop(request_id, None) is not None:
+            return self.detokenizers
+        request, _ = self.kept.pop(request_id, (None, None))
+        return () if request is None else (home(request),)
+
+    def complete(self, now: float) -> None:
+        """All neighbours have told what they know: from now on, what is missing may be lost."""
+        for name, (delivered, _) in self._delivered.items():
+            self._delivered[name] = delivered, now
+
+    def lost(self, now: float) -> Iterator[tuple[str, Abort]]:
+        """(detokenizer, what to tell it) of requests whose end or whose work never came.
+
+        Not to be asked before the neighbours have told all.
+        """
+        late = [d for d, since in self._delivered.values() if now - since > ORPHANED]
+        for delivered in late:
+            del self._delivered[delivered.request_id]
+            abort = Abort(delivered.request_id, delivered.attempt, "nobody asked for it")
+            yield from ((to, abort) for to in self.detokenizers)
+        if now < self._sweep_at:
+            return
+        for name in [name for name in self.kept if name in self._aged]:
+            request, _ = self.kept.pop(name)
+            yield home(request), Abort(name, request.work.attempt, "its end was lost")
+        self._aged = set(self.kept)
+        self._sweep_at = now + KEPT

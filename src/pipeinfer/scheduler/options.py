@@ -1,0 +1,24 @@
+"""What the scheduler needs to know of the settings.
+
+Knows names and defaults only; what they mean is said where they are used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_STEP_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """What the core needs of the settings. max_step_tokens: token budget of a step; 0 leaves it to
+    the engine, and an engine that says nothing gets DEFAULT_STEP_TOKENS.
+    """
+
+    policy: str = "mixed"
+    overlap_depth: int = 2
+    max_running: int = 256
+    max_step_tokens: int = DEFAULT_STEP_TOKENS
+    watchdog: float = 120.0
+    tp: int = 1

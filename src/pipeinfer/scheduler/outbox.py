@@ -1,0 +1,80 @@
+"""What the detokenizers are told: openings, rows of new tokens, refusals, and all of it again.
+
+Knows requests and messages; whom a request belongs to it reads from its work. Opens no socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from pipeinfer.core import Send
+from pipeinfer.messages import FinishReason, Open, Refused, TokenRow, Tokens, pack
+from pipeinfer.scheduler.request import Request
+
+CONTEXT_TOKENS = 16  # of the prompt, so that the decoder knows what the first output follows
+
+Last = TokenRow | Refused  # with what a request ended
+
+
+class Outbox:
+    """Collects the rows of one event, so that each detokenizer gets one message of them.
+
+    rows: new tokens and ends of requests, by detokenizer; since the last flush.
+    """
+
+    def __init__(self, group: int) -> None:
+        self._group = group
+        self.rows: dict[int, list[TokenRow]] = {}
+
+    def flush(self, out: list[Send]) -> None:
+        """Puts the collected rows behind what is in `out`."""
+        for detokenizer, rows in self.rows.items():
+            out.append(Send("tokens", f"detokenizer-{detokenizer}", Tokens(tuple(rows))))
+        self.rows.clear()
+
+    def opened(self, request: Request) -> Send:
+        """Comes before a request's first row."""
+        work = request.work
+        opened = Open(
+            work.request_id, work.attempt, work.gateway, work.params, len(request.prompt),
+            pack(request.prompt[-CONTEXT_TOKENS:]), work.trace, self._group,
+        )  # fmt: skip
+        return Send("tokens", home(request), opened)
+
+    def whole(self, request: Request, last: Last | None = None) -> Iterator[Send]:
+        """All there is of a request, for a detokenizer that knows nothing of it."""
+        if isinstance(last, Refused):
+            yield Send("tokens", home(request), last)
+            return
+        yield self.opened(request)
+        ids = pack(request.outputs)
+        if last is not None:
+            row = msgspec.structs.replace(last, offset=0, ids=ids)
+        elif ids:
+            row = TokenRow(request.id, 0, ids, cached_tokens=max(request.cached, 0))
+        else:
+            return
+        yield Send("tokens", home(request), Tokens((row,)))
+
+
+def home(request: Request) -> str:
+    """The detokenizer stage to which `request` belongs."""
+    return f"detokenizer-{request.work.detokenizer}"
+
+
+def last_row(request: Request, finish: FinishReason | None, error: str = "") -> TokenRow:
+    """The row that would end `request`; without `finish` its detokenizer ended it by itself.
+
+    Such a one sees the same end again in the same ids. If it does not, a row was lost.
+    """
+    if finish is None:
+        finish, error = "error", "it ended in a detokenizer that was lost, nobody knows how"
+    stop_token = request.outputs[-1] if finish == "stop" and request.outputs else None
+    return TokenRow(request.id, len(request.outputs), b"", finish, stop_token, error)
+
+
+def pack_few(ids: list[int]) -> bytes:
+    """`pack` for a handful of ids, for which an array costs more than its use."""
+    return b"".join([token.to_bytes(4, "little", signed=True) for token in ids])

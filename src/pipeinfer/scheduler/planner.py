@@ -1,0 +1,121 @@
+"""The loop that turns requests into plans: who waits, who holds a slot, which steps are in flight.
+
+Composes one step at a time by a policy, and writes it down as a plan. Knows no bus, no epochs, and
+nothing of what becomes of a request's tokens.
+"""
+
+from __future__ import annotations
+
+from pipeinfer.messages import Hello, Plan, pack
+from pipeinfer.scheduler import policies
+from pipeinfer.scheduler.board import Board
+from pipeinfer.scheduler.credits import Credits
+from pipeinfer.scheduler.flights import Flights
+from pipeinfer.scheduler.options import DEFAULT_STEP_TOKENS, SchedulerOptions
+from pipeinfer.scheduler.probation import Probation
+from pipeinfer.scheduler.queue import WaitingQueue
+from pipeinfer.scheduler.request import Request
+from pipeinfer.scheduler.slots import Slots
+
+DEFERRALS = 2  # of one request in a row, after which somebody else must give way
+
+
+class Planner:
+    """Plans of one group. Raises ConfigurationError for an unknown policy.
+
+    `slots` and `flights` are those of the running epoch; `probation` holds who is suspected of its
+    crashes; `counts` go into the statistics.
+    """
+
+    def __init__(self, options: SchedulerOptions) -> None:
+        self.slots = Slots()
+        self.flights = Flights()
+        self.counts: dict[str, int] = {"plans": 0, "planned_tokens": 0, "preemptions": 0}
+        self._options = options
+        self._policy = policies.create(options.policy)
+        self._budget = 0  # tokens of a step, known when an epoch begins
+        self._queue = WaitingQueue()
+        self.probation = Probation()
+        self._number = 0
+
+    def begin(self, shape: Hello) -> None:
+        """An epoch begins, on engines of this `shape`."""
+        self._budget = self._options.max_step_tokens or shape.step_tokens or DEFAULT_STEP_TOKENS
+        slots = min(shape.max_slots, self._options.max_running, self._budget)
+        self.slots.begin(slots, Credits(shape.page_size, shape.pages))
+        self._number = 0
+
+    def lose(self, blameless: bool) -> Request | None:
+        """The epoch is over; returns a request that must fail because of it.
+
+        Every other one goes back to the queue with the tokens it has; suspects wait apart.
+        """
+        flying = self.flights.crash()
+        suspects = [request for request in flying if request.slot >= 0 and not blameless]
+        accused = set(map(id, suspects))
+        for request in self.slots.lose():
+            if id(request) not in accused:
+                self._queue.push(request)
+        return self.probation.accuse(suspects)
+
+    def enqueue(self, request: Request) -> None:
+        """It waits for a slot from now on."""
+        self._queue.push(request)
+
+    def drop(self, request: Request) -> None:
+        """It runs no more, and was marked done; its slot is released with the next plan."""
+        if request.id in self.slots.running:
+            self.slots.release(request)
+        else:
+            self._queue.forget(request)
+
+    def plan(self, epoch: int, now: float) -> Plan | None:
+        """The next step; None if enough are in flight or nothing is left to do."""
+        if len(self.flights) >= self._options.overlap_depth:
+            return None
+        slots = self.slots
+        board = Board(
+            list(slots.running.values()), self._queue, slots.credits, slots.free, self._budget,
+            not len(self.flights), slots.released_pages,
+        )  # fmt: skip
+        if not self._compose(board):
+            return None
+        if not board.rows and not board.preempted and not slots.releasing:
+            return None
+        return self._written(board, epoch, now)
+
+    def _compose(self, board: Board) -> bool:
+        """Fills the board; False if the steps in flight must report first."""
+        head = self._queue.head()
+        if self.probation.tried or (self.probation and (head is None or not head.admission)):
+            if len(self.flights):
+                return False  # a suspect runs alone, at depth 1
+            suspect = self.probation.next()
+            if suspect is not None:
+                board.run_alone(suspect)
+                return True
+        if any(request.deferrals >= DEFERRALS for request in self.slots.running.values()):
+            board.relieve()
+        self._policy.compose(board)
+        return True
+
+    def _written(self, board: Board, epoch: int, now: float) -> Plan:
+        """The plan: releases, then admits, then rows."""
+        for request in board.preempted:
+            self._preempt(request)
+        releases = self.slots.publish()
+        admits = tuple(map(self.slots.admit, board.admitted))
+        rows = [(request, count) for request, count in board.rows if request.slot >= 0]
+        slots, counts = pack([r.slot for r, _ in rows]), pack([count for _, count in rows])
+        plan = Plan(epoch, self._number, releases, admits, slots, counts)
+        self.counts["planned_tokens"] += self.flights.launch(self._number, rows, now)
+        self.slots.credits.plan(self._number, board.pages)
+        self._number += 1
+        self.counts["plans"] += 1
+        return plan
+
+    def _preempt(self, request: Request) -> None:
+        self.slots.release(request, count_pages=False)  # the board has counted them
+        request.deferrals = 0
+        self._queue.push(request)
+        self.counts["preemptions"] += 1

@@ -1,0 +1,77 @@
+"""The engine's slots as the scheduler counts them: who holds one, what the next plan gives back.
+
+Knows requests and numbers of slots and pages; no policy, no queue and no bus.
+"""
+
+from __future__ import annotations
+
+from pipeinfer.messages import Admit, Release, pack
+from pipeinfer.scheduler.credits import Credits
+from pipeinfer.scheduler.request import Request
+
+
+class Slots:
+    """Slots of one epoch.
+
+    running: requests that hold one, by id. released_pages: what the releases that were not
+    published yet give back. credits: pages that plans may still take.
+    """
+
+    def __init__(self) -> None:
+        self.running: dict[str, Request] = {}
+        self.credits = Credits(1, 0)
+        self.released_pages = 0
+        self._free: list[int] = []
+        self._releases: list[Release] = []
+
+    def begin(self, count: int, credits: Credits) -> None:
+        """An epoch begins with `count` empty slots."""
+        self._free = list(range(count))
+        self.credits = credits
+
+    def lose(self) -> list[Request]:
+        """The epoch is over; returns the requests that held slots, in order of admission."""
+        lost = list(self.running.values())
+        for request in lost:
+            request.leave()
+        self.running.clear()
+        self._releases.clear()
+        self.released_pages = 0
+        return lost
+
+    @property
+    def free(self) -> int:
+        """Slots that the next plan may give out."""
+        return len(self._free) + len(self._releases)
+
+    @property
+    def releasing(self) -> bool:
+        """Whether the next plan has something to give back."""
+        return bool(self._releases)
+
+    def release(self, request: Request, count_pages: bool = True) -> None:
+        """Takes the slot back with the next plan; what was computed may stay in the prefix cache,
+        as far as it was confirmed. count_pages: False if a board has counted them already."""
+        del self.running[request.id]
+        self._releases.append(Release(request.slot, True, pack(request.confirmed)))
+        if count_pages:
+            self.released_pages += max(self.credits.between(request.hit, request.computed), 0)
+        request.leave()
+
+    def publish(self) -> tuple[Release, ...]:
+        """The releases of the plan that is written now; their slots are free for its admits."""
+        releases, self._releases = tuple(self._releases), []
+        self._free.extend(release.slot for release in releases)
+        self.released_pages = 0
+        return releases
+
+    def admit(self, request: Request) -> Admit:
+        """Gives `request` a slot."""
+        request.slot = self._free.pop()
+        self.running[request.id] = request
+        work, params = request.work, request.work.params
+        suppress = tuple(sorted(request.stops)) if params.min_tokens > 0 else ()
+        return Admit(
+            request.slot, request.id, pack(request.prompt + request.outputs), len(request.prompt),
+            request.max_total, params, work.seed, suppress, work.cache_salt,
+        )  # fmt: skip

@@ -1,0 +1,57 @@
+"""What a tokenizer remembers of unfinished requests: their work, and which group has it.
+
+It is what a restarted scheduler is told. Knows no bus; entries end with Done or Abort, and the
+gateways' limit on waiting requests bounds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pipeinfer.messages import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One request. `certain`: False if an earlier tokenizer may have sent it to another group."""
+
+    work: Work
+    group: int
+    certain: bool = True
+
+
+class Ledger:
+    """Entries in the order in which their requests came."""
+
+    def __init__(self, groups: Sequence[int]) -> None:
+        self._groups = tuple(groups)
+        self._entries: dict[str, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, entry: Entry) -> None:
+        """Records an entry; a new attempt of a request counts as new."""
+        self._entries.pop(entry.work.request_id, None)
+        self._entries[entry.work.request_id] = entry
+
+    def knows(self, request_id: str, attempt: int) -> bool:
+        """Whether this attempt of the request, or a later one, is here."""
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.work.attempt >= attempt
+
+    def forget(self, request_id: str) -> tuple[int, ...] | None:
+        """Drops an entry; the groups that may have it, None if there is no entry."""
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return None
+        return (entry.group,) if entry.certain else self._groups
+
+    def of_group(self, group: int) -> Iterator[Work]:
+        """What that group's scheduler should have."""
+        return (entry.work for entry in self._entries.values() if entry.group == group)
+
+    def of_gateway(self, gateway: int) -> Iterable[Work]:
+        """What that gateway sent; entries may be dropped meanwhile."""
+        return [e.work for e in self._entries.values() if e.work.gateway == gateway]

@@ -1,0 +1,73 @@
+"""What a router believes one group to have cached: an approximate radix tree as a chain of hashes.
+
+Fed by what was sent to the group and by how much the group says it evicted. Knows token ids and
+counts; a wrong belief costs a prefill, never an answer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+BLOCK = 64  # tokens that are believed cached, or not, together
+
+
+def chain(prompt_ids: np.ndarray, cache_salt: str) -> list[bytes]:
+    """A key for each whole block of `prompt_ids` int32 [n]; it stands for the prefix up to there.
+
+    Keys do not depend on the process, so that a recorded run routes the same way again.
+    """
+    key = blake2b(cache_salt.encode(), digest_size=8).digest()
+    raw = np.ascontiguousarray(prompt_ids, dtype="<i4").tobytes()
+    keys = []
+    for end in range(4 * BLOCK, len(raw) + 1, 4 * BLOCK):
+        key = blake2b(key + raw[end - 4 * BLOCK : end], digest_size=8).digest()
+        keys.append(key)
+    return keys
+
+
+class Prefixes:
+    """The prefixes of one group, least recently used first."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+        self._owed = 0  # tokens evicted over there that do not make a block yet
+
+    def matched(self, keys: Sequence[bytes]) -> int:
+        """Tokens at the beginning of a prompt with the chain `keys` that should be cached."""
+        count = 0
+        for key in keys:
+            if key not in self._keys:
+                break
+            count += 1
+        return count * BLOCK
+
+    def add(self, keys: Sequence[bytes], capacity: int) -> None:
+        """A prompt went there; the group's pool holds `capacity` tokens, 0: unknown."""
+        # The end first: of one prompt its beginning is used last, so that it is forgotten last.
+        for key in reversed(keys):
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+        if capacity:
+            self._forget(len(self._keys) - max(capacity // BLOCK, 1))
+
+    def evicted(self, tokens: int) -> None:
+        """So many tokens were evicted over there: the same number is forgotten here."""
+        blocks, self._owed = divmod(self._owed + tokens, BLOCK)
+        self._forget(blocks)
+
+    def clear(self) -> None:
+        """The group began with an empty cache."""
+        self._keys.clear()
+        self._owed = 0
+
+    def __len__(self) -> int:
+        """Tokens believed cached."""
+        return len(self._keys) * BLOCK
+
+    def _forget(self, blocks: int) -> None:
+        for _ in range(min(max(blocks, 0), len(self._keys))):
+            self._keys.popitem(last=False)

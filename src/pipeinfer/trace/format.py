@@ -1,0 +1,160 @@
+"""The format of a trace file: magic, header, blocks of records, and what may be wrong with them.
+
+    PITRACE1 | block: the header | block: records | block: records ...
+    block    = length u32 | CRC-32 of the payload u32 | payload: zstd of MessagePack
+
+Knows no stage, no clock and no file; integers are little-endian. docs/recording.md is its page.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+import zstandard
+
+MAGIC = b"PITRACE1"
+PREFIX = struct.Struct("<II")  # length and CRC-32 of a block's payload
+LARGEST = 1 << 30  # bytes of a block, packed or not; more is no block
+LEVEL = 1  # of zstd: recording must not cost more than what it records
+
+Direction = Literal["in", "out", "note"]
+
+
+class UnreadableTrace(ValueError):
+    """The file is no trace, or it is damaged; the text says where."""
+
+
+class OtherProtocol(UnreadableTrace):
+    """The trace was recorded with another version of the protocol."""
+
+
+class ModelIdentity(msgspec.Struct, frozen=True):
+    """Which checkpoint a stage had. `digest`: of config.json and of the weight files' headers and
+    sizes, "" where there was none to read."""
+
+    name: str = ""
+    folder: str = ""
+    digest: str = ""
+
+
+class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What was recorded, and all that it takes to build the same stage again.
+
+    stage: its id, e.g. "engine-0-0". settings: all of Settings but api_key. stages: ids of the
+    topology. wall, monotonic: seconds of both clocks at the beginning of the trace. facts: what the
+    builder knows beyond the settings. snapshot: the core's state before the first record
+    (trace/snapshot.py), None where the trace begins with a fresh core. error: of a flight
+    recording, the exception that ended the stage.
+    """
+
+    protocol: int
+    version: str
+    stage: str
+    name: str
+    group: int = 0
+    rank: int = 0
+    index: int = 0
+    incarnation: int = 0
+    pid: int = 0
+    host: str = ""
+    settings: dict[str, Any] = {}
+    stages: tuple[str, ...] = ()
+    model: ModelIdentity = ModelIdentity()
+    seed: int = 0
+    wall: float = 0.0
+    monotonic: float = 0.0
+    facts: dict[str, Any] = {}
+    reason: Literal["record", "flight"] = "record"
+    redacted: bool = False
+    snapshot: bytes | None = None
+    error: str = ""
+
+
+class Record(msgspec.Struct, array_like=True):
+    """One message that a core took ("in") or gave ("out"), or a remark ("note").
+
+    time: monotonic seconds; of an input exactly the `now` that its core was told. channel: of the
+    bus, or "local". peer: stage id of the sender or receiver, "" for everyone and for local ones.
+    number, sent: the frame's Header.seq and Header.sent, 0 for local ones. body: the message as
+    MessagePack (trace/bodies.py decodes it). seq: its place in the file, set by the reader.
+    """
+
+    time: float
+    direction: Direction
+    channel: str
+    peer: str
+    number: int
+    sent: float
+    body: bytes
+    seq: int = 0
+
+
+# What the hot path makes: the fields of Record without `seq`.
+Row = tuple[float, Direction, str, str, int, float, bytes]
+
+_encode = msgspec.msgpack.Encoder().encode
+_records = msgspec.msgpack.Decoder(list[Record]).decode
+_header = msgspec.msgpack.Decoder(TraceHeader).decode
+
+
+class _Version(msgspec.Struct):
+    protocol: int
+
+
+_version = msgspec.msgpack.Decoder(_Version).decode
+
+
+def pack_records(rows: Sequence[Row]) -> bytes:
+    """A block of records."""
+    return _block(_encode(rows))
+
+
+def pack_header(header: TraceHeader) -> bytes:
+    """The beginning of a file: the magic and the header's block."""
+    return MAGIC + _block(_encode(header))
+
+
+def unpack_records(payload: bytes) -> list[Record]:
+    """The records of a block's payload. Raises UnreadableTrace."""
+    try:
+        return _records(_decompressed(payload))
+    except (msgspec.MsgspecError, zstandard.ZstdError) as error:
+        raise UnreadableTrace(f"the records cannot be decoded: {error}") from None
+
+
+def unpack_header(payload: bytes, protocol: int | None) -> TraceHeader:
+    """The header. Raises UnreadableTrace, or OtherProtocol unless it is `protocol` (None: any)."""
+    try:
+        raw = _decompressed(payload)
+        found = _version(raw).protocol
+        if protocol is not None and found != protocol:
+            raise OtherProtocol(
+                f"it was recorded with protocol {found}, this pipeinfer speaks {protocol}"
+            )
+        return _header(raw)
+    except (msgspec.MsgspecError, zstandard.ZstdError) as error:
+        raise UnreadableTrace(f"the header cannot be decoded: {error}") from None
+
+
+def checked(payload: bytes, crc: int) -> bytes:
+    """`payload` itself; UnreadableTrace if it is not what was written."""
+    if zlib.crc32(payload) != crc:
+        raise UnreadableTrace("the checksum differs")
+    return payload
+
+
+def _block(raw: bytes) -> bytes:
+    # A compressor of its own each time: one must not be shared by threads.
+    payload = zstandard.ZstdCompressor(level=LEVEL).compress(raw)
+    return PREFIX.pack(len(payload), zlib.crc32(payload)) + payload
+
+
+def _decompressed(payload: bytes) -> bytes:
+    size = zstandard.frame_content_size(payload)
+    if not 0 <= size <= LARGEST:
+        raise UnreadableTrace(f"a block of {size} bytes")
+    return zstandard.ZstdDecompressor().decompress(payload)

@@ -1,0 +1,160 @@
+"""One recording: a file that takes blocks of records until it is told to end or reaches a limit.
+
+Used by the recorder's thread alone. Knows no loop and no stage.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from pipeinfer.core import LOCAL
+from pipeinfer.trace import format as form
+from pipeinfer.trace.file import TraceFile
+from pipeinfer.trace.format import Row, TraceHeader
+from pipeinfer.trace.notes import End
+
+log = logging.getLogger(__name__)
+
+END_BYTES = 256  # kept free for the last note, so that a limit in bytes holds
+
+
+class Rewriter(Protocol):
+    """Makes other rows, and another header, of those that were recorded."""
+
+    def row(self, row: Row) -> Row: ...
+
+    def header(self, header: TraceHeader) -> TraceHeader: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """After so much a recording ends by itself; 0 is without limit."""
+
+    messages: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a recording stands. `reason`: why it ended or failed, "" while it goes on."""
+
+    name: str
+    state: Literal["recording", "done", "failed"]
+    path: str
+    records: int
+    bytes: int
+    reason: str = ""
+
+
+class Recording:
+    """Records into `folder` until a limit, `end`, or an error of the disk.
+
+    rewriter: makes what rewrites the rows (redaction), when it is needed first; ValueError if it
+    cannot. on_change: told at the beginning and at the end, on the calling thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: str | Path,
+        limits: Limits,
+        on_change: Callable[[Outcome], None],
+        rewriter: Callable[[], Rewriter] | None = None,
+    ) -> None:
+        self.name = name
+        self.ended = False
+        self._folder, self._limits, self._make_rewriter = folder, limits, rewriter
+        self._rewriter: Rewriter | None = None
+        self._on_change = on_change
+        self._file: TraceFile | None = None
+        self._records = 0
+
+    def begin(self, stem: str, header: TraceHeader) -> None:
+        """Creates the file `stem`.pitrace with its header."""
+        try:
+            if self._make_rewriter is not None:
+                self._rewriter = self._make_rewriter()
+                header = self._rewriter.header(header)
+            block = form.pack_header(header)
+            if self._limits.bytes and len(block) + END_BYTES > self._limits.bytes:
+                self._settle("failed", f"its beginning alone takes {len(block)} bytes")
+                return
+            self._file = TraceFile(self._folder, stem)
+            self._file.write(block)
+        except OSError as error:
+            self._settle("failed", f"{self._folder}: {error.strerror}")
+            return
+        except ValueError as error:  # a configuration, a key or a state that cannot be rewritten
+            self._settle("failed", str(error))
+            return
+        log.info("recording into %s", self._file.path)
+        self._on_change(self._outcome("recording"))
+
+    def take(self, rows: Sequence[Row], block: bytes | None) -> None:
+        """The next rows, whole events; `block` has them packed already, None if nobody has."""
+        if self.ended:
+            return
+        left = self._limits.messages - self._records if self._limits.messages else len(rows)
+        full = bool(self._limits.messages) and left <= len(rows)
+        if full:
+            rows = rows[: _end_of_event(rows, left)]
+        if full or self._rewriter is not None or block is None:
+            if self._rewriter is not None:
+                rows = [self._rewriter.row(row) for row in rows]
+            block = form.pack_records(rows)
+        self._write(block, len(rows))
+        if full:
+            self.end("as many messages as were asked for")
+
+    def end(self, reason: str, lost: int = 0) -> None:
+        """Ends in good order, with a note. Does nothing when it has ended already."""
+        if self.ended or self._file is None:
+            return
+        try:
+            body = msgspec.msgpack.encode(End(reason, lost))
+            self._file.write(form.pack_records([(0.0, "note", LOCAL, "", 0, 0.0, body)]))
+        except OSError as error:
+            self._settle("failed", str(error))
+            return
+        self._settle("done", reason)
+
+    def _write(self, block: bytes, records: int) -> None:
+        assert self._file is not None
+        most = self._limits.bytes
+        if most and self._file.bytes + len(block) + END_BYTES > most:
+            self.end("as many bytes as were asked for")
+            return
+        try:
+            self._file.write(block)
+        except OSError as error:
+            self._settle("failed", str(error))
+            return
+        self._records += records
+
+    def _settle(self, state: Literal["done", "failed"], reason: str) -> None:
+        self.ended = True
+        outcome = self._outcome(state, reason)
+        if self._file is not None:
+            self._file.close()
+        level = logging.INFO if state == "done" else logging.ERROR
+        log.log(level, "recording %s: %s", outcome.path or self._folder, reason)
+        self._on_change(outcome)
+
+    def _outcome(self, state: Literal["recording", "done", "failed"], reason: str = "") -> Outcome:
+        file = self._file
+        path, size = (str(file.path), file.bytes) if file is not None else ("", 0)
+        return Outcome(self.name, state, path, self._records, size, reason)
+
+
+def _end_of_event(rows: Sequence[Row], count: int) -> int:
+    """At least `count` rows, and all outputs of the last input among them."""
+    for at in range(count, len(rows)):
+        if rows[at][1] == "in":
+            return at
+    return len(rows)

@@ -1,0 +1,102 @@
+"""The flight recorder's memory: the last minute of a stage, in segments that each can be replayed.
+
+A segment begins with a fresh core or a snapshot. Knows blocks and no messages; the recorder's
+thread writes, other threads only read the numbers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+import zstandard
+
+from pipeinfer.trace import format as form
+from pipeinfer.trace.format import TraceHeader
+
+MINUTE = 60.0  # seconds that must be there, if they fit
+SEGMENT = 30.0  # seconds after which a new segment begins
+PARTS = 8  # of the budget: the largest share of a segment
+
+
+@dataclass
+class _Segment:
+    """`header`: of the file that would begin here, without its snapshot, which lies packed."""
+
+    header: TraceHeader
+    snapshot: bytes | None
+    begun: float
+    blocks: list[bytes] = field(default_factory=list[bytes])
+    bytes: int = 0
+
+
+class Ring:
+    """At most `budget` bytes; of those, segments that are needed for the last minute.
+
+    keep_all: older ones stay too while they fit. An engine's memory can be computed again only from
+    the beginning of its epoch.
+    """
+
+    def __init__(self, budget: int, keep_all: bool = False) -> None:
+        self._budget, self._keep_all = budget, keep_all
+        self._segments: deque[_Segment] = deque()
+        self.bytes = 0
+
+    def begin(self, header: TraceHeader, now: float) -> None:
+        """A new segment, from the header's snapshot or, without one, from a fresh core."""
+        packed = None
+        if header.snapshot is not None:
+            packed = zstandard.ZstdCompressor(level=form.LEVEL).compress(header.snapshot)
+            header = msgspec.structs.replace(header, snapshot=None)
+        size = len(packed or b"")
+        self._segments.append(_Segment(header, packed, now, [], size))
+        self.bytes += size
+        self._shrink(now)
+
+    def add(self, block: bytes, now: float) -> None:
+        """A block of records of the current segment."""
+        if not self._segments:
+            return
+        segment = self._segments[-1]
+        segment.blocks.append(block)
+        segment.bytes += len(block)
+        self.bytes += len(block)
+        self._shrink(now)
+
+    def latest_header(self) -> TraceHeader | None:
+        """The current segment's, without a snapshot; None if there is no segment."""
+        return self._segments[-1].header if self._segments else None
+
+    def clear(self) -> None:
+        """Forgets everything; what is added before the next `begin` is left out."""
+        self._segments.clear()
+        self.bytes = 0
+
+    def wants_segment(self, now: float) -> bool:
+        """Whether a new segment should begin: the current one is long, or there is none."""
+        try:
+            current = self._segments[-1]
+        except IndexError:
+            return True
+        aged = not self._keep_all and now - current.begun >= SEGMENT
+        return aged or current.bytes >= self._budget // PARTS
+
+    def file(self, error: str) -> list[bytes]:
+        """The parts of a trace file with all that is kept; empty if there is nothing."""
+        if not self._segments:
+            return []
+        first = self._segments[0]
+        snapshot = None
+        if first.snapshot is not None:
+            snapshot = zstandard.ZstdDecompressor().decompress(first.snapshot)
+        header = msgspec.structs.replace(first.header, snapshot=snapshot, error=error)
+        blocks = [block for segment in self._segments for block in segment.blocks]
+        return [form.pack_header(header), *blocks]
+
+    def _shrink(self, now: float) -> None:
+        while len(self._segments) > 1:
+            old = not self._keep_all and now - self._segments[1].begun >= MINUTE
+            if not old and self.bytes <= self._budget:
+                return
+            self.bytes -= self._segments.popleft().bytes

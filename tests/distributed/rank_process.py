@@ -1,0 +1,48 @@
+"""One rank of a group as a process: runs the same work as all others and writes what came out.
+
+`python rank_process.py ADDRESS RANK SIZE WORK.json OUT.json`; see test_tensor_parallel.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "parity")]
+
+import torch  # noqa: E402
+from cores import Cores  # noqa: E402
+
+from pipeinfer.distributed.group import join  # noqa: E402
+from pipeinfer.params import SamplingParams  # noqa: E402
+from pipeinfer.settings import Settings  # noqa: E402
+
+
+def generate(folder: str, requests: list[dict], size: int, group=None) -> Cores:
+    """Runs requests {"prompt", "params", "seed"} and returns the cores that did it."""
+    settings = Settings(
+        device="cpu", dtype="float32", kv_pages=200, page_size=16, max_running=8, tp=size
+    )
+    cores = Cores(Path(folder), settings, group=group)
+    for index, request in enumerate(requests):
+        params = SamplingParams(**request["params"])
+        cores.submit(f"r{index}", request["prompt"], params, seed=request["seed"])
+    cores.run()
+    return cores
+
+
+def main() -> None:
+    address, rank, size, work, out = sys.argv[1:]
+    torch.set_num_threads(1)
+    group = join(address, int(rank), int(size), "cpu", 120)
+    outputs = [
+        generate(folder, requests, int(size), group).outputs
+        for folder, requests in json.loads(Path(work).read_text())
+    ]
+    Path(out).write_text(json.dumps(outputs))
+    group.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Ranks find each other at the address of rank 0, in any order; strangers are refused."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed.distributed_c10d import Store
+
+from pipeinfer.distributed.rendezvous import RendezvousError, meet
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_all_ranks_share_one_store_in_any_order(tmp_path, order):
+    address = f"ipc://{tmp_path}/engine-0-0"
+    turns = [threading.Event() for _ in order]
+    turns[0].set()
+
+    def one(rank: int) -> Store:
+        place = order.index(rank)
+        turns[place].wait(10)
+        if place + 1 < len(turns):
+            turns[place + 1].set()
+        store = meet(address, rank, 3, timeout=20)
+        store.set(str(rank), f"here is {rank}")
+        return store
+
+    with ThreadPoolExecutor(3) as pool:
+        stores = list(pool.map(one, range(3)))
+    for store in stores:
+        assert [store.get(str(rank)) for rank in range(3)] == [
+            b"here is 0",
+            b"here is 1",
+            b"here is 2",
+        ]
+
+
+def test_a_rank_of_a_group_of_another_size_is_refused(tmp_path):
+    address = f"ipc://{tmp_path}/engine-0-0"
+    store = meet(address, 0, 2, timeout=20)
+    with pytest.raises(RendezvousError, match="rank 3 of 4 does not belong to a group of 2"):
+        meet(address, 3, 4, timeout=20)
+    store.set("key", "value")
+    assert meet(address, 1, 2, timeout=20).get("key") == b"value"
+
+
+def test_a_missing_rank_0_is_an_error_that_names_its_address(tmp_path):
+    with pytest.raises(RendezvousError, match=r"rank 0 at ipc://.*engine-0-0\.group .* in 1 s"):
+        meet(f"ipc://{tmp_path}/engine-0-0", 1, 2, timeout=1)

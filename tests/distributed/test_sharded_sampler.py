@@ -1,0 +1,109 @@
+"""Ranks that hold a part of the vocabulary each sample what one that holds all of it samples."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeinfer.engine.sampler import BadLogits, sample
+from pipeinfer.engine.sharded_sampler import sample_sharded
+from pipeinfer.engine.step import SamplingRows
+
+
+class Threads:
+    """`collect` among threads of this process; counts the values that were exchanged."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.exchanged = size, 0
+        self._parts: list[torch.Tensor] = [torch.empty(0)] * size
+        self._barrier = threading.Barrier(size, timeout=30)
+        self._rank = threading.local()
+
+    def run(self, work):
+        """[work(rank) for each rank], at the same time."""
+
+        def one(rank: int):
+            self._rank.value = rank
+            return work(rank)
+
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(one, range(self.size)))
+
+    def collect(self, partial: torch.Tensor) -> torch.Tensor:
+        self._parts[self._rank.value] = partial
+        self._barrier.wait()
+        everybody = torch.stack(self._parts)
+        self._barrier.wait()
+        if self._rank.value == 0:
+            self.exchanged += partial.numel()
+        return everybody
+
+
+def rows(count: int, rng: np.random.Generator, kinds: list[int]) -> SamplingRows:
+    """Row r is greedy (0), has a temperature (1), or is truncated as well (2)."""
+    kind = np.array(kinds)
+    return SamplingRows(
+        temperature=np.where(kind > 0, rng.uniform(0.3, 1.5, count), 0).astype(np.float32),
+        top_k=np.where(kind == 2, rng.integers(0, 30, count), 0).astype(np.int32),
+        top_p=np.where(kind == 2, rng.uniform(0.2, 1, count), 1).astype(np.float32),
+        min_p=np.zeros(count, dtype=np.float32),
+        seeds=rng.integers(0, 2**63, count).astype(np.uint64),
+        positions=rng.integers(0, 2**40, count),
+        suppress=np.array([[0, 1], [count - 1, 5]], dtype=np.int64),
+    )
+
+
+def split(logits: np.ndarray, params: SamplingRows, size: int, group: Threads):
+    vocab = logits.shape[1]
+    share = -(-vocab // size)
+    padded = np.zeros((len(logits), share * size), dtype=np.float32)
+    padded[:, :vocab] = logits
+
+    def one(rank: int) -> list[int]:
+        part = torch.from_numpy(padded[:, rank * share : (rank + 1) * share].copy())
+        return sample_sharded(part, params, rank * share, vocab, group).tolist()
+
+    return group.run(one)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32), st.integers(7, 300), st.sampled_from([2, 3, 4, 8]),
+    st.lists(st.integers(0, 2), min_size=1, max_size=6),
+)  # fmt: skip
+def test_parts_sample_what_the_whole_samples(seed, vocab, size, kinds):
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal((len(kinds), vocab)) * 3).astype(np.float32)
+    params = rows(len(kinds), rng, kinds)
+    expected = sample(torch.from_numpy(logits), params).tolist()
+    for ids in split(logits, params, size, Threads(size)):
+        assert ids == expected
+
+
+def test_the_lowest_of_equal_ids_wins_across_ranks():
+    logits = np.zeros((1, 40), dtype=np.float32)
+    logits[0, [9, 25, 33]] = 2.0
+    params = rows(1, np.random.default_rng(0), [0])
+    assert split(logits, params, 4, Threads(4)) == [[9]] * 4
+
+
+def test_plain_rows_cost_three_numbers_a_rank_whatever_the_vocabulary():
+    rng = np.random.default_rng(1)
+    group = Threads(2)
+    split(rng.standard_normal((5, 999)).astype(np.float32), rows(5, rng, [0, 1, 0, 1, 1]), 2, group)
+    assert group.exchanged == 5 * 3
+
+
+def test_bad_logits_of_one_rank_raise_on_all():
+    logits = np.zeros((2, 16), dtype=np.float32)
+    logits[1, 13] = np.nan
+    params = rows(2, np.random.default_rng(0), [0, 1])
+    with pytest.raises(BadLogits) as raised:
+        split(logits, params, 4, Threads(4))
+    assert raised.value.row == 1

@@ -1,0 +1,164 @@
+"""The CUDA runner on a CPU: its own steps, packing and kernels, with stand-ins for the device.
+
+A program, because Triton's interpreter is chosen when triton is imported. Streams and events do
+nothing here, a graph runs its body again, and attention is plain torch over the index arrays.
+`TRITON_INTERPRET=1 python tests/engine/interpreted_runner.py FOLDER` prints tokens by way of
+running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), *(str(HERE.parent / name) for name in ("", "gpu", "parity"))]
+
+import torch  # noqa: E402
+
+
+class Event:
+    def __init__(self, enable_timing=False) -> None:
+        self.time = 0.0
+
+    def record(self) -> None:
+        self.time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Everything is over already."""
+
+    def elapsed_time(self, other) -> float:
+        return (other.time - self.time) * 1e3
+
+
+class Stream:
+    def __init__(self, *_) -> None:
+        """All work is done at once."""
+
+    def wait_event(self, event) -> None:
+        assert event.time > 0, "waits for what nobody recorded"
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+
+@contextlib.contextmanager
+def stream(_):
+    yield
+
+
+def without_pins(*sizes, pin_memory=False, zeros=torch.zeros, **options):
+    return zeros(*sizes, **options)
+
+
+torch.cuda.Event, torch.cuda.Stream, torch.cuda.stream = Event, Stream, stream
+torch.cuda.current_stream, torch.cuda.synchronize = Stream, lambda *_: None
+torch.zeros = without_pins
+
+from overlapped import GpuCores  # noqa: E402
+from runner_requests import submit_all  # noqa: E402
+
+from pipeinfer.attention.paged import PagedKind  # noqa: E402
+from pipeinfer.engine import loading  # noqa: E402
+from pipeinfer.engine.cuda import graphs  # noqa: E402
+from pipeinfer.engine.cuda.runner import CudaRunner, Limits  # noqa: E402
+from pipeinfer.layers.rope import Rope  # noqa: E402
+from pipeinfer.memory.pool import KVPool  # noqa: E402
+from pipeinfer.settings import Settings  # noqa: E402
+
+
+class Again:
+    """In place of a CUDA graph: computes once more from the same addresses, into the same."""
+
+    def __init__(self, body, plan, views, out) -> None:
+        self._run, self._out = (lambda: body(plan, views)), out
+
+    def replay(self) -> None:
+        for target, value in zip(self._out, self._run(), strict=True):
+            target.copy_(value)
+
+
+def capture(self, prepare, body, stream, progress=None) -> None:
+    for size in sorted(self.sizes, reverse=True):
+        layout = self._layouts[size]
+        views, plan = layout.tensors(self.words), prepare(size)
+        out = body(plan, views)
+        self._captured[size] = graphs.Captured(Again(body, plan, views, out), layout, views, *out)
+
+
+class TorchPart:
+    """Reads what a device kernel would read: the arrays on the device's side, nothing else."""
+
+    def __init__(self, shapes, device) -> None:
+        self._shapes = shapes
+
+    def bind(self, pool, most_rows) -> None:
+        self._pool = pool
+
+    def plan(self, rows, begin, end):
+        return rows.device, begin, end, rows.device.queries(begin, end)
+
+    def run(self, layer, q, out, plan) -> None:
+        arrays, begin, end, queries = plan
+        scale, page_size = self._shapes[layer].scale, self._pool.page_size
+        firsts, pages_at = queries.tolist(), arrays.kv_indptr[begin : end + 1].tolist()
+        for row, length in enumerate(arrays.lengths[begin:end].tolist()):
+            pages = arrays.indices[pages_at[row] : pages_at[row + 1]].long()
+            last = int(arrays.last_page[begin + row])
+            assert (len(pages) - 1) * page_size + last == length
+            kv = self._pool.k[layer][pages], self._pool.v[layer][pages]
+            mine = slice(firsts[row], firsts[row + 1])
+            wide = q.shape[1] // kv[0].shape[2]
+            k, v = (part.flatten(0, 1)[:length].repeat_interleave(wide, 1) for part in kv)
+            scores = torch.einsum("qhd,khd->hqk", q[mine], k) * scale
+            first = length - (mine.stop - mine.start)
+            seen = torch.arange(length)[None] <= torch.arange(first, length)[:, None]
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            out[mine] = torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def cuda_runner(settings, choices, model, *_):
+    """In place of the host's runner."""
+    for layer in model.layers:
+        layer.attention._merged = True
+    config = model.config
+    model.rope = Rope(config.rope, config.head_dim, choices.dtype, torch.device("cpu"), 512)
+    shapes = model.attention_shapes()
+    pool = KVPool(shapes, 1 + settings.kv_pages, choices.page_size, choices.dtype, "cpu")
+    limits = Limits(settings.max_running, settings.max_step_tokens, 512 // choices.page_size)
+    backend = PagedKind(TorchPart, TorchPart, None, choices.page_size)(shapes, "cpu")
+    runner = CudaRunner(model, pool, backend, limits)
+    if not settings.no_cuda_graph:
+        runner.capture(graphs.ladder(settings.cuda_graph_max_batch))
+    return runner
+
+
+graphs.DecodeGraphs.capture = capture
+loading._host_runner = cuda_runner
+
+
+def tokens(folder: str, derive: bool, **changes) -> dict[str, list[int]]:
+    """By request."""
+    settings = Settings(
+        model=folder, device="cpu", kv_pages=40, page_size=16, max_running=3, max_step_tokens=48,
+        cuda_graph_max_batch=2, **changes,
+    )  # fmt: skip
+    cores = GpuCores(Path(folder), settings, budget=48)
+    cores.loaded.runner.derive = derive
+    submit_all(cores)
+    cores.run()
+    return cores.outputs
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    place = sys.argv[1]
+    ways = {
+        "graphs": tokens(place, True),
+        "derived on the device": tokens(place, True, no_cuda_graph=True),
+        "packed on the host": tokens(place, False, no_cuda_graph=True),
+    }
+    print(json.dumps(ways))

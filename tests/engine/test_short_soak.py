@@ -1,0 +1,38 @@
+"""A few seconds of the soak that tests/gpu/soak.py runs on a GPU, here on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.memory.errors import IntegrityError
+
+
+@pytest.fixture(scope="module")
+def soak():
+    sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+    return importlib.import_module("soak")
+
+
+def test_random_traffic_ends_as_asked_and_leaves_every_page_accounted_for(soak):
+    found = soak.soak(seconds=4.0, seed=random.randrange(10**6))
+    assert found["requests"] > 20 and found["idle_moments"] > 0
+    assert found["preemptions"] > 0 and found["aborted"] > 0 and found["cached_tokens"] > 0
+    assert 10 * len(found["flipped"]) <= found["sample"], found  # float32: ties are rare
+
+
+def test_a_page_that_is_lost_does_not_stay_unnoticed(soak, monkeypatch):
+    from pipeinfer.memory.allocator import PageAllocator
+
+    give = PageAllocator.give
+
+    def forgets(self, pages):
+        give(self, pages[:-1] if len(pages) > 2 else pages)
+
+    monkeypatch.setattr(PageAllocator, "give", forgets)
+    with pytest.raises((IntegrityError, AssertionError)):
+        soak.soak(seconds=1.0, seed=0)

@@ -1,0 +1,86 @@
+#!/bin/bash
+# All that needs a GPU, in one go of less than 400 s on an H200 with FlashInfer's kernels built:
+#
+#   OUT=folder tests/gpu/session.sh [PART=SECONDS ...]
+#
+# Without arguments every part runs, each under its own limit; with them, those named. What must be
+# right runs side by side first, what is timed runs alone afterwards. A line or a few for each part
+# on stdout; in OUT at most eight files: the parts' JSON, the profile, and session.log with the rest.
+set -u
+cd "$(dirname "$0")/../.." || exit
+python=${PYTHON:-python3}
+out=${OUT:?the folder for the results}
+logs=$(mktemp -d)
+export PYTHONPATH=$PWD/src:$PWD/tests:$PWD/tools${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+shape=(--config qwen3-0.6b --device cuda --log-level warning)
+parity=("$python" -m pytest -o addopts= -q -s -p no:cacheprovider tests/gpu/test_cuda_parity.py)
+
+declare -A limit=([parity]=150 [kernel_tests]=150 [soak]=120 [memcheck]=150 [offline]=60
+                  [single]=50 [storm]=70 [storm_small_steps]=45 [profile]=45 [kernels]=80)
+beside=(parity kernel_tests soak memcheck)
+alone=(offline single storm storm_small_steps profile kernels)
+if [ $# -gt 0 ]; then
+  declare -A asked=()
+  for word in "$@"; do asked[${word%%=*}]=${word#*=}; done
+  for part in "${!limit[@]}"; do limit[$part]=${asked[$part]:-0}; done
+fi
+
+run_parity() {  # four processes; importing and capturing is most of the work
+  export PARITY_OUT=$out/parity.jsonl
+  for which in flashinfer fa3 hybrid "not flashinfer and not fa3 and not hybrid"; do
+    "${parity[@]}" -k "$which" > "$logs/parity-${which%% *}.part" 2>&1 &
+  done
+  wait
+  cat "$logs"/parity-*.part
+}
+run_kernel_tests() { "$python" -m pytest -o addopts= -q -p no:cacheprovider tests/gpu/test_gpu_kernels.py; }
+run_soak() { "$python" tests/gpu/soak.py --seconds 45 --json "$out/soak.json"; }
+run_memcheck() { PYTHON=$python tests/gpu/memcheck.sh; }
+run_offline() {
+  "$python" tools/bench offline "${shape[@]}" --flops 790e12 --bandwidth 4.3e12 --json "$out/offline.json"
+}
+run_single() {  # requests that do not overlap
+  "$python" - "$logs" << 'PY'
+import json, pathlib, sys
+from bench import shapes
+folder = pathlib.Path(sys.argv[1])
+shapes.write_folder(folder / "model", shapes.shape("qwen3-0.6b"))
+lines = [{"timestamp": 2.0 * n, "input_length": 128, "output_length": 512} for n in range(6)]
+(folder / "single.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+PY
+  "$python" tools/bench online "$logs/model" --load-format dummy --device cuda \
+    --trace "$logs/single.jsonl" --json "$out/single.json"
+}
+run_storm() {
+  "$python" tools/bench storm "${shape[@]}" --max-model-len 16384 --json "$out/storm.json"
+}
+run_storm_small_steps() {
+  "$python" tools/bench storm "${shape[@]}" --max-model-len 16384 --max-step-tokens 1024 \
+    --policies mixed --json "$out/storm_small_steps.json"
+}
+run_profile() {
+  "$python" tools/bench offline "${shape[@]}" --requests 64 --output-tokens 60:80 --profile 20 \
+    --profile-dir "$logs/profile" && gzip -c "$logs"/profile/*.json > "$out/profile.json.gz"
+}
+run_kernels() { "$python" tests/gpu/time_kernels.py sampling; }
+
+one() {  # a part under its limit; what is worth reading of it
+  local name=$1 seconds=${limit[$1]} began=$SECONDS
+  [ "$seconds" -gt 0 ] || return 0
+  # A shell of its own, so that the limit ends all that the part has started.
+  { declare -p python out logs shape parity; declare -f "run_$name"; echo "run_$name"; } \
+    > "$logs/$name.sh"
+  timeout -k 5 "$seconds" bash "$logs/$name.sh" > "$logs/$name.log" 2>&1
+  local code=$?
+  echo "PART $name: code $code, $((SECONDS - began)) s"
+  [ $code -eq 0 ] || tail -n 4 "$logs/$name.log" | cut -c1-300
+  grep -aE '^(PARITY|FLIPS|SOAK|FAILED|ERROR|E  |=+ .*(ERROR|Invalid|SUMMARY)|error|[0-9]+ (passed|failed))|passed|tokens/s|efficiency|engine idle|host|^  (plan|pack|upload|attention|forward|sample|result)|decode steps|itl|ttft|times the calm|floor' \
+    "$logs/$name.log" | cut -c1-200 | tail -"${2:-40}"
+}
+
+mkdir -p "$out"
+for part in "${beside[@]}"; do one "$part" 60 > "$logs/$part.said" & done
+wait
+for part in "${beside[@]}"; do cat "$logs/$part.said"; done
+for part in "${alone[@]}"; do one "$part" 60; done
+for log in "$logs"/*.log; do printf '\n######## %s\n' "$log"; cat "$log"; done > "$out/session.log"

@@ -1,0 +1,77 @@
+"""`--compile`: the same numbers through torch.compile, wherever no fused kernel is."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoints import CheckpointCache
+from pipeinfer.engine.loading import load_engine
+from pipeinfer.engine.step import SamplingRows, Step
+from pipeinfer.layers import compiled
+from pipeinfer.layers.fused import fused_ops
+from pipeinfer.layers.mlp import silu_and_multiply
+from pipeinfer.layers.norm import RMSNorm
+from pipeinfer.layers.placement import Placement, Shard
+from pipeinfer.settings import ConfigurationError, Settings
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def not_compiled(monkeypatch):
+    """The same functions as they stand, for what is not about the compiler: it takes its time."""
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    compiled.compiled_ops.cache_clear()
+    yield
+    compiled.compiled_ops.cache_clear()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@torch.inference_mode()
+def test_what_torch_compiles_computes_what_the_layers_do_for_any_number_of_rows():
+    ops = compiled.compiled_ops()
+    norm = RMSNorm("n", 48, 1e-6, Placement(Shard(), torch.float32, CPU))
+    norm.weight.normal_()
+    for rows in (5, 17):
+        x, residual, merged = torch.randn(rows, 48), torch.randn(rows, 48), torch.randn(rows, 80)
+        found = ops.add_rms_norm(x, residual, norm.weight, 1e-6)
+        activated = ops.silu_and_multiply(merged)
+        torch.testing.assert_close(found, norm.add(x, residual), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(activated, silu_and_multiply(merged), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_with_it_computes_the_same_logits(not_compiled, tmp_path, dtype):
+    folder = CheckpointCache(tmp_path)("Qwen3ForCausalLM", tokenizer=False)
+    plain, other = (
+        load_engine(Settings(compile=chosen, kv_pages=4, dtype=dtype), folder).runner.logits(STEP)
+        for chosen in (False, True)
+    )
+    error = (plain.float() - other.float()).norm() / plain.float().norm()
+    assert error < (1e-5 if dtype == "float32" else 2e-2)
+
+
+STEP = Step(
+    0, 0, 0, np.zeros(1, np.int32), np.zeros(1, np.int32), np.full(1, 9, np.int32),
+    np.ones(1, bool), np.arange(9, dtype=np.int32), np.ones((1, 1), np.int32),
+    SamplingRows(*(np.zeros(1, np.float32) for _ in range(6)), np.zeros((0, 2), np.int64)),
+)  # fmt: skip
+
+
+def test_without_it_nothing_is_replaced_on_a_cpu():
+    assert fused_ops(CPU, torch.float32) is None
+    assert fused_ops(CPU, torch.float32, compiled=True) is compiled.compiled_ops()
+
+
+def test_a_compiler_that_fails_is_a_configuration_error(not_compiled, monkeypatch, tmp_path):
+    def fails(*_):
+        raise RuntimeError("no C++ compiler\nfurther lines")
+
+    monkeypatch.setattr(compiled, "_silu_and_multiply", fails)
+    folder = CheckpointCache(tmp_path)("Qwen3ForCausalLM", tokenizer=False)
+    with pytest.raises(ConfigurationError, match=r"--compile: .*no C\+\+ compiler$"):
+        load_engine(Settings(compile=True, kv_pages=4), folder)

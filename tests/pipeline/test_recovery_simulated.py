@@ -1,0 +1,96 @@
+"""Any stage may die at any time: no request is lost, nothing is shown twice, nothing stays behind.
+
+All cores with queues between them, killed at random places of a random order of events.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from simulated import Simulation
+
+RECOVERING = ("tokenizer-0", "scheduler-0", "detokenizer-0", "engine-0-0")
+MANY_SEEDS = st.integers(0, 2**32 - 1)
+STOPS = st.lists(st.sampled_from(["a", "th", "é", "你", "q.", "\ufffd"]), max_size=2)
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(
+        seed=MANY_SEEDS,
+        policy=st.sampled_from(["mixed", "prefill-first", "decode-first"]),
+        depth=st.sampled_from([1, 2]),
+        gateway_deaths=st.sampled_from([0, 0, 0, 1, 2]),
+    )
+    def start(self, seed, policy, depth, gateway_deaths):
+        self.s = Simulation(Random(seed), policy, depth)
+        self.gateway_deaths = self.left = gateway_deaths
+
+    @rule(
+        length=st.integers(1, 20),
+        salt=st.integers(0, 40),
+        max_tokens=st.integers(1, 25),
+        min_tokens=st.integers(0, 6),
+        stop=STOPS,
+    )
+    def submit(self, length, salt, max_tokens, min_tokens, stop):
+        prompt = [(salt + i) % 50 for i in range(length)]
+        self.s.submit(
+            prompt, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop=tuple(stop)
+        )
+
+    @rule(many=st.integers(1, 60))
+    def deliver(self, many):
+        for _ in range(many):
+            self.s.deliver()
+
+    @rule(seconds=st.sampled_from([0.01, 0.5, 1.1]))
+    def tick(self, seconds):
+        self.s.tick(seconds)
+
+    @precondition(lambda self: self.s.clients)
+    @rule(data=st.data())
+    def hang_up(self, data):
+        self.s.hang_up(data.draw(st.sampled_from(sorted(self.s.clients))))
+
+    @rule(stage=st.sampled_from(RECOVERING))
+    def kill(self, stage):
+        self.s.kill(stage)
+
+    @rule(stages=st.sets(st.sampled_from(RECOVERING), min_size=2, max_size=3))
+    def kill_several(self, stages):
+        self.s.kill(*sorted(stages))
+
+    @rule(stage=st.sampled_from(RECOVERING[:3]))
+    def hand_over(self, stage):
+        self.s.leave(stage)
+
+    @precondition(lambda self: self.left)
+    @rule()
+    def kill_gateway(self):
+        self.left -= 1
+        self.s.kill("gateway-0")
+
+    def teardown(self):
+        if not hasattr(self, "s"):
+            return
+        self.s.run()
+        self.s.check()
+        self.s.tick(61.0)  # what was delivered of requests that nobody asks for
+        self.s.run()
+        if self.gateway_deaths:  # a gateway's Done may have died with it
+            for _ in range(2):
+                self.s.tick(3_700.0)
+        self.s.run()
+        self.s.check_ledgers()
+
+
+Machine.TestCase.settings = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestKillsInAnyOrder = Machine.TestCase

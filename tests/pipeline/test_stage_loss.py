@@ -1,0 +1,118 @@
+"""Stages killed under running streams: every stream completes with its own text, in one piece."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+
+import openai
+import pytest
+
+from pipeinfer.demo.tasks import copy_task
+from servers import Server
+
+STREAMS = 24
+VICTIMS = (
+    ("scheduler",),
+    ("tokenizer",),
+    ("detokenizer",),
+    ("tokenizer", "detokenizer"),
+    ("scheduler", "detokenizer"),
+)
+
+
+class Streams:
+    """Requests that stream at the same time; `texts` is filled as the chunks come."""
+
+    def __init__(self, server: Server, questions: list[str]) -> None:
+        self._server, self._questions = server, questions
+        self.texts = [""] * len(questions)
+        self.finished: list[str | None] = [None] * len(questions)
+
+    async def run(self, disturb=None) -> list[str]:
+        """The texts; `disturb()` runs in a thread when every stream has begun."""
+        async with openai.AsyncOpenAI(
+            base_url=f"{self._server.url}/v1", api_key="none", timeout=240, max_retries=0
+        ) as api:
+            tasks = [asyncio.create_task(self._ask(api, i)) for i in range(len(self.texts))]
+            while not all(self.texts) and not any(task.done() for task in tasks):
+                await asyncio.sleep(0.01)
+            if disturb is not None:
+                under_way = self.finished.count(None)
+                assert under_way > STREAMS / 2, f"{under_way} streams are left to disturb"
+                await asyncio.to_thread(disturb)
+            await asyncio.gather(*tasks)
+        assert all(finish in ("stop", "length") for finish in self.finished)
+        return self.texts
+
+    async def _ask(self, api: openai.AsyncOpenAI, index: int) -> None:
+        stop = {"stop": ["zz"]} if index % 3 else {}
+        async for chunk in await api.chat.completions.create(
+            model="pipeinfer-demo",
+            messages=[{"role": "user", "content": self._questions[index]}],
+            temperature=0.0 if index % 2 else 0.8,
+            seed=index,
+            max_tokens=160,
+            stream=True,
+            extra_body={"ignore_eos": True},
+            **stop,
+        ):
+            self.texts[index] += chunk.choices[0].delta.content or ""
+            self.finished[index] = chunk.choices[0].finish_reason or self.finished[index]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("--kv-pages", "400") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def questions() -> list[str]:
+    rng = random.Random(5)
+    return [copy_task(rng, rng.randint(10, 40))[0] for _ in range(STREAMS)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Server, questions: list[str]) -> list[str]:
+    return asyncio.run(Streams(server, questions).run())
+
+
+def pids(server: Server, names: tuple[str, ...]) -> dict[str, int]:
+    stages = {stage["name"]: stage["pid"] for stage in server.health()["stages"]}
+    return {name: stages[name] for name in names}
+
+
+def kill(server: Server, names: tuple[str, ...]) -> None:
+    """-9 for all of them at once; returns when others are in their places and ready."""
+    victims = pids(server, names)
+    for pid in victims.values():
+        os.kill(pid, signal.SIGKILL)
+
+    def back() -> bool:
+        now = pids(server, names)
+        changed = all(now[name] != victims[name] for name in names)
+        return changed and server.health()["status"] == "ready"
+
+    server.wait(back, f"{names} came back")
+
+
+@pytest.mark.parametrize("names", VICTIMS, ids="+".join)
+def test_streams_survive_the_loss_of(server, questions, undisturbed, names):
+    streams = Streams(server, questions)
+    texts = asyncio.run(streams.run(lambda: kill(server, names)))
+    assert texts == undisturbed
+    server.wait(lambda: server.metric("pipeinfer_requests_running") == 0, "nothing runs")
+
+
+def test_requests_that_come_while_a_stage_is_away_are_answered(server, questions, undisturbed):
+    """They wait in the pipeline: nothing is refused, and the first text is the only sign."""
+
+    async def ask_at_once(names: tuple[str, ...]) -> list[str]:
+        for pid in pids(server, names).values():
+            os.kill(pid, signal.SIGKILL)
+        return await Streams(server, questions).run()
+
+    assert asyncio.run(ask_at_once(("tokenizer", "scheduler", "detokenizer"))) == undisturbed

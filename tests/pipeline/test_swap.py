@@ -1,0 +1,169 @@
+"""Stages that are replaced while they serve: what clients see is at most a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+
+import pipeinfer
+from pipeinfer.demo.tasks import copy_task
+from pipeinfer.runtime.find import running_servers
+from servers import Server, environment
+
+STREAMS, TOKENS = 32, 150
+
+
+@pytest.fixture(scope="module")
+def served():
+    """Its gateway may take long to finish its streams: machines differ."""
+    with Server("--drain-timeout", "240") as running:
+        yield running
+
+
+def topology_of(server: Server) -> str:
+    return str(next(s.file for s in running_servers() if s.pid == server.process.pid))
+
+
+def swap(server: Server, stage: str, *command: str) -> subprocess.CompletedProcess[str]:
+    after = ["--", *command] if command else []
+    return subprocess.run(
+        [sys.executable, "-m", "pipeinfer.cli", "swap", stage, "--topology", topology_of(server),
+         *after],
+        capture_output=True, text=True, env=environment(), timeout=240, check=False,
+    )  # fmt: skip
+
+
+async def _ask(api: openai.AsyncOpenAI, question: str) -> str:
+    text = ""
+    async for chunk in await api.chat.completions.create(
+        model="pipeinfer-demo",
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=TOKENS,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    ):
+        text += chunk.choices[0].delta.content or ""
+    return text
+
+
+async def _everybody(server: Server, questions: list[str], stages: tuple[str, ...]):
+    """All texts; each client asks again and again while the stages are swapped in turn."""
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", timeout=240, max_retries=0
+    ) as api:
+        swapped = asyncio.Event()
+
+        async def client(question: str) -> set[tuple[str, str]]:
+            texts = {(question, await _ask(api, question))}
+            while not swapped.is_set():
+                texts.add((question, await _ask(api, question)))
+            return texts
+
+        tasks = [asyncio.create_task(client(question)) for question in questions]
+        for stage in stages:
+            done = await asyncio.to_thread(swap, server, stage)
+            assert done.returncode == 0, done.stderr + "\n".join(server.log)
+        swapped.set()
+        return set[tuple[str, str]]().union(*await asyncio.gather(*tasks))
+
+
+def test_no_stream_breaks_while_every_stage_is_swapped(served):
+    rng = random.Random(9)
+    questions = [copy_task(rng, rng.randint(10, 40))[0] for _ in range(STREAMS)]
+    before = {stage["name"]: stage["pid"] for stage in served.health()["stages"]}
+    undisturbed = asyncio.run(_everybody(served, questions, ()))
+    order = ("tokenizer", "detokenizer", "scheduler", "engine", "gateway")
+    disturbed = asyncio.run(_everybody(served, questions, order))
+    assert disturbed == undisturbed and len(undisturbed) == STREAMS
+    after = {stage["name"]: stage["pid"] for stage in served.health()["stages"]}
+    assert not {name for name in before if before[name] == after[name]}
+
+
+def test_requests_wait_while_the_gateway_is_swapped(served):
+    api = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=120, max_retries=0)
+
+    def request() -> int:
+        return len(api.completions.create(model="pipeinfer-demo", prompt="x", max_tokens=2).id)
+
+    assert request()  # its connection is kept, and must not be found dead after the swap
+    command = [sys.executable, "-m", "pipeinfer.cli", "swap", "gateway", "--topology"]
+    with subprocess.Popen([*command, topology_of(served)], env=environment()) as swapping:
+        asked = 0
+        while swapping.poll() is None:
+            assert request()
+            asked += 1
+    assert swapping.returncode == 0
+    assert asked > 0
+    assert request()
+
+
+def test_another_checkout_takes_a_stage_over_and_keeps_it(served, tmp_path):
+    """Behind a wrapper, as a profiler or a debugger would be."""
+    source = Path(pipeinfer.__file__).parent
+    shutil.copytree(source, tmp_path / "pipeinfer", ignore=shutil.ignore_patterns("__pycache__"))
+    core = tmp_path / "pipeinfer" / "tokenizer" / "core.py"
+    core.write_text(core.read_text() + '\n\nprint("planted", flush=True)\n')
+    command = f'PYTHONPATH={tmp_path} {sys.executable} -m pipeinfer.runtime "$@"; echo ended'
+    done = swap(served, "tokenizer", "bash", "-c", command, "wrapper")
+    assert done.returncode == 0, done.stderr
+    assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+    os.kill(served.pid("tokenizer"), signal.SIGKILL)
+    said: list[str] = []
+
+    def printed_twice() -> bool:
+        while not served.lines.empty():
+            said.append(served.lines.get())
+        return said.count("planted") == 2
+
+    served.wait(printed_twice, "the command stayed for the restart")
+    served.wait(lambda: served.health()["status"] == "ready", "ready again")
+    assert swap(served, "tokenizer", sys.executable, "-m", "pipeinfer.runtime").returncode == 0
+    assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (("/no/such/program",), "cannot start /no/such/program"),
+        (("false",), "ended before it was ready (code 1)"),
+        ((sys.executable, "-m", "pipeinfer.runtime", "--kv-pages", "x"), "(code 2)"),
+    ],
+)
+def test_a_command_that_fails_gives_way_to_the_one_before(served, command, why):
+    done = swap(served, "scheduler", *command)
+    assert done.returncode == 1
+    assert why in done.stderr and "is started again" in done.stderr
+    served.wait(lambda: served.health()["status"] == "ready", "the old command is back")
+    assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+
+
+def test_what_cannot_be_swapped_is_said(served):
+    done = swap(served, "nobody")
+    assert done.returncode == 2
+    assert "which stage is 'nobody'?" in done.stderr and "engine-0-0" in done.stderr
+
+
+def test_all_ranks_of_an_engine_are_swapped_together():
+    with Server("--tp", "2", "--kv-pages", "300") as server:
+
+        def ranks() -> list[int]:
+            return [s["pid"] for s in server.health()["stages"] if s["name"] == "engine"]
+
+        before = ranks()
+        expected = server.post("/v1/completions", {"prompt": "count", "max_tokens": 8, "seed": 1})
+        done = swap(server, "engine-0-1")
+        assert done.returncode == 0, done.stderr + "\n".join(server.log)
+        assert len(before) == len(set(ranks()) - set(before)) == 2
+        server.wait(lambda: server.health()["status"] == "ready", "the gateway heard of it")
+        again = server.post("/v1/completions", {"prompt": "count", "max_tokens": 8, "seed": 1})
+        assert again[1]["choices"] == expected[1]["choices"]

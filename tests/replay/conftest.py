@@ -1,0 +1,55 @@
+"""A recorded session of 200 mixed requests; REPLAY_REQUESTS says how many else."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from replay_tool import tool
+
+from pipeinfer import demo
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+REQUESTS = int(os.environ.get("REPLAY_REQUESTS", "200"))
+
+
+def model_with_a_first_token(folder: Path) -> Path:
+    """The demo model with a tokenizer that puts a special token first when it is asked to."""
+    shutil.copytree(Path(demo.__file__).parent, folder, ignore=shutil.ignore_patterns("*.py*"))
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    first, text = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"id": "A", "type_id": 0}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [first, {"Sequence": text}],
+        "pair": [first, {"Sequence": text}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            "<|endoftext|>": {"id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}
+        },
+    }
+    file.write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def session(tmp_path_factory) -> dict[str, Path]:
+    """{stage name: its trace} of one session; the first worker that wants it records it."""
+    folder = tmp_path_factory.getbasetemp()
+    shared = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "replay-session"
+    shared.mkdir(exist_ok=True)
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "done").exists():
+            model = model_with_a_first_token(shared / "model")
+            done = tool("session", "--out", shared / "traces", "--requests", REQUESTS, model)
+            assert done.returncode == 0, done.stdout + done.stderr
+            (shared / "done").write_text(done.stdout)
+    traces = sorted((shared / "traces").glob("*.pitrace"))
+    return {path.name.partition("-")[0]: path for path in traces}

@@ -1,0 +1,249 @@
+"""A recorded session of mixed requests replays without a difference; a planted bug does not."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from replay_tool import tool
+
+from pipeinfer.engine.core import EngineCore
+from pipeinfer.messages import Plan
+from replay.difference import Difference
+from replay.rebuild import rebuild
+from replay.recording import Recording, load
+
+STAGES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
+
+
+def kinds(recording: Recording) -> Counter:
+    return Counter((e.direction, e.kind) for e in recording.entries)
+
+
+def test_session_has_every_kind_of_request(session):
+    gateway, scheduler = kinds(load(session["gateway"])), load(session["scheduler"])
+    assert gateway["in", "Hangup"] and gateway["in", "Refused"] and gateway["out", "Abort"]
+    assert scheduler.header.settings["overlap_depth"] == 2
+    assert scheduler.header.settings["policy"] == "mixed"
+    assert kinds(scheduler)["in", "StopHit"]
+    assert preempting_plans(scheduler)
+    calls = [e.message for e in load(session["gateway"]).entries if e.kind == "Call"]
+    assert any(call.params.seed is not None for call in calls)
+    assert any(call.timeout > 0 for call in calls)
+    assert {call.chat is None for call in calls} == {True, False}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stage_replays_without_a_difference(session, stage):
+    done = tool("run", stage, session[stage], "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    recording = load(session[stage])
+    inputs = sum(1 for e in recording.entries if e.direction == "in")
+    outputs = sum(1 for e in recording.entries if e.direction == "out")
+    assert inputs > 200 and outputs > 200
+    assert f"equal to the end: {inputs} inputs, {outputs} outputs, 0 differences" in done.stderr
+    assert done.stdout == ""
+    if stage == "engine":
+        steps = sum(1 for e in recording.entries if e.kind == "StepDone")
+        assert f"the device computed {steps} steps" in done.stderr
+
+
+def test_engine_replays_without_weights(session, tmp_path):
+    done = tool("run", "engine", session["engine"], "--core-only", "--model", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 differences" in done.stdout
+
+
+# ------------------------------------------------------------------------------------ planted bugs
+
+
+@pytest.fixture
+def planted(tmp_path, session):
+    """Replays `stage` with a bug in its code; gives the first difference."""
+
+    def replay(stage: str, bug: str, *options: str) -> Difference:
+        (tmp_path / "sitecustomize.py").write_text(bug)
+        done = tool("run", stage, session[stage], "--json", *options, plant=tmp_path)
+        assert done.returncode == 1, done.stdout + done.stderr
+        found = json.loads(done.stdout)
+        assert set(found) == {"seq", "channel", "field", "recorded", "replayed"}
+        assert f"first difference: message {found['seq']}" in done.stderr
+        return Difference(**found, cause=entry(load(session[stage]), found["seq"]))
+
+    return replay
+
+
+def entry(recording: Recording, seq: int):
+    return next(e for e in recording.entries if e.seq == seq)
+
+
+def preempting_plans(recording: Recording) -> dict[int, str]:
+    """{seq of the plan: request} of each plan that released a request which was admitted again."""
+    slots: dict[int, str] = {}
+    last_release: dict[str, int] = {}
+    found: dict[int, str] = {}
+    for e in recording.entries:
+        if isinstance(e.message, Plan):
+            for release in e.message.releases:
+                last_release[slots.pop(release.slot)] = e.seq
+            for admit in e.message.admits:
+                slots[admit.slot] = admit.request_id
+                if admit.request_id in last_release:
+                    found[last_release[admit.request_id]] = admit.request_id
+    return found
+
+
+def test_wrong_victim_is_found_at_the_plan_that_preempts_it(planted, session):
+    bug = (
+        "from pipeinfer.scheduler import board\n"
+        "def victim(self):\n"
+        "    stay = [r for r in self._running if r not in self.preempted]\n"
+        "    if len(stay) < 2:\n"
+        "        return None\n"
+        "    exempt = next((r for r in stay if r.prefilling), None)\n"
+        "    choice = [r for r in stay if r is not exempt]\n"
+        "    return min(choice, key=lambda r: (r.work.priority, r.arrival))\n"
+        "board.Board._victim = victim\n"
+    )
+    found = planted("scheduler", bug)
+    assert found.channel == "plan"
+    assert found.field.startswith("releases[")
+    assert found.seq in preempting_plans(load(session["scheduler"]))
+
+
+def test_wrong_special_token_flag_is_found_at_the_first_chat(planted, session):
+    bug = (
+        "from pipeinfer.tokenizer.prompts import PromptEncoder\n"
+        "right = PromptEncoder._tokenize\n"
+        "def tokenize(self, text, _flag, param):\n"
+        "    return right(self, text, True, param)\n"
+        "PromptEncoder._tokenize = tokenize\n"
+    )
+    found = planted("tokenizer", bug)
+    chats = {
+        e.message.request_id
+        for e in load(session["tokenizer"]).entries
+        if e.kind == "Submit" and e.message.chat is not None
+    }
+    first = next(
+        e
+        for e in load(session["tokenizer"]).entries
+        if e.direction == "out" and getattr(e.message, "request_id", None) in chats
+    )
+    assert found.seq == first.seq
+    if first.kind == "Accepted":
+        assert (found.field, found.replayed) == ("prompt_ids[0]", 256)
+
+
+def test_off_by_one_in_a_stop_string_is_found_where_it_stops(planted, session):
+    bug = (
+        "from pipeinfer.detokenizer import stops\n"
+        "source = stops.StopStrings.feed\n"
+        "def feed(self, piece, armed=True):\n"
+        "    text, hit = source(self, piece, armed)\n"
+        "    return (text[:-1], hit) if hit else (text, hit)\n"
+        "stops.StopStrings.feed = feed\n"
+    )
+    found = planted("detokenizer", bug)
+    rows = [
+        (e.seq, row)
+        for e in load(session["detokenizer"]).entries
+        if e.kind == "Text"
+        for row in e.message.rows
+    ]
+    stopped = [seq for seq, row in rows if isinstance(row.stop_reason, str) and row.text]
+    assert found.seq == stopped[0]
+    assert found.field.endswith(".text")
+    assert found.recorded[:-1] == found.replayed
+
+
+FREES_THE_WRONG_PAGES = """
+from pipeinfer.memory import manager
+def share(self, slot, tokens, clock):
+    count = len(tokens) // self.page_size
+    if count == 0:
+        return
+    before = self.table.row(slot)[:count]
+    tokens = tokens[: count * self.page_size]
+    node, pages = self.cache.insert(tokens, before, self.slots.salt[slot], clock)
+    if node is None:
+        return
+    self.table.share(slot, pages)
+    self.cache.lock(node)
+    self.cache.unlock(self.slots.node[slot])
+    self.slots.node[slot] = node
+    self._give(pages[before != pages])
+manager.MemoryManager._share = share
+"""
+
+
+def test_wrong_page_freed_is_found_at_the_plan_that_frees_it(planted, session):
+    recording = load(session["engine"])
+    found = planted("engine", FREES_THE_WRONG_PAGES, "--core-only")
+    step = first_plan_with_duplicates(recording)
+    message = entry(recording, found.seq).message
+    assert (message.epoch, message.number) == step
+    assert found.channel == "result"
+
+
+def first_plan_with_duplicates(recording: Recording) -> tuple[int, int]:
+    """(epoch, number) of the first plan in which a request had pages that the tree has too."""
+    core = rebuild(recording, "", {}, core_only=True).stage.core
+    assert isinstance(core, EngineCore)
+    memory, right, gifts = core.memory, core.memory._share, []
+    give = memory._give
+
+    def share(*arguments):
+        memory._give = lambda pages: (gifts.append(len(pages)), give(pages))
+        right(*arguments)
+        memory._give = give
+
+    memory._share = share
+    for e in recording.entries:
+        if e.direction == "in":
+            core.handle(e.message, e.time)
+            if any(gifts):
+                return e.message.epoch, e.message.number
+    raise AssertionError("no prompt was computed twice in this session")
+
+
+def test_wrong_noise_is_found_at_the_first_step_that_draws(planted, session):
+    bug = (
+        "from pipeinfer.kernels import noise\n"
+        "right = noise.words\n"
+        "noise.words = lambda seeds, positions, counters: right(seeds, positions + 1, counters)\n"
+    )
+    found = planted("engine", bug)
+    recording = load(session["engine"])
+    assert found.channel == "local" and found.field.startswith("token_ids[")
+    step = entry(recording, found.seq).message
+    drawing: set[int] = set()
+    slots: dict[int, float] = {}
+    for e in recording.entries:
+        if isinstance(e.message, Plan) and e.message.number <= step.number:
+            slots |= {admit.slot: admit.params.temperature for admit in e.message.admits}
+            if any(slots.values()):
+                drawing.add(e.message.number)
+    assert min(drawing) <= step.number < min(drawing) + 10
+    assert found.recorded != found.replayed
+
+
+def test_text_delivered_twice_is_found_in_the_gateway(planted, session):
+    bug = (
+        "from pipeinfer.gateway import ledger\n"
+        "right = ledger.Record.advance\n"
+        "def advance(self, row):\n"
+        "    text, ids = right(self, row)\n"
+        "    self.tokens -= row.finish is None and self.tokens > 0\n"
+        "    return text, ids\n"
+        "ledger.Record.advance = advance\n"
+    )
+    found = planted("gateway", bug)
+    assert found.channel == "local"
+    later = [
+        e.seq
+        for e in load(session["gateway"]).entries
+        if e.kind == "Delta" and e.message.token_offset > 0
+    ]
+    assert found.seq >= later[0] and found.seq <= later[40]

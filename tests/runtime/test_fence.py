@@ -1,0 +1,82 @@
+"""What a process sent before another took over its stage is not heard any more."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import zmq
+
+from pipeinfer.bus.bus import Bus
+from pipeinfer.bus.listener import Listener
+from pipeinfer.core import Send
+from pipeinfer.messages import Abort, Heartbeat, Message, Recover
+from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.shell import Shell
+from pipeinfer.runtime.stage import Stage
+from pipeinfer.runtime.topology import Identity
+from pipeinfer.settings import Settings
+
+
+@dataclass
+class Heard:
+    """A core that only listens."""
+
+    messages: list[Message] = field(default_factory=list)
+
+    def handle(self, event, now):
+        if isinstance(event, Abort | Recover):
+            self.messages.append(event)
+        return []
+
+    def state(self):
+        return "ready", ""
+
+    def stats(self):
+        return {}
+
+    def idle(self):
+        return True
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_frames_of_a_replaced_process_are_dropped_and_counted(tmp_path):
+    place = topologies.local(Settings(), f"ipc://{tmp_path}/")
+    core = Heard()
+    beats: list[Heartbeat] = []
+    with zmq.Context() as context:
+        shell = Shell(
+            Settings(), place, Identity("scheduler"), context, lambda _: Stage(core, tick=0.01)
+        )
+        listener = Listener(place, context)
+        listener.listen("scheduler-0")
+        listener.start(lambda _channel, _header, message: beats.append(message))
+        old, new = (Bus(Identity("tokenizer"), lives, place, context) for lives in (1, 2))
+        other = Bus(Identity("detokenizer"), 1, place, context)
+        task = asyncio.create_task(shell.run())
+
+        def said(bus: Bus, message: Message, channel: str = "work") -> None:
+            bus.send(Send(channel, "scheduler-0", message))
+
+        said(old, Abort("before", 1))
+        await until(lambda: core.messages)
+        said(new, Recover("tokenizer-0", 2), "recovery")
+        await until(lambda: len(core.messages) == 2)
+        said(old, Abort("late", 1))
+        await until(lambda: beats and beats[-1].stats.get("fenced") == 1)
+        said(other, Abort("of somebody else", 1))
+        said(new, Abort("after", 1))
+        await until(lambda: len(core.messages) == 4)
+        names = {m.request_id for m in core.messages if isinstance(m, Abort)}
+        assert names == {"before", "of somebody else", "after"}
+        assert beats[-1].stats["bad_frames"] == 0
+        shell.stop()
+        await task
+        for bus in (old, new, other):
+            bus.close()
+        listener.close()

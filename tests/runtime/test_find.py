@@ -1,0 +1,112 @@
+"""Which server a command means: the file it was given, or the only one that runs here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.cli.main import main
+from pipeinfer.cli.swap import chosen_stage
+from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.find import PREFIX, TOPOLOGY, alive, running_servers, running_topology
+from pipeinfer.runtime.topology import Entry, Topology
+from pipeinfer.settings import ConfigurationError, Settings
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch) -> Path:
+    """A folder for temporary folders in which no server runs."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def server(temporary: Path, name: str) -> Path:
+    """What a server leaves in its temporary folder; its topology file."""
+    folder = temporary / (PREFIX + name)
+    folder.mkdir()
+    stages = topologies.local(Settings(), f"ipc://{name}/").entries
+    file = folder / TOPOLOGY
+    file.write_text(Topology(stages, supervisor=f"ipc://{name}/supervisor").to_toml())
+    return file
+
+
+def test_the_only_running_server_is_found(temporary):
+    file = server(temporary, "one")
+    with pytest.raises(ConfigurationError, match="no server of this user runs"):
+        running_topology()
+    with alive(file):
+        assert running_topology() == topologies.load(file)
+        assert running_topology().supervisor == "ipc://one/supervisor"
+    with pytest.raises(ConfigurationError, match="no server of this user runs"):
+        running_topology()
+
+
+def test_of_several_servers_one_must_be_named(temporary):
+    files = [server(temporary, name) for name in ("one", "two")]
+    with ExitStack() as both:
+        for file in files:
+            both.enter_context(alive(file))
+        with pytest.raises(ConfigurationError, match="several servers run here") as error:
+            running_topology()
+        assert all(str(file) in str(error.value) for file in files)
+        assert running_topology(str(files[1])) == topologies.load(files[1])
+
+
+def test_a_server_that_was_killed_does_not_run(temporary):
+    file = server(temporary, "one")
+    program = (
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from pipeinfer.runtime.find import alive\n"
+        "with alive(Path(sys.argv[1])):\n"
+        "    print('alive', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert [one.pid for one in running_servers()] == [process.pid]
+        process.kill()
+    assert running_servers() == []
+
+
+def test_a_file_written_by_hand_leads_to_the_server_that_serves_it(temporary):
+    file = server(temporary, "one")
+    by_hand = temporary / "mine.toml"
+    by_hand.write_text(Topology(topologies.load(file).entries).to_toml())
+    assert running_topology(str(by_hand)).supervisor == ""
+    with alive(file):
+        assert running_topology(str(by_hand)).supervisor == "ipc://one/supervisor"
+
+
+def test_without_a_supervisor_swap_says_what_to_do_by_hand(temporary, capsys):
+    file = temporary / "mine.toml"
+    file.write_text(Topology(topologies.local(Settings(), "ipc://mine/").entries).to_toml())
+    assert main(["swap", "scheduler", "--topology", str(file), "--", "python"]) == 2
+    said = capsys.readouterr().err
+    assert "no supervisor" in said and "SIGUSR1" in said and "scheduler-0" in said
+
+
+def test_a_supervisor_that_is_gone_does_not_answer(temporary, capsys, monkeypatch):
+    monkeypatch.setattr("pipeinfer.cli.swap.PATIENCE", 0.3)
+    assert main(["swap", "scheduler", "--topology", str(server(temporary, "gone"))]) == 1
+    assert "does not answer" in capsys.readouterr().err
+
+
+def test_a_stage_is_named_by_its_id_or_by_a_name_that_only_one_group_has():
+    engines = [Entry("engine", f"ipc://e{g}{r}", g, r) for g in (0, 1) for r in (0, 1)]
+    place = Topology((Entry("scheduler", "ipc://s0", 0), *engines[:2]))
+    assert chosen_stage(place, "scheduler") == "scheduler-0"
+    assert chosen_stage(place, "engine") == "engine-0-0"
+    assert chosen_stage(place, "engine-0-1") == "engine-0-1"
+    with pytest.raises(ConfigurationError, match=r"'engine'\? There are engine-0-0, .*engine-1-1"):
+        chosen_stage(Topology(tuple(engines)), "engine")
+    with pytest.raises(ConfigurationError, match=r"'gateway'\? There are scheduler-0"):
+        chosen_stage(place, "gateway")

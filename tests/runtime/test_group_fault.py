@@ -1,0 +1,72 @@
+"""An engine that nobody supervises ends when its group is given up, so that it is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+import zmq
+
+from pipeinfer.bus.bus import Bus
+from pipeinfer.core import EVERYONE, Send
+from pipeinfer.messages import GroupFault
+from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.group_fault import FAILED, end_on_group_fault
+from pipeinfer.runtime.topology import Identity, Topology
+from pipeinfer.settings import Settings
+from servers import environment
+
+
+@pytest.fixture
+def place(tmp_path):
+    return topologies.local(Settings(), f"ipc://{tmp_path}/")
+
+
+@pytest.fixture
+def scheduler(place):
+    """A scheduler's sockets."""
+    with zmq.Context() as context:
+        bus = Bus(Identity("scheduler"), 1, place, context)
+        bus.bind()
+        yield bus
+        bus.close()
+
+
+def say(scheduler: Bus, group: int, reason: str) -> None:
+    scheduler.send(Send("telemetry", EVERYONE, GroupFault(group, reason)))
+
+
+async def test_only_the_fault_of_its_own_group_ends_an_engine(place, scheduler):
+    ends: list[int] = []
+    with zmq.Context() as context:
+        listener = end_on_group_fault(place, Identity("engine"), context, ends.append)
+        async with asyncio.timeout(20):
+            while not ends:  # the first may be lost: a subscription takes its time
+                say(scheduler, 1, "somebody else's")
+                say(scheduler, 0, "no result for 2 s")
+                await asyncio.sleep(0.02)
+        listener.close()
+    assert set(ends) == {FAILED}
+
+
+def test_an_engine_started_by_hand_ends_with_code_1(tmp_path, place, scheduler):
+    file = tmp_path / "pipeinfer.toml"
+    file.write_text(Topology(place.entries, {"kv_pages": 50}).to_toml())
+    with subprocess.Popen(
+        [sys.executable, "-m", "pipeinfer.runtime", "engine", "--topology", str(file)],
+        env=environment(), stderr=subprocess.PIPE, text=True,
+    ) as engine:  # fmt: skip
+        for _ in range(600):
+            say(scheduler, 0, "no result for 2 s")
+            try:
+                engine.wait(0.1)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        engine.kill()
+        assert engine.stderr is not None
+        said = engine.stderr.read()
+    assert engine.returncode == 1
+    assert "scheduler-0: no result for 2 s; this process ends" in said

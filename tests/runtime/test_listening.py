@@ -1,0 +1,75 @@
+"""Listening sockets: opened once, handed to another process, kept while that one is replaced."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from contextlib import closing
+
+import pytest
+
+from pipeinfer.runtime import listening
+from pipeinfer.settings import ConfigurationError
+
+ACCEPT_ONE = """
+import sys
+from pipeinfer.runtime import listening
+[one] = listening.adopt([int(sys.argv[1])])
+one.setblocking(True)
+connection, _ = one.accept()
+connection.sendall(sys.argv[2].encode())
+"""
+
+
+def accept_one(one: socket.socket, word: str) -> None:
+    """A child process that accepts one connection, says `word` and ends."""
+    descriptor = one.fileno()
+    subprocess.run(
+        [sys.executable, "-c", ACCEPT_ONE, str(descriptor), word],
+        pass_fds=[descriptor], check=True, timeout=60,
+    )  # fmt: skip
+
+
+def test_connections_wait_from_one_process_to_the_next():
+    [one] = listening.open_sockets("127.0.0.1", 0)
+    with closing(one):
+        clients = [socket.create_connection(one.getsockname(), timeout=60) for _ in range(2)]
+        for client, word in zip(clients, ("first", "second"), strict=True):
+            with closing(client):
+                accept_one(one, word)
+                assert client.recv(100) == word.encode()
+        address = one.getsockname()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, timeout=60)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", ""])
+def test_every_address_of_a_host_gets_the_same_port(host):
+    opened = listening.open_sockets(host, 0)
+    try:
+        assert len({one.getsockname()[1] for one in opened}) == 1
+        for one in opened:
+            family_host = "::1" if one.family == socket.AF_INET6 else "127.0.0.1"
+            socket.create_connection((family_host, one.getsockname()[1]), timeout=60).close()
+    finally:
+        listening.close_all(opened)
+
+
+def test_a_port_in_use_and_an_unknown_host_are_named():
+    [one] = listening.open_sockets("127.0.0.1", 0)
+    with closing(one):
+        port = one.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=rf"cannot listen on 127\.0\.0\.1:{port}: "):
+            listening.open_sockets("127.0.0.1", port)
+    with pytest.raises(ConfigurationError, match=r"cannot listen on no\.such\.host\.invalid:8000"):
+        listening.open_sockets("no.such.host.invalid", 8000)
+
+
+def test_what_is_no_listening_socket_is_not_adopted():
+    with closing(socket.socket()) as plain:
+        with pytest.raises(ConfigurationError, match=f"--listen-fd {plain.fileno()}: it does not"):
+            listening.adopt([plain.fileno()])
+        plain.detach()  # adopting took it over
+    with pytest.raises(ConfigurationError, match="--listen-fd 999999"):
+        listening.adopt([999999])

@@ -1,0 +1,307 @@
+"""A new scheduler goes on where the one before it was, from what its neighbours tell it."""
+
+from __future__ import annotations
+
+from model_engine import ModelEngine, expected_outputs
+
+from pipeinfer.core import Send
+from pipeinfer.events import Leave, Tick
+from pipeinfer.messages import (
+    Abort,
+    Begin,
+    Delivered,
+    Done,
+    Message,
+    Open,
+    Plan,
+    Recover,
+    Recovered,
+    Refused,
+    StopHit,
+    TokenRow,
+    Tokens,
+    Work,
+    pack,
+    unpack,
+)
+from pipeinfer.params import SamplingParams
+from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
+from pipeinfer.scheduler.ledger import KEPT, ORPHANED
+
+TOKENIZER, DETOKENIZER = "tokenizer-0", "detokenizer-0"
+PROMPT = [5, 6, 7]
+ME = 40  # this scheduler's incarnation
+
+
+def work(name: str, max_tokens: int = 20, **fields) -> Work:
+    """Without stop tokens, so that it runs to its length."""
+    return Work(name, 1, 0, 0, pack(PROMPT), SamplingParams(max_tokens=max_tokens), 0, **fields)
+
+
+def outputs(count: int = 20) -> list[int]:
+    return expected_outputs(PROMPT, count, frozenset())
+
+
+class Bench:
+    """A new scheduler, a model engine, and all that the detokenizer was sent."""
+
+    def __init__(self, peers: bool = True) -> None:
+        names = ([TOKENIZER], [DETOKENIZER]) if peers else ()
+        self.core = SchedulerCore(SchedulerOptions("mixed", 2, 8, 16), 0, ME, *names)
+        self.engine = ModelEngine(100, 4, 8, 16, caching=True)
+        self.now = 0.0
+        self.told: list[Message] = []  # on the channel tokens
+        self.plans = 0
+
+    def feed(self, event: Message) -> list[Send]:
+        sends = self.core.handle(event, self.now)
+        for send in sends:
+            if isinstance(send.message, Plan | Begin):
+                self.plans += isinstance(send.message, Plan)
+                self.engine.receive(send.message)
+            elif send.channel == "tokens":
+                assert send.to == DETOKENIZER
+                self.told.append(send.message)
+        return sends
+
+    def run(self) -> None:
+        """Until the engine has nothing to say."""
+        self.feed(Tick())
+        while self.engine.outbox:
+            self.feed(self.engine.outbox.popleft())
+
+    def hear(self, stage: str, *told: Message) -> None:
+        """A whole answer of a neighbour."""
+        for message in (Recovered(stage, ME, opening=True), *told, Recovered(stage, ME)):
+            self.feed(message)
+
+    def rows(self, name: str = "r") -> list[TokenRow]:
+        rows = [row for m in self.told if isinstance(m, Tokens) for row in m.rows]
+        return [row for row in rows if row.request_id == name]
+
+    def resent(self) -> list[Message]:
+        """What a detokenizer that was started again is told, without the brackets around it."""
+        first, *told, last = self.core.handle(Recover(DETOKENIZER, 9), self.now)
+        assert first == Send("recovery", DETOKENIZER, Recovered("scheduler-0", 9, opening=True))
+        assert last == Send("recovery", DETOKENIZER, Recovered("scheduler-0", 9))
+        assert all((send.channel, send.to) == ("tokens", DETOKENIZER) for send in told)
+        return [send.message for send in told]
+
+
+def recovered(*delivered: Delivered, works: tuple[Work, ...] = ()) -> Bench:
+    bench = Bench()
+    bench.run()
+    bench.hear(TOKENIZER, *works)
+    bench.hear(DETOKENIZER, *delivered)
+    return bench
+
+
+def test_a_new_scheduler_plans_nothing_before_all_neighbours_have_told_what_they_know() -> None:
+    bench = Bench()
+    question = Recover("scheduler-0", ME)
+    asked = [send for send in bench.feed(Tick()) if send.channel == "recovery"]
+    assert asked == [Send("recovery", peer, question) for peer in (TOKENIZER, DETOKENIZER)]
+    bench.run()
+    bench.feed(work("r"))
+    bench.hear(TOKENIZER)
+    assert bench.plans == 0
+    assert bench.core.state() == ("waiting", f"for what {DETOKENIZER} will tell")
+    bench.now = 1.1
+    assert Send("recovery", DETOKENIZER, question) in bench.feed(Tick()), "asked again"
+    bench.hear(DETOKENIZER)
+    assert bench.plans > 0 and bench.core.state() == ("ready", "")
+    bench.now = 9.0
+    assert not any(send.channel == "recovery" for send in bench.feed(Tick()))
+
+
+def test_an_answer_without_its_beginning_does_not_count() -> None:
+    bench = Bench()
+    bench.hear(TOKENIZER)
+    bench.feed(Recovered(DETOKENIZER, ME))
+    bench.feed(Recovered(DETOKENIZER, ME - 1, opening=True))
+    bench.feed(Recovered(DETOKENIZER, ME))
+    assert bench.core.state()[0] == "waiting" and DETOKENIZER in bench.core.state()[1]
+
+
+def test_a_request_goes_on_after_what_was_delivered() -> None:
+    bench = recovered(Delivered("r", 1, pack(outputs()[:7])), works=(work("r"),))
+    bench.run()
+    rows = bench.rows()
+    assert rows[0].offset == 7, "nothing is computed twice"
+    assert [t for row in rows for t in unpack(row.ids).tolist()] == outputs()[7:]
+    assert rows[-1].finish == "length"
+    assert all(row.cached_tokens == 0 for row in rows), "not known any more"
+
+
+def test_the_order_in_which_work_and_output_are_told_does_not_matter() -> None:
+    bench = Bench()
+    bench.run()
+    bench.hear(DETOKENIZER, Delivered("r", 1, pack(outputs()[:7])))
+    assert bench.core.stats()["orphans"] == 1
+    bench.hear(TOKENIZER)
+    bench.feed(work("r"))  # from a tokenizer that was started again itself
+    assert isinstance(bench.told[0], Open)
+    assert bench.rows()[0] == TokenRow("r", 0, pack(outputs()[:7])), "the detokenizer may be new"
+    bench.run()
+    assert [row.offset for row in bench.rows()[1:]] == list(range(7, 20))
+    assert bench.core.stats()["orphans"] == 0
+
+
+def test_a_request_that_had_ended_does_not_run_again() -> None:
+    ends = (
+        Delivered("stop", 1, pack([1, 2, 9]), True, "stop"),
+        Delivered("length", 1, pack([1, 2]), True, "length"),
+        Delivered("string", 1, pack([1, 2]), True),
+    )
+    bench = recovered(*ends, works=tuple(work(end.request_id) for end in ends))
+    bench.run()
+    assert bench.plans == 0 and bench.core.idle() and bench.core.stats()["kept"] == 3
+    rows = {m.rows[0].request_id: m.rows[0] for m in bench.resent() if isinstance(m, Tokens)}
+    assert rows["stop"] == TokenRow("stop", 0, pack([1, 2, 9]), "stop", 9)
+    assert rows["length"] == TokenRow("length", 0, pack([1, 2]), "length")
+    assert rows["string"].finish == "error" and "nobody knows how" in rows["string"].error
+
+
+def test_a_request_that_is_as_long_as_it_may_be_ends() -> None:
+    bench = recovered(Delivered("r", 1, pack(outputs(20))), works=(work("r"),))
+    bench.run()
+    assert bench.rows()[-1].finish == "length" and bench.core.idle()
+
+
+def test_a_stop_hit_of_rows_from_the_scheduler_before_waits_for_what_was_delivered() -> None:
+    bench = Bench()
+    bench.run()
+    bench.feed(work("r"))
+    bench.feed(StopHit("r", 1, 4))
+    assert bench.core.stats()["waiting"] == 1
+    bench.hear(TOKENIZER)
+    bench.hear(DETOKENIZER, Delivered("r", 1, pack(outputs()[:4]), True))
+    assert bench.core.idle() and bench.core.stats()["kept"] == 1
+
+
+def test_a_repeated_answer_changes_nothing_of_what_runs() -> None:
+    bench = recovered(works=(work("r"),))
+    bench.hear(TOKENIZER, work("r"))
+    bench.hear(DETOKENIZER, Delivered("r", 1, b""))
+    bench.run()
+    assert [row.offset for row in bench.rows()] == list(range(20))
+
+
+def test_output_of_a_request_that_nobody_asks_for_is_dropped_after_a_minute() -> None:
+    bench = recovered(Delivered("r", 1, pack([1, 2])))
+    bench.now = ORPHANED - 1
+    bench.feed(Tick())
+    assert bench.told == []
+    bench.now = ORPHANED + 1
+    bench.feed(Tick())
+    assert bench.told == [Abort("r", 1, "nobody asked for it")]
+    bench.feed(work("r"))
+    bench.run()
+    assert [row.offset for row in bench.rows()] == list(range(20)), "later, it starts over"
+
+
+def test_what_was_aborted_meanwhile_is_dropped_when_it_is_told() -> None:
+    bench = Bench()
+    bench.feed(Abort("r", 1))
+    bench.hear(DETOKENIZER, Delivered("r", 1, pack([1, 2])))
+    assert bench.told == [Abort("r", 1, "it has ended")]
+    bench.hear(TOKENIZER, work("r"))
+    bench.run()
+    assert bench.plans == 0 and bench.core.idle()
+
+
+def test_a_finished_request_is_kept_until_done_and_never_runs_again() -> None:
+    bench = Bench(peers=False)
+    bench.run()
+    bench.feed(work("r", 3))
+    bench.run()
+    assert bench.core.idle() and bench.core.stats()["kept"] == 1
+    opened, tokens = bench.resent()
+    assert isinstance(opened, Open)
+    assert tokens == Tokens((TokenRow("r", 0, pack(outputs(3)), "length"),))
+    plans = bench.plans
+    bench.feed(work("r", 3))
+    assert bench.plans == plans, "its work was told again"
+    bench.feed(Done(("r", "unknown")))
+    assert bench.told[-1] == Done(("r",)) and bench.core.stats()["kept"] == 0
+    bench.feed(work("r", 3))
+    assert bench.plans == plans, "it is over, and remembered"
+    assert bench.resent() == []
+
+
+def test_a_request_that_a_stop_string_ended_is_kept_up_to_its_cut() -> None:
+    bench = Bench(peers=False)
+    bench.run()
+    bench.feed(work("r"))
+    while len(bench.rows()) < 5:
+        bench.feed(bench.engine.outbox.popleft())
+    bench.feed(StopHit("r", 1, 3))
+    bench.run()
+    assert not bench.engine.slots
+    tokens = bench.resent()[1]
+    assert isinstance(tokens, Tokens)
+    assert tokens.rows[0].ids == pack(outputs()[:3]) and tokens.rows[0].finish == "error"
+
+
+def test_a_new_detokenizer_gets_all_output_of_what_runs() -> None:
+    bench = Bench(peers=False)
+    bench.run()
+    bench.feed(work("r"))
+    while len(bench.rows()) < 5:
+        bench.feed(bench.engine.outbox.popleft())
+    bench.feed(work("new"))
+    opened, tokens, other = bench.resent()
+    assert isinstance(opened, Open) and (opened.request_id, opened.prompt_tokens) == ("r", 3)
+    assert tokens == Tokens((TokenRow("r", 0, pack(outputs()[:5])),))
+    assert isinstance(other, Open) and other.request_id == "new"
+    bench.run()
+    assert [row.offset for row in bench.rows()] == list(range(20)), "and rows go on"
+
+
+def test_a_refusal_is_repeated_to_a_new_detokenizer_until_done() -> None:
+    bench = Bench(peers=False)
+    bench.run()
+    bench.feed(work("big", 5_000))
+    [refused] = bench.told
+    assert isinstance(refused, Refused)
+    assert bench.resent() == [refused]
+    bench.feed(Done(("big",)))
+    assert bench.resent() == []
+
+
+def test_done_ends_a_request_whose_stop_hit_was_lost() -> None:
+    bench = Bench(peers=False)
+    bench.run()
+    bench.feed(work("r"))
+    bench.feed(Done(("r",)))
+    bench.run()
+    assert bench.core.idle() and not bench.engine.slots
+    assert bench.told[-1] == Done(("r",))
+
+
+def test_a_finished_request_whose_done_never_comes_is_dropped_some_day() -> None:
+    bench = Bench(peers=False)
+    bench.run()
+    bench.feed(work("r", 3))
+    bench.run()
+    for now, kept in ((KEPT - 1, 1), (2 * KEPT, 1), (3.1 * KEPT, 0)):
+        bench.now = now
+        bench.feed(Tick())
+        assert bench.core.stats()["kept"] == kept, now
+    assert isinstance(bench.told[-1], Abort)
+
+
+def test_a_scheduler_that_leaves_lands_its_steps_and_publishes_no_more() -> None:
+    bench = Bench(peers=False)
+    bench.run()
+    bench.feed(work("r"))
+    assert bench.core.stats()["in_flight"] == 2
+    bench.feed(Leave())
+    assert not bench.core.idle() and bench.core.state()[0] == "draining"
+    plans = bench.plans
+    bench.feed(work("late"))
+    while bench.engine.outbox:
+        bench.feed(bench.engine.outbox.popleft())
+    assert bench.plans == plans and bench.core.idle()
+    assert [row.offset for row in bench.rows()] == [0, 1], "what had been computed is sent"
+    assert not any(isinstance(m, Open) and m.request_id == "late" for m in bench.told)

@@ -1,0 +1,51 @@
+"""A recorded session: every stage's trace of a busy minute of the demo model, made once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from pipeinfer import AsyncLLM, SamplingParams
+from pipeinfer.trace.reader import Trace
+
+WORDS = ("count", "from 3", "what is", "pipeinfer", "é 🙂", "copy: abc", "7 8 9", "the engine")
+
+
+async def _one(llm: AsyncLLM, source: random.Random, index: int) -> None:
+    """A request that streams, stops at a string, or is abandoned after a few tokens."""
+    length = source.randint(8, 40)
+    params = SamplingParams(
+        max_tokens=length,
+        temperature=source.choice((0.0, 1.0)),
+        seed=index,
+        stop=source.choice(((), ("e",), ("3", "zz"))),
+        min_tokens=source.choice((0, 4)),
+        ignore_eos=source.random() < 0.5,
+    )
+    prompt = "count from 1 to 9 " * source.randint(0, 3) + " ".join(source.choices(WORDS, k=6))
+    leave_after = source.randint(1, 6) if source.random() < 0.2 else 10_000
+    stream = llm.generate(prompt, params)
+    seen = 0
+    async for _ in stream:
+        seen += 1
+        if seen >= leave_after:
+            break
+    await stream.aclose()
+
+
+async def _session(folder: Path, requests: int) -> None:
+    source = random.Random(7)
+    async with AsyncLLM(kv_pages=44, threads=1, max_running=12, record=str(folder)) as llm:
+        await asyncio.gather(*(_one(llm, source, index) for index in range(requests)))
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
+    """Traces by stage name. Small memory, so that requests are preempted."""
+    folder = tmp_path_factory.mktemp("session")
+    asyncio.run(_session(folder, 40))
+    traces = [Trace(path) for path in sorted(folder.glob("*.pitrace"))]
+    return {trace.header.name: trace for trace in traces}

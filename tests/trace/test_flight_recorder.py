@@ -1,0 +1,201 @@
+"""The flight recorder: always the last minute, bounded, replayable, written when a stage dies."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from rebuilt import events, fresh, outputs
+
+from pipeinfer.messages import Begin, Plan
+from pipeinfer.runtime.stage import StageContext, builder
+from pipeinfer.runtime.topology import NAMES, Entry, Identity, Topology
+from pipeinfer.settings import Settings
+from pipeinfer.trace import format as form
+from pipeinfer.trace.format import ModelIdentity, TraceHeader
+from pipeinfer.trace.notes import Crash
+from pipeinfer.trace.reader import Trace
+from pipeinfer.trace.recorder import Recorder
+from pipeinfer.trace.restore import restore
+from pipeinfer.trace.ring import MINUTE, SEGMENT, Ring
+from pipeinfer.trace.snapshot import snapshot
+from servers import STAGES, Server
+
+HEADER = TraceHeader(protocol=2, version="test", stage="s", name="scheduler", reason="flight")
+BLOCK = form.pack_records([(0.0, "in", "work", "p", 0, 0.0, bytes(range(250)))])
+
+
+def header(state: bytes | None) -> TraceHeader:
+    return msgspec.structs.replace(HEADER, snapshot=state)
+
+
+def test_the_last_minute_is_there_and_what_is_older_goes():
+    ring = Ring(1 << 30)
+    begun = []
+    for second in range(300):
+        if ring.wants_segment(second):
+            begun.append(second)
+            ring.begin(header(b"%d" % second), second)
+        ring.add(BLOCK, second)
+        first = int(form.unpack_header(ring.file("")[0][16:], None).snapshot or b"0")
+        assert first <= max(second - MINUTE, 0)
+        assert second - first <= MINUTE + 2 * SEGMENT
+    assert begun == list(range(0, 300, int(SEGMENT)))
+
+
+def test_memory_is_bounded_however_much_happens():
+    ring = Ring(20 * len(BLOCK))
+    for moment in range(500):
+        if ring.wants_segment(0.001 * moment):
+            ring.begin(header(b"state"), 0.001 * moment)
+        ring.add(BLOCK, 0.001 * moment)
+        assert ring.bytes <= 20 * len(BLOCK)
+    assert ring.bytes > 15 * len(BLOCK)
+    assert sum(map(len, ring.file("")[1:])) <= ring.bytes
+
+
+def test_an_engine_keeps_its_epoch_as_long_as_it_fits():
+    ring = Ring(1 << 20, keep_all=True)
+    ring.begin(header(None), 0.0)
+    for second in range(1_000):
+        assert not ring.wants_segment(second)
+        ring.add(b"x" * 100, second)
+    assert len(ring.file("")) == 1_001
+
+
+def settle(recorder: Recorder, now: float) -> None:
+    """Flushes, and waits until the thread has packed it: a test has no time to pass."""
+    recorder.flush(now)
+    deadline = time.monotonic() + 60
+    while recorder._given != recorder._done:
+        assert time.monotonic() < deadline
+        time.sleep(0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_whatever_the_ring_has_dropped_the_rest_replays(recorded, stage, tmp_path):
+    """A ring too small for the session: its file begins with a snapshot, and goes on from there."""
+    trace = recorded[stage]
+    raw = sum(len(record.body) for record in trace)
+    restarts = stage == "engine"
+    ring = Ring(max(raw // 6, 1_000), keep_all=restarts)
+    recorder = Recorder("s-0-0-1", ModelIdentity, ring, restarts=restarts)
+    core, begun, now = fresh(trace), 0, 0.0
+    recorder.begin_segment(msgspec.structs.replace(trace.header, reason="flight"), now)
+    for record in trace:
+        if record.direction == "in":
+            settle(recorder, now)
+            if recorder.wants_segment(now):
+                recorder.begin_segment(
+                    msgspec.structs.replace(trace.header, snapshot=snapshot(core)), now
+                )
+                begun += 1
+            core.handle(trace.message(record), record.time)
+            now += 0.1
+        recorder.add(msgspec.structs.astuple(record)[:7])
+    settle(recorder, now)
+    recorder.dump([tmp_path], "Nothing: it is a test")
+    recorder.close("the end")
+    assert begun > 2
+    flight = Trace(next(tmp_path.glob("flight-*")))
+    assert flight.header.snapshot is not None and flight.header.error == "Nothing: it is a test"
+    assert 0 < len(list(flight)) < len(list(trace))
+    again = fresh(trace)
+    restore(again, flight.header.snapshot)
+    for event, expected in events(flight):
+        said = outputs(again, event)
+        assert [type(m) for m in said] == [type(m) for m in expected]
+        if stage != "engine":  # its results have durations in them
+            assert said == expected
+
+
+def test_an_engines_ring_can_begin_at_a_begin_without_a_snapshot(recorded, tmp_path):
+    """Two epochs; a small ring has dropped what came before the second, and needs no state."""
+    trace = recorded["engine"]
+    rows = [msgspec.structs.astuple(record)[:7] for record in trace]
+    ring = Ring(1 << 20, keep_all=True)
+    recorder = Recorder("engine-0-0-1", ModelIdentity, ring, restarts=True)
+    recorder.begin_segment(trace.header, 0.0)
+    for row in rows + rows:
+        recorder.add(row)
+        recorder.flush(0.0)
+    recorder.dump([tmp_path / "whole"], "")
+    recorder.close("")
+    count = sum(isinstance(e, Begin) for (_, e), _ in events(trace))
+    assert len(ring._segments) == 1 + 2 * count
+    ring._budget = ring._segments[-1].bytes
+    ring._shrink(0.0)
+    (tmp_path / "last.pitrace").write_bytes(b"".join(ring.file("")))
+    last = Trace(tmp_path / "last.pitrace")
+    (_, first), _ = events(last)[0]
+    assert isinstance(first, Begin) and last.header.snapshot is None
+    core = fresh(trace)
+    for event, expected in events(last):
+        assert [type(m) for m in outputs(core, event)] == [type(m) for m in expected]
+
+
+def importable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the processes of a server, beside what they can import already."""
+    before = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{before}" if before else str(folder))
+
+
+POLICY = """
+from pathlib import Path
+from pipeinfer.scheduler.policies.mixed import Mixed
+
+class Crashing(Mixed):
+    '''Fails once, at a step that has four rows.'''
+
+    def compose(self, board):
+        super().compose(board)
+        flag = Path(__file__).with_name("crashed")
+        if len(board.rows) >= 4 and not flag.exists():
+            flag.touch()
+            raise ArithmeticError("a planted fault")
+"""
+
+
+def test_a_stage_that_dies_leaves_a_flight_recording_that_dies_again(tmp_path, monkeypatch):
+    (tmp_path / "crashing_policy.py").write_text(POLICY)
+    importable(tmp_path, monkeypatch)
+    monkeypatch.syspath_prepend(tmp_path)
+    flights = tmp_path / "flights"
+    arguments = ("--kv-pages", "200", "--threads", "1", "--policy", "crashing_policy:Crashing")
+    with Server(*arguments, "--flight-dir", str(flights)) as server:
+        body = {"prompt": ["count"] * 4, "max_tokens": 16, "ignore_eos": True}
+        status, answer = server.post("/v1/completions", body)
+        assert status == 200 and len(answer["choices"]) == 4, "the stage was started again"
+        [file] = server.wait(lambda: list(flights.glob("flight-scheduler-*")), "a recording")
+    trace = Trace(file)
+    assert trace.header.error == "ArithmeticError: a planted fault"
+    records = list(trace)
+    assert trace.message(records[-1]) == Crash("ArithmeticError: a planted fault")
+    assert any(isinstance(m, Plan) for _, out in events(trace) for m in out)
+    (tmp_path / "crashed").unlink()
+    settings = msgspec.convert(trace.header.settings, Settings)
+    topology = Topology(tuple(Entry(name, f"inproc://{name}") for name in NAMES))
+    who, incarnation = Identity("scheduler"), trace.header.incarnation
+    context = StageContext(settings, topology, who, incarnation, lambda *_: None)
+    core = builder("scheduler")(context).core
+    *before, (last, _) = events(trace)
+    for event, expected in before:
+        assert outputs(core, event) == expected
+    with pytest.raises(ArithmeticError, match="a planted fault"):
+        outputs(core, last)
+
+
+def test_the_flight_recorder_can_be_switched_off(tmp_path, monkeypatch):
+    (tmp_path / "crashing_policy.py").write_text(POLICY)
+    importable(tmp_path, monkeypatch)
+    flights = tmp_path / "flights"
+    arguments = ("--kv-pages", "200", "--threads", "1", "--policy", "crashing_policy:Crashing")
+    off = ("--flight-dir", str(flights), "--flight-recorder-mib", "0")
+    with Server(*arguments, *off) as server:
+        body = {"prompt": ["count"] * 4, "max_tokens": 4, "ignore_eos": True}
+        assert server.post("/v1/completions", body)[0] == 200
+        assert (tmp_path / "crashed").exists()
+    assert not flights.exists()

@@ -1,0 +1,217 @@
+"""`pipeinfer record` on a live server, and `--record` when a stage is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from rebuilt import comparable, events, fresh, outputs
+
+from pipeinfer.messages import Begin, Fault, Hello, Plan, Result, Work
+from pipeinfer.runtime.topology import Identity
+from pipeinfer.trace.notes import End
+from pipeinfer.trace.reader import Trace
+from pipeinfer.trace.restore import restore
+from servers import STAGES, Server, environment
+
+QUICK = ("--kv-pages", "300", "--threads", "1")
+BODY = {"prompt": "count from 1 to 99", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+
+
+class Recorded(Server):
+    """A server with a temporary folder of its own, so that it is the only one to be found."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.temporary = tempfile.mkdtemp(prefix="rec-", dir="/tmp")  # short: sockets lie in it
+        before = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = self.temporary
+        try:
+            super().__init__(*QUICK, *arguments)
+        finally:
+            os.environ.pop("TMPDIR")
+            if before is not None:
+                os.environ["TMPDIR"] = before
+
+    def record(self, *arguments: str, interrupt: threading.Event | None = None):
+        """The finished `pipeinfer record *arguments`; `interrupt` presses Ctrl-C."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipeinfer.cli", "record", *arguments],
+            env={**environment(), "TMPDIR": self.temporary},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        if interrupt is not None:
+            assert interrupt.wait(60)
+            process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def busy(self) -> threading.Event:
+        """Sends requests in turn until the event is set; all answers must be the same."""
+        over = threading.Event()
+        self.answers: list[str] = []
+
+        def work() -> None:
+            while not over.is_set():
+                status, answer = self.post("/v1/completions", BODY)
+                self.answers.append(answer["choices"][0]["text"] if status == 200 else str(answer))
+
+        self.worker = threading.Thread(target=work, daemon=True)
+        self.worker.start()
+        return over
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Recorded() as made:
+        yield made
+
+
+def traces(folder: Path) -> dict[str, Trace]:
+    found = [Trace(path) for path in folder.glob("*.pitrace")]
+    return {trace.header.name: trace for trace in found}
+
+
+def replays(trace: Trace) -> int:
+    """Restores and replays a trace; how many inputs it has."""
+    core = fresh(trace) if trace.header.name != "engine" else fresh_engine(trace)
+    if trace.header.snapshot is not None:
+        restore(core, trace.header.snapshot)
+    everything = events(trace)
+    for number, (event, expected) in enumerate(everything):
+        said = [comparable(m) for m in outputs(core, event)]
+        assert said == [comparable(m) for m in expected], (trace.path, number, event)
+    return len(everything)
+
+
+def fresh_engine(trace: Trace):
+    facts, header = trace.header.facts, trace.header
+    from pipeinfer.engine.core import EngineCore
+    from pipeinfer.memory.manager import MemoryManager
+
+    hello = Hello(
+        header.protocol, header.version, 0, 1, header.incarnation, "", facts["page_size"],
+        facts["pages"] - 1, facts["max_slots"], facts["max_model_len"], facts["attention"],
+    )  # fmt: skip
+    shape = (facts["pages"], facts["page_size"], facts["max_slots"], facts["max_model_len"])
+    return EngineCore(hello, "scheduler-0", MemoryManager(*shape))
+
+
+def test_a_busy_server_is_recorded_from_mid_life_and_every_stage_replays(server, tmp_path):
+    expected = server.post("/v1/completions", BODY)[1]["choices"][0]["text"]
+    over = server.busy()
+    server.wait(lambda: server.metric("pipeinfer_requests_running") > 0, "a running request")
+    done = server.record("--out", str(tmp_path), "--seconds", "2")
+    over.set()
+    server.worker.join(60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("recording into") == done.stdout.count("after 2 s") == len(STAGES)
+    found = traces(tmp_path)
+    assert set(found) == set(STAGES)
+    for trace in found.values():
+        assert trace.header.snapshot is not None
+        assert replays(trace) > 3  # a tokenizer has little to do
+        assert isinstance(trace.message(list(trace)[-1]), End)
+    assert set(server.answers) == {expected}, "recording is not noticed by clients"
+
+
+def test_an_engine_is_recorded_from_an_epoch_that_begins_with_empty_memory(server, tmp_path):
+    over = server.busy()
+    server.wait(lambda: server.metric("pipeinfer_requests_running") > 0, "a running request")
+    done = server.record("--out", str(tmp_path), "--stage", "engine-0-0", "--seconds", "1.5")
+    over.set()
+    server.worker.join(60)
+    assert done.returncode == 0, done.stderr
+    messages = [
+        m for (_, event), out in events(Trace(next(tmp_path.iterdir()))) for m in (event, *out)
+    ]
+    fault = next(i for i, m in enumerate(messages) if isinstance(m, Fault))
+    begin = next(i for i, m in enumerate(messages) if isinstance(m, Begin))
+    assert messages[fault].orderly and fault < begin
+    after = messages[begin:]
+    assert any(isinstance(m, Plan) for m in after) and any(isinstance(m, Result) for m in after)
+
+
+def test_an_engine_need_not_begin_anew(server, tmp_path):
+    arguments = ("--stage", "engine", "--messages", "30", "--no-fresh-epoch")
+    done = server.record("--out", str(tmp_path), *arguments)
+    assert done.returncode == 0, done.stderr
+    trace = Trace(next(tmp_path.iterdir()))
+    assert not any(isinstance(m, Fault) for _, out in events(trace) for m in out)
+    assert len(list(trace)) >= 31 and replays(trace) > 0
+
+
+def test_ctrl_c_ends_a_recording_in_order(server, tmp_path):
+    pressed = threading.Event()
+    watcher = threading.Thread(
+        target=lambda: server.wait(lambda: list(tmp_path.glob("*")), "a file") and pressed.set()
+    )
+    watcher.start()
+    done = server.record("--out", str(tmp_path), "--stage", "tokenizer", interrupt=pressed)
+    watcher.join()
+    assert done.returncode == 0, done.stderr
+    assert "told to stop" in done.stdout
+    trace = Trace(next(tmp_path.iterdir()))
+    assert isinstance(trace.message(list(trace)[-1]), End) and not trace.truncated
+
+
+def test_a_redacted_recording_says_nothing_of_the_prompts(server, tmp_path):
+    over = server.busy()
+    server.wait(lambda: server.metric("pipeinfer_requests_running") > 0, "a running request")
+    done = server.record("--out", str(tmp_path), "--seconds", "1.5", "--redact")
+    over.set()
+    server.worker.join(60)
+    assert done.returncode == 0, done.stderr
+    key = tmp_path / "redaction.key"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    found = traces(tmp_path)
+    for trace in found.values():
+        assert trace.header.redacted
+        raw = b"".join(r.body for r in trace) + (trace.header.snapshot or b"")
+        assert b"count from" not in raw
+    assert replays(found["scheduler"]) > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--stage", "motor"), "no 'motor'"),
+        (("--seconds", "0"), "must be above 0"),
+        (("--redact", "/nowhere/key"), "/nowhere/key: No such file"),
+        (("--topology", "/nowhere.toml"), "cannot read topology"),
+    ],
+)
+def test_wrong_usage_is_refused(server, tmp_path, arguments, said):
+    done = server.record("--out", str(tmp_path), *arguments)
+    assert done.returncode == 2 and said in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_fails_with_the_stages_reason(server, tmp_path):
+    (tmp_path / "file").touch()
+    done = server.record("--out", str(tmp_path / "file" / "x"), "--stage", "scheduler")
+    assert done.returncode == 1
+    assert "scheduler-0: failed" in done.stderr and "Not a directory" in done.stderr
+
+
+def test_a_killed_stage_leaves_a_trace_that_loads(tmp_path):
+    with Recorded("--record", str(tmp_path)) as server:
+        assert server.post("/v1/completions", BODY)[0] == 200
+        pid = server.pid("scheduler")
+        [path] = tmp_path.glob(f"scheduler-0-0-{pid}.pitrace")
+        size = path.stat().st_size
+        server.wait(lambda: path.stat().st_size > size, "another block")
+        os.kill(pid, signal.SIGKILL)
+        server.wait(lambda: server.pid("scheduler") != pid, "another scheduler")
+        server.wait(lambda: len(list(tmp_path.glob("scheduler-*"))) == 2, "its recording")
+    trace = Trace(path)
+    assert replays(trace) > 10
+    inputs = [event for (_, event), _ in events(trace)]
+    assert any(isinstance(event, Work) for event in inputs)
+    assert sum(isinstance(event, Result) for event in inputs) >= 300
+    assert trace.header.stage == Identity("scheduler").id

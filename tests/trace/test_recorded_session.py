@@ -1,0 +1,57 @@
+"""A recorded session replays in fresh cores, from the start and from a snapshot at any point."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rebuilt import comparable, events, fresh, outputs
+
+from pipeinfer.messages import Abort, Plan, StopHit
+from pipeinfer.trace.restore import restore
+from pipeinfer.trace.snapshot import snapshot
+from servers import STAGES
+
+quickly = settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def test_the_session_has_what_makes_replay_hard(recorded):
+    plans = [m for _, out in events(recorded["scheduler"]) for m in out if isinstance(m, Plan)]
+    inputs = [event for (_, event), _ in events(recorded["scheduler"])]
+    admitted = [admit.request_id for plan in plans for admit in plan.admits]
+    assert len(admitted) > len(set(admitted)), "nobody was preempted"
+    assert any(isinstance(event, Abort) for event in inputs)
+    assert any(isinstance(event, StopHit) for event in inputs)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_fresh_core_says_again_what_was_recorded(recorded, stage):
+    trace = recorded[stage]
+    core = fresh(trace)
+    for number, (event, expected) in enumerate(events(trace)):
+        said = [comparable(m) for m in outputs(core, event)]
+        assert said == [comparable(m) for m in expected], (number, event)
+    assert trace.truncated == ""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@quickly
+@given(data=st.data())
+def test_a_core_restored_from_a_snapshot_goes_on_exactly_like_the_original(recorded, stage, data):
+    trace = recorded[stage]
+    all_events = events(trace)
+    point = data.draw(st.integers(0, len(all_events) - 1))
+    original = fresh(trace)
+    for event, _ in all_events[:point]:
+        outputs(original, event)
+    state = snapshot(original)
+    copy = fresh(trace)
+    restore(copy, state)
+    assert snapshot(original) == state, "taking a snapshot changes nothing"
+    assert copy.stats() == original.stats() and copy.state() == original.state()
+    for event, _ in all_events[point:]:
+        assert outputs(copy, event) == outputs(original, event)
+    assert copy.stats() == original.stats() and copy.idle() == original.idle()
+    assert snapshot(copy) == snapshot(original)

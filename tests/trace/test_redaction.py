@@ -1,0 +1,163 @@
+"""A redacted trace has neither texts nor ids, and the scheduler still replays it exactly."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rebuilt import events, fresh, outputs
+
+from pipeinfer import events as local
+from pipeinfer.engine.core import StepFailed
+from pipeinfer.gateway import events as gateway
+from pipeinfer.messages import CHANNELS, Message, Submit, Work, pack, unpack
+from pipeinfer.params import SamplingParams
+from pipeinfer.trace import notes
+from pipeinfer.trace.permutation import Permutation
+from pipeinfer.trace.reader import Trace
+from pipeinfer.trace.recording import Limits, Recording
+from pipeinfer.trace.redact import AS_THEY_ARE, FIELDS, redactor
+from pipeinfer.trace.restore import restore
+from pipeinfer.trace.snapshot import snapshot
+from servers import STAGES
+
+KEY = "5a" * 32
+
+
+@given(st.binary(min_size=16, max_size=64), st.integers(1, 600), st.data())
+def test_renaming_is_a_bijection_that_keeps_fixed_ids(key, size, data):
+    fixed = data.draw(st.sets(st.integers(0, size + 3)))
+    names = Permutation(key, size, fixed)
+    everything = np.arange(size, dtype=np.int32)
+    renamed = names.array(everything)
+    assert sorted(renamed.tolist()) == everything.tolist()
+    assert all(names.one(token) == token for token in fixed)
+    assert [names.one(token) for token in range(size)] == renamed.tolist()
+    assert unpack(names.ids(pack([size, -1, size + 7]))).tolist() == [size, -1, size + 7]
+
+
+def test_other_keys_rename_otherwise():
+    ids = np.arange(1_000, dtype=np.int32)
+    first, second = (Permutation(bytes([n]) * 32, 1_000, ()) for n in (1, 2))
+    assert (first.array(ids) != ids).mean() > 0.9
+    assert (first.array(ids) != second.array(ids)).mean() > 0.9
+
+
+def all_messages() -> set[str]:
+    kinds = [kind for channel in CHANNELS.values() for kind in get_args(channel) or (channel,)]
+    for module in (local, gateway, notes):
+        kinds += [
+            v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Message)
+        ]
+    return {kind.__name__ for kind in (*kinds, StepFailed)} - {"Message"}
+
+
+def test_every_message_is_either_rewritten_or_known_to_tell_nothing():
+    assert all_messages() <= set(FIELDS) | AS_THEY_ARE
+    assert set(FIELDS) & AS_THEY_ARE == set()
+
+
+def rewrite(trace: Trace, folder: Path, state: bytes | None = None) -> Trace:
+    """The recording that --redact would have made of the same records."""
+    outcomes = []
+    header = msgspec.structs.replace(trace.header, snapshot=state)
+    model = trace.header.settings["model"]
+    name = trace.header.name
+    recording = Recording(
+        "r", folder, Limits(), outcomes.append, lambda: redactor(KEY, name, model)
+    )
+    recording.begin(name, header)
+    rows = [msgspec.structs.astuple(record)[:7] for record in trace]
+    for at in range(0, len(rows), 50):
+        recording.take(rows[at : at + 50], None)
+    recording.end("test")
+    assert [outcome.state for outcome in outcomes] == ["recording", "done"], outcomes
+    return Trace(outcomes[-1].path)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_text_and_no_ids_are_left(recorded, stage, tmp_path):
+    redacted = rewrite(recorded[stage], tmp_path)
+    assert redacted.header.redacted
+    raw = b"\n".join(record.body for record in redacted)
+    submits = [e for (_, e), _ in events(recorded["tokenizer"]) if isinstance(e, Submit)]
+    works = [e for (_, e), _ in events(recorded["scheduler"]) if isinstance(e, Work)]
+    assert submits and works
+    if stage == "scheduler":  # the search finds what was not redacted
+        plain = b"\n".join(record.body for record in recorded[stage])
+        assert any(work.prompt_ids in plain for work in works)
+    for submit in submits:
+        for text in (submit.text, *submit.params.stop):
+            assert text is None or len(text) < 6 or text.encode() not in raw
+    for word in (b"pipeinfer ", b"count from", b"what is"):
+        assert word not in raw
+    for work in works:
+        assert work.prompt_ids not in raw
+        # Not even a piece of it: five ids in a row.
+        for at in range(0, len(work.prompt_ids) - 20, 20):
+            assert work.prompt_ids[at : at + 20] not in raw
+
+
+def same(trace: Trace, start: int = 0) -> None:
+    core = fresh(trace)
+    if trace.header.snapshot is not None:
+        restore(core, trace.header.snapshot)
+    for number, (event, expected) in enumerate(events(trace)[start:]):
+        assert outputs(core, event) == expected, (number, event)
+
+
+def test_a_redacted_trace_replays_the_scheduler_exactly(recorded, tmp_path):
+    same(rewrite(recorded["scheduler"], tmp_path))
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_a_redacted_trace_from_mid_life_replays_the_scheduler_exactly(
+    recorded, tmp_path_factory, data
+):
+    trace = recorded["scheduler"]
+    everything = events(trace)
+    point = data.draw(st.integers(0, len(everything) - 1))
+    core = fresh(trace)
+    for event, _ in everything[:point]:
+        outputs(core, event)
+    state = snapshot(core)
+    redacted = rewrite(trace, tmp_path_factory.mktemp("redacted"), state)
+    works = [e for (_, e), _ in everything[:point] if isinstance(e, Work)]
+    assert all(work.prompt_ids not in redacted.header.snapshot for work in works)
+    same(redacted, point)
+
+
+def test_stop_ids_of_a_request_are_renamed_like_its_tokens(recorded):
+    model = recorded["scheduler"].header.settings["model"]
+    how = redactor(KEY, "scheduler", model)
+    params = SamplingParams(stop_token_ids=(40, 50), stop=("secret",), seed=3)
+    work = how.message(Work("r", 1, 0, 0, pack([40, 41]), params, 3, (0,), cache_salt="tenant"))
+    assert work.params.stop_token_ids == (how.names.one(40), how.names.one(50))
+    assert unpack(work.prompt_ids)[0] == how.names.one(40) != 40
+    assert "secret" not in str(work) and "tenant" not in str(work)
+    assert work.seed == work.params.seed == 3
+
+
+def test_end_of_sequence_keeps_its_id(recorded):
+    works = [e for (_, e), _ in events(recorded["scheduler"]) if isinstance(e, Work)]
+    eos = {token for work in works for token in work.eos_ids}
+    model = recorded["scheduler"].header.settings["model"]
+    for key in (KEY, secrets.token_hex(32)):
+        how = redactor(key, "scheduler", model)
+        assert eos and all(how.names.one(token) == token for token in eos)
+
+
+def test_a_state_with_unknown_ids_is_refused(recorded):
+    trace = recorded["scheduler"]
+    core = fresh(trace)
+    core._draft = [17, 4]  # type: ignore[attr-defined]
+    how = redactor(KEY, "scheduler", trace.header.settings["model"])
+    with pytest.raises(ValueError, match="_draft may hold token ids"):
+        how.header(msgspec.structs.replace(trace.header, snapshot=snapshot(core)))

@@ -1,0 +1,189 @@
+"""`storm`: what running streams feel while long prompts arrive, under one policy after another.
+
+Through the whole pipeline, without HTTP. Knows requests and the times of their tokens; what a
+policy does about it is the scheduler's affair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import shapes
+from bench.latency import percentiles
+from pipeinfer import AsyncLLM, SamplingParams
+from pipeinfer.models.config import read_config
+from pipeinfer.models.source import resolve_model
+from pipeinfer.settings import ConfigurationError
+
+WARM_TOKENS = 8  # of each stream, that are not measured
+HIGHEST_ID = 10_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command; MODEL is a setting."""
+    add = parser.add_argument
+    add("--config", metavar="SHAPE", help=f"random weights: {', '.join(shapes.SHAPES)} or a file")
+    add("--policies", default="mixed,prefill-first", metavar="P,P", help="one run with each")
+    add("--streams", type=int, default=64, help="requests that are running when the storm comes")
+    add("--stream-prompt", type=int, default=128, help="tokens of each stream's prompt")
+    add("--calm-tokens", type=int, default=200, help="of each stream, before the storm")
+    add("--prompts", type=int, default=32, help="requests of the storm")
+    add("--prompt-tokens", type=int, default=4000, help="of each of them; one token is generated")
+    add("--every", type=float, default=0.0, metavar="S", help="seconds between them; 0: at once")
+
+
+def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics; prints them too."""
+    if "policy" in settings:
+        raise ConfigurationError("storm takes --policies, a list, instead of --policy")
+    policies = {}
+    with tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as temporary:
+        chosen = dict(settings)
+        if options.config:
+            shapes.write_folder(Path(temporary), shapes.shape(options.config))
+            load_format = settings.get("load_format", "dummy")
+            chosen |= {"model": temporary, "load_format": load_format}
+        for policy in options.policies.split(","):
+            measured = asyncio.run(_storm(options, {**chosen, "policy": policy}))
+            policies[policy] = measured.metrics()
+            _show(policy, policies[policy])
+    return {"streams": options.streams, "prompts": options.prompts,
+            "prompt_tokens": options.prompt_tokens, "policies": policies}  # fmt: skip
+
+
+@dataclass
+class Stream:
+    """One running request: when each piece of its output came, in seconds of one clock."""
+
+    pieces: list[float] = field(default_factory=list)
+    tokens: int = 0
+    ended: bool = False
+
+    def gaps(self, begin: float, end: float) -> list[float]:
+        """Seconds between pieces, of the gaps that lie in that time, in part or wholly."""
+        times = [*self.pieces, *([] if self.ended else [end])]  # one may still wait
+        pairs = pairwise(times)
+        return [late - early for early, late in pairs if late > begin and early < end]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Streams, and the times of the calm and of the storm: (begin, end)."""
+
+    streams: Sequence[Stream]
+    calm: tuple[float, float]
+    storm: tuple[float, float]
+    firsts: Sequence[float]  # seconds to the first token of each request of the storm
+
+    def metrics(self) -> dict[str, Any]:
+        """ratio: 99th percentile in the storm over the median in the calm."""
+        calm, storm = (
+            [gap for stream in self.streams for gap in stream.gaps(*span)]
+            for span in (self.calm, self.storm)
+        )
+        quiet, loud = percentiles(calm), percentiles(storm)
+        worst = max(np.percentile(stream.gaps(*self.storm), 99) for stream in self.streams)
+        return {
+            "calm_itl_ms": quiet,
+            "storm_itl_ms": loud | {"longest": max(storm) * 1e3},
+            "ratio": loud["p99"] / quiet["p50"],
+            "worst_stream_ratio": float(worst) * 1e3 / quiet["p50"],
+            "storm_seconds": self.storm[1] - self.storm[0],
+            "storm_ttft_ms": percentiles(self.firsts),
+        }
+
+
+async def _storm(options: argparse.Namespace, settings: dict[str, Any]) -> Measured:
+    config = read_config(resolve_model(str(settings.get("model", ""))))
+    highest = min(HIGHEST_ID, config.vocab_size - 1)
+    limit = int(settings.get("max_model_len") or config.context_length)
+    source = random.Random(0)
+
+    def prompt(length: int) -> list[int]:
+        return [source.randint(0, highest) for _ in range(length)]
+
+    streams = [Stream() for _ in range(options.streams)]
+    async with AsyncLLM(**settings) as llm:
+        await _first_token(llm, prompt(min(options.prompt_tokens, limit - 2)), 0.0)
+        tasks = [
+            asyncio.create_task(_follow(llm, prompt(options.stream_prompt), limit, stream))
+            for stream in streams
+        ]
+        await _reached(streams, WARM_TOKENS, tasks)
+        calm = time.perf_counter()
+        await _reached(streams, WARM_TOKENS + options.calm_tokens, tasks)
+        begin = time.perf_counter()
+        arrivals = [
+            _first_token(llm, prompt(options.prompt_tokens), begin + index * options.every)
+            for index in range(options.prompts)
+        ]
+        firsts = await asyncio.gather(*arrivals)
+        end = time.perf_counter()
+        if any(stream.ended for stream in streams):
+            raise RuntimeError(
+                "streams ended before the storm did: they need a longer context, or a shorter calm"
+            )
+        for task in tasks:
+            if not task.cancel():
+                task.result()  # it is over: by an error
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return Measured(streams, (calm, begin), (begin, end), firsts)
+
+
+async def _follow(llm: AsyncLLM, prompt: list[int], limit: int, stream: Stream) -> None:
+    """Reads a stream to its end, which is the context's, or until it is cancelled."""
+    params = SamplingParams(
+        temperature=0.6, max_tokens=limit - len(prompt), ignore_eos=True, seed=0
+    )
+    async with aclosing(llm.generate(prompt, params)) as deltas:
+        async for delta in deltas:
+            stream.pieces.append(time.perf_counter())
+            stream.tokens += len(delta.token_ids)
+            if delta.error:
+                raise RuntimeError(delta.error)
+    stream.ended = True
+
+
+async def _first_token(llm: AsyncLLM, prompt: list[int], due: float) -> float:
+    """Seconds from `due` until the one token of a request that is sent then."""
+    await asyncio.sleep(due - time.perf_counter())
+    params = SamplingParams(temperature=0.6, max_tokens=1, ignore_eos=True, seed=0)
+    async for delta in llm.generate(prompt, params):
+        if delta.error:
+            raise RuntimeError(delta.error)
+    return time.perf_counter() - due
+
+
+async def _reached(
+    streams: Sequence[Stream], tokens: int, tasks: Sequence[asyncio.Task[None]]
+) -> None:
+    """Waits until every stream has that many tokens; raises what a stream raises."""
+    while min(stream.tokens for stream in streams) < tokens:
+        for task in tasks:
+            if task.done():
+                task.result()
+        if any(stream.ended for stream in streams):
+            raise RuntimeError(f"a stream ended before all had {tokens} tokens")
+        await asyncio.sleep(0.002)
+
+
+def _show(policy: str, metrics: Mapping[str, Any]) -> None:
+    quiet, loud = metrics["calm_itl_ms"], metrics["storm_itl_ms"]
+    print(
+        f"{policy:>14}: between tokens {quiet['p50']:.2f} ms (p99 {quiet['p99']:.2f}); in the storm"
+        f" of {metrics['storm_seconds']:.2f} s {loud['p50']:.2f} ms, p99 {loud['p99']:.2f}, longest"
+        f" {loud['longest']:.2f}: {metrics['ratio']:.1f} times the calm's median",
+        flush=True,
+    )

@@ -1,0 +1,67 @@
+"""The first difference between what a core said and what it says now, for one input.
+
+Knows groups of entries and what a core returns; nothing of how either came to be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipeinfer.core import Send
+from replay.comparison import MISSING, Mismatch, Skips, first_mismatch, plain
+from replay.recording import Entry, Group
+
+
+@dataclass(frozen=True)
+class Difference:
+    """seq: of the recorded output that differs, or of the input that gave one too many or too few.
+
+    `cause` is the input; `field` is "" where a whole message is missing or too much.
+    """
+
+    seq: int
+    channel: str
+    field: str
+    recorded: Any
+    replayed: Any
+    cause: Entry
+
+    def as_json(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        names = ("seq", "channel", "field", "recorded", "replayed")
+        return {name: getattr(self, name) for name in names}
+
+
+def first_difference(
+    group: Group, sends: list[Send], skips: Skips, tail: bool = False
+) -> Difference | None:
+    """Compares in order. `tail`: the recording may have ended within this group, so that missing
+    recorded outputs mean nothing."""
+    for entry, send in zip(group.outputs, sends, strict=False):
+        mismatch = _of_one(entry, send, skips)
+        if mismatch is not None:
+            return Difference(entry.seq, entry.channel, *mismatch, group.input)
+    if len(sends) > len(group.outputs) and not tail:
+        extra = sends[len(group.outputs)]
+        return Difference(
+            group.input.seq, extra.channel, "", MISSING, plain(extra.message), group.input
+        )
+    if len(group.outputs) > len(sends):
+        lost = group.outputs[len(sends)]
+        return Difference(lost.seq, lost.channel, "", plain(lost.message), MISSING, group.input)
+    return None
+
+
+def _of_one(entry: Entry, send: Send, skips: Skips) -> Mismatch | None:
+    if entry.channel == send.channel and entry.peer == send.to and entry.message == send.message:
+        return None  # by far the most, and one comparison in C
+    if type(entry.message) is not type(send.message):
+        return Mismatch("type", entry.kind, type(send.message).__name__)
+    for name, recorded, replayed in (
+        ("channel", entry.channel, send.channel),
+        ("to", entry.peer, send.to),
+    ):
+        if recorded != replayed:
+            return Mismatch(name, recorded, replayed)
+    return first_mismatch(entry.message, send.message, skips)

@@ -1,0 +1,90 @@
+"""The two ways to play a recording: a core alone, or an engine's core with its real device.
+
+On the device the plans' steps are computed again; the end of a step is fed where the recording has
+it, once the device has reported it too and said the same tokens. Knows no file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+from pipeinfer.engine.core import StepFailed
+from pipeinfer.events import StepDone
+from pipeinfer.messages import Message
+from pipeinfer.runtime.stage import Driver
+from replay.comparison import first_mismatch
+from replay.difference import Difference
+from replay.pacing import Pace
+from replay.player import Player
+from replay.recording import Group
+from replay.varying import left_out
+
+STEP_SECONDS = 600.0  # a device that is silent for so long has hung
+
+
+class DeviceHung(RuntimeError):
+    """The device did not report a step."""
+
+
+def play_alone(player: Player, groups: Iterable[Group], pace: Pace) -> Difference | None:
+    """Core only: everything comes from the recording."""
+    for group in groups:
+        if (seconds := pace.wait(group.input.time)) > 0:
+            time.sleep(seconds)
+        difference = player.feed(group)
+        if difference is not None or player.reached(group):
+            return difference
+    return None
+
+
+class DevicePlayback:
+    """Plays an engine with its driver. `player` must have been given `deliver` of this object."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._reports: asyncio.Queue[Message] = asyncio.Queue()
+        self._submitted: set[tuple[int, int]] = set()
+        self.steps = 0
+
+    def deliver(self, compute: object) -> None:
+        """A step for the device."""
+        step = compute.step  # type: ignore[attr-defined]
+        self._submitted.add((step.epoch, step.number))
+        self._driver.deliver(compute)
+
+    async def play(self, player: Player, groups: Iterable[Group], pace: Pace) -> Difference | None:
+        """Raises what the core raises, and DeviceHung."""
+        await self._driver.start(self._reports.put_nowait)
+        try:
+            for group in groups:
+                if (seconds := pace.wait(group.input.time)) > 0:
+                    await asyncio.sleep(seconds)
+                difference = await self._await_device(group) or player.feed(group)
+                if difference is not None or player.reached(group):
+                    return difference
+            return None
+        finally:
+            await self._driver.stop()
+
+    async def _await_device(self, group: Group) -> Difference | None:
+        """For the end of a step that the device has as well: what it says, against the record."""
+        entry = group.input
+        if not isinstance(entry.message, (StepDone, StepFailed)):
+            return None
+        step = (entry.message.epoch, entry.message.number)
+        if step not in self._submitted:
+            return None  # of an epoch that began before the recording
+        self._submitted.remove(step)
+        try:
+            report = await asyncio.wait_for(self._reports.get(), STEP_SECONDS)
+        except TimeoutError:
+            raise DeviceHung(f"no report of step {step[1]} in {STEP_SECONDS:g} s") from None
+        self.steps += 1
+        if isinstance(report, StepFailed) and isinstance(entry.message, StepFailed):
+            return None  # the reason's text may hold addresses; the core raises in a moment
+        mismatch = first_mismatch(entry.message, report, left_out)
+        if mismatch is None:
+            return None
+        return Difference(entry.seq, entry.channel, *mismatch, entry)

@@ -1,0 +1,181 @@
+"""`run STAGE FILE`: a fresh stage of today's code gets the recorded inputs; its outputs are
+compared with the recorded ones, and the first difference is shown.
+
+Knows how to choose, build and judge; the playing itself is in playing.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from functools import partial
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.core import Core
+from pipeinfer.runtime.topology import NAMES
+from pipeinfer.trace.restore import restore
+from replay.codes import CRASHED, DIFFERENT, EQUAL, USAGE, CannotReplay
+from replay.context import explain
+from replay.difference import Difference
+from replay.pacing import Pace
+from replay.player import Player
+from replay.playing import DevicePlayback, play_alone
+from replay.rebuild import Rebuilt, rebuild
+from replay.recording import Entry, Group, Recording, load_stage, warn_of_tail
+from replay.varying import left_out
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("stage", choices=NAMES)
+    add("file", type=Path, metavar="FILE")
+    add("--model", default="", metavar="FOLDER", help="the checkpoint, if it lies elsewhere here")
+    add("--core-only", action="store_true", help="an engine without device and weights")
+    add("--realtime", action="store_true", help="at the recorded pace")
+    add("--until", type=int, metavar="SEQ", help="stop after this message")
+    add("--break", dest="halt", action="store_true", help="a debugger just before it is handled")
+    add("--json", action="store_true", help="the difference as JSON; the rest on stderr")
+
+
+def run(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
+    """The exit code. CannotReplay before anything is played."""
+    if options.halt and options.until is None:
+        raise CannotReplay(USAGE, "--break needs --until SEQ")
+    if options.core_only and options.stage != "engine":
+        raise CannotReplay(USAGE, "--core-only is for engines; other stages have no device")
+    if "model" in overrides:
+        raise CannotReplay(USAGE, f"one FILE, not also {overrides['model']!r}")
+    recording = load_stage(options.file, options.stage)
+    if recording.header.redacted and options.stage != "scheduler":
+        raise CannotReplay(
+            USAGE,
+            f"{options.file} is redacted: its token ids are not the model's and its text is gone, "
+            "so that only a scheduler's can be replayed",
+        )
+    say = partial(print, file=sys.stderr) if options.json else print
+    say(recording.title)
+    warn_of_tail(recording)
+    rebuilt = rebuild(recording, options.model, overrides, options.core_only)
+    for warning in rebuilt.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return Run(recording, rebuilt, options, say).run()
+
+
+class Run:
+    """One replay, from the first group to the verdict."""
+
+    def __init__(
+        self, recording: Recording, rebuilt: Rebuilt, options: argparse.Namespace, say: Any
+    ) -> None:
+        self._recording, self._rebuilt, self._options, self._say = recording, rebuilt, options, say
+        driver = rebuilt.stage.driver
+        self._device = None
+        if recording.header.name == "engine" and driver is not None:
+            self._device = DevicePlayback(driver)
+        self._player = Player(
+            rebuilt.stage.core,
+            partial(left_out, other_device=rebuilt.other_device),
+            self._device.deliver if self._device is not None else None,
+            options.until,
+            debugger if options.halt else None,
+        )
+
+    def run(self) -> int:
+        """Plays and prints; the exit code."""
+        groups = self._groups()
+        pace = Pace(self._options.realtime, groups[0].input.time if groups else 0.0)
+        begun = time.perf_counter()
+        try:
+            if self._device is not None:
+                found = asyncio.run(self._device.play(self._player, groups, pace))
+            else:
+                found = play_alone(self._player, groups, pace)
+        except Exception as error:  # whatever a stage under test raises is the result
+            return self._crashed(error)
+        return self._verdict(found, groups, time.perf_counter() - begun)
+
+    def _groups(self) -> list[Group]:
+        """What to play: all of it, or for a device from where its memory is known to be empty."""
+        groups = list(self._recording.groups())
+        snapshot = self._recording.header.snapshot
+        if self._device is None:
+            if snapshot is not None:
+                restore(self._rebuilt.stage.core, snapshot)
+            return groups
+        if snapshot is None:
+            return groups
+        mine = self._recording.header.incarnation
+        fresh = list(dropwhile(lambda group: not _begins(group, mine), groups))
+        if not fresh:
+            raise CannotReplay(
+                USAGE, "the recording begins in mid-life and has no Begin, so that the device's "
+                "keys and values are not known; --core-only replays it without a device",
+            )  # fmt: skip
+        self._say(f"mid-life: begins with the Begin at message {fresh[0].input.seq}")
+        return fresh
+
+    def _verdict(self, found: Difference | None, groups: list[Group], seconds: float) -> int:
+        player, header = self._player, self._recording.header
+        stopped = self._options.until is not None
+        if found is None and header.error and not stopped:
+            found = Difference(
+                groups[-1].input.seq, "local", "", header.error, "no exception", groups[-1].input
+            )
+        if found is not None:
+            return self._differs(found)
+        played = groups[-1].input.time - groups[0].input.time if groups else 0.0
+        where = f"up to message {self._options.until}" if stopped else "to the end"
+        self._say(f"equal {where}: {player.inputs} inputs, {player.outputs} outputs, 0 differences")
+        if self._device is not None and seconds > 0:
+            steps = self._device.steps
+            self._say(f"the device computed {steps} steps, {steps / seconds:.1f} a second")
+        self._say(f"replay took {seconds:.3f} s, the recording {played:.3f} s")
+        return EQUAL
+
+    def _differs(self, found: Difference) -> int:
+        for line in explain(self._recording, found):
+            self._say(line)
+        if self._options.json:
+            print(json.dumps(found.as_json()))
+        return DIFFERENT
+
+    def _crashed(self, error: Exception) -> int:
+        traceback.print_exception(error)
+        group = self._player.current
+        at = "before the first message"
+        if group is not None:
+            at = f"on message {group.input.seq}: {group.input.kind}"
+        self._say(f"the stage crashed {at}: {type(error).__name__}: {error}")
+        recorded = self._recording.header.error
+        if recorded:
+            same = recorded == f"{type(error).__name__}: {error}"
+            self._say(
+                "reproduced: same exception" if same else f"the recorded one died of {recorded}"
+            )
+        if self._options.json and group is not None:
+            found = Difference(
+                group.input.seq, group.input.channel, "", recorded or "no exception",
+                f"{type(error).__name__}: {error}", group.input,
+            )  # fmt: skip
+            print(json.dumps(found.as_json()))
+        return CRASHED
+
+
+def debugger(core: Core, entry: Entry) -> None:
+    """Here is `core`, just before `core.handle(message, now)`; the next frame up is the player."""
+    message, now = entry.message, entry.time
+    print(f"message {entry.seq}: {type(message).__name__} at {now:.6f}, before it is handled")
+    breakpoint()
+
+
+def _begins(group: Group, incarnation: int) -> bool:
+    """True for the Begin of an epoch that this engine takes part in."""
+    listed = getattr(group.input.message, "incarnations", ())
+    return group.input.kind == "Begin" and incarnation in listed
