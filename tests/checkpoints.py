@@ -70,7 +70,8 @@ def make_checkpoint(
 
     `router_gain` scales the routers of experts: trained ones are decisive, random ones choose at
     near ties, where any rounding takes other experts. `overrides` are fields of the transformers
-    configuration (rope_parameters, sliding_window ...). Norm weights and biases are random too, so that leaving one out shows.
+    configuration (rope_parameters, sliding_window ...). Norm weights and biases are random too, so
+    that leaving one out shows.
     """
     model = _random_model(architecture, seed, dtype, router_gain, overrides)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
