@@ -108,7 +108,6 @@ class Begin(Message, frozen=True):
 
 class Release(Message, frozen=True):
     """The request in `slot` is over or preempted; the steps before this plan still read its pages.
-
     If `keep`, what was computed of (admitted tokens + `output_ids`) may enter the prefix cache, a
     surplus token never. `output_ids`: confirmed ids sampled since the admission (int32 bytes)."""
 
@@ -119,7 +118,6 @@ class Release(Message, frozen=True):
 
 class Admit(Message, frozen=True):
     """Puts a request into a free slot: match its tokens in the prefix cache, lock what is found.
-
     `token_ids`: all known tokens (int32 bytes); ids at and past `prompt_len` count as output.
     `max_total`: the request never grows past that many tokens (prompt and output); rows that would
     are computed as empty. `suppress`: ids not sampled before `params.min_tokens` outputs."""
@@ -137,10 +135,8 @@ class Admit(Message, frozen=True):
 
 class Plan(Message, frozen=True):
     """One step: releases, then admits, then rows `advance(slot, up to count tokens)`.
-
     `slots`, `counts`: int32 bytes, a row each; no slot stands twice. A row computes known tokens
-    not yet computed, at most `count`; where none are left it decodes one token from the id that
-    the previous step left on the device."""
+    not yet computed, at most `count`; then it decodes from the id that the step before left."""
 
     epoch: int
     number: int
@@ -157,8 +153,7 @@ class Hello(Message, frozen=True):
     """An engine rank is loaded and asks for an epoch; repeated until `Begin` lists it.
 
     All ranks of a group must agree on `model` and what follows. `pages` x `page_size` tokens and
-    `max_slots` requests fit into the pool. `step_tokens`: the device's own token budget of a step.
-    """
+    `max_slots` requests fit into the pool. `step_tokens`: the device's own token budget."""
 
     protocol: int
     version: str
@@ -202,8 +197,7 @@ class Result(Message, frozen=True):
     `slots`, `starts`, `counts`: int32 bytes; `starts` is the first computed position, `counts` how
     many tokens were computed (0: deferred if listed in `deferred`, else nothing was left to do).
     `produced`: int32 bytes, how many ids of `token_ids` belong to each row (0 where it did not
-    sample). `free`, `evictable`: pages after the plan. `digest`: running hash of memory decisions.
-    """
+    sample). `free`, `evictable`: pages after it. `digest`: running hash of memory decisions."""
 
     epoch: int
     number: int
@@ -217,6 +211,15 @@ class Result(Message, frozen=True):
     evictable: int
     digest: int
     step_seconds: float = 0.0  # differs between a run and its replay
+
+
+class Digests(Message, frozen=True):
+    """A rank above 0 decided so: `values`, uint64 bytes, are the digests of plans `first` on."""
+
+    epoch: int
+    rank: int
+    first: int
+    values: bytes
 
 
 class Fault(Message, frozen=True):
@@ -330,10 +333,7 @@ State = Literal["starting", "loading", "waiting", "ready", "draining", "failed"]
 
 
 class Heartbeat(Message, frozen=True):
-    """Twice a second and at every change of state; all of it may differ in a replay.
-
-    starting: nothing checked yet; loading: the configuration is valid; waiting: for another stage;
-    ready: it would serve. `stats`: see docs/telemetry.md."""
+    """Twice a second and at every change of state; all may differ in a replay. docs/telemetry.md"""
 
     stage: str
     name: str
@@ -390,7 +390,7 @@ CHANNELS: dict[str, Any] = {
     "requests": Union[Submit, Abort, Done],
     "work": Union[Work, Abort, Done],
     "plan": Union[Begin, Plan],
-    "result": Union[Hello, Ready, Admitted, Result, Fault],
+    "result": Union[Hello, Ready, Admitted, Result, Digests, Fault],
     "tokens": Union[Open, Tokens, Refused, Abort, Done],
     "stops": StopHit,
     "text": Union[Accepted, Refused, Text],

@@ -44,6 +44,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_model_len: NonNegative = 0  # 0: what the checkpoint says
     max_running: Positive = 256
     max_step_tokens: NonNegative = 0  # 0: 2,048 on the CPU, 8,192 on a GPU
+    mixed_step_tokens: NonNegative = 0  # 0: a sixteenth of the budget, at least 128
     policy: str = "mixed"
     overlap_depth: Annotated[int, Meta(ge=1, le=2)] = 2
     cache: str = "radix"
@@ -51,6 +52,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_pages: NonNegative = 0  # 0: from free memory
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
     attention: str = "auto"
+    all_reduce: Literal["auto", "nccl"] = "auto"
     cuda_graph_max_batch: NonNegative = 256
     no_cuda_graph: bool = False
     compile: bool = False

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.bus import addresses, frames
-from pipeinfer.bus.bus import Bus
+from pipeinfer.bus.bus import INBOX_HWM, Bus
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import (
@@ -190,3 +190,25 @@ def test_addresses_that_cannot_work_are_refused(address, why):
 )
 def test_loopback_needs_no_keys(address):
     addresses.check(address)
+
+
+async def test_what_a_stage_has_no_time_to_read_waits_with_its_sender(place):
+    """A flood fills the sender's own queue, not the memory of the stage; nothing is dropped."""
+    if place.address("scheduler-0").startswith("inproc"):
+        pytest.skip("both ends are one process")
+    with zmq.Context() as context, zmq.Context() as other, other.socket(zmq.PUSH) as raw:
+        peer = Peer("scheduler", place, context)
+        peer.bus.bind()
+        raw.sndhwm, raw.linger = 1, 0
+        raw.connect(addresses.derive(place.address("scheduler-0"), "inbox"))
+        parts = [*frames.encode("work", HEADER, Abort("r", 1))[:2], b"\xc1" * 50_000]
+        sent = 0
+        while sent < 10 * INBOX_HWM and raw.poll(500, zmq.POLLOUT):
+            raw.send_multipart(parts, zmq.NOBLOCK)
+            sent += 1
+        assert INBOX_HWM <= sent < 2 * INBOX_HWM
+        peer.bus.start(peer._hear)
+        async with asyncio.timeout(20):
+            while peer.bus.reader.bad_frames < sent:
+                await asyncio.sleep(0.01)
+        peer.bus.close()

@@ -12,6 +12,7 @@ import contextlib
 import json
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -56,6 +57,7 @@ def without_pins(*sizes, pin_memory=False, zeros=torch.zeros, **options):
 
 torch.cuda.Event, torch.cuda.Stream, torch.cuda.stream = Event, Stream, stream
 torch.cuda.current_stream, torch.cuda.synchronize = Stream, lambda *_: None
+torch.cuda.graph_pool_handle = lambda: None
 torch.zeros = without_pins
 
 from overlapped import GpuCores  # noqa: E402
@@ -63,11 +65,13 @@ from runner_requests import submit_all  # noqa: E402
 
 from pipeinfer.attention.paged import PagedKind  # noqa: E402
 from pipeinfer.engine import loading  # noqa: E402
-from pipeinfer.engine.cuda import graphs  # noqa: E402
+from pipeinfer.engine.cuda import graphs, mixed_graphs  # noqa: E402
 from pipeinfer.engine.cuda.runner import CudaRunner, Limits  # noqa: E402
 from pipeinfer.layers.rope import Rope  # noqa: E402
 from pipeinfer.memory.pool import KVPool  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
+
+MIXED = (0, 1), (2, 2)  # decodes and prompts that a graph has room for
 
 
 class Again:
@@ -81,16 +85,15 @@ class Again:
             target.copy_(value)
 
 
-def capture(self, prepare, body, stream, progress=None) -> None:
-    for size in sorted(self.sizes, reverse=True):
-        layout = self._layouts[size]
-        views, plan = layout.tensors(self.words), prepare(size)
-        out = body(plan, views)
-        self._captured[size] = graphs.Captured(Again(body, plan, views, out), layout, views, *out)
+def record(body, plan, layout, views, stream, pool):
+    out = body(plan, views)
+    return graphs.Captured(Again(body, plan, views, out), layout, views, *out)
 
 
 class TorchPart:
     """Reads what a device kernel would read: the arrays on the device's side, nothing else."""
+
+    by_table = False  # where pages stand: in flat indices, or in the page table
 
     def __init__(self, shapes, device) -> None:
         self._shapes = shapes
@@ -103,21 +106,35 @@ class TorchPart:
 
     def run(self, layer, q, out, plan) -> None:
         arrays, begin, end, queries = plan
-        scale, page_size = self._shapes[layer].scale, self._pool.page_size
-        firsts, pages_at = queries.tolist(), arrays.kv_indptr[begin : end + 1].tolist()
-        for row, length in enumerate(arrays.lengths[begin:end].tolist()):
-            pages = arrays.indices[pages_at[row] : pages_at[row + 1]].long()
-            last = int(arrays.last_page[begin + row])
-            assert (len(pages) - 1) * page_size + last == length
-            kv = self._pool.k[layer][pages], self._pool.v[layer][pages]
+        firsts, size = queries.tolist(), self._pool.page_size
+        lengths = arrays.lengths[begin:end].tolist()
+        for row, (length, pages) in enumerate(zip(lengths, self._pages(*plan[:3]), strict=True)):
             mine = slice(firsts[row], firsts[row + 1])
-            wide = q.shape[1] // kv[0].shape[2]
-            k, v = (part.flatten(0, 1)[:length].repeat_interleave(wide, 1) for part in kv)
-            scores = torch.einsum("qhd,khd->hqk", q[mine], k) * scale
-            first = length - (mine.stop - mine.start)
-            seen = torch.arange(length)[None] <= torch.arange(first, length)[:, None]
-            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-            out[mine] = torch.einsum("hqk,khd->qhd", weights, v)
+            if mine.start < mine.stop:
+                out[mine] = self._attend(layer, q[mine], pages[: -(-length // size)], length)
+
+    def _pages(self, arrays, begin, end):
+        if self.by_table:
+            yield from arrays.page_table(begin, end).long()
+            return
+        at = arrays.kv_indptr[begin : end + 1].tolist()
+        for row, (first, after) in enumerate(pairwise(at)):
+            held, last = after - first, int(arrays.last_page[begin + row])
+            assert (held - 1) * self._pool.page_size + last == int(arrays.lengths[begin + row])
+            yield arrays.indices[first:after].long()
+
+    def _attend(self, layer, q, pages, length):
+        kv = self._pool.k[layer][pages], self._pool.v[layer][pages]
+        wide = q.shape[1] // kv[0].shape[2]
+        k, v = (part.flatten(0, 1)[:length].repeat_interleave(wide, 1) for part in kv)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * self._shapes[layer].scale
+        seen = torch.arange(length)[None] <= torch.arange(length - len(q), length)[:, None]
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+class TablePart(TorchPart):
+    by_table = True
 
 
 def cuda_runner(settings, choices, model, *_):
@@ -129,14 +146,17 @@ def cuda_runner(settings, choices, model, *_):
     shapes = model.attention_shapes()
     pool = KVPool(shapes, 1 + settings.kv_pages, choices.page_size, choices.dtype, "cpu")
     limits = Limits(settings.max_running, settings.max_step_tokens, 512 // choices.page_size)
-    backend = PagedKind(TorchPart, TorchPart, None, choices.page_size)(shapes, "cpu")
+    kind = PagedKind(TorchPart, TablePart, None, choices.page_size, captures_prefill=True)
+    backend = kind(shapes, "cpu")
     runner = CudaRunner(model, pool, backend, limits)
     if not settings.no_cuda_graph:
-        runner.capture(graphs.ladder(settings.cuda_graph_max_batch))
+        most = settings.cuda_graph_max_batch
+        mixed = [mixed_graphs.MixedSize(tokens, *kind) for tokens in (8, 48) for kind in MIXED]
+        runner.capture(graphs.ladder(most), tuple(mixed))
     return runner
 
 
-graphs.DecodeGraphs.capture = capture
+graphs.record = record
 loading._host_runner = cuda_runner
 
 

@@ -6,15 +6,22 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.engine.cuda import packing
-from pipeinfer.engine.cuda.graphs import decode_layout, ladder
+from pipeinfer.engine.cuda.graphs import DecodeGraphs, Frame, ladder
 from pipeinfer.engine.cuda.layout import Layout, Sizes
+from pipeinfer.engine.cuda.mixed_graphs import MixedGraphs, MixedSize
+from pipeinfer.engine.cuda.mixed_graphs import ladder as mixed_ladder
 from pipeinfer.engine.step import LAST_TOKEN, SamplingRows, Step
 
 DUMMY_SLOT = 99
+
+
+def frame(page_size, table=False):
+    return Frame(80, page_size, table, DUMMY_SLOT, torch.device("cpu"))
 
 
 def make_step(starts, counts, samples, page_size, seed=0) -> Step:
@@ -47,7 +54,7 @@ def test_packed_decodes_say_of_every_row_what_the_step_says(rows, padding, page_
     starts, samples = [row[0] for row in rows], [row[1] for row in rows]
     step = make_step(starts, [1] * len(rows), samples, page_size)
     size = len(rows) + padding
-    layout = decode_layout(size, 80, table)
+    layout = DecodeGraphs((size,), frame(page_size, table)).layout(size)
     buffer = np.full(layout.words, -7, dtype=np.int32)  # what another step left there
     views = layout.host(buffer)
     used, places = packing.pack_decodes(step, views, page_size, DUMMY_SLOT, table)
@@ -120,6 +127,94 @@ def test_packed_rows_say_of_every_token_what_the_step_says(rows, page_size):
     assert used == views["kv_indptr"][-1]
     ends = np.cumsum(counts)[list(samples)] - 1
     assert views["last"].tolist() == ends.tolist()
+
+
+mixed_rows = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(1, 40), st.booleans()), min_size=1, max_size=8
+)
+
+
+@given(mixed_rows, st.tuples(*[st.integers(0, 5)] * 3), st.sampled_from([1, 16]))
+def test_a_packed_mixed_step_says_of_every_row_what_the_step_says(rows, spare, page_size):
+    rows = sorted(rows, key=lambda row: row[1] != 1)
+    step = make_step(*zip(*rows, strict=True), page_size)
+    prompts = len(rows) - step.decodes
+    room = max(prompts + spare[2], 1)
+    size = MixedSize(len(step.tokens) + spare[0], step.decodes + spare[1], room)
+    graphs = MixedGraphs((size,), size.rows, frame(page_size))
+    buffer = np.full(graphs.layout(size).words, -7, dtype=np.int32)  # what another step left there
+    views = graphs.layout(size).host(buffer)
+    words, places = graphs.pack(step, size, views)
+    found = {}
+    for row in range(size.decodes):
+        assert views["q_indptr"][row : row + 2].tolist() == [row, row + 1]
+        begin, end = views["kv_indptr"][row : row + 2]
+        pages, real = views["indices"][begin:end], row < step.decodes
+        assert real or (pages.tolist(), views["lengths"][row], views["last_page"][row]) == (
+            [0],
+            1,
+            1,
+        )
+        assert (len(pages) - 1) * page_size + views["last_page"][row] == views["lengths"][row]
+        if real:
+            found[int(views["token_slots"][row])] = (row, row + 1), views["lengths"][row], pages
+    assert words == graphs.layout(size).indices_at + (views["kv_indptr"][size.decodes])
+    table = views["table"].reshape(size.prefills, -1)
+    for row in range(size.prefills):
+        begin, end = views["prefill_indptr"][row : row + 2].tolist()
+        assert (begin < end) == (row < prompts)
+        if begin < end:
+            length = views["lengths"][size.decodes + row]
+            found[int(views["token_slots"][begin])] = (begin, end), length, table[row]
+    assert len(found) == len(rows)
+    check_mixed_tokens(step, views, found, page_size)
+    check_sampling(step, views, places, len(views["top_k"]))
+
+
+def check_mixed_tokens(step, views, found, page_size):
+    first, lasts = 0, []
+    for row, count in enumerate(step.counts.tolist()):
+        (begin, end), length, pages = found[int(step.slots[row])]
+        start = int(step.starts[row])
+        held = step.pages[row, : -(-(start + count) // page_size)]
+        assert (end - begin, length) == (count, start + count)
+        assert pages[: len(held)].tolist() == held.tolist()
+        assert views["tokens"][begin:end].tolist() == step.tokens[first : first + count].tolist()
+        positions = np.arange(start, start + count)
+        assert views["positions"][begin:end].tolist() == positions.tolist()
+        places = held[positions // page_size] * page_size + positions % page_size
+        assert views["store"][begin:end].tolist() == places.tolist()
+        assert (views["token_slots"][begin:end] == step.slots[row]).all()
+        first += count
+        lasts += [end - 1] * bool(step.samples[row])
+    assert views["last"][: len(lasts)].tolist() == lasts
+    assert (views["store"][first:] == packing.NOWHERE).all()
+    assert (views["token_slots"][first:] == DUMMY_SLOT).all()
+
+
+@given(*[st.integers(1, 4000)] * 2, st.integers(1, 300), st.integers(0, 256))
+def test_graphs_of_mixed_steps_fit_into_the_largest_step(tokens, mixed, rows, decodes):
+    decodes = min(decodes, rows, tokens)
+    for size in mixed_ladder(tokens, rows, decodes, mixed):
+        assert decodes and size.rows <= size.tokens <= tokens
+        assert size.decodes <= decodes and size.prefills <= rows
+
+
+def test_a_step_takes_the_smallest_graph_that_holds_it_and_none_that_is_far_larger():
+    graphs = MixedGraphs(mixed_ladder(2048, 256, 256, 512), 256, frame(64))
+    assert graphs.fitting(make_step([0], [100], [True], 64)) is None, "nothing is captured yet"
+    graphs._captured = dict.fromkeys(graphs.sizes)
+
+    def fitting(*counts):
+        return graphs.fitting(make_step([0] * len(counts), counts, [True] * len(counts), 64))
+
+    assert fitting(100) == MixedSize(128, 0, 8)
+    assert fitting(1, 1, 126) == MixedSize(128, 64, 32)
+    assert fitting(*[1] * 65, 200) == MixedSize(320, 128, 32)
+    assert fitting(*[1] * 65, 450) is None, "more than a mixed step ever has"
+    assert fitting(*[8] * 9) == MixedSize(128, 64, 32), "too many prompts for the smallest"
+    assert fitting(1, 1) is None and fitting(2049) is None
+    assert fitting(1030) is None, "a third would be padding"
 
 
 @given(st.integers(1, 9), st.integers(1, 50), st.integers(0, 9), st.integers(1, 7))

@@ -39,7 +39,8 @@ def run_batch(cores, seed, requests, tag, most=0):
     wanted = [min(n, most) if most else n for n in wanted]
     names = [f"{tag}{i}" for i in range(requests)]
     begin = time.perf_counter()
-    for i, (name, prompt, n) in enumerate(zip(names, prompts, wanted, strict=True)):
+    batch = sorted(zip(names, prompts, wanted, strict=True), key=lambda one: -one[2])
+    for i, (name, prompt, n) in enumerate(batch):  # as LLM.generate does
         params = SamplingParams(temperature=0.6, max_tokens=n, ignore_eos=True)
         cores.submit(name, prompt, params, seed=i)
     cores.run()
@@ -79,6 +80,7 @@ def main():
     parser.add_argument("shape")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--single", type=int, nargs="*", default=[1, 8, 32], help="batch sizes")
     parser.add_argument("--host-index", action="store_true", help="mixed steps: no expand kernel")
     parser.add_argument("--setting", action="append", default=[])
     options = parser.parse_args()
@@ -113,7 +115,7 @@ def report(cores, options, loaded):
         "steps": steps, "load_s": loaded, "kv_pages": cores.loaded.pages,
         "steps_and_ms": kinds,
         "host_us": {k: (v - before[3][k]) / steps * 1e6 for k, v in runner.phases.seconds.items()},
-        "tbt_ms": {n: single(cores, f"s{n}-", streams=n) for n in (1, 8, 32)},
+        "tbt_ms": {n: single(cores, f"s{n}-", streams=n) for n in options.single},
     }  # fmt: skip
     print("RESULT " + json.dumps(line), flush=True)
     if options.profile:
@@ -124,10 +126,23 @@ def profile(cores, options):
     """Kernel times of some decode steps, and then of prefill steps."""
     trace(cores, options, "decode", options.requests)
     trace(cores, options, "single", 1)
+    trace_mixed(cores)
     for i, prompt in enumerate(work(4, options.requests)[0]):
         cores.submit(f"q{i}", prompt, SamplingParams(max_tokens=2), seed=i)
     cores.run(lambda: cores.steps >= 8)
     show(cores, "prefill", 4)
+
+
+def trace_mixed(cores, streams=100, prompts=40):
+    """Prompts beside streams."""
+    for i in range(streams + prompts):
+        if i == streams:
+            cores.run(lambda: len(cores.outputs[f"beside{streams - 1}"]) >= 20)
+        length, wanted = (300, 300) if i < streams else (600, 1)
+        params = SamplingParams(temperature=0.6, max_tokens=wanted, ignore_eos=True)
+        cores.submit(f"beside{i}", [i + 1] * length, params, seed=i)
+    show(cores, "mixed", 10)
+    cores.run()
 
 
 def trace(cores, options, name, requests):

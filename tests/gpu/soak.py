@@ -159,12 +159,13 @@ def settings_for(folder: Path, device: str, large: bool, no_graphs: bool) -> Set
     """A pool that is too small for all of them."""
     common = {"model": str(folder), "load_format": "dummy", "device": device, "overlap_depth": 2}
     if large:
-        sizes = {"kv_pages": 400, "max_running": 48, "max_model_len": 4096, "max_step_tokens": 2048}
+        sizes = {"kv_pages": 300, "max_running": 48, "max_model_len": 4096, "max_step_tokens": 2048}
     else:
         sizes = {"kv_pages": 40, "page_size": 8, "max_running": 12, "max_model_len": 200,
                  "max_step_tokens": 96, "threads": 1}  # fmt: skip
     if device == "cuda":
         sizes |= {"no_cuda_graph": no_graphs, "cuda_graph_max_batch": 48 if large else 8}
+        sizes["page_size"] = 64 if large else 16
     return Settings(**common, **sizes)
 
 
@@ -181,7 +182,7 @@ def soak(seconds: float, seed: int = 0, large: bool = False, no_graphs: bool = F
         make = GpuCores if device == "cuda" else HostCores
         extra = {"keep": False} if device == "cuda" else {}
         cores = make(folder, settings, budget=budget, **extra)
-        lengths = (1200, 300) if large else (60, 60)
+        lengths = (600, 900) if large else (60, 60)
         running = Soak(cores, seed, config["vocab_size"], lengths, 64 if large else 16)
         running.run(seconds, steps)
         alone = make(folder, settings, budget=budget, loaded=cores.loaded, **extra)

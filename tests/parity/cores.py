@@ -57,7 +57,10 @@ class Cores:
             loaded.max_slots, loaded.max_model_len, loaded.attention,
         )  # fmt: skip
         self.engine = EngineCore(hello, "scheduler-0", self.memory)
-        options = SchedulerOptions(policy, settings.overlap_depth, settings.max_running, budget)
+        options = SchedulerOptions(
+            policy, settings.overlap_depth, settings.max_running, budget,
+            mixed_step_tokens=settings.mixed_step_tokens,
+        )  # fmt: skip
         self.scheduler = SchedulerCore(options)
         self.logits: dict[tuple[str, int], np.ndarray] = {}
         self.outputs: dict[str, list[int]] = {}

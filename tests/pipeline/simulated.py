@@ -2,8 +2,8 @@
 
 Every pair of processes has its own queue, as every pair has its own connection. A process that
 dies takes with it a part of what was under way to it (the oldest: a connection's buffers) and of
-what it had sent (the newest). Who is heard next is random. The engine is the scheduler tests'
-model, whose tokens depend on the whole sequence.
+what it had sent (the newest). Who is heard next is random. Only the device is a model: its tokens
+depend on the whole sequence, found through the pages of the real memory (simulated_engine.py).
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
+import msgspec
+from simulated_engine import POISON, SLOTS, EngineNode
 from tokenizers import Tokenizer, decoders, models
 
 from pipeinfer.bus.frames import Header
-from pipeinfer.core import LOCAL, Send
+from pipeinfer.core import LOCAL
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.incremental import DecoderFactory
 from pipeinfer.events import Leave, Tick
@@ -30,7 +32,7 @@ from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.routing import Router
 from pipeinfer.tokenizer.templates import ChatTemplates
-from scheduler.model_engine import ModelEngine, expected_outputs
+from scheduler.model_engine import expected_outputs
 
 EOS = (3, 11)
 VOCABULARY = 50
@@ -67,6 +69,7 @@ class Client:
     finish: str | None = None
     failed: Failed | None = None
     gone: bool = False  # it hung up, or its gateway died
+    timeout: float = 0.0
 
     def take(self, delta: Delta) -> None:
         assert self.finish is None and self.failed is None, f"{delta} after the end"
@@ -78,8 +81,27 @@ class Client:
             delta.finish,
         )
 
-    def undisturbed(self) -> tuple[str, bytes, str | None]:
-        """(text, ids, finish) as one detokenizer that gets everything at once says them."""
+    def check(self) -> None:
+        """It ended with its undisturbed text, or as it had to."""
+        text, ids, finish = self.undisturbed()
+        if self.prompt[0] == POISON:
+            assert self.failed is not None and self.failed.status in (500, 408), self.failed
+            assert "crashed repeatedly" in self.failed.message or self.timeout, self.failed
+        elif self.timeout and (self.finish == "abort" or self.failed is not None):
+            assert self.failed is None or self.failed.status == 408, self.failed
+            whole, _, _ = self.undisturbed(stop=())  # of text that was held, all is shown
+            assert ids.startswith(self.ids)
+            assert text.startswith(self.text) or whole.startswith(self.text)
+        else:
+            assert self.failed is None, self.failed
+            assert (self.text, self.ids, self.finish) == (text, ids, finish)
+
+    def undisturbed(self, **changes: object) -> tuple[str, bytes, str | None]:
+        """(text, ids, finish) as one detokenizer that gets everything at once says them.
+
+        changes: of the request's parameters.
+        """
+        params = msgspec.structs.replace(self.params, **changes)
         most = self.params.max_tokens or 0
         outputs = expected_outputs(self.prompt, most, frozenset(EOS), self.params.min_tokens)
         stopped = outputs[-1] in EOS
@@ -87,33 +109,11 @@ class Client:
         if stopped:
             row = TokenRow("r", 0, pack(outputs), "stop", outputs[-1])
         core = DetokenizerCore(DECODERS)
-        core.handle(Open("r", 1, 0, self.params, len(self.prompt), pack(self.prompt[-16:])), 0.0)
+        core.handle(Open("r", 1, 0, params, len(self.prompt), pack(self.prompt[-16:])), 0.0)
         message = core.handle(Tokens((row,)), 0.0)[0].message
         assert isinstance(message, Text)
         (shown,) = message.rows
         return shown.text, shown.ids, shown.finish
-
-
-class EngineNode:
-    """The model engine with a core's interface."""
-
-    def __init__(self, incarnation: int) -> None:
-        self.model = ModelEngine(60, 4, 6, 24, caching=True)
-        self.model.incarnation = incarnation
-        self.model.outbox.append(self.model.hello())
-
-    def handle(self, event: Message, _now: float) -> list[Send]:
-        if isinstance(event, Tick):
-            if not self.model.epoch:
-                self.model.outbox.append(self.model.hello())
-        elif not isinstance(event, Leave):
-            self.model.receive(event)
-        sends = [Send("result", "scheduler-0", message) for message in self.model.outbox]
-        self.model.outbox.clear()
-        return sends
-
-    def idle(self) -> bool:
-        return True
 
 
 @dataclass
@@ -125,66 +125,83 @@ class Process:
     fence: Fence = field(default_factory=Fence)
 
 
-STAGES = ("gateway-0", "tokenizer-0", "scheduler-0", "engine-0-0", "detokenizer-0")
+def stages_of(groups: int) -> list[str]:
+    """All stages' ids, of so many data-parallel groups."""
+    front = ["gateway-0", "tokenizer-0", "detokenizer-0"]
+    return front + [s for g in range(groups) for s in (f"scheduler-{g}", f"engine-{g}-0")]
 
 
 class Simulation:
     """The pipeline; `random` decides who is heard next and what a death destroys."""
 
-    def __init__(self, random: Random, policy: str = "mixed", depth: int = 2) -> None:
+    def __init__(
+        self, random: Random, policy: str = "mixed", depth: int = 2, groups: int = 1
+    ) -> None:
         self.random = random
-        self.options = SchedulerOptions(policy, depth, 6, 24, watchdog=1e9)
+        self.groups, self.stages = groups, stages_of(groups)
+        self.options = SchedulerOptions(policy, depth, SLOTS, 24, watchdog=1e9)
         self.now = 0.0
         self.lives = 0
         self.links: dict[tuple[str, int, str], deque[Message]] = {}
         self.clients: dict[str, Client] = {}
         self.processes: dict[str, Process] = {}
-        for stage in STAGES:
-            self._start(stage)
+        for stage in self.stages:
+            self.start(stage)
         self._introduce()
         self.settle_start()
 
     # ------------------------------------------------------------------------------------ processes
 
     def _core(self, stage: str, incarnation: int):
-        name = stage.split("-")[0]
+        name, number = stage.split("-")[:2]
+        schedulers = [f"scheduler-{group}" for group in range(self.groups)]
         if name == "gateway":
-            expected = [Expected(s, s.split("-")[0]) for s in STAGES]
+            expected = [Expected(s, s.split("-")[0], int(s.split("-")[1])) for s in self.stages]
             return GatewayCore(expected, incarnation=incarnation)
         if name == "tokenizer":
             encoder = PromptEncoder(None, ChatTemplates({}, {}, str), 100, 10_000)
-            router = Router("round-robin", 1)
-            return TokenizerCore(encoder, router, 1, EOS, stage, incarnation, ["gateway-0"])
+            router, gateways = Router("round-robin", self.groups), ["gateway-0"]
+            return TokenizerCore(encoder, router, self.groups, EOS, stage, incarnation, gateways)
         if name == "scheduler":
             peers = ["tokenizer-0"], ["detokenizer-0"]
-            return SchedulerCore(self.options, 0, incarnation, *peers)
+            return SchedulerCore(self.options, int(number), incarnation, *peers)
         if name == "detokenizer":
-            return DetokenizerCore(DECODERS, stage, incarnation, ["scheduler-0"])
-        return EngineNode(incarnation)
+            return DetokenizerCore(DECODERS, stage, incarnation, schedulers)
+        return EngineNode(incarnation, int(number))
 
-    def _start(self, stage: str) -> None:
+    def start(self, stage: str) -> None:
+        """A new process of `stage`."""
         self.lives += 1
         self.processes[stage] = Process(self._core(stage, self.lives), self.lives)
         self.feed(stage, Tick())
 
+    def start_all(self) -> None:
+        """New processes for all that are down."""
+        for stage in self.stages:
+            if stage not in self.processes:
+                self.start(stage)
+
     def _introduce(self) -> None:
         """Every stage's heartbeat, so that the gateway takes requests."""
-        for stage in STAGES:
+        for stage in self.stages:
             name, group = stage.split("-")[:2]
             beat = Heartbeat(stage, name, int(group), 0, 0, 1, self.lives, "ready")
             self.feed("gateway-0", beat)
 
-    def kill(self, *stages: str) -> None:
-        """-9, all at once; then new processes in their place."""
+    def kill(self, *stages: str, down: bool = False) -> None:
+        """-9, all at once; then new processes in their place, but not yet if they stay `down`."""
         for (sender, incarnation, receiver), queue in self.links.items():
             if receiver in stages:
                 for _ in range(self.random.randint(0, len(queue))):
                     queue.popleft()
-            if sender in stages and incarnation == self.processes[sender].incarnation:
+            life = self.processes.get(sender)
+            if sender in stages and life is not None and life.incarnation == incarnation:
                 for _ in range(self.random.randint(0, len(queue))):
                     queue.pop()
         for stage in stages:
-            self._start(stage)
+            self.processes.pop(stage, None)
+        for stage in () if down else stages:
+            self.start(stage)
         if "gateway-0" in stages:
             for client in self.clients.values():
                 client.gone = True
@@ -192,14 +209,18 @@ class Simulation:
 
     def leave(self, stage: str) -> None:
         """A planned hand-over: nothing is lost, the successor starts when this one is idle."""
+        if stage not in self.processes:
+            return
+        life = self.processes[stage]
         self.feed(stage, Leave())
         for _ in range(1_000):
-            if self.processes[stage].core.idle():  # type: ignore[attr-defined]
+            if self.processes[stage] is not life or life.core.idle():  # type: ignore[attr-defined]
                 break
             assert self.deliver() or self.tick(0.1)
-        else:
-            raise AssertionError(f"{stage} never became idle")
-        self._start(stage)
+        else:  # a shell waits for some seconds only
+            down = set(self.stages) - set(self.processes)
+            assert down, f"{stage} never became idle"
+        self.start(stage)
 
     # ------------------------------------------------------------------------------------- messages
 
@@ -211,9 +232,11 @@ class Simulation:
             if send.channel == LOCAL:
                 self._local(send.message)
             elif send.channel != "telemetry":
-                to = send.to or "engine-0-0"
+                to = send.to or stage.replace("scheduler", "engine") + "-0"
                 link = self.links.setdefault((stage, process.incarnation, to), deque())
                 link.append(send.message)
+        if isinstance(process.core, EngineNode) and process.core.crashed:
+            self.kill(stage)
 
     def _local(self, message: Message) -> None:
         name = getattr(message, "request_id", "")
@@ -223,30 +246,41 @@ class Simulation:
             self.clients[name].failed = message
 
     def deliver(self) -> bool:
-        """One message of a random queue; False if there is none."""
-        waiting = [key for key, queue in self.links.items() if queue]
-        if not waiting:
-            return False
-        sender, incarnation, receiver = key = self.random.choice(waiting)
-        message = self.links[key].popleft()
-        header = Header(PROTOCOL, sender, incarnation, 0, 0.0)
-        if self.processes[receiver].fence.passes(header):
-            self.feed(receiver, message)
-        return True
+        """One message of a random queue, or the end of a step; False if there is none."""
+        waiting = [key for key, queue in self.links.items() if queue and key[2] in self.processes]
+        computing = [
+            (stage, process.core.done)
+            for stage, process in self.processes.items()
+            if isinstance(process.core, EngineNode) and process.core.done
+        ]
+        chosen = self.random.randrange(len(waiting) + len(computing) or 1)
+        if chosen < len(waiting):
+            sender, incarnation, receiver = key = waiting[chosen]
+            message = self.links[key].popleft()
+            header = Header(PROTOCOL, sender, incarnation, 0, 0.0)
+            if self.processes[receiver].fence.passes(header):
+                self.feed(receiver, message)
+            return True
+        if computing:
+            stage, done = computing[chosen - len(waiting)]
+            self.feed(stage, done.popleft())
+        return bool(computing)
 
     def tick(self, seconds: float) -> bool:
         """Time passes, and every stage's timer fires."""
         self.now += seconds
-        for stage in self.random.sample(STAGES, len(STAGES)):
-            self.feed(stage, Tick())
+        for stage in self.random.sample(self.stages, len(self.stages)):
+            if stage in self.processes:
+                self.feed(stage, Tick())
         return True
 
     # -------------------------------------------------------------------------------------- clients
 
-    def submit(self, prompt: list[int], **params: object) -> str:
+    def submit(self, prompt: list[int], timeout: float = 0.0, **params: object) -> str:
         name = f"r{len(self.clients)}"
-        self.clients[name] = client = Client(prompt, SamplingParams(**params))  # type: ignore
-        self.feed("gateway-0", Call(name, client.params, prompt_ids=pack(prompt)))
+        made = SamplingParams(**params)  # type: ignore[arg-type]
+        self.clients[name] = Client(prompt, made, timeout=timeout)
+        self.feed("gateway-0", Call(name, made, prompt_ids=pack(prompt), timeout=timeout))
         return name
 
     def hang_up(self, name: str) -> None:
@@ -256,12 +290,15 @@ class Simulation:
     # ------------------------------------------------------------------------------------- the end
 
     def settle_start(self) -> None:
-        """Until the scheduler has an engine."""
+        """Until the schedulers have their engines."""
         self.run()
-        assert self.processes["scheduler-0"].core.state()[0] == "ready"  # type: ignore
+        for group in range(self.groups):
+            core = self.processes[f"scheduler-{group}"].core
+            assert core.state() == ("ready", "")  # type: ignore[attr-defined]
 
     def run(self) -> None:
         """Until nothing moves any more, with some time for questions to be repeated."""
+        self.start_all()
         for _ in range(6):
             for _ in range(20_000):
                 if not self.deliver():
@@ -271,28 +308,31 @@ class Simulation:
             self.tick(1.1)
 
     def check(self) -> None:
-        """Every request ended with its undisturbed text."""
+        """Every request ended as it would have without deaths."""
         for name, client in self.clients.items():
             if not client.gone:
-                assert client.failed is None, (name, client.failed)
-                assert client.finish is not None, f"{name} never ended: {self.stats()}"
-                assert (client.text, client.ids, client.finish) == client.undisturbed(), name
+                ended = client.finish is not None or client.failed is not None
+                assert ended, f"{name} never ended: {self.stats()}"
+                client.check()
 
     def check_ledgers(self) -> None:
         """Nobody remembers anything of requests that are over."""
-        stats = self.stats()
-        assert self.processes["gateway-0"].core.idle()  # type: ignore[attr-defined]
-        assert stats["tokenizer-0"]["ledger"] == 0, stats
-        for stage, names in (
-            ("scheduler-0", ("running", "waiting", "kept", "orphans", "in_flight")),
-            ("detokenizer-0", ("running", "kept")),
-        ):
-            assert {name: stats[stage][name] for name in names} == dict.fromkeys(names, 0), stats
-        assert not self.processes["engine-0-0"].core.model.slots  # type: ignore[attr-defined]
+        empty = {
+            "gateway": ("running", "waiting"),
+            "tokenizer": ("ledger",),
+            "scheduler": ("running", "waiting", "kept", "orphans", "in_flight"),
+            "detokenizer": ("running", "kept"),
+        }
+        for stage, stats in self.stats().items():
+            core = self.processes[stage].core
+            if isinstance(core, EngineNode):
+                core.check_empty()
+                continue
+            names = empty[stage.split("-")[0]]
+            assert {n: stats[n] for n in names} == dict.fromkeys(names, 0), (stage, stats)
 
     def stats(self) -> dict[str, dict[str, float]]:
         return {
             stage: process.core.stats()  # type: ignore[attr-defined]
             for stage, process in self.processes.items()
-            if not isinstance(process.core, EngineNode)
         }

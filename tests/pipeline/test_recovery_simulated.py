@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from simulated import Simulation
+from simulated_engine import POISON
 
-RECOVERING = ("tokenizer-0", "scheduler-0", "detokenizer-0", "engine-0-0")
 MANY_SEEDS = st.integers(0, 2**32 - 1)
 STOPS = st.lists(st.sampled_from(["a", "th", "é", "你", "q.", "\ufffd"]), max_size=2)
 
@@ -22,11 +22,13 @@ class Machine(RuleBasedStateMachine):
         seed=MANY_SEEDS,
         policy=st.sampled_from(["mixed", "prefill-first", "decode-first"]),
         depth=st.sampled_from([1, 2]),
+        groups=st.sampled_from([1, 1, 2]),
         gateway_deaths=st.sampled_from([0, 0, 0, 1, 2]),
     )
-    def start(self, seed, policy, depth, gateway_deaths):
-        self.s = Simulation(Random(seed), policy, depth)
+    def start(self, seed, policy, depth, groups, gateway_deaths):
+        self.s = Simulation(Random(seed), policy, depth, groups)
         self.gateway_deaths = self.left = gateway_deaths
+        self.poisons = 1
 
     @rule(
         length=st.integers(1, 20),
@@ -34,12 +36,23 @@ class Machine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 25),
         min_tokens=st.integers(0, 6),
         stop=STOPS,
+        timeout=st.sampled_from([0.0, 0.0, 0.0, 0.1, 2.0]),
     )
-    def submit(self, length, salt, max_tokens, min_tokens, stop):
+    def submit(self, length, salt, max_tokens, min_tokens, stop, timeout):
         prompt = [(salt + i) % 50 for i in range(length)]
         self.s.submit(
-            prompt, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop=tuple(stop)
+            prompt,
+            timeout,
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            stop=tuple(stop),
         )
+
+    @precondition(lambda self: self.poisons)
+    @rule(length=st.integers(1, 20))
+    def submit_poison(self, length):
+        self.poisons -= 1
+        self.s.submit([POISON, *range(1, length)], max_tokens=5)
 
     @rule(many=st.integers(1, 60))
     def deliver(self, many):
@@ -55,17 +68,19 @@ class Machine(RuleBasedStateMachine):
     def hang_up(self, data):
         self.s.hang_up(data.draw(st.sampled_from(sorted(self.s.clients))))
 
-    @rule(stage=st.sampled_from(RECOVERING))
-    def kill(self, stage):
-        self.s.kill(stage)
+    @rule(data=st.data(), down=st.sampled_from([False, False, True]))
+    def kill(self, data, down):
+        """Some of all stages but the gateway, mostly one."""
+        some = st.sets(st.sampled_from(self.s.stages[1:]), min_size=1, max_size=4)
+        self.s.kill(*sorted(data.draw(some)), down=down)
 
-    @rule(stages=st.sets(st.sampled_from(RECOVERING), min_size=2, max_size=3))
-    def kill_several(self, stages):
-        self.s.kill(*sorted(stages))
+    @rule()
+    def start_what_is_down(self):
+        self.s.start_all()
 
-    @rule(stage=st.sampled_from(RECOVERING[:3]))
-    def hand_over(self, stage):
-        self.s.leave(stage)
+    @rule(data=st.data())
+    def hand_over(self, data):
+        self.s.leave(data.draw(st.sampled_from(self.s.stages[1:])))
 
     @precondition(lambda self: self.left)
     @rule()

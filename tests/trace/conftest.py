@@ -16,7 +16,7 @@ WORDS = ("count", "from 3", "what is", "pipeinfer", "é 🙂", "copy: abc", "7 8
 
 async def _one(llm: AsyncLLM, source: random.Random, index: int) -> None:
     """A request that streams, stops at a string, or is abandoned after a few tokens."""
-    length = source.randint(8, 40)
+    length = source.randint(16, 90)
     params = SamplingParams(
         max_tokens=length,
         temperature=source.choice((0.0, 1.0)),
@@ -38,7 +38,7 @@ async def _one(llm: AsyncLLM, source: random.Random, index: int) -> None:
 
 async def _session(folder: Path, requests: int) -> None:
     source = random.Random(7)
-    async with AsyncLLM(kv_pages=44, threads=1, max_running=12, record=str(folder)) as llm:
+    async with AsyncLLM(kv_pages=32, threads=1, max_running=12, record=str(folder)) as llm:
         await asyncio.gather(*(_one(llm, source, index) for index in range(requests)))
 
 

@@ -50,15 +50,13 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
 
 def measure(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics."""
-    folder = resolve_model(str(settings.get("model", "")))
-    highest = max(read_config(folder).vocab_size - 1 - SPECIAL, 0)
-    with _stages(options, {**settings, "model": str(folder)}, highest) as (url, pids):
-        asyncio.run(_send(options, url, highest, max(options.output_tokens // 8, 1), 1))
+    with stages(options, settings) as (url, pids, _, highest):
+        asyncio.run(send(options, url, highest, max(options.output_tokens // 8, 1), 1))
         idle = _used(pids)
         time.sleep(IDLE)
         before = _used(pids)
         begin = time.perf_counter()
-        lines = asyncio.run(_send(options, url, highest, options.output_tokens, 2))
+        lines = asyncio.run(send(options, url, highest, options.output_tokens, 2))
         seconds = time.perf_counter() - begin
         after = _used(pids)
     failed = [line.error for line in lines if not line.complete]
@@ -81,10 +79,14 @@ def measure(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[st
 
 
 @contextmanager
-def _stages(
-    options: argparse.Namespace, settings: dict[str, Any], highest: int
-) -> Iterator[tuple[str, dict[str, int]]]:
-    """(url, process id by stage, and of this client) of a pipeline with the instant engine."""
+def stages(
+    options: argparse.Namespace, given: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[str, int], Topology, int]]:
+    """(url, process id by stage, and of this client, topology, highest token id of a prompt) of a
+    pipeline with the instant engine."""
+    model = resolve_model(str(given.get("model", "")))
+    settings = {**given, "model": str(model)}
+    highest = max(read_config(model).vocab_size - 1 - SPECIAL, 0)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(config.PREFIX)}
     environment[instant_engine.STEP_VARIABLE] = str(options.step_ms / 1e3)
     environment[instant_engine.HIGHEST_ID_VARIABLE] = str(highest)
@@ -98,7 +100,8 @@ def _stages(
             for name in NAMES:
                 running[name] = _start(name, file, environment)
             url = processes.wait_ready(running["gateway"])
-            yield url, {name: p.pid for name, p in running.items()} | {"client": os.getpid()}
+            pids = {name: p.pid for name, p in running.items()} | {"client": os.getpid()}
+            yield url, pids, local, highest
         finally:
             for process in running.values():  # the gateway first: it ends what still runs
                 processes.stop(process)
@@ -114,9 +117,10 @@ def _start(name: str, topology: Path, environment: dict[str, str]) -> subprocess
     return subprocess.Popen(command, env=environment, stdout=output, text=True)
 
 
-async def _send(
+async def send(
     options: argparse.Namespace, url: str, highest: int, tokens: int, seed: int
 ) -> list[Timeline]:
+    """Streams of `tokens` each, all at once."""
     source = random.Random(seed)
     prompts = [
         [source.randint(0, highest) for _ in range(options.prompt_tokens)]

@@ -59,22 +59,30 @@ def recorded(path: Path, highest_id: int, seed: int, speed: float = 1.0) -> list
     Raises ConfigurationError that names the line.
     """
     source = random.Random(seed)
-    try:
-        entries = [_entry(path, number, line) for number, line in _lines(path)]
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from None
-    if not entries:
-        raise ConfigurationError(f"{path} has no entries")
-    entries.sort(key=lambda entry: entry.timestamp)
-    start = entries[0].timestamp
     return [
         Arrival(
-            (entry.timestamp - start) / speed,
+            entry.timestamp / speed,
             [source.randint(0, highest_id) for _ in range(entry.input_length)],
             entry.output_length,
         )
-        for entry in entries
+        for entry in entries(path)
     ]
+
+
+def entries(path: Path) -> list[Entry]:
+    """The lines of a trace in the order of their times, of which the first is 0.
+
+    Raises ConfigurationError that names the line.
+    """
+    try:
+        found = [_entry(path, number, line) for number, line in _lines(path)]
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from None
+    if not found:
+        raise ConfigurationError(f"{path} has no entries")
+    found.sort(key=lambda entry: entry.timestamp)
+    start = found[0].timestamp
+    return [msgspec.structs.replace(entry, timestamp=entry.timestamp - start) for entry in found]
 
 
 def _lines(path: Path) -> Iterable[tuple[int, str]]:

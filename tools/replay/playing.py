@@ -19,6 +19,7 @@ from replay.difference import Difference
 from replay.pacing import Pace
 from replay.player import Player
 from replay.recording import Group
+from replay.tally import Tally
 from replay.varying import left_out
 
 STEP_SECONDS = 600.0  # a device that is silent for so long has hung
@@ -28,22 +29,21 @@ class DeviceHung(RuntimeError):
     """The device did not report a step."""
 
 
-def play_alone(player: Player, groups: Iterable[Group], pace: Pace) -> Difference | None:
+def play_alone(player: Player, groups: Iterable[Group], pace: Pace, tally: Tally) -> None:
     """Core only: everything comes from the recording."""
     for group in groups:
         if (seconds := pace.wait(group.input.time)) > 0:
             time.sleep(seconds)
-        difference = player.feed(group)
-        if difference is not None or player.reached(group):
-            return difference
-    return None
+        tally.add(player.feed(group))
+        if tally.over or player.reached(group):
+            return
 
 
 class DevicePlayback:
     """Plays an engine with its driver. `player` must have been given `deliver` of this object."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, driver: Driver, tally: Tally) -> None:
+        self._driver, self._tally = driver, tally
         self._reports: asyncio.Queue[Message] = asyncio.Queue()
         self._submitted: set[tuple[int, int]] = set()
         self.steps = 0
@@ -54,17 +54,20 @@ class DevicePlayback:
         self._submitted.add((step.epoch, step.number))
         self._driver.deliver(compute)
 
-    async def play(self, player: Player, groups: Iterable[Group], pace: Pace) -> Difference | None:
+    async def play(self, player: Player, groups: Iterable[Group], pace: Pace) -> None:
         """Raises what the core raises, and DeviceHung."""
         await self._driver.start(self._reports.put_nowait)
         try:
             for group in groups:
                 if (seconds := pace.wait(group.input.time)) > 0:
                     await asyncio.sleep(seconds)
-                difference = await self._await_device(group) or player.feed(group)
-                if difference is not None or player.reached(group):
-                    return difference
-            return None
+                self._tally.follow(group)
+                difference = await self._await_device(group)
+                self._tally.add(difference)
+                if not self._tally.over:
+                    self._tally.add(player.feed(group))
+                if self._tally.over or player.reached(group):
+                    return
         finally:
             await self._driver.stop()
 
@@ -84,6 +87,8 @@ class DevicePlayback:
         self.steps += 1
         if isinstance(report, StepFailed) and isinstance(entry.message, StepFailed):
             return None  # the reason's text may hold addresses; the core raises in a moment
+        if isinstance(report, StepDone) and isinstance(entry.message, StepDone):
+            self._tally.step(group, report)
         mismatch = first_mismatch(entry.message, report, left_out)
         if mismatch is None:
             return None

@@ -29,6 +29,7 @@ from replay.player import Player
 from replay.playing import DevicePlayback, play_alone
 from replay.rebuild import Rebuilt, rebuild
 from replay.recording import Entry, Group, Recording, load_stage, warn_of_tail
+from replay.tally import Tally
 from replay.varying import left_out
 
 
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--realtime", action="store_true", help="at the recorded pace")
     add("--until", type=int, metavar="SEQ", help="stop after this message")
     add("--break", dest="halt", action="store_true", help="a debugger just before it is handled")
+    add("--all", action="store_true", help="go on after the first difference, and count them")
     add("--json", action="store_true", help="the difference as JSON; the rest on stderr")
 
 
@@ -69,16 +71,17 @@ def run(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
 
 
 class Run:
-    """One replay, from the first group to the verdict."""
+    """One replay, from the first group to the verdict. `tally` and `seconds` are its numbers."""
 
     def __init__(
         self, recording: Recording, rebuilt: Rebuilt, options: argparse.Namespace, say: Any
     ) -> None:
         self._recording, self._rebuilt, self._options, self._say = recording, rebuilt, options, say
         driver = rebuilt.stage.driver
+        self.tally, self.seconds = Tally(keep_going=options.all), 0.0
         self._device = None
         if recording.header.name == "engine" and driver is not None:
-            self._device = DevicePlayback(driver)
+            self._device = DevicePlayback(driver, self.tally)
         self._player = Player(
             rebuilt.stage.core,
             partial(left_out, other_device=rebuilt.other_device),
@@ -94,12 +97,13 @@ class Run:
         begun = time.perf_counter()
         try:
             if self._device is not None:
-                found = asyncio.run(self._device.play(self._player, groups, pace))
+                asyncio.run(self._device.play(self._player, groups, pace))
             else:
-                found = play_alone(self._player, groups, pace)
+                play_alone(self._player, groups, pace, self.tally)
         except Exception as error:  # whatever a stage under test raises is the result
             return self._crashed(error)
-        return self._verdict(found, groups, time.perf_counter() - begun)
+        self.seconds = time.perf_counter() - begun
+        return self._verdict(groups)
 
     def _groups(self) -> list[Group]:
         """What to play: all of it, or for a device from where its memory is known to be empty."""
@@ -121,30 +125,38 @@ class Run:
         self._say(f"mid-life: begins with the Begin at message {fresh[0].input.seq}")
         return fresh
 
-    def _verdict(self, found: Difference | None, groups: list[Group], seconds: float) -> int:
-        player, header = self._player, self._recording.header
+    def _verdict(self, groups: list[Group]) -> int:
+        player, header, found = self._player, self._recording.header, self.tally.first
         stopped = self._options.until is not None
         if found is None and header.error and not stopped:
             found = Difference(
                 groups[-1].input.seq, "local", "", header.error, "no exception", groups[-1].input
             )
         if found is not None:
-            return self._differs(found)
-        played = groups[-1].input.time - groups[0].input.time if groups else 0.0
-        where = f"up to message {self._options.until}" if stopped else "to the end"
-        self._say(f"equal {where}: {player.inputs} inputs, {player.outputs} outputs, 0 differences")
-        if self._device is not None and seconds > 0:
-            steps = self._device.steps
-            self._say(f"the device computed {steps} steps, {steps / seconds:.1f} a second")
-        self._say(f"replay took {seconds:.3f} s, the recording {played:.3f} s")
-        return EQUAL
+            self._show(found)
+        else:
+            where = f"up to message {self._options.until}" if stopped else "to the end"
+            counts = f"{player.inputs} inputs, {player.outputs} outputs"
+            self._say(f"equal {where}: {counts}, 0 differences")
+        if self._options.all:
+            for line in self.tally.lines():
+                self._say(line)
+        if found is None or self._options.all:
+            self._say_how_fast(groups)
+        return EQUAL if found is None else DIFFERENT
 
-    def _differs(self, found: Difference) -> int:
+    def _say_how_fast(self, groups: list[Group]) -> None:
+        played = groups[-1].input.time - groups[0].input.time if groups else 0.0
+        if self._device is not None and self.seconds > 0:
+            steps = self._device.steps
+            self._say(f"the device computed {steps} steps, {steps / self.seconds:.1f} a second")
+        self._say(f"replay took {self.seconds:.3f} s, the recording {played:.3f} s")
+
+    def _show(self, found: Difference) -> None:
         for line in explain(self._recording, found):
             self._say(line)
         if self._options.json:
             print(json.dumps(found.as_json()))
-        return DIFFERENT
 
     def _crashed(self, error: Exception) -> int:
         traceback.print_exception(error)

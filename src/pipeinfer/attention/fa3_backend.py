@@ -44,7 +44,7 @@ class Fa3Part:
         return Fa3Plan(
             device.queries(begin, end),
             device.lengths[begin:end],
-            device.table[begin:end],
+            device.page_table(begin, end),
             1 if end <= rows.decodes else rows.longest_query,
         )
 
@@ -62,6 +62,7 @@ class Fa3Part:
             softmax_scale=shape.scale,
             causal=True,
             window_size=(-1, -1) if window is None else (window - 1, 0),
+            num_splits=0 if plan.longest_query == 1 else 1,  # many queries fill the GPU unsplit
             out=out,
         )
 

@@ -10,5 +10,6 @@ from pipeinfer.attention.flashinfer_backend import decode_part
 from pipeinfer.attention.paged import PagedKind
 
 HYBRID = PagedKind(
-    decode_part, Fa3Part, page_sizes=(1, 16, 32, 64, 128, 256), preferred_page_size=64
-)
+    decode_part, Fa3Part, page_sizes=(1, 16, 32, 64, 128, 256), preferred_page_size=64,
+    captures_prefill=True,
+)  # fmt: skip

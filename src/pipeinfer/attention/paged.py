@@ -23,7 +23,8 @@ class RowArrays:
     lengths [R]: keys of each row, this step's included. last_page [R]: keys in its last page.
     q_indptr [R + 1], kv_indptr [R + 1]: where a row's queries, and its pages in `indices`, begin.
     prefill_indptr [prefill rows + 1]: q_indptr of the rows after the decodes, from 0 on.
-    indices [n]: all pages of row 0, of row 1 ... table [R, P]: the same by row, padded.
+    indices [n]: all pages of row 0, of row 1 ... table [R, P]: the same by row, padded; it may hold
+    the last rows only.
     """
 
     lengths: torch.Tensor
@@ -40,12 +41,19 @@ class RowArrays:
             return self.q_indptr[: end + 1]
         return self.prefill_indptr[: end - begin + 1]
 
+    def page_table(self, begin: int, end: int) -> torch.Tensor:
+        """int32 [end - begin, P] of rows begin..end-1."""
+        missing = len(self.lengths) - len(self.table)
+        return self.table[begin - missing : end - missing]
+
 
 @dataclass(frozen=True)
 class PagedRows:
     """`decodes` rows with one query, then rows with more. parity: which step-private buffers.
 
-    fixed: the device arrays stand at addresses that a CUDA graph has captured.
+    fixed: the device arrays stand at addresses that a CUDA graph has captured. Prefill rows of a
+    graph count their queries from the step's first token, because how many decode rows are real
+    changes from replay to replay; those that are not write where prefill writes after them.
     """
 
     decodes: int
@@ -82,6 +90,7 @@ class PagedPlan:
     decodes: int
     decode: Any
     prefill: Any
+    prefill_from: int = 0  # the token from which prefill rows count their queries
 
 
 class PagedBackend:
@@ -93,6 +102,7 @@ class PagedBackend:
         self.page_sizes = kind.page_sizes
         self.preferred_page_size = kind.preferred_page_size
         self.reads_table_to_decode = kind.reads_table_to_decode
+        self.captures_prefill = kind.captures_prefill
         self._decode = kind.decode(shapes, device)
         same = kind.prefill is kind.decode
         self._prefill = self._decode if same else kind.prefill(shapes, device)
@@ -110,7 +120,7 @@ class PagedBackend:
             decode = self._decode.plan(rows, 0, rows.decodes)
         if rows.decodes < total:
             prefill = self._prefill.plan(rows, rows.decodes, total)
-        return PagedPlan(rows.decodes, decode, prefill)
+        return PagedPlan(rows.decodes, decode, prefill, 0 if rows.fixed else rows.decodes)
 
     def run(self, layer: int, q: torch.Tensor, plan: PagedPlan) -> torch.Tensor:
         """q [T, heads, head_dim], decodes first; returns that shape."""
@@ -118,19 +128,25 @@ class PagedBackend:
         if plan.decode is not None:
             self._decode.run(layer, q[: plan.decodes], out[: plan.decodes], plan.decode)
         if plan.prefill is not None:
-            self._prefill.run(layer, q[plan.decodes :], out[plan.decodes :], plan.prefill)
+            begin = plan.prefill_from
+            self._prefill.run(layer, q[begin:], out[begin:], plan.prefill)
         return out
 
 
 @dataclass(frozen=True)
 class PagedKind:
-    """A registered backend: its parts, built only when it is called with (shapes, device)."""
+    """A registered backend: its parts, built only when it is called with (shapes, device).
+
+    captures_prefill: the prefill part's plan is device arrays only and the decode part reads
+    `indices`, so that a CUDA graph can hold a step with both kinds of rows.
+    """
 
     decode: PartMaker
     prefill: PartMaker
     page_sizes: tuple[int, ...] | None
     preferred_page_size: int
     reads_table_to_decode: bool = False
+    captures_prefill: bool = False
 
     def __call__(self, shapes: Sequence[AttentionShape], device: Any) -> PagedBackend:
         return PagedBackend(self, shapes, torch.device(device))

@@ -8,6 +8,7 @@ the first rank of several where they meet (REP). With `tcp` they take four ports
 from __future__ import annotations
 
 import ipaddress
+from socket import SOCK_STREAM, getaddrinfo
 
 from pipeinfer.settings import ConfigurationError
 
@@ -25,17 +26,24 @@ def derive(address: str, socket: str) -> str:
     return f"tcp://{host}:{port + OFFSETS[socket]}"
 
 
-def check(address: str) -> None:
-    """Raises ConfigurationError for an address that pipeinfer cannot or must not use."""
+def check(address: str, keyed: bool = False) -> None:
+    """Raises ConfigurationError for an address that pipeinfer cannot or must not use.
+
+    keyed: there are CURVE keys, so tcp may leave this host.
+    """
     transport, rest = split(address)
     if transport == "tcp":
         host, port = _host_port(address, rest)
         if not 0 < port <= LAST_PORT:
             raise ConfigurationError(f"{address}: the port must be between 1 and {LAST_PORT}")
-        if not is_loopback(host):
+        if not keyed and not is_loopback(host):
             raise ConfigurationError(
-                f"{address}: tcp addresses other than loopback need CURVE keys, which this version "
-                "does not have; use 127.0.0.1, [::1] or ipc://"
+                f"{address}: tcp addresses other than loopback need CURVE keys: make them with "
+                "`pipeinfer keys` and name their folder in the topology, keys = FOLDER"
+            )
+        if host == "*" or _unspecified(host):
+            raise ConfigurationError(
+                f"{address}: others cannot connect to {host}; name this host, and bind = {host!r}"
             )
     elif transport == "ipc" and len(rest.encode()) > 90:
         raise ConfigurationError(f"{address}: a path for ipc has at most 90 bytes")
@@ -51,10 +59,37 @@ def split(address: str) -> tuple[str, str]:
     return transport, rest
 
 
+def is_tcp(address: str) -> bool:
+    """Whether it can be reached from other hosts, as far as its transport goes."""
+    return address.startswith("tcp://")
+
+
 def host(address: str) -> str:
     """Where a stage at `address` listens for TCP beside the bus: loopback unless it is tcp."""
     transport, rest = split(address)
     return _host_port(address, rest)[0].strip("[]") if transport == "tcp" else "127.0.0.1"
+
+
+def places(address: str, socket: str, bind: str = "") -> list[str]:
+    """Where to bind `socket` of the stage at `address`: for a host name, all that it means.
+
+    bind: a host to listen on instead, "*" for all; peers reach it under `address` (containers,
+    NAT). Raises ConfigurationError for a name that means nothing.
+    """
+    derived = derive(address, socket)
+    transport, rest = split(derived)
+    if transport != "tcp":
+        return [derived]
+    host, port = _host_port(derived, rest)
+    host = bind.strip("[]") or host.strip("[]")
+    if host == "*":
+        return [f"tcp://*:{port}"]
+    try:
+        found = getaddrinfo(host, port, type=SOCK_STREAM)
+    except OSError as error:
+        raise ConfigurationError(f"{derived}: host {host!r}: {error.strerror}") from None
+    numbers = dict.fromkeys(str(place[0]) for *_, place in found)
+    return [f"tcp://[{n}]:{port}" if ":" in n else f"tcp://{n}:{port}" for n in numbers]
 
 
 def is_loopback(host: str) -> bool:
@@ -63,6 +98,13 @@ def is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _unspecified(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:
         return False
 

@@ -15,6 +15,7 @@ import zmq
 from pipeinfer.bus import addresses, frames
 from pipeinfer.bus.frames import Header
 from pipeinfer.bus.reader import Handler, Reader
+from pipeinfer.bus.wires import Wires
 from pipeinfer.control import CHANNEL as CONTROL
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import PROTOCOL
@@ -22,6 +23,10 @@ from pipeinfer.runtime.topology import Identity, Topology
 
 LINGER_MS = 1_000  # how long closing waits for messages that were sent but have not left
 TELEMETRY_HWM = 1_000
+# Frames of one peer that wait to be read; then the peer waits with the others. None is dropped.
+INBOX_HWM = 1_000
+FRAME_BYTES = 256 << 20  # a larger frame cannot be right; whoever sends it is disconnected
+SUBSCRIPTION_BYTES = 1_024  # the same for what a subscriber says
 
 
 class Bus:
@@ -41,33 +46,39 @@ class Bus:
     ) -> None:
         self.identity, self.incarnation = identity, incarnation
         self.reader = Reader()
-        self._topology, self._context, self._clock = topology, context, clock
+        self._clock = clock
+        self._wires = Wires(topology, context, identity.id)
         self._address = topology.address(identity.id)
         self._outboxes: dict[str, zmq.Socket[bytes]] = {}
         self._publishers: dict[str, zmq.Socket[bytes]] = {}
         self._sequence: dict[tuple[str, str], int] = {}
 
     def bind(self) -> None:
-        """Opens the inbox and the publishers. zmq.ZMQError if an address is taken."""
+        """Opens the inbox and the publishers. zmq.ZMQError if an address is taken,
+        ConfigurationError if keys are wrong, or the address is not one of this host.
+        """
         transport, rest = addresses.split(self._address)
         if transport == "ipc":
             Path(rest).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._wires.open()
         inbox = self._socket(zmq.PULL)
+        inbox.rcvhwm, inbox.maxmsgsize = INBOX_HWM, FRAME_BYTES
         self.reader.add(inbox)
-        inbox.bind(addresses.derive(self._address, "inbox"))
+        self._wires.bind(inbox, "inbox")
         channels = ("telemetry", "plan") if self.identity.name == "scheduler" else ("telemetry",)
         for channel in channels:
             publisher = self._publishers[channel] = self._socket(zmq.PUB)
             if channel == "telemetry":
                 publisher.sndhwm = TELEMETRY_HWM
-            publisher.bind(addresses.derive(self._address, channel))
+            publisher.maxmsgsize = SUBSCRIPTION_BYTES
+            self._wires.bind(publisher, channel)
         self._publishers[CONTROL] = self._publishers["telemetry"]  # answers to whoever listens
 
     def listen(self, stage: str, channel: str) -> None:
         """Subscribes to what `stage` publishes on `channel` ("plan" or "telemetry")."""
         subscriber = self._socket(zmq.SUB)
         subscriber.subscribe(channel.encode())
-        subscriber.connect(addresses.derive(self._topology.address(stage), channel))
+        self._wires.connect(subscriber, stage, channel)
         self.reader.add(subscriber)
 
     def start(self, handler: Handler) -> None:
@@ -93,16 +104,21 @@ class Bus:
         self.reader.close()
         for socket in (*self._outboxes.values(), *self._publishers.values()):
             socket.close(linger=LINGER_MS)
+        self._wires.close()
+
+    @property
+    def refused(self) -> int:
+        """Handshakes with strangers that failed, since the start."""
+        return self._wires.refused
 
     def _outbox(self, stage: str) -> zmq.Socket[bytes]:
         outbox = self._outboxes.get(stage)
         if outbox is None:
             outbox = self._outboxes[stage] = self._socket(zmq.PUSH)
-            outbox.connect(addresses.derive(self._topology.address(stage), "inbox"))
+            self._wires.connect(outbox, stage, "inbox")
         return outbox
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
+        socket = self._wires.socket(kind)
         socket.sndhwm = socket.rcvhwm = 0
-        socket.ipv6 = True
         return socket

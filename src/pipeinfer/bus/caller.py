@@ -10,8 +10,9 @@ import time
 
 import zmq
 
-from pipeinfer.bus import addresses, frames
+from pipeinfer.bus import frames
 from pipeinfer.bus.frames import Header
+from pipeinfer.bus.wires import Wires
 from pipeinfer.control import CHANNEL
 from pipeinfer.messages import PROTOCOL, Message
 from pipeinfer.runtime.topology import Topology
@@ -25,7 +26,8 @@ class Caller:
     """
 
     def __init__(self, topology: Topology, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self._topology, self._context = topology, context
+        self._wires = Wires(topology, context)
+        self._wires.open()
         self._name, self._incarnation = f"caller-{os.getpid()}", time.time_ns()
         self._ears: list[zmq.Socket[bytes]] = []
         self._mouths: dict[str, zmq.Socket[bytes]] = {}
@@ -34,11 +36,10 @@ class Caller:
 
     def listen(self, stage: str) -> None:
         """Hears stage id `stage` from now on: its heartbeats and its answers."""
-        ear = self._context.socket(zmq.SUB)
-        ear.ipv6 = True
+        ear = self._wires.socket(zmq.SUB)
         ear.subscribe(b"telemetry")
         ear.subscribe(CHANNEL.encode())
-        ear.connect(addresses.derive(self._topology.address(stage), "telemetry"))
+        self._wires.connect(ear, stage, "telemetry")
         self._poller.register(ear, zmq.POLLIN)
         self._ears.append(ear)
 
@@ -46,9 +47,8 @@ class Caller:
         """Sends `message` to the inbox of stage id `stage`."""
         mouth = self._mouths.get(stage)
         if mouth is None:
-            mouth = self._mouths[stage] = self._context.socket(zmq.PUSH)
-            mouth.ipv6 = True
-            mouth.connect(addresses.derive(self._topology.address(stage), "inbox"))
+            mouth = self._mouths[stage] = self._wires.socket(zmq.PUSH)
+            self._wires.connect(mouth, stage, "inbox")
         header = Header(PROTOCOL, self._name, self._incarnation, self._asked, time.monotonic())
         self._asked += 1
         mouth.send_multipart(frames.encode(CHANNEL, header, message))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import zmq
 
-from pipeinfer.bus import addresses
 from pipeinfer.bus.reader import Handler, Reader
+from pipeinfer.bus.wires import Wires
 from pipeinfer.runtime.topology import Topology
 
 
@@ -16,15 +16,18 @@ class Listener:
     """Subscribes to what stages publish on `telemetry`."""
 
     def __init__(self, topology: Topology, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self._topology, self._context = topology, context
+        self._wires = Wires(topology, context)
         self._reader = Reader()
 
     def listen(self, stage: str) -> None:
-        """Subscribes to stage id `stage`, which need not be there yet."""
-        socket = self._context.socket(zmq.SUB)
-        socket.ipv6 = True
+        """Subscribes to stage id `stage`, which need not be there yet.
+
+        ConfigurationError if the topology has keys and none of them lies here.
+        """
+        self._wires.open()
+        socket = self._wires.socket(zmq.SUB)
         socket.subscribe(b"telemetry")
-        socket.connect(addresses.derive(self._topology.address(stage), "telemetry"))
+        self._wires.connect(socket, stage, "telemetry")
         self._reader.add(socket)
 
     def start(self, handler: Handler) -> None:

@@ -18,7 +18,8 @@ from pipeinfer.messages import Message
 log = logging.getLogger(__name__)
 
 BURST = 128  # messages handled before other events of the loop get their turn
-WARNINGS = 1_000  # kinds of bad frames that are logged, once each
+WARNINGS = 100  # kinds of bad frames that are logged, once each
+LETTERS = 300  # of each; a stranger chooses some of them
 
 Handler = Callable[[str, Header, Message], None]
 
@@ -61,6 +62,7 @@ class Reader:
     def bad(self, reason: str) -> None:
         """Counts a dropped frame; logged once a reason, for a peer may repeat it for ever."""
         self.bad_frames += 1
+        reason = reason[:LETTERS]
         if reason not in self._warned and len(self._warned) < WARNINGS:
             self._warned.add(reason)
             log.warning("dropped a frame: %s", reason)

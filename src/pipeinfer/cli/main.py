@@ -18,6 +18,8 @@ COMMANDS = {
     "generate": ("pipeinfer.cli.generate", "complete prompts on the terminal"),
     "record": ("pipeinfer.cli.record", "record what stages of a running server take and give"),
     "chat": ("pipeinfer.cli.chat", "talk to a model on the terminal"),
+    "keys": ("pipeinfer.cli.keys", "make keys for stages on several hosts"),
+    "topology": ("pipeinfer.cli.topology", "check and draw which stage runs where"),
     "swap": ("pipeinfer.cli.swap", "put another process in the place of a running stage"),
 }
 

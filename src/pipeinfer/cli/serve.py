@@ -23,9 +23,11 @@ from pipeinfer.runtime.supervisor import Supervisor
 
 def run(arguments: Sequence[str]) -> int:
     """Serves until SIGINT or SIGTERM; returns the exit code."""
-    settings = prepare(_flags(arguments), lambda text: print(text, file=sys.stderr))
+    flags = _flags(arguments)
+    on = str(flags.pop("on"))
+    settings = prepare(flags, lambda text: print(text, file=sys.stderr))
     set_up_logging(settings, "pipeinfer")
-    with local_stages(settings, zmq.Context.instance()) as stages:
+    with local_stages(settings, zmq.Context.instance(), on=on) as stages:
         return uvloop.run(_run(stages.service))
 
 
@@ -37,6 +39,9 @@ def _flags(arguments: Sequence[str]) -> dict[str, object]:
         allow_abbrev=False,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS)
+    parser.add_argument(
+        "--on", metavar="HOST", default="", help="only the stages with this `host` in the topology"
+    )
     config.add_flags(parser)
     return vars(parser.parse_args(arguments))
 

@@ -24,6 +24,7 @@ from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     Admitted,
     Begin,
+    Digests,
     Fault,
     Hello,
     Message,
@@ -58,6 +59,8 @@ class StepFailed(Message, frozen=True):
     reason: str
 
 
+DIGESTS = 32  # plans of whose memory decisions a rank above 0 tells at a time
+
 Span = Callable[[str, int], AbstractContextManager[None]]  # (phase, step number), for observers
 
 
@@ -83,8 +86,9 @@ class EngineCore:
     """One rank. `hello` introduces it to the stage `scheduler` and describes `memory`; ValueError
     if it does not (its `pages` leave out the dummy page, which holds no tokens).
 
-    Every rank sends Hello, Ready and Fault; only rank 0 sends Admitted and Result. What comes out
-    does not depend on `span`, which is around the building of each step.
+    Every rank sends Hello, Ready and Fault; only rank 0 sends Admitted and Result, the others
+    Digests instead. What comes out does not depend on `span`, which is around the building of each
+    step.
     """
 
     def __init__(
@@ -105,6 +109,7 @@ class EngineCore:
         self._reason = "waiting for the scheduler"
         self._expected = 0
         self._in_flight: deque[_InFlight] = deque()
+        self._digests: list[int] = []  # of the latest plans, to be told
         self._draining = self._left = False
         self._unchecked = False  # plans came since memory was last checked in full
         self._totals = dict.fromkeys(
@@ -142,7 +147,7 @@ class EngineCore:
                 self._left = True
                 return self._farewell()
             case NewEpoch():
-                return [] if self._epoch is None else self._fault("a new epoch was asked for", True)
+                return self._new_epoch()
             case StepFailed():
                 raise DeviceError(f"step {event.number} of epoch {event.epoch}: {event.reason}")
             case _:
@@ -195,6 +200,8 @@ class EngineCore:
     def _tick(self) -> list[Send]:
         if self._epoch is None:
             return [] if self._left else [self._to_scheduler(self.hello)]
+        if self._digests and not self._in_flight:
+            return self._tell_digests()  # nothing may follow for long
         if self._unchecked and self.idle():
             # The whole walk takes too long while requests run, and nothing when none do.
             self._unchecked = False
@@ -210,14 +217,29 @@ class EngineCore:
         self._epoch = None
         self._reason = reason
         self._in_flight.clear()
+        self._digests.clear()
 
     def _fault(self, reason: str, orderly: bool = False) -> list[Send]:
+        """Leaves the epoch, and says so."""
+        farewell = self._complaint(reason, orderly)
+        self._stop(reason)
+        return [farewell]
+
+    def _complaint(self, reason: str, orderly: bool) -> Send:
         assert self._epoch is not None
+        self._totals["faults_total"] += 1
         hello = self.hello
         fault = Fault(self._epoch, hello.rank, hello.incarnation, reason, orderly)
-        self._totals["faults_total"] += 1
-        self._stop(reason)
-        return [self._to_scheduler(fault)]
+        return self._to_scheduler(fault)
+
+    def _new_epoch(self) -> list[Send]:
+        if self._epoch is None:
+            return []
+        reason = "a new epoch was asked for"
+        if self.hello.tp == 1:
+            return self._fault(reason, orderly=True)
+        # The other ranks compute every plan that comes before the next Begin, so this one must.
+        return [self._complaint(reason, orderly=True)]
 
     def _farewell(self) -> list[Send]:
         """Told to leave, and all results are sent: the rest of the epoch is for its successor."""
@@ -244,7 +266,7 @@ class EngineCore:
         self._count(plan, applied)
         step, sampled = build_step(plan.epoch, applied, self.memory, self._requests)
         self._in_flight.append(_InFlight(applied, sampled))
-        sends = self._admitted(plan.epoch, applied)
+        sends = self._decided(applied) if self.hello.rank else self._admitted(plan.epoch, applied)
         if len(step.slots):
             self._totals["steps_total"] += 1
             sends.append(Send(LOCAL, "", Compute(step)))
@@ -266,7 +288,7 @@ class EngineCore:
                 totals["cached_tokens_total"] += cached
 
     def _admitted(self, epoch: int, applied: Applied) -> list[Send]:
-        if not len(applied.admitted) or self.hello.rank:
+        if not len(applied.admitted):
             return []
         message = Admitted(
             epoch=epoch,
@@ -277,6 +299,17 @@ class EngineCore:
             evictable=applied.evictable,
         )
         return [self._to_scheduler(message)]
+
+    def _decided(self, applied: Applied) -> list[Send]:
+        self._digests.append(applied.digest)
+        return self._tell_digests() if len(self._digests) >= DIGESTS else []
+
+    def _tell_digests(self) -> list[Send]:
+        assert self._epoch is not None
+        values = np.array(self._digests, dtype="<u8").tobytes()
+        first = self._expected - len(self._digests)
+        self._digests.clear()
+        return [self._to_scheduler(Digests(self._epoch, self.hello.rank, first, values))]
 
     # --------------------------------------------------------------------------------------- result
 

@@ -81,16 +81,19 @@ class Part:
         return self._model(*arguments)
 
 
-def choose(settings: Settings, folder: Path, rank: int = 0) -> EngineChoices:
+def choose(
+    settings: Settings, folder: Path, rank: int = 0, place: int | None = None
+) -> EngineChoices:
     """Checks settings and checkpoint against each other without reading weights.
 
+    place: of this rank's GPU on its host, by default `rank`.
     Raises ConfigurationError that names the culprit.
     """
     device = _device(settings.device)
     config = read_config(folder)
     check_shard(config, settings.tp)
     dtype = _dtype(settings.dtype, config, device)
-    gpu = _gpu(dtype, config, rank) if device == "cuda" else None
+    gpu = _gpu(dtype, config, rank if place is None else place) if device == "cuda" else None
     attention = registry.resolve(settings.attention, device, gpu)
     choices = EngineChoices(
         config,
@@ -113,20 +116,23 @@ def load_engine(
     rank: int = 0,
     graph_progress: Callable[[int, int], None] | None = None,
     group: TorchGroup | None = None,
+    place: int | None = None,
 ) -> LoadedEngine:
     """Loads rank `rank`; `progress(done, total)` counts bytes of weights, `graph_progress` graphs.
-    `group`: how several ranks compute together; all of them must be loading.
+    `group`: how several ranks compute together; all of them must be loading. `place`: see `choose`.
 
     Raises ConfigurationError before any weight is read if something does not fit. Sets torch's
     number of threads if the settings name one, and on a GPU its current device.
     """
-    choices = choose(settings, folder, rank)
+    choices = choose(settings, folder, rank, place)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     elif choices.device == "cpu" and settings.tp > 1:
         torch.set_num_threads(max(torch.get_num_threads() // settings.tp, 1))
     if choices.device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank if place is None else place)
+        if group is not None and settings.all_reduce == "auto":
+            group.use_custom(choices.dtype)
     model = build_model(choices.config, choices.shard, choices.dtype, choices.device, group,
                         settings.compile)  # fmt: skip
     if settings.load_format == "dummy":
@@ -139,7 +145,7 @@ def load_engine(
         runner = build_runner(
             model, model.attention_shapes(), settings, attention=choices.attention,
             page_size=choices.page_size, max_model_len=choices.max_model_len, dtype=choices.dtype,
-            progress=graph_progress,
+            progress=graph_progress, agree=group.smallest if group is not None else None,
         )  # fmt: skip
         return _loaded(settings, choices, runner, runner.graph_sizes, GPU_STEP_TOKENS)
     runner = _host_runner(settings, choices, model, group)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 SWITCH_SECONDS = 2e-4
+MEETING = 120.0  # seconds that ranks wait for each other while they start
 
 
 def build(context: StageContext) -> Stage:
@@ -41,14 +42,17 @@ def build(context: StageContext) -> Stage:
     from pipeinfer.memory.manager import MemoryManager
 
     profile = profile_path(settings, identity.id)
-    choices = choose(settings, folder, identity.rank)
-    group = _group(context, choices.device)
+    place = context.topology.gpu(identity.id)
+    choices = choose(settings, folder, identity.rank, place)
+    group = _group(context, choices.device, place)
     context.report("loading", "weights")
     with (
         Progress(f"{identity.id} weights", "B") as weights,
         Progress(f"{identity.id} CUDA graphs", "") as graphs,
     ):
-        loaded = load_engine(settings, folder, weights.show, identity.rank, graphs.show, group)
+        loaded = load_engine(
+            settings, folder, weights.show, identity.rank, graphs.show, group, place
+        )
     memory = MemoryManager(
         loaded.pages, loaded.page_size, loaded.max_slots, loaded.max_model_len, settings.cache
     )
@@ -80,8 +84,8 @@ def _facts(loaded: LoadedEngine) -> dict[str, Any]:
     return {"threads": torch.get_num_threads(), **{name: getattr(loaded, name) for name in names}}
 
 
-def _group(context: StageContext, device: str) -> TorchGroup | None:
-    """The other ranks, when there are any; waits for them."""
+def _group(context: StageContext, device: str, place: int) -> TorchGroup | None:
+    """The other ranks, when there are any; waits for them. `place`: this rank's GPU."""
     size, identity = context.settings.tp, context.identity
     if size == 1:
         return None
@@ -89,7 +93,9 @@ def _group(context: StageContext, device: str) -> TorchGroup | None:
 
     context.report("loading", "waiting for the other ranks")
     first = context.topology.address(f"engine-{identity.group}-0")
-    return join(first, identity.rank, size, device, context.settings.watchdog)
+    # Longer than the scheduler's patience, which is the one to say what happened.
+    timeout = max(MEETING, 2 * context.settings.watchdog)
+    return join(first, identity.rank, size, device, timeout, place)
 
 
 def _driver(loaded: LoadedEngine, steps: int, profile: Path | None) -> DeviceDriver:

@@ -123,7 +123,8 @@ class AsyncLLM:
     async def collect(
         self, batch: Sequence[Call], on_end: Callable[[Collector], None]
     ) -> list[Collector]:
-        """Runs all calls to their ends, in any order; the collectors are in the batch's order.
+        """Runs all calls to their ends, those with the largest max_tokens first; the collectors are
+        in the batch's order.
 
         The first refusal aborts the others and is raised, as is a cancellation.
         """
@@ -140,7 +141,7 @@ class AsyncLLM:
 
         collectors = [Collector(call, ended) for call in batch]
         try:
-            for call, collector in zip(batch, collectors, strict=True):
+            for call, collector in calls.longest_first(batch, collectors):
                 pipeline.open(call, collector)
             if batch:
                 await over

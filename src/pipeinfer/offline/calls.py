@@ -7,7 +7,7 @@ would be dropped, and its request never answered. Knows no pipeline.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ from pipeinfer.messages import pack
 from pipeinfer.offline.outputs import RequestError
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
 
+T = TypeVar("T")
 Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = dict[str, Any]
 UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
@@ -81,6 +82,20 @@ def chat(
     chat = list(messages)
     call = Call(request_id, params, chat=chat, template_arguments=arguments, **options)
     return _sendable(call, "messages")
+
+
+def longest_first(batch: Sequence[Call], beside: Sequence[T]) -> list[tuple[Call, T]]:
+    """The calls of a batch with what belongs to each, those that may generate most first.
+
+    A batch is over with its longest request: one that began late would end alone, in steps that
+    read all weights for a single token.
+    """
+
+    def most(pair: tuple[Call, T]) -> float:
+        wanted = pair[0].params.max_tokens
+        return float("inf") if wanted is None else wanted
+
+    return sorted(zip(batch, beside, strict=True), key=most, reverse=True)
 
 
 def _sendable(call: Call, param: str) -> Call:

@@ -46,6 +46,7 @@ class Child:
     reason: str = ""
     deaths: int = 0
     swapping: bool = False
+    condemned: asyncio.subprocess.Process | None = None  # it dies for its group, see `condemn`
     ready: asyncio.Event = field(default_factory=asyncio.Event)  # this process, now or before
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -101,6 +102,14 @@ class Child:
         with suppress(ProcessLookupError):
             own = self._pid and os.getsid(self._pid) == self.process.pid
             os.kill(self._pid if own else self.process.pid, number)
+
+    def condemn(self) -> None:
+        """Kills this process because its group starts anew: its end is no reason to kill others.
+
+        A rank may take seconds to die, and those that it took with it have begun again by then.
+        """
+        self.condemned = self.process
+        self.kill()
 
     def kill(self) -> None:
         """With everything that its command started."""

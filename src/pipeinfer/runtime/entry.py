@@ -21,6 +21,7 @@ import zmq
 
 from pipeinfer import settings as config
 from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.deployment import deployed
 from pipeinfer.runtime.group_fault import end_on_group_fault
 from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage, StageContext, builder
@@ -36,7 +37,8 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
     parser = _parser(stage)
     options, rest = parser.parse_known_args(arguments)
     try:
-        topology = topologies.load(options.topology)
+        file = options.topology or os.environ.get(f"{config.PREFIX}TOPOLOGY")
+        topology = deployed(file, os.environ)
         settings = stage_settings(topology, config.parse_flags(rest), os.environ)
         identity = Identity(stage or options.stage, options.group, options.rank, options.index)
         topology.address(identity.id)
@@ -78,7 +80,7 @@ def _parser(stage: str | None) -> argparse.ArgumentParser:
     )
     if stage is None:
         parser.add_argument("stage", choices=topologies.NAMES)
-    parser.add_argument("--topology", required=True, metavar="FILE")
+    parser.add_argument("--topology", metavar="FILE", help="default: PIPEINFER_STAGES says it all")
     parser.add_argument("--group", type=int, default=0)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--index", type=int, default=0)

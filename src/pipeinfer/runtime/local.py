@@ -20,11 +20,12 @@ import zmq
 from pipeinfer import settings as config
 from pipeinfer.models.source import resolve_model
 from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.deployment import STAGES, deployed
 from pipeinfer.runtime.find import PREFIX, TOPOLOGY, alive
 from pipeinfer.runtime.inprocess import InProcess
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.runtime.topology import Topology
-from pipeinfer.settings import DEMO, Settings
+from pipeinfer.settings import DEMO, ConfigurationError, Settings
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,9 @@ def prepare(given: Mapping[str, Any], say: Callable[[str], None]) -> Settings:
     Raises ConfigurationError.
     """
     named = {**config.from_environment(os.environ), **given}
-    file = named.get("topology")
-    settings = config.build({**(topologies.load(file).defaults() if file else {}), **named})
+    given_topology = _given(str(named.get("topology", "")))
+    defaults = given_topology.defaults() if given_topology is not None else {}
+    settings = config.build({**defaults, **named})
     if settings.model in ("", DEMO):
         say(f"no model given: serving the bundled demo model {DEMO!r}")
     folder = resolve_model(settings.model, settings.revision, say)
@@ -65,14 +67,17 @@ def _absolute(path: str) -> str:
 
 @contextmanager
 def local_stages(
-    settings: Settings, context: zmq.Context[zmq.Socket[bytes]], without: str = ""
+    settings: Settings, context: zmq.Context[zmq.Socket[bytes]], without: str = "", on: str = ""
 ) -> Iterator[LocalStages]:
     """The stages of prepared `settings`, all but those called `without`: the caller runs those.
 
-    The folder of their sockets is removed at the end. Raises ConfigurationError.
+    on: only the stages of that host, where the topology names several. The folder of their sockets
+    is removed at the end. Raises ConfigurationError.
     """
     if settings.in_process:
         topology = _topology(settings, "inproc://")
+        if topology.keyed:
+            raise ConfigurationError("--in-process is one process, each stage's keys are its own")
         identities = [e.identity for e in topology.entries if e.name != without]
         yield LocalStages(InProcess(settings, topology, identities, context), topology)
         return
@@ -81,7 +86,8 @@ def local_stages(
         topology = replace(
             _topology(settings, f"ipc://{folder}/"), supervisor=f"ipc://{folder}/supervisor"
         )
-        identities = [e.identity for e in topology.entries if e.name != without]
+        here = _host(topology, on)
+        identities = [e.identity for e in topology.entries if e.name != without and e.host in here]
         file = Path(folder, TOPOLOGY)
         file.write_text(topology.to_toml())
         service = Supervisor(settings, topology, str(file), identities, context)
@@ -92,8 +98,24 @@ def local_stages(
 
 
 def _topology(settings: Settings, prefix: str) -> Topology:
-    if settings.topology:
-        topology = topologies.load(settings.topology)
-        topologies.fitting(settings, topology)
-        return topology
-    return topologies.local(settings, prefix)
+    topology = _given(settings.topology)
+    if topology is None:
+        return topologies.local(settings, prefix)
+    topologies.fitting(settings, topology)
+    return topology
+
+
+def _given(file: str) -> Topology | None:
+    """What `file` and the environment say; None if they leave it to us."""
+    return deployed(file, os.environ) if file or os.environ.get(STAGES) else None
+
+
+def _host(topology: Topology, on: str) -> list[str]:
+    """What stands under `host` of the stages that belong here; those without one always do."""
+    hosts = topology.hosts()
+    if on and on not in hosts:
+        there = ", ".join(hosts) or "none"
+        raise ConfigurationError(f"--on {on}: the topology has no such host; there is {there}")
+    if not on and len(hosts) > 1:
+        raise ConfigurationError(f"--on must say which host this is: {', '.join(hosts)}")
+    return ["", on or "".join(hosts)]

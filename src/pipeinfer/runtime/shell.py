@@ -260,8 +260,12 @@ class Shell:
             self._stop.set()
 
     def _show_state(self) -> None:
-        if self._shown is not None and self._state()[0] != self._shown[0]:
-            self._publish_heartbeat()
+        if self._shown is None or self._state()[0] == self._shown[0]:
+            return
+        was = self._shown[0]
+        self._publish_heartbeat()
+        if was == "ready" and self._shown[0] == "waiting":
+            log.warning("not ready any more: %s", self._shown[1])
 
     def _heartbeat(self) -> None:
         if self._stop.is_set():
@@ -283,6 +287,7 @@ class Shell:
         return {
             "bad_frames": float(self.bus.reader.bad_frames),
             "fenced": float(self._fence.dropped),
+            "refused_handshakes_total": float(self.bus.refused),
         }
 
     def _publish_heartbeat(self) -> None:

@@ -20,6 +20,7 @@ from pipeinfer.bus.listener import Listener
 from pipeinfer.messages import GroupFault, Heartbeat, Message
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.child import Child, cause
+from pipeinfer.runtime.deployment import SECRET
 from pipeinfer.runtime.entry import FAILED, MISCONFIGURED, ORDERLY
 from pipeinfer.runtime.swap import Swaps
 from pipeinfer.runtime.topology import Identity, Topology
@@ -61,7 +62,9 @@ class Supervisor:
 
         Returns an exit code when all children are gone. ConfigurationError if it cannot listen.
         """
-        for stage in self._children:
+        groups = {c.identity.group for c in self._others() if c.identity.name == "engine"}
+        schedulers = {f"scheduler-{group}" for group in groups}  # on another host perhaps
+        for stage in sorted({*self._children, *schedulers}):
             self._listener.listen(stage)
         self._listener.start(self._on_telemetry)
         if self._swaps is not None:
@@ -138,7 +141,7 @@ class Supervisor:
         sockets = self._sockets if who.name == "gateway" else []
         for one in sockets:
             arguments += ["--listen-fd", str(one.fileno())]
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == SECRET}
         environment = {**inherited, **to_environment(self._settings)}
         await child.start(arguments, environment, [one.fileno() for one in sockets])
         if self._stopping.is_set():
@@ -166,10 +169,10 @@ class Supervisor:
             self._give_up(f"{name} died {child.deaths} times and was never ready between", FAILED)
             return
         log.warning("%s ended (%s), starting it again", name, cause(code))
-        if child.identity.name == "engine":
+        if child.identity.name == "engine" and child.condemned is not process:
             for other in self._group(child.identity.group):
                 if other is not child:
-                    other.kill()  # its own watcher starts it again
+                    other.condemn()  # its own watcher starts it again
         await self._restart(child)
 
     # --------------------------------------------------------------------------------- what is said
@@ -178,7 +181,7 @@ class Supervisor:
         if isinstance(message, GroupFault):
             log.error("group %d: %s; restarting its engines", message.group, message.reason)
             for child in self._group(message.group):
-                child.kill()
+                child.condemn()
         elif isinstance(message, Heartbeat) and header.sender in self._children:
             self._children[header.sender].hear(message)
             engines = [c for c in self._children.values() if c.identity.name == "engine"]

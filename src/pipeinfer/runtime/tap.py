@@ -38,7 +38,7 @@ from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)
 
-FLUSH = 0.2  # seconds between blocks; what a killed process loses at most, and a little
+FLUSH = 0.5  # seconds between blocks; what a killed process loses at most, and a little
 FROM_THE_START = "--record"  # the name of the recording that the setting asks for
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -99,7 +99,9 @@ class Tap:
         """The core's output is about to go to the driver."""
         note: Callable[[], Message] | None = getattr(message, "note", None)
         direction: Direction = "out" if note is None else "note"
-        body = _encode(message if note is None else note())
+        # Not encoded here: a gateway has one of these for each of its streams and steps. It is
+        # frozen, and holds nothing that is not.
+        body = message if note is None else note()
         self.add((time.monotonic(), direction, LOCAL, "", 0, 0.0, body))
 
     def heartbeat(self, number: int, sent: float, body: bytes) -> None:

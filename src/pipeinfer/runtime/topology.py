@@ -47,6 +47,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = ""
     device: str = ""
     key: str = ""
+    bind: str = ""
 
     @property
     def identity(self) -> Identity:
@@ -57,27 +58,65 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stage: list[Entry]
     settings: dict[str, Any] = {}
     supervisor: str = ""
+    keys: str = ""
 
 
 @dataclass(frozen=True)
 class Topology:
     """All stages of one deployment, and the settings that its file carries.
 
-    `supervisor`: address of the process that starts them again, "" where nobody does.
+    `supervisor`: address of the process that starts them again, "" where nobody does. `keys`: the
+    folder of their CURVE keys; `secret`: that of this process, where it is not in a file.
     """
 
     entries: tuple[Entry, ...]
     settings: dict[str, Any] = field(default_factory=dict)
     supervisor: str = ""
+    keys: str = ""
+    secret: str = field(default="", repr=False, compare=False)
+
+    @property
+    def keyed(self) -> bool:
+        """Whether tcp is encrypted, and open to holders of the keys alone."""
+        return bool(self.keys or self.secret)
+
+    def bind(self, stage: str) -> str:
+        """The host on which stage id `stage` listens, "" for that of its address."""
+        return next((e.bind for e in self.entries if e.identity.id == stage), "")
+
+    def has_tcp(self) -> bool:
+        """Whether any stage is reached over tcp."""
+        return any(addresses.is_tcp(entry.address) for entry in self.entries)
 
     def address(self, stage: str) -> str:
         """The address of stage id `stage`; ConfigurationError if there is no such stage."""
-        for entry in self.entries:
-            if entry.identity.id == stage:
-                return entry.address
         if stage == SUPERVISOR and self.supervisor:
             return self.supervisor
+        return self.entry(stage).address
+
+    def entry(self, stage: str) -> Entry:
+        """What the file says of stage id `stage`; ConfigurationError if there is no such stage."""
+        for entry in self.entries:
+            if entry.identity.id == stage:
+                return entry
         raise ConfigurationError(f"the topology has no stage {stage!r}")
+
+    def gpu(self, stage: str) -> int:
+        """Which GPU of its host an engine takes: what `device` says ("1", "cuda:1"), else as many
+        as there are engines before it on that host.
+        """
+        entry = self.entry(stage)
+        number = entry.device.removeprefix("cuda").removeprefix(":")
+        if number.isdecimal():
+            return int(number)
+        if entry.device not in ("", "cpu", "cuda"):
+            raise ConfigurationError(f"{stage}: device {entry.device!r} is none; try cuda:0")
+        engines = (e for e in self.entries if e.name == "engine" and e.host == entry.host)
+        return [e.identity.id for e in engines].index(stage)
+
+    def hosts(self) -> list[str]:
+        """The names under `host`, in the file's order."""
+        return list(dict.fromkeys(entry.host for entry in self.entries if entry.host))
 
     def ids(self, name: str | None = None) -> list[str]:
         """Ids of all stages, or of those called `name`, in the file's order."""
@@ -101,7 +140,9 @@ class Topology:
 
     def to_toml(self) -> str:
         """The file's text; JSON strings are TOML basic strings."""
-        lines = [f"supervisor = {json.dumps(self.supervisor)}", ""] if self.supervisor else []
+        heads = {"supervisor": self.supervisor, "keys": self.keys}
+        lines = [f"{name} = {json.dumps(value)}" for name, value in heads.items() if value]
+        lines += [""] * bool(lines)
         if self.settings:
             lines += [
                 "[settings]",
@@ -131,13 +172,26 @@ def local(settings: Settings, prefix: str) -> Topology:
 
 def load(path: str | Path) -> Topology:
     """Reads and checks a topology file; ConfigurationError names the file and what is wrong."""
+    found = read(path)
+    try:
+        return checked(found)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"topology {path}: {error}") from None
+
+
+def read(path: str | Path) -> Topology:
+    """What a topology file says, for `checked`. A relative folder of keys is one beside the file.
+
+    ConfigurationError if it cannot be read, or is no topology at all.
+    """
     try:
         raw = tomllib.loads(Path(path).read_text())
         file = msgspec.convert(raw, _File)
-        return checked(Topology(tuple(file.stage), file.settings, file.supervisor))
+        keys = str(Path(path).absolute().parent / file.keys) if file.keys else ""
+        return Topology(tuple(file.stage), file.settings, file.supervisor, keys)
     except OSError as error:
         raise ConfigurationError(f"cannot read topology {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError, ConfigurationError) as error:
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"topology {path}: {error}") from None
 
 
@@ -147,7 +201,7 @@ def checked(topology: Topology) -> Topology:
     for entry in topology.entries:
         if entry.name not in NAMES:
             raise ConfigurationError(f"unknown stage {entry.name!r}; there are {', '.join(NAMES)}")
-        addresses.check(entry.address)
+        addresses.check(entry.address, topology.keyed)
         for name in addresses.OFFSETS:
             place = addresses.derive(entry.address, name)
             if place in seen:
@@ -158,7 +212,21 @@ def checked(topology: Topology) -> Topology:
         if count != 1:
             raise ConfigurationError(f"this version needs exactly one {name}, not {count}")
     _check_groups(topology)
+    _check_hosts(topology)
     return topology
+
+
+def _check_hosts(topology: Topology) -> None:
+    """With several hosts, each stage is somewhere where the others can reach it."""
+    if len(topology.hosts()) < 2:
+        return
+    for entry in topology.entries:
+        if not addresses.is_tcp(entry.address) or addresses.is_loopback(
+            addresses.host(entry.address)
+        ):
+            raise ConfigurationError(
+                f"{entry.identity.id} at {entry.address}: other hosts cannot reach it there"
+            )
 
 
 def _check_groups(topology: Topology) -> None:

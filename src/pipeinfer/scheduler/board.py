@@ -10,6 +10,8 @@ from pipeinfer.scheduler.credits import Credits
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
 
+LEAST_PROMPT_PART = 4  # of the budget of a step that decodes, for prompts
+
 
 class Board:
     """Composition of one step.
@@ -27,12 +29,15 @@ class Board:
         budget: int,
         nothing_in_flight: bool,
         released_pages: int = 0,
+        mixed_budget: int | None = None,
     ) -> None:
+        """`mixed_budget`: tokens of a step that decodes, see `spare_decodes`; None: `budget`."""
         self.rows: list[tuple[Request, int]] = []
         self.admitted: list[Request] = []
         self.preempted: list[Request] = []
         self._running, self._queue, self._credits = running, queue, credits
         self._free_slots, self._budget = free_slots, budget
+        self._mixed_budget = budget if mixed_budget is None else mixed_budget
         self._desperate = nothing_in_flight
         self.pages = -released_pages
         self._available = credits.available + released_pages
@@ -60,6 +65,15 @@ class Board:
         self._available -= need
         self._budget -= len(decodes)
         self.rows += [(request, 1) for request in decodes]
+
+    def spare_decodes(self) -> None:
+        """After decode_all: prompts get what the decodes leave of the smaller budget, but never
+        nothing, however many requests run.
+        """
+        if self.rows:
+            least = max(self._mixed_budget // LEAST_PROMPT_PART, 1)
+            left = max(self._mixed_budget - len(self.rows), least)
+            self._budget = min(self._budget, left)
 
     def continue_prompts(self) -> None:
         """The next chunk of every half-computed prompt, oldest first."""

@@ -17,6 +17,7 @@ from pipeinfer.messages import (
     Abort,
     Admitted,
     Delivered,
+    Digests,
     Done,
     Fault,
     GroupFault,
@@ -33,8 +34,9 @@ from pipeinfer.messages import (
     Work,
 )
 from pipeinfer.recovery import RollCall, answer
-from pipeinfer.scheduler.epochs import Epochs
-from pipeinfer.scheduler.flights import OutOfOrder
+from pipeinfer.scheduler.agreement import Agreement, Disagreement
+from pipeinfer.scheduler.epochs import Epochs, Torn
+from pipeinfer.scheduler.flights import OutOfOrder, Overdue
 from pipeinfer.scheduler.ledger import Ledger
 from pipeinfer.scheduler.limits import TooLong, max_total
 from pipeinfer.scheduler.options import SchedulerOptions
@@ -60,14 +62,13 @@ class SchedulerCore:
         self.options, self.group = options, group
         self._stage = f"scheduler-{group}"
         self._planner = Planner(options)
-        self._epochs = Epochs(options.tp, incarnation)
+        self._epochs, self._agreement = Epochs(options.tp, incarnation), Agreement(options.tp)
         self._live: dict[str, Request] = {}
         self._arrivals = 0
         self._deadlines: list[tuple[float, int, Request]] = []
         self._draining = self._left = False
         self._roll_call = RollCall(self._stage, incarnation, (*tokenizers, *detokenizers))
-        self._ledger = Ledger(detokenizers)
-        self._outbox = Outbox(group)
+        self._ledger, self._outbox = Ledger(detokenizers), Outbox(group)
         self._out: list[Send] = []
         self.counts = self._planner.counts
         self.counts.update(epochs=0, finished=0)
@@ -80,6 +81,7 @@ class SchedulerCore:
             Ready: self._on_ready,
             Admitted: self._on_admitted,
             Result: self._on_result,
+            Digests: self._on_digests,
             Fault: self._on_fault,
             Recover: self._on_recover,
             Recovered: self._on_recovered,
@@ -114,10 +116,12 @@ class SchedulerCore:
         return {
             "running": running,
             "waiting": len(self._live) - running,
+            "tokens_left": sum(request.left for request in self._live.values()),
             "kept": len(self._ledger.kept),
             "orphans": self._ledger.orphans,
             "in_flight": len(flights),
             "deferred_total": flights.deferred,
+            "agreed_plans": self._agreement.compared,
             **{f"{name}_total": count for name, count in self.counts.items()},
         }
 
@@ -249,19 +253,27 @@ class SchedulerCore:
 
     # ------------------------------------------------------------------------------ the engine
 
-    def _on_hello(self, hello: Hello, _now: float) -> None:
-        if self._epochs.hello(hello):
-            self._lose_everything()
-        self._begin()
+    def _on_hello(self, hello: Hello, now: float) -> None:
+        try:
+            if self._epochs.hello(hello, now):
+                self._lose_everything()
+        except Torn as error:
+            self._restart_ranks(str(error), now)
+        self._begin(now)
 
-    def _begin(self) -> None:
-        begin = self._epochs.begin()
+    def _begin(self, now: float) -> None:
+        begin = self._epochs.begin(now)
         if begin is not None:
             self._out.append(Send("plan", EVERYONE, begin))
 
-    def _on_ready(self, ready: Ready, _now: float) -> None:
-        if not self._epochs.ready(ready):
+    def _on_ready(self, ready: Ready, now: float) -> None:
+        try:
+            if not self._epochs.ready(ready):
+                return
+        except Torn as error:
+            self._restart_ranks(str(error), now)
             return
+        self._agreement.begin()
         self._planner.begin(self._epochs.shape)
         self.counts["epochs"] += 1
         for request in list(self._live.values()):
@@ -277,14 +289,28 @@ class SchedulerCore:
         if request.length >= request.max_total:
             self._finish(request, TokenRow(request.id, len(request.outputs), b"", "length"))
 
-    def _on_fault(self, fault: Fault, _now: float) -> None:
-        if self._epochs.running and fault.epoch == self._epochs.epoch:
-            self._epochs.end(f"rank {fault.rank}: {fault.reason}")
-            self._lose_everything(blameless=fault.orderly)
+    def _on_fault(self, fault: Fault, now: float) -> None:
+        if not self._epochs.running or fault.epoch != self._epochs.epoch:
+            return
+        reason = f"rank {fault.rank}: {fault.reason}"
+        if fault.orderly:
+            self._epochs.end(reason)
+            self._lose_everything(blameless=True)
+        else:
+            self._end_epoch(reason, now)
 
-    def _end_epoch(self, reason: str, forget: bool = False) -> None:
-        self._epochs.end(reason, forget)
+    def _end_epoch(self, reason: str, now: float) -> None:
+        """Of several ranks one may be inside a collective for which the others never come."""
+        if self.options.tp > 1:
+            self._restart_ranks(reason, now)
+            return
+        self._epochs.end(reason)
         self._lose_everything()
+
+    def _restart_ranks(self, reason: str, now: float) -> None:
+        self._epochs.condemn(reason, now)
+        self._lose_everything()
+        self._out.append(Send("telemetry", EVERYONE, GroupFault(self.group, reason)))
 
     def _lose_everything(self, blameless: bool = False) -> None:
         guilty = self._planner.lose(blameless)
@@ -296,15 +322,23 @@ class SchedulerCore:
             self._planner.slots.credits.report(admitted.number, admitted.free, admitted.evictable)
             self._planner.flights.matched(admitted)
 
-    def _on_result(self, result: Result, _now: float) -> None:
+    def _on_result(self, result: Result, now: float) -> None:
         if not self._epochs.running or result.epoch != self._epochs.epoch:
             return
         self._planner.slots.credits.report(result.number, result.free, result.evictable)
         try:
             for request, tokens in self._planner.flights.land(result):
                 self._accept(request, tokens)
-        except OutOfOrder as error:
-            self._end_epoch(str(error))
+            self._agreement.result(result.digest)
+        except (OutOfOrder, Disagreement) as error:
+            self._end_epoch(str(error), now)
+
+    def _on_digests(self, digests: Digests, now: float) -> None:
+        if self._epochs.running and digests.epoch == self._epochs.epoch:
+            try:
+                self._agreement.told(digests)
+            except Disagreement as error:
+                self._end_epoch(str(error), now)
 
     def _accept(self, request: Request, tokens: list[int]) -> None:
         """Confirmed output ids; what follows a stop token or the limit does not exist."""
@@ -333,17 +367,16 @@ class SchedulerCore:
         self._out += self._roll_call.ask(now)
         if self._roll_call.complete:
             self._out += [Send("tokens", to, abort) for to, abort in self._ledger.lost(now)]
-        if not self._epochs.running:
-            self._begin()
+        self._begin(now)
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]
             if not request.done:
                 self._fail(request, "abort", "the request's timeout is over")
-        late = self._planner.flights.overdue(now, self.options.watchdog)
-        if late is not None:
-            reason = f"no result of plan {late} in {self.options.watchdog:g} s"
-            self._end_epoch(reason, forget=True)
-            self._out.append(Send("telemetry", EVERYONE, GroupFault(self.group, reason)))
+        try:
+            self._planner.flights.check(now, self.options.watchdog)
+            self._epochs.check(now, self.options.watchdog)
+        except (Overdue, Torn) as error:
+            self._restart_ranks(str(error), now)
 
     def _on_drain(self, _drain: Drain, _now: float) -> None:
         self._draining = True

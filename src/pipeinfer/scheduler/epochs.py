@@ -1,7 +1,8 @@
 """The handshake that begins an epoch: which engine ranks are there, and whether they agree.
 
 Knows no request. A group starts only after every rank said hello with the same model, page size,
-pool, graph sizes and attention backend, and answered that it hears the plan channel.
+pool, graph sizes and attention backend, and answered that it hears the plan channel and has put as
+many steps on its device as all others: else they would never meet again inside a collective.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ AGREED = (
 )
 
 
+ASK_AGAIN = 5.0  # seconds after which ranks that should have ended are complained of again
+
+
+class Torn(Exception):
+    """The ranks cannot go on together; all of them must be started again."""
+
+
 class Epochs:
     """Where one group stands: nobody there, `beginning`, or `running`.
 
@@ -31,16 +39,27 @@ class Epochs:
         self.running = False
         self.reason = "no engine yet"
         self._hellos: dict[int, Hello] = {}
-        self._ready: set[int] = set()
+        self._condemned: set[int] = set()  # incarnations that are to end
+        self._condemned_at = 0.0
+        self._steps: dict[int, int] = {}  # of each rank that is ready
         self._begun = False
+        self._since = 0.0  # when that was
+        self._ended = ""  # why the epoch before did
 
     @property
     def shape(self) -> Hello:
         """What the ranks agreed on; only while `running`."""
         return self._hellos[0]
 
-    def hello(self, hello: Hello) -> bool:
-        """Takes a hello; True if it ends a running epoch: the rank is another process now."""
+    def hello(self, hello: Hello, now: float) -> bool:
+        """Takes a hello; True if it ends a running epoch: the rank is another process now.
+
+        Raises Torn if a process that should have ended is still there after some time.
+        """
+        if hello.incarnation in self._condemned:
+            if now - self._condemned_at > ASK_AGAIN:
+                raise Torn(self.reason)
+            return False
         if hello.protocol != PROTOCOL:
             self.reason = (
                 f"rank {hello.rank} (pipeinfer {hello.version}) speaks protocol {hello.protocol}, "
@@ -61,7 +80,7 @@ class Epochs:
             self._begun = False
         return ended
 
-    def begin(self) -> Begin | None:
+    def begin(self, now: float) -> Begin | None:
         """The Begin to publish now, or None: ranks are missing or disagree, or the epoch runs.
 
         Published again and again until all ranks are ready: a subscription may be late.
@@ -83,14 +102,14 @@ class Epochs:
                     return None
         if not self._begun:
             self.epoch += 1
-            self._begun = True
-            self._ready.clear()
-        self.reason = f"epoch {self.epoch} begins"
+            self._begun, self._since = True, now
+            self._steps.clear()
+        self.reason = f"epoch {self.epoch} begins" + (f" ({self._ended})" if self._ended else "")
         incarnations = tuple(self._hellos[rank].incarnation for rank in range(self.tp))
         return Begin(self.epoch, incarnations)
 
     def ready(self, ready: Ready) -> bool:
-        """Takes a rank's answer; True if the epoch runs from now on."""
+        """Takes a rank's answer; True if the epoch runs from now on. Raises Torn."""
         known = self._hellos.get(ready.rank)
         if (
             self.running
@@ -100,15 +119,33 @@ class Epochs:
             or known.incarnation != ready.incarnation
         ):
             return False
-        self._ready.add(ready.rank)
-        self.running = len(self._ready) == self.tp
-        if self.running:
-            self.reason = ""
-        return self.running
+        self._steps[ready.rank] = ready.steps
+        if len(self._steps) < self.tp:
+            return False
+        if len(set(self._steps.values())) > 1:
+            told = ", ".join(f"rank {rank} {steps}" for rank, steps in sorted(self._steps.items()))
+            raise Torn(f"ranks have computed different numbers of steps: {told}")
+        self.running, self.reason, self._ended = True, "", ""
+        return True
 
-    def end(self, reason: str, forget: bool = False) -> None:
-        """The epoch is over. `forget`: all ranks will be started again, wait for new hellos."""
+    def check(self, now: float, seconds: float) -> None:
+        """Raises Torn if a rank has not answered to the epoch that began `seconds` ago."""
+        if self._begun and not self.running and now - self._since > seconds:
+            silent = [str(rank) for rank in range(self.tp) if rank not in self._steps]
+            raise Torn(f"rank {', '.join(silent)} gave no answer to epoch {self.epoch}")
+
+    def end(self, reason: str) -> None:
+        """The epoch is over; the same processes may begin another."""
         self.running = self._begun = False
-        self.reason = reason
-        if forget:
-            self._hellos.clear()
+        self.reason = self._ended = reason
+
+    def condemn(self, reason: str, now: float) -> None:
+        """The epoch is over, and all ranks must be started again: others are waited for.
+
+        A single rank that was only slow may go on where nobody starts it again.
+        """
+        self.end(reason)
+        if self.tp > 1:
+            self._condemned.update(hello.incarnation for hello in self._hellos.values())
+            self._condemned_at = now
+        self._hellos.clear()

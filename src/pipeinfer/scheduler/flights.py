@@ -17,6 +17,10 @@ class OutOfOrder(Exception):
     """A result came that was not the next one: the epoch cannot go on."""
 
 
+class Overdue(Exception):
+    """A result did not come in time: a rank hangs."""
+
+
 @dataclass(slots=True)
 class Flight:
     """One plan: its rows as (request, admission of that request)."""
@@ -41,11 +45,10 @@ class Flights:
         self._flights.append(Flight(number, [(r, r.admission) for r, _ in rows], now))
         return sum(request.take(count) for request, count in rows)
 
-    def overdue(self, now: float, seconds: float) -> int | None:
-        """The oldest plan's number if its result is that late, else None."""
+    def check(self, now: float, seconds: float) -> None:
+        """Raises Overdue if the oldest plan has had no result for so long."""
         if self._flights and now - self._flights[0].published > seconds:
-            return self._flights[0].number
-        return None
+            raise Overdue(f"no result of plan {self._flights[0].number} in {seconds:g} s")
 
     def matched(self, admitted: Admitted) -> None:
         """What the prefix cache held of the requests that a plan admitted."""

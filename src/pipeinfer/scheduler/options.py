@@ -13,7 +13,8 @@ DEFAULT_STEP_TOKENS = 2048
 @dataclass(frozen=True)
 class SchedulerOptions:
     """What the core needs of the settings. max_step_tokens: token budget of a step; 0 leaves it to
-    the engine, and an engine that says nothing gets DEFAULT_STEP_TOKENS.
+    the engine, and an engine that says nothing gets DEFAULT_STEP_TOKENS. mixed_step_tokens: the
+    budget of a step that also decodes, where the policy mixes; 0: see step_budget.py.
     """
 
     policy: str = "mixed"
@@ -22,3 +23,4 @@ class SchedulerOptions:
     max_step_tokens: int = DEFAULT_STEP_TOKENS
     watchdog: float = 120.0
     tp: int = 1
+    mixed_step_tokens: int = 0

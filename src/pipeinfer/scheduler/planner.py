@@ -16,6 +16,7 @@ from pipeinfer.scheduler.probation import Probation
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
 from pipeinfer.scheduler.slots import Slots
+from pipeinfer.step_budget import mixed_budget
 
 DEFERRALS = 2  # of one request in a row, after which somebody else must give way
 
@@ -77,6 +78,7 @@ class Planner:
         board = Board(
             list(slots.running.values()), self._queue, slots.credits, slots.free, self._budget,
             not len(self.flights), slots.released_pages,
+            mixed_budget(self._options.mixed_step_tokens, self._budget),
         )  # fmt: skip
         if not self._compose(board):
             return None

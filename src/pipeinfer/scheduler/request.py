@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from pipeinfer.messages import Delivered, Work, unpack
 
+UNKNOWN_OUTPUT = 256  # output tokens that a request without max_tokens is taken to need
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -66,6 +68,14 @@ class Request:
     def exhausted(self) -> bool:
         """True when the steps in flight bring it to its length limit."""
         return self.projected >= self.known and self.projected + 1 >= self.max_total
+
+    @property
+    def left(self) -> int:
+        """Tokens still to be computed if it grows to its max_tokens, as far as that is known."""
+        wanted = self.work.params.max_tokens
+        outputs = UNKNOWN_OUTPUT if wanted is None else wanted
+        known = self.known - self.computed if self.slot >= 0 else self.length
+        return max(known, 0) + max(outputs - len(self.outputs), 0)
 
     def take(self, count: int) -> int:
         """Projects one more row of at most `count` tokens; returns how many it will compute."""

@@ -17,6 +17,7 @@ def build(context: StageContext) -> Stage:
         overlap_depth=settings.overlap_depth,
         max_running=settings.max_running,
         max_step_tokens=settings.max_step_tokens,
+        mixed_step_tokens=settings.mixed_step_tokens,
         watchdog=settings.watchdog,
         tp=settings.tp,
     )

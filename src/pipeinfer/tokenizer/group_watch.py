@@ -5,45 +5,69 @@ Knows names of statistics and how long silence may last; sends nothing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pipeinfer.messages import Heartbeat
 from pipeinfer.tokenizer.routing import Report
 
-SILENCE = 3.0  # seconds without a heartbeat of its scheduler, after which a group counts as down
+SILENCE = 3.0  # seconds without a heartbeat, after which a stage counts as lost
+
+
+@dataclass
+class _Stage:
+    """A scheduler or an engine rank: when it was last heard, and whether it would serve then."""
+
+    heard: float
+    ready: bool
+
+
+@dataclass
+class _Group:
+    """Its stages that were ever heard, and the latest statistics that matter; tokens all."""
+
+    stages: dict[str, _Stage]
+    left: int = 0
+    epoch: int = 0
+    capacity: int = 0
+    evicted: int = 0
+
+    def report(self) -> Report:
+        up = all(stage.ready for stage in self.stages.values())
+        return Report(up, self.left, self.capacity, self.evicted, self.epoch)
 
 
 class GroupWatch:
-    """The latest of each group. Before its first heartbeat a group counts as up: it starts."""
+    """The latest of each group, which is up while its scheduler and all its ranks are ready.
+
+    A group of which nothing was heard counts as up: it starts.
+    """
 
     def __init__(self) -> None:
-        self._heard: dict[int, float] = {}
-        self._reports: dict[int, Report] = {}
-        self._pools: dict[int, tuple[int, int]] = {}  # capacity and evicted, in tokens
+        self._groups: dict[int, _Group] = {}
 
     def heartbeat(self, beat: Heartbeat, now: float) -> Report | None:
-        """The group's report if `beat` is its scheduler's. `now`: monotonic seconds."""
-        stats = {name: int(value) for name, value in beat.stats.items()}
-        if beat.name == "engine" and beat.rank == 0 and "page_tokens" in stats:
-            tokens = stats["page_tokens"]
-            self._pools[beat.group] = (
-                stats["pages_total"] * tokens,
-                stats["pages_evicted"] * tokens,
-            )
-        if beat.name != "scheduler":
+        """The group's report if `beat` is one of its stages'. `now`: monotonic seconds."""
+        if beat.name not in ("scheduler", "engine"):
             return None
-        self._heard[beat.group] = now
-        capacity, evicted = self._pools.get(beat.group, (0, 0))
-        report = self._reports[beat.group] = Report(
-            up=beat.state == "ready",
-            tokens=stats.get("tokens_left", 0),
-            capacity=capacity,
-            evicted=evicted,
-            epoch=stats.get("epochs_total", 0),
-        )
-        return report
+        group = self._groups.setdefault(beat.group, _Group({}))
+        group.stages[beat.stage] = _Stage(now, beat.state == "ready")
+        stats = {name: int(value) for name, value in beat.stats.items()}
+        if beat.name == "scheduler":
+            group.left = stats.get("tokens_left", 0)
+            group.epoch = stats.get("epochs_total", 0)
+        elif beat.rank == 0 and "page_tokens" in stats:
+            tokens = stats["page_tokens"]
+            group.capacity = stats["pages_total"] * tokens
+            group.evicted = stats["pages_evicted"] * tokens
+        return group.report()
 
     def silent(self, now: float) -> list[tuple[int, Report]]:
-        """Groups that are down from now on because nothing was heard of them."""
-        gone = [group for group, heard in self._heard.items() if now - heard > SILENCE]
-        for group in gone:
-            del self._heard[group]
-        return [(group, Report(False, epoch=self._reports[group].epoch)) for group in gone]
+        """Groups that are down from now on because one of their stages has not been heard."""
+        gone: list[tuple[int, Report]] = []
+        for number, group in self._groups.items():
+            lost = [s for s in group.stages.values() if s.ready and now - s.heard > SILENCE]
+            for stage in lost:
+                stage.ready = False
+            if lost:
+                gone.append((number, group.report()))
+        return gone

@@ -26,7 +26,7 @@ from pipeinfer.trace.ring import Ring
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 64 << 20  # bytes that may wait for the thread before recording gives up
-ROW_BYTES = 150  # of a row beside its body, about
+ROW_BYTES = 150  # of a row beside its body, about; of a local one with it
 JOIN = 10.0  # seconds that the thread has to write what is left
 BEGIN = b"\xa5Begin"  # as an encoded message begins, behind the array's first byte
 
@@ -56,6 +56,7 @@ class Recorder:
         self._asked = False  # a segment was sent to the ring and has not arrived
         self._given = self._done = 0  # bytes handed to the thread, and worked off by it
         self._recordings: list[Recording] = []
+        self._packer = form.Packer()
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"record {stem}", daemon=True)
         self._thread.start()
@@ -73,7 +74,8 @@ class Recorder:
             return
         chunk = self._rows.copy()
         self._rows.clear()
-        size = sum([len(row[6]) for row in chunk]) + ROW_BYTES * len(chunk)
+        size = sum([len(row[6]) for row in chunk if type(row[6]) is bytes])
+        size += ROW_BYTES * len(chunk)
         if self._given + size - self._done > MOST_WAITING:
             self._drop(len(chunk))
             return
@@ -136,7 +138,7 @@ class Recorder:
             if self._restarts and self.ring is not None and _restarts(rows[0]):
                 self._restart_segment(now)
             plain = self.ring is not None or len(self._recordings) > 1
-            block = form.pack_records(rows) if plain else None
+            block = self._packer.pack(rows) if plain else None
             if self.ring is not None and block is not None:
                 self.ring.add(block, now)
             for recording in self._recordings:
@@ -213,4 +215,6 @@ class Recorder:
 
 
 def _restarts(row: Row) -> bool:
-    return row[1] == "in" and row[2] == "plan" and row[6].startswith(BEGIN, 1)
+    if row[1] != "in" or row[2] != "plan":
+        return False
+    return isinstance(row[6], bytes) and row[6].startswith(BEGIN, 1)

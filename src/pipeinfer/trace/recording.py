@@ -73,6 +73,7 @@ class Recording:
         self._rewriter: Rewriter | None = None
         self._on_change = on_change
         self._file: TraceFile | None = None
+        self._packer = form.Packer()
         self._records = 0
 
     def begin(self, stem: str, header: TraceHeader) -> None:
@@ -107,7 +108,7 @@ class Recording:
         if full or self._rewriter is not None or block is None:
             if self._rewriter is not None:
                 rows = [self._rewriter.row(row) for row in rows]
-            block = form.pack_records(rows)
+            block = self._packer.pack(rows)
         self._write(block, len(rows))
         if full:
             self.end("as many messages as were asked for")

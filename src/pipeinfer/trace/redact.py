@@ -44,9 +44,9 @@ FIELDS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 # Names, numbers and what stages say of themselves: nothing of a client's but its request's id.
 AS_THEY_ARE = {
-    "Abort", "Done", "Begin", "Hello", "Ready", "Admitted", "Fault", "Refused", "StopHit",
-    "Heartbeat", "GroupFault", "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch",
-    "StepFailed", "Hangup", "StatusChanged", "StepNote", "Unencoded", "Crash", "End",
+    "Abort", "Done", "Begin", "Hello", "Ready", "Admitted", "Digests", "Fault", "Refused",
+    "StopHit", "Heartbeat", "GroupFault", "Recover", "Recovered", "Tick", "Drain", "Leave",
+    "NewEpoch", "StepFailed", "Hangup", "StatusChanged", "StepNote", "Unencoded", "Crash", "End",
 }  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -72,8 +72,11 @@ class Redactor:
 
     def row(self, row: Row) -> Row:
         """The row with another body."""
-        time, direction, channel, peer, number, sent, _ = row
-        message = self._bodies.decode(Record(*row))
+        time, direction, channel, peer, number, sent, body = row
+        message: Any = body
+        if isinstance(body, bytes):
+            record = Record(time, direction, channel, peer, number, sent, body)
+            message = self._bodies.decode(record)
         name = type(message).__name__
         if name not in FIELDS and name not in AS_THEY_ARE:
             message, direction = Unencoded(name), "note"

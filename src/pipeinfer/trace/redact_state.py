@@ -24,7 +24,10 @@ NUMBERS: frozenset[Place] = frozenset(
         (_REQUEST, "inflight"),
         ("pipeinfer.scheduler.slots:Slots", "_free"),
         ("pipeinfer.scheduler.credits:Credits", "_planned"),
-        ("pipeinfer.scheduler.epochs:Epochs", "_ready"),
+        ("pipeinfer.scheduler.epochs:Epochs", "_steps"),
+        ("pipeinfer.scheduler.epochs:Epochs", "_condemned"),
+        ("pipeinfer.scheduler.agreement:_Rank", "first"),
+        ("pipeinfer.scheduler.agreement:_Rank", "own"),
     )
 )
 _SEQUENCES = ("list", "tuple", "set", "frozenset", "deque")

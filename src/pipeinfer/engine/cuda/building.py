@@ -14,9 +14,11 @@ from pipeinfer.attention import registry
 from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.engine.cuda.graphs import ladder
 from pipeinfer.engine.cuda.memory import free_for_pages, warm_up
+from pipeinfer.engine.cuda.mixed_graphs import ladder as mixed_ladder
 from pipeinfer.engine.cuda.runner import CudaRunner, Limits
 from pipeinfer.memory.pool import KVPool, bytes_per_page
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.step_budget import mixed_budget
 
 GPU_STEP_TOKENS = 8192
 
@@ -31,8 +33,10 @@ def build_runner(
     max_model_len: int,
     dtype: torch.dtype,
     progress: Callable[[int, int], None] | None = None,
+    agree: Callable[[int], int] | None = None,
 ) -> CudaRunner:
-    """A runner with its pool and graphs; progress(done, total) counts the graphs.
+    """A runner with its pool and graphs; progress(done, total) counts the graphs. `agree`: makes
+    of the pages that each rank found room for what all of them have.
 
     Raises ConfigurationError if not a single page fits.
     """
@@ -44,10 +48,14 @@ def build_runner(
     runner = CudaRunner(model, KVPool(shapes, 2, page_size, dtype, device), backend, limits)
     warm_up(runner, limits, page_size, max_model_len)
     pages = 1 + (settings.kv_pages or _pages(settings, shapes, page_size, dtype, pages_each))
+    if agree is not None:
+        pages = agree(pages)
     runner.bind(KVPool(shapes, pages, page_size, dtype, device))
     if not settings.no_cuda_graph:
         sizes = ladder(min(settings.cuda_graph_max_batch, limits.rows))
-        runner.capture(sizes, progress, choose=settings.tp == 1)
+        budget = mixed_budget(settings.mixed_step_tokens, tokens)
+        mixed = mixed_ladder(tokens, limits.rows, max(sizes, default=0), budget)
+        runner.capture(sizes, mixed, progress, choose=settings.tp == 1)
     return runner
 
 

@@ -11,11 +11,15 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 
-from pipeinfer.attention.paged import PagedPlan, RowArrays
+from pipeinfer.attention.paged import PagedPlan, PagedRows, RowArrays
+from pipeinfer.engine.cuda import packing
 from pipeinfer.engine.cuda.layout import Layout, Sizes
+from pipeinfer.engine.step import Step
 
 FIRST = (1, 2, 4)  # then every multiple of 8
 STEP = 8
@@ -43,49 +47,109 @@ class Captured:
     ids: torch.Tensor
 
 
-# (plan, views) -> (logits [B, vocab], ids [B]): the step that is captured.
+# (plan, views) -> (logits [S, vocab], ids [S]): the step that is captured.
 Body = Callable[[PagedPlan, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 
 
-def decode_layout(size: int, most_pages: int, table: bool) -> Layout:
-    """Where a decode step of `size` rows lies; pages either as `table` or as flat indices."""
-    pages = most_pages if table else 0
-    return Layout(Sizes(size, size, size, pages, 0 if table else size * most_pages))
+def record(
+    body: Body,
+    plan: PagedPlan,
+    layout: Layout,
+    views: dict[str, torch.Tensor],
+    stream: torch.cuda.Stream,
+    pool: Any,
+) -> Captured:
+    """The body as a graph of `pool`'s memory, on `stream`, which is current."""
+    for _ in range(TRIES):
+        body(plan, views)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        logits, ids = body(plan, views)
+    return Captured(graph, layout, views, logits, ids)
 
 
-def row_arrays(views: dict[str, torch.Tensor], rows: int) -> RowArrays:
+def row_arrays(views: dict[str, torch.Tensor], rows: int, table_rows: int) -> RowArrays:
     """The arrays of a step's rows out of its views, on whichever side they are."""
+    table = views["table"]
     return RowArrays(
-        lengths=views["lengths"],
+        lengths=views["lengths"][:rows],
         last_page=views["last_page"],
         q_indptr=views["q_indptr"],
         prefill_indptr=views["prefill_indptr"],
         kv_indptr=views["kv_indptr"],
         indices=views["indices"],
-        table=views["table"].view(rows, -1) if len(views["table"]) else views["table"],
+        table=table.view(table_rows, -1) if len(table) else table,
     )
 
 
-class DecodeGraphs:
-    """All sizes. `words`: the fixed int32 buffer that every graph reads."""
+@dataclass(frozen=True)
+class Frame:
+    """What all graphs of a runner share. pages: of the longest row; table: decodes read the page
+    table instead of flat indices; dummy_slot: whom padding rows belong to.
+    """
 
-    def __init__(
-        self, sizes: tuple[int, ...], most_pages: int, table: bool, device: torch.device
-    ) -> None:
+    pages: int
+    page_size: int
+    table: bool
+    dummy_slot: int
+    device: torch.device
+
+
+class DecodeGraphs:
+    """Steps of decode rows only, by the number of rows. `words`: the fixed int32 buffer that every
+    graph reads.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], frame: Frame) -> None:
         self.sizes = sizes
-        self._layouts = {size: decode_layout(size, most_pages, table) for size in sizes}
+        self._frame = frame
+        self._layouts = {size: self._layout(size) for size in sizes}
         most = max((layout.words for layout in self._layouts.values()), default=0)
-        self.words = torch.zeros(most, dtype=torch.int32, device=device)
+        self.words = torch.zeros(most, dtype=torch.int32, device=frame.device)
+        self._counting = np.arange(max(sizes, default=0) + 1, dtype=np.int32)
         self._captured: dict[int, Captured] = {}
 
-    def fitting(self, rows: int) -> int | None:
-        """The smallest captured size for that many rows; None if there is none."""
-        at = bisect_left(self.sizes, rows)
+    def _layout(self, size: int) -> Layout:
+        """Where a step of `size` rows lies; pages either as table or as flat indices."""
+        pages = self._frame.pages
+        if self._frame.table:
+            return Layout(Sizes(size, size, size, pages, 0))
+        return Layout(Sizes(size, size, size, 0, size * pages))
+
+    def fitting(self, step: Step) -> int | None:
+        """The smallest captured size for the step; None if there is none."""
+        if step.decodes < len(step.slots):
+            return None
+        at = bisect_left(self.sizes, step.decodes)
         return self.sizes[at] if at < len(self.sizes) and self.sizes[at] in self._captured else None
 
     def layout(self, size: int) -> Layout:
         """Where a step of that size lies in the buffer."""
         return self._layouts[size]
+
+    def rows(
+        self, size: int, parity: int, host: dict[str, torch.Tensor], device: dict[str, torch.Tensor]
+    ) -> PagedRows:
+        """The rows of a step of that size for the backend, out of its views on both sides."""
+        table_rows = size if self._frame.table else 0
+        return PagedRows(
+            decodes=size,
+            longest_query=1,
+            parity=parity,
+            host=row_arrays(host, size, table_rows),
+            device=row_arrays(device, size, table_rows),
+            fixed=True,
+        )
+
+    def pack(self, step: Step, size: int, views: packing.Views) -> tuple[int, np.ndarray]:
+        """Fills the views; words to upload, and [S] at which rows of the graph it samples."""
+        frame, layout = self._frame, self._layouts[size]
+        views["q_indptr"][:] = self._counting[: size + 1]
+        used, places = packing.pack_decodes(
+            step, views, frame.page_size, frame.dummy_slot, frame.table
+        )
+        return (layout.words if frame.table else layout.indices_at + used), places
 
     def drop_slower_small_ones(self, prepare: Callable[[int], PagedPlan]) -> None:
         """Forgets small sizes that take longer than the next one: for very few rows, libraries'
@@ -122,23 +186,14 @@ class DecodeGraphs:
         prepare: Callable[[int], PagedPlan],
         body: Body,
         stream: torch.cuda.Stream,
-        progress: Callable[[int, int], None] | None = None,
+        pool: Any,
+        progress: Callable[[], None],
     ) -> None:
         """Captures every size on `stream`, which is current. prepare(size) fills `words` with a
-        step of padding rows and plans it. progress(done, total).
+        step of padding rows and plans it. progress() after each.
         """
-        pool = torch.cuda.graph_pool_handle()
-        for done, size in enumerate(sorted(self.sizes, reverse=True)):
+        for size in sorted(self.sizes, reverse=True):
             layout = self._layouts[size]
             views = layout.tensors(self.words)
-            plan = prepare(size)
-            for _ in range(TRIES):
-                body(plan, views)
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                logits, ids = body(plan, views)
-            self._captured[size] = Captured(graph, layout, views, logits, ids)
-            if progress is not None:
-                progress(done + 1, len(self.sizes))
-        torch.cuda.synchronize()
+            self._captured[size] = record(body, prepare(size), layout, views, stream, pool)
+            progress()

@@ -31,7 +31,8 @@ ALIGN = 4  # words
 class Sizes:
     """R, T, S and P; `indices`: how many page indices there is room for.
 
-    derived: the device makes from the rows what is indexed by token or by page.
+    derived: the device makes from the rows what is indexed by token or by page. table_rows: how
+    many of the last rows stand in the table; None: all.
     """
 
     rows: int
@@ -40,6 +41,7 @@ class Sizes:
     pages: int
     indices: int
     derived: bool = False
+    table_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Layout:
         self._add(np.int32, rows + 1, "q_indptr", "prefill_indptr", "kv_indptr")
         self._add(np.float32, samples, "temperature", "top_p", "min_p")
         self._add(np.int32, samples, "top_k")
-        self._add(np.int32, rows * sizes.pages, "table")
+        table_rows = rows if sizes.table_rows is None else sizes.table_rows
+        self._add(np.int32, table_rows * sizes.pages, "table")
         self._add(np.int32, sizes.indices, "indices")
 
     def _add(self, dtype: Any, count: int, *names: str) -> None:

@@ -57,6 +57,69 @@ def pack_decodes(
     return total + padding, places
 
 
+def pack_mixed(step: Step, views: Views, page_size: int, dummy_slot: int, decode_rows: int) -> int:
+    """Any step into views that have room for more of everything, the longest decodes first.
+
+    Of the views' rows, `decode_rows` are for decodes and the others for prompts. The tokens of real
+    rows stand side by side, those that are left over belong to the dummy slot. Sampling rows come
+    first, in the step's order. Returns how many page indices there are: of decode rows only.
+    """
+    decodes, page = step.decodes, step.starts // page_size
+    order = np.arange(len(step.slots))
+    order[:decodes] = np.argsort(step.starts[:decodes], kind="stable")[::-1]
+    starts, counts, pages = step.starts[order], step.counts[order], step.pages[order]
+    held = page[order][:decodes] + 1
+    ends = np.cumsum(counts, dtype=np.int64)
+    _tokens_of(views, step, order, ends, page_size, dummy_slot)
+    lengths, prompts = starts + counts, len(order) - decodes
+    _padded(views["lengths"][:decode_rows], lengths[:decodes], 1)
+    _padded(views["lengths"][decode_rows:], lengths[decodes:], 0)
+    _padded(views["last_page"], (lengths[:decodes] - 1) % page_size + 1, 1)
+    views["prefill_indptr"][0] = decodes
+    views["prefill_indptr"][1 : prompts + 1] = ends[decodes:]
+    views["prefill_indptr"][prompts + 1 :] = ends[-1] if len(ends) else 0
+    if decode_rows:
+        views["q_indptr"][: decode_rows + 1] = np.arange(decode_rows + 1)
+    else:
+        views["q_indptr"][:] = views["prefill_indptr"][: len(views["q_indptr"])]
+    table = views["table"].reshape(len(views["lengths"]) - decode_rows, -1)
+    table[:prompts, : pages.shape[1]] = pages[decodes:]
+    _sampling_at(step, views, np.arange(len(step.sampling.top_k)), dummy_slot)
+    stands = np.empty_like(order)
+    stands[order] = np.arange(len(order))
+    _padded(views["last"], ends[stands[step.samples]] - 1, 0)
+    return _decode_indices(views, pages[:decodes], held, decode_rows)
+
+
+def _tokens_of(
+    views: Views, step: Step, order: np.ndarray, ends: np.ndarray, page_size: int, dummy_slot: int
+) -> None:
+    """What is indexed by token, for rows in `order`, of which the decodes come first."""
+    counts = step.counts[order]
+    rows = np.repeat(order, counts)
+    positions = np.arange(len(rows)) + np.repeat(step.starts[order] - (ends - counts), counts)
+    page, offset = np.divmod(positions, page_size)
+    tokens = step.tokens.copy()
+    tokens[: step.decodes] = step.tokens[order[: step.decodes]]
+    _padded(views["tokens"], tokens, 0)
+    _padded(views["token_slots"], step.slots[rows], dummy_slot)
+    _padded(views["positions"], positions, 0)
+    _padded(views["store"], step.pages[rows, page] * page_size + offset, NOWHERE)
+
+
+def _decode_indices(views: Views, pages: np.ndarray, held: np.ndarray, rows: int) -> int:
+    """Pages of `rows` decode rows one after another, one dummy page for each that is not real."""
+    real, indptr = len(held), views["kv_indptr"]
+    indptr[0] = 0
+    np.cumsum(held, out=indptr[1 : real + 1])
+    total, padding = int(indptr[real]), rows - real
+    indptr[real + 1 : rows + 1] = np.arange(total + 1, total + padding + 1)
+    indptr[rows + 1 :] = total + padding
+    views["indices"][:total] = flat_pages(pages, held)
+    views["indices"][total : total + padding] = 0
+    return total + padding
+
+
 def flat_pages(pages: np.ndarray, held: np.ndarray) -> np.ndarray:
     """The first held[r] of pages[r], row after row."""
     return pages[np.arange(pages.shape[1]) < held[:, None]]

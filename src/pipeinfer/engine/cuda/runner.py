@@ -6,8 +6,10 @@ forward stream only. Knows arrays of a step; no plan of the scheduler, no reques
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,9 @@ from pipeinfer.engine.cuda import packing
 from pipeinfer.engine.cuda.attend import PagedAttend, PlainAttend
 from pipeinfer.engine.cuda.buffers import PARITIES, StepBuffers
 from pipeinfer.engine.cuda.expansion import Expansion
-from pipeinfer.engine.cuda.graphs import Captured, DecodeGraphs, row_arrays
+from pipeinfer.engine.cuda.graphs import Captured, DecodeGraphs, Frame, row_arrays
 from pipeinfer.engine.cuda.layout import Layout, Sizes
+from pipeinfer.engine.cuda.mixed_graphs import MixedGraphs, MixedSize
 from pipeinfer.engine.cuda.sampling import sample_rows, suppress
 from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.phases import Phases
@@ -88,9 +91,12 @@ class CudaRunner:
         self._dummy_slot = limits.rows
         self._last_token = torch.zeros(limits.rows + 1, dtype=torch.int64, device=device)
         table = limits.rows * limits.pages
-        words = Layout(
-            Sizes(limits.rows, limits.tokens, limits.rows, limits.pages, table + limits.rows)
-        ).words
+        # A graph of a mixed step has decode rows and prefill rows, as many as there may be of each.
+        largest = Sizes(
+            2 * limits.rows, limits.tokens, limits.rows, limits.pages, table + limits.rows,
+            table_rows=limits.rows,
+        )  # fmt: skip
+        words = Layout(largest).words
         self._buffers = [StepBuffers(words, limits.rows, device) for _ in range(PARITIES)]
         self._expansion = Expansion(limits.rows, limits.tokens, table + limits.rows, device)
         self._timers = [
@@ -99,15 +105,14 @@ class CudaRunner:
         ]
         self._launched = 0
         self._ended: torch.cuda.Event | None = None
-        self._graphs: DecodeGraphs | None = None
-        self._counting = np.arange(limits.rows + 2, dtype=np.int32)
-        self._host: dict[tuple[int, int], tuple[packing.Views, PagedRows]] = {}
+        self._graphs: tuple[DecodeGraphs, MixedGraphs] | None = None
+        self._host: dict[tuple[int | MixedSize, int], tuple[packing.Views, PagedRows]] = {}
         self.bind(pool)
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Batch sizes that have a CUDA graph."""
-        return () if self._graphs is None else self._graphs.sizes
+        """Numbers of decode rows that have a CUDA graph."""
+        return () if self._graphs is None else self._graphs[0].sizes
 
     def bind(self, pool: KVPool) -> None:
         """The pool of later steps; graphs must be captured after this."""
@@ -130,13 +135,13 @@ class CudaRunner:
         timer, buffers = self._timer(), self._buffers[parity]
         with self.phases.range("wait for buffers"):
             buffers.done.synchronize()  # what this parity's last step reads is free now
-        rows, size = len(step.slots), None
-        if self._graphs is not None and step.decodes == rows:
-            size = self._graphs.fitting(rows)
+        rows = len(step.slots)
         with self.phases.range(f"step {step.number}: {step.decodes} of {rows} rows decode"):
-            if size is None:
-                return self._eager(step, parity, timer)
-            return self._replay(step, parity, timer, size)
+            for graphs in self._graphs or ():
+                size: Any = graphs.fitting(step)
+                if size is not None:
+                    return self._replay(step, parity, timer, graphs, size)
+            return self._eager(step, parity, timer)
 
     def wait(self, flight: Flight) -> tuple[np.ndarray, float, float]:
         """Ids int32 [S], seconds computed, seconds idle before. Raises BadLogits."""
@@ -181,8 +186,9 @@ class CudaRunner:
                     )
                     buffers.ids[:samples].copy_(ids, non_blocking=True)
             timer.ended.record()
+            kept = self._kept(logits)
             buffers.done.record()
-        return Flight(buffers, timer, samples, None, self._kept(logits))
+        return Flight(buffers, timer, samples, None, kept)
 
     def _packed(self, step: Step, parity: int, samples: int) -> tuple[PagedRows, Views, int]:
         """The step in this parity's pinned buffer: its rows, its views on the device, its words."""
@@ -194,14 +200,14 @@ class CudaRunner:
         buffers.check(layout.words)
         used = packing.pack_rows(step, layout.host(buffers.host), self.pool.page_size)
         views = layout.tensors(buffers.mirror)
-        arrays = row_arrays(views, rows)
+        arrays = row_arrays(views, rows, rows)
         if self.derive:
             arrays = replace(arrays, indices=self._expansion.indices(used))
         paged = PagedRows(
             decodes=step.decodes,
             longest_query=int(step.counts.max()),
             parity=parity,
-            host=row_arrays(layout.tensors(buffers.pinned), rows),
+            host=row_arrays(layout.tensors(buffers.pinned), rows, rows),
             device=arrays,
         )
         return paged, views, layout.words if self.derive else layout.indices_at + used
@@ -232,20 +238,19 @@ class CudaRunner:
         return torch.where(tokens < 0, pending, tokens)
 
     def _kept(self, logits: torch.Tensor | None) -> torch.Tensor | None:
-        if not self.keep_logits or logits is None:
-            return None
-        with torch.cuda.stream(self._forward):
-            return logits.clone()
+        """A copy for who looks at logits; there when the step's buffers are done."""
+        return logits.clone() if self.keep_logits and logits is not None else None
 
     # --------------------------------------------------------------------------------------- graphs
 
-    def _replay(self, step: Step, parity: int, timer: Timer, size: int) -> Flight:
-        assert self._graphs is not None
+    def _replay(
+        self, step: Step, parity: int, timer: Timer, graphs: Any, size: int | MixedSize
+    ) -> Flight:
         number, span = step.number, self.phases.span
-        buffers, captured = self._buffers[parity], self._graphs[size]
+        buffers, captured = self._buffers[parity], graphs[size]
         with span("pack", number):
-            views, rows = self._host_side(self._graphs, size, parity)
-            words, places = self._pack(step, views, captured.layout)
+            views, rows = self._host_side(graphs, size, parity)
+            words, places = graphs.pack(step, size, views)
         with torch.cuda.stream(self._prepare), span("upload", number):
             buffers.upload(words)
             buffers.uploaded.record()
@@ -253,7 +258,7 @@ class CudaRunner:
             self._forward.wait_event(buffers.uploaded)
             timer.began.record()
             with span("attention_plan", number):
-                self._graphs.words[:words].copy_(buffers.mirror[:words], non_blocking=True)
+                graphs.words[:words].copy_(buffers.mirror[:words], non_blocking=True)
                 self._backend.plan(rows)  # type: ignore  # copies its work lists on this stream
             with span("forward", number):  # sampling by temperature included
                 captured.graph.replay()
@@ -261,18 +266,11 @@ class CudaRunner:
                 ids = captured.ids
                 if packing.restricted(step):
                     ids = self._sample_again(step, captured, places)
-                buffers.ids[:size].copy_(ids, non_blocking=True)
+                buffers.ids[: len(ids)].copy_(ids, non_blocking=True)
             timer.ended.record()
+            kept = self._kept(captured.logits)
             buffers.done.record()
-        return Flight(buffers, timer, size, places, self._kept(captured.logits))
-
-    def _pack(self, step: Step, views: packing.Views, layout: Layout) -> tuple[int, np.ndarray]:
-        """Words to upload, and the rows of the graph at which the step's rows sample."""
-        views["q_indptr"][:] = self._counting[: len(views["q_indptr"])]
-        used, places = packing.pack_decodes(
-            step, views, self.pool.page_size, self._dummy_slot, self._table
-        )
-        return (layout.words if self._table else layout.indices_at + used), places
+        return Flight(buffers, timer, len(captured.ids), places, kept)
 
     def _sample_again(self, step: Step, captured: Captured, places: np.ndarray) -> torch.Tensor:
         """Over the graph's own choice, where some rows want more than temperature."""
@@ -285,64 +283,77 @@ class CudaRunner:
     def capture(
         self,
         sizes: tuple[int, ...],
+        mixed: tuple[MixedSize, ...] = (),
         progress: Callable[[int, int], None] | None = None,
         choose: bool = False,
     ) -> None:
-        """Captures decode steps of these sizes; progress(done, total).
+        """Captures decode steps of these sizes, and steps with prompts where the backend's part for
+        them can be captured; progress(done, total).
 
         `choose`: small sizes that measure slower than the next are left out. Not where ranks must
         agree.
         """
-        if not isinstance(self._backend, PagedBackend) or not sizes:
+        backend = self._backend
+        if not isinstance(backend, PagedBackend) or not sizes:
             return
-        graphs = DecodeGraphs(sizes, self._limits.pages, self._table, self.pool.device)
+        frame = Frame(
+            self._limits.pages, self.pool.page_size, backend.reads_table_to_decode,
+            self._dummy_slot, self.pool.device,
+        )  # fmt: skip
+        mixed = mixed if backend.captures_prefill else ()
+        both = DecodeGraphs(sizes, frame), MixedGraphs(mixed, self._limits.rows, frame)
+        bodies = self._decode_body, self._mixed_body
+        total, memory = len(sizes) + len(mixed), torch.cuda.graph_pool_handle()
+        counter = itertools.count(1)
         self._host.clear()
-        with torch.cuda.stream(self._forward):
-            graphs.capture(
-                lambda size: self._padding(graphs, size), self._decode_body, self._forward, progress
-            )
-            if choose:
-                graphs.drop_slower_small_ones(lambda size: self._padding(graphs, size))
-        self._graphs = graphs
 
-    def _padding(self, graphs: DecodeGraphs, size: int) -> PagedPlan:
-        """A step of `size` padding rows in the fixed buffer, planned."""
-        layout, buffers = graphs.layout(size), self._buffers[0]
+        def count() -> None:
+            done = next(counter)
+            if progress is not None:
+                progress(done, total)
+
+        with torch.cuda.stream(self._forward):
+            for graphs, body in zip(both, bodies, strict=True):
+                padding = partial(self._padding, graphs)
+                graphs.capture(padding, body, self._forward, memory, count)
+            if choose:
+                both[0].drop_slower_small_ones(partial(self._padding, both[0]))
+            torch.cuda.synchronize()
+        self._graphs = both
+
+    def _padding(self, graphs: Any, size: int | MixedSize) -> PagedPlan:
+        """A step of padding rows in the fixed buffer, planned."""
+        buffers = self._buffers[0]
         views, rows = self._host_side(graphs, size, 0)
-        words, _ = self._pack(_no_rows(), views, layout)
+        words, _ = graphs.pack(_no_rows(), size, views)
         graphs.words[:words].copy_(buffers.pinned[:words])
         plan = self._backend.plan(rows)  # type: ignore
         torch.cuda.current_stream().synchronize()
         return plan
 
     def _host_side(
-        self, graphs: DecodeGraphs, size: int, parity: int
+        self, graphs: Any, size: int | MixedSize, parity: int
     ) -> tuple[packing.Views, PagedRows]:
-        """The pinned views of a decode step of `size` rows, and its rows for the backend."""
+        """The pinned views of a graph's step, and its rows for the backend."""
         if (size, parity) not in self._host:
             layout, buffers = graphs.layout(size), self._buffers[parity]
             buffers.check(layout.words)
-            rows = PagedRows(
-                decodes=size,
-                longest_query=1,
-                parity=parity,
-                host=row_arrays(layout.tensors(buffers.pinned), size),
-                device=row_arrays(layout.tensors(graphs.words), size),
-                fixed=True,
-            )
+            host, device = layout.tensors(buffers.pinned), layout.tensors(graphs.words)
+            rows = graphs.rows(size, parity, host, device)
             self._host[size, parity] = layout.host(buffers.host), rows
         return self._host[size, parity]
 
-    @property
-    def _table(self) -> bool:
-        return isinstance(self._backend, PagedBackend) and self._backend.reads_table_to_decode
-
-    def _decode_body(self, plan: PagedPlan, views: Views) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a graph holds; see graphs.py."""
+    def _decode_body(
+        self, plan: PagedPlan, views: Views, last: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a graph holds; see graphs.py. `last`: tokens with logits, all if None."""
         attend = PagedAttend(self._backend, self.pool, plan, views["store"])  # type: ignore
         hidden = self._model(self._known(views), views["positions"], attend)
-        logits = self._model.logits(hidden)
+        logits = self._model.logits(hidden if last is None else hidden[last])
         return logits, sample_rows(logits, views, self._last_token, truncate=False)
+
+    def _mixed_body(self, plan: PagedPlan, views: Views) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._decode_body(plan, views, views["last"])
 
 
 def _no_rows() -> Step:

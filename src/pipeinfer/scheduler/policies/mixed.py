@@ -1,7 +1,7 @@
 """The default policy: every running request decodes in every step, prompts get the rest.
 
-No running request waits for somebody else's prompt: the gap between its tokens is bounded by the
-step's token budget.
+No running request waits for somebody else's prompt: the gap between its tokens is bounded by
+--mixed-step-tokens. With nobody decoding, prompts get the whole budget.
 """
 
 from __future__ import annotations
@@ -14,5 +14,6 @@ class Mixed:
 
     def compose(self, board: Board) -> None:
         board.decode_all()
+        board.spare_decodes()
         board.continue_prompts()
         board.admit_while_possible()

@@ -1,0 +1,42 @@
+"""`pipeinfer keys [NAME ...]`: makes CURVE key pairs for stages on several hosts.
+
+Knows where the files go and what to say about them; what they are is bus/keys.py's business.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeinfer.bus import keys
+
+
+def run(arguments: Sequence[str]) -> int:
+    """0 when all pairs are written; ConfigurationError leaves those that were there alone."""
+    options = _parser().parse_args(arguments)
+    folder = Path(options.out)
+    names = options.names or [keys.DEFAULT]
+    for name in names:
+        secret, public = keys.create(folder, name)
+        print(f"{secret} (secret, mode 0600) and {public}")
+    whose = "its own .key file" if len(names) > 1 else "the .key file"
+    print(f"Every host needs {whose} and all .pub files in one folder; the topology names it:")
+    print(f"  keys = {str(folder)!r}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pipeinfer keys",
+        description="Makes CURVE key pairs: NAME.key and NAME.pub. One pair for all stages is "
+        "enough; with one for each host, a host can be shut out by taking its .pub file away.",
+        epilog="Example: pipeinfer keys front gpu-a gpu-b --out keys",
+        allow_abbrev=False,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {keys.DEFAULT}")
+    parser.add_argument(
+        "--out", metavar="DIR", default=os.curdir + "/keys", help="folder, made if need be"
+    )
+    return parser

@@ -1,0 +1,140 @@
+"""Steps with prompts as CUDA graphs: launched one by one, their kernels would take longer to start
+than to run where a step has few tokens.
+
+A graph has room for so many tokens, decode rows and prefill rows; how many are real may differ
+from replay to replay. As graphs.py otherwise. Knows no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeinfer.attention.paged import PagedPlan, PagedRows
+from pipeinfer.engine.cuda import graphs, packing
+from pipeinfer.engine.cuda.layout import Layout, Sizes
+from pipeinfer.engine.step import Step
+
+# Beyond these, a step's kernels run longer than it takes to launch them. Matrix kernels compute
+# whole tiles of 64 or 128 rows.
+TOKENS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
+FEW, SOME = 8, 32  # prompts in a step: alone, and beside decodes
+DECODES = 64  # the classes of decode rows are multiples of it
+MOST_PADDING = 128  # tokens, or
+PADDING_SHARE = 4  # that part of a graph's
+
+
+@dataclass(frozen=True, order=True)
+class MixedSize:
+    """Room for `tokens` of all rows, for `decodes` rows of one token and `prefills` of more."""
+
+    tokens: int
+    decodes: int
+    prefills: int
+
+    @property
+    def rows(self) -> int:
+        """Decode rows, then prefill rows."""
+        return self.decodes + self.prefills
+
+
+def ladder(
+    most_tokens: int, most_rows: int, most_decodes: int, mixed: int
+) -> tuple[MixedSize, ...]:
+    """Sizes up to steps of `most_tokens` and `most_rows`, ascending: of prompts alone, and up to
+    `mixed` tokens of prompts beside decodes. None if graphs of decodes are off (most_decodes 0).
+    """
+    if not most_decodes:
+        return ()
+    classes = sorted({*range(DECODES, most_decodes, DECODES), most_decodes})
+    alone = [(tokens, 0, min(FEW, most_rows)) for tokens in TOKENS]
+    beside = [
+        (tokens, decodes, min(SOME, most_rows))
+        for tokens in TOKENS
+        for decodes in classes
+        if tokens < mixed + DECODES
+    ]
+    sizes = (MixedSize(*one) for one in (*alone, *beside))
+    return tuple(sorted(size for size in sizes if size.rows <= size.tokens <= most_tokens))
+
+
+class MixedGraphs:
+    """By size. `words`: the fixed int32 buffer that every graph reads."""
+
+    def __init__(
+        self, sizes: tuple[MixedSize, ...], most_samples: int, frame: graphs.Frame
+    ) -> None:
+        self.sizes = sizes
+        self._frame = frame
+        self._layouts = {size: self._layout(size, most_samples) for size in sizes}
+        most = max((layout.words for layout in self._layouts.values()), default=0)
+        self.words = torch.zeros(most, dtype=torch.int32, device=frame.device)
+        self._captured: dict[MixedSize, graphs.Captured] = {}
+
+    def _layout(self, size: MixedSize, most_samples: int) -> Layout:
+        pages, samples = self._frame.pages, min(size.rows, most_samples)
+        sizes = Sizes(
+            size.rows, size.tokens, samples, pages, size.decodes * pages, table_rows=size.prefills
+        )
+        return Layout(sizes)
+
+    def fitting(self, step: Step) -> MixedSize | None:
+        """The smallest captured size for the step; None if there is none, or it is far larger."""
+        tokens, prefills = len(step.tokens), len(step.slots) - step.decodes
+        for size in self.sizes:
+            if size.tokens - tokens > max(MOST_PADDING, size.tokens // PADDING_SHARE):
+                return None
+            enough = size.tokens >= tokens and size.prefills >= prefills > 0
+            if enough and size.decodes >= step.decodes and size in self._captured:
+                return size
+        return None
+
+    def layout(self, size: MixedSize) -> Layout:
+        """Where a step of that size lies in the buffer."""
+        return self._layouts[size]
+
+    def rows(
+        self,
+        size: MixedSize,
+        parity: int,
+        host: dict[str, torch.Tensor],
+        device: dict[str, torch.Tensor],
+    ) -> PagedRows:
+        """The rows of a step of that size for the backend, out of its views on both sides."""
+        return PagedRows(
+            decodes=size.decodes,
+            longest_query=size.tokens,
+            parity=parity,
+            host=graphs.row_arrays(host, size.rows, size.prefills),
+            device=graphs.row_arrays(device, size.rows, size.prefills),
+            fixed=True,
+        )
+
+    def pack(self, step: Step, size: MixedSize, views: packing.Views) -> tuple[int, np.ndarray]:
+        """Fills the views; words to upload, and [S] at which rows of the graph it samples."""
+        frame = self._frame
+        used = packing.pack_mixed(step, views, frame.page_size, frame.dummy_slot, size.decodes)
+        return self._layouts[size].indices_at + used, np.arange(int(step.samples.sum()))
+
+    def __getitem__(self, size: MixedSize) -> graphs.Captured:
+        return self._captured[size]
+
+    def capture(
+        self,
+        prepare: Callable[[MixedSize], PagedPlan],
+        body: graphs.Body,
+        stream: torch.cuda.Stream,
+        pool: Any,
+        progress: Callable[[], None],
+    ) -> None:
+        """Captures every size, largest first, on `stream`, which is current; see graphs.py."""
+        for size in reversed(self.sizes):
+            layout = self._layouts[size]
+            views = layout.tensors(self.words)
+            made = graphs.record(body, prepare(size), layout, views, stream, pool)
+            self._captured[size] = made
+            progress()

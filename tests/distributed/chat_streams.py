@@ -1,0 +1,81 @@
+"""Chats that stream from a real server at the same time, for tests that disturb it meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+
+import openai
+
+from pipeinfer.demo.tasks import copy_task
+from servers import Server
+
+
+def questions(count: int, seed: int = 5) -> list[str]:
+    rng = random.Random(seed)
+    return [copy_task(rng, rng.randint(10, 40))[0] for _ in range(count)]
+
+
+class Chats:
+    """One stream for each question; `texts` is filled as chunks come."""
+
+    def __init__(self, server: Server, asked: list[str], tokens: int) -> None:
+        self._server, self._asked, self._tokens = server, asked, tokens
+        self.texts = [""] * len(asked)
+
+    def run(self, disturb=None) -> list[str]:
+        """The texts; `disturb()` runs in a thread when every stream has begun."""
+        return asyncio.run(self._run(disturb))
+
+    async def _run(self, disturb) -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{self._server.url}/v1", api_key="none", timeout=120, max_retries=0
+        ) as api:
+            tasks = [asyncio.create_task(self._ask(api, i)) for i in range(len(self.texts))]
+            while not all(self.texts) and not any(task.done() for task in tasks):
+                await asyncio.sleep(0.01)
+            if disturb is not None:
+                done = sum(task.done() for task in tasks)
+                assert done < len(tasks) / 2, f"{done} streams are over: too few to disturb"
+                await asyncio.to_thread(disturb)
+            await asyncio.gather(*tasks)
+        return self.texts
+
+    async def _ask(self, api: openai.AsyncOpenAI, index: int) -> None:
+        async for chunk in await api.chat.completions.create(
+            model="pipeinfer-demo",
+            messages=[{"role": "user", "content": self._asked[index]}],
+            temperature=0.0 if index % 2 else 0.8,
+            seed=index,
+            max_tokens=self._tokens,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        ):
+            self.texts[index] += chunk.choices[0].delta.content or ""
+
+
+def engines(server: Server, group: int = 0) -> dict[int, int]:
+    """Process ids of a group's ranks."""
+    rows = server.health()["stages"]
+    return {r["rank"]: r["pid"] for r in rows if r["name"] == "engine" and r["group"] == group}
+
+
+def hurt(server: Server, rank: int, how: signal.Signals, group: int = 0) -> set[str]:
+    """Signals a rank, and waits until every rank of its group is another process and ready.
+
+    Returns the reasons that /health gave meanwhile.
+    """
+    before = engines(server, group)
+    os.kill(before[rank], how)
+    reasons: set[str] = set()
+
+    def replaced() -> bool:
+        health = server.health()
+        reasons.update(row["reason"] for row in health["stages"])
+        now = engines(server, group)
+        return not set(now.values()) & set(before.values()) and health["status"] == "ready"
+
+    server.wait(replaced, f"group {group} came back")
+    return reasons

@@ -1,0 +1,48 @@
+"""Ranks that are killed or hang: their group starts anew by itself, and every stream goes on."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from chat_streams import Chats, engines, hurt, questions
+
+from servers import Server
+
+WATCHDOG = 5
+ASKED = questions(6)
+TOKENS = 90
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server(
+        "--tp", "2", "--kv-pages", "400", "--threads", "1", "--watchdog", str(WATCHDOG)
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server):
+    return Chats(server, ASKED, TOKENS).run()
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "said"),
+    [
+        (0, signal.SIGKILL, "was started again"),
+        (1, signal.SIGKILL, "was started again"),
+        (1, signal.SIGSTOP, f"in {WATCHDOG} s"),
+    ],
+    ids=["rank-0-killed", "rank-1-killed", "rank-1-hangs"],
+)
+def test_streams_survive_a_rank_that_is_lost(server, undisturbed, rank, how, said):
+    before, reasons = len(server.log), set()
+    texts = Chats(server, ASKED, TOKENS).run(lambda: reasons.update(hurt(server, rank, how)))
+    assert texts == undisturbed
+    log = server.log[before:]
+    assert any(said in line for line in log), log
+    if how == signal.SIGSTOP:  # the watchdog's reason stays until the ranks are back
+        assert any(said in reason for reason in reasons), reasons
+    ends = [line for line in log if "ended (SIGKILL)" in line]
+    assert len(ends) == len(engines(server)), f"every rank is started once more, no more: {ends}"

@@ -1,0 +1,255 @@
+"""Ranks decide alike or their group starts anew: digests, step counts, faults, silence."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import msgspec
+import numpy as np
+import pytest
+
+from hash_device import HashDevice
+from pipeinfer.core import LOCAL
+from pipeinfer.engine.core import DIGESTS, EngineCore
+from pipeinfer.engine.step import Step
+from pipeinfer.events import NewEpoch, StepDone, Tick
+from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.messages import (
+    PROTOCOL,
+    Begin,
+    Digests,
+    Fault,
+    GroupFault,
+    Hello,
+    Message,
+    Plan,
+    Ready,
+    TokenRow,
+    Tokens,
+    Work,
+    pack,
+    unpack,
+)
+from pipeinfer.params import SamplingParams
+from pipeinfer.scheduler.agreement import SILENT, Agreement, Disagreement
+from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
+from pipeinfer.scheduler.epochs import ASK_AGAIN
+
+PAGES, SIZE, SLOTS, LIMIT = 40, 4, 6, 400
+WATCHDOG = 30.0
+
+
+class Rank:
+    """A real engine core, with a device whose steps wait for `compute`."""
+
+    def __init__(self, rank: int, tp: int) -> None:
+        hello = Hello(
+            PROTOCOL, "0", rank, tp, 100 + rank, "m", SIZE, PAGES - 1, SLOTS, LIMIT, "torch"
+        )
+        self.core = EngineCore(hello, "scheduler-0", MemoryManager(PAGES, SIZE, SLOTS, LIMIT))
+        self.device = HashDevice(PAGES, SIZE, SLOTS)
+        self.steps: deque[Step] = deque()
+
+    def take(self, event: Message) -> list[Message]:
+        """What it has to say to the scheduler."""
+        said: list[Message] = []
+        for channel, _, message in self.core.handle(event, 0.0):
+            if channel == LOCAL:
+                self.steps.append(message.step)  # type: ignore
+            else:
+                said.append(message)
+        return said
+
+    def compute(self) -> list[Message]:
+        step = self.steps.popleft()
+        return self.take(StepDone(step.epoch, step.number, pack(self.device.run(step))))
+
+
+class Group:
+    """A scheduler core and `tp` engine cores; every rank hears every plan."""
+
+    def __init__(self, tp: int = 2) -> None:
+        options = SchedulerOptions(max_running=SLOTS, max_step_tokens=32, tp=tp, watchdog=WATCHDOG)
+        self.scheduler = SchedulerCore(options)
+        self.ranks = [Rank(rank, tp) for rank in range(tp)]
+        self.now = 0.0
+        self.plans: list[Plan] = []
+        self.faults: list[GroupFault] = []
+        self.rows: list[TokenRow] = []
+        self.deaf: set[int] = set()  # ranks that hear nothing
+        self.tick()
+
+    def feed(self, event: Message) -> None:
+        for send in self.scheduler.handle(event, self.now):
+            if isinstance(send.message, GroupFault):
+                self.faults.append(send.message)
+            elif isinstance(send.message, Tokens):
+                self.rows += send.message.rows
+            elif isinstance(send.message, Begin | Plan):
+                self.plans += [send.message] if isinstance(send.message, Plan) else []
+                for number, rank in enumerate(self.ranks):
+                    if number not in self.deaf:
+                        self.hear(rank.take(send.message))
+
+    def hear(self, said: list[Message]) -> None:
+        for message in said:
+            self.feed(message)
+
+    def tick(self) -> None:
+        self.now += 0.1
+        self.feed(Tick())
+        for number, rank in enumerate(self.ranks):
+            if number not in self.deaf:
+                self.hear(rank.take(Tick()))
+
+    def work(self, name: str, prompt: list[int], tokens: int) -> None:
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        self.feed(Work(name, 1, 0, 0, pack(prompt), params, 0))
+
+    def run(self, steps: int = 10_000) -> None:
+        """Until nothing is left to compute, or so many steps of every rank."""
+        for _ in range(steps):
+            busy = [rank for rank in self.ranks if rank.steps]
+            if len(busy) < len(self.ranks):
+                return
+            for rank in reversed(busy):  # rank 0 is the last: its results need no other's words
+                self.hear(rank.compute())
+
+    def state(self) -> tuple[str, str]:
+        return self.scheduler.state()
+
+
+def busy_group(tp: int = 2) -> Group:
+    """With more requests than pages, so that memory decides much: evictions, preemptions."""
+    group, rng = Group(tp), random.Random(3)
+    shared = [rng.randrange(50) for _ in range(20)]
+    for number in range(14):
+        tail = [rng.randrange(50) for _ in range(rng.randint(1, 30))]
+        group.work(f"r{number}", (shared if number % 2 else []) + tail, rng.randint(5, 60))
+    return group
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_every_plan_of_agreeing_ranks_is_compared(tp):
+    group = busy_group(tp)
+    group.run()
+    group.tick()  # what is less than a whole message is told when nothing runs
+    assert group.faults == [] and group.scheduler.idle()
+    assert group.scheduler.stats()["preemptions_total"] > 0
+    assert len(group.plans) > 3 * DIGESTS
+    assert group.scheduler.stats()["agreed_plans"] == len(group.plans)
+
+
+def test_the_first_plan_that_ranks_decide_differently_ends_the_epoch():
+    group = busy_group()
+    rank, spoilt = group.ranks[1], []
+    take = rank.take
+
+    def forgetful(event: Message) -> list[Message]:
+        """From plan 25 on, the first release that should keep a prefix keeps none."""
+        if isinstance(event, Plan) and event.number >= 25 and event.releases and not spoilt:
+            spoilt.append(event.number)
+            releases = tuple(msgspec.structs.replace(r, keep=False) for r in event.releases)
+            event = msgspec.structs.replace(event, releases=releases)
+        return take(event)
+
+    rank.take = forgetful
+    group.run()
+    assert len(spoilt) == 1
+    reason = f"ranks 0 and 1 differ in their memory from plan {spoilt[0]} on"
+    assert group.faults == [GroupFault(0, reason)]
+    assert group.plans[-1].number - spoilt[0] <= DIGESTS + 2, "it is noticed within some plans"
+    assert group.state() == ("waiting", reason)
+
+
+def test_a_fault_of_one_of_several_ranks_restarts_all_of_them():
+    group = busy_group()
+    group.run(5)
+    group.feed(Fault(group.plans[-1].epoch, 1, 101, "plan 7 came where 6 was expected"))
+    assert group.faults == [GroupFault(0, "rank 1: plan 7 came where 6 was expected")]
+    assert group.state()[0] == "waiting"
+    plans = len(group.plans)
+    group.tick()  # the old processes are still there, and say nothing new
+    assert len(group.plans) == plans and len(group.faults) == 1
+    group.now += ASK_AGAIN
+    group.tick()  # and if nobody hears that they should end, it is said again
+    assert len(group.plans) == plans and len(group.faults) == 2
+
+
+def test_requests_go_on_with_the_same_tokens_on_restarted_ranks():
+    def outputs(group: Group) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for row in group.rows:
+            found.setdefault(row.request_id, []).extend(unpack(row.ids).tolist())
+        return found
+
+    quiet = busy_group()
+    quiet.run()
+    group = busy_group()
+    group.run(30)
+    group.feed(Fault(group.plans[-1].epoch, 0, 100, "it is lost"))
+    group.ranks = [Rank(rank, 2) for rank in range(2)]
+    for rank in group.ranks:
+        hello = rank.core.hello
+        rank.core.hello = msgspec.structs.replace(hello, incarnation=hello.incarnation + 100)
+    group.tick()
+    group.tick()
+    group.run()
+    assert outputs(group) == outputs(quiet)
+
+
+def test_an_epoch_in_good_order_begins_anew_without_a_restart():
+    """Every rank computes all plans before the next Begin, so none waits for another."""
+    group = busy_group()
+    group.run(5)
+    group.hear(group.ranks[1].take(NewEpoch()))
+    assert group.faults == []
+    group.run()
+    group.tick()
+    group.run()
+    assert group.faults == [] and group.scheduler.stats()["epochs_total"] == 2
+    assert group.scheduler.idle()
+
+
+def test_ranks_that_have_computed_different_numbers_of_steps_are_restarted():
+    """Their collectives would never meet: one waits for what another computed long ago."""
+    group = Group()
+    group.feed(Fault(1, 1, 101, "asked for", orderly=True))
+    assert group.faults == []
+    epoch = group.scheduler._epochs.epoch
+    group.deaf = {0, 1}
+    group.feed(Tick())
+    group.feed(Ready(epoch + 1, 0, 100, steps=7))
+    assert group.faults == []
+    group.feed(Ready(epoch + 1, 1, 101, steps=8))
+    reason = "ranks have computed different numbers of steps: rank 0 7, rank 1 8"
+    assert group.faults == [GroupFault(0, reason)]
+
+
+def test_a_rank_that_does_not_answer_to_an_epoch_is_not_waited_for_for_ever():
+    group = Group()
+    group.deaf = {1}
+    group.feed(Fault(1, 0, 100, "asked for", orderly=True))
+    group.tick()
+    assert group.state()[0] == "waiting" and "asked for" in group.state()[1]
+    group.now += WATCHDOG - 1
+    group.tick()
+    assert group.faults == []
+    group.now += 2
+    group.tick()
+    assert [fault.reason for fault in group.faults] == ["rank 1 gave no answer to epoch 2"]
+
+
+def test_digests_that_leave_plans_out_are_no_agreement():
+    agreement = Agreement(2)
+    agreement.result(5)
+    with pytest.raises(Disagreement, match="rank 1 told of plan 1, 0 was expected"):
+        agreement.told(Digests(1, 1, 1, np.array([5], dtype="<u8").tobytes()))
+
+
+def test_a_rank_that_says_nothing_is_noticed():
+    agreement = Agreement(2)
+    with pytest.raises(Disagreement, match=f"rank 1 said nothing of {SILENT + 1} plans"):
+        for _ in range(SILENT + 1):
+            agreement.result(1)

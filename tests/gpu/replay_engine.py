@@ -1,0 +1,101 @@
+"""Records a batch through the offline class, then replays the engine's trace alone on its device.
+
+    python tests/gpu/replay_engine.py --config qwen3-0.6b --device cuda [--json OUT]
+
+Without flags it takes the demo model on the CPU. Greedy; further flags are settings. Prints how many
+tokens differ and where first, and both durations. Exits 0 if no token differs and the replay was at
+least as fast as the recording. Not a test: a tool beside the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from bench import offline, shapes, workload  # noqa: E402
+from bench.workload import Span  # noqa: E402
+from pipeinfer import LLM  # noqa: E402
+from pipeinfer import settings as config  # noqa: E402
+from replay.rebuild import rebuild  # noqa: E402
+from replay.recording import load_stage, warn_of_tail  # noqa: E402
+from replay.run import Run  # noqa: E402
+
+
+def record(folder: Path, options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, float]:
+    """Leaves traces in `folder`; seconds of both batches, and tokens of the large one."""
+    highest = offline.highest_id(settings)
+    spans = options.prompt_tokens, options.output_tokens
+    work = workload.uniform(options.requests, *spans, highest, options.work_seed)
+    warm = workload.uniform(min(options.requests, 16), Span(16, 64), Span(4, 8), highest, -1)
+    with LLM(**settings, record=str(folder)) as llm:
+        warmed = offline.measure(llm, warm, options.temperature)
+        measured = offline.measure(llm, work, options.temperature)
+    return {
+        "warm_seconds": warmed.seconds,
+        "batch_seconds": measured.seconds,
+        "tokens_per_s": work.output_tokens / measured.seconds,
+    }
+
+
+def replay(trace: Path) -> dict[str, Any]:
+    """Everything that the engine computed, again, without any other stage."""
+    recording = load_stage(trace, "engine")
+    warn_of_tail(recording)
+    rebuilt = rebuild(recording, "", {})
+    for warning in rebuilt.warnings:
+        print(f"warning: {warning}")
+    choices = argparse.Namespace(all=True, halt=False, until=None, realtime=False, json=False)
+    player = Run(recording, rebuilt, choices, print)
+    code = player.run()
+    first = player.tally.first
+    return {
+        "code": code,
+        "tokens": player.tally.tokens,
+        "wrong_tokens": player.tally.wrong,
+        "wrong_requests": len(player.tally.requests),
+        "first_difference": None if first is None else first.as_json(),
+        "replay_seconds": player.seconds,
+    }
+
+
+def main() -> int:
+    """The exit code: 0, or 1 if tokens differ or the replay was slower."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--config", metavar="SHAPE", help="random weights of that shape")
+    add("--requests", type=int, default=256)
+    add("--prompt-tokens", type=Span.parse, default=Span(100, 1024), metavar="LOW:HIGH")
+    add("--output-tokens", type=Span.parse, default=Span(100, 1024), metavar="LOW:HIGH")
+    add("--temperature", type=float, default=0.0)
+    add("--work-seed", type=int, default=0)
+    add("--json", type=Path, metavar="OUT")
+    options, rest = parser.parse_known_args()
+    settings = dict(config.parse_flags(rest))
+    with tempfile.TemporaryDirectory(prefix="pipeinfer-replay-") as temporary:
+        if options.config:
+            model = shapes.write_folder(Path(temporary, "model"), shapes.shape(options.config))
+            settings |= {"model": str(model), "load_format": settings.get("load_format", "dummy")}
+        numbers: dict[str, Any] = record(Path(temporary), options, settings)
+        [trace] = Path(temporary).glob("engine-*.pitrace")
+        numbers |= {"trace_bytes": trace.stat().st_size} | replay(trace)
+    recorded = numbers["warm_seconds"] + numbers["batch_seconds"]
+    faster = numbers["replay_seconds"] <= recorded
+    print(
+        f"recorded in {recorded:.2f} s ({numbers['tokens_per_s']:,.0f} tokens/s), replayed in "
+        f"{numbers['replay_seconds']:.2f} s: {recorded / numbers['replay_seconds']:.3f} times as "
+        f"fast; {numbers['wrong_tokens']} of {numbers['tokens']} tokens differ"
+    )
+    if options.json:
+        options.json.write_text(json.dumps(numbers, indent=2) + "\n")
+    return 0 if numbers["code"] == 0 and faster else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""A pipeline on keyed tcp under attack on every port: it serves on, stays small and logs little."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+
+from pipeinfer.bus import addresses, frames, keys
+from pipeinfer.bus.frames import Header
+from pipeinfer.messages import PROTOCOL, Abort
+from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.topology import Topology
+from pipeinfer.settings import Settings
+from servers import Server
+
+ATTACK = 1.5  # seconds
+GROWTH = 150 << 20  # bytes that a stage may be larger afterwards, besides what it always needs
+LINES = 20  # of log for an attack on all ports: four kinds of bad frames at five stages
+
+
+def topology(folder: Path) -> Topology:
+    keys.create(folder / "keys", keys.DEFAULT)
+    with zmq.Context() as context, context.socket(zmq.PULL) as probe:
+        first = probe.bind_to_random_port("tcp://127.0.0.1", 20_000, 60_000)
+    local = topologies.local(Settings(), "ipc:///x/")
+    entries = (
+        topologies.Entry(e.name, f"tcp://127.0.0.1:{first + 1 + 4 * n}")
+        for n, e in enumerate(local.entries)
+    )
+    return Topology(tuple(entries), {"kv_pages": 500, "threads": 1}, keys=str(folder / "keys"))
+
+
+class Victim:
+    """A server on tcp with keys, its ports, and its processes."""
+
+    def __init__(self, place: Topology, server: Server) -> None:
+        self.place, self.server = place, server
+        self.pids = self._pids()
+        self.sizes = self._sizes()
+        self.lines = len(server.log)
+
+    def _pids(self) -> dict[str, int]:
+        return {stage["name"]: stage["pid"] for stage in self.server.health()["stages"]}
+
+    def _sizes(self) -> dict[str, int]:
+        return {name: psutil.Process(pid).memory_info().rss for name, pid in self.pids.items()}
+
+    def ports(self) -> list[int]:
+        """Every port that listens: inboxes, telemetry, and the scheduler's plans."""
+        found = []
+        for entry in self.place.entries:
+            for name in ("inbox", "telemetry", *["plan"] * (entry.name == "scheduler")):
+                found.append(int(addresses.derive(entry.address, name).rsplit(":", 1)[1]))
+        return found
+
+    def answers(self) -> None:
+        body = {"prompt": "count from 1 to 5", "max_tokens": 5, "temperature": 0}
+        status, answer = self.server.post("/v1/completions", body)
+        assert status == 200, answer
+
+    def unharmed(self) -> None:
+        assert self._pids() == self.pids
+        assert {s["state"] for s in self.server.health()["stages"]} == {"ready"}
+        grown = {n: size - self.sizes[n] for n, size in self._sizes().items()}
+        assert max(grown.values()) < GROWTH, grown
+        said = self.server.log[self.lines :]
+        assert len(said) <= LINES, "\n".join(said)
+        assert max(map(len, said), default=0) < 2_000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("flood")
+    place = topology(folder)
+    file = folder / "pipeinfer.toml"
+    file.write_text(place.to_toml())
+    with Server("--topology", str(file)) as running:
+        running.post("/v1/completions", {"prompt": "warm", "max_tokens": 5})
+        yield place, running
+
+
+@pytest.fixture
+def victim(server):
+    return Victim(*server)
+
+
+def attack(victim: Victim, one: Callable[[int, float], None]) -> None:
+    """`one(port, until)` on every port at once, while requests are answered."""
+    until = time.monotonic() + ATTACK
+    threads = [threading.Thread(target=one, args=(port, until)) for port in victim.ports()]
+    for thread in threads:
+        thread.start()
+    while time.monotonic() < until:
+        victim.answers()
+    for thread in threads:
+        thread.join()
+    victim.answers()
+    victim.unharmed()
+
+
+def test_garbage_bytes_and_connections_that_say_nothing(victim):
+    def one(port: int, until: float) -> None:
+        noise = random.Random(port)
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+        # Like a peer of today for as long as it takes to be believed, then garbage.
+        starts = [b"", b"\xff", b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE", b"GET / HTTP/1.1\r\n"]
+        while time.monotonic() < until:
+            with socket.create_connection(("127.0.0.1", port)) as raw:
+                try:
+                    raw.sendall(noise.choice(starts) + noise.randbytes(50_000))
+                except OSError:
+                    continue  # hung up on, as it should be
+        for raw in silent:
+            raw.close()
+
+    attack(victim, one)
+
+
+def test_wrong_keys_get_in_nowhere(victim):
+    ours = keys.load_public(Path(victim.place.keys), keys.DEFAULT)
+    before = _sums(victim, "bad_frames")
+
+    def one(port: int, until: float) -> None:
+        with zmq.Context() as context:
+            while time.monotonic() < until:
+                made = context.socket(zmq.PUSH if port % 2 else zmq.SUB)
+                made.linger, made.sndhwm = 0, 100
+                for key in (ours, zmq.curve_keypair()[0]):
+                    made.curve_serverkey = key
+                    made.curve_publickey, made.curve_secretkey = zmq.curve_keypair()
+                    made.connect(f"tcp://127.0.0.1:{port}")
+                if made.type == zmq.PUSH:
+                    for _ in range(50):
+                        made.send_multipart([b"requests", b"x" * 1000, b"y" * 1000], zmq.NOBLOCK)
+                time.sleep(0.05)
+                made.close()
+
+    attack(victim, one)
+    assert _sums(victim, "bad_frames") == before
+    refused = [line for line in victim.server.log if "handshakes refused" in line]
+    stages = {line.split()[2] for line in refused}
+    assert len(refused) == len(stages), "more than one line of a stage within a minute"
+    assert len(stages) == len(victim.place.entries)
+
+
+def test_floods_of_bad_frames_by_somebody_with_the_key(victim):
+    """Of another version, of no channel, too short, too long; what cannot be read waits outside."""
+    pair = keys.load_pair(Path(victim.place.keys), keys.DEFAULT)
+    old = frames.encode("work", Header(PROTOCOL - 1, "old", 1, 0, 0.0), Abort("r", 1))
+    kinds = [old, [b"x" * 10_000, b"", b""], [b"work"] * 50, [b"plan", b"\xc1", b"z" * 100_000]]
+    before = _sums(victim, "bad_frames")
+
+    def one(port: int, until: float) -> None:
+        with zmq.Context() as context, context.socket(zmq.PUSH) as made:
+            made.linger, made.sndhwm = 0, 1_000
+            made.curve_serverkey = pair.public
+            made.curve_publickey, made.curve_secretkey = pair.public, pair.secret
+            made.connect(f"tcp://127.0.0.1:{port}")
+            number = 0
+            while time.monotonic() < until:
+                if made.poll(100, zmq.POLLOUT):
+                    made.send_multipart(kinds[number % len(kinds)], zmq.NOBLOCK)
+                    number += 1
+                if number % 100 == 0:
+                    time.sleep(0.001)  # the machine has other things to do as well
+
+    attack(victim, one)
+    assert _sums(victim, "bad_frames") > before + 1_000
+    said = "\n".join(victim.server.log)
+    assert f"old speaks protocol {PROTOCOL - 1}, this process {PROTOCOL}" in said
+
+
+def _sums(victim: Victim, statistic: str) -> float:
+    """Of all stages, by their own heartbeats."""
+    from pipeinfer.bus.caller import Caller
+
+    with zmq.Context() as context, Caller(victim.place, context) as caller:
+        for stage in victim.place.ids():
+            caller.listen(stage)
+        found: dict[str, float] = {}
+        deadline = time.monotonic() + 20
+        while len(found) < len(victim.place.entries) and time.monotonic() < deadline:
+            for header, message in caller.hear(1.0):
+                if hasattr(message, "stats"):
+                    found[header.sender] = message.stats[statistic]
+    assert len(found) == len(victim.place.entries)
+    return sum(found.values())

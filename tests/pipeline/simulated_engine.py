@@ -1,0 +1,103 @@
+"""The real engine core and its real memory, on a device whose KV are the tokens themselves.
+
+A page that is read where another was meant changes the token that is sampled. Steps compute in
+order, when they are handed over; that they have ended is told later, as a message of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from pipeinfer.core import LOCAL, Send
+from pipeinfer.engine.core import Compute, EngineCore
+from pipeinfer.engine.step import LAST_TOKEN, Step
+from pipeinfer.events import StepDone
+from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.messages import PROTOCOL, Hello, Message, pack
+from scheduler.model_engine import next_token, suppressed
+
+PAGES, PAGE_SIZE, SLOTS, LONGEST = 60, 4, 6, 10_000
+POISON = 49  # no engine survives computing it as a first token
+
+
+class TokenDevice:
+    """Samples `next_token` of all tokens that it finds in a row's pages."""
+
+    def __init__(self) -> None:
+        self._kv = np.full((PAGES + 1, PAGE_SIZE), -1)
+        self._last = np.full(SLOTS, -1)
+
+    def run(self, step: Step) -> list[int]:
+        """The ids of the rows that sample, in order."""
+        ids: list[int] = []
+        taken = 0
+        for row, (slot, start, count) in enumerate(
+            zip(step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True)
+        ):
+            tokens = step.tokens[taken : taken + count]
+            taken += count
+            at = np.arange(start + count)
+            places = step.pages[row][at // PAGE_SIZE], at % PAGE_SIZE
+            assert (places[0] > 0).all(), "the dummy page is nobody's"
+            here = places[0][start:], places[1][start:]
+            self._kv[here] = np.where(tokens == LAST_TOKEN, self._last[slot], tokens)
+            if step.samples[row]:
+                token = next_token(self._kv[places].tolist())
+                never = step.sampling.suppress[step.sampling.suppress[:, 0] == len(ids), 1]
+                ids.append(suppressed(token, frozenset(never.tolist())))
+                self._last[slot] = ids[-1]
+        return ids
+
+
+class EngineNode:
+    """One engine process. `done`: ends of steps that its core has not heard of yet.
+
+    `crashed`: it computed a poisoned request, and must be killed before anybody hears of it.
+    """
+
+    def __init__(self, incarnation: int, group: int) -> None:
+        self._memory = MemoryManager(PAGES + 1, PAGE_SIZE, SLOTS, LONGEST)
+        hello = Hello(
+            PROTOCOL, "test", 0, 1, incarnation, "model", PAGE_SIZE, PAGES, SLOTS, LONGEST, "none"
+        )
+        self.core = EngineCore(hello, f"scheduler-{group}", self._memory)
+        self._device = TokenDevice()
+        self.done: deque[StepDone] = deque()
+        self.crashed = False
+
+    def handle(self, event: Message, now: float) -> list[Send]:
+        """As a core does, but the device's part is done here."""
+        sends: list[Send] = []
+        for send in self.core.handle(event, now):
+            if send.channel == LOCAL:
+                assert isinstance(send.message, Compute)
+                self._compute(send.message.step)
+            else:
+                sends.append(send)
+        self._memory.check_integrity()
+        return sends
+
+    def _compute(self, step: Step) -> None:
+        firsts = np.cumsum(step.counts) - step.counts
+        if ((step.starts == 0) & (step.tokens[firsts] == POISON)).any():
+            self.crashed = True
+            return
+        ids = self._device.run(step)
+        self.done.append(StepDone(step.epoch, step.number, pack(ids)))
+
+    def idle(self) -> bool:
+        return self.core.idle()
+
+    def state(self) -> tuple[str, str]:
+        return self.core.state()
+
+    def stats(self) -> dict[str, float]:
+        return self.core.stats()
+
+    def check_empty(self) -> None:
+        """Nobody holds a slot, and every page is free or may be evicted."""
+        stats = self.core.stats()
+        assert stats["slots_used"] == stats["steps_in_flight"] == 0, stats
+        assert stats["pages_free"] + stats["pages_evictable"] == PAGES, stats

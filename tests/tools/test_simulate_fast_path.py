@@ -1,0 +1,65 @@
+"""The fast path decides what the server's whole cores decide, at the same virtual times."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bench.workload import Span
+from simulate import workloads
+from simulate.arrivals import Arrival
+from simulate.deployment import Deployment
+from simulate.folded import FoldedGroup
+from simulate.stepwise import StepwiseGroup
+from simulated_clusters import MODEL, arrivals, deployments, tallied
+
+JITTERY = msgspec.structs.replace(MODEL, jitter=(0.7, 0.9, 1.4))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    deployments(),
+    arrivals(),
+    st.sampled_from(("prefix", "least-loaded", "round-robin")),
+    st.integers(1, 3),
+)
+def test_fast_path_equals_the_whole_cores(deployment, arriving, policy, groups):
+    where = policy, groups, JITTERY
+    fast = tallied(FoldedGroup, deployment, arriving, *where)
+    whole = tallied(StepwiseGroup, deployment, arriving, *where)
+    assert fast.comparable() == whole.comparable()
+
+
+def test_fast_path_equals_the_whole_cores_while_memory_is_short():
+    """Eight long answers in a pool for three: preempted again and again, some of them folded."""
+    deployment = Deployment(pages=60, page_size=4, max_model_len=200, max_running=8)
+    arriving = [Arrival(n, 0.01 * n, np.full(10 + n, n, np.int32), 80) for n in range(8)]
+    fast = tallied(FoldedGroup, deployment, arriving)
+    whole = tallied(StepwiseGroup, deployment, arriving)
+    assert whole.groups[0].preemptions > 0 and whole.groups[0].finished == 8
+    assert fast.comparable() == whole.comparable()
+
+
+def test_fast_path_equals_the_whole_cores_on_shared_prefixes_that_are_evicted():
+    deployment = Deployment(pages=400, max_model_len=1000, max_running=16, max_step_tokens=512)
+    arriving = list(workloads.shared(40.0, 150, 6, 320, Span(5, 60), Span(20, 90), 1))
+    for policy in ("prefix", "least-loaded", "round-robin"):
+        fast = tallied(FoldedGroup, deployment, arriving, policy, 4)
+        whole = tallied(StepwiseGroup, deployment, arriving, policy, 4)
+        assert 0 < sum(group.cached for group in whole.groups)
+        assert fast.comparable() == whole.comparable()
+
+
+def test_decodes_are_folded():
+    """Else the fast path would be as slow as what it is compared with."""
+    deployment = Deployment(max_running=32)
+    tally = tallied(FoldedGroup, deployment, [])
+    group = FoldedGroup(0, deployment, MODEL, tally)
+    for number in range(20):
+        group.submit(Arrival(number, 0.0, np.full(9, number, np.int32), 100), 0.0)
+    group.run_until(0.06)
+    assert len(group._cohort) == 20
+    group.run_until(float("inf"))
+    assert len(group._cohort) == 0 and len(group.ended) == 20

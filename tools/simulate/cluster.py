@@ -1,0 +1,100 @@
+"""Many groups behind the server's own router, in virtual time.
+
+Between two arrivals groups do not know of each other, so each runs by itself until the next one.
+Knows no scheduler, no memory and no model: groups are behind a small interface.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from pipeinfer.messages import Heartbeat
+from pipeinfer.runtime.shell import HEARTBEAT
+from pipeinfer.tokenizer.group_watch import GroupWatch
+from pipeinfer.tokenizer.routing import Router
+from simulate.arrivals import Arrival
+
+FOREVER = float("inf")
+
+
+class Group(Protocol):
+    """A scheduler and its engine. `ended`: ids of requests that ended since somebody cleared it."""
+
+    ended: list[str]
+
+    @property
+    def next_at(self) -> float:
+        """When something happens next by itself; infinite when nothing is under way."""
+        ...
+
+    def submit(self, arrival: Arrival, now: float) -> None:
+        """A request comes; the group has run until `now`."""
+        ...
+
+    def run_until(self, until: float) -> None:
+        """Everything that happens by itself up to `until`, included."""
+        ...
+
+    def stats(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Of the scheduler and of the engine, under the names in their heartbeats."""
+        ...
+
+
+class Cluster:
+    """`groups` behind `router`, which hears of them by heartbeats as often as in a server."""
+
+    def __init__(self, groups: Sequence[Group], router: Router) -> None:
+        self._groups, self._router = groups, router
+        self._watch = GroupWatch()
+        self._due: list[tuple[float, int]] = []  # a group stands here while something is under way
+        self._active: set[int] = set(range(len(groups)))  # ran since their last heartbeat
+        self._beat_at = 0.0
+
+    def run(self, arrivals: Iterable[Arrival]) -> None:
+        """All `arrivals`, which come in the order of their times, to their ends."""
+        for arrival in arrivals:
+            while self._beat_at <= arrival.at:
+                self._advance(self._beat_at)
+                self._beat()
+            self._advance(arrival.at)
+            chosen = self._router.choose(arrival.id, arrival.prompt, arrival.output, "")
+            idle = self._groups[chosen].next_at == FOREVER
+            self._groups[chosen].submit(arrival, arrival.at)
+            self._collect(chosen)
+            if idle:
+                self._wait_for(chosen)
+        self._advance(FOREVER)
+
+    def _advance(self, until: float) -> None:
+        due = self._due
+        while due and due[0][0] <= until:
+            index = heapq.heappop(due)[1]
+            self._groups[index].run_until(until)
+            self._collect(index)
+            self._wait_for(index)
+
+    def _wait_for(self, index: int) -> None:
+        at = self._groups[index].next_at
+        if at < FOREVER:
+            heapq.heappush(self._due, (at, index))
+
+    def _collect(self, index: int) -> None:
+        self._active.add(index)
+        ended = self._groups[index].ended
+        for request_id in ended:
+            self._router.ended(request_id)
+        ended.clear()
+
+    def _beat(self) -> None:
+        """Heartbeats of all groups that did something since the last ones."""
+        for index in sorted(self._active):
+            scheduler, engine = self._groups[index].stats()
+            for name, stats in (("engine", engine), ("scheduler", scheduler)):
+                beat = Heartbeat(f"{name}-{index}", name, index, 0, 0, 0, 1, "ready", "", stats)
+                report = self._watch.heartbeat(beat, self._beat_at)
+                if report is not None:
+                    self._router.report(index, report)
+        self._active.clear()
+        self._beat_at += HEARTBEAT

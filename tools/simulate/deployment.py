@@ -1,0 +1,42 @@
+"""What one simulated group is: its scheduler's settings and its engine's memory.
+
+Knows names and numbers only; they mean what the settings of the same names mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeinfer.messages import PROTOCOL, Hello
+from pipeinfer.scheduler.options import SchedulerOptions
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One group. `pages` can hold tokens (the dummy page comes on top); the watchdog is off, for
+    nothing hangs in virtual time."""
+
+    pages: int = 20_000
+    page_size: int = 16
+    max_model_len: int = 32_768
+    max_running: int = 256
+    max_step_tokens: int = 2048
+    mixed_step_tokens: int = 0
+    policy: str = "mixed"
+    overlap_depth: int = 2
+    cache: str = "radix"
+
+    @property
+    def options(self) -> SchedulerOptions:
+        return SchedulerOptions(
+            self.policy, self.overlap_depth, self.max_running, self.max_step_tokens, float("inf"),
+            mixed_step_tokens=self.mixed_step_tokens,
+        )  # fmt: skip
+
+    @property
+    def hello(self) -> Hello:
+        """What an engine of this shape would say."""
+        return Hello(
+            PROTOCOL, "simulated", 0, 1, 1, "simulated", self.page_size, self.pages,
+            self.max_running, self.max_model_len, "none",
+        )  # fmt: skip

@@ -1,0 +1,408 @@
+"""One group, fast: the server's own planner, policy, queue and prefix cache, with decodes folded.
+
+Equal to stepwise.py, which it is tested against, but without messages, page numbers, and a walk
+over requests that merely decode. Messages take no time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from pipeinfer.messages import Work
+from pipeinfer.params import SamplingParams
+from pipeinfer.scheduler import policies
+from pipeinfer.scheduler.flights import Flights
+from pipeinfer.scheduler.limits import TooLong, max_total
+from pipeinfer.scheduler.options import DEFAULT_STEP_TOKENS
+from pipeinfer.scheduler.planner import DEFERRALS, Planner
+from pipeinfer.scheduler.request import Request
+from pipeinfer.scheduler.slots import Slots
+from simulate.arrivals import Arrival
+from simulate.cohort import Cohort
+from simulate.deployment import Deployment
+from simulate.device import Device
+from simulate.pages import PageCounts
+from simulate.seats import Life, Row, Seat, Seats
+from simulate.step_model import StepModel
+from simulate.tally import Tally
+
+# With nothing to admit and no prompt half-computed, a step of these is decode_all() and no more.
+PLAIN = frozenset({"mixed", "prefill-first"})
+WORTH = 4  # steps: a request that ends sooner is not folded
+PAUSE = 16  # steps of decodes without folding after memory was short
+NO_PARAMS = SamplingParams()
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A step whose result is under way; it ends at `ends`. decodes: it is a step of decodes,
+    `folded` of them the cohort's. free, evictable: pages after its plan."""
+
+    number: int
+    rows: dict[Seat, Row]
+    decodes: bool
+    folded: int
+    ends: float
+    free: int
+    evictable: int
+
+
+class _Flights:
+    """Stands in for scheduler/flights.py where the planner uses it: keeps the rows of a plan."""
+
+    def __init__(self, flights: deque[Flight]) -> None:
+        self.rows: list[tuple[Request, int]] = []
+        self._flights = flights
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def launch(self, _number: int, rows: list[tuple[Request, int]], _now: float) -> int:
+        self.rows = rows
+        return 0
+
+
+class FoldedGroup:
+    """See cluster.Group."""
+
+    def __init__(self, index: int, deployment: Deployment, model: StepModel, tally: Tally) -> None:
+        options, self._shape = deployment.options, deployment.hello
+        self.ended: list[str] = []
+        self._index, self._tally, self._device = index, tally, Device(model, index)
+        self._counts = tally.groups[index]
+        self._lives: dict[str, Life] = {}
+        self._arrivals = 0
+        self._in_flight: deque[Flight] = deque()
+        self._admitted: deque[tuple[Flight, list[tuple[Seat, int]]]] = deque()
+        self._seats = Seats(self._lives)
+        self._launched = _Flights(self._in_flight)
+        self._planner = Planner(options)
+        self._planner.slots = cast(Slots, self._seats)
+        self._planner.flights = cast(Flights, self._launched)
+        self._planner.begin(self._shape)
+        self._memory = PageCounts(deployment.pages, deployment.page_size, deployment.cache)
+        self._cohort = Cohort(deployment.page_size)
+        self._depth = options.overlap_depth
+        self._budget = options.max_step_tokens or DEFAULT_STEP_TOKENS
+        self._plain = options.policy in PLAIN
+        self._may_fold = options.policy in policies.POLICIES
+        self._fold_from = 0  # the step of decodes from which on requests are folded
+        self._last = 0.0  # when the latest step of decodes ended
+        # What the planner sees in place of folded requests: one that needs a page, one that does
+        # not. The same object stands for many.
+        self._needy, self._content = _stand_in(0), _stand_in(1)
+
+    @property
+    def next_at(self) -> float:
+        return self._in_flight[0].ends if self._in_flight else float("inf")
+
+    def stats(self) -> tuple[dict[str, float], dict[str, float]]:
+        memory, running = self._memory, len(self._seats.running)
+        walked = sum([life.request.left for life in self._lives.values() if not life.folded])
+        scheduler: dict[str, float] = {
+            "running": running,
+            "waiting": len(self._lives) - running,
+            "tokens_left": walked + self._cohort.left,
+            "epochs_total": 1,
+        }
+        engine: dict[str, float] = {
+            "pages_total": memory.total,
+            "pages_evicted": memory.evicted,
+            "page_tokens": memory.page_size,
+        }
+        return scheduler, engine
+
+    def submit(self, arrival: Arrival, now: float) -> None:
+        self._arrivals += 1
+        request = _request(arrival, self._arrivals)
+        try:
+            request.max_total = max_total(request, self._shape)
+        except TooLong:
+            self._counts.refused += 1
+            self.ended.append(arrival.id)
+            return
+        self._lives[arrival.id] = Life(arrival, request)
+        self._planner.enqueue(request)
+        self._pump(now)
+
+    def run_until(self, until: float) -> None:
+        flights = self._in_flight
+        while flights and flights[0].ends <= until:
+            flight = flights.popleft()
+            self._land(flight)
+            self._pump(flight.ends)
+
+    # ------------------------------------------------------------------------------------- results
+
+    def _land(self, flight: Flight) -> None:
+        now = flight.ends
+        self._seats.credits.report(flight.number, flight.free, flight.evictable)
+        finished = [row for row in flight.rows.values() if self._land_row(row, now)]
+        if flight.decodes:
+            if flight.folded:
+                self._tally.gap(now - self._last, flight.folded)
+            self._cohort.landed += 1
+            self._last = now
+        # In the order of the plan's rows: decodes first.
+        finished.sort(key=lambda row: (not row.decode, row.seat.place))
+        for row in finished:
+            self._finish(row.seat, now)
+
+    def _land_row(self, row: Row, now: float) -> bool:
+        """True if its request ends with it; see Flights.land and SchedulerCore._accept."""
+        seat, request = row.seat, row.seat.request
+        request.pending -= 1
+        if request.done or request.admission != seat.admission:
+            return False
+        if request.slot >= 0:
+            request.confirm(row.end)
+            request.deferrals = request.deferrals + 1 if row.deferred else 0
+        if not row.samples:
+            return False
+        life = seat.life
+        if request.outputs:
+            self._tally.gap(now - life.last)
+        else:
+            size, since = len(life.arrival.prompt), now - life.arrival.at
+            self._tally.started(self._index, since, size, max(request.cached, 0))
+        life.last = now
+        request.outputs.append(0)
+        return request.length >= request.max_total
+
+    def _finish(self, seat: Seat, now: float) -> None:
+        request, arrival = seat.request, seat.life.arrival
+        self._tally.ended(self._index, now - arrival.at, len(request.outputs), now)
+        request.done = True
+        del self._lives[request.id]
+        self.ended.append(request.id)
+        self._planner.drop(request)
+
+    # --------------------------------------------------------------------------------------- plans
+
+    def _pump(self, now: float) -> None:
+        """As SchedulerCore does: plans while it may, and hears at once of what was admitted."""
+        while True:
+            while len(self._in_flight) < self._depth and self._publish(now):
+                pass
+            if not self._admitted:
+                return
+            flight, hits = self._admitted.popleft()
+            self._seats.credits.report(flight.number, flight.free, flight.evictable)
+            for seat, cached in hits:
+                request = seat.request
+                if request.slot >= 0 and request.admission == seat.admission:
+                    request.hit = cached
+                    request.cached = cached if request.cached < 0 else request.cached
+                    request.rebase(cached)
+
+    def _publish(self, now: float) -> bool:
+        """Plans one step; False if there is nothing to do."""
+        self._unfold(self._cohort.due())
+        decodes = self._decodes()
+        if decodes is None:
+            self._unfold(self._cohort.everybody())
+            self._fold_from = self._cohort.planned + PAUSE
+        elif self._plain and self._nothing_but_decodes():
+            return self._publish_decodes(decodes, now)
+        return self._publish_planned(now)
+
+    def _decodes(self) -> list[Seat] | None:
+        """Those of the next step that are not folded; None if the planner must see everybody."""
+        slots, cohort = self._seats, self._cohort
+        decodes: list[Seat] = []
+        pages, size = cohort.pages, self._memory.page_size
+        for seat in slots.running.hot:
+            request = seat.request
+            if request.deferrals >= DEFERRALS:
+                return None
+            if request.known <= request.projected and request.projected + 1 < request.max_total:
+                decodes.append(seat)
+                pages += request.projected % size == 0
+        available = slots.credits.available + slots.released_pages
+        if max(pages, 1) > available or len(cohort) + len(decodes) > self._budget:
+            return None
+        return decodes
+
+    def _nothing_but_decodes(self) -> bool:
+        running = self._seats.running
+        if len(self._lives) > len(running) and self._seats.free:
+            return False
+        return not any(seat.request.prefilling for seat in running.hot)
+
+    def _publish_decodes(self, decodes: list[Seat], now: float) -> bool:
+        """What the planner would do, with less ado."""
+        slots = self._seats
+        if not decodes and not len(self._cohort) and not slots.releasing:
+            return False
+        size = self._memory.page_size
+        pages = self._cohort.pages - slots.released_pages
+        rows: list[Row] = []
+        for seat in decodes:
+            pages += seat.request.projected % size == 0
+            seat.request.take(1)
+            rows.append(Row(seat, 1, True))
+        planner = self._planner
+        number = planner._number
+        planner._number += 1
+        slots.credits.plan(number, pages)
+        self._carry_out(number, slots.publish(), (), rows, len(self._cohort) > 0, now)
+        return True
+
+    def _publish_planned(self, now: float) -> bool:
+        """One plan of the real planner."""
+        cohort, running = self._cohort, self._seats.running
+        needy = cohort.pages
+        running.folded = [self._needy] * needy + [self._content] * (len(cohort) - needy)
+        plan = self._planner.plan(0, now)
+        if plan is None:
+            return False
+        rows: list[Row] = []
+        folded = False
+        for request, count in self._launched.rows:
+            if request is self._needy or request is self._content:
+                folded = True
+                continue
+            seat = running.seats[request.id]
+            rows.append(Row(seat, count, request.projected >= request.known))
+            request.take(count)
+        releases = cast("Sequence[tuple[Seat, int]]", plan.releases)
+        admits = cast("Sequence[Seat]", plan.admits)
+        self._carry_out(plan.number, releases, admits, rows, folded, now)
+        self._counts.preemptions = self._planner.counts["preemptions"]
+        return True
+
+    def _carry_out(
+        self,
+        number: int,
+        releases: Sequence[tuple[Seat, int]],
+        admits: Sequence[Seat],
+        rows: list[Row],
+        folded: bool,
+        now: float,
+    ) -> None:
+        """The engine's part: pages, then the device. `folded`: the cohort is in the step."""
+        memory, cohort = self._memory, self._cohort
+        memory.begin(releases, number)
+        hits = [(seat, memory.admit(seat, number)) for seat in admits]
+        pages = memory.needed(rows) + (cohort.pages if folded else 0)
+        if not memory.fits(pages):
+            if folded:
+                rows = self._unfold_into(rows)
+                folded = False
+                memory.needed(rows)
+            pages = memory.defer(rows)
+        if pages:
+            memory.take(pages)
+        memory.advance(rows)
+        flight = self._launch(number, rows, folded, now)
+        self._in_flight.append(flight)
+        if hits:
+            self._admitted.append((flight, hits))
+        self._keep_runs(rows)
+        if flight.decodes:
+            cohort.advance()
+            if self._may_fold and cohort.planned >= self._fold_from:
+                self._fold()
+
+    def _launch(self, number: int, rows: list[Row], folded: bool, now: float) -> Flight:
+        cohort, counts = self._cohort, self._counts
+        many = len(cohort) if folded else 0
+        singles, contexts = many, cohort.contexts + many if folded else 0
+        tokens = pairs = 0
+        decodes = folded
+        for row in rows:
+            decodes = decodes or row.decode
+            if row.count == 1:
+                singles += 1
+                contexts += row.start + 1
+            elif row.count:
+                tokens += row.count
+                pairs += row.count * row.start + row.count * (row.count + 1) // 2
+        ends = self._device.run(now, singles, contexts, tokens, pairs)
+        counts.steps += singles + tokens > 0
+        counts.prefill += tokens
+        counts.decode += singles
+        counts.busy = self._device.busy
+        memory = self._memory
+        by_seat = {row.seat: row for row in rows}
+        return Flight(number, by_seat, decodes, many, ends, memory.free, memory.cache.evictable)
+
+    # ------------------------------------------------------------------------------------- folding
+
+    def _keep_runs(self, rows: list[Row]) -> None:
+        """Notes whose run of decodes goes on with the step that is launched."""
+        step = self._cohort.planned
+        for row in rows:
+            seat = row.seat
+            if not (row.decode and row.count == 1 and row.samples):
+                seat.next = -1
+                continue
+            if seat.next != step:
+                seat.since = step
+            seat.next = step + 1
+
+    def _fold(self) -> None:
+        """Takes those into the cohort that have been in every step of decodes for a while, all
+        steps in flight included, so that nothing about them is pending but tokens."""
+        cohort, running = self._cohort, self._seats.running
+        stay: list[Seat] = []
+        for seat in running.hot:
+            request = seat.request
+            if (
+                seat.next == cohort.planned
+                and cohort.planned - seat.since > self._depth + 1
+                and request.max_total - request.projected > WORTH
+                and request.deferrals == 0
+                and request.computed >= request.known
+                and seat.computed == request.projected
+                and seat.life.last == self._last
+            ):
+                for flight in self._in_flight:
+                    if flight.rows.pop(seat, None) is not None:
+                        flight.folded += 1
+                cohort.join(seat)
+            else:
+                stay.append(seat)
+        running.hot = stay
+
+    def _unfold(self, seats: list[Seat]) -> None:
+        """They are walked again from now on, and so are their rows in flight."""
+        if not seats:
+            return
+        cohort, running = self._cohort, self._seats.running
+        flying = [flight for flight in self._in_flight if flight.decodes]
+        for seat in seats:
+            for flight, row in zip(flying, cohort.leave(seat), strict=True):
+                flight.rows[seat] = row
+                flight.folded -= 1
+            seat.life.last = self._last
+        running.hot = sorted((*running.hot, *seats), key=lambda seat: seat.place)
+
+    def _unfold_into(self, rows: list[Row]) -> list[Row]:
+        """The cohort's rows of the step that is about to be launched, one by one, in the plan's
+        order: decodes by admission, then the rest."""
+        seats = self._cohort.everybody()
+        self._unfold(seats)
+        self._fold_from = self._cohort.planned + PAUSE
+        for seat in seats:
+            seat.request.take(1)
+        every = [row for row in rows if row.decode] + [Row(seat, 1, True) for seat in seats]
+        every.sort(key=lambda row: row.seat.place)
+        return every + [row for row in rows if not row.decode]
+
+
+def _stand_in(projected: int) -> Request:
+    work = Work("folded", 1, 0, 0, b"", NO_PARAMS, 0)
+    endless = 1 << 60
+    return Request(work, 0, float("inf"), endless, slot=0, projected=projected)
+
+
+def _request(arrival: Arrival, place: int) -> Request:
+    """As request.from_work would make it; nobody asks for its prompt's ids, only how many."""
+    params = SamplingParams(temperature=0.0, max_tokens=arrival.output, ignore_eos=True)
+    work = Work(arrival.id, 1, 0, 0, b"", params, 0)
+    prompt: Any = range(len(arrival.prompt))
+    return Request(work, place, float("inf"), prompt=prompt)

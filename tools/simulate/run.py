@@ -1,0 +1,113 @@
+"""`run`: the same arrivals through a cluster, once for each routing policy.
+
+Knows what to simulate; how is in cluster.py and folded.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from bench.workload import Span
+from pipeinfer.settings import ConfigurationError
+from pipeinfer.tokenizer.routing import POLICIES, Router
+from simulate import metrics, plot, step_model, workloads
+from simulate.arrivals import Arrival
+from simulate.cluster import Cluster
+from simulate.deployment import Deployment
+from simulate.folded import FoldedGroup
+from simulate.step_model import StepModel
+from simulate.stepwise import StepwiseGroup
+from simulate.tally import GroupTally, Tally
+
+SHARED = Span(50, 150)  # tokens behind a shared prefix
+WORKLOADS = ("poisson", "batch", "prefixes", "trace")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command; a group's are named as the server's."""
+    add = parser.add_argument
+    add("--model", default="demo-cpu", metavar="FILE", help="step times: a shipped one or a file")
+    add("--groups", type=int, default=4)
+    add("--routing", type=_policies, default=list(POLICIES), metavar="P,P", help="default: all")
+    add("--workload", choices=WORKLOADS, default="poisson")
+    add("--requests", type=int, default=1000)
+    add("--rate", type=float, default=10.0, help="arrivals a second, of all groups together")
+    add("--prompt-tokens", type=Span.parse, default=None, metavar="LOW:HIGH",
+        help="default: 100:1024; behind a prefix 50:150")  # fmt: skip
+    add("--output-tokens", type=Span.parse, default=Span(100, 1024), metavar="LOW:HIGH")
+    add("--prefixes", type=int, default=64)
+    add("--prefix-tokens", type=int, default=1500)
+    add("--trace", type=Path, help="JSON lines: timestamp, input_length, output_length")
+    add("--speed", type=float, default=1.0, help="of the trace")
+    add("--work-seed", type=int, default=0)
+    add("--stepwise", action="store_true", help="whole cores and real messages; much slower")
+    add("--plot", type=Path, metavar="OUT.png", help="or .svg")
+    for field in fields(Deployment):
+        kind = type(field.default)
+        add(f"--{field.name.replace('_', '-')}", type=kind, default=field.default,
+            help=f"of a group; default {field.default}")  # fmt: skip
+
+
+def _policies(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in POLICIES:
+            raise argparse.ArgumentTypeError(f"{name!r} is unknown; there is {', '.join(POLICIES)}")
+    return names
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """The metrics of each policy; prints them too. Raises ConfigurationError."""
+    if options.groups < 1 or options.requests < 1 or options.rate <= 0:
+        raise ConfigurationError("--groups and --requests must be at least 1, --rate above 0")
+    model = step_model.load(options.model)
+    values = {field.name: getattr(options, field.name) for field in fields(Deployment)}
+    deployment = Deployment(**values)
+    arrive = _workload(options)
+    kind = StepwiseGroup if options.stepwise else FoldedGroup
+    found: dict[str, Any] = {}
+    for policy in options.routing:
+        begin = time.process_time()
+        tally = simulate(kind, deployment, model, arrive(), policy, options.groups)
+        found[policy] = metrics.of(tally, time.process_time() - begin)
+        metrics.show(policy, found[policy])
+    if options.plot:
+        plot.policies(options.plot, found)
+    return {"groups": options.groups, "deployment": values, "policies": found}
+
+
+def simulate(
+    kind: Callable[[int, Deployment, StepModel, Tally], FoldedGroup | StepwiseGroup],
+    deployment: Deployment,
+    model: StepModel,
+    arrivals: Iterator[Arrival],
+    policy: str,
+    groups: int,
+) -> Tally:
+    """One run: `groups` groups of `kind` behind a router with `policy`."""
+    tally = Tally([GroupTally() for _ in range(groups)], model.delivery)
+    members = [kind(index, deployment, model, tally) for index in range(groups)]
+    Cluster(members, Router(policy, groups)).run(arrivals)
+    return tally
+
+
+def _workload(options: argparse.Namespace) -> Callable[[], Iterator[Arrival]]:
+    """Makes the arrivals anew for each policy, always the same ones."""
+    count, outputs, seed = options.requests, options.output_tokens, options.work_seed
+    prompts = options.prompt_tokens or Span(100, 1024)
+    if options.workload == "trace":
+        if options.trace is None:
+            raise ConfigurationError("--workload trace needs --trace FILE")
+        return lambda: workloads.recorded(options.trace, options.speed, seed)
+    if options.workload == "batch":
+        return lambda: workloads.batch(count, prompts, outputs, seed)
+    if options.workload == "poisson":
+        return lambda: workloads.poisson(options.rate, count, prompts, outputs, seed)
+    tails = options.prompt_tokens or SHARED
+    heads = options.prefixes, options.prefix_tokens
+    return lambda: workloads.shared(options.rate, count, *heads, tails, outputs, seed)

@@ -1,0 +1,159 @@
+"""The requests of a group that hold a slot, in the scheduler's and in the engine's eyes at once.
+
+Stands in for scheduler/slots.py, with the same names where the planner uses them. Knows no page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pipeinfer.scheduler.credits import Credits
+from pipeinfer.scheduler.request import Request
+from simulate.arrivals import Arrival
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """A request from its arrival to its end. last: when its latest token came. folded: it is in
+    the cohort, and `request` as it was when it joined."""
+
+    arrival: Arrival
+    request: Request
+    last: float = 0.0
+    folded: bool = False
+
+    @property
+    def lacks(self) -> int:
+        """Output tokens that `request` has not got."""
+        return self.arrival.output - len(self.request.outputs)
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One admission of a request. known to node: the engine's view, as memory/slots.py has it.
+
+    place: grows with each admission of the group. since, next: the step of decodes in which its
+    unbroken run of them began, and the one that would go on with it.
+    """
+
+    life: Life
+    request: Request
+    place: int
+    admission: int
+    known: int
+    max_total: int
+    computed: int = 0
+    held: int = 0
+    shared: int = 0
+    node: Any = None
+    gone: bool = False
+    since: int = 0
+    next: int = -1
+
+    def ids(self, count: int) -> np.ndarray:
+        """Its first `count` tokens, int32 [count]."""
+        prompt = self.life.arrival.prompt
+        if count <= len(prompt):
+            return prompt[:count]
+        outputs = np.full(count - len(prompt), self.life.arrival.sampled_id, np.int32)
+        return np.concatenate((prompt, outputs))
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One row of a plan; see messages.Plan for `count`. decode: the scheduler meant a decode.
+
+    The memory fills in the rest: what is computed, and pages that are missing for it.
+    """
+
+    seat: Seat
+    count: int
+    decode: bool
+    start: int = 0
+    pages: int = 0
+    prompt: bool = False
+    samples: bool = False
+    deferred: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(eq=False)
+class Running:
+    """All that run: one by one in the order of their admission, and the folded ones as stand-ins.
+
+    The planner and its board look at them as at a dict of requests.
+    """
+
+    seats: dict[str, Seat] = field(default_factory=dict[str, Seat])
+    hot: list[Seat] = field(default_factory=list[Seat])
+    folded: list[Request] = field(default_factory=list[Request])
+
+    def values(self) -> list[Request]:
+        return self.folded + [seat.request for seat in self.hot]
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self.seats
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.seats)
+
+    def __len__(self) -> int:
+        return len(self.seats)
+
+
+class Seats:
+    """See scheduler/slots.py, Slots. `lives`: of all requests that have not ended, by id."""
+
+    def __init__(self, lives: dict[str, Life]) -> None:
+        self.running = Running()
+        self.credits = Credits(1, 0)
+        self.released_pages = 0
+        self.releases: list[tuple[Seat, int]] = []
+        self._lives = lives
+        self._free = 0
+        self._places = 0
+
+    def begin(self, count: int, credits: Credits) -> None:
+        self._free, self.credits = count, credits
+
+    @property
+    def free(self) -> int:
+        return self._free + len(self.releases)
+
+    @property
+    def releasing(self) -> bool:
+        return bool(self.releases)
+
+    def release(self, request: Request, count_pages: bool = True) -> None:
+        seat = self.running.seats.pop(request.id)
+        self.running.hot.remove(seat)
+        self.releases.append((seat, len(request.confirmed)))
+        if count_pages:
+            self.released_pages += max(self.credits.between(request.hit, request.computed), 0)
+        request.leave()
+
+    def publish(self) -> tuple[tuple[Seat, int], ...]:
+        """The releases of the plan that is written now."""
+        published, self.releases = tuple(self.releases), []
+        self._free += len(published)
+        self.released_pages = 0
+        return published
+
+    def admit(self, request: Request) -> Seat:
+        self._free -= 1
+        self._places += 1
+        request.slot = 0
+        seat = Seat(
+            self._lives[request.id], request, self._places, request.admission, request.known,
+            request.max_total,
+        )  # fmt: skip
+        self.running.seats[request.id] = seat
+        self.running.hot.append(seat)
+        return seat

@@ -1,0 +1,86 @@
+"""How long a step takes: a few coefficients over what the step computes.
+
+Linear in contexts and attended pairs, piecewise linear in tokens, because a device that waits for
+its memory computes a few more rows for nothing. Knows no request; fitting.py finds coefficients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from pipeinfer.settings import ConfigurationError
+
+SCHEMA = "pipeinfer-step-model/1"
+SHIPPED = Path(__file__).parent / "models"
+
+
+class StepModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Coefficients, in seconds.
+
+    fixed: of every step. mixed: on top in a step with prompt tokens. decode: (from, per row) pairs,
+    each adds `per row` for every decode row beyond `from`. prefill: the same over prompt tokens.
+    context: per token that decode rows attend to. pair: per (query, key) pair of prompt rows.
+    jitter: equally likely factors of a step's seconds, 1 on average; () for none. turnaround: from
+    a result to the start of a step that was planned only then. delivery: from a client to the
+    scheduler and back, which clients see on top of what a scheduler sees.
+    """
+
+    fixed: float
+    mixed: float = 0.0
+    decode: tuple[tuple[int, float], ...] = ()
+    prefill: tuple[tuple[int, float], ...] = ()
+    context: float = 0.0
+    pair: float = 0.0
+    jitter: tuple[float, ...] = ()
+    turnaround: float = 0.0
+    delivery: float = 0.0
+    schema: str = SCHEMA
+    source: str = ""
+
+    def seconds(self, decodes: int, contexts: int, tokens: int = 0, pairs: int = 0) -> float:
+        """Of one step: `decodes` rows of one token that attend to `contexts` tokens in all, and
+        `tokens` prompt tokens in longer rows that attend in `pairs` pairs."""
+        total = self.fixed + self.context * contexts
+        for start, rate in self.decode:
+            if decodes <= start:
+                break
+            total += rate * (decodes - start)
+        if tokens:
+            total += self.mixed + self.pair * pairs
+            for start, rate in self.prefill:
+                if tokens <= start:
+                    break
+                total += rate * (tokens - start)
+        return total
+
+
+def attended(starts: Sequence[int], counts: Sequence[int]) -> int:
+    """(query, key) pairs of rows that compute counts[r] tokens from position starts[r] on."""
+    return sum(
+        count * start + count * (count + 1) // 2
+        for start, count in zip(starts, counts, strict=True)
+    )
+
+
+def load(name: str) -> StepModel:
+    """The model in the file `name`, or a shipped one of that name. Raises ConfigurationError."""
+    path = Path(name)
+    if not path.exists() and (SHIPPED / f"{name}.json").exists():
+        path = SHIPPED / f"{name}.json"
+    try:
+        model = msgspec.json.decode(path.read_bytes(), type=StepModel)
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigurationError(f"{path} is no step model: {error}") from None
+    if model.schema != SCHEMA:
+        raise ConfigurationError(f"{path} has schema {model.schema!r}, not {SCHEMA!r}")
+    return model
+
+
+def save(path: Path, model: StepModel) -> None:
+    """As JSON that people can read."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(model), indent=2) + b"\n")

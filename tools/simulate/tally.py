@@ -1,0 +1,94 @@
+"""What a simulation counts while it runs: tokens of each group, and times as clients see them.
+
+Knows numbers only. Gaps between tokens are kept as a histogram, so that millions of requests fit.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from math import exp, floor, log
+
+RESOLUTION = 2000  # bins for each factor of e: a percentile is right within 0.03 %
+NO_TIME = -(10**9)  # the bin of gaps of no length
+
+
+@dataclass
+class GroupTally:
+    """Of one group. prompt, cached: tokens of prompts that got a first token, and how many of them
+    came from the prefix cache. prefill, decode: tokens computed. refused: requests that never fit.
+    """
+
+    prompt: int = 0
+    cached: int = 0
+    prefill: int = 0
+    decode: int = 0
+    output: int = 0
+    steps: int = 0
+    finished: int = 0
+    refused: int = 0
+    preemptions: int = 0
+    busy: float = 0.0  # seconds that the device computed
+
+
+@dataclass
+class Tally:
+    """Of a whole run. first, whole: seconds to the first and to the last token of each request, in
+    the order in which they came. last: when the last token came. delivery: added to `first`."""
+
+    groups: list[GroupTally]
+    delivery: float = 0.0
+    first: array[float] = field(default_factory=lambda: array("d"))
+    whole: array[float] = field(default_factory=lambda: array("d"))
+    last: float = 0.0
+    _gaps: Counter[int] = field(default_factory=Counter)
+
+    def started(self, group: int, seconds: float, prompt: int, cached: int) -> None:
+        """A request's first token came, `seconds` after its arrival."""
+        self.first.append(seconds + self.delivery)
+        tally = self.groups[group]
+        tally.prompt += prompt
+        tally.cached += cached
+
+    def gap(self, seconds: float, rows: int = 1) -> None:
+        """`rows` requests got a token, each `seconds` after the one before."""
+        self._gaps[floor(log(seconds) * RESOLUTION) if seconds > 0 else NO_TIME] += rows
+
+    def ended(self, group: int, seconds: float, output: int, now: float) -> None:
+        """A request's last token came, its `output`th, `seconds` after its arrival."""
+        self.whole.append(seconds + self.delivery)
+        self.groups[group].finished += 1
+        self.groups[group].output += output
+        self.last = max(self.last, now)
+
+    def gap_percentiles(self, *shares: float) -> list[float]:
+        """Seconds between tokens that so large shares of all gaps do not exceed; [] without any."""
+        bins = sorted(self._gaps.items())
+        total = sum(self._gaps.values())
+        found: list[float] = []
+        for share in shares if total else ():
+            left = share * total
+            for place, count in bins:
+                left -= count
+                if left <= 0:
+                    found.append(exp((place + 0.5) / RESOLUTION) if place > NO_TIME else 0.0)
+                    break
+        return found
+
+    def mean_gap(self) -> float:
+        """Mean seconds between tokens; 0 without any."""
+        total = sum(self._gaps.values())
+        weighted = sum(
+            exp((place + 0.5) / RESOLUTION) * count
+            for place, count in self._gaps.items()
+            if place > NO_TIME
+        )
+        return weighted / total if total else 0.0
+
+    def comparable(self) -> tuple[object, ...]:
+        """All of it as plain values, for a comparison with another run."""
+        return (
+            self.groups, sorted(self.first), sorted(self.whole), self.last,
+            sorted(self._gaps.items()),
+        )  # fmt: skip

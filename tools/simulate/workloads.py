@@ -1,0 +1,71 @@
+"""What arrives in a simulation, one request after the other, so that millions fit into memory.
+
+Everything follows from a seed. Knows no group; recorded traces are those of tools/bench.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from bench import traces, workload
+from bench.workload import Span
+from simulate.arrivals import Arrival
+
+HIGHEST_ID = 30_000  # of prompts
+
+
+def batch(requests: int, prompts: Span, outputs: Span, seed: int) -> Iterator[Arrival]:
+    """All at once; lengths and ids are those of `tools/bench offline`, draw by draw."""
+    work = workload.uniform(requests, prompts, outputs, 10_000, seed)
+    for number, (prompt, output) in enumerate(zip(work.prompts, work.outputs, strict=True)):
+        yield Arrival(number, 0.0, np.array(prompt, np.int32), output)
+
+
+def poisson(
+    rate: float, requests: int, prompts: Span, outputs: Span, seed: int
+) -> Iterator[Arrival]:
+    """`rate` arrivals a second on average; lengths and ids are drawn evenly, nothing is shared."""
+    source = np.random.default_rng(seed)
+    at = 0.0
+    for number in range(requests):
+        at += source.exponential(1.0 / rate)
+        yield Arrival(number, at, _ids(source, prompts), _draw(source, outputs))
+
+
+def shared(
+    rate: float,
+    requests: int,
+    prefixes: int,
+    prefix_tokens: int,
+    prompts: Span,
+    outputs: Span,
+    seed: int,
+) -> Iterator[Arrival]:
+    """As poisson(), but each prompt follows one of `prefixes` prefixes, all equally likely."""
+    source = np.random.default_rng(seed)
+    heads = [_ids(source, Span(prefix_tokens, prefix_tokens)) for _ in range(prefixes)]
+    at = 0.0
+    for number in range(requests):
+        at += source.exponential(1.0 / rate)
+        head = heads[int(source.integers(prefixes))]
+        prompt = np.concatenate((head, _ids(source, prompts)))
+        yield Arrival(number, at, prompt, _draw(source, outputs))
+
+
+def recorded(path: Path, speed: float, seed: int) -> Iterator[Arrival]:
+    """The requests of a trace, `speed` times as fast. Raises ConfigurationError."""
+    source = np.random.default_rng(seed)
+    for number, entry in enumerate(traces.entries(path)):
+        prompt = source.integers(0, HIGHEST_ID, entry.input_length, np.int32)
+        yield Arrival(number, entry.timestamp / speed, prompt, entry.output_length)
+
+
+def _draw(source: np.random.Generator, span: Span) -> int:
+    return int(source.integers(span.low, span.high + 1))
+
+
+def _ids(source: np.random.Generator, span: Span) -> np.ndarray:
+    return source.integers(0, HIGHEST_ID, _draw(source, span), np.int32)
