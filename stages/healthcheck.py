@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 
 import zmq
@@ -14,14 +15,16 @@ import zmq
 from pipeinfer.bus.frames import Header
 from pipeinfer.bus.listener import Listener
 from pipeinfer.messages import Heartbeat, Message
-from pipeinfer.runtime import topology as topologies
-from pipeinfer.runtime.topology import NAMES, Identity
+from pipeinfer.runtime.claim import note
+from pipeinfer.runtime.deployment import deployed
+from pipeinfer.runtime.topology import NAMES, Identity, Topology
+from pipeinfer.settings import ConfigurationError
 
 PATIENCE = 4.0  # seconds; heartbeats come twice a second
 WELL = ("ready", "draining")
 
 
-async def state_of(stage: str, topology: topologies.Topology) -> str:
+async def state_of(stage: str, topology: Topology) -> str:
     """The state in the next heartbeat of `stage`, or "silent"."""
     heard: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -40,16 +43,29 @@ async def state_of(stage: str, topology: topologies.Topology) -> str:
         listener.close()
 
 
+def asked_stage(arguments: argparse.Namespace) -> str:
+    """The id of the stage to ask: as named, or the one that was claimed here."""
+    if arguments.claimed:
+        return note().read_text()
+    named = arguments.stage, arguments.group, arguments.rank, arguments.index
+    return Identity(*named).id
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Asks one stage how it is.")
     parser.add_argument("stage", choices=NAMES)
-    parser.add_argument("--topology", required=True, metavar="FILE")
+    parser.add_argument("--topology", metavar="FILE", help="default: PIPEINFER_STAGES says it all")
     parser.add_argument("--group", type=int, default=0)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--index", type=int, default=0)
+    parser.add_argument("--claimed", action="store_true", help="the one started here with --claim")
     asked = parser.parse_args()
-    stage = Identity(asked.stage, asked.group, asked.rank, asked.index).id
-    state = asyncio.run(state_of(stage, topologies.load(asked.topology)))
+    try:
+        stage = asked_stage(asked)
+        state = asyncio.run(state_of(stage, deployed(asked.topology, os.environ)))
+    except (OSError, ConfigurationError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     print(f"{stage} is {state}")
     return 0 if state in WELL else 1
 

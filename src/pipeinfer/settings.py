@@ -33,6 +33,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     served_model_name: str = ""
     api_key: str = ""
+    api_key_file: str = ""
     chat_template: str = ""
     revision: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
 
-import openai
+import aiohttp
 
 from pipeinfer.demo.tasks import copy_task
 from servers import Server
@@ -30,10 +31,9 @@ class Chats:
         return asyncio.run(self._run(disturb))
 
     async def _run(self, disturb) -> list[str]:
-        async with openai.AsyncOpenAI(
-            base_url=f"{self._server.url}/v1", api_key="none", timeout=120, max_retries=0
-        ) as api:
-            tasks = [asyncio.create_task(self._ask(api, i)) for i in range(len(self.texts))]
+        patience = aiohttp.ClientTimeout(total=120)
+        async with aiohttp.ClientSession(self._server.url, timeout=patience) as client:
+            tasks = [asyncio.create_task(self._ask(client, i)) for i in range(len(self.texts))]
             while not all(self.texts) and not any(task.done() for task in tasks):
                 await asyncio.sleep(0.01)
             if disturb is not None:
@@ -43,17 +43,26 @@ class Chats:
             await asyncio.gather(*tasks)
         return self.texts
 
-    async def _ask(self, api: openai.AsyncOpenAI, index: int) -> None:
-        async for chunk in await api.chat.completions.create(
-            model="pipeinfer-demo",
-            messages=[{"role": "user", "content": self._asked[index]}],
-            temperature=0.0 if index % 2 else 0.8,
-            seed=index,
-            max_tokens=self._tokens,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        ):
-            self.texts[index] += chunk.choices[0].delta.content or ""
+    async def _ask(self, client: aiohttp.ClientSession, index: int) -> None:
+        body = {
+            "model": "pipeinfer-demo",
+            "messages": [{"role": "user", "content": self._asked[index]}],
+            "temperature": 0.0 if index % 2 else 0.8,
+            "seed": index,
+            "max_tokens": self._tokens,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        finish = None
+        async with client.post("/v1/chat/completions", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            async for line in answer.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                choice = json.loads(line[len("data: ") :])["choices"][0]
+                self.texts[index] += choice["delta"].get("content") or ""
+                finish = choice["finish_reason"] or finish
+        assert finish == "length", f"stream {index} ended with {finish}"
 
 
 def engines(server: Server, group: int = 0) -> dict[int, int]:

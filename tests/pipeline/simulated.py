@@ -104,7 +104,11 @@ class Client:
         params = msgspec.structs.replace(self.params, **changes)
         most = self.params.max_tokens or 0
         outputs = expected_outputs(self.prompt, most, frozenset(EOS), self.params.min_tokens)
-        stopped = outputs[-1] in EOS
+        return self.shown(outputs, params)
+
+    def shown(self, outputs: list[int], params: SamplingParams) -> tuple[str, bytes, str | None]:
+        """(text, ids, finish) of all these output tokens at once."""
+        stopped = outputs[-1] in EOS and not params.ignore_eos
         row = TokenRow("r", 0, pack(outputs), "stop" if stopped else "length")
         if stopped:
             row = TokenRow("r", 0, pack(outputs), "stop", outputs[-1])
@@ -135,9 +139,14 @@ class Simulation:
     """The pipeline; `random` decides who is heard next and what a death destroys."""
 
     def __init__(
-        self, random: Random, policy: str = "mixed", depth: int = 2, groups: int = 1
+        self,
+        random: Random,
+        policy: str = "mixed",
+        depth: int = 2,
+        groups: int = 1,
+        moody: bool = False,
     ) -> None:
-        self.random = random
+        self.random, self.moody = random, moody
         self.groups, self.stages = groups, stages_of(groups)
         self.options = SchedulerOptions(policy, depth, SLOTS, 24, watchdog=1e9)
         self.now = 0.0
@@ -167,7 +176,7 @@ class Simulation:
             return SchedulerCore(self.options, int(number), incarnation, *peers)
         if name == "detokenizer":
             return DetokenizerCore(DECODERS, stage, incarnation, schedulers)
-        return EngineNode(incarnation, int(number))
+        return EngineNode(incarnation, int(number), self.moody)
 
     def start(self, stage: str) -> None:
         """A new process of `stage`."""
@@ -306,6 +315,15 @@ class Simulation:
             else:
                 raise AssertionError("it never comes to rest")
             self.tick(1.1)
+
+    def run_until_recovered(self) -> None:
+        """Until all new processes have been told what they asked for."""
+        for _ in range(2_000):
+            calls = [getattr(p.core, "_roll_call", None) for p in self.processes.values()]
+            if all(call is None or call.complete for call in calls):
+                return
+            assert self.deliver() or self.tick(1.1)
+        raise AssertionError("it never recovers")
 
     def check(self) -> None:
         """Every request ended as it would have without deaths."""

@@ -23,9 +23,10 @@ POISON = 49  # no engine survives computing it as a first token
 
 
 class TokenDevice:
-    """Samples `next_token` of all tokens that it finds in a row's pages."""
+    """Samples `next_token` of all tokens that it finds in a row's pages, after those of `mood`."""
 
-    def __init__(self) -> None:
+    def __init__(self, mood: list[int]) -> None:
+        self._mood = mood
         self._kv = np.full((PAGES + 1, PAGE_SIZE), -1)
         self._last = np.full(SLOTS, -1)
 
@@ -44,7 +45,7 @@ class TokenDevice:
             here = places[0][start:], places[1][start:]
             self._kv[here] = np.where(tokens == LAST_TOKEN, self._last[slot], tokens)
             if step.samples[row]:
-                token = next_token(self._kv[places].tolist())
+                token = next_token(self._mood + self._kv[places].tolist())
                 never = step.sampling.suppress[step.sampling.suppress[:, 0] == len(ids), 1]
                 ids.append(suppressed(token, frozenset(never.tolist())))
                 self._last[slot] = ids[-1]
@@ -54,16 +55,17 @@ class TokenDevice:
 class EngineNode:
     """One engine process. `done`: ends of steps that its core has not heard of yet.
 
-    `crashed`: it computed a poisoned request, and must be killed before anybody hears of it.
+    `crashed`: it computed a poisoned request, and must be killed before anybody hears of it. A
+    `moody` one samples other tokens than any other process would.
     """
 
-    def __init__(self, incarnation: int, group: int) -> None:
+    def __init__(self, incarnation: int, group: int, moody: bool = False) -> None:
         self._memory = MemoryManager(PAGES + 1, PAGE_SIZE, SLOTS, LONGEST)
         hello = Hello(
             PROTOCOL, "test", 0, 1, incarnation, "model", PAGE_SIZE, PAGES, SLOTS, LONGEST, "none"
         )
         self.core = EngineCore(hello, f"scheduler-{group}", self._memory)
-        self._device = TokenDevice()
+        self._device = TokenDevice([incarnation] if moody else [])
         self.done: deque[StepDone] = deque()
         self.crashed = False
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from simulated import Simulation
 from simulated_engine import POISON
+
+from pipeinfer.messages import unpack
 
 MANY_SEEDS = st.integers(0, 2**32 - 1)
 STOPS = st.lists(st.sampled_from(["a", "th", "é", "你", "q.", "\ufffd"]), max_size=2)
@@ -109,3 +112,22 @@ Machine.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestKillsInAnyOrder = Machine.TestCase
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_was_sent_stays_where_no_two_engines_agree(seed):
+    """Text and tokens of one request fit together, although logits are not repeatable."""
+    random = Random(seed)
+    s = Simulation(random, moody=True)
+    for n in range(5):
+        s.submit([n, n + 1], max_tokens=25, ignore_eos=True)
+    for _ in range(20):
+        s.kill(random.choice(s.stages[1:]))
+        s.run_until_recovered()
+        for _ in range(random.randint(1, 60)):
+            s.deliver()
+    s.run()
+    for client in s.clients.values():
+        outputs = unpack(client.ids).tolist()
+        assert client.failed is None and len(outputs) == 25
+        assert (client.text, client.ids, "length") == client.shown(outputs, client.params)

@@ -38,7 +38,7 @@ async def _one(llm: AsyncLLM, source: random.Random, index: int) -> None:
 
 async def _session(folder: Path, requests: int) -> None:
     source = random.Random(7)
-    async with AsyncLLM(kv_pages=32, threads=1, max_running=12, record=str(folder)) as llm:
+    async with AsyncLLM(kv_pages=24, threads=1, max_running=12, record=str(folder)) as llm:
         await asyncio.gather(*(_one(llm, source, index) for index in range(requests)))
 
 

@@ -40,7 +40,7 @@ def explain(recording: Recording, difference: Difference) -> list[str]:
     begin = recording.begin
     lines += [
         f"    {entry.seq:>6} {entry.time - begin:>9.4f}  {arrow(entry):<17} {entry.channel:<8} "
-        f"{entry.kind:<9} {line(entry.message, 90)}"
+        f"{entry.kind:<10} {line(entry.message, 90)}"
         for entry in earlier
     ]
     return lines

@@ -14,19 +14,23 @@ from replay.recording import Entry, Recording
 # In the order in which a request comes to them.
 POINTS = ("called", "submitted", "tokenized", "queued", "admitted", "planned",
           "token", "text", "shown")  # fmt: skip
+OUTPUT = ("shown", "text", "token")  # where output is seen, as far down the pipeline as is known
 
 
 @dataclass
 class Journey:
     """Times in seconds on the common clock. `first`: of each of POINTS, the first time.
 
-    visits: (time, stage, seq) of every entry that was about the request and marked a point.
+    visits: (time, stage, seq) of every entry that was about the request and marked a point. latest,
+    gaps: of each of POINTS, the last time, and the longest from one time to the next.
     ended: the latest sign of its end, and `finish` how. admissions: 2 or more after a preemption.
     """
 
     request_id: str
     first: dict[str, float] = field(default_factory=dict)
     visits: list[tuple[float, str, int]] = field(default_factory=list)
+    latest: dict[str, float] = field(default_factory=dict)
+    gaps: dict[str, float] = field(default_factory=dict)
     ended: float | None = None
     finish: str = ""
     admissions: int = 0
@@ -49,8 +53,13 @@ class Journey:
     @property
     def to_first_token(self) -> float | None:
         """Seconds from its first sign to its first output, as far down the pipeline as is known."""
-        shown = next((self.first[p] for p in ("shown", "text", "token") if p in self.first), None)
+        shown = next((self.first[p] for p in OUTPUT if p in self.first), None)
         return None if shown is None or self.begun is None else shown - self.begun
+
+    @property
+    def longest_gap(self) -> float | None:
+        """Seconds between two outputs, where they were furthest apart; None if there was one."""
+        return next((self.gaps[p] for p in OUTPUT if p in self.gaps), None)
 
     @property
     def whole(self) -> float | None:
@@ -77,6 +86,10 @@ def journeys(recordings: Iterable[Recording]) -> dict[str, Journey]:
 def _mark(journey: Journey, stage: str, entry: Entry, point: str, finish: str) -> None:
     if point == "admitted":
         journey.admissions += 1
+    if point in journey.latest:
+        gap = entry.time - journey.latest[point]
+        journey.gaps[point] = max(gap, journey.gaps.get(point, 0.0))
+    journey.latest[point] = entry.time
     known = journey.first.get(point)
     if known is None or entry.time < known:
         journey.first[point] = entry.time

@@ -76,13 +76,16 @@ def print_requests(requests: Sequence[Journey], slowest: int) -> None:
         ("queue", lambda j: j.queue),
         ("first token", lambda j: j.to_first_token),
         ("end", lambda j: j.whole),
+        ("longest gap", lambda j: j.longest_gap),
     ):
         print(f"  {name:<12} {milliseconds([v for j in requests if (v := pick(j)) is not None])}")
     ended = [j for j in requests if j.whole is not None]
     ended.sort(key=lambda j: -(j.whole or 0.0))
     if ended[:slowest]:
-        print(f"  slowest {'':<24}{'queue':>9}{'first':>9}{'end':>9} ms  admitted  ended by")
+        print(
+            f"  slowest {'':<24}{'queue':>9}{'first':>9}{'end':>9}{'gap':>9} ms  admitted  ended by"
+        )
     for j in ended[:slowest]:
         cells = "".join(f"{'-' if v is None else f'{1e3 * v:.1f}':>9}"
-                        for v in (j.queue, j.to_first_token, j.whole))  # fmt: skip
+                        for v in (j.queue, j.to_first_token, j.whole, j.longest_gap))  # fmt: skip
         print(f"  {j.request_id:<32}{cells}     {j.admissions:>5}    {j.finish}")

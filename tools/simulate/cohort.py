@@ -47,6 +47,11 @@ class Cohort:
         return self._takers[self.planned % self._size]
 
     @property
+    def leave_at(self) -> float:
+        """The step of decodes that the next member must not be in."""
+        return self._leaving[0][0] if self._leaving else float("inf")
+
+    @property
     def left(self) -> int:
         """Output tokens that the members still lack."""
         return self._wanted - len(self._members) * self.landed

@@ -131,9 +131,67 @@ class FoldedGroup:
     def run_until(self, until: float) -> None:
         flights = self._in_flight
         while flights and flights[0].ends <= until:
+            if self._glides():
+                self._glide(until)
+                continue
             flight = flights.popleft()
             self._land(flight)
             self._pump(flight.ends)
+
+    def _glides(self) -> bool:
+        """Whether the next step is the cohort's alone, as are those under way."""
+        seats, cohort = self._seats, self._cohort
+        return (
+            self._plain
+            and not seats.running.hot
+            and not seats.releases
+            and cohort.planned < cohort.leave_at
+            and not (len(self._lives) > len(cohort) and seats.free)
+            and not any([flight.rows or not flight.folded for flight in self._in_flight])
+        )
+
+    def _glide(self, until: float) -> None:
+        """Steps in which nothing can happen but decodes of the cohort: what _land and _publish do,
+        and no more. Ends before a member leaves, when memory may be short, or at `until`."""
+        flights, cohort, memory, planner = (
+            self._in_flight,
+            self._cohort,
+            self._memory,
+            self._planner,
+        )
+        credits, many, run, gap = (
+            self._seats.credits,
+            len(cohort),
+            self._device.run,
+            self._tally.gap,
+        )
+        steps = 0
+        while flights[0].ends <= until and cohort.planned < cohort.leave_at:
+            flight = flights.popleft()
+            now = flight.ends
+            credits.report(flight.number, flight.free, flight.evictable)
+            gap(now - self._last, many)
+            cohort.landed += 1
+            self._last = now
+            pages = cohort.pages
+            if max(pages, 1) > credits.available:
+                self._pump(now)
+                break
+            number = planner._number
+            planner._number += 1
+            credits.plan(number, pages)
+            if pages:
+                memory.take(pages)
+            ends = run(now, many, cohort.contexts + many, 0, 0)
+            free, evictable = memory.free, memory.cache.evictable
+            flights.append(Flight(number, {}, True, many, ends, free, evictable))
+            cohort.advance()
+            steps += 1
+        counts = self._counts
+        counts.steps += steps
+        counts.decode += steps * many
+        counts.busy = self._device.busy
+        counts.evicted = memory.evicted
 
     # ------------------------------------------------------------------------------------- results
 
@@ -327,6 +385,7 @@ class FoldedGroup:
         counts.decode += singles
         counts.busy = self._device.busy
         memory = self._memory
+        counts.evicted = memory.evicted
         by_seat = {row.seat: row for row in rows}
         return Flight(number, by_seat, decodes, many, ends, memory.free, memory.cache.evictable)
 

@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefix-tokens", type=int, default=1500)
     add("--trace", type=Path, help="JSON lines: timestamp, input_length, output_length")
     add("--speed", type=float, default=1.0, help="of the trace")
+    add(
+        "--highest-id",
+        type=int,
+        default=workloads.HIGHEST_ID,
+        help="of a batch's prompts, as tools/bench offline draws them for a model's vocabulary",
+    )
     add("--work-seed", type=int, default=0)
     add("--stepwise", action="store_true", help="whole cores and real messages; much slower")
     add("--plot", type=Path, metavar="OUT.png", help="or .svg")
@@ -105,7 +111,7 @@ def _workload(options: argparse.Namespace) -> Callable[[], Iterator[Arrival]]:
             raise ConfigurationError("--workload trace needs --trace FILE")
         return lambda: workloads.recorded(options.trace, options.speed, seed)
     if options.workload == "batch":
-        return lambda: workloads.batch(count, prompts, outputs, seed)
+        return lambda: workloads.batch(count, prompts, outputs, seed, options.highest_id)
     if options.workload == "poisson":
         return lambda: workloads.poisson(options.rate, count, prompts, outputs, seed)
     tails = options.prompt_tokens or SHARED

@@ -116,6 +116,7 @@ class StepwiseGroup:
         done = StepDone(step.epoch, step.number, np.array(ids, "<i4").tobytes())
         self._steps.append((ends, done))
         tally.steps += 1
+        tally.evicted = self._memory.evicted_pages
         tally.prefill += tokens
         tally.decode += many
         tally.busy = self._device.busy

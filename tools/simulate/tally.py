@@ -29,6 +29,7 @@ class GroupTally:
     finished: int = 0
     refused: int = 0
     preemptions: int = 0
+    evicted: int = 0  # pages of the prefix cache
     busy: float = 0.0  # seconds that the device computed
 
 

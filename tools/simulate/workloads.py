@@ -14,13 +14,19 @@ from bench import traces, workload
 from bench.workload import Span
 from simulate.arrivals import Arrival
 
-HIGHEST_ID = 30_000  # of prompts
+HIGHEST_ID = 10_000  # of prompts
 
 
-def batch(requests: int, prompts: Span, outputs: Span, seed: int) -> Iterator[Arrival]:
-    """All at once; lengths and ids are those of `tools/bench offline`, draw by draw."""
-    work = workload.uniform(requests, prompts, outputs, 10_000, seed)
-    for number, (prompt, output) in enumerate(zip(work.prompts, work.outputs, strict=True)):
+def batch(
+    requests: int, prompts: Span, outputs: Span, seed: int, highest_id: int = HIGHEST_ID
+) -> Iterator[Arrival]:
+    """All at once, in the order in which LLM sends a batch: those that generate most first.
+
+    Lengths and ids are those of `tools/bench offline`, draw by draw, for a model with that
+    `highest_id` (lengths are drawn between ids, so they depend on it)."""
+    work = workload.uniform(requests, prompts, outputs, highest_id, seed)
+    pairs = sorted(zip(work.prompts, work.outputs, strict=True), key=lambda pair: -pair[1])
+    for number, (prompt, output) in enumerate(pairs):
         yield Arrival(number, 0.0, np.array(prompt, np.int32), output)
 
 

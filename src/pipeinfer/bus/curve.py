@@ -35,6 +35,7 @@ class Keyring:
         socket.curve_server = True
         self._show(socket)
         socket.zap_domain = DOMAIN
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody gets in while there is no gate
 
     def call(self, socket: zmq.Socket[bytes], stage: str) -> None:
         """Before it connects: only to the holder of the key of stage id `stage`."""

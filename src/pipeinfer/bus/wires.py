@@ -36,15 +36,16 @@ class Wires:
         self._gate: Gate | None = None
         self._open = False
 
-    def open(self) -> None:
+    def open(self, gate: bool = True) -> None:
         """Reads the keys, before the first bind or connect; may be called again.
 
-        Raises ConfigurationError for keys that are missing or wrong.
+        gate: False where this process has one already. Raises ConfigurationError for keys that are
+        missing or wrong.
         """
         if self._open or not self._topology.has_tcp():
             return
         self._keyring = keyring(self._topology, self._stage)
-        if self._keyring is not None and self._stage in self._topology.ids():
+        if gate and self._keyring is not None and self._stage in self._topology.ids():
             self._gate = Gate(self._context, self._keyring.allowed)
         self._open = True
 
@@ -97,6 +98,16 @@ class Wires:
             if self._gate is not None:
                 self._gate.watch(socket, stage)
         socket.connect(addresses.derive(address, name))
+
+    def secure(self, socket: zmq.Socket[bytes], address: str, serves: bool) -> None:
+        """Gives `socket` its keys, before its owner binds or connects it to the stage `address`."""
+        if self._keyring is None or not addresses.is_tcp(address):
+            return
+        if serves:
+            self._keyring.serve(socket)
+        else:
+            stage = next(e.identity.id for e in self._topology.entries if e.address == address)
+            self._keyring.call(socket, stage)
 
     def close(self) -> None:
         """Lets nobody in any more; the sockets themselves their owner closes first."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from pipeinfer.bus import addresses
+from pipeinfer.bus.wires import Wires
 from pipeinfer.distributed.custom_all_reduce import TRIED, CustomAllReduce
 from pipeinfer.distributed.rendezvous import meet
 
@@ -133,15 +134,16 @@ class TorchGroup:
 
 
 def join(
-    address: str, rank: int, size: int, device: str, timeout: float, place: int | None = None
-) -> TorchGroup:
+    address: str, rank: int, size: int, device: str, timeout: float, place: int | None = None,
+    wires: Wires | None = None,
+) -> TorchGroup:  # fmt: skip
     """Meets the other ranks at `address`, that of rank 0, and forms the group; see `meet`.
 
-    place: of this rank's GPU on its host, by default `rank`.
+    place: of this rank's GPU on its host, by default `rank`. wires: see `meet`.
     """
     backend = "nccl" if device == "cuda" else "gloo"
     if backend == "gloo" and addresses.is_loopback(addresses.host(address)):
         # Else gloo asks for the address of this host's name, which need not lead anywhere.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = meet(address, rank, size, timeout)
+    store = meet(address, rank, size, timeout, wires)
     return TorchGroup(store, rank, size, backend, timeout, rank if place is None else place)

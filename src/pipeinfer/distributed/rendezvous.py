@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -15,8 +16,11 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.distributed_c10d import Store
 
 from pipeinfer.bus import addresses
+from pipeinfer.bus.wires import Wires
 
 ASK_AGAIN = 0.5  # seconds
+
+Secure = Callable[[zmq.Socket[bytes], bool], None]  # (socket, whether it serves)
 
 
 class Asks(msgspec.Struct, frozen=True, array_like=True):
@@ -37,28 +41,36 @@ class RendezvousError(RuntimeError):
     """The ranks of a group did not come together."""
 
 
-def meet(address: str, rank: int, size: int, timeout: float) -> Store:
+def meet(address: str, rank: int, size: int, timeout: float, wires: Wires | None = None) -> Store:
     """The store that all `size` ranks share. `address`: that of rank 0, see bus/addresses.py.
 
-    Blocks until rank 0 is there. Raises RendezvousError after `timeout` seconds, or at once when
+    wires: of this process, where tcp needs keys. Blocks until rank 0 is there. Raises RendezvousError after `timeout` seconds, or at once when
     rank 0 expects another number of ranks.
     """
     host = addresses.host(address)
     place = addresses.derive(address, "group")
+
+    def secure(socket: zmq.Socket[bytes], serves: bool) -> None:
+        if wires is not None:
+            wires.secure(socket, address, serves)
+
     if rank:
-        return TCPStore(host, _ask(place, rank, size, timeout), size, wait_for_workers=False)
+        return TCPStore(
+            host, _ask(place, rank, size, timeout, secure), size, wait_for_workers=False
+        )
     store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
-    _serve(place, size, store.port, timeout)
+    _serve(place, size, store.port, timeout, secure)
     return store
 
 
-def _ask(place: str, rank: int, size: int, timeout: float) -> int:
+def _ask(place: str, rank: int, size: int, timeout: float, secure: Secure) -> int:
     deadline = time.monotonic() + timeout
     question = msgspec.msgpack.encode(Asks(rank, size))
     with zmq.Context.instance().socket(zmq.REQ) as socket:
         socket.setsockopt(zmq.REQ_RELAXED, 1)  # may ask again: an old rank 0 may have died
         socket.setsockopt(zmq.REQ_CORRELATE, 1)
         socket.linger, socket.ipv6 = 0, True
+        secure(socket, False)
         socket.connect(place)
         while time.monotonic() < deadline:
             socket.send(question)
@@ -70,10 +82,11 @@ def _ask(place: str, rank: int, size: int, timeout: float) -> int:
     raise RendezvousError(f"rank 0 at {place} did not answer rank {rank} in {timeout:g} s")
 
 
-def _serve(place: str, size: int, port: int, timeout: float) -> None:
+def _serve(place: str, size: int, port: int, timeout: float, secure: Secure) -> None:
     """Answers in a thread until every other rank has been told; binds before it returns."""
     socket = zmq.Context.instance().socket(zmq.REP)
     socket.linger, socket.ipv6 = 1000, True
+    secure(socket, True)
     socket.bind(place)
 
     def answer() -> None:
@@ -83,7 +96,11 @@ def _serve(place: str, size: int, port: int, timeout: float) -> None:
             while len(told) < size - 1 and time.monotonic() < deadline:
                 if not socket.poll(int(1000 * ASK_AGAIN)):
                     continue
-                asks = msgspec.msgpack.decode(socket.recv(), type=Asks)
+                try:
+                    asks = msgspec.msgpack.decode(socket.recv(), type=Asks)
+                except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                    socket.send(msgspec.msgpack.encode(Answers(refusal=f"no question: {error}")))
+                    continue
                 if asks.size != size or not 0 < asks.rank < size:
                     text = f"rank {asks.rank} of {asks.size} does not belong to a group of {size}"
                     socket.send(msgspec.msgpack.encode(Answers(refusal=text)))

@@ -89,13 +89,18 @@ def _group(context: StageContext, device: str, place: int) -> TorchGroup | None:
     size, identity = context.settings.tp, context.identity
     if size == 1:
         return None
+    import zmq
+
+    from pipeinfer.bus.wires import Wires
     from pipeinfer.distributed.group import join
 
     context.report("loading", "waiting for the other ranks")
     first = context.topology.address(f"engine-{identity.group}-0")
     # Longer than the scheduler's patience, which is the one to say what happened.
     timeout = max(MEETING, 2 * context.settings.watchdog)
-    return join(first, identity.rank, size, device, timeout, place)
+    wires = Wires(context.topology, zmq.Context.instance(), identity.id)
+    wires.open(gate=False)  # the bus has it
+    return join(first, identity.rank, size, device, timeout, place, wires)
 
 
 def _driver(loaded: LoadedEngine, steps: int, profile: Path | None) -> DeviceDriver:

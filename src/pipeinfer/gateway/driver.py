@@ -20,7 +20,7 @@ from pipeinfer.messages import Message
 from pipeinfer.runtime.listening import BACKLOG, close_all
 
 LAST_BYTES = 5.0  # seconds that handlers have to finish when the server stops
-QUIET = 1.0  # seconds without a request after which idle connections may be closed
+QUIET = 0.5  # seconds without a request after which idle connections may be closed
 LEAVE_CHECK = 0.01  # seconds
 FIRST_BEATS = 1.0  # seconds within which the stages that are there have been heard
 
@@ -93,6 +93,7 @@ class HttpDriver:
             if self._answering:
                 quiet_since = clock()
         self._service.port.fail_all(503, "the server is shutting down")
+        self._runner.server.pre_shutdown()  # wakes those that wait for a request
         await self._runner.server.shutdown(LAST_BYTES)
 
     async def stop(self) -> None:
@@ -118,6 +119,8 @@ class HttpDriver:
         async def end_connection(_request: web.Request, response: web.StreamResponse) -> None:
             if self._leaving:
                 response.force_close()
+                # aiohttp has written its headers before; a client that is not told uses it again.
+                response.headers["Connection"] = "close"
 
         app = build_app(self._service)
         app.middlewares.insert(0, counted)

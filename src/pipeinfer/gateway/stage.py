@@ -21,7 +21,7 @@ from pipeinfer.models.source import resolve_model
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.runtime.topology import Topology
-from pipeinfer.settings import Settings
+from pipeinfer.settings import ConfigurationError, Settings
 
 TICK = 0.1  # seconds; how late a timeout or a silent stage may be noticed
 
@@ -44,7 +44,7 @@ def build(context: StageContext) -> Stage:
         metrics,
         settings.model_name,
         sampling_defaults(folder),
-        settings.api_key,
+        _api_key(settings),
         settings.max_body_bytes,
         _context_length(settings, folder),
     )
@@ -57,6 +57,16 @@ def build(context: StageContext) -> Stage:
         tuple((stage, "telemetry") for stage in others),
         before_leave=lambda: driver.leave(settings.drain_timeout),
     )
+
+
+def _api_key(settings: Settings) -> str:
+    """From the file where one is named, else the setting; "" lets everybody in."""
+    if not settings.api_key_file or settings.api_key:
+        return settings.api_key
+    try:
+        return Path(settings.api_key_file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--api-key-file {settings.api_key_file}: {error}") from None
 
 
 def _listen(context: StageContext) -> list[socket.socket]:

@@ -13,6 +13,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pipeinfer.kernels.early import starts_early
 
 # Everything between the product and what is stored is float32 here, rounded once. Layer by layer in
 # bfloat16, the norm, its weight and each half of the rotation round too: the two differ by at most
@@ -63,9 +66,15 @@ def _store(
     qkv, queries, k_cache, v_cache, cos, sin, positions, places, q_norm, k_norm, eps,
     qkv_stride, angle_stride, k_stride, v_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr, TABLE: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, TABLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, group): groups of query heads, then of key heads, then of value heads."""
+    """Program (token, group): groups of query heads, then of key heads, then of value heads.
+
+    EARLY: it starts while the kernel before it ends, and lets the next one start likewise.
+    """
+    if EARLY:
+        gdc_wait()  # for all that the kernel before it writes
+        gdc_launch_dependents()
     q_groups: tl.constexpr = (HEADS + GROUP - 1) // GROUP
     kv_groups: tl.constexpr = (KV_HEADS + GROUP - 1) // GROUP
     token = tl.program_id(0).to(tl.int64)
@@ -120,13 +129,14 @@ def turn_and_store(
     block = triton.next_power_of_2(dim // 2)
     group = max(min(ELEMENTS // (2 * block), triton.next_power_of_2(num_heads)), 1)
     groups = triton.cdiv(num_heads, group) + 2 * triton.cdiv(kv_heads, group)
+    early = {"launch_pdl": True} if starts_early(qkv.device) else {}
     if tokens:
         _store[(tokens, groups)](
             qkv, queries, k_cache, v_cache, cos, sin, positions, places, q_norm, k_norm, eps,
             qkv.stride(0), cos.stride(0), k_cache.stride(1), v_cache.stride(1),
             HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, GROUP=group, BLOCK=block,
-            NORM=q_norm is not None, TABLE=positions is not None,
-            num_warps=max(group * block // 256, 1),
+            NORM=q_norm is not None, TABLE=positions is not None, EARLY=bool(early),
+            num_warps=max(group * block // 256, 1), **early,
         )  # fmt: skip
     return queries
 

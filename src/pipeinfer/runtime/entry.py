@@ -14,13 +14,16 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import uvloop
 import zmq
 
 from pipeinfer import settings as config
+from pipeinfer.bus.curve import keyring
 from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.claim import Claim, claim
 from pipeinfer.runtime.deployment import deployed
 from pipeinfer.runtime.group_fault import end_on_group_fault
 from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
@@ -40,8 +43,11 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
         file = options.topology or os.environ.get(f"{config.PREFIX}TOPOLOGY")
         topology = deployed(file, os.environ)
         settings = stage_settings(topology, config.parse_flags(rest), os.environ)
-        identity = Identity(stage or options.stage, options.group, options.rank, options.index)
+        claimed = _claim(topology, stage or options.stage, options)
+        identity = claimed.identity if claimed is not None else _asked(stage, options)
         topology.address(identity.id)
+        if topology.has_tcp():
+            keyring(topology, identity.id)  # a missing key ends it here, with one line
         rest = rest[1:] if rest[:1] == [stage] else rest  # `swap` names the stage for a script too
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -51,6 +57,15 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
     # them many times a second, which at 1,024 requests more than doubles a step of the scheduler.
     gc.set_threshold(100_000, 20, 100)
     return uvloop.run(_run(settings, topology, identity, options))
+
+
+def _asked(stage: str | None, options: argparse.Namespace) -> Identity:
+    return Identity(stage or options.stage, options.group, options.rank, options.index)
+
+
+def _claim(topology: Topology, name: str, options: argparse.Namespace) -> Claim | None:
+    """To be kept as long as the stage runs."""
+    return claim(topology, name, options.on, Path(options.claim)) if options.claim else None
 
 
 def stage_settings(
@@ -84,6 +99,12 @@ def _parser(stage: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--group", type=int, default=0)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--index", type=int, default=0)
+    parser.add_argument(
+        "--claim", metavar="DIR", default="",
+        help="be the first stage of this name that no other process of this host is; DIR is theirs "
+        "in common",
+    )  # fmt: skip
+    parser.add_argument("--on", metavar="HOST", default="", help="claim a stage of this host only")
     parser.add_argument("--child", action="store_true", help="stop when the parent process is gone")
     parser.add_argument(
         "--listen-fd", type=int, action="append", default=[], metavar="N",

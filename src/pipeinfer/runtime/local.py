@@ -57,6 +57,7 @@ def prepare(given: Mapping[str, Any], say: Callable[[str], None]) -> Settings:
         # A stage that is swapped may run in another folder.
         chat_template=_absolute(settings.chat_template),
         record=_absolute(settings.record),
+        api_key_file=_absolute(settings.api_key_file),
         profile_dir=_absolute(settings.profile_dir),
     )
 

@@ -95,6 +95,7 @@ class TokenizerCore:
             "refused_total": self._refused,
             "prompt_tokens_total": self._prompt_tokens,
             "ledger": len(self._ledger),
+            "groups_up": self._router.up,
         }
 
     def idle(self) -> bool:

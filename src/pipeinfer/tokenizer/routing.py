@@ -167,6 +167,11 @@ class Router:
         """What a group says of itself now."""
         self._groups.report(group, report)
 
+    @property
+    def up(self) -> int:
+        """How many groups may get requests, as far as is known here."""
+        return sum(report.up for report in self._groups.reports)
+
     def loads(self) -> list[int]:
         """Tokens that each group still has to compute, as far as is known here."""
         return [self._groups.load(group) for group in range(len(self._groups.reports))]

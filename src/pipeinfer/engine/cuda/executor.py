@@ -1,4 +1,6 @@
-"""Two threads beside the event loop: one launches steps, one waits for their results.
+"""Launches steps on the event loop, which takes no waiting, and waits for results on a thread.
+
+A thread for launching would compete with the loop for the interpreter: both took twice as long.
 
 Knows a runner that can launch and wait, and an event loop to report to; no plan and no model.
 """
@@ -47,19 +49,14 @@ class StreamExecutor:
         self._launcher = launcher
         self._watch = watch
         self._reports = Reports(on_done, on_error, loop)
-        self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._flights: queue.SimpleQueue[tuple[Step, Any, Exception | None] | None] = (
             queue.SimpleQueue()
         )
         self.steps = 0
         self.busy_seconds = 0.0
         self.idle_seconds = 0.0
-        self._threads = [
-            threading.Thread(target=target, name=name, daemon=True)
-            for name, target in (("launch", self._launch), ("results", self._collect))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._collect, name="results", daemon=True)
+        self._thread.start()
 
     @property
     def pending(self) -> int:
@@ -67,31 +64,27 @@ class StreamExecutor:
         return self._reports.pending
 
     def submit(self, step: Step) -> None:
-        """Queues `step`; call it on the loop. RuntimeError when closed or too many are pending."""
+        """Launches `step`; call it on the loop. RuntimeError when closed or too many are pending.
+        What the launch raises is reported as the step's end, in its place.
+        """
         self._reports.expect(step)
-        self._steps.put(step)
+        try:
+            if self._watch is not None:
+                self._watch.before(step)
+            flight = self._launcher.launch(step)
+        except Exception as error:  # whatever it is, it belongs to this step's owner
+            self._flights.put((step, None, error))
+        else:
+            self._flights.put((step, flight, None))
 
     def close(self) -> None:
-        """Waits for the queued steps and ends the threads; their reports may still come."""
+        """Waits for the launched steps and ends the thread; their reports may still come."""
         if not self._reports.closed:
             self._reports.closed = True
-            self._steps.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _launch(self) -> None:
-        while (step := self._steps.get()) is not None:
-            try:
-                if self._watch is not None:
-                    self._watch.before(step)
-                flight = self._launcher.launch(step)
-            except Exception as error:  # whatever it is, it belongs to this step's owner
-                self._flights.put((step, None, error))
-            else:
-                self._flights.put((step, flight, None))
-        if self._watch is not None:
-            self._watch.close()
-        self._flights.put(None)
+            if self._watch is not None:
+                self._watch.close()
+            self._flights.put(None)
+        self._thread.join()
 
     def _collect(self) -> None:
         while (item := self._flights.get()) is not None:

@@ -64,7 +64,9 @@ def record(
         body(plan, views)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
+    # Of this thread alone: NCCL has one of its own, which asks after events meanwhile.
+    mode = "thread_local"
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
         logits, ids = body(plan, views)
     return Captured(graph, layout, views, logits, ids)
 

@@ -1,4 +1,4 @@
-"""Hosts made of network namespaces, on a switch that delays, loses and cuts; see switch.py.
+"""Hosts made of network namespaces, on a switch that delays, loses and cuts; see cable_switch.py.
 
 A process started on a host sees that host's interfaces and no others. Needs root and iproute2.
 """
@@ -18,7 +18,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 CLONE_NEWNET = 0x40000000
-SWITCH = Path(__file__).with_name("switch.py")
+SWITCH = Path(__file__).with_name("cable_switch.py")
 
 
 def missing() -> str:

@@ -1,0 +1,121 @@
+"""Processes in place of containers: each gets what Compose would give it, and nothing else.
+
+Paths of the image stand for files of this checkout, those of volumes and secrets for folders that
+the containers of a host share. Images without torch get none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from compose import ROOT, Compose
+
+DOCKERFILE = (ROOT / "stages/Dockerfile").read_text()
+TOPOLOGY, SOCKETS, SECRETS = "/etc/pipeinfer/pipeinfer.toml", "/run/pipeinfer", "/run/secrets"
+Inside = Callable[..., list[str]]  # (service, words)
+HEAVY = ("torch", "transformers", "safetensors")
+
+
+def image_files() -> dict[str, str]:
+    """{path in the image: path in the checkout} of single files that the Dockerfile copies."""
+    copies = re.findall(r"^COPY (stages/\S+) (/\S+)$", DOCKERFILE, re.MULTILINE)
+    return {target: source for source, target in copies}
+
+
+class ContainerHost:
+    """A host with its volumes in `folder`. `inside(service, *words)` puts words onto it."""
+
+    def __init__(
+        self, folder: Path, compose: Compose, inside=lambda _service, words: words
+    ) -> None:
+        self.folder, self.compose, self._inside = folder, compose, inside
+        for name in ("run", "slim"):
+            (folder / name).mkdir(parents=True, mode=0o700)
+        topology = (ROOT / image_files()[TOPOLOGY]).read_text()
+        (folder / "pipeinfer.toml").write_text(topology.replace(SOCKETS, f"{folder}/run"))
+        for module in HEAVY:
+            text = f"raise ImportError('{module} is not in this image')\n"
+            (folder / "slim" / f"{module}.py").write_text(text)
+        self.processes: dict[str, subprocess.Popen] = {}
+
+    def start(self, service: str, copy: int = 1) -> None:
+        """Container `copy` of the service; more than one is what --scale does."""
+        name = f"{service}-{copy}"
+        self._home(name).mkdir()
+        words = self.command(self.compose.services[service]["command"])
+        self.processes[name] = subprocess.Popen(
+            self._inside(service, *words),
+            cwd=self._home(name),
+            env=self._environment(service, name),
+        )
+
+    def health(self, name: str) -> int:
+        """The exit code of the health check of container `name`."""
+        service = name.rpartition("-")[0]
+        test = self.compose.services[service]["healthcheck"]["test"]
+        assert test[0] == "CMD"
+        words = self._inside(service, *self.command(test[1:]))
+        return subprocess.run(
+            words, cwd=self._home(name), env=self._environment(service, name), timeout=60,
+            check=False, capture_output=True,
+        ).returncode  # fmt: skip
+
+    def stop(self, name: str) -> int:
+        """As `docker compose stop` does it; the exit code."""
+        service = self.compose.services[name.rpartition("-")[0]]
+        self.processes[name].send_signal(signal.SIGTERM)
+        return self.processes[name].wait(int(service["stop_grace_period"].removesuffix("s")))
+
+    def kill(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+    def command(self, words: list[str]) -> list[str]:
+        assert words[0] == "python"
+        places = {t: str(ROOT / source) for t, source in image_files().items()}
+        places |= {TOPOLOGY: f"{self.folder}/pipeinfer.toml", SOCKETS: f"{self.folder}/run"}
+        return [sys.executable, *(places.get(word, word) for word in words[1:])]
+
+    def _home(self, name: str) -> Path:
+        return self.folder / name
+
+    def _environment(self, service: str, name: str) -> dict[str, str]:
+        described = self.compose.services[service]
+        secrets = self._secrets(described, self._home(name) / "secrets")
+        given = {k: str(v).replace(SECRETS, secrets) for k, v in described["environment"].items()}
+        home = str(self._home(name))  # a container has a folder for temporary files of its own
+        slim = {"PYTHONPATH": f"{self.folder}/slim"} if described["image"].endswith("slim") else {}
+        # Two cores for everybody; an image has no such limit.
+        return {"PATH": os.defpath, "HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1", **slim,
+                **given}  # fmt: skip
+
+    def _secrets(self, described: dict[str, Any], folder: Path) -> str:
+        folder.mkdir(exist_ok=True)
+        for secret in described.get("secrets", []):
+            source = secret if isinstance(secret, str) else secret["source"]
+            target = secret if isinstance(secret, str) else secret["target"]
+            file = Path(self.compose.secret_file(source))
+            if file.is_char_device():
+                (folder / target).touch()
+            elif not (folder / target).exists():
+                shutil.copy(file, folder / target)
+        return str(folder)
+
+
+def stage_of(service: dict[str, Any]) -> str:
+    """The stage that a service runs."""
+    return service["command"][3]
+
+
+def body(text: str, tokens: int) -> bytes:
+    return json.dumps({"prompt": text, "max_tokens": tokens, "temperature": 0}).encode()

@@ -1,0 +1,122 @@
+"""The services of compose.yaml run without containers: on one host, scaled, and on three hosts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from compose import ROOT, Compose, variables
+from containers import ContainerHost, body
+
+from hosts import Hosts, missing
+from pipeinfer.bus import keys
+from servers import fetch
+
+WHY_NOT = missing()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+EXAMPLE = (ROOT / ".env.example").read_text()
+URL = "http://127.0.0.1:8000"
+
+
+@pytest.fixture
+def folder():
+    made = Path(tempfile.mkdtemp(prefix="pi-compose-"))  # short, for the paths of sockets
+    yield made
+    shutil.rmtree(made)
+
+
+def until(condition, what: str, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def ready(network: Hosts, host: str) -> bool:
+    def there() -> bool:
+        try:
+            return fetch(f"{URL}/health/ready")[0] == 200
+        except OSError:
+            return False  # it does not listen yet
+
+    return network.call(host, there)
+
+
+def complete(network: Hosts, host: str) -> None:
+    status, text = network.call(
+        host, lambda: fetch(f"{URL}/v1/completions", body("count from 1 to 5", 5))
+    )
+    assert status == 200, text
+
+
+def test_one_host_runs_as_it_is_checked_out_each_service_alone_in_its_network(folder):
+    compose = Compose(variables((ROOT / ".env").read_text()))
+    active = compose.active()
+    with Hosts(*active) as network:
+        host = ContainerHost(folder / "h", compose, network.command)
+        try:
+            for service in active:
+                host.start(service)
+            until(lambda: ready(network, "gateway-local"), "never ready")
+            complete(network, "gateway-local")
+            assert {n: host.health(n) for n in host.processes} == dict.fromkeys(host.processes, 0)
+            assert host.stop("gateway-local-1") == 0
+            assert host.health("gateway-local-1") != 0
+            assert [host.stop(f"{name}-1") for name in active if name != "gateway-local"] == [0] * 4
+            assert host.health("engine-cpu-1") != 0
+        finally:
+            host.kill()
+
+
+def test_three_hosts_with_profiles_form_one_deployment(folder):
+    """The variables of .env.example, uncommented, with other addresses; two engines on one host."""
+    keys.create(folder, keys.DEFAULT)
+    names = ("front", "gpu-a", "gpu-b")
+    with Hosts(*names) as network:
+        running = {
+            name: ContainerHost(
+                folder / name, _three(network, name, folder),
+                lambda _service, *words, name=name: network.command(name, *words),
+            )
+            for name in names
+        }  # fmt: skip
+        try:
+            for name, host in running.items():
+                for service in host.compose.active("front" if name == "front" else "gpu"):
+                    for copy in range(
+                        1 + (name == "gpu-b")
+                    ):  # --scale scheduler=2 --scale engine=2
+                        host.start(service, copy + 1)
+            until(lambda: ready(network, "front"), "never ready")
+            complete(network, "front")
+            stages = json.loads(network.call("front", lambda: fetch(f"{URL}/health")[1]))["stages"]
+            assert [s["group"] for s in stages if s["name"] == "engine"] == [0, 1, 2]
+            assert {s["state"] for s in stages} == {"ready"}
+            unwell = [n for h in running.values() for n in h.processes if h.health(n)]
+            assert unwell == []
+            assert running["front"].stop("gateway-1") == 0
+        finally:
+            for host in running.values():
+                host.kill()
+
+
+def _three(network: Hosts, host: str, folder: Path) -> Compose:
+    text = "\n".join(line.removeprefix("#") for line in EXAMPLE.splitlines() if "=" in line)
+    wanted = ("FRONT", "GPU_A", "GPU_B", "NETWORK_MODE", "PIPEINFER_STAGES")
+    ours = {"FRONT": "front", "GPU_A": "gpu-a", "GPU_B": "gpu-b"}
+    lines = []
+    for line in text.splitlines():
+        name, _, value = line.partition("=")
+        if name in wanted:
+            lines.append(f"{name}={network.addresses[ours[name]] if name in ours else value}")
+    lines[-1] += (
+        " scheduler-2=tcp://${GPU_B}:7050,host=gpu-b engine-2-0=tcp://${GPU_B}:7060,host=gpu-b"
+    )
+    found = variables("\n".join(lines))
+    return Compose(
+        {**found, "THIS_HOST": host, "CURVE_KEY_FILE": str(folder / f"{keys.DEFAULT}.key")}
+    )

@@ -1,0 +1,121 @@
+"""Several groups behind one door: all are used, one that is down gets nothing until it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+
+import psutil
+import pytest
+from chat_streams import questions
+
+from pipeinfer import LLM, AsyncLLM, SamplingParams
+
+SMALL = {"threads": 1, "kv_pages": 400, "log_level": "warning"}
+PATIENCE = 90.0
+
+
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+
+def engine(group: int) -> psutil.Process:
+    """The process of rank 0 of a group, a child of this one."""
+    for child in psutil.Process().children(recursive=True):
+        words = child.cmdline()
+        if "engine" in words and words[words.index("--group") + 1] == str(group):
+            return child
+    raise AssertionError(f"group {group} has no engine")
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+def finished(llm: AsyncLLM) -> list[float]:
+    stats = llm.stats()
+    return [stats[f"scheduler-{group}"]["finished_total"] for group in range(2)]
+
+
+def groups_up(llm: AsyncLLM) -> float:
+    return llm.stats()["tokenizer-0"]["groups_up"]
+
+
+class Streams:
+    """Requests under way; `begun` is set for each when its first token is there."""
+
+    def __init__(self, llm: AsyncLLM, prompts: list[str], tokens: int) -> None:
+        self.begun = [asyncio.Event() for _ in prompts]
+        self._tasks = [
+            asyncio.create_task(self._one(llm, prompt, tokens, begun))
+            for prompt, begun in zip(prompts, self.begun, strict=True)
+        ]
+
+    @staticmethod
+    async def _one(llm: AsyncLLM, prompt: str, tokens: int, begun: asyncio.Event) -> list[int]:
+        ids: list[int] = []
+        async for delta in llm.generate(prompt, greedy(tokens)):
+            ids += delta.token_ids
+            begun.set()
+        return ids
+
+    async def all_begun(self) -> None:
+        async with asyncio.timeout(PATIENCE):
+            for begun in self.begun:
+                await begun.wait()
+
+    def __await__(self):
+        return asyncio.wait_for(asyncio.gather(*self._tasks), PATIENCE).__await__()
+
+
+async def grown(llm: AsyncLLM, before: list[float], count: int) -> list[float]:
+    """How many requests each group finished since `before`, when all `count` are counted."""
+    await until(lambda: sum(finished(llm)) - sum(before) >= count)
+    return [now - then for now, then in zip(finished(llm), before, strict=True)]
+
+
+async def test_a_group_that_is_down_gets_nothing_and_is_used_again_when_it_is_back():
+    prompts = questions(8)
+    async with AsyncLLM(dp=2, routing="least-loaded", **SMALL) as llm:
+        expected = await Streams(llm, prompts, 150)
+        assert min(await grown(llm, [0, 0], 8)) > 0, "both groups work"
+        await disturb(llm, prompts, expected)
+        before = finished(llm)
+        assert await Streams(llm, prompts, 150) == expected
+        assert min(await grown(llm, before, 8)) > 0, "both groups work again"
+
+
+async def disturb(llm: AsyncLLM, prompts: list[str], expected: list[list[int]]) -> None:
+    """One group's engine hangs, then dies and comes back, with streams in both groups."""
+    streams = Streams(llm, prompts, 150)
+    await streams.all_begun()
+    victim = engine(1)
+    victim.send_signal(signal.SIGSTOP)
+    try:
+        await until(lambda: groups_up(llm) == 1)
+        before = finished(llm)
+        fresh: list[Awaitable[list[list[int]]]] = [Streams(llm, prompts[:2], 20) for _ in range(3)]
+        for answers in fresh:
+            assert await answers == [ids[:20] for ids in expected[:2]]
+        assert finished(llm)[1] == before[1], "nothing new went to the group that is down"
+    finally:
+        victim.send_signal(signal.SIGKILL)
+    await until(lambda: groups_up(llm) == 2)
+    assert await streams == expected
+
+
+@pytest.mark.parametrize("shape", [{"tp": 2, "dp": 2}], ids=["2x2"])
+def test_groups_of_several_ranks_give_the_same_tokens(shape):
+    prompts = questions(6, seed=9)
+
+    def tokens(**settings: int) -> list[list[int]]:
+        with LLM(**SMALL, **settings) as llm:
+            results = llm.generate(prompts, greedy(24), use_tqdm=False)
+            ranks = [name for name in llm.stats() if name.startswith("engine")]
+            assert len(ranks) == settings.get("tp", 1) * settings.get("dp", 1)
+        return [list(result.outputs[0].token_ids) for result in results]
+
+    assert tokens(**shape) == tokens()

@@ -1,0 +1,79 @@
+"""The table that tensor_parallel.py prints of its results.
+
+Knows the form of the results; measures nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+PER_STEP = {"qwen3-14b": 81, "qwen3-32b": 129}  # all-reduces of a step: two a layer, the embedding
+
+
+def show(results: dict[str, Any]) -> None:
+    """Prints what is there."""
+    good = {name: result for name, result in results.items() if "error" not in result}
+    for name in sorted(set(results) - set(good)):
+        print(f"\n{name}: {results[name]['error']}", *results[name].get("log", []), sep="\n    ")
+    for name, result in good.items():
+        if name.startswith("ar-") and "us" in result:
+            show_all_reduce(result)
+    show_tokens({n: r for n, r in good.items() if n.startswith("tokens-")})
+    show_offline(good)
+    if "loss-2" in good:
+        print("\nlost ranks:", good["loss-2"])
+
+
+def show_all_reduce(result: dict[str, Any]) -> None:
+    print(f"\nall-reduce over {result['ranks']} GPUs, us (custom: {result['custom']})")
+    for rows, times in result["us"].items():
+        line = "  ".join(f"{way} {us}" for way, us in times.items())
+        print(f"  {rows:>5} rows of 10,240 bytes: {line}")
+
+
+def show_tokens(results: dict[str, Any]) -> None:
+    alone = results.pop("tokens-1", None)
+    for name, result in results.items():
+        for model, ids in result.items():
+            if alone is None or model == "seconds":
+                continue
+            pairs = list(zip(ids, alone[model], strict=True))
+            equal = sum(one == other for one, other in pairs)
+            first = [
+                next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+                for one, other in pairs
+                if one != other
+            ]
+            print(f"{name} {model}: {equal} of {len(pairs)} equal, first differences at {first}")
+
+
+def show_offline(results: dict[str, Any]) -> None:
+    runs = {name: r for name, r in results.items() if "tokens_per_s" in r}
+    alone = next((r for r in runs.values() if r["tp"] == r["dp"] == 1), None)
+    print(
+        f"\n{'':16}{'tokens/s':>10}{'times':>7}{'idle':>7}{'step ms':>9}{'tbt 1/8/32/256 ms':>32}"
+    )
+    for name, run in runs.items():
+        times = ""
+        if alone is not None and alone["shape"] == run["shape"]:
+            times = f"{run['tokens_per_s'] / alone['tokens_per_s']:.2f}"
+        steps = max(run["steps"].values())
+        gaps = " / ".join(f"{gap:.2f}" for gap in run["tbt_ms"].values())
+        print(
+            f"{name:16}{run['tokens_per_s']:10.0f}{times:>7}{run['idle_share']:7.1%}"
+            f"{run['busy'] / steps * 1e3:9.2f}{gaps:>32}"
+        )
+        shares(run, results)
+
+
+def shares(run: dict[str, Any], results: dict[str, Any]) -> None:
+    """How much of a step all-reduces of 256 rows take, by what they take alone."""
+    times = results.get(f"ar-{run['tp']}", {}).get("us", {})
+    each = times.get("256", times.get(256))
+    if each is None or run["shape"] not in PER_STEP:
+        return
+    usual = min((v for v in each.values() if isinstance(v, float)), default=0.0)
+    us = each["nccl"] if run["all_reduce"] == "nccl" else usual
+    count, step = PER_STEP[run["shape"]], run["tbt_ms"]["256"] * 1e3
+    share = f"{count * us / step:.0%} of a step of 256 rows"
+    print(f"{'':16}all-reduces: {count} x {us:.1f} us, {share}")

@@ -1,0 +1,147 @@
+"""`tools/simulate run` as a user runs it: what it reports adds up, and repeats."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import servers
+from bench import workload
+from bench.workload import Span
+from simulate import workloads
+from simulate.deployment import Deployment
+from simulate.folded import FoldedGroup
+from simulate.step_model import StepModel
+from simulated_clusters import MODEL, tallied
+
+ROOT = Path(__file__).resolve().parents[2]
+POLICIES = ["prefix", "least-loaded", "round-robin"]
+
+
+@pytest.fixture
+def simulate_tool(tmp_path):
+    def run(*words: str, code: int = 0) -> dict:
+        out = tmp_path / "result.json"
+        done = subprocess.run(
+            [sys.executable, "tools/simulate", "run", *words, "--json", str(out)],
+            cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        if code:
+            return {"error": done.stderr}
+        result = json.loads(out.read_text())
+        assert set(result) == {"schema", "command", "commit", "hardware", "date", "metrics"}
+        return result["metrics"]["policies"] | {"printed": done.stdout}
+
+    return run
+
+
+def test_policies_are_compared_on_the_same_requests(simulate_tool, tmp_path):
+    plot = tmp_path / "plot.png"
+    found = simulate_tool(
+        "--groups", "3", "--requests", "120", "--workload", "prefixes", "--prefixes", "9",
+        "--prefix-tokens", "300", "--rate", "40", "--output-tokens", "5:40", "--plot", str(plot),
+    )  # fmt: skip
+    assert [name for name in found if name in POLICIES] == POLICIES
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    for name in POLICIES:
+        one = found[name]
+        assert one["requests"] == 120 and one["refused"] == 0
+        assert one["output_tokens"] == found["prefix"]["output_tokens"]
+        assert one["tokens_per_s"] * one["seconds"] == pytest.approx(one["output_tokens"])
+        assert 1.0 <= one["imbalance"] <= 3.0 and 0 < one["busy_share"] <= 1.0
+        for times in (one["ttft_ms"], one["itl_ms"], one["e2e_ms"]):
+            assert 0 < times["p50"] <= times["p90"] <= times["p99"]
+        assert f"{name}: 120 requests" in found["printed"]
+    assert found["prefix"]["hit_rate"] > found["round-robin"]["hit_rate"] > 0
+
+
+def test_the_same_seed_gives_the_same_result(simulate_tool):
+    words = ("--groups", "2", "--requests", "60", "--rate", "30", "--output-tokens", "5:60",
+             "--routing", "prefix")  # fmt: skip
+    once, again, other = (
+        simulate_tool(*words, *more)["prefix"] for more in ((), (), ("--work-seed", "1"))
+    )
+    assert once.pop("simulated_in_s") != other.pop("simulated_in_s")
+    again.pop("simulated_in_s")
+    assert once == again != other
+
+
+def test_stepwise_runs_give_the_same_numbers(simulate_tool):
+    words = ("--groups", "2", "--requests", "30", "--rate", "50", "--output-tokens", "5:60",
+             "--routing", "least-loaded")  # fmt: skip
+    fast, whole = (simulate_tool(*words, *more)["least-loaded"] for more in ((), ("--stepwise",)))
+    for one in (fast, whole):
+        del one["simulated_in_s"]
+    assert whole.pop("ttft_ms") == pytest.approx(fast.pop("ttft_ms"))
+    assert whole.pop("e2e_ms") == pytest.approx(fast.pop("e2e_ms"))
+    assert fast == whole
+
+
+def test_a_recorded_trace_is_played_at_its_times(simulate_tool, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    lines = [(100.0, 50, 7), (109.0, 80, 3), (104.0, 20, 9)]
+    trace.write_text(
+        "".join(
+            json.dumps({"timestamp": at, "input_length": i, "output_length": o}) + "\n"
+            for at, i, o in lines
+        )
+    )
+    words = ("--workload", "trace", "--trace", str(trace), "--routing", "round-robin")
+    found = simulate_tool(*words)["round-robin"]
+    assert (found["requests"], found["prompt_tokens"], found["output_tokens"]) == (3, 150, 19)
+    assert 9.0 < found["seconds"] < 10.0
+    assert 0.9 < simulate_tool(*words, "--speed", "9")["round-robin"]["seconds"] < 2.0
+
+
+def test_wrong_usage_is_code_2(simulate_tool):
+    assert "--trace FILE" in simulate_tool("--workload", "trace", code=2)["error"]
+    assert "is unknown" in simulate_tool("--routing", "fastest", code=2)["error"]
+    assert "cannot read" in simulate_tool("--model", "/none.json", code=2)["error"]
+
+
+def test_a_batch_is_the_offline_protocol_draw_by_draw():
+    work = workload.uniform(40, Span(100, 1024), Span(100, 1024), 10_000, 0)
+    arriving = list(workloads.batch(40, Span(100, 1024), Span(100, 1024), 0))
+    assert [one.output for one in arriving] == sorted(work.outputs, reverse=True)
+    sent = {tuple(one.prompt.tolist()) for one in arriving}
+    assert sent == {tuple(prompt) for prompt in work.prompts}
+    assert {one.at for one in arriving} == {0.0}
+
+
+def test_one_request_takes_what_the_model_says():
+    """By hand: a prompt of 40 tokens in one step, then 9 decodes of one row."""
+    model = StepModel(fixed=1e-3, prefill=((0, 1e-5),), context=1e-6, delivery=0.5)
+    arriving = list(workloads.poisson(1.0, 1, Span(40, 40), Span(10, 10), 0))
+    tally = tallied(FoldedGroup, Deployment(), arriving, model=model)
+    assert tally.first[0] == pytest.approx(1e-3 + 40e-5 + 0.5)
+    gaps = [1e-3 + 1e-6 * context for context in range(41, 50)]
+    assert tally.whole[0] - tally.first[0] == pytest.approx(sum(gaps))
+    assert tally.mean_gap() == pytest.approx(np.mean(gaps), rel=1e-3)
+
+
+def test_a_request_that_never_fits_is_refused_alone():
+    arriving = list(workloads.poisson(5.0, 12, Span(10, 90), Span(5, 5), 0))
+    deployment = Deployment(max_model_len=50)
+    tally = tallied(FoldedGroup, deployment, arriving, groups=2)
+    fits = sum(len(one.prompt) + 5 <= 50 for one in arriving)
+    assert 0 < fits < 12
+    assert sum(group.finished for group in tally.groups) == fits
+    assert sum(group.refused for group in tally.groups) == 12 - fits
+
+
+def test_simulating_is_fast():
+    """100,000 requests on 64 groups must take less than a minute: 0.6 ms each. Here with room for
+    a machine that does other things; as slow as the whole cores it would take 7 ms."""
+    arriving = list(workloads.shared(1500.0, 1500, 16, 512, Span(50, 150), Span(100, 300), 0))
+    begin = time.process_time()
+    tally = tallied(FoldedGroup, Deployment(), arriving, groups=16, model=MODEL)
+    each = (time.process_time() - begin) / len(arriving)
+    assert sum(group.finished for group in tally.groups) == len(arriving)
+    assert each < 3e-3, f"{1e3 * each:.2f} ms a request"

@@ -1,0 +1,141 @@
+"""A step-time model: found from steps, read from recordings of a real engine, and kept in a file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import servers
+from pipeinfer import LLM, SamplingParams
+from pipeinfer.settings import ConfigurationError
+from simulate import fitting, measured, step_model
+from simulate.measured import MeasuredStep
+from simulate.step_model import StepModel, attended
+
+ROOT = Path(__file__).resolve().parents[2]
+TRUE = StepModel(
+    fixed=2e-3, mixed=5e-4, decode=((0, 1e-5), (64, 4e-5)), prefill=((0, 2e-5),), context=3e-8,
+    pair=2e-9,
+)  # fmt: skip
+
+
+def measured_steps(count: int, noise: float, seed: int = 0) -> list[MeasuredStep]:
+    source = np.random.default_rng(seed)
+    steps = []
+    for _ in range(count):
+        decodes, tokens = int(source.integers(0, 200)), int(source.integers(0, 1500))
+        tokens *= int(source.integers(0, 2))
+        contexts, pairs = decodes * int(source.integers(1, 900)), tokens * 300
+        seconds = TRUE.seconds(decodes, contexts, tokens, pairs) * (1 + noise * source.normal())
+        steps.append(MeasuredStep(decodes, contexts, tokens, pairs, seconds))
+    return steps
+
+
+def test_fit_finds_the_model_that_made_the_steps():
+    found = fitting.fit(measured_steps(600, noise=0.0))
+    others = measured_steps(200, noise=0.0, seed=1)
+    said = fitting.predicted(found, others)
+    assert said == pytest.approx([step.seconds for step in others], rel=1e-6)
+
+
+def test_fit_keeps_the_sum_and_the_scatter_of_noisy_steps():
+    steps = measured_steps(3000, noise=0.1)
+    found = fitting.fit(steps)
+    assert fitting.predicted(found, steps).sum() == pytest.approx(sum(s.seconds for s in steps))
+    factors = np.array(fitting.jitter(found, steps))
+    assert factors.mean() == pytest.approx(1.0, abs=1e-3)
+    assert factors.std() == pytest.approx(0.1, rel=0.15)
+
+
+def test_coefficients_are_never_negative():
+    """Steps that get shorter with their contexts, as noise may have it."""
+    source = np.random.default_rng(2)
+    contexts = source.integers(0, 1000, 200)
+    steps = [MeasuredStep(1, int(c), 0, 0, 2e-3 - 1e-6 * int(c)) for c in contexts]
+    found = fitting.fit(steps)
+    assert found.context == 0.0 and found.fixed + found.decode[0][1] > 0 if found.decode else True
+    matrix = source.normal(size=(50, 6))
+    assert (fitting.nonnegative(matrix, source.normal(size=50)) >= 0).all()
+
+
+def test_nonnegative_is_the_plain_solution_where_that_is_positive():
+    source = np.random.default_rng(3)
+    matrix, wanted = source.random((40, 5)), np.array([3.0, 0.5, 1e-3, 7.0, 2.0])
+    assert fitting.nonnegative(matrix, matrix @ wanted) == pytest.approx(wanted)
+
+
+def test_attended_counts_each_query_with_all_up_to_itself():
+    assert attended([0], [3]) == 1 + 2 + 3
+    assert attended([5, 0], [2, 1]) == (6 + 7) + 1
+
+
+def test_a_model_survives_its_file_and_other_files_are_refused(tmp_path):
+    path = tmp_path / "model.json"
+    step_model.save(path, TRUE)
+    assert step_model.load(str(path)) == TRUE
+    for text, reason in (("{", "is no step model"), ('{"fixed": 1, "schema": "x"}', "schema")):
+        path.write_text(text)
+        with pytest.raises(ConfigurationError, match=reason):
+            step_model.load(str(path))
+    with pytest.raises(ConfigurationError, match="cannot read"):
+        step_model.load(str(tmp_path / "none.json"))
+
+
+def test_shipped_models_can_be_loaded():
+    names = [path.stem for path in step_model.SHIPPED.glob("*.json")]
+    assert "demo-cpu" in names
+    for name in names:
+        assert step_model.load(name).seconds(4, 400) > 0
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    """Recordings of the demo model: 24 requests of known lengths."""
+    folder = tmp_path_factory.mktemp("recorded")
+    prompts = [[7 + n % 200] * (20 + n) for n in range(24)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with LLM(record=str(folder), threads=1, log_level="error") as llm:
+        llm.generate(prompts, params, use_tqdm=False)
+    return folder
+
+
+def test_recorded_steps_hold_every_computed_token(recorded):
+    (engine,) = (r for r in measured.recordings(recorded) if r.identity.name == "engine")
+    steps = list(measured.steps(engine))
+    computed = sum(step.decodes + step.tokens for step in steps)
+    cached = sum(
+        int(np.frombuffer(e.message.cached, "<i4").sum())
+        for e in engine.entries
+        if e.kind == "Admitted"
+    )
+    # All prompts, and all outputs but the last of each request.
+    assert computed + cached == sum(20 + n for n in range(24)) + 24 * 39
+    assert all(step.seconds > 0 for step in steps)
+    assert sum(step.seconds for step in steps) <= engine.seconds
+    assert 0 < measured.turnaround(engine) < 1
+
+
+def test_fit_command_makes_a_model_of_a_recording(recorded, tmp_path):
+    out = tmp_path / "model.json"
+    words = ["fit", str(recorded), "--out", str(out), "--skip", "2"]
+    done = subprocess.run(
+        [sys.executable, "tools/simulate", *words],
+        cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "steps of" in done.stdout
+    model = step_model.load(str(out))
+    assert len(model.jitter) == fitting.QUANTILES and model.turnaround > 0
+    assert 0 < model.seconds(8, 400) < 10
+
+
+def test_fit_without_recordings_says_so(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "tools/simulate", "fit", str(tmp_path), "--out", "x.json"],
+        cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2 and "holds no recording of an engine" in done.stderr
