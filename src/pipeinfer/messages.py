@@ -150,10 +150,9 @@ class Plan(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """An engine rank is loaded and asks for an epoch; repeated until `Begin` lists it.
-
-    All ranks of a group must agree on `model` and what follows. `pages` x `page_size` tokens and
-    `max_slots` requests fit into the pool. `step_tokens`: the device's own token budget."""
+    """An engine rank is loaded and asks for an epoch, until `Begin` lists it. Ranks must agree on
+    `model` and what follows, but for `mixed_tokens`. `step_tokens`: the device's own token budget;
+    `mixed_tokens`: of steps that decode. 0: it has none."""
 
     protocol: int
     version: str
@@ -168,6 +167,7 @@ class Hello(Message, frozen=True):
     attention: str
     graph_sizes: tuple[int, ...] = ()
     step_tokens: int = 0
+    mixed_tokens: int = 0
 
 
 class Ready(Message, frozen=True):

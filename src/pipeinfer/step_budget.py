@@ -11,7 +11,7 @@ LEAST = 128
 
 
 def mixed_budget(asked: int, budget: int) -> int:
-    """Tokens of a step that decodes: `asked` (--mixed-step-tokens), or if that is 0 a part of
-    `budget`, the most tokens of any step; never more than that.
+    """Tokens of a step that decodes: `asked` (--mixed-step-tokens, or what the engine measured), or
+    if that is 0 a part of `budget`, the most tokens of any step; never more than that.
     """
     return min(asked or max(budget // PART, LEAST), budget)

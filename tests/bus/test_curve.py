@@ -60,16 +60,27 @@ class Stage:
         self.context.term()
 
 
-@pytest.fixture
-def place(tmp_path):
+@pytest.fixture(params=["127.0.0.1", "[::1]", "localhost"])
+def place(request, tmp_path):
+    if request.param == "[::1]" and not _has_ipv6():
+        pytest.skip("no IPv6 loopback here")
     for name in ("front", "gpu"):
         keys.create(tmp_path / "keys", name)
     first, second = free_ports(2)
     entries = (
-        Entry("gateway", f"tcp://localhost:{first}", key="front"),
-        Entry("tokenizer", f"tcp://127.0.0.1:{second}", key="gpu"),
+        Entry("gateway", f"tcp://{request.param}:{first}", key="front"),
+        Entry("tokenizer", f"tcp://{request.param}:{second}", key="gpu"),
     )
     return Topology(entries, keys=str(tmp_path / "keys"))
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 async def test_stages_with_keys_talk_in_both_directions(place):
@@ -105,7 +116,7 @@ async def test_a_command_line_with_one_of_the_keys_hears_a_stage(place):
 def stranger(kind: int, context: zmq.Context, server: bytes | None) -> zmq.Socket:
     """A socket with keys that nobody knows, or without any."""
     made = context.socket(kind)
-    made.linger = 0
+    made.linger, made.ipv6 = 0, True
     if server is not None:
         made.curve_serverkey = server
         made.curve_publickey, made.curve_secretkey = zmq.curve_keypair()
@@ -116,7 +127,8 @@ async def test_strangers_get_nothing_give_nothing_and_cost_one_log_line(place, c
     """With a key that is not allowed, with a wrong idea of ours, without CURVE, with plain text."""
     caplog.set_level(logging.WARNING)
     tokenizer = Stage("tokenizer", place)
-    port = int(place.address("tokenizer-0").rsplit(":", 1)[1])
+    host, _, number = place.address("tokenizer-0").removeprefix("tcp://").rpartition(":")
+    port = int(number)
     ours = tokenizer.bus._wires._keyring.own.public
     context = zmq.Context()
     try:
@@ -124,13 +136,13 @@ async def test_strangers_get_nothing_give_nothing_and_cost_one_log_line(place, c
         ears = [stranger(zmq.SUB, context, key) for key in (ours, None)]
         refused = 0
         for made in (*told, *ears):
-            made.connect(f"tcp://127.0.0.1:{port + (made.type == zmq.SUB)}")
+            made.connect(f"tcp://{host}:{port + (made.type == zmq.SUB)}")
             if made.type == zmq.SUB:
                 made.subscribe(b"")
             else:
                 made.send_multipart([b"requests", b"x", b"y"], zmq.NOBLOCK)
             refused = await tokenizer.refuses(refused)
-        with socket.create_connection(("127.0.0.1", port)) as plain:
+        with socket.create_connection((host.strip("[]"), port)) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
             assert await asyncio.to_thread(_all_until_closed, plain) is not None
         for _ in range(20):

@@ -19,9 +19,11 @@ from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.schema import NOT_BUILT, ChatRequest, CompletionRequest
 from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.deployment import BIND, KEYS, SECRET
+from pipeinfer.runtime.deployment import STAGES as STAGES_VARIABLE
 from pipeinfer.runtime.topology import Entry
 from pipeinfer.scheduler.policies import POLICIES
-from pipeinfer.settings import Settings
+from pipeinfer.settings import PREFIX, Settings
 from servers import STAGES, environment
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +81,13 @@ def known_flags() -> set[str]:
     asked = {option for a in flags.parser("x", "")._actions for option in a.option_strings}
     sources = [path for top in ("tools", "src", "stages") for path in (ROOT / top).rglob("*.py")]
     added = re.findall(r'"(--[a-z][a-z-]+)"', "\n".join(p.read_text() for p in sources))
-    others = {"--build", "--version", "--help"}  # docker's, and argparse's own
+    others = {
+        "--build",
+        "--profile",
+        "--scale",
+        "--version",
+        "--help",
+    }  # docker's, and argparse's own
     return settings | asked | set(added) | others
 
 
@@ -93,6 +101,7 @@ def test_flags_that_are_named_exist(page):
 def test_environment_variables_that_are_named_exist(page):
     named = set(re.findall(r"PIPEINFER_([A-Z_]+)", page.read_text()))
     known = {name.upper() for name in Settings.__struct_fields__} | {"PUBLISH"}
+    known |= {name.removeprefix(PREFIX) for name in (STAGES_VARIABLE, KEYS, SECRET, BIND)}
     assert named - known == set()
 
 
@@ -195,6 +204,7 @@ def test_topology_fields_are_documented_and_the_examples_load():
     page = text("docs/topology.md")
     for name in Entry.__struct_fields__:
         assert f"`{name}`" in page, name
+    assert len(topologies.load(ROOT / "stages/three-hosts.toml").hosts()) == 3
     for name in ("pipeinfer.toml", "container.toml"):
         assert len(topologies.load(ROOT / "stages" / name).entries) == len(STAGES)
 

@@ -21,7 +21,7 @@ DUMMY_SLOT = 99
 
 
 def frame(page_size, table=False):
-    return Frame(80, page_size, table, DUMMY_SLOT, torch.device("cpu"))
+    return Frame(96, page_size, table, DUMMY_SLOT, torch.device("cpu"))
 
 
 def make_step(starts, counts, samples, page_size, seed=0) -> Step:

@@ -2,8 +2,8 @@
 
     python tests/gpu/replay_engine.py --config qwen3-0.6b --device cuda [--json OUT]
 
-Without flags it takes the demo model on the CPU. Greedy; further flags are settings. Prints how many
-tokens differ and where first, and both durations. Exits 0 if no token differs and the replay was at
+Without flags it takes the demo model on the CPU. Greedy; further flags are settings. Prints how
+many tokens differ and where first, and both durations. Exits 0 if none does and the replay was at
 least as fast as the recording. Not a test: a tool beside the tests.
 """
 

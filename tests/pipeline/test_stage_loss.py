@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
 
 import openai
 import pytest
+from leftovers import leftovers
 
 from pipeinfer.demo.tasks import copy_task
 from servers import Server
@@ -116,3 +118,51 @@ def test_requests_that_come_while_a_stage_is_away_are_answered(server, questions
         return await Streams(server, questions).run()
 
     assert asyncio.run(ask_at_once(("tokenizer", "scheduler", "detokenizer"))) == undisturbed
+
+
+async def _end_early(api: openai.AsyncOpenAI, question: str, index: int) -> str:
+    """How a request ended that does not run to its length: each fourth in another way."""
+    how = index % 4
+    stream = await api.chat.completions.create(
+        model="pipeinfer-demo",
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=3 if how == 3 else 400,
+        stop=["a", "e", "o", "1", "2", "3"] if how == 2 else None,
+        stream=True,
+        extra_body={"ignore_eos": True, "timeout": 2.0 if how == 1 else 0},
+    )
+    chunks = 0
+    async for chunk in stream:
+        chunks += 1
+        if how == 0 and chunks == 1 + index // 2:
+            await stream.close()
+            return "gone"
+        if chunk.choices[0].finish_reason is not None:
+            return chunk.choices[0].finish_reason
+    raise AssertionError("it ended without a reason")
+
+
+def test_nothing_is_left_of_requests_that_end_while_stages_die(server, questions):
+    """Clients that leave, timeouts, stop strings and limits, beside streams that are disturbed."""
+
+    async def everybody() -> list[str | BaseException]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", timeout=240, max_retries=0
+        ) as api:
+            asked = [_end_early(api, question, n) for n, question in enumerate(questions)]
+            early = asyncio.gather(*asked, return_exceptions=True)
+            for names in (("scheduler",), ("tokenizer", "engine"), ("detokenizer", "scheduler")):
+                await asyncio.sleep(0.3)
+                for pid in (await asyncio.to_thread(pids, server, names)).values():
+                    with contextlib.suppress(ProcessLookupError):  # it is being started
+                        os.kill(pid, signal.SIGKILL)
+            return await early
+
+    ends = asyncio.run(everybody())
+    for index, end in enumerate(ends):
+        if isinstance(end, openai.APIStatusError):
+            assert index % 4 == 1 and end.status_code == 408, end
+        else:
+            assert end in ({"gone"}, {"abort"}, {"stop", "length"}, {"length"})[index % 4], end
+    assert leftovers(server) == {}

@@ -17,7 +17,7 @@ import pytest
 import pipeinfer
 from pipeinfer.demo.tasks import copy_task
 from pipeinfer.runtime.find import running_servers
-from servers import Server, environment
+from servers import STAGES, Server, environment
 
 STREAMS, TOKENS = 32, 150
 
@@ -56,7 +56,7 @@ async def _ask(api: openai.AsyncOpenAI, question: str) -> str:
     return text
 
 
-async def _everybody(server: Server, questions: list[str], stages: tuple[str, ...]):
+async def _everybody(server: Server, questions: list[str], stages: tuple[str, ...], *command: str):
     """All texts; each client asks again and again while the stages are swapped in turn."""
     async with openai.AsyncOpenAI(
         base_url=f"{server.url}/v1", api_key="none", timeout=240, max_retries=0
@@ -71,22 +71,44 @@ async def _everybody(server: Server, questions: list[str], stages: tuple[str, ..
 
         tasks = [asyncio.create_task(client(question)) for question in questions]
         for stage in stages:
-            done = await asyncio.to_thread(swap, server, stage)
+            done = await asyncio.to_thread(swap, server, stage, *command)
             assert done.returncode == 0, done.stderr + "\n".join(server.log)
         swapped.set()
         return set[tuple[str, str]]().union(*await asyncio.gather(*tasks))
 
 
-def test_no_stream_breaks_while_every_stage_is_swapped(served):
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """Another copy of the source, whose stages say that they are of it."""
+    folder = tmp_path_factory.mktemp("checkout")
+    source = Path(pipeinfer.__file__).parent
+    shutil.copytree(source, folder / "pipeinfer", ignore=shutil.ignore_patterns("__pycache__"))
+    for stage in STAGES:
+        core = folder / "pipeinfer" / stage / "core.py"
+        core.write_text(core.read_text() + f'\n\nprint("planted {stage}", flush=True)\n')
+    return folder
+
+
+def said(server: Server) -> list[str]:
+    """The lines that it printed since the last call."""
+    lines: list[str] = []
+    while not server.lines.empty():
+        lines.append(server.lines.get())
+    return lines
+
+
+def test_no_stream_breaks_while_every_stage_is_swapped(served, checkout):
     rng = random.Random(9)
     questions = [copy_task(rng, rng.randint(10, 40))[0] for _ in range(STREAMS)]
     before = {stage["name"]: stage["pid"] for stage in served.health()["stages"]}
     undisturbed = asyncio.run(_everybody(served, questions, ()))
     order = ("tokenizer", "detokenizer", "scheduler", "engine", "gateway")
-    disturbed = asyncio.run(_everybody(served, questions, order))
+    command = ("env", f"PYTHONPATH={checkout}", sys.executable, "-m", "pipeinfer.runtime")
+    disturbed = asyncio.run(_everybody(served, questions, order, *command))
     assert disturbed == undisturbed and len(undisturbed) == STREAMS
     after = {stage["name"]: stage["pid"] for stage in served.health()["stages"]}
     assert not {name for name in before if before[name] == after[name]}
+    assert {f"planted {stage}" for stage in STAGES} <= set(said(served))
 
 
 def test_requests_wait_while_the_gateway_is_swapped(served):
@@ -107,23 +129,19 @@ def test_requests_wait_while_the_gateway_is_swapped(served):
     assert request()
 
 
-def test_another_checkout_takes_a_stage_over_and_keeps_it(served, tmp_path):
-    """Behind a wrapper, as a profiler or a debugger would be."""
-    source = Path(pipeinfer.__file__).parent
-    shutil.copytree(source, tmp_path / "pipeinfer", ignore=shutil.ignore_patterns("__pycache__"))
-    core = tmp_path / "pipeinfer" / "tokenizer" / "core.py"
-    core.write_text(core.read_text() + '\n\nprint("planted", flush=True)\n')
-    command = f'PYTHONPATH={tmp_path} {sys.executable} -m pipeinfer.runtime "$@"; echo ended'
+def test_a_command_behind_a_wrapper_stays_when_its_stage_dies(served, checkout):
+    """A wrapper as a profiler or a debugger would be."""
+    command = f'PYTHONPATH={checkout} {sys.executable} -m pipeinfer.runtime "$@"; echo ended'
+    said(served)
     done = swap(served, "tokenizer", "bash", "-c", command, "wrapper")
     assert done.returncode == 0, done.stderr
     assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
     os.kill(served.pid("tokenizer"), signal.SIGKILL)
-    said: list[str] = []
+    lines: list[str] = []
 
     def printed_twice() -> bool:
-        while not served.lines.empty():
-            said.append(served.lines.get())
-        return said.count("planted") == 2
+        lines.extend(said(served))
+        return lines.count("planted tokenizer") == 2
 
     served.wait(printed_twice, "the command stayed for the restart")
     served.wait(lambda: served.health()["status"] == "ready", "ready again")

@@ -1,4 +1,4 @@
-"""A recorded session of 200 mixed requests; REPLAY_REQUESTS says how many else."""
+"""A recorded session of 150 mixed requests; REPLAY_REQUESTS says how many else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeinfer import demo
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-REQUESTS = int(os.environ.get("REPLAY_REQUESTS", "200"))
+REQUESTS = int(os.environ.get("REPLAY_REQUESTS", "150"))
 
 
 def model_with_a_first_token(folder: Path) -> Path:

@@ -320,6 +320,27 @@ def test_timeout_aborts_a_waiting_and_a_running_request():
     }
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_aborted_request_is_released_with_the_next_plan_and_never_waits(depth):
+    """Whoever hangs up frees pages within one step, also while nobody else has any work."""
+    p = pipeline(depth=depth, slots=1, pages=200)
+    p.deliver()
+    p.deliver()
+    running, waiting = p.submit([1, 2, 3], 60), p.submit([4, 5, 6], 60)
+    while not p.clients[running].outputs:
+        p.deliver()
+    assert p.engine.slots, "it holds pages"
+    for name in (waiting, running):
+        p.clients[name].cut = 0
+        p.feed(Abort(name, 1))
+    for _ in range(depth):  # of the steps that were under way already
+        p.deliver()
+    assert not p.engine.slots and p.engine.free + p.engine.evictable == 200
+    p.settle()
+    assert p.clients[waiting].outputs == []
+    assert p.core.stats()["waiting"] == p.core.stats()["kept"] == 0
+
+
 def test_step_cost_does_not_grow_with_waiting_requests():
     """Counted in Python function calls, not seconds: the same for 100 and for 5,000 waiting."""
     import sys

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from simulated_clusters import MODEL, tallied
 
 import servers
 from bench import workload
@@ -18,7 +19,6 @@ from simulate import workloads
 from simulate.deployment import Deployment
 from simulate.folded import FoldedGroup
 from simulate.step_model import StepModel
-from simulated_clusters import MODEL, tallied
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICIES = ["prefix", "least-loaded", "round-robin"]

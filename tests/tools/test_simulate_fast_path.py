@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from simulated_clusters import MODEL, arrivals, deployments, tallied
 
 from bench.workload import Span
 from simulate import workloads
@@ -13,7 +14,6 @@ from simulate.arrivals import Arrival
 from simulate.deployment import Deployment
 from simulate.folded import FoldedGroup
 from simulate.stepwise import StepwiseGroup
-from simulated_clusters import MODEL, arrivals, deployments, tallied
 
 JITTERY = msgspec.structs.replace(MODEL, jitter=(0.7, 0.9, 1.4))
 
@@ -63,3 +63,15 @@ def test_decodes_are_folded():
     assert len(group._cohort) == 20
     group.run_until(float("inf"))
     assert len(group._cohort) == 0 and len(group.ended) == 20
+
+
+def test_a_policy_of_ones_own_sees_every_request():
+    """It may look at whom it likes, so nobody is folded, and the result is the same."""
+    own = "pipeinfer.scheduler.policies.mixed:Mixed"
+    arriving = [Arrival(n, 0.002 * n, np.full(9, n, np.int32), 60) for n in range(12)]
+    plain = tallied(FoldedGroup, Deployment(), arriving)
+    assert tallied(FoldedGroup, Deployment(policy=own), arriving).comparable() == plain.comparable()
+    group = FoldedGroup(0, Deployment(policy=own), MODEL, plain)
+    group.submit(arriving[0], 0.0)
+    group.run_until(0.05)
+    assert group.next_at < float("inf") and len(group._cohort) == 0

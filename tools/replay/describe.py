@@ -51,7 +51,7 @@ def _fields(message: Any) -> list[str]:
     return parts
 
 
-def _value(value: Any) -> str:
+def _value(value: Any, named: bool = True) -> str:
     if isinstance(value, bytes):
         return _ids(value)
     if isinstance(value, str):
@@ -59,10 +59,11 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, msgspec.Struct):
-        name = getattr(value, "request_id", "")
+        name = getattr(value, "request_id", "") if named else ""
         return "(" + ", ".join([*([name] if name else []), *_fields(value)]) + ")"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_value(one) for one in value) + "]"
+        # A message with one row is named after that row's request already.
+        return "[" + ", ".join(_value(one, len(value) > 1) for one in value) + "]"
     return str(value)
 
 

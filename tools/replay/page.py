@@ -51,5 +51,6 @@ def _compact(picture: Picture) -> dict[str, object]:
         "requests": list(names),
         "spans": spans,
         "flows": flows,
+        "begin": round(min((s.start for s in picture.spans), default=0.0) * MICRO, 1),
         "length": round(picture.seconds * MICRO, 1),
     }

@@ -109,7 +109,7 @@ def _engine_core(recording: Recording, settings: Settings) -> Stage:
             PROTOCOL, __version__, header.rank, settings.tp, header.incarnation,
             settings.model_name, facts["page_size"], facts["pages"] - 1, facts["max_slots"],
             facts["max_model_len"], facts["attention"], tuple(facts["graph_sizes"]),
-            facts["step_tokens"],
+            facts["step_tokens"], facts["mixed_tokens"],
         )  # fmt: skip
     except KeyError as error:
         raise CannotReplay(USAGE, f"the header does not say the engine's {error}") from None

@@ -14,7 +14,7 @@ FIELDS: dict[str, frozenset[str]] = {
 
 # An engine of another kind than the recorded one describes itself otherwise, and is right to.
 DEVICE_FIELDS: dict[str, frozenset[str]] = {
-    "Hello": frozenset({"attention", "graph_sizes", "step_tokens"}),
+    "Hello": frozenset({"attention", "graph_sizes", "step_tokens", "mixed_tokens"}),
 }
 
 # Made by the shell and not by the core: telemetry, all of it.

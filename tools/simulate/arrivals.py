@@ -6,8 +6,13 @@ Knows nothing else; workloads.py makes them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from pipeinfer.messages import Work
+from pipeinfer.params import SamplingParams
+from pipeinfer.scheduler.request import Request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,5 +33,13 @@ class Arrival:
     def sampled_id(self) -> int:
         return OUTPUT_IDS + self.number
 
+    def request(self, place: int) -> Request:
+        """As request.from_work makes it; nobody asks for the prompt's ids, only how many."""
+        params = SamplingParams(temperature=0.0, max_tokens=self.output, ignore_eos=True)
+        work = Work(self.id, 1, 0, 0, b"", params, 0)
+        prompt: Any = range(len(self.prompt))
+        return Request(work, place, float("inf"), prompt=prompt)
+
 
 OUTPUT_IDS = 1 << 30  # prompts use ids below
+NOBODY = Work("nobody", 1, 0, 0, b"", SamplingParams(), 0)

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
-from pipeinfer.messages import Work
-from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.flights import Flights
 from pipeinfer.scheduler.limits import TooLong, max_total
 from pipeinfer.scheduler.options import DEFAULT_STEP_TOKENS
 from pipeinfer.scheduler.planner import DEFERRALS, Planner
-from pipeinfer.scheduler.request import Request
 from pipeinfer.scheduler.slots import Slots
 from simulate.arrivals import Arrival
-from simulate.cohort import Cohort
 from simulate.deployment import Deployment
 from simulate.device import Device
+from simulate.flying import Flight, Launched
+from simulate.folding import Folding
 from simulate.pages import PageCounts
 from simulate.seats import Life, Row, Seat, Seats
 from simulate.step_model import StepModel
@@ -31,38 +28,6 @@ from simulate.tally import Tally
 
 # With nothing to admit and no prompt half-computed, a step of these is decode_all() and no more.
 PLAIN = frozenset({"mixed", "prefill-first"})
-WORTH = 4  # steps: a request that ends sooner is not folded
-PAUSE = 16  # steps of decodes without folding after memory was short
-NO_PARAMS = SamplingParams()
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A step whose result is under way; it ends at `ends`. decodes: it is a step of decodes,
-    `folded` of them the cohort's. free, evictable: pages after its plan."""
-
-    number: int
-    rows: dict[Seat, Row]
-    decodes: bool
-    folded: int
-    ends: float
-    free: int
-    evictable: int
-
-
-class _Flights:
-    """Stands in for scheduler/flights.py where the planner uses it: keeps the rows of a plan."""
-
-    def __init__(self, flights: deque[Flight]) -> None:
-        self.rows: list[tuple[Request, int]] = []
-        self._flights = flights
-
-    def __len__(self) -> int:
-        return len(self._flights)
-
-    def launch(self, _number: int, rows: list[tuple[Request, int]], _now: float) -> int:
-        self.rows = rows
-        return 0
 
 
 class FoldedGroup:
@@ -78,22 +43,21 @@ class FoldedGroup:
         self._in_flight: deque[Flight] = deque()
         self._admitted: deque[tuple[Flight, list[tuple[Seat, int]]]] = deque()
         self._seats = Seats(self._lives)
-        self._launched = _Flights(self._in_flight)
+        self._launched = Launched(self._in_flight)
         self._planner = Planner(options)
         self._planner.slots = cast(Slots, self._seats)
         self._planner.flights = cast(Flights, self._launched)
         self._planner.begin(self._shape)
         self._memory = PageCounts(deployment.pages, deployment.page_size, deployment.cache)
-        self._cohort = Cohort(deployment.page_size)
         self._depth = options.overlap_depth
         self._budget = options.max_step_tokens or DEFAULT_STEP_TOKENS
         self._plain = options.policy in PLAIN
-        self._may_fold = options.policy in policies.POLICIES
-        self._fold_from = 0  # the step of decodes from which on requests are folded
-        self._last = 0.0  # when the latest step of decodes ended
-        # What the planner sees in place of folded requests: one that needs a page, one that does
-        # not. The same object stands for many.
-        self._needy, self._content = _stand_in(0), _stand_in(1)
+        # Of a policy of somebody's own it is not known whom it looks at.
+        known = options.policy in policies.POLICIES
+        self._folding = Folding(
+            self._seats.running, self._in_flight, deployment.page_size, self._depth, known
+        )
+        self._cohort = self._folding.cohort
 
     @property
     def next_at(self) -> float:
@@ -117,7 +81,7 @@ class FoldedGroup:
 
     def submit(self, arrival: Arrival, now: float) -> None:
         self._arrivals += 1
-        request = _request(arrival, self._arrivals)
+        request = arrival.request(self._arrivals)
         try:
             request.max_total = max_total(request, self._shape)
         except TooLong:
@@ -131,7 +95,7 @@ class FoldedGroup:
     def run_until(self, until: float) -> None:
         flights = self._in_flight
         while flights and flights[0].ends <= until:
-            if self._glides():
+            if not self._seats.running.hot and self._glides():
                 self._glide(until)
                 continue
             flight = flights.popleft()
@@ -139,15 +103,14 @@ class FoldedGroup:
             self._pump(flight.ends)
 
     def _glides(self) -> bool:
-        """Whether the next step is the cohort's alone, as are those under way."""
+        """With nobody but the cohort: whether it is alone in the next step and all under way."""
         seats, cohort = self._seats, self._cohort
         return (
             self._plain
-            and not seats.running.hot
             and not seats.releases
             and cohort.planned < cohort.leave_at
             and not (len(self._lives) > len(cohort) and seats.free)
-            and not any([flight.rows or not flight.folded for flight in self._in_flight])
+            and not any(flight.rows or not flight.folded for flight in self._in_flight)
         )
 
     def _glide(self, until: float) -> None:
@@ -170,9 +133,9 @@ class FoldedGroup:
             flight = flights.popleft()
             now = flight.ends
             credits.report(flight.number, flight.free, flight.evictable)
-            gap(now - self._last, many)
+            gap(now - self._folding.last, many)
             cohort.landed += 1
-            self._last = now
+            self._folding.last = now
             pages = cohort.pages
             if max(pages, 1) > credits.available:
                 self._pump(now)
@@ -201,9 +164,9 @@ class FoldedGroup:
         finished = [row for row in flight.rows.values() if self._land_row(row, now)]
         if flight.decodes:
             if flight.folded:
-                self._tally.gap(now - self._last, flight.folded)
+                self._tally.gap(now - self._folding.last, flight.folded)
             self._cohort.landed += 1
-            self._last = now
+            self._folding.last = now
         # In the order of the plan's rows: decodes first.
         finished.sort(key=lambda row: (not row.decode, row.seat.place))
         for row in finished:
@@ -258,11 +221,10 @@ class FoldedGroup:
 
     def _publish(self, now: float) -> bool:
         """Plans one step; False if there is nothing to do."""
-        self._unfold(self._cohort.due())
+        self._folding.unfold(self._cohort.due())
         decodes = self._decodes()
         if decodes is None:
-            self._unfold(self._cohort.everybody())
-            self._fold_from = self._cohort.planned + PAUSE
+            self._folding.unfold_everybody()
         elif self._plain and self._nothing_but_decodes():
             return self._publish_decodes(decodes, now)
         return self._publish_planned(now)
@@ -311,16 +273,15 @@ class FoldedGroup:
 
     def _publish_planned(self, now: float) -> bool:
         """One plan of the real planner."""
-        cohort, running = self._cohort, self._seats.running
-        needy = cohort.pages
-        running.folded = [self._needy] * needy + [self._content] * (len(cohort) - needy)
+        running = self._seats.running
+        self._folding.show()
         plan = self._planner.plan(0, now)
         if plan is None:
             return False
         rows: list[Row] = []
         folded = False
         for request, count in self._launched.rows:
-            if request is self._needy or request is self._content:
+            if self._folding.stands_in(request):
                 folded = True
                 continue
             seat = running.seats[request.id]
@@ -348,7 +309,7 @@ class FoldedGroup:
         pages = memory.needed(rows) + (cohort.pages if folded else 0)
         if not memory.fits(pages):
             if folded:
-                rows = self._unfold_into(rows)
+                rows = self._folding.unfold_into(rows)
                 folded = False
                 memory.needed(rows)
             pages = memory.defer(rows)
@@ -359,11 +320,7 @@ class FoldedGroup:
         self._in_flight.append(flight)
         if hits:
             self._admitted.append((flight, hits))
-        self._keep_runs(rows)
-        if flight.decodes:
-            cohort.advance()
-            if self._may_fold and cohort.planned >= self._fold_from:
-                self._fold()
+        self._folding.launched(rows, flight.decodes)
 
     def _launch(self, number: int, rows: list[Row], folded: bool, now: float) -> Flight:
         cohort, counts = self._cohort, self._counts
@@ -388,80 +345,3 @@ class FoldedGroup:
         counts.evicted = memory.evicted
         by_seat = {row.seat: row for row in rows}
         return Flight(number, by_seat, decodes, many, ends, memory.free, memory.cache.evictable)
-
-    # ------------------------------------------------------------------------------------- folding
-
-    def _keep_runs(self, rows: list[Row]) -> None:
-        """Notes whose run of decodes goes on with the step that is launched."""
-        step = self._cohort.planned
-        for row in rows:
-            seat = row.seat
-            if not (row.decode and row.count == 1 and row.samples):
-                seat.next = -1
-                continue
-            if seat.next != step:
-                seat.since = step
-            seat.next = step + 1
-
-    def _fold(self) -> None:
-        """Takes those into the cohort that have been in every step of decodes for a while, all
-        steps in flight included, so that nothing about them is pending but tokens."""
-        cohort, running = self._cohort, self._seats.running
-        stay: list[Seat] = []
-        for seat in running.hot:
-            request = seat.request
-            if (
-                seat.next == cohort.planned
-                and cohort.planned - seat.since > self._depth + 1
-                and request.max_total - request.projected > WORTH
-                and request.deferrals == 0
-                and request.computed >= request.known
-                and seat.computed == request.projected
-                and seat.life.last == self._last
-            ):
-                for flight in self._in_flight:
-                    if flight.rows.pop(seat, None) is not None:
-                        flight.folded += 1
-                cohort.join(seat)
-            else:
-                stay.append(seat)
-        running.hot = stay
-
-    def _unfold(self, seats: list[Seat]) -> None:
-        """They are walked again from now on, and so are their rows in flight."""
-        if not seats:
-            return
-        cohort, running = self._cohort, self._seats.running
-        flying = [flight for flight in self._in_flight if flight.decodes]
-        for seat in seats:
-            for flight, row in zip(flying, cohort.leave(seat), strict=True):
-                flight.rows[seat] = row
-                flight.folded -= 1
-            seat.life.last = self._last
-        running.hot = sorted((*running.hot, *seats), key=lambda seat: seat.place)
-
-    def _unfold_into(self, rows: list[Row]) -> list[Row]:
-        """The cohort's rows of the step that is about to be launched, one by one, in the plan's
-        order: decodes by admission, then the rest."""
-        seats = self._cohort.everybody()
-        self._unfold(seats)
-        self._fold_from = self._cohort.planned + PAUSE
-        for seat in seats:
-            seat.request.take(1)
-        every = [row for row in rows if row.decode] + [Row(seat, 1, True) for seat in seats]
-        every.sort(key=lambda row: row.seat.place)
-        return every + [row for row in rows if not row.decode]
-
-
-def _stand_in(projected: int) -> Request:
-    work = Work("folded", 1, 0, 0, b"", NO_PARAMS, 0)
-    endless = 1 << 60
-    return Request(work, 0, float("inf"), endless, slot=0, projected=projected)
-
-
-def _request(arrival: Arrival, place: int) -> Request:
-    """As request.from_work would make it; nobody asks for its prompt's ids, only how many."""
-    params = SamplingParams(temperature=0.0, max_tokens=arrival.output, ignore_eos=True)
-    work = Work(arrival.id, 1, 0, 0, b"", params, 0)
-    prompt: Any = range(len(arrival.prompt))
-    return Request(work, place, float("inf"), prompt=prompt)

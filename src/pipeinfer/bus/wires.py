@@ -21,8 +21,9 @@ RECONNECT_MS, RECONNECT_MAX_MS = 100, 2_000
 HANDSHAKE_MS = 10_000
 # (idle, interval, probes) of TCP's keepalive: seconds, seconds, count. A subscriber never says
 # anything, so nothing else tells it that its publisher's host has gone; what it missed is repeated.
-# All others wait for five minutes: a connection that ends may take messages with it.
-SUBSCRIBER_PROBES, PROBES = (5, 5, 3), (60, 15, 16)
+# All others are probed so that nobody between forgets them, and hold on for as long as the kernel
+# repeats what it sent (a quarter of an hour): a connection that ends may take messages with it.
+SUBSCRIBER_PROBES, PROBES = (5, 5, 3), (60, 60, 120)
 
 
 class Wires:

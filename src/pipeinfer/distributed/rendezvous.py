@@ -44,8 +44,8 @@ class RendezvousError(RuntimeError):
 def meet(address: str, rank: int, size: int, timeout: float, wires: Wires | None = None) -> Store:
     """The store that all `size` ranks share. `address`: that of rank 0, see bus/addresses.py.
 
-    wires: of this process, where tcp needs keys. Blocks until rank 0 is there. Raises RendezvousError after `timeout` seconds, or at once when
-    rank 0 expects another number of ranks.
+    wires: of this process, where tcp needs keys. Blocks until rank 0 is there. Raises
+    RendezvousError after `timeout` seconds, or at once when rank 0 expects another number of ranks.
     """
     host = addresses.host(address)
     place = addresses.derive(address, "group")

@@ -56,6 +56,7 @@ class LoadedEngine:
     """`pages` counts the dummy page 0, as MemoryManager and KVPool do.
 
     graph_sizes: batch sizes with a CUDA graph. step_tokens: the largest step.
+    mixed_tokens: the largest that decodes, as measured; 0: not known.
     """
 
     runner: ModelRunner | CudaRunner
@@ -69,6 +70,7 @@ class LoadedEngine:
     device: str = "cpu"
     graph_sizes: tuple[int, ...] = ()
     step_tokens: int = CPU_STEP_TOKENS
+    mixed_tokens: int = 0
 
 
 class Part:
@@ -187,6 +189,7 @@ def _loaded(
         choices.device,
         graph_sizes,
         settings.max_step_tokens or step_tokens,
+        runner.mixed_tokens,
     )
 
 

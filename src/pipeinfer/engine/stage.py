@@ -66,6 +66,7 @@ def build(context: StageContext) -> Stage:
         PROTOCOL, __version__, identity.rank, settings.tp, context.incarnation,
         settings.model_name, loaded.page_size, loaded.pages - 1, loaded.max_slots,
         loaded.max_model_len, loaded.attention, loaded.graph_sizes, loaded.step_tokens,
+        loaded.mixed_tokens,
     )  # fmt: skip
     scheduler = f"scheduler-{identity.group}"
     core = EngineCore(hello, scheduler, memory, loaded.runner.phases.span)
@@ -79,7 +80,7 @@ def _facts(loaded: LoadedEngine) -> dict[str, Any]:
 
     names = (
         "pages", "page_size", "max_slots", "max_model_len", "attention", "dtype", "device",
-        "graph_sizes", "step_tokens",
+        "graph_sizes", "step_tokens", "mixed_tokens",
     )  # fmt: skip
     return {"threads": torch.get_num_threads(), **{name: getattr(loaded, name) for name in names}}
 

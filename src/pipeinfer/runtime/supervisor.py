@@ -52,7 +52,8 @@ class Supervisor:
             self._swaps = Swaps(topology, context, self._children, *hands)
         self._sockets: list[socket.socket] = []  # for HTTP; each gateway process inherits them
         self._tasks: set[asyncio.Task[None]] = set()
-        self._stopping = asyncio.Event()
+        self._stopping = asyncio.Event()  # the gateways finish what runs
+        self._ending = False  # they have: nothing is started any more
         self._checked = asyncio.Event()
         self._code = ORDERLY
         self.on_give_up: Callable[[str], None] | None = None
@@ -79,8 +80,7 @@ class Supervisor:
             await self._stop_children()
         finally:
             self._stopping.set()
-            for child in self._children.values():
-                child.kill()
+            self._kill_all()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._swaps is not None:
                 await self._swaps.close()
@@ -91,8 +91,7 @@ class Supervisor:
     def stop(self, code: int = ORDERLY) -> None:
         """Drains and stops everything; called again, kills."""
         if self._stopping.is_set():
-            for child in self._children.values():
-                child.kill()
+            self._kill_all()
             return
         self._code = code
         self._stopping.set()
@@ -100,6 +99,11 @@ class Supervisor:
             self._swaps.stop()
         # Only the gateway's own copies are left: it refuses requests, and then nobody listens.
         listening.close_all(self._sockets)
+
+    def _kill_all(self) -> None:
+        self._ending = True
+        for child in self._children.values():
+            child.kill()
 
     def _gateways(self) -> list[Child]:
         return [c for c in self._children.values() if c.identity.name == "gateway"]
@@ -120,10 +124,15 @@ class Supervisor:
     async def _start(self, child: Child) -> None:
         """Starts the child's command, and watches it."""
         async with child.starting:
-            if self._stopping.is_set():
-                return
-            await self._spawn(child)
-            self._watch(child)
+            if self._wanted(child):
+                await self._spawn(child)
+                self._watch(child)
+
+    def _wanted(self, child: Child) -> bool:
+        """Whether its process is to run: while gateways finish, all that they need for it is."""
+        if self._ending or not self._stopping.is_set():
+            return not self._ending
+        return child.process is not None and child.identity.name != "gateway"
 
     async def _restart(self, child: Child) -> None:
         """Starts what ran before; without it nothing can go on."""
@@ -144,7 +153,7 @@ class Supervisor:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == SECRET}
         environment = {**inherited, **to_environment(self._settings)}
         await child.start(arguments, environment, [one.fileno() for one in sockets])
-        if self._stopping.is_set():
+        if not self._wanted(child):
             child.kill()  # too late for the signals that the others got
 
     def _watch(self, child: Child) -> None:
@@ -155,7 +164,7 @@ class Supervisor:
 
     async def _on_end(self, child: Child, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
-        if self._stopping.is_set() or child.swapping:
+        if child.swapping or not self._wanted(child):
             return
         name = child.identity.id
         if code == MISCONFIGURED:
@@ -193,12 +202,14 @@ class Supervisor:
         if self.on_give_up is not None:
             self.on_give_up(reason)
         self.stop(code)
+        self._code = code
 
     # ----------------------------------------------------------------------------------------- end
 
     async def _stop_children(self) -> None:
         """The gateway first, so that what runs is finished; then the rest."""
         await self._terminate(self._gateways(), self._settings.drain_timeout + GRACE)
+        self._ending = True
         await self._terminate(self._others(), GRACE)
 
     async def _terminate(self, children: list[Child], seconds: float) -> None:

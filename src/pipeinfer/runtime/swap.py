@@ -28,14 +28,16 @@ from pipeinfer.runtime.topology import Identity, Topology
 log = logging.getLogger(__name__)
 
 LEAVE_GRACE = 5.0  # seconds beyond what a stage allows itself
+STOPPING = "the server is stopping"
 SILENCE = 60.0  # seconds within which a command must say that it is a stage
 
 
 class Swaps:
     """The control side of a supervisor: hears `Swap`, says `SwapState` at every change.
 
-    `start` starts a child's command and cares for its process once the swap is over; OSError if
-    the command cannot be executed. `restart` does the same, and ends everything if it cannot.
+    `start` starts a child's command, unless the server has no more use for it, and cares for its
+    process once the swap is over; OSError if the command cannot be executed. `restart` does the
+    same, and ends everything if it cannot.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Swaps:
         self._beats = asyncio.create_task(self._beat())
 
     def stop(self) -> None:
-        """Starts nothing any more: all stages end."""
+        """All stages will end: takes no swap any more, and finishes those under way."""
         self._stopping = True
 
     async def close(self) -> None:
@@ -100,6 +102,9 @@ class Swaps:
         if not group:
             self._say(asked, "failed", f"there is no {asked.stage} here")
             return
+        if self._stopping:
+            self._say(asked, "failed", STOPPING)
+            return
         if any(child.swapping for child in group):
             pids = ", ".join(str(child.pid) for child in group)
             self._say(asked, "failed", f"a swap is under way; to end it, kill process {pids}")
@@ -136,10 +141,10 @@ class Swaps:
         for child in group:
             child.kill()
         await self._ended(group, None)
-        if not self._stopping:
-            for child, command in zip(group, before, strict=True):
-                child.command, child.swapping = command, False
-                await self._restart(child)
+        for child, command in zip(group, before, strict=True):
+            child.command, child.swapping = command, False
+            await self._restart(child)
+        if all(child.running for child in group):
             trouble += "; the command that ran before is started again"
         self._say(asked, "failed", trouble, old=old)
 
@@ -167,8 +172,6 @@ class Swaps:
 
     async def _begin(self, asked: Swap, group: list[Child], old: tuple[int, ...]) -> str:
         """Starts the new processes and waits until they are ready; else says why they are not."""
-        if self._stopping:
-            return "the server is stopping"
         try:
             for child in group:
                 if asked.command:
@@ -176,6 +179,8 @@ class Swaps:
                 await self._start(child)
         except OSError as error:
             return f"cannot start {group[0].command}: {error.strerror or error}"
+        if self._stopping and not all(child.running for child in group):
+            return STOPPING
         self._say(asked, "starting", old=old, new=tuple(c.pid for c in group))
         return await self._trouble(group)
 

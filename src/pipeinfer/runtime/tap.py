@@ -99,9 +99,8 @@ class Tap:
         """The core's output is about to go to the driver."""
         note: Callable[[], Message] | None = getattr(message, "note", None)
         direction: Direction = "out" if note is None else "note"
-        # Not encoded here: a gateway has one of these for each of its streams and steps. It is
-        # frozen, and holds nothing that is not.
-        body = message if note is None else note()
+        # Encoded at once: a row of plain values is nothing that the garbage collector must follow.
+        body = _encode(message if note is None else note())
         self.add((time.monotonic(), direction, LOCAL, "", 0, 0.0, body))
 
     def heartbeat(self, number: int, sent: float, body: bytes) -> None:

@@ -34,7 +34,7 @@ class Planner:
         self.counts: dict[str, int] = {"plans": 0, "planned_tokens": 0, "preemptions": 0}
         self._options = options
         self._policy = policies.create(options.policy)
-        self._budget = 0  # tokens of a step, known when an epoch begins
+        self._budget = self._mixed_budget = 0  # tokens of a step, known when an epoch begins
         self._queue = WaitingQueue()
         self.probation = Probation()
         self._number = 0
@@ -42,6 +42,8 @@ class Planner:
     def begin(self, shape: Hello) -> None:
         """An epoch begins, on engines of this `shape`."""
         self._budget = self._options.max_step_tokens or shape.step_tokens or DEFAULT_STEP_TOKENS
+        asked = self._options.mixed_step_tokens or shape.mixed_tokens
+        self._mixed_budget = mixed_budget(asked, self._budget)
         slots = min(shape.max_slots, self._options.max_running, self._budget)
         self.slots.begin(slots, Credits(shape.page_size, shape.pages))
         self._number = 0
@@ -78,7 +80,7 @@ class Planner:
         board = Board(
             list(slots.running.values()), self._queue, slots.credits, slots.free, self._budget,
             not len(self.flights), slots.released_pages,
-            mixed_budget(self._options.mixed_step_tokens, self._budget),
+            self._mixed_budget,
         )  # fmt: skip
         if not self._compose(board):
             return None

@@ -26,7 +26,7 @@ from pipeinfer.trace.ring import Ring
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 64 << 20  # bytes that may wait for the thread before recording gives up
-ROW_BYTES = 150  # of a row beside its body, about; of a local one with it
+ROW_BYTES = 150  # of a row beside its body, about
 JOIN = 10.0  # seconds that the thread has to write what is left
 BEGIN = b"\xa5Begin"  # as an encoded message begins, behind the array's first byte
 
@@ -74,8 +74,7 @@ class Recorder:
             return
         chunk = self._rows.copy()
         self._rows.clear()
-        size = sum([len(row[6]) for row in chunk if type(row[6]) is bytes])
-        size += ROW_BYTES * len(chunk)
+        size = sum([len(row[6]) for row in chunk]) + ROW_BYTES * len(chunk)
         if self._given + size - self._done > MOST_WAITING:
             self._drop(len(chunk))
             return
@@ -215,6 +214,4 @@ class Recorder:
 
 
 def _restarts(row: Row) -> bool:
-    if row[1] != "in" or row[2] != "plan":
-        return False
-    return isinstance(row[6], bytes) and row[6].startswith(BEGIN, 1)
+    return row[1] == "in" and row[2] == "plan" and row[6].startswith(BEGIN, 1)

@@ -72,11 +72,8 @@ class Redactor:
 
     def row(self, row: Row) -> Row:
         """The row with another body."""
-        time, direction, channel, peer, number, sent, body = row
-        message: Any = body
-        if isinstance(body, bytes):
-            record = Record(time, direction, channel, peer, number, sent, body)
-            message = self._bodies.decode(record)
+        time, direction, channel, peer, number, sent, _ = row
+        message = self._bodies.decode(Record(*row))
         name = type(message).__name__
         if name not in FIELDS and name not in AS_THEY_ARE:
             message, direction = Unencoded(name), "note"

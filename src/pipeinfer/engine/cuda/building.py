@@ -14,6 +14,7 @@ from pipeinfer.attention import registry
 from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.engine.cuda.graphs import ladder
 from pipeinfer.engine.cuda.memory import free_for_pages, warm_up
+from pipeinfer.engine.cuda.mixed_graphs import PROBED
 from pipeinfer.engine.cuda.mixed_graphs import ladder as mixed_ladder
 from pipeinfer.engine.cuda.runner import CudaRunner, Limits
 from pipeinfer.memory.pool import KVPool, bytes_per_page
@@ -53,9 +54,11 @@ def build_runner(
     runner.bind(KVPool(shapes, pages, page_size, dtype, device))
     if not settings.no_cuda_graph:
         sizes = ladder(min(settings.cuda_graph_max_batch, limits.rows))
-        budget = mixed_budget(settings.mixed_step_tokens, tokens)
-        mixed = mixed_ladder(tokens, limits.rows, max(sizes, default=0), budget)
-        runner.capture(sizes, mixed, progress, choose=settings.tp == 1)
+        choose = settings.tp == 1
+        asked = settings.mixed_step_tokens or (PROBED if choose else 0)
+        most, budget = max(sizes, default=0), mixed_budget(asked, tokens)
+        mixed = mixed_ladder(tokens, limits.rows, most, budget)
+        runner.capture(sizes, mixed, progress, choose)
     return runner
 
 

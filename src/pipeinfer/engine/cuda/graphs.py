@@ -71,6 +71,19 @@ def record(
     return Captured(graph, layout, views, logits, ids)
 
 
+def replay_seconds(captured: Captured) -> float:
+    """The shortest of a few replays of whatever it reads now: enough to compare sizes."""
+    times = []
+    for _ in range(REPLAYS):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        captured.graph.replay()
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended) / 1e3)
+    return min(times)
+
+
 def row_arrays(views: dict[str, torch.Tensor], rows: int, table_rows: int) -> RowArrays:
     """The arrays of a step's rows out of its views, on whichever side they are."""
     table = views["table"]
@@ -153,6 +166,12 @@ class DecodeGraphs:
         )
         return (layout.words if frame.table else layout.indices_at + used), places
 
+    def seconds(self, rows: int, prepare: Callable[[int], PagedPlan]) -> float:
+        """Of a step of that many padding rows at most, on the current stream."""
+        size = max((size for size in self.sizes if size <= rows), default=self.sizes[0])
+        prepare(size)
+        return replay_seconds(self._captured[size])
+
     def drop_slower_small_ones(self, prepare: Callable[[int], PagedPlan]) -> None:
         """Forgets small sizes that take longer than the next one: for very few rows, libraries'
         matrix kernels are not always faster. After `capture`, on its stream, with its `prepare`.
@@ -161,24 +180,12 @@ class DecodeGraphs:
         seconds = {}
         for size in small:
             prepare(size)  # every size reads the buffer in its own way
-            seconds[size] = self._replay_seconds(size)
+            seconds[size] = replay_seconds(self._captured[size])
         for size, larger in reversed(list(pairwise(small))):
             best = min(seconds[other] for other in small if other >= larger)
             if seconds[size] > best:
                 del self._captured[size]
         self.sizes = tuple(size for size in self.sizes if size in self._captured)
-
-    def _replay_seconds(self, size: int) -> float:
-        """The shortest of a few replays of whatever `words` says: enough to compare sizes."""
-        graph, times = self._captured[size].graph, []
-        for _ in range(REPLAYS):
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record()
-            graph.replay()
-            ended.record()
-            ended.synchronize()
-            times.append(began.elapsed_time(ended))
-        return min(times)
 
     def __getitem__(self, size: int) -> Captured:
         return self._captured[size]

@@ -42,21 +42,27 @@ class MixedSize:
         return self.decodes + self.prefills
 
 
+PROBED = 1024  # the most tokens of a step with decodes that is tried for how long it takes
+SLOWER = 1.6  # than decodes alone: so much longer a step with prompts may take by default
+
+
 def ladder(
     most_tokens: int, most_rows: int, most_decodes: int, mixed: int
 ) -> tuple[MixedSize, ...]:
-    """Sizes up to steps of `most_tokens` and `most_rows`, ascending: of prompts alone, and up to
-    `mixed` tokens of prompts beside decodes. None if graphs of decodes are off (most_decodes 0).
+    """Sizes up to steps of `most_tokens` and `most_rows`, ascending: of prompts alone, and of
+    prompts beside decodes that together have `mixed` tokens, or a few more where the decodes alone
+    nearly have. None if graphs of decodes are off (most_decodes 0).
     """
     if not most_decodes:
         return ()
     classes = sorted({*range(DECODES, most_decodes, DECODES), most_decodes})
+    largest = max(mixed, most_decodes + mixed // PADDING_SHARE)
     alone = [(tokens, 0, min(FEW, most_rows)) for tokens in TOKENS]
     beside = [
         (tokens, decodes, min(SOME, most_rows))
         for tokens in TOKENS
         for decodes in classes
-        if tokens < mixed + DECODES
+        if tokens < largest + DECODES
     ]
     sizes = (MixedSize(*one) for one in (*alone, *beside))
     return tuple(sorted(size for size in sizes if size.rows <= size.tokens <= most_tokens))
@@ -119,6 +125,16 @@ class MixedGraphs:
         frame = self._frame
         used = packing.pack_mixed(step, views, frame.page_size, frame.dummy_slot, size.decodes)
         return self._layouts[size].indices_at + used, np.arange(int(step.samples.sum()))
+
+    def tokens_within(self, seconds: float, prepare: Callable[[MixedSize], PagedPlan]) -> int:
+        """The most tokens beside a few decodes that take no longer; 0 if even the fewest do."""
+        found = 0
+        for size in (size for size in self.sizes if 0 < size.decodes <= DECODES):
+            prepare(size)
+            if graphs.replay_seconds(self._captured[size]) > seconds:
+                break
+            found = size.tokens
+        return found
 
     def __getitem__(self, size: MixedSize) -> graphs.Captured:
         return self._captured[size]

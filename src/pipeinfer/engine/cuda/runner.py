@@ -17,7 +17,7 @@ import torch
 
 from pipeinfer.attention.interface import AttentionBackend
 from pipeinfer.attention.paged import PagedBackend, PagedPlan, PagedRows
-from pipeinfer.engine.cuda import packing
+from pipeinfer.engine.cuda import mixed_graphs, packing
 from pipeinfer.engine.cuda.attend import PagedAttend, PlainAttend
 from pipeinfer.engine.cuda.buffers import PARITIES, StepBuffers
 from pipeinfer.engine.cuda.expansion import Expansion
@@ -80,6 +80,7 @@ class CudaRunner:
         self.pool = pool
         self.phases = Phases(usual_marks())
         self.keep_logits = False
+        self.mixed_tokens = 0  # of a step that decodes, as measured; 0: not known
         self.derive = True  # on the device, what mixed steps index with; False: on the host
         self._model = model
         self._backend = backend
@@ -290,8 +291,8 @@ class CudaRunner:
         """Captures decode steps of these sizes, and steps with prompts where the backend's part for
         them can be captured; progress(done, total).
 
-        `choose`: small sizes that measure slower than the next are left out. Not where ranks must
-        agree.
+        `choose`: small sizes that measure slower than the next are left out, and `mixed_tokens` is
+        measured. Not where ranks must agree.
         """
         backend = self._backend
         if not isinstance(backend, PagedBackend) or not sizes:
@@ -317,9 +318,15 @@ class CudaRunner:
                 padding = partial(self._padding, graphs)
                 graphs.capture(padding, body, self._forward, memory, count)
             if choose:
-                both[0].drop_slower_small_ones(partial(self._padding, both[0]))
+                self._choose(*both)
             torch.cuda.synchronize()
         self._graphs = both
+
+    def _choose(self, decodes: DecodeGraphs, mixed: MixedGraphs) -> None:
+        decodes.drop_slower_small_ones(partial(self._padding, decodes))
+        alone = decodes.seconds(mixed_graphs.DECODES, partial(self._padding, decodes))
+        within = mixed_graphs.SLOWER * alone
+        self.mixed_tokens = mixed.tokens_within(within, partial(self._padding, mixed))
 
     def _padding(self, graphs: Any, size: int | MixedSize) -> PagedPlan:
         """A step of padding rows in the fixed buffer, planned."""

@@ -1,0 +1,57 @@
+"""Where the ranks of a group meet, on tcp with keys: ranks find each other, strangers nobody."""
+
+from __future__ import annotations
+
+import pytest
+import zmq
+
+from pipeinfer.bus import addresses, keys
+from pipeinfer.bus.wires import Wires
+from pipeinfer.distributed.rendezvous import RendezvousError, meet
+from pipeinfer.runtime.topology import Entry, Topology
+
+
+@pytest.fixture
+def place(tmp_path):
+    with zmq.Context() as context, context.socket(zmq.PULL) as probe:
+        port = probe.bind_to_random_port("tcp://127.0.0.1", 20_000, 60_000) + 1
+    keys.create(tmp_path / "ours", keys.DEFAULT)
+    keys.create(tmp_path / "theirs", keys.DEFAULT)
+    ranks = (
+        Entry("engine", f"tcp://127.0.0.1:{port}"),
+        Entry("engine", f"tcp://127.0.0.1:{port + 4}", rank=1),
+    )
+    return Topology(ranks, keys=str(tmp_path / "ours"))
+
+
+def test_ranks_meet_with_keys_and_nobody_else_does(place, tmp_path):
+    address = place.address("engine-0-0")
+    context = zmq.Context.instance()
+    first, second = Wires(place, context, "engine-0-0"), Wires(place, context, "engine-0-1")
+    wrong = Wires(Topology(place.entries, keys=str(tmp_path / "theirs")), context, "engine-0-1")
+    first.open()
+    try:
+        for other in (second, wrong):
+            other.open(gate=False)
+        store = meet(address, 0, 2, 30, first)
+        store.set("key", "value")
+        for stranger in (wrong, None):
+            with pytest.raises(RendezvousError, match="did not answer"):
+                meet(address, 1, 2, 1.0, stranger)
+        assert meet(address, 1, 2, 30, second).get("key") == b"value"
+    finally:
+        first.close()
+
+
+def test_garbage_does_not_end_the_meeting(tmp_path):
+    """On ipc, where there are no keys."""
+    address = f"ipc://{tmp_path}/engine-0-0"
+    store = meet(address, 0, 2, 30)
+    store.set("key", "value")
+    with zmq.Context() as context, context.socket(zmq.REQ) as raw:
+        raw.linger = 0
+        raw.connect(addresses.derive(address, "group"))
+        raw.send(b"\xc1garbage")
+        assert raw.poll(20_000)
+        assert b"no question" in raw.recv()
+    assert meet(address, 1, 2, 30).get("key") == b"value"

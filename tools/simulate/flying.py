@@ -1,0 +1,41 @@
+"""Steps of one group whose results are under way.
+
+Stands in for scheduler/flights.py where the planner uses it. Knows no policy and no page.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from pipeinfer.scheduler.request import Request
+from simulate.seats import Row, Seat
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A step whose result is under way; it ends at `ends`. decodes: it is a step of decodes,
+    `folded` of them the cohort's. free, evictable: pages after its plan."""
+
+    number: int
+    rows: dict[Seat, Row]
+    decodes: bool
+    folded: int
+    ends: float
+    free: int
+    evictable: int
+
+
+class Launched:
+    """What the planner believes to be Flights: as many as are in flight; `rows` of its plan."""
+
+    def __init__(self, flights: deque[Flight]) -> None:
+        self.rows: list[tuple[Request, int]] = []
+        self._flights = flights
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def launch(self, _number: int, rows: list[tuple[Request, int]], _now: float) -> int:
+        self.rows = rows
+        return 0
