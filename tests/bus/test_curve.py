@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import socket
 
 import pytest
@@ -181,6 +182,45 @@ async def test_a_stage_whose_peer_refuses_its_key_says_so(place, tmp_path, caplo
             while "tokenizer-0 at tcp://" not in caplog.text:
                 await asyncio.sleep(0.02)
         assert tokenizer.heard == []
+    finally:
+        gateway.close()
+        tokenizer.close()
+
+
+async def test_what_was_sent_to_a_stage_that_refuses_it_arrives_when_it_knows_the_key(
+    place, tmp_path
+):
+    """As after a mistake in the keys of one host, which is mended there and started again."""
+    old = tmp_path / "old"
+    shutil.copytree(tmp_path / "keys", old)
+    for file in old.glob("front.*"):
+        file.unlink()
+    keys.create(old, "front")
+    gateway = Stage("gateway", place)
+    tokenizer = Stage("tokenizer", Topology(place.entries, keys=str(old)))
+    try:
+        gateway.bus.send(Send("requests", "tokenizer-0", Abort("first", 1)))
+        await tokenizer.refuses(0)
+        gateway.bus.send(Send("requests", "tokenizer-0", Abort("second", 1)))
+        assert tokenizer.heard == []
+        tokenizer.close()
+        tokenizer = Stage("tokenizer", place)
+        await tokenizer.hears(Abort("second", 1))
+        assert tokenizer.heard == [Abort("first", 1), Abort("second", 1)]
+    finally:
+        gateway.close()
+        tokenizer.close()
+
+
+async def test_a_stage_without_keys_among_those_that_have_some_ends_with_the_reason(place):
+    tokenizer = Stage("tokenizer", place)
+    gateway = Stage("gateway", Topology(place.entries))
+    try:
+        with pytest.raises(RuntimeError, match=r"tokenizer-0 at tcp://.* has CURVE keys, one not"):
+            async with asyncio.timeout(20):
+                while True:
+                    gateway.bus.send(Send("requests", "tokenizer-0", Abort("r", 1)))
+                    await asyncio.sleep(0.02)
     finally:
         gateway.close()
         tokenizer.close()

@@ -25,7 +25,7 @@ class Event:
     def __init__(self, enable_timing=False) -> None:
         self.time = 0.0
 
-    def record(self) -> None:
+    def record(self, stream=None) -> None:
         self.time = time.perf_counter()
 
     def synchronize(self) -> None:
@@ -57,7 +57,7 @@ def without_pins(*sizes, pin_memory=False, zeros=torch.zeros, **options):
 
 torch.cuda.Event, torch.cuda.Stream, torch.cuda.stream = Event, Stream, stream
 torch.cuda.current_stream, torch.cuda.synchronize = Stream, lambda *_: None
-torch.cuda.graph_pool_handle = lambda: None
+torch.cuda.graph_pool_handle, torch.cuda.set_stream = lambda: None, lambda _: None
 torch.zeros = without_pins
 
 from overlapped import GpuCores  # noqa: E402

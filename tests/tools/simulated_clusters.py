@@ -23,7 +23,7 @@ def deployments(draw) -> Deployment:
     """Pools that hold everybody, and pools in which requests are deferred and preempted."""
     page_size = draw(st.sampled_from((1, 2, 4, 16)))
     return Deployment(
-        pages=draw(st.integers(40, 500)) // page_size + 4,
+        kv_pages=draw(st.integers(40, 500)) // page_size + 4,
         page_size=page_size,
         max_model_len=LONGEST,
         max_running=draw(st.integers(1, 12)),

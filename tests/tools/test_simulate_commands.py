@@ -45,8 +45,8 @@ def simulate_tool(tmp_path):
 def test_policies_are_compared_on_the_same_requests(simulate_tool, tmp_path):
     plot = tmp_path / "plot.png"
     found = simulate_tool(
-        "--groups", "3", "--requests", "120", "--workload", "prefixes", "--prefixes", "9",
-        "--prefix-tokens", "300", "--rate", "40", "--output-tokens", "5:40", "--plot", str(plot),
+        "--groups", "3", "--requests", "120", "--workload", "prefixes", "--prefixes", "30",
+        "--prefix-tokens", "600", "--rate", "6", "--output-tokens", "5:40", "--plot", str(plot),
     )  # fmt: skip
     assert [name for name in found if name in POLICIES] == POLICIES
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -34,7 +34,7 @@ def test_fast_path_equals_the_whole_cores(deployment, arriving, policy, groups):
 
 def test_fast_path_equals_the_whole_cores_while_memory_is_short():
     """Eight long answers in a pool for three: preempted again and again, some of them folded."""
-    deployment = Deployment(pages=60, page_size=4, max_model_len=200, max_running=8)
+    deployment = Deployment(kv_pages=60, page_size=4, max_model_len=200, max_running=8)
     arriving = [Arrival(n, 0.01 * n, np.full(10 + n, n, np.int32), 80) for n in range(8)]
     fast = tallied(FoldedGroup, deployment, arriving)
     whole = tallied(StepwiseGroup, deployment, arriving)
@@ -43,7 +43,7 @@ def test_fast_path_equals_the_whole_cores_while_memory_is_short():
 
 
 def test_fast_path_equals_the_whole_cores_on_shared_prefixes_that_are_evicted():
-    deployment = Deployment(pages=100, max_model_len=1000, max_running=16, max_step_tokens=512)
+    deployment = Deployment(kv_pages=100, max_model_len=1000, max_running=16, max_step_tokens=512)
     arriving = list(workloads.shared(40.0, 60, 6, 320, Span(5, 60), Span(20, 60), 1))
     for policy in ("prefix", "least-loaded", "round-robin"):
         fast = tallied(FoldedGroup, deployment, arriving, policy, 4)

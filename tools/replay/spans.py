@@ -79,7 +79,7 @@ def picture(
             mine = [span for span in spans if span.row == row]
             if mine:
                 drawn.rows.append((recording.stage, row))
-                drawn.spans += _apart(mine)
+                drawn.spans += _in_turn(mine) if row == "forward" else _apart(mine)
     inside = {(span.stage, seq) for span in drawn.spans for seq in span.seqs}
     for journey in journeys(ordered).values():
         if request in (None, journey.request_id):
@@ -120,6 +120,18 @@ def _apart(spans: list[Span]) -> list[Span]:
         replace(span, end=min(span.end, after.start)) if span.start < after.start else span
         for span, after in pairwise(spans)
     ] + spans[-1:]
+
+
+def _in_turn(spans: list[Span]) -> list[Span]:
+    """Steps of a device in their order. The end of one is known only when its report is handled,
+    but it was over when the next one began: what reaches into the next is moved back."""
+    moved: list[Span] = []
+    next_start = float("inf")
+    for span in reversed(spans):
+        late = max(span.end - next_start, 0.0)
+        moved.append(replace(span, start=span.start - late, end=span.end - late))
+        next_start = moved[-1].start
+    return moved[::-1]
 
 
 class Steps:

@@ -65,7 +65,6 @@ class Cohort:
         self._takers[place] += 1
         self.contexts += request.projected
         self._wanted += seat.life.lacks + self.landed
-        seat.life.folded = True
         # Out before its last token is planned: that it ends is seen when that one lands.
         last = self.planned + request.max_total - 2 - request.projected
         heapq.heappush(self._leaving, (last, self.planned, seat.place, member))
@@ -92,7 +91,6 @@ class Cohort:
         request.projected = member.projected + steps
         self.contexts -= request.projected
         self._wanted -= seat.life.lacks + member.landed
-        seat.life.folded = False
         request.outputs += [0] * landed
         request.pending = request.projected - request.computed
         request.inflight[:] = [1] * request.pending

@@ -13,10 +13,10 @@ from pipeinfer.scheduler.options import SchedulerOptions
 
 @dataclass(frozen=True)
 class Deployment:
-    """One group. `pages` can hold tokens (the dummy page comes on top); the watchdog is off, for
+    """One group. `kv_pages` can hold tokens (the dummy page comes on top); the watchdog is off, for
     nothing hangs in virtual time."""
 
-    pages: int = 20_000
+    kv_pages: int = 20_000
     page_size: int = 16
     max_model_len: int = 32_768
     max_running: int = 256
@@ -37,6 +37,6 @@ class Deployment:
     def hello(self) -> Hello:
         """What an engine of this shape would say."""
         return Hello(
-            PROTOCOL, "simulated", 0, 1, 1, "simulated", self.page_size, self.pages,
+            PROTOCOL, "simulated", 0, 1, 1, "simulated", self.page_size, self.kv_pages,
             self.max_running, self.max_model_len, "none",
         )  # fmt: skip

@@ -40,6 +40,7 @@ class FoldedGroup:
         self._counts = tally.groups[index]
         self._lives: dict[str, Life] = {}
         self._arrivals = 0
+        self._tokens = 0  # of all that have not ended, outputs to come included
         self._in_flight: deque[Flight] = deque()
         self._admitted: deque[tuple[Flight, list[tuple[Seat, int]]]] = deque()
         self._seats = Seats(self._lives)
@@ -48,7 +49,7 @@ class FoldedGroup:
         self._planner.slots = cast(Slots, self._seats)
         self._planner.flights = cast(Flights, self._launched)
         self._planner.begin(self._shape)
-        self._memory = PageCounts(deployment.pages, deployment.page_size, deployment.cache)
+        self._memory = PageCounts(deployment.kv_pages, deployment.page_size, deployment.cache)
         self._depth = options.overlap_depth
         self._budget = options.max_step_tokens or DEFAULT_STEP_TOKENS
         self._plain = options.policy in PLAIN
@@ -65,11 +66,13 @@ class FoldedGroup:
 
     def stats(self) -> tuple[dict[str, float], dict[str, float]]:
         memory, running = self._memory, len(self._seats.running)
-        walked = sum([life.request.left for life in self._lives.values() if not life.folded])
+        # What a waiting request has left is all of it, however often it was preempted.
+        left = self._tokens - self._seats.tokens + self._cohort.left
+        left += sum([seat.request.left for seat in self._seats.running.hot])
         scheduler: dict[str, float] = {
             "running": running,
             "waiting": len(self._lives) - running,
-            "tokens_left": walked + self._cohort.left,
+            "tokens_left": left,
             "epochs_total": 1,
         }
         engine: dict[str, float] = {
@@ -88,7 +91,8 @@ class FoldedGroup:
             self._counts.refused += 1
             self.ended.append(arrival.id)
             return
-        self._lives[arrival.id] = Life(arrival, request)
+        life = self._lives[arrival.id] = Life(arrival, request)
+        self._tokens += life.tokens
         self._planner.enqueue(request)
         self._pump(now)
 
@@ -150,11 +154,7 @@ class FoldedGroup:
             flights.append(Flight(number, {}, True, many, ends, free, evictable))
             cohort.advance()
             steps += 1
-        counts = self._counts
-        counts.steps += steps
-        counts.decode += steps * many
-        counts.busy = self._device.busy
-        counts.evicted = memory.evicted
+        self._count(steps, steps * many, 0)
 
     # ------------------------------------------------------------------------------------- results
 
@@ -197,7 +197,7 @@ class FoldedGroup:
         request, arrival = seat.request, seat.life.arrival
         self._tally.ended(self._index, now - arrival.at, len(request.outputs), now)
         request.done = True
-        del self._lives[request.id]
+        self._tokens -= self._lives.pop(request.id).tokens
         self.ended.append(request.id)
         self._planner.drop(request)
 
@@ -323,7 +323,7 @@ class FoldedGroup:
         self._folding.launched(rows, flight.decodes)
 
     def _launch(self, number: int, rows: list[Row], folded: bool, now: float) -> Flight:
-        cohort, counts = self._cohort, self._counts
+        cohort = self._cohort
         many = len(cohort) if folded else 0
         singles, contexts = many, cohort.contexts + many if folded else 0
         tokens = pairs = 0
@@ -337,11 +337,15 @@ class FoldedGroup:
                 tokens += row.count
                 pairs += row.count * row.start + row.count * (row.count + 1) // 2
         ends = self._device.run(now, singles, contexts, tokens, pairs)
-        counts.steps += singles + tokens > 0
-        counts.prefill += tokens
-        counts.decode += singles
-        counts.busy = self._device.busy
+        self._count(singles + tokens > 0, singles, tokens)
         memory = self._memory
-        counts.evicted = memory.evicted
         by_seat = {row.seat: row for row in rows}
         return Flight(number, by_seat, decodes, many, ends, memory.free, memory.cache.evictable)
+
+    def _count(self, steps: int, decodes: int, tokens: int) -> None:
+        counts = self._counts
+        counts.steps += steps
+        counts.decode += decodes
+        counts.prefill += tokens
+        counts.busy = self._device.busy
+        counts.evicted = self._memory.evicted

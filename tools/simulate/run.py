@@ -6,8 +6,10 @@ Knows what to simulate; how is in cluster.py and folded.py.
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -98,8 +100,23 @@ def simulate(
     """One run: `groups` groups of `kind` behind a router with `policy`."""
     tally = Tally([GroupTally() for _ in range(groups)], model.delivery)
     members = [kind(index, deployment, model, tally) for index in range(groups)]
-    Cluster(members, Router(policy, groups)).run(arrivals)
+    cluster = Cluster(members, Router(policy, groups))
+    with _without_collections():
+        cluster.run(arrivals)
     return tally
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Walking all requests and prefix trees again and again would find nothing: what ends is in no
+    cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _workload(options: argparse.Namespace) -> Callable[[], Iterator[Arrival]]:

@@ -18,13 +18,16 @@ from simulate.arrivals import Arrival
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """A request from its arrival to its end. last: when its latest token came. folded: it is in
-    the cohort, and `request` as it was when it joined."""
+    """A request from its arrival to its end. last: when its latest token came."""
 
     arrival: Arrival
     request: Request
     last: float = 0.0
-    folded: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and all outputs that it wants."""
+        return len(self.arrival.prompt) + self.arrival.output
 
     @property
     def lacks(self) -> int:
@@ -109,13 +112,15 @@ class Running:
 
 
 class Seats:
-    """See scheduler/slots.py, Slots. `lives`: of all requests that have not ended, by id."""
+    """See scheduler/slots.py, Slots. `lives`: of all requests that have not ended, by id. tokens:
+    of all that run, outputs to come included."""
 
     def __init__(self, lives: dict[str, Life]) -> None:
         self.running = Running()
         self.credits = Credits(1, 0)
         self.released_pages = 0
         self.releases: list[tuple[Seat, int]] = []
+        self.tokens = 0
         self._lives = lives
         self._free = 0
         self._places = 0
@@ -134,6 +139,7 @@ class Seats:
     def release(self, request: Request, count_pages: bool = True) -> None:
         seat = self.running.seats.pop(request.id)
         self.running.hot.remove(seat)
+        self.tokens -= seat.life.tokens
         self.releases.append((seat, len(request.confirmed)))
         if count_pages:
             self.released_pages += max(self.credits.between(request.hit, request.computed), 0)
@@ -150,8 +156,10 @@ class Seats:
         self._free -= 1
         self._places += 1
         request.slot = 0
+        life = self._lives[request.id]
+        self.tokens += life.tokens
         seat = Seat(
-            self._lives[request.id], request, self._places, request.admission, request.known,
+            life, request, self._places, request.admission, request.known,
             request.max_total,
         )  # fmt: skip
         self.running.seats[request.id] = seat

@@ -40,7 +40,7 @@ class StepwiseGroup:
     def __init__(self, index: int, deployment: Deployment, model: StepModel, tally: Tally) -> None:
         shape = deployment
         self._memory = MemoryManager(
-            1 + shape.pages, shape.page_size, shape.max_running, shape.max_model_len, shape.cache
+            1 + shape.kv_pages, shape.page_size, shape.max_running, shape.max_model_len, shape.cache
         )
         self.scheduler = SchedulerCore(deployment.options, index)
         self.engine = EngineCore(deployment.hello, f"scheduler-{index}", self._memory)

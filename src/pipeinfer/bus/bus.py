@@ -46,7 +46,7 @@ class Bus:
     ) -> None:
         self.identity, self.incarnation = identity, incarnation
         self.reader = Reader()
-        self._clock = clock
+        self._topology, self._clock = topology, clock
         self._wires = Wires(topology, context, identity.id)
         self._address = topology.address(identity.id)
         self._outboxes: dict[str, zmq.Socket[bytes]] = {}
@@ -96,7 +96,7 @@ class Bus:
         if send.to == EVERYONE:
             self._publishers[send.channel].send_multipart(parts, zmq.NOBLOCK)
         else:
-            self._outbox(send.to).send_multipart(parts, zmq.NOBLOCK)
+            self._push(send.to, parts)
         return number, sent, parts[2]
 
     def close(self) -> None:
@@ -110,6 +110,13 @@ class Bus:
     def refused(self) -> int:
         """Handshakes with strangers that failed, since the start."""
         return self._wires.refused
+
+    def _push(self, stage: str, parts: list[bytes]) -> None:
+        try:
+            self._outbox(stage).send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:  # there is no mark to be reached: libzmq has given the peer up
+            address = self._topology.address(stage)
+            raise RuntimeError(f"{stage} at {address}: one of us has CURVE keys, one not") from None
 
     def _outbox(self, stage: str) -> zmq.Socket[bytes]:
         outbox = self._outboxes.get(stage)

@@ -104,7 +104,8 @@ class Gate:
             status, text = b"200", b"OK"
         else:
             self._refusals.note(f"{address.decode('ascii', 'replace')} shows an unknown key")
-            status, text = b"400", b"unknown key"
+            # Not 400: told that, a peer never tries again, and its queue is lost with the attempt.
+            status, text = b"300", b"unknown key"
         self._zap.send_multipart([version, number, status, text, b"", b""])
 
     def _hear(self, monitor: zmq.Socket[bytes], peer: str) -> bool:
@@ -114,8 +115,7 @@ class Gate:
         if event == zmq.EVENT_MONITOR_STOPPED:
             return False
         if peer:
-            why = "refuses this process's key" if event == BY_KEY else "breaks off the handshake"
-            self._refusals.note(f"{peer} at {place} {why}; is its key the right one?")
+            self._refusals.note(f"{peer} at {place} breaks off the handshake; is each key right?")
         elif event != BY_KEY:  # that one is known from the ZAP request, with its address
             self._refusals.note(f"somebody at {place} does not know its key")
         return True

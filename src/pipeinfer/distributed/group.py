@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from datetime import timedelta
 
 import torch
@@ -145,5 +146,9 @@ def join(
     if backend == "gloo" and addresses.is_loopback(addresses.host(address)):
         # Else gloo asks for the address of this host's name, which need not lead anywhere.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = meet(address, rank, size, timeout, wires)
-    return TorchGroup(store, rank, size, backend, timeout, rank if place is None else place)
+    formed = threading.Event()
+    try:
+        store = meet(address, rank, size, timeout, wires, formed)
+        return TorchGroup(store, rank, size, backend, timeout, rank if place is None else place)
+    finally:
+        formed.set()

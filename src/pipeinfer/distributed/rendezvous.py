@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other: rank 0 opens a store and says where, once to each.
+"""How the ranks of a group find each other: rank 0 opens a store and says where it is.
 
 A rank that was started again asks again, and is answered by a rank 0 that was started again too:
 groups start and stop as a whole. Knows addresses and sockets, no collective.
@@ -41,11 +41,19 @@ class RendezvousError(RuntimeError):
     """The ranks of a group did not come together."""
 
 
-def meet(address: str, rank: int, size: int, timeout: float, wires: Wires | None = None) -> Store:
+def meet(
+    address: str,
+    rank: int,
+    size: int,
+    timeout: float,
+    wires: Wires | None = None,
+    formed: threading.Event | None = None,
+) -> Store:
     """The store that all `size` ranks share. `address`: that of rank 0, see bus/addresses.py.
 
-    wires: of this process, where tcp needs keys. Blocks until rank 0 is there. Raises
-    RendezvousError after `timeout` seconds, or at once when rank 0 expects another number of ranks.
+    wires: of this process, where tcp needs keys. formed: to be set when the group stands; until
+    then, or the timeout, rank 0 answers. Blocks until rank 0 is there. Raises RendezvousError after
+    `timeout` seconds, or at once when rank 0 expects another number of ranks.
     """
     host = addresses.host(address)
     place = addresses.derive(address, "group")
@@ -59,7 +67,7 @@ def meet(address: str, rank: int, size: int, timeout: float, wires: Wires | None
             host, _ask(place, rank, size, timeout, secure), size, wait_for_workers=False
         )
     store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
-    _serve(place, size, store.port, timeout, secure)
+    _serve(place, size, store.port, timeout, secure, formed or threading.Event())
     return store
 
 
@@ -73,6 +81,8 @@ def _ask(place: str, rank: int, size: int, timeout: float, secure: Secure) -> in
         secure(socket, False)
         socket.connect(place)
         while time.monotonic() < deadline:
+            if not socket.poll(int(1000 * ASK_AGAIN), zmq.POLLOUT):
+                continue  # it speaks no CURVE, or we do not; the deadline ends it
             socket.send(question)
             if socket.poll(int(1000 * ASK_AGAIN)):
                 answer = msgspec.msgpack.decode(socket.recv(), type=Answers)
@@ -82,8 +92,13 @@ def _ask(place: str, rank: int, size: int, timeout: float, secure: Secure) -> in
     raise RendezvousError(f"rank 0 at {place} did not answer rank {rank} in {timeout:g} s")
 
 
-def _serve(place: str, size: int, port: int, timeout: float, secure: Secure) -> None:
-    """Answers in a thread until every other rank has been told; binds before it returns."""
+def _serve(
+    place: str, size: int, port: int, timeout: float, secure: Secure, formed: threading.Event
+) -> None:
+    """Answers in a thread until the group is formed; binds before it returns.
+
+    A rank that was told may ask again: it did not wait for an answer that came late.
+    """
     socket = zmq.Context.instance().socket(zmq.REP)
     socket.linger, socket.ipv6 = 1000, True
     secure(socket, True)
@@ -91,9 +106,8 @@ def _serve(place: str, size: int, port: int, timeout: float, secure: Secure) -> 
 
     def answer() -> None:
         deadline = time.monotonic() + timeout
-        told: set[int] = set()
         with socket:
-            while len(told) < size - 1 and time.monotonic() < deadline:
+            while not formed.is_set() and time.monotonic() < deadline:
                 if not socket.poll(int(1000 * ASK_AGAIN)):
                     continue
                 try:
@@ -105,7 +119,6 @@ def _serve(place: str, size: int, port: int, timeout: float, secure: Secure) -> 
                     text = f"rank {asks.rank} of {asks.size} does not belong to a group of {size}"
                     socket.send(msgspec.msgpack.encode(Answers(refusal=text)))
                     continue
-                told.add(asks.rank)
                 socket.send(msgspec.msgpack.encode(Answers(port)))
 
     threading.Thread(target=answer, name="rendezvous", daemon=True).start()

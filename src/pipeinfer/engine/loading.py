@@ -127,14 +127,7 @@ def load_engine(
     number of threads if the settings name one, and on a GPU its current device.
     """
     choices = choose(settings, folder, rank, place)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    elif choices.device == "cpu" and settings.tp > 1:
-        torch.set_num_threads(max(torch.get_num_threads() // settings.tp, 1))
-    if choices.device == "cuda":
-        torch.cuda.set_device(rank if place is None else place)
-        if group is not None and settings.all_reduce == "auto":
-            group.use_custom(choices.dtype)
+    _prepare(settings, choices, group, rank if place is None else place)
     model = build_model(choices.config, choices.shard, choices.dtype, choices.device, group,
                         settings.compile)  # fmt: skip
     if settings.load_format == "dummy":
@@ -152,6 +145,20 @@ def load_engine(
         return _loaded(settings, choices, runner, runner.graph_sizes, GPU_STEP_TOKENS)
     runner = _host_runner(settings, choices, model, group)
     return _loaded(settings, choices, runner, (), CPU_STEP_TOKENS)
+
+
+def _prepare(
+    settings: Settings, choices: EngineChoices, group: TorchGroup | None, place: int
+) -> None:
+    """Threads, the current device, and how ranks on GPUs add up."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    elif choices.device == "cpu" and settings.tp > 1:
+        torch.set_num_threads(max(torch.get_num_threads() // settings.tp, 1))
+    if choices.device == "cuda":
+        torch.cuda.set_device(place)
+        if group is not None and settings.all_reduce == "auto":
+            group.use_custom(choices.dtype)
 
 
 def _host_runner(

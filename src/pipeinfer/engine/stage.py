@@ -62,16 +62,20 @@ def build(context: StageContext) -> Stage:
         settings.model_name, loaded.dtype, f"{tokens:,}", f"{loaded.pages - 1:,}",
         loaded.page_size, loaded.runner.pool.total_bytes / 2**30, loaded.attention,
     )  # fmt: skip
-    hello = Hello(
-        PROTOCOL, __version__, identity.rank, settings.tp, context.incarnation,
+    scheduler = f"scheduler-{identity.group}"
+    core = EngineCore(_hello(context, loaded), scheduler, memory, loaded.runner.phases.span)
+    driver = _driver(loaded, settings.profile, profile)
+    return Stage(core, driver, 0.1, ((scheduler, "plan"),), _facts(loaded))
+
+
+def _hello(context: StageContext, loaded: LoadedEngine) -> Hello:
+    settings = context.settings
+    return Hello(
+        PROTOCOL, __version__, context.identity.rank, settings.tp, context.incarnation,
         settings.model_name, loaded.page_size, loaded.pages - 1, loaded.max_slots,
         loaded.max_model_len, loaded.attention, loaded.graph_sizes, loaded.step_tokens,
         loaded.mixed_tokens,
     )  # fmt: skip
-    scheduler = f"scheduler-{identity.group}"
-    core = EngineCore(hello, scheduler, memory, loaded.runner.phases.span)
-    driver = _driver(loaded, settings.profile, profile)
-    return Stage(core, driver, 0.1, ((scheduler, "plan"),), _facts(loaded))
 
 
 def _facts(loaded: LoadedEngine) -> dict[str, Any]:
@@ -98,7 +102,7 @@ def _group(context: StageContext, device: str, place: int) -> TorchGroup | None:
     context.report("loading", "waiting for the other ranks")
     first = context.topology.address(f"engine-{identity.group}-0")
     # Longer than the scheduler's patience, which is the one to say what happened.
-    timeout = max(MEETING, 2 * context.settings.watchdog)
+    timeout = max(MEETING, context.settings.watchdog + 10)
     wires = Wires(context.topology, zmq.Context.instance(), identity.id)
     wires.open(gate=False)  # the bus has it
     return join(first, identity.rank, size, device, timeout, place, wires)

@@ -101,12 +101,17 @@ class LongestPrefix:
 
     def choose(self, groups: Sequence[int], keys: list[bytes], length: int) -> int:
         known = self._groups
-
-        def cost(group: int) -> tuple[int, int, int]:
+        best: tuple[int, int, int] | None = None
+        for group in groups:
+            load = known.load(group)
+            if best is not None and load > best[0]:
+                continue  # it has more to do even if it had the whole prompt cached
             missing = length - known.prefixes[group].matched(keys)
-            return missing + known.load(group), known.ever[group], group
-
-        return min(groups, key=cost)
+            cost = missing + load, known.ever[group], group
+            if best is None or cost < best:
+                best = cost
+        assert best is not None
+        return best[2]
 
 
 POLICIES: dict[str, Callable[[Groups], Policy]] = {

@@ -28,6 +28,9 @@ class StepBuffers:
         if words > len(self.host):
             raise ValueError(f"a step of {words} words does not fit into {len(self.host)}")
 
-    def upload(self, words: int) -> None:
-        """Copies the first `words` to the mirror, on the current stream."""
+    def upload(self, words: int, stream: torch.cuda.Stream) -> None:
+        """Copies the first `words` to the mirror, on `stream`, which is current; `uploaded` is when
+        that, and all before it, is done.
+        """
         self.mirror[:words].copy_(self.pinned[:words], non_blocking=True)
+        self.uploaded.record(stream)

@@ -169,27 +169,20 @@ class CudaRunner:
         buffers, span = self._buffers[parity], self.phases.span
         with span("pack", number):
             rows, views, words = self._packed(step, parity, samples)
-        with torch.cuda.stream(self._prepare):
-            with span("upload", number):
-                buffers.upload(words)
-            with span("attention_plan", number):
-                plan = self._backend.plan(rows) if isinstance(self._backend, PagedBackend) else None
-            buffers.uploaded.record()
-        with torch.cuda.stream(self._forward):
-            self._forward.wait_event(buffers.uploaded)
-            timer.began.record()
-            with span("forward", number):
-                logits = self._compute(step, views, plan)
-            with span("sample", number):
-                if logits is not None:
-                    ids = sample_rows(
-                        logits, views, self._last_token, truncate=packing.restricted(step)
-                    )
-                    buffers.ids[:samples].copy_(ids, non_blocking=True)
-            timer.ended.record()
-            kept = self._kept(logits)
-            buffers.done.record()
-        return Flight(buffers, timer, samples, None, kept)
+        torch.cuda.set_stream(self._prepare)
+        with span("attention_plan", number):
+            plan = self._backend.plan(rows) if isinstance(self._backend, PagedBackend) else None
+        with span("upload", number):
+            buffers.upload(words, self._prepare)
+        self._begin(buffers, timer)
+        with span("forward", number):
+            logits = self._compute(step, views, plan)
+        with span("sample", number):
+            if logits is not None:
+                restricted = packing.restricted(step)
+                ids = sample_rows(logits, views, self._last_token, truncate=restricted)
+                buffers.ids[:samples].copy_(ids, non_blocking=True)
+        return Flight(buffers, timer, samples, None, self._end(buffers, timer, logits))
 
     def _packed(self, step: Step, parity: int, samples: int) -> tuple[PagedRows, Views, int]:
         """The step in this parity's pinned buffer: its rows, its views on the device, its words."""
@@ -252,26 +245,40 @@ class CudaRunner:
         with span("pack", number):
             views, rows = self._host_side(graphs, size, parity)
             words, places = graphs.pack(step, size, views)
-        with torch.cuda.stream(self._prepare), span("upload", number):
-            buffers.upload(words)
-            buffers.uploaded.record()
-        with torch.cuda.stream(self._forward):
-            self._forward.wait_event(buffers.uploaded)
-            timer.began.record()
-            with span("attention_plan", number):
-                graphs.words[:words].copy_(buffers.mirror[:words], non_blocking=True)
-                self._backend.plan(rows)  # type: ignore  # copies its work lists on this stream
-            with span("forward", number):  # sampling by temperature included
-                captured.graph.replay()
-            with span("sample", number):
-                ids = captured.ids
-                if packing.restricted(step):
-                    ids = self._sample_again(step, captured, places)
-                buffers.ids[: len(ids)].copy_(ids, non_blocking=True)
-            timer.ended.record()
-            kept = self._kept(captured.logits)
-            buffers.done.record()
+        torch.cuda.set_stream(self._prepare)
+        with span("upload", number):
+            buffers.upload(words, self._prepare)
+        self._begin(buffers, timer)
+        with span("attention_plan", number):
+            graphs.words[:words].copy_(buffers.mirror[:words], non_blocking=True)
+            self._backend.plan(rows)  # type: ignore  # copies its work lists on this stream
+        with span("forward", number):  # sampling by temperature included
+            captured.graph.replay()
+        with span("sample", number):
+            ids = captured.ids
+            if packing.restricted(step):
+                ids = self._sample_again(step, captured, places)
+            buffers.ids[: len(ids)].copy_(ids, non_blocking=True)
+        kept = self._end(buffers, timer, captured.logits)
         return Flight(buffers, timer, len(captured.ids), places, kept)
+
+    # Streams are set and named rather than entered: what torch looks up otherwise, six times in a
+    # step, takes as long as the launch of a graph.
+
+    def _begin(self, buffers: StepBuffers, timer: Timer) -> None:
+        """From here on the launching thread is on the forward stream; all is uploaded there."""
+        torch.cuda.set_stream(self._forward)
+        self._forward.wait_event(buffers.uploaded)
+        timer.began.record(self._forward)
+
+    def _end(
+        self, buffers: StepBuffers, timer: Timer, logits: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """After the step's last operation; the logits, if anybody looks at them."""
+        timer.ended.record(self._forward)
+        kept = self._kept(logits)
+        buffers.done.record(self._forward)
+        return kept
 
     def _sample_again(self, step: Step, captured: Captured, places: np.ndarray) -> torch.Tensor:
         """Over the graph's own choice, where some rows want more than temperature."""
