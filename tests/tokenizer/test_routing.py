@@ -79,11 +79,13 @@ def test_a_group_that_is_down_gets_nothing_and_one_that_came_back_is_used_again(
 
 def test_work_that_came_from_elsewhere_counts():
     router = Router("least-loaded", 2)
-    router.report(0, Report(up=True, tokens=1000))
+    router.report(0, Report(up=True, tokens=1000, requests=3))
     assert {choose(router, str(n), prompt(n, 4), outputs=50) for n in range(5)} == {1}
     assert router.loads() == [1000, 5 * 54]
-    router.report(1, Report(up=True, tokens=100))  # less than was sent from here: none is foreign
+    router.report(1, Report(up=True, tokens=9000, requests=5))  # those sent from here
     assert router.loads() == [1000, 5 * 54]
+    router.report(1, Report(up=True, tokens=9000, requests=6))  # and one from elsewhere
+    assert router.loads() == [1000, 5 * 54 + 1500]
 
 
 def test_a_new_epoch_forgets_what_was_cached_and_evictions_forget_the_oldest():

@@ -38,7 +38,7 @@ async def _one(llm: AsyncLLM, source: random.Random, index: int) -> None:
 
 async def _session(folder: Path, requests: int) -> None:
     source = random.Random(7)
-    async with AsyncLLM(kv_pages=24, threads=1, max_running=12, record=str(folder)) as llm:
+    async with AsyncLLM(kv_pages=18, threads=1, max_running=12, record=str(folder)) as llm:
         await asyncio.gather(*(_one(llm, source, index) for index in range(requests)))
 
 
@@ -46,6 +46,6 @@ async def _session(folder: Path, requests: int) -> None:
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
     """Traces by stage name. Small memory, so that requests are preempted."""
     folder = tmp_path_factory.mktemp("session")
-    asyncio.run(_session(folder, 40))
+    asyncio.run(_session(folder, 30))
     traces = [Trace(path) for path in sorted(folder.glob("*.pitrace"))]
     return {trace.header.name: trace for trace in traces}

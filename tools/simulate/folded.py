@@ -222,35 +222,34 @@ class FoldedGroup:
     def _publish(self, now: float) -> bool:
         """Plans one step; False if there is nothing to do."""
         self._folding.unfold(self._cohort.due())
-        decodes = self._decodes()
+        decodes, prompts = self._decodes()
         if decodes is None:
             self._folding.unfold_everybody()
-        elif self._plain and self._nothing_but_decodes():
+        elif self._plain and not prompts:
             return self._publish_decodes(decodes, now)
         return self._publish_planned(now)
 
-    def _decodes(self) -> list[Seat] | None:
-        """Those of the next step that are not folded; None if the planner must see everybody."""
+    def _decodes(self) -> tuple[list[Seat] | None, bool]:
+        """Those of the next step that are not folded, None if the planner must see everybody; and
+        whether there may be prompts in it."""
         slots, cohort = self._seats, self._cohort
         decodes: list[Seat] = []
+        prompts = bool(len(self._lives) > len(slots.running) and slots.free)
         pages, size = cohort.pages, self._memory.page_size
         for seat in slots.running.hot:
             request = seat.request
+            projected = request.projected
             if request.deferrals >= DEFERRALS:
-                return None
-            if request.known <= request.projected and request.projected + 1 < request.max_total:
+                return None, prompts
+            if projected < request.known:
+                prompts = True
+            elif projected + 1 < request.max_total:
                 decodes.append(seat)
-                pages += request.projected % size == 0
+                pages += projected % size == 0
         available = slots.credits.available + slots.released_pages
         if max(pages, 1) > available or len(cohort) + len(decodes) > self._budget:
-            return None
-        return decodes
-
-    def _nothing_but_decodes(self) -> bool:
-        running = self._seats.running
-        if len(self._lives) > len(running) and self._seats.free:
-            return False
-        return not any(seat.request.prefilling for seat in running.hot)
+            return None, prompts
+        return decodes, prompts
 
     def _publish_decodes(self, decodes: list[Seat], now: float) -> bool:
         """What the planner would do, with less ado."""
@@ -279,11 +278,10 @@ class FoldedGroup:
         if plan is None:
             return False
         rows: list[Row] = []
-        folded = False
-        for request, count in self._launched.rows:
-            if self._folding.stands_in(request):
-                folded = True
-                continue
+        planned = self._launched.rows
+        # Stand-ins come first, all of them or none: decodes come before what else there is.
+        folded = bool(planned) and self._folding.stands_in(planned[0][0])
+        for request, count in planned[len(self._cohort) if folded else 0 :]:
             seat = running.seats[request.id]
             rows.append(Row(seat, count, request.projected >= request.known))
             request.take(count)

@@ -26,6 +26,7 @@ class _Group:
     """Its stages that were ever heard, and the latest statistics that matter; tokens all."""
 
     stages: dict[str, _Stage]
+    requests: int = 0
     left: int = 0
     epoch: int = 0
     capacity: int = 0
@@ -33,7 +34,7 @@ class _Group:
 
     def report(self) -> Report:
         up = all(stage.ready for stage in self.stages.values())
-        return Report(up, self.left, self.capacity, self.evicted, self.epoch)
+        return Report(up, self.left, self.capacity, self.evicted, self.epoch, self.requests)
 
 
 class GroupWatch:
@@ -53,6 +54,7 @@ class GroupWatch:
         group.stages[beat.stage] = _Stage(now, beat.state == "ready")
         stats = {name: int(value) for name, value in beat.stats.items()}
         if beat.name == "scheduler":
+            group.requests = stats.get("running", 0) + stats.get("waiting", 0)
             group.left = stats.get("tokens_left", 0)
             group.epoch = stats.get("epochs_total", 0)
         elif beat.rank == 0 and "page_tokens" in stats:

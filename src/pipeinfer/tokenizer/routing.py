@@ -20,9 +20,9 @@ UNKNOWN_OUTPUT = 256  # output tokens that a request without max_tokens is taken
 
 @dataclass(frozen=True)
 class Report:
-    """What a group says of itself. `tokens`: left to compute of its running and waiting requests;
-    `capacity`: tokens that its pool holds; `evicted`: from its prefix cache so far; `epoch`: how
-    often it began with an empty one.
+    """What a group says of itself. `requests`: live ones, `tokens`: left to compute of them, their
+    prompts without regard to what is cached; `capacity`: tokens that its pool holds; `evicted`:
+    from its prefix cache so far; `epoch`: how often it began with an empty one.
     """
 
     up: bool
@@ -30,6 +30,7 @@ class Report:
     capacity: int = 0
     evicted: int = 0
     epoch: int = 0
+    requests: int = 0
 
 
 class Policy(Protocol):
@@ -47,6 +48,7 @@ class Groups:
         self.reports = [Report(up=True) for _ in range(count)]
         self.prefixes = [Prefixes() for _ in range(count)]
         self.sent = [0] * count  # tokens of requests sent from here that have not ended
+        self.open = [0] * count  # the number of these requests
         self.ever = [0] * count  # of all requests sent from here
         self._foreign = [0] * count  # tokens that came from elsewhere, as of the last report
 
@@ -56,7 +58,10 @@ class Groups:
 
     def report(self, group: int, report: Report) -> None:
         before, self.reports[group] = self.reports[group], report
-        self._foreign[group] = max(report.tokens - self.sent[group], 0)
+        # By their number: of its own requests it is known here what they cost, and their tokens as
+        # the group tells them would hide that behind prompts that are cached.
+        foreign = max(report.requests - self.open[group], 0)
+        self._foreign[group] = report.tokens * foreign // max(report.requests, 1)
         if report.epoch != before.epoch:
             self.prefixes[group].clear()
         elif report.evicted > before.evicted:
@@ -167,6 +172,7 @@ class Router:
         if entry is not None:
             group, tokens = entry
             self._groups.sent[group] -= tokens
+            self._groups.open[group] -= 1
 
     def report(self, group: int, report: Report) -> None:
         """What a group says of itself now."""
@@ -188,6 +194,7 @@ class Router:
         missing = length - groups.prefixes[group].matched(keys)
         tokens = missing + (UNKNOWN_OUTPUT if max_tokens is None else max_tokens)
         groups.sent[group] += tokens
+        groups.open[group] += 1
         groups.ever[group] += tokens
         groups.prefixes[group].add(keys, groups.reports[group].capacity)
         self._open[request_id] = (group, tokens)
