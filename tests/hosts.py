@@ -97,6 +97,12 @@ class Hosts:
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
             return thread.submit(there).result()
 
+    def pids(self, name: str) -> list[int]:
+        """The processes of host `name`."""
+        command = ["ip", "netns", "pids", self.namespace(name)]
+        found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return [int(pid) for pid in found.split()]
+
     def cut(self, name: str) -> None:
         """Pulls the host's cable: nobody is told, nothing arrives."""
         self._tell("cut", name)

@@ -347,6 +347,27 @@ def test_a_new_detokenizer_asks_the_schedulers_and_drops_rows_that_come_before()
     assert bench.core.handle(Tick(), 9.0) == []
 
 
+def test_rows_that_come_before_their_groups_answer_break_no_stream_of_another_group() -> None:
+    """Two groups run a request if a tokenizer died before anybody knew which it had chosen."""
+    bench = Bench(None)
+    schedulers = ["scheduler-0", "scheduler-1"]
+    bench.core = DetokenizerCore(DecoderFactory(None), "detokenizer-0", 7, schedulers)
+    bench.say(Recovered("scheduler-1", 7, opening=True))
+    bench.open()
+    bench.row([1])
+    bench.say(Recovered("scheduler-1", 7))
+    bench.row([4], 3)  # of scheduler-0, that has not heard the question yet
+    assert bench.token_ids == [1] and bench.core.stats()["late_rows_total"] == 1
+    bench.say(Recovered("scheduler-0", 7, opening=True))
+    bench.open()
+    bench.row([1, 2, 3, 4])
+    bench.say(Recovered("scheduler-0", 7))
+    bench.row([5], 4)
+    assert bench.token_ids == [1, 2, 3, 4, 5]
+    bench.row([9], 8)
+    assert bench.last.finish == "error", "now it is a hole"
+
+
 def test_a_detokenizer_that_leaves_is_idle_at_once(bench: Bench) -> None:
     bench.open()
     bench.row(bench.ids("hello"))

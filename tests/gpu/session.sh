@@ -16,9 +16,9 @@ shape=(--config qwen3-0.6b --device cuda --log-level warning)
 parity=("$python" -m pytest -o addopts= -q -s -p no:cacheprovider tests/gpu/test_cuda_parity.py)
 
 declare -A limit=([parity]=150 [kernel_tests]=150 [soak]=120 [memcheck]=150 [offline]=60
-                  [single]=50 [storm]=70 [storm_small_steps]=45 [profile]=45 [kernels]=80)
+                  [single]=50 [storm]=70 [startup]=60 [profile]=45 [kernels]=80)
 beside=(parity kernel_tests soak memcheck)
-alone=(offline single storm storm_small_steps profile kernels)
+alone=(offline single storm startup profile kernels)
 if [ $# -gt 0 ]; then
   declare -A asked=()
   for word in "$@"; do asked[${word%%=*}]=${word#*=}; done
@@ -54,10 +54,7 @@ PY
 run_storm() {
   "$python" tools/bench storm "${shape[@]}" --max-model-len 16384 --json "$out/storm.json"
 }
-run_storm_small_steps() {
-  "$python" tools/bench storm "${shape[@]}" --max-model-len 16384 --max-step-tokens 1024 \
-    --policies mixed --json "$out/storm_small_steps.json"
-}
+run_startup() { "$python" tools/bench startup "${shape[@]}" --rounds 2 --json "$out/startup.json"; }
 run_profile() {
   "$python" tools/bench offline "${shape[@]}" --requests 64 --output-tokens 60:80 --profile 20 \
     --profile-dir "$logs/profile" && gzip -c "$logs"/profile/*.json > "$out/profile.json.gz"
@@ -74,7 +71,7 @@ one() {  # a part under its limit; what is worth reading of it
   local code=$?
   echo "PART $name: code $code, $((SECONDS - began)) s"
   [ $code -eq 0 ] || tail -n 4 "$logs/$name.log" | cut -c1-300
-  grep -aE '^(PARITY|FLIPS|SOAK|FAILED|ERROR|E  |=+ .*(ERROR|Invalid|SUMMARY)|error|[0-9]+ (passed|failed))|passed|tokens/s|efficiency|engine idle|host|^  (plan|pack|upload|attention|forward|sample|result)|decode steps|itl|ttft|times the calm|floor' \
+  grep -aE '^(PARITY|FLIPS|SOAK|FAILED|ERROR|E  |=+ .*(ERROR|Invalid|SUMMARY)|error|[0-9]+ (passed|failed))|passed|tokens/s|efficiency|engine idle|host|^  (plan|pack|upload|attention|forward|sample|result)|decode steps|itl|ttft|times the calm|floor|ready|first token' \
     "$logs/$name.log" | cut -c1-200 | tail -"${2:-40}"
 }
 

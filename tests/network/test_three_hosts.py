@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,8 +18,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from hosts import Hosts, missing
 
+from hosts import Hosts, missing
 from pipeinfer.bus import keys
 from servers import environment
 
@@ -49,14 +50,19 @@ class Deployment:
         for host in hosts.addresses:
             keys.create(folder / "keys", host)
         self.url = f"http://{hosts.addresses['front']}:8000"
-        self.processes = {host: self._start(host) for host in hosts.addresses}
+        self.processes = {host: self.start(host) for host in hosts.addresses}
 
-    def _start(self, host: str) -> subprocess.Popen:
+    def start(self, host: str) -> subprocess.Popen:
         command = [sys.executable, "-m", "pipeinfer.cli", "serve", "--topology", str(self.file)]
         command += ["--on", host, "--host", "0.0.0.0"]
         return subprocess.Popen(
             self.hosts.command(host, *command), env={**environment(), "TMPDIR": str(self.folder)}
         )
+
+    def power_off(self, host: str) -> None:
+        for pid in self.hosts.pids(host):
+            os.kill(pid, signal.SIGKILL)
+        self.processes[host].wait(10)
 
     def ask(self, path: str, body: dict | None = None) -> tuple[int, dict]:
         """A client on host `front`. (0, {}) while nobody listens."""
@@ -123,7 +129,7 @@ class Stream(threading.Thread):
         return max(b - a for a, b in zip(self.times, self.times[1:], strict=False))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def deployment():
     with (
         tempfile.TemporaryDirectory(prefix="pi-net-") as folder,
@@ -133,6 +139,7 @@ def deployment():
         try:
             running.wait(lambda: running.ask("/health/ready")[0] == 200, "never ready")
             yield running
+            assert running.stop() == [0, 0, 0]
         finally:
             for process in running.processes.values():
                 process.kill()
@@ -145,7 +152,7 @@ def test_streams_survive_the_cut_of_an_engine_host_and_new_requests_go_elsewhere
     assert status == 200
     assert answer["choices"][0]["message"]["content"] == "3 4 5 6 7 8 9 10 11 12"
 
-    greedy = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    greedy = {"max_tokens": 200, "ignore_eos": True, "temperature": 0}
     bodies = [{**greedy, "prompt": "one, two, " * (n + 1)} for n in range(4)]
     streams = [Stream(deployment, body) for body in bodies]
     deployment.wait(lambda: all(len(s.times) > 5 for s in streams), "no tokens")
@@ -169,4 +176,22 @@ def test_streams_survive_the_cut_of_an_engine_host_and_new_requests_go_elsewhere
     deployment.wait(lambda: deployment.ask("/health")[1].get("status") == "ready", "not well again")
     again = [deployment.ask("/v1/completions", body)[1]["choices"][0]["text"] for body in bodies]
     assert again == [s.text for s in streams]
-    assert deployment.stop() == [0, 0, 0]
+
+
+def test_streams_survive_the_loss_of_power_of_an_engine_host(deployment):
+    """Its processes end while it is cut off, so that nobody hears of their end, and start again."""
+    greedy = {"max_tokens": 120, "ignore_eos": True, "temperature": 0}
+    bodies = [{**greedy, "prompt": f"{n}, two, " * 3} for n in range(2)]
+    streams = [Stream(deployment, body) for body in bodies]
+    deployment.wait(lambda: all(len(s.times) > 5 for s in streams), "no tokens")
+    deployment.hosts.cut("gpu-b")
+    deployment.power_off("gpu-b")
+    deployment.wait(lambda: sum(s.finish is not None for s in streams) == 1, "none goes on")
+    deployment.hosts.join("gpu-b")
+    deployment.processes["gpu-b"] = deployment.start("gpu-b")
+    for stream in streams:
+        stream.join(120)
+    assert [s.finish for s in streams] == ["length"] * 2
+    deployment.wait(lambda: deployment.ask("/health")[1].get("status") == "ready", "not well again")
+    again = [deployment.ask("/v1/completions", body)[1]["choices"][0]["text"] for body in bodies]
+    assert again == [s.text for s in streams]

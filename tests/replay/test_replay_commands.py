@@ -13,6 +13,8 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.trace.format import MAGIC, TraceHeader, pack_header, pack_records
 from pipeinfer.trace.notes import End
 from replay.cli import main
+from replay.comparison import first_mismatch
+from replay.rebuild import rebuild
 from replay.recording import load
 
 encode = msgspec.msgpack.encode
@@ -112,6 +114,23 @@ def test_model_that_is_not_here_is_asked_for(written, capsys):
     file = written(stage="tokenizer-0", settings={"model": "/no/such/folder"})
     assert main(["run", "tokenizer", str(file)]) == 2
     assert "/no/such/folder is not here; name a copy with --model" in capsys.readouterr().err
+
+
+def test_one_rank_of_several_is_replayed_without_its_device_only(written, capsys):
+    file = written(stage="engine-0-1", stages=("engine-0-0", "engine-0-1"), settings={"tp": 2})
+    assert main(["run", "engine", str(file)]) == 2
+    assert "one of 2 ranks" in capsys.readouterr().err
+
+
+def test_graphs_that_were_measured_otherwise_are_said_and_no_difference(session):
+    recording = load(session["engine"])
+    facts = {**recording.header.facts, "graph_sizes": [2, 4]}
+    recording.header = msgspec.structs.replace(recording.header, facts=facts)
+    assert "CUDA graphs of sizes [2, 4]" in rebuild(recording, "", {}).warnings[0]
+    hello = next(e.message for e in recording.entries if e.kind == "Hello")
+    other = msgspec.structs.replace(hello, graph_sizes=(2, 4), mixed_tokens=99, version="x")
+    assert first_mismatch(hello, other) is None
+    assert first_mismatch(hello, msgspec.structs.replace(other, pages=1)).field == "pages"
 
 
 def test_stage_that_raises_ends_with_code_5_and_a_traceback(written, capsys):

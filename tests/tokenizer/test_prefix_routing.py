@@ -11,7 +11,6 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 
 from pipeinfer.core import LOCAL, Core
 from pipeinfer.engine.core import Compute, EngineCore
@@ -131,12 +130,11 @@ def serve(policy: str, groups: int, each: int = EACH, seed: int = 0) -> Outcome:
     return Outcome(cached / prompts, max(served) * groups / sum(served))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_prefix_routing_hits_nearly_as_often_as_one_cache_of_all_memory(seed):
-    one, four = serve("prefix", 1, each=16, seed=seed), serve("prefix", 4, each=16, seed=seed)
+def test_prefix_routing_hits_nearly_as_often_as_one_cache_of_all_memory():
+    one, four = serve("prefix", 1, each=16), serve("prefix", 4, each=16)
     assert four.hits >= 0.9 * one.hits
     assert four.peak <= 1.25
-    assert serve("round-robin", 4, each=16, seed=seed).hits < four.hits
+    assert serve("round-robin", 4, each=16).hits < 0.6 * four.hits
 
 
 def main() -> None:

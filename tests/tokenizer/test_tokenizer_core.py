@@ -293,6 +293,13 @@ def test_the_end_of_a_request_whose_group_nobody_remembers_goes_everywhere() -> 
     assert len(goes_to(core, Done(("c",)))) == 1
 
 
+def test_every_scheduler_is_told_of_a_request_whose_group_nobody_remembers() -> None:
+    """One that has delivered something of it would have it aborted as an orphan."""
+    core = two_groups(gateways=("gateway-0",))
+    sent = core.handle(submit("a", prompt_ids=pack([1])), 0.0)[1].message
+    assert recovered(core, 0) == recovered(core, 1) == [sent]
+
+
 def test_requests_of_a_gateway_that_was_restarted_are_aborted() -> None:
     core = two_groups()
     for name in "abc":

@@ -18,7 +18,7 @@ from simulate.stepwise import StepwiseGroup
 JITTERY = msgspec.structs.replace(MODEL, jitter=(0.7, 0.9, 1.4))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     deployments(),
     arrivals(),

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from bench import streaming
+from bench import shapes, streaming
 from bench.processes import Server
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -20,12 +22,18 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command; MODEL is a setting."""
-    parser.add_argument("--rounds", type=int, default=3)
+    add = parser.add_argument
+    add("--rounds", type=int, default=3)
+    add("--config", metavar="SHAPE", help=f"random weights: {', '.join(shapes.SHAPES)} or a file")
 
 
 def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics; prints them too."""
-    rounds = [_once(settings) for _ in range(options.rounds)]
+    with tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as temporary:
+        if options.config:
+            shapes.write_folder(Path(temporary), shapes.shape(options.config))
+            settings = {"load_format": "dummy", **settings, "model": temporary}
+        rounds = [_once(settings) for _ in range(options.rounds)]
     ready, first = ([one[part] for one in rounds] for part in (0, 1))
     print(f"{'ready':24}{statistics.median(ready):10.2f} s")
     print(f"{'first token':24}{statistics.median(first):10.2f} s")

@@ -51,6 +51,7 @@ def rebuild(
     if core_only:
         return Rebuilt(_engine_core(recording, settings), warnings=warnings)
     _check_model(settings)
+    _check_ranks(recording, settings)
     context = StageContext(
         settings, topology_of(recording.header.stages), recording.identity,
         recording.header.incarnation, _quiet,
@@ -117,7 +118,7 @@ def _engine_core(recording: Recording, settings: Settings) -> Stage:
 
 
 def _compare_device(recording: Recording, rebuilt: Rebuilt) -> None:
-    """A CPU for a GPU, or another attention backend, is said: tokens may then differ."""
+    """Other kernels than the recorded ones are said: tokens may then differ."""
     hello = rebuilt.stage.core.hello  # type: ignore[attr-defined]
     recorded = recording.header.facts.get("attention", hello.attention)
     if hello.attention != recorded:
@@ -126,6 +127,10 @@ def _compare_device(recording: Recording, rebuilt: Rebuilt) -> None:
             f"recorded with attention {recorded}, replayed with {hello.attention}: rounding may "
             "differ, and tokens at near ties with it"
         )
+    sizes = tuple(recording.header.facts.get("graph_sizes", hello.graph_sizes))
+    if hello.graph_sizes != sizes and not rebuilt.other_device:
+        only = sorted(set(sizes) ^ set(hello.graph_sizes))
+        rebuilt.warnings.append(f"CUDA graphs of sizes {only} were measured to pay only once")
 
 
 def _check_model(settings: Settings) -> None:
@@ -133,6 +138,14 @@ def _check_model(settings: Settings) -> None:
         raise CannotReplay(
             USAGE, f"the recorded model {settings.model} is not here; name a copy with --model"
         )
+
+
+def _check_ranks(recording: Recording, settings: Settings) -> None:
+    if recording.header.name == "engine" and settings.tp > 1:
+        raise CannotReplay(
+            USAGE, f"{recording.stage} is one of {settings.tp} ranks, which compute together; "
+            "--core-only replays what it decided, without a device",
+        )  # fmt: skip
 
 
 def _quiet(_state: State, _reason: str) -> None:

@@ -120,7 +120,7 @@ class DetokenizerCore:
         hits: list[Send] = []
         for row in event.rows:
             stream = self._streams.get(row.request_id)
-            if stream is None:
+            if stream is None or self._will_be_told(stream, row):
                 self._late_rows += 1
                 continue
             before = stream.received
@@ -137,6 +137,14 @@ class DetokenizerCore:
             *(Send("text", f"gateway-{to}", Text(tuple(rows))) for to, rows in texts.items()),
             *hits,
         ]
+
+    def _will_be_told(self, stream: Stream, row: TokenRow) -> bool:
+        """Whether what lies before `row` is still to come, and `row` with it.
+
+        Two groups run one request if two tokenizers in turn chose them. Then one may have opened
+        it here, while the other's rows, from before its answer, arrive.
+        """
+        return row.offset > stream.received and not self._roll_call.complete
 
     def _take(self, stream: Stream, row: TokenRow) -> TextRow | None:
         try:

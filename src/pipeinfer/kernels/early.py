@@ -14,8 +14,11 @@ FIRST_CAPABILITY = (9, 0)  # Hopper
 
 
 @lru_cache
-def starts_early(device: torch.device) -> bool:
-    """Whether kernels on `device` may be launched so."""
-    if device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+def early_launch(device: torch.device) -> dict[str, bool]:
+    """Further arguments of a launch on `device`: EARLY, for a kernel that then waits by itself, and
+    on GPUs that can, Triton's own option.
+    """
+    cuda = device.type == "cuda"
+    if cuda and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY:
+        return {"EARLY": True, "launch_pdl": True}
+    return {"EARLY": False}

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.early import starts_early
+from pipeinfer.kernels.early import early_launch
 
 # Everything between the product and what is stored is float32 here, rounded once. Layer by layer in
 # bfloat16, the norm, its weight and each half of the rotation round too: the two differ by at most
@@ -129,14 +129,13 @@ def turn_and_store(
     block = triton.next_power_of_2(dim // 2)
     group = max(min(ELEMENTS // (2 * block), triton.next_power_of_2(num_heads)), 1)
     groups = triton.cdiv(num_heads, group) + 2 * triton.cdiv(kv_heads, group)
-    early = {"launch_pdl": True} if starts_early(qkv.device) else {}
     if tokens:
         _store[(tokens, groups)](
             qkv, queries, k_cache, v_cache, cos, sin, positions, places, q_norm, k_norm, eps,
             qkv.stride(0), cos.stride(0), k_cache.stride(1), v_cache.stride(1),
             HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, GROUP=group, BLOCK=block,
-            NORM=q_norm is not None, TABLE=positions is not None, EARLY=bool(early),
-            num_warps=max(group * block // 256, 1), **early,
+            NORM=q_norm is not None, TABLE=positions is not None,
+            num_warps=max(group * block // 256, 1), **early_launch(qkv.device),
         )  # fmt: skip
     return queries
 

@@ -49,8 +49,9 @@ class Ledger:
         return (entry.group,) if entry.certain else self._groups
 
     def of_group(self, group: int) -> Iterator[Work]:
-        """What that group's scheduler should have."""
-        return (entry.work for entry in self._entries.values() if entry.group == group)
+        """What that group's scheduler should have, or may have: output that nobody asks for is
+        aborted, also where another group goes on with the same request."""
+        return (e.work for e in self._entries.values() if e.group == group or not e.certain)
 
     def of_gateway(self, gateway: int) -> Iterable[Work]:
         """What that gateway sent; entries may be dropped meanwhile."""

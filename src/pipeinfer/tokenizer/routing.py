@@ -15,6 +15,9 @@ import numpy as np
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.tokenizer.prefixes import Prefixes, chain
 
+# A prefix that is computed in another group is also kept there, in place of somebody else's.
+MOVING = 2  # times what it costs to compute it
+
 UNKNOWN_OUTPUT = 256  # output tokens that a request without max_tokens is taken to need
 
 
@@ -97,8 +100,8 @@ class LeastLoaded:
 
 
 class LongestPrefix:
-    """The group that has least to do with the request included: what it has to compute of the
-    prompt, and what it has to compute before. Among equals, the one that was given least so far.
+    """The group that has least to do with the request included: MOVING times what it has to compute
+    of the prompt, and what it has to compute before. Among equals, the one that was given least.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -112,7 +115,7 @@ class LongestPrefix:
             if best is not None and load > best[0]:
                 continue  # it has more to do even if it had the whole prompt cached
             missing = length - known.prefixes[group].matched(keys)
-            cost = missing + load, known.ever[group], group
+            cost = MOVING * missing + load, known.ever[group], group
             if best is None or cost < best:
                 best = cost
         assert best is not None

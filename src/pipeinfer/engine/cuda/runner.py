@@ -311,15 +311,9 @@ class CudaRunner:
         mixed = mixed if backend.captures_prefill else ()
         both = DecodeGraphs(sizes, frame), MixedGraphs(mixed, self._limits.rows, frame)
         bodies = self._decode_body, self._mixed_body
-        total, memory = len(sizes) + len(mixed), torch.cuda.graph_pool_handle()
-        counter = itertools.count(1)
+        memory = torch.cuda.graph_pool_handle()
+        count = _counter(len(sizes) + len(mixed), progress)
         self._host.clear()
-
-        def count() -> None:
-            done = next(counter)
-            if progress is not None:
-                progress(done, total)
-
         with torch.cuda.stream(self._forward):
             for graphs, body in zip(both, bodies, strict=True):
                 padding = partial(self._padding, graphs)
@@ -368,6 +362,12 @@ class CudaRunner:
 
     def _mixed_body(self, plan: PagedPlan, views: Views) -> tuple[torch.Tensor, torch.Tensor]:
         return self._decode_body(plan, views, views["last"])
+
+
+def _counter(total: int, progress: Callable[[int, int], None] | None) -> Callable[[], None]:
+    """Each call is one more of `total`."""
+    done = itertools.count(1)
+    return lambda: None if progress is None else progress(next(done), total)
 
 
 def _no_rows() -> Step:
