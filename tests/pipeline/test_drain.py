@@ -14,7 +14,7 @@ import openai
 from pipeinfer.runtime.find import running_servers
 from servers import Server, alive, environment
 
-STREAMS, TOKENS = 8, 500
+STREAMS, TOKENS = 8, 300
 
 
 async def _streams(server: Server, disturb: Callable[[], None] | None = None) -> list[str]:

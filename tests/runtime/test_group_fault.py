@@ -11,7 +11,7 @@ import zmq
 
 from pipeinfer.bus.bus import Bus
 from pipeinfer.core import EVERYONE, Send
-from pipeinfer.messages import GroupFault
+from pipeinfer.messages import GroupFault, Heartbeat, State
 from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.group_fault import FAILED, end_on_group_fault
 from pipeinfer.runtime.topology import Identity, Topology
@@ -41,13 +41,48 @@ def say(scheduler: Bus, group: int, reason: str) -> None:
 async def test_only_the_fault_of_its_own_group_ends_an_engine(place, scheduler):
     ends: list[int] = []
     with zmq.Context() as context:
-        listener = end_on_group_fault(place, Identity("engine"), context, ends.append)
+        listener = end_on_group_fault(place, Identity("engine"), context, end=ends.append)
         async with asyncio.timeout(20):
             while not ends:  # the first may be lost: a subscription takes its time
                 say(scheduler, 1, "somebody else's")
                 say(scheduler, 0, "no result for 2 s")
                 await asyncio.sleep(0.02)
         listener.close()
+    assert set(ends) == {FAILED}
+
+
+def beat(incarnation: int, state: State) -> Heartbeat:
+    return Heartbeat("engine-0-1", "engine", 0, 1, 0, 1, incarnation, state)
+
+
+async def test_a_rank_ends_when_one_that_it_has_met_is_another_process(tmp_path):
+    """It would wait for this one where ranks meet, and this one for it inside a collective."""
+    place = topologies.local(Settings(tp=2), f"ipc://{tmp_path}/")
+    ends, formed = [], [False]
+    with zmq.Context() as context:
+        peer = Bus(Identity("engine", rank=1), 1, place, context)
+        peer.bind()
+        listener = end_on_group_fault(
+            place, Identity("engine"), context, lambda: formed[0], ends.append
+        )
+
+        async def told(*beats: Heartbeat) -> None:
+            """Long enough for the subscription to be there, and all of it to be heard."""
+            for _ in range(100):
+                for one in beats:
+                    peer.send(Send("telemetry", EVERYONE, one))
+                await asyncio.sleep(0.005)
+
+        await told(beat(5, "ready"), beat(6, "starting"), beat(7, "ready"))
+        assert ends == [], "the group is not formed yet: others may come and go"
+        formed[0] = True
+        await told(beat(8, "starting"), beat(9, "loading"))
+        assert ends == [], "it has not met these"
+        async with asyncio.timeout(20):
+            while not ends:
+                await told(beat(10, "waiting"), beat(11, "starting"))
+        listener.close()
+        peer.close()
     assert set(ends) == {FAILED}
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.tokenizer.prefixes import BLOCK, Prefixes, chain
-from pipeinfer.tokenizer.routing import Report, Router
+from pipeinfer.tokenizer.routing import MOVING, Report, Router
 
 
 def prompt(seed: int, length: int, prefix: np.ndarray | None = None) -> np.ndarray:
@@ -44,6 +44,26 @@ def test_a_prompt_goes_where_its_prefix_is():
         group = choose(router, f"r{n}", prompt(100 + n, 20, shared[which]))
         assert group == homes[which]
         router.ended(f"r{n}")
+
+
+def test_no_other_group_would_have_had_less_to_do():
+    """Of many requests with shared beginnings; also groups that seem too busy to be looked at."""
+    source = np.random.default_rng(5)
+    router, heads = Router("prefix", 12), [prompt(seed, 6 * BLOCK) for seed in range(20)]
+    for number in range(400):
+        ids = prompt(1000 + number, int(source.integers(1, 200)), heads[source.integers(20)])
+        keys, known = chain(ids, ""), router._groups
+        costs = [
+            MOVING * (len(ids) - known.prefixes[group].matched(keys)) + load
+            for group, load in enumerate(router.loads())
+        ]
+        ever = list(known.ever)
+        chosen = choose(router, str(number), ids, int(source.integers(1, 900)))
+        assert (costs[chosen], ever[chosen], chosen) == min(
+            zip(costs, ever, range(12), strict=True)
+        )
+        if number > 30:
+            router.ended(str(number - int(source.integers(1, 30))))
 
 
 def test_salted_prefixes_are_not_shared():

@@ -1,7 +1,8 @@
-"""Ends an engine that nobody supervises when its scheduler says that its group is stuck.
+"""Ends an engine that nobody supervises when its group is stuck, or another rank was replaced.
 
 Under a supervisor that one kills all ranks. Started by hand or by a container's restart policy, an
-engine must see to it itself: a step that hangs never ends. Knows no step and no plan.
+engine must see to it itself: a step that hangs never ends, and a rank that was started again waits
+for all others to meet it. Knows no step and no plan.
 """
 
 from __future__ import annotations
@@ -14,32 +15,50 @@ import zmq
 
 from pipeinfer.bus.frames import Header
 from pipeinfer.bus.listener import Listener
-from pipeinfer.messages import GroupFault, Message
+from pipeinfer.messages import GroupFault, Heartbeat, Message
 from pipeinfer.runtime.topology import Identity, Topology
 
 log = logging.getLogger(__name__)
 
 FAILED = 1
+JOINED = ("waiting", "ready")  # states of a rank that has met the others
 
 
 def end_on_group_fault(
     topology: Topology,
     engine: Identity,
     context: zmq.Context[zmq.Socket[bytes]],
+    formed: Callable[[], bool] = lambda: True,
     end: Callable[[int], object] = os._exit,
 ) -> Listener:
-    """Ends this process at once, with code 1, when the group of `engine` is given up.
+    """Ends this process at once, with code 1, when the group of `engine` is given up, or when a
+    rank that it has met is another process now. `formed()`: whether the ranks have met.
 
     Call it on the running loop, and close the listener at the end.
     """
     scheduler = Identity("scheduler", group=engine.group).id
+    peers = [
+        Identity("engine", engine.group, rank).id
+        for rank in range(topology.ranks(engine.group))
+        if rank != engine.rank
+    ]
+    met: dict[str, int] = {}  # incarnations of the other ranks since the group was formed
+
+    def give_up(reason: str) -> None:
+        log.error("%s; this process ends to be started again", reason)
+        end(FAILED)  # not in order: the thread of a step that hangs would be waited for
 
     def hear(_channel: str, header: Header, message: Message) -> None:
         if isinstance(message, GroupFault) and message.group == engine.group:
-            log.error("%s: %s; this process ends to be started again", scheduler, message.reason)
-            end(FAILED)  # not in order: the thread of a step that hangs would be waited for
+            give_up(f"{scheduler}: {message.reason}")
+        elif isinstance(message, Heartbeat) and message.stage in peers:
+            if message.incarnation > met.get(message.stage, message.incarnation):
+                give_up(f"{message.stage} was started again")
+            elif formed() and message.state in JOINED:
+                met[message.stage] = message.incarnation
 
     listener = Listener(topology, context)
-    listener.listen(scheduler)
+    for stage in (scheduler, *peers):
+        listener.listen(stage)
     listener.start(hear)
     return listener

@@ -101,6 +101,11 @@ class Shell:
         if self._failure is not None:
             raise self._failure
 
+    @property
+    def built(self) -> bool:
+        """Whether there is a core: weights are loaded, ranks have met."""
+        return self._stage is not None
+
     def drain(self) -> None:
         """Finish what runs, then stop; called again, or after the drain timeout, stop at once."""
         if self._stage is None or self._drained_by < float("inf"):

@@ -124,8 +124,8 @@ class TokenizerCore:
         raw = ids.tobytes()
         work = self._work(event, raw)
         # Until the gateways have told all, it may be one that was sent to a group nobody remembers.
-        certain = routed or self._roll_call.complete
-        self._ledger.put(Entry(work, group, certain))
+        alone = self._roll_call.complete
+        self._ledger.put(Entry(work, group, routed or alone, alone))
         accepted = Accepted(event.request_id, event.attempt, group, raw)
         return [Send("text", gateway, accepted), Send("work", f"scheduler-{group}", work)]
 

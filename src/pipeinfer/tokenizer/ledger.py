@@ -14,11 +14,13 @@ from pipeinfer.messages import Work
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One request. `certain`: False if an earlier tokenizer may have sent it to another group."""
+    """One request. `certain`: False if an earlier tokenizer may have sent it to another group, of
+    which nobody knows; `alone`: False if anything of it may be left in another group."""
 
     work: Work
     group: int
     certain: bool = True
+    alone: bool = True
 
 
 class Ledger:
@@ -46,7 +48,7 @@ class Ledger:
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return None
-        return (entry.group,) if entry.certain else self._groups
+        return (entry.group,) if entry.alone else self._groups
 
     def of_group(self, group: int) -> Iterator[Work]:
         """What that group's scheduler should have, or may have: output that nobody asks for is
