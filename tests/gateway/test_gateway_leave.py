@@ -34,7 +34,7 @@ async def test_what_runs_is_finished_however_long_nothing_comes(gateway: Gateway
         while not gateway.pipeline.submits:
             await asyncio.sleep(0.005)
         leaving = asyncio.create_task(gateway.driver.leave(60))
-        await asyncio.wait({leaving}, timeout=1)  # longer than an idle gateway waits
+        await asyncio.wait({leaving}, timeout=2.5)  # longer than an idle gateway waits
         assert not leaving.done() and not answer.done()
         [submit] = gateway.pipeline.submits
         ended = TextRow(

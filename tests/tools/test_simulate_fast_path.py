@@ -43,7 +43,7 @@ def test_fast_path_equals_the_whole_cores_while_memory_is_short():
 
 
 def test_fast_path_equals_the_whole_cores_on_shared_prefixes_that_are_evicted():
-    deployment = Deployment(kv_pages=100, max_model_len=1000, max_running=16, max_step_tokens=512)
+    deployment = Deployment(kv_pages=56, max_model_len=1000, max_running=16, max_step_tokens=512)
     arriving = list(workloads.shared(40.0, 60, 6, 320, Span(5, 60), Span(20, 60), 1))
     for policy in ("prefix", "least-loaded", "round-robin"):
         fast = tallied(FoldedGroup, deployment, arriving, policy, 4)

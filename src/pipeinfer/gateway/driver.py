@@ -20,7 +20,7 @@ from pipeinfer.messages import Message
 from pipeinfer.runtime.listening import BACKLOG, close_all
 
 LAST_BYTES = 5.0  # seconds that handlers have to finish when the server stops
-QUIET = 0.5  # seconds without a request after which idle connections may be closed
+QUIET = 2.0  # seconds without a request after which idle connections may be closed
 LEAVE_CHECK = 0.01  # seconds
 FIRST_BEATS = 1.0  # seconds within which the stages that are there have been heard
 
