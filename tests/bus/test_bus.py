@@ -28,6 +28,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.runtime.topology import Entry, Identity, Topology
 from pipeinfer.settings import ConfigurationError
+from port_rows import port_row
 
 HEADER = Header(PROTOCOL, "scheduler-0", 1, 0, 0.0)
 
@@ -40,10 +41,9 @@ def topology(prefix: str) -> Topology:
 @pytest.fixture(params=["inproc", "ipc", "tcp"])
 def place(request, tmp_path):
     if request.param == "tcp":
-        with zmq.Context() as context, context.socket(zmq.PULL) as probe:
-            port = probe.bind_to_random_port("tcp://127.0.0.1", 20_000, 60_000)
+        port = port_row(16)
         entries = [
-            Entry(name, f"tcp://127.0.0.1:{port + 3 * i + 1}")
+            Entry(name, f"tcp://127.0.0.1:{port + 4 * i}")
             for i, name in enumerate(("gateway", "tokenizer", "scheduler", "engine"))
         ]
         return Topology(tuple(entries))

@@ -18,15 +18,15 @@ from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import Abort, Heartbeat
 from pipeinfer.runtime.topology import Entry, Identity, Topology
 from pipeinfer.settings import ConfigurationError
+from port_rows import port_row
 
 BEAT = Heartbeat("tokenizer-0", "tokenizer", 0, 0, 0, 1, 1, "ready")
 
 
 def free_ports(count: int, apart: int = 10) -> list[int]:
     """The first ports of as many rows of free ones."""
-    with zmq.Context() as context, context.socket(zmq.PULL) as probe:
-        first = probe.bind_to_random_port("tcp://127.0.0.1", 20_000, 60_000)
-    return [first + 1 + apart * n for n in range(count)]
+    first = port_row(apart * count)
+    return [first + apart * n for n in range(count)]
 
 
 class Stage:

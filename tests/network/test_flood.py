@@ -20,6 +20,7 @@ from pipeinfer.messages import PROTOCOL, Abort
 from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.topology import Topology
 from pipeinfer.settings import Settings
+from port_rows import port_row
 from servers import Server
 
 ATTACK = 1.5  # seconds
@@ -29,11 +30,10 @@ LINES = 30  # of log: four kinds of bad frames and, once a minute, handshakes, a
 
 def topology(folder: Path) -> Topology:
     keys.create(folder / "keys", keys.DEFAULT)
-    with zmq.Context() as context, context.socket(zmq.PULL) as probe:
-        first = probe.bind_to_random_port("tcp://127.0.0.1", 20_000, 60_000)
     local = topologies.local(Settings(), "ipc:///x/")
+    first = port_row(4 * len(local.entries))
     entries = (
-        topologies.Entry(e.name, f"tcp://127.0.0.1:{first + 1 + 4 * n}")
+        topologies.Entry(e.name, f"tcp://127.0.0.1:{first + 4 * n}")
         for n, e in enumerate(local.entries)
     )
     return Topology(tuple(entries), {"kv_pages": 500, "threads": 1}, keys=str(folder / "keys"))

@@ -9,12 +9,12 @@ from pipeinfer.bus import addresses, keys
 from pipeinfer.bus.wires import Wires
 from pipeinfer.distributed.rendezvous import RendezvousError, meet
 from pipeinfer.runtime.topology import Entry, Topology
+from port_rows import port_row
 
 
 @pytest.fixture
 def place(tmp_path):
-    with zmq.Context() as context, context.socket(zmq.PULL) as probe:
-        port = probe.bind_to_random_port("tcp://127.0.0.1", 20_000, 60_000) + 1
+    port = port_row(8)
     keys.create(tmp_path / "ours", keys.DEFAULT)
     keys.create(tmp_path / "theirs", keys.DEFAULT)
     ranks = (

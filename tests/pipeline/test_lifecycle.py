@@ -18,6 +18,7 @@ import pytest
 
 from checkpoints import make_checkpoint
 from pipeinfer.demo import demo_path
+from port_rows import port_row
 from servers import STAGES, Server, alive, environment, fetch
 
 ROOT = Path(__file__).parents[2]
@@ -108,9 +109,7 @@ def test_in_process_serves_with_one_process():
 
 @pytest.mark.parametrize("order", [STAGES, STAGES[::-1]])
 def test_stages_started_by_hand_in_any_order_form_a_pipeline(tmp_path, order):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = port_row(1)
     topology = tmp_path / "pipeinfer.toml"
     topology.write_text(
         "".join(f'[[stage]]\nname = "{n}"\naddress = "ipc://{tmp_path}/{n}"\n' for n in STAGES)
