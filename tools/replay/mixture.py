@@ -31,6 +31,15 @@ def mixture(count: int, seed: int) -> list[Mixed]:
     return [_bad(source) if source.random() < 1 / 12 else _good(source) for _ in range(count)]
 
 
+def twins(kinds: int = 12, each: int = 3) -> list[Mixed]:
+    """Short prompts, each several times: sent at once, some are computed in the same step."""
+    return [
+        Mixed("/v1/completions", {"prompt": f"{kind} " * 30, "max_tokens": 1, "temperature": 0})
+        for kind in range(100, 100 + kinds)
+        for _ in range(each)
+    ]
+
+
 def _good(source: random.Random) -> Mixed:
     body: dict[str, Any] = {
         "max_tokens": source.randint(1, 48),

@@ -20,7 +20,7 @@ import aiohttp
 
 from bench.processes import Server
 from replay.codes import EQUAL
-from replay.mixture import Mixed, mixture
+from replay.mixture import Mixed, mixture, twins
 
 # Few pages, so that requests must be preempted; the largest request still fits.
 DEFAULTS = {"kv_pages": 64, "page_size": 16, "threads": 1, "dtype": "float32", "device": "cpu"}
@@ -56,6 +56,8 @@ async def _all(url: str, requests: list[Mixed], concurrency: int) -> Counter[str
     waiting = iter(requests)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
     async with aiohttp.ClientSession(timeout=timeout) as client:
+
+        outcomes.update(await asyncio.gather(*(_one(client, url, twin) for twin in twins())))
 
         async def work() -> None:
             for request in waiting:
