@@ -56,7 +56,6 @@ async def _all(url: str, requests: list[Mixed], concurrency: int) -> Counter[str
     waiting = iter(requests)
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600)
     async with aiohttp.ClientSession(timeout=timeout) as client:
-
         outcomes.update(await asyncio.gather(*(_one(client, url, twin) for twin in twins())))
 
         async def work() -> None:
