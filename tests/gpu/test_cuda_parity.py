@@ -23,7 +23,6 @@ from pipeinfer.settings import Settings
 pytestmark = pytest.mark.gpu
 
 RELATIVE_ERROR = 1e-2
-WORSE_THAN_TORCH = 1.25  # times the error of transformers itself in bfloat16
 NEAR_TIE = 0.02  # of the range of the logits: what rounding may turn around
 APART = 0.02  # of the range of the logits: two candidates that are not a near tie
 AGREEMENT = 0.99
@@ -66,8 +65,7 @@ def generate(made, wanted=40, temperature=0.0, tag="", **knobs):
 class Compared(NamedTuple):
     """Against float32: relative error of all logits, share of clear argmaxes that agree.
 
-    usual_*: the same of transformers in bfloat16. Random experts are chosen at near ties, where
-    bfloat16 takes others: no implementation is near float32 there.
+    usual_*: the same of transformers in bfloat16, for comparison.
     """
 
     error: float
@@ -76,8 +74,8 @@ class Compared(NamedTuple):
     usual_agreement: float
 
     def check(self) -> None:
-        assert self.error < max(RELATIVE_ERROR, WORSE_THAN_TORCH * self.usual_error)
-        assert self.agreement >= min(AGREEMENT, self.usual_agreement - (1 - AGREEMENT))
+        assert self.error < RELATIVE_ERROR
+        assert self.agreement >= AGREEMENT
 
 
 def compare(folder, made) -> Compared:
