@@ -20,11 +20,17 @@ SCHEMA = "pipeinfer-bench/1"
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def write(path: Path, arguments: Sequence[str], metrics: dict[str, Any]) -> None:
-    """Writes the result of `python tools/bench *arguments*` as JSON."""
+def write(
+    path: Path,
+    arguments: Sequence[str],
+    metrics: dict[str, Any],
+    tool: str = "tools/bench",
+    schema: str = SCHEMA,
+) -> None:
+    """Writes the result of `python tool *arguments*` as JSON."""
     result = {
-        "schema": SCHEMA,
-        "command": shlex.join(["python", "tools/bench", *arguments]),
+        "schema": schema,
+        "command": shlex.join(["python", tool, *arguments]),
         "commit": commit(),
         "hardware": hardware(),
         "date": date.today().isoformat(),

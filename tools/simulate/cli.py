@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import shlex
 import sys
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
-from typing import Any
 
 from bench import report
 from pipeinfer.settings import ConfigurationError
@@ -44,17 +40,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.json is not None:
-        _write(options.json, words, metrics)
+        report.write(options.json, words, metrics, "tools/simulate", SCHEMA)
     return 0
-
-
-def _write(path: Path, arguments: Sequence[str], metrics: dict[str, Any]) -> None:
-    result = {
-        "schema": SCHEMA,
-        "command": shlex.join(["python", "tools/simulate", *arguments]),
-        "commit": report.commit(),
-        "hardware": report.hardware(),
-        "date": date.today().isoformat(),
-        "metrics": metrics,
-    }
-    path.write_text(json.dumps(result, indent=2) + "\n")

@@ -84,11 +84,11 @@ def replay_seconds(captured: Captured) -> float:
     return min(times)
 
 
-def row_arrays(views: dict[str, torch.Tensor], rows: int, table_rows: int) -> RowArrays:
+def row_arrays(views: dict[str, torch.Tensor], table_rows: int) -> RowArrays:
     """The arrays of a step's rows out of its views, on whichever side they are."""
     table = views["table"]
     return RowArrays(
-        lengths=views["lengths"][:rows],
+        lengths=views["lengths"],
         last_page=views["last_page"],
         q_indptr=views["q_indptr"],
         prefill_indptr=views["prefill_indptr"],
@@ -152,8 +152,8 @@ class DecodeGraphs:
             decodes=size,
             longest_query=1,
             parity=parity,
-            host=row_arrays(host, size, table_rows),
-            device=row_arrays(device, size, table_rows),
+            host=row_arrays(host, table_rows),
+            device=row_arrays(device, table_rows),
             fixed=True,
         )
 

@@ -115,8 +115,8 @@ class MixedGraphs:
             decodes=size.decodes,
             longest_query=size.tokens,
             parity=parity,
-            host=graphs.row_arrays(host, size.rows, size.prefills),
-            device=graphs.row_arrays(device, size.rows, size.prefills),
+            host=graphs.row_arrays(host, size.prefills),
+            device=graphs.row_arrays(device, size.prefills),
             fixed=True,
         )
 

@@ -40,21 +40,15 @@ def pack_decodes(
     places = places[step.samples]
     _sampling_at(step, views, places, dummy_slot)
     held = page + 1
-    kv_indptr = views["kv_indptr"]
-    kv_indptr[0] = 0
-    np.cumsum(held, out=kv_indptr[1 : rows + 1])
-    total = int(kv_indptr[rows])
-    padding = len(kv_indptr) - 1 - rows
-    kv_indptr[rows + 1 :] = np.arange(total + 1, total + padding + 1)  # one dummy page each
+    size = len(views["kv_indptr"]) - 1
+    used = _page_indptr(views["kv_indptr"], held, size)
     if table:
-        by_row = views["table"].reshape(len(kv_indptr) - 1, -1)
+        by_row = views["table"].reshape(size, -1)
         by_row[:rows, : pages.shape[1]] = pages
         by_row[rows:, 0] = 0
         return 0, places
-    indices = views["indices"]
-    indices[:total] = flat_pages(pages, held)
-    indices[total : total + padding] = 0
-    return total + padding, places
+    _indices(views["indices"], pages, held, used)
+    return used, places
 
 
 def pack_mixed(step: Step, views: Views, page_size: int, dummy_slot: int, decode_rows: int) -> int:
@@ -88,7 +82,9 @@ def pack_mixed(step: Step, views: Views, page_size: int, dummy_slot: int, decode
     stands = np.empty_like(order)
     stands[order] = np.arange(len(order))
     _padded(views["last"], ends[stands[step.samples]] - 1, 0)
-    return _decode_indices(views, pages[:decodes], held, decode_rows)
+    used = _page_indptr(views["kv_indptr"], held, decode_rows)
+    _indices(views["indices"], pages[:decodes], held, used)
+    return used
 
 
 def _tokens_of(
@@ -107,17 +103,26 @@ def _tokens_of(
     _padded(views["store"], step.pages[rows, page] * page_size + offset, NOWHERE)
 
 
-def _decode_indices(views: Views, pages: np.ndarray, held: np.ndarray, rows: int) -> int:
-    """Pages of `rows` decode rows one after another, one dummy page for each that is not real."""
-    real, indptr = len(held), views["kv_indptr"]
+def _page_indptr(indptr: np.ndarray, held: np.ndarray, rows: int) -> int:
+    """Where the pages of `rows` decode rows begin, one dummy page for each that is not real.
+
+    Returns how many pages that is.
+    """
+    real = len(held)
     indptr[0] = 0
     np.cumsum(held, out=indptr[1 : real + 1])
-    total, padding = int(indptr[real]), rows - real
-    indptr[real + 1 : rows + 1] = np.arange(total + 1, total + padding + 1)
-    indptr[rows + 1 :] = total + padding
-    views["indices"][:total] = flat_pages(pages, held)
-    views["indices"][total : total + padding] = 0
-    return total + padding
+    total = int(indptr[real])
+    used = total + rows - real
+    indptr[real + 1 : rows + 1] = np.arange(total + 1, used + 1)
+    indptr[rows + 1 :] = used
+    return used
+
+
+def _indices(indices: np.ndarray, pages: np.ndarray, held: np.ndarray, used: int) -> None:
+    """The pages of real rows one after another, then dummies up to `used`."""
+    flat = flat_pages(pages, held)
+    indices[: len(flat)] = flat
+    indices[len(flat) : used] = 0
 
 
 def flat_pages(pages: np.ndarray, held: np.ndarray) -> np.ndarray:

@@ -194,14 +194,14 @@ class CudaRunner:
         buffers.check(layout.words)
         used = packing.pack_rows(step, layout.host(buffers.host), self.pool.page_size)
         views = layout.tensors(buffers.mirror)
-        arrays = row_arrays(views, rows, rows)
+        arrays = row_arrays(views, rows)
         if self.derive:
             arrays = replace(arrays, indices=self._expansion.indices(used))
         paged = PagedRows(
             decodes=step.decodes,
             longest_query=int(step.counts.max()),
             parity=parity,
-            host=row_arrays(layout.tensors(buffers.pinned), rows, rows),
+            host=row_arrays(layout.tensors(buffers.pinned), rows),
             device=arrays,
         )
         return paged, views, layout.words if self.derive else layout.indices_at + used
