@@ -39,7 +39,9 @@ class Job:
     log: Any = None
 
 
-def jobs(parts: list[str], gpus: int, device: str) -> list[Job]:
+def jobs(
+    parts: list[str], gpus: int, device: str, all_reduces: tuple[str, ...] = ("auto", "nccl")
+) -> list[Job]:
     """Everything that was asked for and fits, the longest first."""
     degrees = [n for n in (2, 4) if n <= gpus]
     shape = {"14b": "qwen3-14b", "32b": "qwen3-32b"} if device == "cuda" else {"14b": "tiny"}
@@ -49,7 +51,7 @@ def jobs(parts: list[str], gpus: int, device: str) -> list[Job]:
     if "tokens" in parts:
         found += [Job(f"tokens-{n}", n, ["tokens", str(n)]) for n in (1, *degrees)]
     if "14b" in parts:
-        ways = [(1, "auto"), *((n, way) for n in degrees for way in ("auto", "nccl"))]
+        ways = [(1, "auto"), *((n, way) for n in degrees for way in all_reduces)]
         found += [
             Job(f"14b-tp{n}-{way}", n, ["offline", shape["14b"], str(n), "1", way])
             for n, way in reversed(ways)
@@ -160,6 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--all-reduce", default="auto,nccl", help="for the throughput of --tp")
     parser.add_argument("--seconds", type=float, default=400.0, help="for everything")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--job", nargs="+", help="used by itself")
@@ -173,7 +176,9 @@ def main() -> None:
         return
     out = Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="tensor-parallel-"))
     out.mkdir(parents=True, exist_ok=True)
-    results = run_all(jobs(options.parts.split(","), options.gpus, options.device), options, out)
+    ways = tuple(options.all_reduce.split(","))
+    found = jobs(options.parts.split(","), options.gpus, options.device, ways)
+    results = run_all(found, options, out)
     from tensor_parallel_table import show
 
     show(results)

@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup
 
 ALIGNED = 16  # bytes that the kernels load at a time
 MOST_BYTES = 16 * 2**20  # larger ones are NCCL's: there bandwidth alone counts
-# Bytes up to which one shot is the faster one, by the number of ranks. With two, the second shot
-# saves nothing.
-ONE_SHOT = {2: MOST_BYTES, 4: 512 * 2**10, 8: 256 * 2**10}
+# By the number of ranks: bytes up to which one shot is the fastest, and from which two shots are;
+# between them NCCL is.
+ONE_SHOT = {2: 16 * 2**10, 4: 512 * 2**10, 8: 256 * 2**10}
+TWO_SHOTS = {2: 1536 * 2**10, 4: 512 * 2**10, 8: 256 * 2**10}
 TRIED = (ALIGNED // 2, 4096, 65536, MOST_BYTES // 4)  # elements: what is checked at the start
 
 Algorithm = Literal["one-shot", "two-shot", "library"]
@@ -28,7 +29,9 @@ def algorithm(nbytes: int, ranks: int) -> Algorithm:
         return "library"
     if nbytes <= ONE_SHOT[ranks] and nbytes % ALIGNED == 0:
         return "one-shot"
-    return "two-shot" if nbytes % (ALIGNED * ranks) == 0 else "library"
+    if nbytes >= TWO_SHOTS[ranks] and nbytes % (ALIGNED * ranks) == 0:
+        return "two-shot"
+    return "library"
 
 
 class CustomAllReduce:
