@@ -250,7 +250,6 @@ class Open(Message, frozen=True):
 
 class TokenRow(msgspec.Struct, frozen=True, array_like=True):
     """New output ids of one request, gapless; `offset`: index of the first among its outputs.
-
     `finish`: None while it goes on. With "stop" by a token, `stop_token` is that id and is the last
     of `ids`; it has no text and is not part of the result."""
 
@@ -303,7 +302,6 @@ class Accepted(Message, frozen=True):
 
 class TextRow(msgspec.Struct, frozen=True, array_like=True):
     """New text of one request, after `byte_offset` bytes (UTF-8) and `token_offset` output tokens.
-
     `ids` excludes a stop token and everything past a stop string's cut. On the last row `finish` is
     set, `output_tokens` counts the accepted outputs (the stop token included, as vLLM counts) and
     `stop_reason` is the stop string or stop token id, None for the model's own EOS."""
@@ -376,7 +374,8 @@ class Recovered(Message, frozen=True):
 
 class Delivered(Message, frozen=True):
     """Output ids (int32 bytes) that a client may have seen; `ended`: no more of them is wanted.
-    `finish`, `error`: as the scheduler's last row said; None if the detokenizer ended it."""
+    `finish`, `error`: as the scheduler's last row said; None if the detokenizer ended it.
+    `crashes`: of engines that ran it alone, if it is suspected of one; else -1."""
 
     request_id: str
     attempt: int
@@ -384,6 +383,7 @@ class Delivered(Message, frozen=True):
     ended: bool = False
     finish: FinishReason | None = None
     error: str = ""
+    crashes: int = -1
 
 
 CHANNELS: dict[str, Any] = {

@@ -54,6 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
     attention: str = "auto"
     all_reduce: Literal["auto", "nccl"] = "auto"
+    enable_expert_parallel: bool = False
     cuda_graph_max_batch: NonNegative = 256
     no_cuda_graph: bool = False
     compile: bool = False

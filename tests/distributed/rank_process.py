@@ -19,11 +19,12 @@ from pipeinfer.params import SamplingParams  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 
 
-def generate(folder: str, requests: list[dict], size: int, group=None) -> Cores:
+def generate(folder: str, requests: list[dict], size: int, group=None, **changes) -> Cores:
     """Runs requests {"prompt", "params", "seed"} and returns the cores that did it."""
     settings = Settings(
-        device="cpu", dtype="float32", kv_pages=200, page_size=16, max_running=8, tp=size
-    )
+        device="cpu", dtype="float32", kv_pages=200, page_size=16, max_running=8, tp=size,
+        **changes,
+    )  # fmt: skip
     cores = Cores(Path(folder), settings, group=group)
     for index, request in enumerate(requests):
         params = SamplingParams(**request["params"])
@@ -37,8 +38,8 @@ def main() -> None:
     torch.set_num_threads(1)
     group = join(address, int(rank), int(size), "cpu", 120)
     outputs = [
-        generate(folder, requests, int(size), group).outputs
-        for folder, requests in json.loads(Path(work).read_text())
+        generate(folder, requests, int(size), group, **changes).outputs
+        for folder, requests, changes in json.loads(Path(work).read_text())
     ]
     Path(out).write_text(json.dumps(outputs))
     group.close()

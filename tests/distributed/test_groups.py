@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import psutil
 import pytest
+import pytest_asyncio
 from chat_streams import questions
 
 from pipeinfer import LLM, AsyncLLM, SamplingParams
@@ -49,18 +50,26 @@ class Streams:
 
     def __init__(self, llm: AsyncLLM, prompts: list[str], tokens: int) -> None:
         self.begun = [asyncio.Event() for _ in prompts]
+        self._ids: list[list[int]] = [[] for _ in prompts]
         self._tasks = [
-            asyncio.create_task(self._one(llm, prompt, tokens, begun))
-            for prompt, begun in zip(prompts, self.begun, strict=True)
+            asyncio.create_task(self._one(llm, prompt, tokens, number))
+            for number, prompt in enumerate(prompts)
         ]
 
-    @staticmethod
-    async def _one(llm: AsyncLLM, prompt: str, tokens: int, begun: asyncio.Event) -> list[int]:
-        ids: list[int] = []
+    async def _one(self, llm: AsyncLLM, prompt: str, tokens: int, number: int) -> list[int]:
         async for delta in llm.generate(prompt, greedy(tokens)):
-            ids += delta.token_ids
-            begun.set()
-        return ids
+            self._ids[number] += delta.token_ids
+            self.begun[number].set()
+        return self._ids[number]
+
+    def received(self) -> list[int]:
+        """Tokens of each so far."""
+        return [len(ids) for ids in self._ids]
+
+    def moved_since(self, before: list[int]) -> bool:
+        """Whether each has more tokens than it had, or has ended."""
+        now = zip(before, self.received(), self._tasks, strict=True)
+        return all(more > had or task.done() for had, more, task in now)
 
     async def all_begun(self) -> None:
         async with asyncio.timeout(PATIENCE):
@@ -85,12 +94,18 @@ async def both_work(llm: AsyncLLM, prompts: list[str]) -> list[list[int]]:
                 return outputs
 
 
-async def test_a_group_that_is_down_gets_nothing_and_is_used_again_when_it_is_back():
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def llm():
+    async with AsyncLLM(dp=2, routing="least-loaded", **SMALL) as running:
+        yield running
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_group_that_is_down_gets_nothing_and_is_used_again_when_it_is_back(llm):
     prompts = questions(8)
-    async with AsyncLLM(dp=2, routing="least-loaded", **SMALL) as llm:
-        expected = await both_work(llm, prompts)
-        await disturb(llm, prompts, expected)
-        assert await both_work(llm, prompts) == expected
+    expected = await both_work(llm, prompts)
+    await disturb(llm, prompts, expected)
+    assert await both_work(llm, prompts) == expected
 
 
 async def disturb(llm: AsyncLLM, prompts: list[str], expected: list[list[int]]) -> None:
@@ -110,6 +125,24 @@ async def disturb(llm: AsyncLLM, prompts: list[str], expected: list[list[int]]) 
         victim.send_signal(signal.SIGKILL)
     await until(lambda: groups_up(llm) == 2)
     assert await streams == expected
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_streams_of_a_group_that_lost_its_engine_go_on_in_the_other_one(llm):
+    """Before it is back: an engine starts for seconds, and all that they need is a prefill."""
+    prompts = questions(8, seed=3)
+    expected = await both_work(llm, prompts)
+    moved = llm.stats()["tokenizer-0"]["moved_total"]
+    streams = Streams(llm, prompts, 150)
+    await streams.all_begun()
+    engine(1).kill()
+    await until(lambda: groups_up(llm) == 1)
+    before = streams.received()
+    await until(lambda: streams.moved_since(before))
+    assert groups_up(llm) == 1, "all have moved, and the engine is not back"
+    assert await streams == expected
+    await until(lambda: llm.stats()["tokenizer-0"]["moved_total"] > moved)
+    await until(lambda: groups_up(llm) == 2)
 
 
 @pytest.mark.parametrize("shape", [{"tp": 2, "dp": 2}], ids=["2x2"])

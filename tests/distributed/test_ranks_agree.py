@@ -21,6 +21,7 @@ from pipeinfer.messages import (
     Digests,
     Fault,
     GroupFault,
+    Heartbeat,
     Hello,
     Message,
     Plan,
@@ -197,6 +198,22 @@ def test_requests_go_on_with_the_same_tokens_on_restarted_ranks():
     group.tick()
     group.run()
     assert outputs(group) == outputs(quiet)
+
+
+def test_a_rank_that_ended_is_known_at_once_and_is_restarted_by_who_said_so():
+    group = busy_group()
+    group.run(5)
+    word = Heartbeat("engine-0-1", "engine", 0, 1, 0, 7, 102, "starting", "its process ended")
+    foreign = msgspec.structs.replace(word, group=1)
+    late = msgspec.structs.replace(word, incarnation=101)  # of the process itself
+    for beat in (foreign, late):
+        group.feed(beat)
+        assert group.state() == ("ready", "")
+    group.feed(word)
+    assert group.state() == ("waiting", "engine rank 1: its process ended")
+    group.tick()  # rank 0 is still there, and is not begun with
+    assert group.state()[0] == "waiting"
+    assert group.faults == [], "ranks that are being started are not killed once more"
 
 
 def test_an_epoch_in_good_order_begins_anew_without_a_restart():

@@ -3,7 +3,7 @@
 A program, because Triton's interpreter is chosen when triton is imported. Streams and events do
 nothing here, a graph runs its body again, and attention is plain torch over the index arrays.
 `TRITON_INTERPRET=1 python tests/engine/interpreted_runner.py FOLDER` prints tokens by way of
-running.
+running; with ADDRESS RANK SIZE behind it, it is one of several ranks.
 """
 
 from __future__ import annotations
@@ -64,9 +64,11 @@ from overlapped import GpuCores  # noqa: E402
 from runner_requests import submit_all  # noqa: E402
 
 from pipeinfer.attention.paged import PagedKind  # noqa: E402
+from pipeinfer.distributed.group import join  # noqa: E402
 from pipeinfer.engine import loading  # noqa: E402
 from pipeinfer.engine.cuda import graphs, mixed_graphs  # noqa: E402
 from pipeinfer.engine.cuda.runner import CudaRunner, Limits  # noqa: E402
+from pipeinfer.engine.cuda.sampling import SplitSampler  # noqa: E402
 from pipeinfer.layers.rope import Rope  # noqa: E402
 from pipeinfer.memory.pool import KVPool  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
@@ -104,6 +106,9 @@ class TorchPart:
     def plan(self, rows, begin, end):
         return rows.device, begin, end, rows.device.queries(begin, end)
 
+    def refresh(self, rows, begin, end) -> None:
+        """Nothing: `plan` gave the arrays themselves."""
+
     def run(self, layer, q, out, plan) -> None:
         arrays, begin, end, queries = plan
         firsts, size = queries.tolist(), self._pool.page_size
@@ -137,7 +142,7 @@ class TablePart(TorchPart):
     by_table = True
 
 
-def cuda_runner(settings, choices, model, *_):
+def cuda_runner(settings, choices, model, group):
     """In place of the host's runner."""
     for layer in model.layers:
         layer.attention._merged = True
@@ -148,10 +153,12 @@ def cuda_runner(settings, choices, model, *_):
     limits = Limits(settings.max_running, settings.max_step_tokens, 512 // choices.page_size)
     kind = PagedKind(TorchPart, TablePart, None, choices.page_size, captures_prefill=True)
     backend = kind(shapes, "cpu")
-    runner = CudaRunner(model, pool, backend, limits)
+    sampler = SplitSampler(model, group) if group is not None else None
+    runner = CudaRunner(model, pool, backend, limits, sampler)
     if not settings.no_cuda_graph:
         most = settings.cuda_graph_max_batch
-        mixed = [mixed_graphs.MixedSize(tokens, *kind) for tokens in (8, 48) for kind in MIXED]
+        sizes = (8, 48) if group is None else ()  # one kind of graph is enough to try an exchange
+        mixed = [mixed_graphs.MixedSize(tokens, *kind) for tokens in sizes for kind in MIXED]
         runner.capture(graphs.ladder(most), tuple(mixed))
     return runner
 
@@ -160,21 +167,31 @@ graphs.record = record
 loading._host_runner = cuda_runner
 
 
-def tokens(folder: str, derive: bool, **changes) -> dict[str, list[int]]:
+def tokens(folder: str, derive: bool, group=None, **changes) -> dict[str, list[int]]:
     """By request."""
     settings = Settings(
         model=folder, device="cpu", kv_pages=40, page_size=16, max_running=3, max_step_tokens=48,
         cuda_graph_max_batch=2, **changes,
     )  # fmt: skip
-    cores = GpuCores(Path(folder), settings, budget=48)
+    cores = GpuCores(Path(folder), settings, budget=48, group=group)
     cores.loaded.runner.derive = derive
     submit_all(cores)
     cores.run()
     return cores.outputs
 
 
+def rank(folder: str, address: str, rank: str, size: str) -> dict[str, dict[str, list[int]]]:
+    group = join(address, int(rank), int(size), "cpu", 120)
+    found = tokens(folder, True, group, tp=int(size))
+    group.close()
+    return {"graphs": found}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if len(sys.argv) > 2:
+        print(json.dumps(rank(*sys.argv[1:])))
+        sys.exit()
     place = sys.argv[1]
     ways = {
         "graphs": tokens(place, True),

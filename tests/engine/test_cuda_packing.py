@@ -57,7 +57,10 @@ def test_packed_decodes_say_of_every_row_what_the_step_says(rows, padding, page_
     layout = DecodeGraphs((size,), frame(page_size, table)).layout(size)
     buffer = np.full(layout.words, -7, dtype=np.int32)  # what another step left there
     views = layout.host(buffer)
-    used, places = packing.pack_decodes(step, views, page_size, DUMMY_SLOT, table)
+    used, place = packing.pack_decodes(step, views, page_size, DUMMY_SLOT, table)
+    assert views["token_slots"][place].tolist() == step.slots.tolist()
+    assert views["q_indptr"].tolist() == list(range(size + 1))
+    places = place[step.samples]
     by_slot = {int(slot): row for row, slot in enumerate(step.slots)}
     assert sorted(views["lengths"][: len(rows)].tolist(), reverse=True) == [
         *views["lengths"][: len(rows)]
@@ -144,7 +147,8 @@ def test_a_packed_mixed_step_says_of_every_row_what_the_step_says(rows, spare, p
     graphs = MixedGraphs((size,), size.rows, frame(page_size))
     buffer = np.full(graphs.layout(size).words, -7, dtype=np.int32)  # what another step left there
     views = graphs.layout(size).host(buffer)
-    words, places = graphs.pack(step, size, views)
+    words, places, restricted = graphs.pack(step, size, buffer)
+    assert restricted == packing.restricted(step)
     found = {}
     for row in range(size.decodes):
         assert views["q_indptr"][row : row + 2].tolist() == [row, row + 1]

@@ -45,6 +45,24 @@ def expected(folder) -> dict[str, list[int]]:
     return cores.outputs
 
 
+def test_two_ranks_that_exchange_their_best_candidates_give_the_same_tokens(
+    folder, expected, tmp_path
+):
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(PROGRAM), str(folder), f"ipc://{tmp_path}/rank-0"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "2"], env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=280) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    for out, _ in said:
+        assert json.loads(out.strip().rpartition("\n")[2])["graphs"] == expected
+
+
 @pytest.mark.parametrize("way", ["graphs", "derived on the device", "packed on the host"])
 def test_every_way_of_running_a_step_gives_the_same_tokens(found, expected, way):
     assert found[way] == expected

@@ -1,4 +1,4 @@
-"""Steps in flight: launched and collected on two threads, reported in order on the loop."""
+"""Steps in flight: launched and collected without waiting, reported in order, on one loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from pipeinfer.engine.cuda.executor import StreamExecutor
-from pipeinfer.engine.executor import MOST_PENDING
 
 
 class Device:
@@ -28,6 +27,9 @@ class Device:
             raise ValueError(f"launch of {step.number}")
         self.launched.put(step.number)
         return step.number
+
+    def ended(self, flight):
+        return self.results[flight].is_set()
 
     def wait(self, flight):
         assert self.results[flight].wait(30)
@@ -58,7 +60,7 @@ async def running():
     yield device, reports, executor
     for event in device.results.values():
         event.set()
-    await asyncio.to_thread(executor.close)
+    executor.close()
 
 
 async def test_a_step_is_launched_before_the_one_before_it_has_a_result(running):
@@ -79,29 +81,41 @@ async def test_a_step_is_launched_before_the_one_before_it_has_a_result(running)
 async def test_errors_of_launch_and_of_result_are_reported_in_their_place(running):
     device, reports, executor = running
     device.fails_to_launch, device.fails_to_finish = {1}, {2}
-    for number in range(4):
-        executor.submit(step(number))
     for number in (3, 2, 0):
         device.results[number].set()
+    for number in range(4):
+        executor.submit(step(number))
     assert [(await reports.all.get())[:2] for _ in range(4)] == [
         (0, [0]), (1, "launch of 1"), (2, "end of 2"), (3, [3]),
     ]  # fmt: skip
 
 
-async def test_more_pending_steps_than_the_overlap_loop_allows_are_refused(running):
-    _, _, executor = running
-    for number in range(MOST_PENDING):
+async def test_a_third_step_waits_for_the_first_result_and_not_for_the_loop(running):
+    """A rank that hears plans at another's pace takes many in one turn of its loop."""
+    device, reports, executor = running
+    executor.submit(step(0))
+    executor.submit(step(1))
+    launched = [device.launched.get(timeout=30) for _ in range(2)]
+    threading.Timer(0.2, device.results[0].set).start()
+    executor.submit(step(2))  # the loop is here all the time, so nothing is reported
+    assert device.results[0].is_set()
+    for number in range(1, 9):
+        device.results[number].set()
+    for number in range(3, 9):
         executor.submit(step(number))
-    with pytest.raises(RuntimeError, match="while 4 are pending"):
-        executor.submit(step(5))
+    assert executor.pending == 9
+    launched += [device.launched.get(timeout=30) for _ in range(7)]
+    assert launched == list(range(9))
+    assert [(await reports.all.get())[0] for _ in range(9)] == list(range(9))
+    assert executor.pending == 0
 
 
 async def test_close_waits_for_what_was_submitted_and_takes_nothing_more(running):
     device, reports, executor = running
     executor.submit(step(0))
-    closing = asyncio.create_task(asyncio.to_thread(executor.close))
-    device.results[0].set()
-    await closing
+    threading.Timer(0.1, device.results[0].set).start()
+    executor.close()
+    assert device.results[0].is_set()
     assert await reports.all.get() == (0, [0], 0.25)
     with pytest.raises(RuntimeError, match="closed executor"):
         executor.submit(step(1))

@@ -16,9 +16,9 @@ shape=(--config qwen3-0.6b --device cuda --log-level warning)
 parity=("$python" -m pytest -o addopts= -q -s -p no:cacheprovider tests/gpu/test_cuda_parity.py)
 
 declare -A limit=([parity]=150 [kernel_tests]=150 [soak]=120 [memcheck]=150 [offline]=60
-                  [single]=50 [storm]=70 [startup]=60 [profile]=45 [kernels]=80)
+                  [single]=50 [single_14b]=90 [storm]=70 [startup]=60 [profile]=45 [kernels]=80)
 beside=(parity kernel_tests soak memcheck)
-alone=(offline single storm startup profile kernels)
+alone=(offline single single_14b storm startup profile kernels)
 if [ $# -gt 0 ]; then
   declare -A asked=()
   for word in "$@"; do asked[${word%%=*}]=${word#*=}; done
@@ -39,18 +39,21 @@ run_memcheck() { PYTHON=$python tests/gpu/memcheck.sh; }
 run_offline() {
   "$python" tools/bench offline "${shape[@]}" --flops 790e12 --bandwidth 4.3e12 --json "$out/offline.json"
 }
-run_single() {  # requests that do not overlap
-  "$python" - "$logs" << 'PY'
+single() {  # requests that do not overlap, of the shape $1; results as $2.json
+  mkdir -p "$logs/$2"
+  "$python" - "$logs/$2" "$1" << 'PY'
 import json, pathlib, sys
 from bench import shapes
 folder = pathlib.Path(sys.argv[1])
-shapes.write_folder(folder / "model", shapes.shape("qwen3-0.6b"))
-lines = [{"timestamp": 2.0 * n, "input_length": 128, "output_length": 512} for n in range(6)]
+shapes.write_folder(folder / "model", shapes.shape(sys.argv[2]))
+lines = [{"timestamp": (2.0 if "0.6b" in sys.argv[2] else 5.0) * n, "input_length": 128, "output_length": 512} for n in range(6)]
 (folder / "single.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 PY
-  "$python" tools/bench online "$logs/model" --load-format dummy --device cuda \
-    --trace "$logs/single.jsonl" --json "$out/single.json"
+  "$python" tools/bench online "$logs/$2/model" --load-format dummy --device cuda \
+    --trace "$logs/$2/single.jsonl" --json "$out/$2.json"
 }
+run_single() { single qwen3-0.6b single; }
+run_single_14b() { single qwen3-14b single_14b; }
 run_storm() {
   "$python" tools/bench storm "${shape[@]}" --max-model-len 16384 --json "$out/storm.json"
 }
@@ -65,7 +68,7 @@ one() {  # a part under its limit; what is worth reading of it
   local name=$1 seconds=${limit[$1]} began=$SECONDS
   [ "$seconds" -gt 0 ] || return 0
   # A shell of its own, so that the limit ends all that the part has started.
-  { declare -p python out logs shape parity; declare -f "run_$name"; echo "run_$name"; } \
+  { declare -p python out logs shape parity; declare -f single "run_$name"; echo "run_$name"; } \
     > "$logs/$name.sh"
   timeout -k 5 "$seconds" bash "$logs/$name.sh" > "$logs/$name.log" 2>&1
   local code=$?

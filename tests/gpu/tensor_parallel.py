@@ -27,12 +27,16 @@ PARTS = ("ar", "tokens", "loss", "14b", "32b", "dp")
 
 @dataclass
 class Job:
-    """A process that prints `RESULT {...}`, and the GPUs that it has."""
+    """A process that prints `RESULT {...}`, and the GPUs that it has.
+
+    shares: it measures no time, so jobs like it may have the same GPUs.
+    """
 
     name: str
     gpus: int
     arguments: list[str]
     limit: float = LIMIT
+    shares: bool = False
     process: subprocess.Popen[str] | None = None
     held: list[int] = field(default_factory=list)
     began: float = 0.0
@@ -49,7 +53,11 @@ def jobs(
     if "ar" in parts:
         found += [Job(f"ar-{n}", n, ["ar", str(n)], 90) for n in degrees]
     if "tokens" in parts:
-        found += [Job(f"tokens-{n}", n, ["tokens", str(n)]) for n in (1, *degrees)]
+        found += [
+            Job(f"tokens-{n}-{what}", n, ["tokens", str(n), what], shares=True)
+            for n in (1, *degrees)
+            for what in ("dense", "moe")
+        ]
     if "14b" in parts:
         ways = [(1, "auto"), *((n, way) for n in degrees for way in all_reduces)]
         found += [
@@ -61,7 +69,7 @@ def jobs(
     if "dp" in parts:
         found.append(Job("14b-dp2", 2, ["offline", shape["14b"], "1", "2", "auto"]))
     if "loss" in parts:
-        found.append(Job("loss-2", 2, ["loss"]))
+        found += [Job(f"loss-2-{what}", 2, ["loss", what], 100) for what in ("demo", "graphs")]
     return found
 
 
@@ -70,14 +78,14 @@ def jobs(
 
 def run_all(waiting: list[Job], options: argparse.Namespace, out: Path) -> dict[str, Any]:
     """Results by job name; a job that fails or takes too long has an "error"."""
-    free, running = list(range(options.gpus)), []
+    running: list[Job] = []
     results: dict[str, Any] = {}
     deadline = time.monotonic() + options.seconds
     while waiting or running:
-        for job in [job for job in waiting if job.gpus <= len(free)]:
-            if job.gpus <= len(free):
+        for job in list(waiting):
+            job.held = places(job, running, options.gpus)
+            if job.held:
                 waiting.remove(job)
-                job.held, free = free[: job.gpus], free[job.gpus :]
                 start(job, options, out)
                 running.append(job)
         for job in list(running):
@@ -87,7 +95,6 @@ def run_all(waiting: list[Job], options: argparse.Namespace, out: Path) -> dict[
                 continue
             end(job)
             running.remove(job)
-            free = sorted(free + job.held)
             results[job.name] = {"seconds": round(time.monotonic() - job.began, 1)}
             results[job.name] |= read(job, late)
             print(f"{job.name:16} {json.dumps(results[job.name])[:400]}", flush=True)
@@ -98,6 +105,14 @@ def run_all(waiting: list[Job], options: argparse.Namespace, out: Path) -> dict[
         time.sleep(0.1)
     (out / "tensor_parallel.json").write_text(json.dumps(results, indent=1))
     return results
+
+
+def places(job: Job, running: list[Job], gpus: int) -> list[int]:
+    """GPUs for it, those with the fewest jobs first; none if there are not enough."""
+    users = {gpu: [other for other in running if gpu in other.held] for gpu in range(gpus)}
+    open_ones = [gpu for gpu in users if all(job.shares and other.shares for other in users[gpu])]
+    open_ones.sort(key=lambda gpu: len(users[gpu]))
+    return open_ones[: job.gpus] if len(open_ones) >= job.gpus else []
 
 
 def start(job: Job, options: argparse.Namespace, out: Path) -> None:
@@ -152,7 +167,9 @@ def read(job: Job, late: bool) -> dict[str, Any]:
         return json.loads(results[-1].removeprefix("RESULT "))
     assert job.process is not None
     why = "it took too long" if late else f"exit code {job.process.returncode}"
-    return {"error": why, "log": lines[-25:]}
+    so_far = [line.removeprefix("SO FAR ") for line in lines if line.startswith("SO FAR ")]
+    known = json.loads(so_far[-1]) if so_far else {}
+    return known | {"error": why, "log": lines[-25:]}
 
 
 # ------------------------------------------------------------------------------------ jobs by name

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 HIDDEN = 5120
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 8192)
 CALLS, REPLAYS = 16, 7
+RANK_SECONDS = 80.0  # until ranks that add up count as hung
 DEVICE = os.environ.get("PIPEINFER_DEVICE", "cuda")
 SMALL = {
     "hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 3,
@@ -43,7 +43,10 @@ TINY = {
 
 
 def all_reduce(ranks: str) -> dict[str, Any]:
-    """Microseconds of each algorithm by message, inside CUDA graphs; and whether sums are right."""
+    """Microseconds of each algorithm by message, inside CUDA graphs; and whether sums are right.
+
+    Ranks that hang or fail leave an "error" that says what each had begun.
+    """
     with tempfile.TemporaryDirectory() as folder:
         code = "import tensor_parallel_jobs as jobs, sys; jobs.all_reduce_rank(*sys.argv[1:])"
         processes = [
@@ -53,26 +56,50 @@ def all_reduce(ranks: str) -> dict[str, Any]:
             )
             for rank in range(int(ranks))
         ]
-        codes = [process.wait() for process in processes]
-        if any(codes):
-            raise RuntimeError(f"ranks ended with {codes}")
-        return json.loads((Path(folder) / "0.json").read_text())
+        deadline = time.monotonic() + RANK_SECONDS
+        codes: list[int | None] = [None]
+        while None in codes and not any(codes) and time.monotonic() < deadline:
+            time.sleep(0.2)
+            codes = [process.poll() for process in processes]
+        for process in processes:
+            process.kill()
+        files = [Path(folder) / f"{rank}.json" for rank in range(int(ranks))]
+        found = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    if any(code != 0 for code in codes):
+        begun = [one.get("begun", "to join") for one in found]
+        found[0]["error"] = f"ranks ended with {codes} (None: not at all) when they had begun"
+        found[0]["error"] += f" {begun}"
+        found[0]["log"] = [f"{key}: {value}" for key, value in found[0].items()]
+    return found[0]
 
 
 def all_reduce_rank(address: str, rank: str, ranks: str, folder: str) -> None:
     import torch
+    from fused_all_reduce import measured as measured_norms
 
     from pipeinfer.distributed.group import join
 
-    group = join(address, int(rank), int(ranks), DEVICE, 60)
     result: dict[str, Any] = {"ranks": int(ranks)}
+
+    def save(**more: Any) -> None:
+        """Whole or not at all: this process may be killed at any time."""
+        result.update(more)
+        path = Path(folder) / f"{rank}.json"
+        path.with_suffix(".new").write_text(json.dumps(result))
+        path.with_suffix(".new").replace(path)
+
+    group = join(address, int(rank), int(ranks), DEVICE, 60)
     if DEVICE == "cuda":
-        result["custom"] = group.use_custom(torch.bfloat16)
-        result["us"] = {rows: measured(group, rows) for rows in ROWS}
+        save(begun="the custom kernels' proof")
+        save(custom=group.use_custom(torch.bfloat16, HIDDEN), fused=group.fusion is not None)
+        result["us"] = {}
+        for rows in ROWS:
+            save(begun=f"all-reduces of {rows} rows")
+            result["us"][rows] = measured(group, rows)
+        measured_norms(group, HIDDEN, save, graph_us)
     else:
         total = group.all_reduce(torch.full((4,), 1.0 + int(rank)))
-        result["sum"] = total.tolist()
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
+        save(sum=total.tolist())
     group.close()
 
 
@@ -138,17 +165,33 @@ def graph_us(way: Callable[[Any], Any], x: Any) -> float:
 # ------------------------------------------------------------------------------------ equal tokens
 
 
-def tokens(ranks: str) -> dict[str, Any]:
-    """Greedy ids of small random checkpoints and of the demo model, by model; compared later."""
+def tokens(ranks: str, what: str) -> dict[str, Any]:
+    """Ids of small random checkpoints and of the demo model, by model; compared later.
+    `what`: those with a mixture of experts, or the others.
+
+    Of one rank also "gaps", by model: see `gaps`.
+    """
     from checkpoints import CheckpointCache
+    from pipeinfer.demo import demo_path
 
     found: dict[str, Any] = {}
+    alone = int(ranks) == 1
     with tempfile.TemporaryDirectory() as folder:
         cache = CheckpointCache(Path(folder))
-        for architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
-            model = str(small(cache, architecture))
-            found[architecture] = greedy(model, int(ranks), 1024)
-    found["demo, float32"] = greedy("", int(ranks), 250, dtype="float32", attention="torch")
+        architecture = "Qwen3ForCausalLM" if what == "dense" else "Qwen3MoeForCausalLM"
+        model = small(cache, architecture)
+        runs: list[tuple[str, Path, int, dict[str, Any]]] = [(architecture, model, 1024, {})]
+        if what == "dense":
+            plain = {"dtype": "float32", "attention": "torch"}
+            runs.append(("demo, float32", demo_path(), 250, plain))
+        elif not alone:
+            runs.append((f"{architecture} moe-ep", model, 1024, {"enable_expert_parallel": True}))
+        for name, model, ids, settings in runs:
+            found[name], found[f"{name}, sampled"] = generated(
+                str(model), int(ranks), ids, **settings
+            )
+            if alone:
+                found.setdefault("gaps", {})[name] = gaps(model, asked(ids), found[name])
     return found
 
 
@@ -161,16 +204,59 @@ def small(cache: Any, architecture: str) -> Path:
     return cache(architecture, dtype=torch.bfloat16, **sizes)
 
 
-def greedy(model: str, ranks: int, ids: int, **settings: Any) -> list[list[int]]:
+def asked(ids: int) -> list[list[int]]:
+    """Prompts of ids below `ids`."""
+    source = random.Random(3)
+    return [[source.randrange(min(ids, 250)) for _ in range(source.randint(3, 200))]
+            for _ in range(16)]  # fmt: skip
+
+
+def gaps(model: Path, prompts: list[list[int]], given: list[list[int]]) -> list[list[list[float]]]:
+    """For each prompt and each id given: [how far it is above the best other, that other's id].
+
+    By the logits of all that comes before it, from plain attention in float32 on the CPU, as a part
+    of their range. What is near zero, or below, is a near tie.
+    """
+    import torch
+
+    from dense_attention import dense_causal
+    from pipeinfer.models.build import build_model
+    from pipeinfer.models.checkpoint import load_weights
+    from pipeinfer.models.config import read_config
+
+    reference, found = build_model(read_config(model)), []
+    load_weights(reference, model)
+    attend = dense_causal(reference.attention_shapes())
+    for prompt, ids in zip(prompts, given, strict=True):
+        known = torch.tensor(prompt + ids[:-1])
+        with torch.inference_mode():
+            hidden = reference(known, torch.arange(len(known)), attend)
+            logits = reference.logits(hidden[len(prompt) - 1 :])
+        chosen = torch.tensor(ids)[:, None]
+        value = logits.gather(1, chosen)[:, 0]
+        spread = logits.amax(1) - logits.amin(1)
+        best, other = logits.scatter(1, chosen, -torch.inf).max(1)
+        above = ((value - best) / spread).tolist()
+        found.append([[round(a, 5), o] for a, o in zip(above, other.tolist(), strict=True)])
+    return found
+
+
+def generated(model: str, ranks: int, ids: int, **settings: Any) -> list[list[list[int]]]:
+    """For each prompt the greedy ids, and those by temperature, every second one with top-p."""
     from pipeinfer import LLM, SamplingParams
 
-    source = random.Random(3)
-    prompts = [[source.randrange(min(ids, 250)) for _ in range(source.randint(3, 200))]
-               for _ in range(16)]  # fmt: skip
-    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    prompts = asked(ids)
+    knobs: dict[str, Any] = {"max_tokens": 48, "ignore_eos": True}
+    random_ones = [
+        SamplingParams(temperature=0.8, top_p=1 - 0.1 * (n % 2), seed=n, **knobs)
+        for n in range(len(prompts))
+    ]
     usual: dict[str, Any] = {"device": DEVICE, "tp": ranks, "kv_pages": 2000, "max_running": 16}
     with LLM(model, **(usual | settings)) as llm:
-        return [list(r.outputs[0].token_ids) for r in llm.generate(prompts, params, use_tqdm=False)]
+        return [
+            [list(r.outputs[0].token_ids) for r in llm.generate(prompts, params, use_tqdm=False)]
+            for params in (SamplingParams(temperature=0, **knobs), random_ones)
+        ]
 
 
 # -------------------------------------------------------------------------------------- throughput
@@ -238,32 +324,11 @@ def between(llm: Any, streams: int, most: int = 128) -> float:
 # ------------------------------------------------------------------------------------------- loss
 
 
-def loss() -> dict[str, Any]:
-    """A rank killed and a rank stopped under streams: do they go on, and after how long?"""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "distributed"))
-    from chat_streams import Chats, hurt, questions
+def loss(what: str) -> dict[str, Any]:
+    """See tensor_parallel_loss.py."""
+    import tensor_parallel_loss
 
-    from servers import Server
-
-    asked, found = questions(8), {}
-    with Server(
-        "--tp", "2", "--device", DEVICE, "--attention", "torch", "--dtype", "float32",
-        "--kv-pages", "400", "--watchdog", "6",
-    ) as server:  # fmt: skip
-        expected = Chats(server, asked, 1500 if DEVICE == "cuda" else 60).run()
-        for name, rank, how in (("killed", 1, signal.SIGKILL), ("stopped", 1, signal.SIGSTOP)):
-            away = []
-
-            def disturb(rank: int = rank, how: Any = how, away: list = away) -> None:
-                begin = time.monotonic()
-                hurt(server, rank, how)
-                away.append(round(time.monotonic() - begin, 1))
-
-            texts = Chats(server, asked, 1500 if DEVICE == "cuda" else 60).run(disturb)
-            same = [text == other for text, other in zip(texts, expected, strict=True)]
-            found[name] = {"seconds_away": away[0], "equal_texts": sum(same), "of": len(same)}
-        found["log"] = [line for line in server.log if " W " in line or " E " in line][-12:]
-    return found
+    return tensor_parallel_loss.loss(what, DEVICE)
 
 
 JOBS: dict[str, Callable[..., dict[str, Any]]] = {

@@ -14,14 +14,19 @@ def show(results: dict[str, Any]) -> None:
     """Prints what is there."""
     good = {name: result for name, result in results.items() if "error" not in result}
     for name in sorted(set(results) - set(good)):
-        print(f"\n{name}: {results[name]['error']}", *results[name].get("log", []), sep="\n    ")
+        result = dict(results[name])
+        error, log = result.pop("error"), result.pop("log", [])
+        print(f"\n{name}: {error} {result or ''}", *log, sep="\n    ")
     for name, result in good.items():
         if name.startswith("ar-") and "us" in result:
             show_all_reduce(result)
     show_tokens({n: r for n, r in good.items() if n.startswith("tokens-")})
     show_offline(good)
-    if "loss-2" in good:
-        print("\nlost ranks:", good["loss-2"])
+    for name in sorted(name for name in good if name.startswith("loss-")):
+        print(f"\nlost ranks, {name}:")
+        for what, value in good[name].items():
+            if what not in ("log", "streams"):
+                print(f"  {what}: {value}")
 
 
 def show_all_reduce(result: dict[str, Any]) -> None:
@@ -29,22 +34,47 @@ def show_all_reduce(result: dict[str, Any]) -> None:
     for rows, times in result["us"].items():
         line = "  ".join(f"{way} {us}" for way, us in times.items())
         print(f"  {rows:>5} rows of 10,240 bytes: {line}")
+    if "norm_us" in result:
+        print("the same with residual and norm; each 100 times 16 calls right if nothing is said")
+    for rows, times in result.get("norm_us", {}).items():
+        line = "  ".join(f"{way} {us}" for way, us in times.items())
+        print(f"  {rows:>5} rows: {line}")
 
 
 def show_tokens(results: dict[str, Any]) -> None:
-    alone = results.pop("tokens-1", None)
+    ones = [results.pop(name) for name in list(results) if name.startswith("tokens-1-")]
+    if not ones:
+        return
+    alone = {model: ids for one in ones for model, ids in one.items() if model != "gaps"}
+    alone["gaps"] = {model: gaps for one in ones for model, gaps in one["gaps"].items()}
+    print("\nequal tokens; where the first differences are, how far the two best logits are apart")
     for name, result in results.items():
-        for model, ids in result.items():
-            if alone is None or model == "seconds":
+        for model in sorted(set(result) - {"seconds"}):
+            usual = model.replace(" moe-ep", "")
+            if usual in alone:
+                gaps = alone["gaps"].get(usual)
+                print(f"{name} {model}: {differences(result[model], alone[usual], gaps)}")
+
+
+def differences(ids: Any, usual_ids: Any, gaps: Any) -> str:
+    """How many requests are equal, and of the others the position of the first difference with the
+    gap there, as a part of the logits' range; "?" if the other id is not the second best. `gaps`:
+    None where ids are drawn.
+    """
+    said, largest = [], 0.0
+    for row, (one, other) in enumerate(zip(ids, usual_ids, strict=True)):
+        if one != other:
+            at = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+            if gaps is None:
+                said.append(str(at))
                 continue
-            pairs = list(zip(ids, alone[model], strict=True))
-            equal = sum(one == other for one, other in pairs)
-            first = [
-                next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
-                for one, other in pairs
-                if one != other
-            ]
-            print(f"{name} {model}: {equal} of {len(pairs)} equal, first differences at {first}")
+            gap, second = gaps[row][at]
+            largest = max(largest, abs(gap))
+            said.append(f"{at}: {gap:.2%}{'' if second == one[at] else '?'}")
+    equal = f"{len(ids) - len(said)} of {len(ids)} equal"
+    if gaps is not None and said:
+        equal += f"; largest gap {largest:.2%}"
+    return f"{equal}; {', '.join(said)}" if said else equal
 
 
 def show_offline(results: dict[str, Any]) -> None:

@@ -74,6 +74,34 @@ def test_every_tile_shape_that_may_be_chosen_computes_the_same():
         assert relative_error(got, expected) < 2e-3
 
 
+@pytest.mark.parametrize("spans", [[(0, 3), (3, 8)], [(0, 1), (1, 2), (2, 8)]])
+def test_experts_of_several_ranks_add_up_to_all(spans):
+    x = randn(1, 37, 64, dtype=torch.float16)
+    gate_up = randn(2, 8, 64, 64, dtype=torch.float16) / 8
+    down = randn(3, 8, 64, 32, dtype=torch.float16) / 6
+    weights, chosen = routed(37, 8, 3, skew=0.3)
+    parts = [
+        experts_mlp(
+            x, gate_up[a:b].contiguous(), down[a:b].contiguous(), weights, chosen, SMALL, a, 8
+        )
+        for a, b in spans
+    ]
+    for (a, b), part in zip(spans, parts, strict=True):
+        there = ((chosen >= a) & (chosen < b)).any(-1)
+        assert there.any() and torch.equal(part.any(-1), there), "others' choices count nothing"
+    together = torch.stack(parts).float().sum(0)
+    expected = experts_mlp_reference(x, gate_up, down, weights, chosen)
+    assert relative_error(together.half(), expected) < 2 * ERROR[torch.float16]
+
+
+def test_pairs_of_another_ranks_experts_are_left_out():
+    _, chosen = routed(50, 12, 3)
+    got, expected = align(chosen, 5, 16, first=4), align_reference(chosen, 5, 16, first=4)
+    used = int(got.used)
+    assert used == int(expected.used) and torch.equal(got.pairs[:used].cpu(), expected.pairs)
+    assert torch.equal(got.experts[: used // 16].cpu(), expected.experts)
+
+
 def test_a_token_gets_the_same_result_in_any_batch():
     x = randn(1, 20, 64, dtype=torch.float16)
     gate_up = randn(2, 4, 64, 64, dtype=torch.float16)

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from hash_device import HashDevice, chain
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step import LAST_TOKEN, Step
-from pipeinfer.engine.step_builder import build_step
+from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.applied import Rows
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Admit, Plan, Release, pack, unpack
@@ -58,6 +58,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.pages = 1 + -(-self.limit // size) + spare  # the longest request alone always fits
         self.memory = MemoryManager(self.pages, size, SLOTS, self.limit, self.cache)
         self.requests = RequestTable(SLOTS)
+        self.steps = StepBuilder(self.memory, self.requests)
         self.device = HashDevice(self.pages, size, SLOTS)
         self.number = 0
         self.live: dict[int, Sequence] = {}
@@ -184,7 +185,7 @@ class MemoryMachine(RuleBasedStateMachine):
             assert cached % self.page_size == 0 and cached < len(admit.token_ids) // 4
             self.live[admit.slot].planned = before[admit.slot] = cached
         self.check_rows(plan, applied.rows, before)
-        step, _ = build_step(1, applied, self.memory, self.requests)
+        step, _ = self.steps.build(1, applied)
         assert (step.counts[: step.decodes] == 1).all() and (step.counts[step.decodes :] > 1).all()
         for row, pages in enumerate(step.pages):
             used = -(-int(step.starts[row] + step.counts[row]) // self.page_size)

@@ -10,7 +10,7 @@ import pytest
 from hash_device import HashDevice, chain
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step import Step
-from pipeinfer.engine.step_builder import build_step
+from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.applied import Applied
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
 from pipeinfer.memory.manager import MemoryManager
@@ -27,6 +27,7 @@ class Memory:
     def __init__(self, pages: int = 33, cache: str = "radix", slots: int = 8) -> None:
         self.manager = MemoryManager(pages, SIZE, slots, 64, cache)
         self.requests = RequestTable(slots)
+        self.steps = StepBuilder(self.manager, self.requests)
         self.device = HashDevice(pages, SIZE, slots)
         self.number = 0
 
@@ -46,7 +47,7 @@ class Memory:
         return applied
 
     def step(self, applied: Applied) -> Step:
-        return build_step(1, applied, self.manager, self.requests)[0]
+        return self.steps.build(1, applied)[0]
 
     def run(self, *arguments, **keywords) -> tuple[Applied, list[int]]:
         applied = self.plan(*arguments, **keywords)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,13 +56,27 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("Qwen3ForCausalLM", 2, {}),
     ("Qwen3MoeForCausalLM", 2, {"mlp_only_layers": [0]}),
 ]
+# Ranks with different numbers of experts, of a size that does not divide by them.
+EXPERTS = [(2, {"num_experts": 7}), (4, {"num_experts": 7, "moe_intermediate_size": 31})]
 
 
 @pytest.mark.parametrize(("architecture", "ranks", "overrides"), CASES)
 def test_ranks_together_equal_one_rank(
     checkpoint: CheckpointCache, architecture: str, ranks: int, overrides: dict[str, Any]
 ) -> None:
-    folder = checkpoint(architecture, **overrides)
+    assert_equals_one_rank(checkpoint(architecture, **overrides), ranks)
+
+
+@pytest.mark.parametrize(("ranks", "overrides"), EXPERTS)
+def test_ranks_with_whole_experts_equal_one_rank(
+    checkpoint: CheckpointCache, ranks: int, overrides: dict[str, Any]
+) -> None:
+    folder = checkpoint("Qwen3MoeForCausalLM", **overrides)
+    assert_equals_one_rank(folder, ranks, whole_experts=True)
+
+
+def assert_equals_one_rank(folder: Path, ranks: int, whole_experts: bool = False) -> None:
+    """Every rank's logits of some tokens are those of one rank alone."""
     config = read_config(folder)
     tokens = torch.randint(0, 256, (12,), generator=torch.Generator().manual_seed(3))
     group = ThreadGroup(ranks)
@@ -69,7 +84,7 @@ def test_ranks_together_equal_one_rank(
     def run(rank: int, size: int) -> torch.Tensor:
         view = group.view(rank) if size > 1 else None
         with torch.inference_mode():
-            model = build_model(config, Shard(rank, size), group=view)
+            model = build_model(config, Shard(rank, size, whole_experts), group=view)
             load_weights(model, folder)
             hidden = model(tokens, torch.arange(12), dense_causal(model.attention_shapes()))
             return model.logits(hidden)
@@ -91,6 +106,31 @@ def test_parts_of_all_ranks_cover_every_tensor_once(checkpoint: CheckpointCache)
     for name, count in covered.items():
         replicated = 4 if "norm" in name else 2 if "k_proj" in name or "v_proj" in name else 1
         assert torch.all(count == replicated), name
+
+
+def test_a_rank_reads_only_the_experts_that_it_has(checkpoint: CheckpointCache) -> None:
+    config = read_config(checkpoint("Qwen3MoeForCausalLM", num_experts=7))
+    read: list[set[int]] = []
+    for rank in range(4):
+        model = build_model(config, Shard(rank, 4, whole_experts=True), device="meta")
+        names = [s.name for s in model.sources() if ".experts." in s.name]
+        assert len(names) == len(set(names))
+        read.append({int(name.split(".experts.")[1].split(".")[0]) for name in names})
+    assert sorted(expert for experts in read for expert in experts) == list(range(7))
+    assert {len(experts) for experts in read} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "named"),
+    [("Qwen3MoeForCausalLM", "num_experts 2 is less than 4"), ("Qwen3ForCausalLM", "no mixture")],
+)
+def test_experts_that_cannot_be_dealt_out_are_refused(
+    checkpoint: CheckpointCache, architecture: str, named: str
+) -> None:
+    few = {"num_experts": 2} if "Moe" in architecture else {}
+    config = read_config(checkpoint(architecture, **few))
+    with pytest.raises(ConfigurationError, match=f"--enable-expert-parallel: .*{named}"):
+        build_model(config, Shard(0, 4, whole_experts=True), device="meta")
 
 
 def test_dummy_ranks_hold_parts_of_one_model(checkpoint: CheckpointCache) -> None:

@@ -127,6 +127,7 @@ class Process:
     core: object
     incarnation: int
     fence: Fence = field(default_factory=Fence)
+    shown: object = None  # the state that its latest heartbeat told
 
 
 def stages_of(groups: int) -> list[str]:
@@ -208,13 +209,34 @@ class Simulation:
                 for _ in range(self.random.randint(0, len(queue))):
                     queue.pop()
         for stage in stages:
-            self.processes.pop(stage, None)
+            life = self.processes.pop(stage, None)
+            if life is not None:
+                self._tell_of_death(stage, life)
         for stage in () if down else stages:
             self.start(stage)
         if "gateway-0" in stages:
             for client in self.clients.values():
                 client.gone = True
             self._introduce()
+
+    def _tell_of_death(self, stage: str, life: Process) -> None:
+        """As a supervisor does, to those who listen to it."""
+        name, group = stage.split("-")[:2]
+        if name in ("scheduler", "engine"):
+            word = Heartbeat(stage, name, int(group), 0, 0, 1, life.incarnation + 1, "starting")
+            for to in ("tokenizer-0", f"scheduler-{group}"):
+                self.links.setdefault(("supervisor-0", 0, to), deque()).append(word)
+
+    def _beat(self, stage: str) -> None:
+        """Its heartbeat, for the tokenizer; on a connection of its own."""
+        name, group = stage.split("-")[:2]
+        life = self.processes[stage]
+        if name not in ("scheduler", "engine"):
+            return
+        state, reason = life.shown = life.core.state()  # type: ignore[attr-defined]
+        beat = Heartbeat(stage, name, int(group), 0, 0, 1, life.incarnation, state, reason)
+        link = (f"{stage} telemetry", life.incarnation, "tokenizer-0")
+        self.links.setdefault(link, deque()).append(beat)
 
     def leave(self, stage: str) -> None:
         """A planned hand-over: nothing is lost, the successor starts when this one is idle."""
@@ -246,6 +268,8 @@ class Simulation:
                 link.append(send.message)
         if isinstance(process.core, EngineNode) and process.core.crashed:
             self.kill(stage)
+        elif process.core.state() != process.shown:  # type: ignore[attr-defined]
+            self._beat(stage)
 
     def _local(self, message: Message) -> None:
         name = getattr(message, "request_id", "")
@@ -281,6 +305,7 @@ class Simulation:
         for stage in self.random.sample(self.stages, len(self.stages)):
             if stage in self.processes:
                 self.feed(stage, Tick())
+                self._beat(stage)
         return True
 
     # -------------------------------------------------------------------------------------- clients

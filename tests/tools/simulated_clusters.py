@@ -13,7 +13,7 @@ from simulate.tally import Tally
 
 MODEL = StepModel(
     fixed=1e-3, mixed=1e-4, decode=((0, 1e-5), (4, 3e-5)), prefill=((0, 2e-5),), context=1e-8,
-    pair=1e-9, turnaround=2e-4,
+    pair=1e-9, turnaround=(2e-4, 5e-4),
 )  # fmt: skip
 LONGEST = 200  # tokens of a request
 

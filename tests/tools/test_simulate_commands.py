@@ -117,10 +117,13 @@ def test_a_batch_is_the_offline_protocol_draw_by_draw():
 
 def test_one_request_takes_what_the_model_says():
     """By hand: a prompt of 40 tokens in one step, then 9 decodes of one row."""
-    model = StepModel(fixed=1e-3, prefill=((0, 1e-5),), context=1e-6, delivery=0.5)
+    model = StepModel(
+        fixed=1e-3, prefill=((0, 1e-5),), context=1e-6, turnaround=(0.1,), inbound=(0.5,),
+        outbound=(0.07,),
+    )  # fmt: skip
     arriving = list(workloads.poisson(1.0, 1, Span(40, 40), Span(10, 10), 0))
     tally = tallied(FoldedGroup, Deployment(), arriving, model=model)
-    assert tally.first[0] == pytest.approx(1e-3 + 40e-5 + 0.5)
+    assert tally.first[0] == pytest.approx(0.1 + 1e-3 + 40e-5 + 0.5 + 0.07)
     gaps = [1e-3 + 1e-6 * context for context in range(41, 50)]
     assert tally.whole[0] - tally.first[0] == pytest.approx(sum(gaps))
     assert tally.mean_gap() == pytest.approx(np.mean(gaps), rel=1e-3)

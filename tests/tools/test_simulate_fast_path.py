@@ -13,9 +13,20 @@ from simulate import workloads
 from simulate.arrivals import Arrival
 from simulate.deployment import Deployment
 from simulate.folded import FoldedGroup
+from simulate.noise import Noise, Scatter
 from simulate.stepwise import StepwiseGroup
 
-JITTERY = msgspec.structs.replace(MODEL, jitter=(0.7, 0.9, 1.4))
+NOISY = msgspec.structs.replace(
+    MODEL,
+    bubble=(0.0, 0.0, 3e-4),
+    outbound=(1e-4, 2e-4, 9e-3),
+    noise=Noise(
+        scatter=(Scatter(0.0, (0.7, 0.9, 1.4)), Scatter(1.2e-3, (0.8, 1.1))),
+        mixed=(Scatter(0.0, (0.95, 1.05)),),
+        persistent=0.4,
+        lasting=5.0,
+    ),
+)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -26,7 +37,7 @@ JITTERY = msgspec.structs.replace(MODEL, jitter=(0.7, 0.9, 1.4))
     st.integers(1, 3),
 )
 def test_fast_path_equals_the_whole_cores(deployment, arriving, policy, groups):
-    where = policy, groups, JITTERY
+    where = policy, groups, NOISY
     fast = tallied(FoldedGroup, deployment, arriving, *where)
     whole = tallied(StepwiseGroup, deployment, arriving, *where)
     assert fast.comparable() == whole.comparable()

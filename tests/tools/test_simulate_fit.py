@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ from simulated_clusters import tallied
 import servers
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.settings import ConfigurationError
-from simulate import fitting, measured, step_model
+from pipeinfer.trace.format import TraceHeader
+from replay.recording import Recording
+from simulate import delays, fitting, measured, noise_fit, observed, step_model
 from simulate.arrivals import Arrival
 from simulate.deployment import Deployment
 from simulate.folded import FoldedGroup
@@ -47,13 +50,10 @@ def test_fit_finds_the_model_that_made_the_steps():
     assert said == pytest.approx([step.seconds for step in others], rel=1e-6)
 
 
-def test_fit_keeps_the_sum_and_the_scatter_of_noisy_steps():
+def test_fit_keeps_the_sum_of_noisy_steps():
     steps = measured_steps(3000, noise=0.1)
     found = fitting.fit(steps)
     assert fitting.predicted(found, steps).sum() == pytest.approx(sum(s.seconds for s in steps))
-    factors = np.array(fitting.jitter(found, steps))
-    assert factors.mean() == pytest.approx(1.0, abs=1e-3)
-    assert factors.std() == pytest.approx(0.1, rel=0.15)
 
 
 def test_coefficients_are_never_negative():
@@ -90,11 +90,17 @@ def test_a_model_survives_its_file_and_other_files_are_refused(tmp_path):
         step_model.load(str(tmp_path / "none.json"))
 
 
-def test_shipped_models_can_be_loaded():
+def test_shipped_models_can_be_loaded_and_simulated():
     names = [path.stem for path in step_model.SHIPPED.glob("*.json")]
     assert "demo-cpu" in names
     for name in names:
-        assert step_model.load(name).seconds(4, 400) > 0
+        model = step_model.load(name)
+        assert model.seconds(4, 400) > 0 and model.noise.scatter and model.outbound
+        arriving = [Arrival(n, 0.0, np.full(300, n, np.int32), 50) for n in range(32)]
+        tally = tallied(FoldedGroup, Deployment(), arriving, model=model)
+        assert tally.groups[0].output == 32 * 50
+        # At least its decodes one after the other, and not ten times what all steps should take.
+        assert 49 * model.seconds(1, 300) / 3 < tally.last < 10 * 110 * model.seconds(32, 32 * 350)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +127,6 @@ def test_recorded_steps_hold_every_computed_token(recorded):
     assert computed + cached == sum(20 + n for n in range(24)) + 24 * (OUTPUT - 1)
     assert all(step.seconds > 0 for step in steps)
     assert sum(step.seconds for step in steps) <= engine.seconds
-    assert 0 < measured.turnaround(engine) < 1
 
 
 def test_fit_command_makes_a_model_of_a_recording(recorded, tmp_path):
@@ -134,8 +139,48 @@ def test_fit_command_makes_a_model_of_a_recording(recorded, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "steps of" in done.stdout
     model = step_model.load(str(out))
-    assert len(model.jitter) == fitting.QUANTILES and model.turnaround > 0
+    assert model.noise.scatter[0].above == model.noise.mixed[0].above == 0
+    assert all(len(one.factors) == noise_fit.QUANTILES for one in model.noise.scatter)
+    for times in (model.turnaround, model.inbound, model.outbound):
+        assert times == tuple(sorted(times)) and 0 < times[0] < times[-1] < 10
+    assert 0 <= model.bubble[0] <= model.bubble[-1] < 10
     assert 0 < model.seconds(8, 400) < 10
+
+
+def test_delays_are_those_of_every_request_and_step(recorded):
+    found = measured.recordings(recorded)
+    (engine,) = (one for one in found if measured.leads(one))
+    assert len(delays.inbound(found)) == 24
+    steps = len(list(measured.steps(engine)))
+    # Text of a step that waits for that of the one before is left out, which is rare at this size.
+    assert 0.5 * steps < len(delays.outbound(found)) <= steps
+    for waits in (delays.turnaround(engine), delays.bubble(engine)):
+        assert steps - 12 < len(waits) <= steps
+    assert min(delays.turnaround(engine)) > 0
+    assert sum(delays.bubble(engine)) < sum(delays.turnaround(engine))
+
+
+def test_a_recording_is_compared_with_its_simulation(recorded, tmp_path):
+    """Same machine, same requests: counts are equal, and times as near as 60 steps can be."""
+    model, out = tmp_path / "model.json", tmp_path / "result.json"
+    for words in (
+        ("fit", str(recorded), "--out", str(model), "--skip", "0"),
+        ("against", str(recorded), "--model", str(model), "--json", str(out)),
+    ):
+        done = subprocess.run(
+            [sys.executable, "tools/simulate", *words],
+            cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())["metrics"]
+    real, said = result["measured"], result["simulated"]
+    assert (real["requests"], real["output_tokens"]) == (24, 24 * OUTPUT)
+    assert (said["requests"], said["output_tokens"]) == (24, 24 * OUTPUT)
+    assert said["steps"] == pytest.approx(real["steps"], abs=12)
+    assert result["ratio"]["tokens_per_s"] == pytest.approx(1.0, abs=0.3)
+    assert result["ratio"]["e2e_ms"]["p50"] == pytest.approx(1.0, abs=0.3)
+    assert real["ttft_ms"]["p50"] < real["e2e_ms"]["p50"] and real["itl_ms"]["p50"] > 0
+    assert "itl_ms p99" in done.stdout
 
 
 def test_a_simulation_of_the_recorded_requests_takes_as_many_steps_and_as_long(recorded):
@@ -155,3 +200,32 @@ def test_fit_without_recordings_says_so(tmp_path):
         cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 2 and "holds no recording of an engine" in done.stderr
+
+
+def recording_of(name: str, settings: dict, facts: dict) -> Recording:
+    header = TraceHeader(
+        protocol=1, version="0", stage=f"{name}-0", name=name, settings=settings, facts=facts
+    )
+    return Recording(Path("none"), header, [])
+
+
+def test_a_deployment_has_the_budgets_that_a_gpu_engine_measured():
+    """As an engine with graphs of mixed steps records it; what a user set comes first."""
+    facts = {
+        "pages": 1001, "page_size": 64, "max_slots": 256, "max_model_len": 4096,
+        "step_tokens": 8192, "mixed_tokens": 512, "graph_sizes": [1, 2, 4],
+    }  # fmt: skip
+    settings = {
+        "max_running": 300, "max_step_tokens": 0, "mixed_step_tokens": 0, "policy": "mixed",
+        "overlap_depth": 2, "cache": "radix", "dp": 3, "routing": "prefix",
+    }  # fmt: skip
+    engine = recording_of("engine", {}, facts)
+    group, groups, routing = observed.deployment([recording_of("scheduler", settings, {}), engine])
+    assert (groups, routing) == (3, "prefix")
+    assert (group.kv_pages, group.page_size, group.max_running) == (1000, 64, 256)
+    assert (group.max_step_tokens, group.mixed_step_tokens) == (8192, 512)
+    chosen = settings | {"max_step_tokens": 4096, "mixed_step_tokens": 100}
+    group, _, _ = observed.deployment([recording_of("scheduler", chosen, {}), engine])
+    assert (group.max_step_tokens, group.mixed_step_tokens) == (4096, 100)
+    with pytest.raises(ConfigurationError, match="no recording of a scheduler"):
+        observed.deployment([engine])

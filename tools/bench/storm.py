@@ -115,6 +115,8 @@ async def _storm(options: argparse.Namespace, settings: dict[str, Any]) -> Measu
         return [source.randint(0, highest) for _ in range(length)]
 
     streams = [Stream() for _ in range(options.streams)]
+    # Drawn before anything is measured: this process reads the streams, too.
+    storm = [prompt(options.prompt_tokens) for _ in range(options.prompts)]
     async with AsyncLLM(**settings) as llm:
         await _first_token(llm, prompt(min(options.prompt_tokens, limit - 2)), 0.0)
         tasks = [
@@ -126,8 +128,8 @@ async def _storm(options: argparse.Namespace, settings: dict[str, Any]) -> Measu
         await _reached(streams, WARM_TOKENS + options.calm_tokens, tasks)
         begin = time.perf_counter()
         arrivals = [
-            _first_token(llm, prompt(options.prompt_tokens), begin + index * options.every)
-            for index in range(options.prompts)
+            _first_token(llm, ids, begin + index * options.every)
+            for index, ids in enumerate(storm)
         ]
         firsts = await asyncio.gather(*arrivals)
         end = time.perf_counter()

@@ -17,6 +17,7 @@ from pipeinfer.settings import ConfigurationError
 SCHEMA = "pipeinfer-simulation/1"
 COMMANDS = {
     "run": "throughput, latency, hits and balance of a cluster for each routing policy",
+    "against": "a recorded run beside the same requests simulated",
     "fit": "a step-time model from recordings of a real engine",
 }
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from pipeinfer.settings import ConfigurationError
-from simulate import fitting, measured, step_model
+from simulate import delays, fitting, measured, noise_fit, step_model
 from simulate.measured import MeasuredStep
 
 FEWEST = 50  # steps
@@ -21,7 +21,7 @@ FEWEST = 50  # steps
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("folder", type=Path, metavar="DIR", help="what --record wrote")
+    add("folders", type=Path, nargs="+", metavar="DIR", help="what --record wrote")
     add("--out", type=Path, metavar="MODEL.json", required=True)
     add("--skip", type=int, default=20, metavar="N", help="first steps of each engine left out")
     add("--source", default="", help="a remark on where it comes from")
@@ -29,19 +29,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Writes the model; returns and prints how well it fits. Raises ConfigurationError."""
-    found = measured.recordings(options.folder)
-    engines = [one for one in found if one.identity.name == "engine" and not one.identity.rank]
-    steps: list[MeasuredStep] = []
-    for engine in engines:
-        steps += list(measured.steps(engine))[options.skip :]
+    runs = [measured.recordings(folder) for folder in options.folders]
+    engines = [one for run in runs for one in run if measured.leads(one)]
+    parts = [list(measured.steps(engine))[options.skip :] for engine in engines]
+    steps = [step for part in parts for step in part]
     if len(steps) < FEWEST:
         raise ConfigurationError(f"{len(steps)} steps are too few for a model, {FEWEST} is least")
     model = fitting.fit(steps)
     model = msgspec.structs.replace(
         model,
-        jitter=fitting.jitter(model, steps),
-        turnaround=float(np.median([measured.turnaround(engine) for engine in engines])),
-        delivery=measured.delivery(found),
+        noise=noise_fit.noise(
+            [np.array([step.seconds for step in part]) for part in parts],
+            [fitting.predicted(model, part) for part in parts],
+            [np.array([step.tokens > 0 for step in part]) for part in parts],
+        ),
+        turnaround=delays.quantiles(map(delays.turnaround, engines)),
+        bubble=delays.quantiles(map(delays.bubble, engines)),
+        inbound=delays.quantiles(map(delays.inbound, runs)),
+        outbound=delays.quantiles(map(delays.outbound, runs)),
         source=options.source,
     )
     step_model.save(options.out, model)

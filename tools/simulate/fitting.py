@@ -14,7 +14,6 @@ from simulate.step_model import StepModel
 
 DECODE_FROM = (0, 16, 64, 128)  # rows from which each further row may cost more
 PREFILL_FROM = (0, 128, 512)
-QUANTILES = 100  # of the jitter
 TOLERANCE = 1e-12
 ROUNDS = 10  # of weighting: far more than it takes
 
@@ -56,16 +55,8 @@ def _weighted(matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 
 def predicted(model: StepModel, steps: Sequence[MeasuredStep]) -> np.ndarray:
-    """Seconds of each step by the model, without jitter, float64 [n]."""
+    """Seconds of each step by the model, without noise, float64 [n]."""
     return np.array([model.seconds(s.decodes, s.contexts, s.tokens, s.pairs) for s in steps])
-
-
-def jitter(model: StepModel, steps: Sequence[MeasuredStep]) -> tuple[float, ...]:
-    """Factors between what steps took and what the model says, equally likely, 1 on average."""
-    ratios = np.array([s.seconds for s in steps]) / predicted(model, steps)
-    middles = (np.arange(QUANTILES) + 0.5) / QUANTILES
-    factors = np.quantile(ratios, middles)
-    return tuple((factors / factors.mean()).round(4).tolist())
 
 
 def nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:

@@ -14,14 +14,15 @@ from simulate.seats import Row, Seat
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A step whose result is under way; it ends at `ends`. decodes: it is a step of decodes,
-    `folded` of them the cohort's. free, evictable: pages after its plan."""
+    """A step whose result is under way; it ends at `ends`, clients see it at `seen`. decodes: it is
+    a step of decodes, `folded` of them the cohort's. free, evictable: pages after its plan."""
 
     number: int
     rows: dict[Seat, Row]
     decodes: bool
     folded: int
     ends: float
+    seen: float
     free: int
     evictable: int
 

@@ -18,7 +18,7 @@ from pipeinfer.scheduler.planner import DEFERRALS, Planner
 from pipeinfer.scheduler.slots import Slots
 from simulate.arrivals import Arrival
 from simulate.deployment import Deployment
-from simulate.device import Device
+from simulate.device import GROUPS, Device
 from simulate.flying import Flight, Launched
 from simulate.folding import Folding
 from simulate.pages import PageCounts
@@ -31,12 +31,15 @@ PLAIN = frozenset({"mixed", "prefill-first"})
 
 
 class FoldedGroup:
-    """See cluster.Group."""
+    """See cluster.Group. The same `seed` scatters the steps of group `index` alike."""
 
-    def __init__(self, index: int, deployment: Deployment, model: StepModel, tally: Tally) -> None:
+    def __init__(
+        self, index: int, deployment: Deployment, model: StepModel, tally: Tally, seed: int = 0
+    ) -> None:
         options, self._shape = deployment.options, deployment.hello
         self.ended: list[str] = []
-        self._index, self._tally, self._device = index, tally, Device(model, index)
+        self._index, self._tally = index, tally
+        self._device = Device(model, seed * GROUPS + index)
         self._counts = tally.groups[index]
         self._lives: dict[str, Life] = {}
         self._arrivals = 0
@@ -126,10 +129,10 @@ class FoldedGroup:
             self._memory,
             self._planner,
         )
-        credits, many, run, gap = (
+        credits, many, device, gap = (
             self._seats.credits,
             len(cohort),
-            self._device.run,
+            self._device,
             self._tally.gap,
         )
         steps = 0
@@ -137,9 +140,9 @@ class FoldedGroup:
             flight = flights.popleft()
             now = flight.ends
             credits.report(flight.number, flight.free, flight.evictable)
-            gap(now - self._folding.last, many)
+            gap(flight.seen - self._folding.last, many)
             cohort.landed += 1
-            self._folding.last = now
+            self._folding.last = flight.seen
             pages = cohort.pages
             if max(pages, 1) > credits.available:
                 self._pump(now)
@@ -149,9 +152,10 @@ class FoldedGroup:
             credits.plan(number, pages)
             if pages:
                 memory.take(pages)
-            ends = run(now, many, cohort.contexts + many, 0, 0)
+            ends = device.run(now, many, cohort.contexts + many, 0, 0)
             free, evictable = memory.free, memory.cache.evictable
-            flights.append(Flight(number, {}, True, many, ends, free, evictable))
+            seen = device.seen_at
+            flights.append(Flight(number, {}, True, many, ends, seen, free, evictable))
             cohort.advance()
             steps += 1
         self._count(steps, steps * many, 0)
@@ -159,7 +163,7 @@ class FoldedGroup:
     # ------------------------------------------------------------------------------------- results
 
     def _land(self, flight: Flight) -> None:
-        now = flight.ends
+        now = flight.seen
         self._seats.credits.report(flight.number, flight.free, flight.evictable)
         finished = [row for row in flight.rows.values() if self._land_row(row, now)]
         if flight.decodes:
@@ -173,7 +177,7 @@ class FoldedGroup:
             self._finish(row.seat, now)
 
     def _land_row(self, row: Row, now: float) -> bool:
-        """True if its request ends with it; see Flights.land and SchedulerCore._accept."""
+        """True if its request ends with it; see Flights.land and Request.accept."""
         seat, request = row.seat, row.seat.request
         request.pending -= 1
         if request.done or request.admission != seat.admission:
@@ -187,15 +191,14 @@ class FoldedGroup:
         if request.outputs:
             self._tally.gap(now - life.last)
         else:
-            size, since = len(life.arrival.prompt), now - life.arrival.at
-            self._tally.started(self._index, since, size, max(request.cached, 0))
+            self._tally.started(self._index, life.arrival, now, max(request.cached, 0))
         life.last = now
         request.outputs.append(0)
         return request.length >= request.max_total
 
     def _finish(self, seat: Seat, now: float) -> None:
         request, arrival = seat.request, seat.life.arrival
-        self._tally.ended(self._index, now - arrival.at, len(request.outputs), now)
+        self._tally.ended(self._index, arrival, len(request.outputs), now)
         request.done = True
         self._tokens -= self._lives.pop(request.id).tokens
         self.ended.append(request.id)
@@ -336,9 +339,10 @@ class FoldedGroup:
                 pairs += row.count * row.start + row.count * (row.count + 1) // 2
         ends = self._device.run(now, singles, contexts, tokens, pairs)
         self._count(singles + tokens > 0, singles, tokens)
-        memory = self._memory
+        free, evictable = self._memory.free, self._memory.cache.evictable
         by_seat = {row.seat: row for row in rows}
-        return Flight(number, by_seat, decodes, many, ends, memory.free, memory.cache.evictable)
+        seen = self._device.seen_at
+        return Flight(number, by_seat, decodes, many, ends, seen, free, evictable)
 
     def _count(self, steps: int, decodes: int, tokens: int) -> None:
         counts = self._counts

@@ -21,7 +21,7 @@ PAUSE = 16  # steps of decodes without folding after memory was short
 class Folding:
     """Of one group whose scheduler keeps `depth` steps in flight; `enabled`: False folds nobody.
 
-    last: when the latest step of decodes ended.
+    last: when clients saw the latest step of decodes that landed.
     """
 
     def __init__(

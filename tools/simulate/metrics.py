@@ -33,9 +33,9 @@ def of(tally: Tally, wall: float) -> dict[str, Any]:
         "output_tokens": output,
         "prompt_tokens": prompt,
         "tokens_per_s": output / seconds if seconds else 0.0,
-        "ttft_ms": _percentiles(tally.first),
+        "ttft_ms": percentiles(tally.first),
         "itl_ms": {**dict(zip(SHARES, gaps, strict=False)), "mean": 1e3 * tally.mean_gap()},
-        "e2e_ms": _percentiles(tally.whole),
+        "e2e_ms": percentiles(tally.whole),
         "hit_rate": sum(g.cached for g in groups) / prompt if prompt else 0.0,
         "imbalance": max(computed) * len(groups) / sum(computed) if sum(computed) else 1.0,
         "preemptions": sum(g.preemptions for g in groups),
@@ -63,7 +63,8 @@ def show(name: str, metrics: Mapping[str, Any]) -> None:
     print(f"  simulated in {metrics['simulated_in_s']:.1f} s of processor time")
 
 
-def _percentiles(seconds: Any) -> dict[str, float]:
+def percentiles(seconds: Any) -> dict[str, float]:
+    """p50, p90, p99 and mean of `seconds`, in milliseconds; {} without any."""
     if not len(seconds):
         return {}
     values = 1e3 * np.asarray(seconds)

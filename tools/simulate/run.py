@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a batch's prompts, as tools/bench offline draws them for a model's vocabulary",
     )
     add("--work-seed", type=int, default=0)
+    add("--noise-seed", type=int, default=0, help="of the scatter of steps and messages")
     add("--stepwise", action="store_true", help="whole cores and real messages; much slower")
     add("--plot", type=Path, metavar="OUT.png", help="or .svg")
     for field in fields(Deployment):
@@ -81,7 +82,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for policy in options.routing:
         begin = time.process_time()
-        tally = simulate(kind, deployment, model, arrive(), policy, options.groups)
+        tally = simulate(
+            kind, deployment, model, arrive(), policy, options.groups, options.noise_seed
+        )
         found[policy] = metrics.of(tally, time.process_time() - begin)
         metrics.show(policy, found[policy])
     if options.plot:
@@ -90,16 +93,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def simulate(
-    kind: Callable[[int, Deployment, StepModel, Tally], FoldedGroup | StepwiseGroup],
+    kind: Callable[[int, Deployment, StepModel, Tally, int], FoldedGroup | StepwiseGroup],
     deployment: Deployment,
     model: StepModel,
     arrivals: Iterator[Arrival],
     policy: str,
     groups: int,
+    noise_seed: int = 0,
 ) -> Tally:
     """One run: `groups` groups of `kind` behind a router with `policy`."""
-    tally = Tally([GroupTally() for _ in range(groups)], model.delivery)
-    members = [kind(index, deployment, model, tally) for index in range(groups)]
+    tally = Tally([GroupTally() for _ in range(groups)], model.inbound)
+    members = [kind(index, deployment, model, tally, noise_seed) for index in range(groups)]
     cluster = Cluster(members, Router(policy, groups))
     with _without_collections():
         cluster.run(arrivals)

@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 
 from pipeinfer.settings import ConfigurationError
+from simulate.noise import Noise
 
-SCHEMA = "pipeinfer-step-model/1"
+SCHEMA = "pipeinfer-step-model/2"
 SHIPPED = Path(__file__).parent / "models"
 
 
@@ -23,9 +24,11 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
     fixed: of every step. mixed: on top in a step with prompt tokens. decode: (from, per row) pairs,
     each adds `per row` for every decode row beyond `from`. prefill: the same over prompt tokens.
     context: per token that decode rows attend to. pair: per (query, key) pair of prompt rows.
-    jitter: equally likely factors of a step's seconds, 1 on average; () for none. turnaround: from
-    a result to the start of a step that was planned only then. delivery: from a client to the
-    scheduler and back, which clients see on top of what a scheduler sees.
+    noise: how steps scatter around the rest. turnaround: from the end of a step to the start of one
+    that was planned only then. bubble: from the end of a step to the start of the next, which was
+    planned while it ran; 0 where the device found it in time. inbound: from a client to the
+    scheduler. outbound: from the end of a step to the client, if nothing before it is still under
+    way. Equally likely seconds of each, () for none.
     """
 
     fixed: float
@@ -34,9 +37,11 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
     prefill: tuple[tuple[int, float], ...] = ()
     context: float = 0.0
     pair: float = 0.0
-    jitter: tuple[float, ...] = ()
-    turnaround: float = 0.0
-    delivery: float = 0.0
+    noise: Noise = Noise()
+    turnaround: tuple[float, ...] = ()
+    bubble: tuple[float, ...] = ()
+    inbound: tuple[float, ...] = ()
+    outbound: tuple[float, ...] = ()
     schema: str = SCHEMA
     source: str = ""
 

@@ -15,12 +15,12 @@ from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.step import Step
 from pipeinfer.events import StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import Admitted, Done, Message, Plan, Refused, Tokens, Work, pack
+from pipeinfer.messages import Admitted, Done, Message, Plan, Refused, Result, Tokens, Work, pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore
 from simulate.arrivals import Arrival
 from simulate.deployment import Deployment
-from simulate.device import Device
+from simulate.device import GROUPS, Device
 from simulate.step_model import StepModel, attended
 from simulate.tally import Tally
 
@@ -35,9 +35,11 @@ class _Stream:
 
 
 class StepwiseGroup:
-    """See cluster.Group."""
+    """See cluster.Group. The same `seed` scatters the steps of group `index` alike."""
 
-    def __init__(self, index: int, deployment: Deployment, model: StepModel, tally: Tally) -> None:
+    def __init__(
+        self, index: int, deployment: Deployment, model: StepModel, tally: Tally, seed: int = 0
+    ) -> None:
         shape = deployment
         self._memory = MemoryManager(
             1 + shape.kv_pages, shape.page_size, shape.max_running, shape.max_model_len, shape.cache
@@ -45,9 +47,11 @@ class StepwiseGroup:
         self.scheduler = SchedulerCore(deployment.options, index)
         self.engine = EngineCore(deployment.hello, f"scheduler-{index}", self._memory)
         self.ended: list[str] = []
-        self._index, self._tally, self._device = index, tally, Device(model, index)
+        self._index, self._tally = index, tally
+        self._device = Device(model, seed * GROUPS + index)
         self._streams: dict[str, _Stream] = {}
         self._sampled: dict[int, int] = {}  # slot -> the id that its request samples
+        self._seen: dict[int, float] = {}  # step -> when clients see it
         self._steps: deque[tuple[float, StepDone]] = deque()
         self._results: deque[tuple[float, Message]] = deque()
         self._to_scheduler(self.engine.handle(Tick(), 0.0)[0].message, 0.0)
@@ -79,12 +83,15 @@ class StepwiseGroup:
 
     def _to_scheduler(self, message: Message, now: float) -> None:
         waiting: deque[Message] = deque([message])
+        seen = now
+        if isinstance(message, Result):
+            seen = self._seen.pop(message.number, now)
         while waiting:
             for send in self.scheduler.handle(waiting.popleft(), now):
                 if send.channel == "plan":
                     waiting += self._to_engine(send.message, now)
                 elif isinstance(send.message, Tokens):
-                    waiting += self._to_clients(send.message, now)
+                    waiting += self._to_clients(send.message, seen)
                 elif isinstance(send.message, Refused):
                     self._tally.groups[self._index].refused += 1
                     self._end(send.message.request_id)
@@ -112,6 +119,7 @@ class StepwiseGroup:
         contexts = int(step.starts[:many].sum()) + many
         pairs = attended(step.starts[many:].tolist(), step.counts[many:].tolist())
         ends = self._device.run(now, many, contexts, tokens, pairs)
+        self._seen[step.number] = self._device.seen_at
         ids = [self._sampled[slot] for slot in step.slots[step.samples].tolist()]
         done = StepDone(step.epoch, step.number, np.array(ids, "<i4").tobytes())
         self._steps.append((ends, done))
@@ -130,13 +138,12 @@ class StepwiseGroup:
                 if stream.tokens:
                     self._tally.gap(now - stream.last)
                 else:
-                    since, size = now - stream.arrival.at, len(stream.arrival.prompt)
-                    self._tally.started(self._index, since, size, row.cached_tokens)
+                    self._tally.started(self._index, stream.arrival, now, row.cached_tokens)
                 stream.tokens += 1
                 stream.last = now
             if row.finish is not None:
                 arrival = stream.arrival
-                self._tally.ended(self._index, now - arrival.at, stream.tokens, now)
+                self._tally.ended(self._index, arrival, stream.tokens, now)
                 over.append(row.request_id)
                 self._end(row.request_id)
         return [Done(tuple(over))] if over else []

@@ -10,7 +10,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import exp, floor, log
 
+from simulate.arrivals import Arrival
+
 RESOLUTION = 2000  # bins for each factor of e: a percentile is right within 0.03 %
+GOLDEN = (5**0.5 - 1) / 2
 NO_TIME = -(10**9)  # the bin of gaps of no length
 
 
@@ -36,32 +39,39 @@ class GroupTally:
 @dataclass
 class Tally:
     """Of a whole run. first, whole: seconds to the first and to the last token of each request, in
-    the order in which they came. last: when the last token came. delivery: added to `first`."""
+    the order in which they came. last: when the last token came. inbound: equally likely seconds
+    from clients to schedulers, which are part of both."""
 
     groups: list[GroupTally]
-    delivery: float = 0.0
+    inbound: tuple[float, ...] = ()
     first: array[float] = field(default_factory=lambda: array("d"))
     whole: array[float] = field(default_factory=lambda: array("d"))
     last: float = 0.0
     _gaps: Counter[int] = field(default_factory=Counter)
 
-    def started(self, group: int, seconds: float, prompt: int, cached: int) -> None:
-        """A request's first token came, `seconds` after its arrival."""
-        self.first.append(seconds + self.delivery)
+    def started(self, group: int, arrival: Arrival, now: float, cached: int) -> None:
+        """The first token of `arrival` came; `cached` tokens of its prompt were."""
+        self.first.append(now - arrival.at + self._delay(arrival))
         tally = self.groups[group]
-        tally.prompt += prompt
+        tally.prompt += len(arrival.prompt)
         tally.cached += cached
 
     def gap(self, seconds: float, rows: int = 1) -> None:
         """`rows` requests got a token, each `seconds` after the one before."""
         self._gaps[floor(log(seconds) * RESOLUTION) if seconds > 0 else NO_TIME] += rows
 
-    def ended(self, group: int, seconds: float, output: int, now: float) -> None:
-        """A request's last token came, its `output`th, `seconds` after its arrival."""
-        self.whole.append(seconds + self.delivery)
+    def ended(self, group: int, arrival: Arrival, output: int, now: float) -> None:
+        """The last token of `arrival` came, its `output`th."""
+        self.whole.append(now - arrival.at + self._delay(arrival))
         self.groups[group].finished += 1
         self.groups[group].output += output
         self.last = max(self.last, now)
+
+    def _delay(self, arrival: Arrival) -> float:
+        """The same for both ends of a request, and spread evenly over any run of requests."""
+        if not self.inbound:
+            return 0.0
+        return self.inbound[int(arrival.number * GOLDEN % 1.0 * len(self.inbound))]
 
     def gap_percentiles(self, *shares: float) -> list[float]:
         """Seconds between tokens that so large shares of all gaps do not exceed; [] without any."""

@@ -48,6 +48,9 @@ class Fa3Part:
             1 if end <= rows.decodes else rows.longest_query,
         )
 
+    def refresh(self, rows: PagedRows, begin: int, end: int) -> None:
+        """Nothing: the kernels read the lengths."""
+
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: Fa3Plan) -> None:
         shape = self._shapes[layer]
         window = shape.sliding_window

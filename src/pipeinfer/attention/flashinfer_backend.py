@@ -23,6 +23,7 @@ NON_CAUSAL, CAUSAL = 0, 1  # flashinfer.utils.MaskMode
 NHD = 0  # flashinfer.utils.TensorLayout
 NO_POSITIONS = 0  # flashinfer.utils.PosEncodingMode.NONE
 BLOCKS_PER_SM = 2  # as FlashInfer's planner assumes
+UNSPLIT_BYTES = 16  # of a work list for each row: three indices and an offset
 SPLIT_TILE = 16  # queries times group of one work item of a decode
 
 
@@ -69,6 +70,7 @@ class FlashInferPart:
         self._causal = causal
         self._staging = {shape.sliding_window: _Staging(device) for shape in shapes}
         self._modules: dict[tuple[int, bool], tuple[str, Any]] = {}
+        self._unsplit: dict[tuple[int | None, int], WindowPlan] = {}
         self._float = torch.empty(0)
         self._room = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -76,6 +78,7 @@ class FlashInferPart:
         """Builds or loads the kernels for the pool's dtype: seconds, the first time."""
         self._k, self._v = pool.k, pool.v
         self._page_size = pool.page_size
+        self._unsplit.clear()
         self._float = torch.zeros(self._float_bytes(most_rows), dtype=torch.uint8,
                                   device=self._device)  # fmt: skip
         for shape in self._shapes:
@@ -124,6 +127,24 @@ class FlashInferPart:
             device.last_page[begin:end],
         )
 
+    def refresh(self, rows: PagedRows, begin: int, end: int) -> None:
+        """Plans anew what is split by length; what is not is the same for all lengths."""
+        for window, staging in self._staging.items():
+            if not self._whole(rows, window, end - begin):
+                host = rows.host
+                self._plan_into(
+                    staging.fixed, rows, window, host.queries(begin, end),
+                    host.kv_indptr[begin : end + 1], host.lengths[begin:end],
+                )  # fmt: skip
+
+    def _shape(self, window: int | None) -> AttentionShape:
+        return next(shape for shape in self._shapes if shape.sliding_window == window)
+
+    def _whole(self, rows: PagedRows, window: int | None, count: int) -> bool:
+        """More rows than the GPU has room for are not worth splitting: each is one work item then,
+        so that the grid is fixed without the padding and the merging that a graph else needs."""
+        return rows.fixed and count * self._shape(window).num_kv_heads > self._room
+
     def _plan_window(
         self,
         rows: PagedRows,
@@ -132,15 +153,32 @@ class FlashInferPart:
         kv_indptr: torch.Tensor,
         lengths: torch.Tensor,
     ) -> WindowPlan:
-        staging = self._staging[window]
-        workspace = staging.fixed if rows.fixed else staging.device[rows.parity]
-        shape = next(shape for shape in self._shapes if shape.sliding_window == window)
+        staging, count = self._staging[window], len(lengths)
+        if not self._whole(rows, window, count):
+            workspace = staging.fixed if rows.fixed else staging.device[rows.parity]
+            return self._plan_into(workspace, rows, window, q_indptr, kv_indptr, lengths)
+        if (window, count) not in self._unsplit:
+            workspace = torch.empty(
+                UNSPLIT_BYTES * count + 4096, dtype=torch.uint8, device=self._device
+            )
+            plan = self._plan_into(workspace, rows, window, q_indptr, kv_indptr, lengths)
+            self._unsplit[window, count] = plan
+        return self._unsplit[window, count]
+
+    def _plan_into(
+        self,
+        workspace: torch.Tensor,
+        rows: PagedRows,
+        window: int | None,
+        q_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> WindowPlan:
+        shape, whole = self._shape(window), self._whole(rows, window, len(lengths))
         kernels, module = self._modules[shape.head_dim, window is not None]
-        # More rows than the GPU has room for are not worth splitting: each is one work item then,
-        # so that the grid is fixed without the padding and the merging that a graph else needs.
-        whole = rows.fixed and len(lengths) * shape.num_kv_heads > self._room
+        staging = self._staging[window].pinned[rows.parity]
         arguments = [
-            self._float, workspace, staging.pinned[rows.parity], q_indptr, kv_indptr, lengths,
+            self._float, workspace, staging, q_indptr, kv_indptr, lengths,
             int(q_indptr[-1]), len(lengths), shape.num_heads, shape.num_kv_heads, self._page_size,
             rows.fixed and not whole, shape.head_dim, shape.head_dim, self._causal, _left(window),
         ]  # fmt: skip

@@ -75,6 +75,10 @@ class Part(Protocol):
         """Prepares rows begin..end-1 for all layers; copies go to the current stream."""
         ...
 
+    def refresh(self, rows: PagedRows, begin: int, end: int) -> None:
+        """Before a graph is replayed: what of its plan depends on the lengths of these rows."""
+        ...
+
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: Any) -> None:
         """Attends with q [n, heads, head_dim] of those rows into `out` of the same shape."""
         ...
@@ -113,7 +117,7 @@ class PagedBackend:
             part.bind(pool, most_rows)
 
     def plan(self, rows: PagedRows) -> PagedPlan:
-        """What all layers of a step share; on a graph's fixed arrays, also before each replay."""
+        """What all layers of a step share; on a graph's fixed arrays, when it is captured."""
         total = len(rows.host.lengths)
         decode = prefill = None
         if rows.decodes:
@@ -121,6 +125,14 @@ class PagedBackend:
         if rows.decodes < total:
             prefill = self._prefill.plan(rows, rows.decodes, total)
         return PagedPlan(rows.decodes, decode, prefill, 0 if rows.fixed else rows.decodes)
+
+    def refresh(self, rows: PagedRows) -> None:
+        """Brings the plan of a graph's fixed arrays up to date, before each replay."""
+        total = len(rows.host.lengths)
+        if rows.decodes:
+            self._decode.refresh(rows, 0, rows.decodes)
+        if rows.decodes < total:
+            self._prefill.refresh(rows, rows.decodes, total)
 
     def run(self, layer: int, q: torch.Tensor, plan: PagedPlan) -> torch.Tensor:
         """q [T, heads, head_dim], decodes first; returns that shape."""

@@ -113,6 +113,8 @@ class DetokenizerCore:
             context = unpack(event.context_ids).tolist()
             decoder = self._decoders.open(context, event.params.skip_special_tokens)
             self._streams[event.request_id] = Stream(event, decoder)
+        elif over is None and event.attempt == known.attempt:
+            self._streams[event.request_id].group = event.group  # another one took it over
         return []
 
     def _on_tokens(self, event: Tokens, _now: float) -> list[Send]:

@@ -9,7 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,17 +24,23 @@ from pipeinfer.bus.wires import Wires
 from pipeinfer.distributed.custom_all_reduce import TRIED, CustomAllReduce
 from pipeinfer.distributed.rendezvous import meet
 
+if TYPE_CHECKING:
+    from pipeinfer.distributed.fused_all_reduce import AllReduceNorm
+
 log = logging.getLogger(__name__)
 
 # torch 2.13 calls it all_gather_single and warns of the name that 2.11 knows alone.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+Way = TypeVar("Way")  # of adding up
+TRIED_ROWS = (1, 5, 160)
 TOLERANCE = 0.05  # of the largest sum: what rounding each addition to bfloat16 may cost
 
 
 class TorchGroup:
     """Rank `rank` of `size`; gloo between CPUs, NCCL between GPUs.
 
-    `custom`: what adds up the messages that it takes, in place of NCCL; see `use_custom`.
+    `custom`: what adds up the messages that it takes, in place of NCCL; `fusion`: what also adds
+    the residual and norms. See `use_custom`.
     """
 
     def __init__(
@@ -40,6 +50,7 @@ class TorchGroup:
         `place`: of this rank's GPU on its host."""
         self.rank, self.size = rank, size
         self.custom: CustomAllReduce | None = None
+        self.fusion: AllReduceNorm | None = None
         gpu = torch.device("cuda", place) if backend == "nccl" else None
         if gpu is not None:
             torch.cuda.set_device(gpu)
@@ -78,31 +89,49 @@ class TorchGroup:
         dist.all_reduce(mine, dist.ReduceOp.MIN)
         return int(mine.item())
 
-    def use_custom(self, dtype: torch.dtype) -> bool:
-        """Lets GPUs that map each other's memory add up small messages of `dtype` by themselves.
+    def use_custom(self, dtype: torch.dtype, hidden: int) -> bool:
+        """Lets GPUs that map each other's memory add up messages of `dtype` by themselves, and
+        norm vectors of `hidden` values with it where that comes next.
 
         All ranks must call it. False, with the reason in the log, where they cannot or where the
         sums are wrong: then NCCL adds up everything.
         """
-        custom, trouble = None, ""
+        world = dist.group.WORLD
+        assert world is not None
+
+        def fused() -> AllReduceNorm:
+            from pipeinfer.distributed.fused_all_reduce import mapped_all_reduce_norm
+
+            fusion = mapped_all_reduce_norm(world, self._device, dtype)
+            fusion.compile(hidden)
+            return fusion
+
+        without = "NCCL adds up all messages between ranks"
+        self.custom = self._agreed(lambda: self._mapped(world, dtype), self._adds_up, without)
+        if self.custom is not None:
+            without = "sums over ranks are made and normed one after the other"
+            self.fusion = self._agreed(fused, partial(self._norms, hidden), without)
+        return self.custom is not None
+
+    def _agreed(
+        self, make: Callable[[], Way], right: Callable[[Way], bool], without: str
+    ) -> Way | None:
+        """What `make` gives, if every rank has it and finds it right; else the log says why not."""
+        made, trouble = None, "another rank cannot do otherwise"
         try:
-            custom = self._mapped(dtype)
+            made = make()
         except (RuntimeError, ImportError, AttributeError) as error:
             trouble = str(error).strip().splitlines()[0]
-        if not self.smallest(custom is not None):
-            self._without(trouble or "another rank cannot map the memory of this one")
-            return False
-        assert custom is not None
-        if not self.smallest(self._adds_up(custom)):
-            self._without("its sums differ from NCCL's")
-            return False
-        self.custom = custom
-        return True
+        if not self.smallest(made is not None):
+            log.warning("%s: %s", without, trouble)
+            return None
+        assert made is not None
+        if not self.smallest(right(made)):
+            log.warning("%s: what came out otherwise differs from NCCL's", without)
+            return None
+        return made
 
-    def _without(self, why: str) -> None:
-        log.warning("NCCL adds up all messages between ranks: %s", why)
-
-    def _mapped(self, dtype: torch.dtype) -> CustomAllReduce:
+    def _mapped(self, world: dist.ProcessGroup, dtype: torch.dtype) -> CustomAllReduce:
         here = torch.cuda.device_count()
         blocked = [
             peer
@@ -112,8 +141,7 @@ class TorchGroup:
         ]
         if here < self.size or blocked:
             raise RuntimeError(f"{here} GPUs are visible, and no access to {blocked} of them")
-        assert dist.group.WORLD is not None
-        return CustomAllReduce(dist.group.WORLD, self._device, dtype)
+        return CustomAllReduce(world, self._device, dtype)
 
     def _adds_up(self, custom: CustomAllReduce) -> bool:
         """Whether it gives NCCL's sums, up to rounding, for messages of each kind."""
@@ -124,14 +152,37 @@ class TorchGroup:
             expected = mine.clone().float()
             dist.all_reduce(expected)
             if custom.takes(mine):
-                error = (custom.add_up(mine).float() - expected).abs().max()
-                good &= bool(error <= TOLERANCE * expected.abs().max())
+                good &= _near(custom.add_up(mine), expected)
+        return good
+
+    def _norms(self, hidden: int, fusion: AllReduceNorm) -> bool:
+        """The same of sums that are added to a residual and normed, in one shot and in two."""
+        from pipeinfer.kernels.all_reduce_norm import all_reduce_norm_reference
+
+        good = True
+        make = partial(torch.randn, dtype=fusion.dtype, device=self._device)
+        for rows, shots in product(TRIED_ROWS, (1, 2)):
+            torch.manual_seed(rows)  # equal on all ranks
+            residual, weight = make(rows, hidden), make(hidden)
+            torch.manual_seed(rows + shots + self.rank)
+            mine = make(rows, hidden)
+            expected = all_reduce_norm_reference(self.collect(mine), residual, weight, 1e-6)
+            buffer = fusion.buffer(rows, hidden)
+            if buffer is not None:
+                normed, total = fusion.add_norm(buffer.copy_(mine), residual, weight, 1e-6, shots)
+                own = slice(self.rank, None, self.size) if shots == 2 else slice(None)
+                good &= _near(normed, expected[0]) and _near(total[own], expected[1][own])
         return good
 
     def close(self) -> None:
         """Leaves the group; it must not be used afterwards."""
-        self.custom = None
+        self.custom = self.fusion = None
         dist.destroy_process_group()
+
+
+def _near(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    error = (got.float() - expected.float()).abs()
+    return not error.numel() or bool(error.max() <= TOLERANCE * expected.float().abs().max())
 
 
 def join(

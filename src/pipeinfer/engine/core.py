@@ -16,7 +16,7 @@ import numpy as np
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step import Step
-from pipeinfer.engine.step_builder import build_step
+from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.events import Drain, Leave, NewEpoch, StepDone, Tick
 from pipeinfer.memory.applied import Applied
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
@@ -105,6 +105,7 @@ class EngineCore:
         self.memory = memory
         self._span = span
         self._requests = RequestTable(hello.max_slots)
+        self._steps = StepBuilder(memory, self._requests)
         self._epoch: int | None = None  # None: waiting for a Begin that lists this incarnation
         self._reason = "waiting for the scheduler"
         self._expected = 0
@@ -264,7 +265,7 @@ class EngineCore:
         for admit in plan.admits:
             self._requests.put(admit)
         self._count(plan, applied)
-        step, sampled = build_step(plan.epoch, applied, self.memory, self._requests)
+        step, sampled = self._steps.build(plan.epoch, applied)
         self._in_flight.append(_InFlight(applied, sampled))
         sends = self._decided(applied) if self.hello.rank else self._admitted(plan.epoch, applied)
         if len(step.slots):
@@ -279,6 +280,9 @@ class EngineCore:
         totals, rows = self._totals, applied.rows
         totals["plans_total"] += 1
         totals["rows_total"] += len(rows.slots)
+        if rows.growth is not None:  # decodes and nothing else
+            totals["computed_tokens_total"] += len(rows.slots)
+            return
         totals["rows_deferred_total"] += int(np.count_nonzero(rows.deferred))
         totals["computed_tokens_total"] += int(rows.counts.sum())
         for admit, cached in zip(plan.admits, applied.cached.tolist(), strict=True):
@@ -343,9 +347,11 @@ class EngineCore:
 
 
 def _result(applied: Applied, sampled: np.ndarray, done: StepDone) -> Result:
-    rows = applied.rows
-    ids = np.zeros(len(rows.slots), dtype=np.int32)
-    ids[sampled] = unpack(done.token_ids)
+    rows, token_ids = applied.rows, done.token_ids
+    if rows.growth is None:
+        ids = np.zeros(len(rows.slots), dtype=np.int32)
+        ids[sampled] = unpack(token_ids)
+        token_ids = pack(ids[rows.samples])
     return Result(
         epoch=done.epoch,
         number=done.number,
@@ -353,7 +359,7 @@ def _result(applied: Applied, sampled: np.ndarray, done: StepDone) -> Result:
         starts=pack(rows.starts),
         counts=pack(rows.counts),
         produced=pack(rows.samples),
-        token_ids=pack(ids[rows.samples]),
+        token_ids=token_ids,
         deferred=pack(rows.slots[rows.deferred]),
         free=applied.free,
         evictable=applied.evictable,

@@ -16,7 +16,9 @@ import numpy as np
 
 from pipeinfer.engine.step import Step
 
-MOST_PENDING = 4  # steps submitted and not yet reported; the overlap loop needs two
+# Steps submitted and not yet finished. The overlap loop needs two; of several ranks, one that is
+# not rank 0 may be told of a third: plans go by the results of rank 0.
+MOST_PENDING = 4
 
 
 class Watch(Protocol):
@@ -50,15 +52,20 @@ class Reports:
         self._loop = loop or asyncio.get_running_loop()
         self.pending = 0
         self.closed = False
+        # Not `pending`: a loop that takes plan after plan comes to its reports late.
+        self._expected = 0  # by the loop
+        self._finished = 0  # by the executor's thread
 
     def expect(self, step: Step) -> None:
         """`step` is about to be queued; call it on the loop. Raises RuntimeError when closed or
-        when too many steps are pending, which the depth of the overlap loop rules out.
+        when too many steps are unfinished, which the depth of the overlap loop rules out.
         """
         if self.closed:
             raise RuntimeError(f"step {step.number} submitted to a closed executor")
-        if self.pending >= MOST_PENDING:
-            raise RuntimeError(f"step {step.number} submitted while {self.pending} are pending")
+        unfinished = self._expected - self._finished
+        if unfinished >= MOST_PENDING:
+            raise RuntimeError(f"step {step.number} submitted while {unfinished} are pending")
+        self._expected += 1
         self.pending += 1
 
     def done(self, step: Step, ids: np.ndarray, seconds: float) -> None:
@@ -70,6 +77,7 @@ class Reports:
         self._report(self._on_error, step, error)
 
     def _report(self, call: Callable[..., None], *arguments: object) -> None:
+        self._finished += 1
         try:
             self._loop.call_soon_threadsafe(self._settle, call, *arguments)
         except RuntimeError:

@@ -6,6 +6,7 @@ message, no plan and no process.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,8 @@ from pipeinfer.settings import ConfigurationError, Settings
 if TYPE_CHECKING:
     from pipeinfer.distributed.group import TorchGroup
     from pipeinfer.engine.cuda.runner import CudaRunner
+
+log = logging.getLogger(__name__)
 
 # A pool on the host competes with everything else that runs there, so it is not taken as large as
 # it could be; --kv-pages takes more.
@@ -93,7 +96,8 @@ def choose(
     """
     device = _device(settings.device)
     config = read_config(folder)
-    check_shard(config, settings.tp)
+    shard = Shard(rank, settings.tp, settings.enable_expert_parallel)
+    check_shard(config, settings.tp, shard.whole_experts)
     dtype = _dtype(settings.dtype, config, device)
     gpu = _gpu(dtype, config, rank if place is None else place) if device == "cuda" else None
     attention = registry.resolve(settings.attention, device, gpu)
@@ -104,7 +108,7 @@ def choose(
         attention,
         registry.resolve_page_size(attention, settings.page_size),
         _max_model_len(settings.max_model_len, config),
-        Shard(rank, settings.tp),
+        shard,
     )
     if settings.load_format != "dummy":
         check_checkpoint(folder, config)
@@ -129,7 +133,7 @@ def load_engine(
     choices = choose(settings, folder, rank, place)
     _prepare(settings, choices, group, rank if place is None else place)
     model = build_model(choices.config, choices.shard, choices.dtype, choices.device, group,
-                        settings.compile)  # fmt: skip
+                        settings.compile, group.fusion if group else None)  # fmt: skip
     if settings.load_format == "dummy":
         fill_dummy(model, settings.seed)
     else:
@@ -140,7 +144,8 @@ def load_engine(
         runner = build_runner(
             model, model.attention_shapes(), settings, attention=choices.attention,
             page_size=choices.page_size, max_model_len=choices.max_model_len, dtype=choices.dtype,
-            progress=graph_progress, agree=group.smallest if group is not None else None,
+            progress=graph_progress, agree=partial(_agreed, group) if group is not None else None,
+            ranks=group,
         )  # fmt: skip
         return _loaded(settings, choices, runner, runner.graph_sizes, GPU_STEP_TOKENS)
     runner = _host_runner(settings, choices, model, group)
@@ -158,7 +163,13 @@ def _prepare(
     if choices.device == "cuda":
         torch.cuda.set_device(place)
         if group is not None and settings.all_reduce == "auto":
-            group.use_custom(choices.dtype)
+            group.use_custom(choices.dtype, choices.config.hidden_size)
+    if group is not None:
+        split = int(choices.shard.whole_experts)
+        if group.smallest(split) != -group.smallest(-split):  # their sums would mean nothing
+            raise ConfigurationError(
+                "--enable-expert-parallel: given to some ranks of the group and not to others"
+            )
 
 
 def _host_runner(
@@ -167,7 +178,7 @@ def _host_runner(
     shapes = model.attention_shapes()
     pages = 1 + _usable_pages(settings, choices, shapes)
     if group is not None:
-        pages = group.smallest(pages)  # each rank measured for itself
+        pages = _agreed(group, pages)
     pool = KVPool(shapes, pages, choices.page_size, choices.dtype, choices.device)
     backend = registry.create(choices.attention, shapes, choices.device)
     if group is None:
@@ -175,6 +186,17 @@ def _host_runner(
     start, vocab = model.head.rows.start, model.head.rows.vocab_size
     sample = partial(sample_sharded, start=start, vocab=vocab, group=group)
     return ModelRunner(Part(model), pool, backend, settings.max_running, sample)
+
+
+def _agreed(group: TorchGroup, pages: int) -> int:
+    """Pages with the dummy that all ranks have room for: each has measured for itself."""
+    least = group.smallest(pages)
+    if least < pages:
+        log.info(
+            "rank %d has room for %s pages, but another rank for %s, which all ranks use",
+            group.rank, f"{pages - 1:,}", f"{least - 1:,}",
+        )  # fmt: skip
+    return least
 
 
 def _loaded(

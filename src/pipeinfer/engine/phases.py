@@ -18,7 +18,7 @@ import numpy as np
 # computed. result: the ids on their way to the scheduler.
 PHASES = ("plan", "pack", "upload", "attention_plan", "forward", "sample", "result")
 HOST = "host"  # all phases of a step together
-SAMPLES = 4096  # steps that percentiles are made of
+SAMPLES = 1024  # steps that percentiles are made of: sorting them delays a step
 FULL = 7 / 8  # share of the largest batch from which on a decode step counts as full
 QUANTILES = {"p50": 50.0, "p99": 99.0}
 
@@ -71,9 +71,12 @@ class Phases:
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._most = most
         self._at = {phase: index for index, phase in enumerate(PHASES)}
-        self._microseconds = np.zeros((len(PHASES), most), dtype=np.float64)
-        self._rows = np.zeros(most, dtype=np.int32)  # 0: no step, or one that is not done
-        self._decodes = np.zeros(most, dtype=bool)
+        self._microseconds = np.zeros((len(PHASES), most), dtype=np.float32)
+        self._done = np.zeros(most, dtype=bool)
+        # Of full steps: rows, 0 where there is none, and microseconds.
+        self._rows = np.zeros(most, dtype=np.int32)
+        self._full = np.zeros((len(PHASES), most), dtype=np.float32)
+        self._fulls = self._largest = 0
 
     def span(self, phase: str, number: int) -> Span:
         """Times a phase of step `number`; at most once for each step and phase."""
@@ -96,30 +99,38 @@ class Phases:
 
     def done(self, number: int, rows: int, decodes: int) -> None:
         """Step `number` is over; it had `rows`, of which `decodes` computed one token."""
-        self._rows[number % self._most] = rows
-        self._decodes[number % self._most] = decodes == rows
+        at = number % self._most
+        self._done[at] = True
+        if decodes < rows:
+            return
+        self._largest = max(self._largest, rows)
+        if rows >= FULL * self._largest:
+            place = self._fulls % self._most
+            self._rows[place] = rows
+            self._full[:, place] = self._microseconds[:, at]
+            self._fulls += 1
 
     def begin_anew(self) -> None:
         """Percentiles are those of the steps from now on."""
+        self._done[:] = False
         self._rows[:] = 0
+        self._fulls = self._largest = 0
 
     def statistics(self) -> dict[str, float]:
         """Sums, and percentiles in microseconds: of all steps, and of decode steps with at least
         7/8 of the rows of the largest ("full"). 0 where there is nothing yet.
         """
         found = {f"{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
-        done = np.flatnonzero(self._rows)
-        decodes = done[self._decodes[done]]
-        most = int(self._rows[decodes].max()) if len(decodes) else 0
-        full = decodes[self._rows[decodes] >= FULL * most]
-        found |= self._percentiles(done, "us") | self._percentiles(full, "full_us")
-        return found | {"full_rows": most, "full_steps": len(full)}
+        full = self._full[:, self._rows >= max(FULL * self._largest, 1)]
+        found |= self._percentiles(self._microseconds[:, self._done], "us")
+        found |= self._percentiles(full, "full_us")
+        return found | {"full_rows": self._largest, "full_steps": full.shape[1]}
 
-    def _percentiles(self, steps: np.ndarray, unit: str) -> dict[str, float]:
+    def _percentiles(self, times: np.ndarray, unit: str) -> dict[str, float]:
+        """Of the microseconds [phases, n]."""
         names = [f"{phase}_{unit}" for phase in (*PHASES, HOST)]
-        if not len(steps):
+        if not times.size:
             return {f"{name}_{which}": 0.0 for name in names for which in QUANTILES}
-        times = self._microseconds[:, steps]
         values = np.percentile(np.vstack((times, times.sum(axis=0))), [*QUANTILES.values()], axis=1)
         return {
             f"{name}_{which}": float(value)

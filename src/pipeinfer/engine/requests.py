@@ -48,10 +48,11 @@ class RequestTable:
             min_p=self._min_p[slots],
             seeds=self._seeds[slots],
             positions=positions,
-            suppress=self._suppressed(slots, positions),
+            suppress=self.suppressed(slots, positions),
         )
 
-    def _suppressed(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def suppressed(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """(row, id) pairs int64 [n, 2] that must not be sampled; arguments as sampling_rows's."""
         rows = np.flatnonzero(positions < self._free_from[slots])
         if len(rows) == 0:
             return _NOBODY

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeinfer.memory.applied import Growth
+
 LAST_TOKEN = -1  # in Step.tokens: take the id that the previous step left in last_token[slot]
 
 
@@ -39,6 +41,8 @@ class Step:
     position gives logits, and the sampled id goes to last_token[slots[r]].
     pages: int32 [R, P], this step's private copy of the page table: position p of row r lies in
     page pages[r, p // page_size] at offset p % page_size. Page 0 is a dummy that no request owns.
+    growth: how it differs from step `number - 1`, where that had the same rows and both only
+    decode; else None.
     """
 
     epoch: int
@@ -51,3 +55,4 @@ class Step:
     tokens: np.ndarray
     pages: np.ndarray
     sampling: SamplingRows
+    growth: Growth | None = None

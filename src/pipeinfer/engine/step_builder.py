@@ -9,38 +9,79 @@ from __future__ import annotations
 import numpy as np
 
 from pipeinfer.engine.requests import RequestTable
-from pipeinfer.engine.step import LAST_TOKEN, Step
-from pipeinfer.memory.applied import Applied, Rows
+from pipeinfer.engine.step import LAST_TOKEN, SamplingRows, Step
+from pipeinfer.memory.applied import Applied, Growth, Rows
 from pipeinfer.memory.manager import MemoryManager
 
 
-def build_step(
-    epoch: int, applied: Applied, memory: MemoryManager, requests: RequestTable
-) -> tuple[Step, np.ndarray]:
-    """The step of the plan that `memory` applied last, and where its sampled ids belong.
-
-    The second, int64 [S], has for each row that samples, in the step's order, its row in the plan.
-    Rows that compute nothing are left out; rows with one token come first.
+class StepBuilder:
+    """One plan after the other. Keeps the last step, of which most of the next one may be the
+    same: its arrays are shared then, and nobody writes to them.
     """
-    rows = applied.rows
-    order, decodes = _order(rows.counts)
-    slots, starts, counts = rows.slots[order], rows.starts[order], rows.counts[order]
-    samples = rows.samples[order]
-    last = np.flatnonzero(samples)
-    positions = (starts[last] + counts[last]).astype(np.int64)
-    step = Step(
-        epoch=epoch,
-        number=applied.number,
-        decodes=decodes,
-        slots=slots,
-        starts=starts,
-        counts=counts,
-        samples=samples,
-        tokens=_tokens(rows, order, memory),
-        pages=memory.table.gather(slots),
-        sampling=requests.sampling_rows(slots[last], positions),
-    )
-    return step, order[last]
+
+    def __init__(self, memory: MemoryManager, requests: RequestTable) -> None:
+        self._memory, self._requests = memory, requests
+        self._last: tuple[Step, np.ndarray] | None = None
+
+    def build(self, epoch: int, applied: Applied) -> tuple[Step, np.ndarray]:
+        """The step of the plan that the memory applied last, and where its sampled ids belong.
+
+        The second, int64 [S], has for each row that samples, in the step's order, its row in the
+        plan. Rows that compute nothing are left out; rows with one token come first.
+        """
+        growth, last = applied.rows.growth, self._last
+        before = (-1, -1) if last is None else (last[0].epoch, last[0].number)
+        if growth is None or last is None or before != (epoch, applied.number - 1):
+            self._last = self._whole(epoch, applied)
+        else:
+            self._last = self._next(last[0], applied, growth), last[1]
+        return self._last
+
+    def _whole(self, epoch: int, applied: Applied) -> tuple[Step, np.ndarray]:
+        rows = applied.rows
+        order, decodes = _order(rows.counts)
+        slots, starts, counts = rows.slots[order], rows.starts[order], rows.counts[order]
+        samples = rows.samples[order]
+        last = np.flatnonzero(samples)
+        positions = (starts[last] + counts[last]).astype(np.int64)
+        step = Step(
+            epoch=epoch,
+            number=applied.number,
+            decodes=decodes,
+            slots=slots,
+            starts=starts,
+            counts=counts,
+            samples=samples,
+            tokens=_tokens(rows, order, self._memory),
+            pages=self._memory.table.gather(slots),
+            sampling=self._requests.sampling_rows(slots[last], positions),
+        )
+        return step, order[last]
+
+    def _next(self, last: Step, applied: Applied, growth: Growth) -> Step:
+        """`last`, one token further."""
+        starts, sampling = applied.rows.starts, last.sampling
+        positions = sampling.positions + 1
+        suppress = sampling.suppress
+        if len(suppress):  # else all are past where anything was
+            suppress = self._requests.suppressed(last.slots, positions)
+        return Step(
+            last.epoch, applied.number, last.decodes, last.slots, starts, last.counts,
+            last.samples, last.tokens, self._pages(last, starts, growth),
+            SamplingRows(
+                sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
+                sampling.seeds, positions, suppress,
+            ),
+            growth,
+        )  # fmt: skip
+
+    def _pages(self, last: Step, starts: np.ndarray, growth: Growth) -> np.ndarray:
+        columns = starts[growth.rows] // self._memory.page_size
+        if len(columns) and int(columns.max()) >= last.pages.shape[1]:
+            return self._memory.table.gather(last.slots)
+        pages = last.pages.copy()  # steps in flight read theirs
+        pages[growth.rows, columns] = growth.pages
+        return pages
 
 
 def _order(counts: np.ndarray) -> tuple[np.ndarray, int]:

@@ -177,9 +177,11 @@ class GatewayCore:
 
     def _accepted(self, accepted: Accepted, now: float) -> list[Send]:
         record = self._records.get(accepted.request_id)
-        if record is None or record.attempt != accepted.attempt or record.accepted:
+        if record is None or record.attempt != accepted.attempt:
             return []
-        record.accepted, record.group = True, accepted.group
+        again, record.accepted, record.group = record.accepted, True, accepted.group
+        if again:
+            return []  # another group took it over
         out = []
         if record.prompt_tokens < 0:
             record.prompt_tokens = len(accepted.prompt_ids) // 4

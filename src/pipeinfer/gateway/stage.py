@@ -19,7 +19,7 @@ from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
 from pipeinfer.models.source import resolve_model
 from pipeinfer.runtime import listening
-from pipeinfer.runtime.stage import Stage, StageContext
+from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.runtime.topology import Topology
 from pipeinfer.settings import ConfigurationError, Settings
 
@@ -54,7 +54,7 @@ def build(context: StageContext) -> Stage:
         core,
         driver,
         TICK,
-        tuple((stage, "telemetry") for stage in others),
+        (*((stage, "telemetry") for stage in others), *deaths(context.topology)),
         before_leave=lambda: driver.leave(settings.drain_timeout),
     )
 

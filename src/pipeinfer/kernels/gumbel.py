@@ -19,6 +19,7 @@ from pipeinfer.kernels import noise
 from pipeinfer.kernels.lanes import (
     best_of_lanes,
     load_lanes,
+    load_part,
     pack,
     peak_of_lanes,
     score_of,
@@ -57,19 +58,24 @@ def _kind(row, temperature, top_k, top_p, min_p, vocab, TRUNCATE: tl.constexpr):
 
 
 @triton.jit
-def _scan(
+def scan(
     logits, temperature, top_k, top_p, min_p, seeds, positions, peaks, sums, bests,
-    stride, vocab, blocks, BLOCK: tl.constexpr, TRUNCATE: tl.constexpr,
+    stride, vocab, blocks, skipped, start, BLOCK: tl.constexpr, TRUNCATE: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block). Leaves the block's largest logit, its peak, and in `bests`
 
     the best score x = (logit - peak) / temperature + noise with its id, without noise where
-    greedy; of a truncated row, in `sums`, the sum of exp(x) without noise.
+    greedy; of a truncated row, in `sums`, the sum of exp(x) without noise. PART: see load_part.
     """
     row = tl.program_id(0)
     first = tl.program_id(1) * BLOCK
     kind = _kind(row, temperature, top_k, top_p, min_p, vocab, TRUNCATE)
-    l0, l1, l2, l3, counters = load_lanes(logits + row.to(tl.int64) * stride, first, vocab, BLOCK)
+    whole = logits + row.to(tl.int64) * stride
+    if PART:
+        l0, l1, l2, l3, counters = load_part(whole, first, skipped, start, vocab, BLOCK)
+    else:
+        l0, l1, l2, l3, counters = load_lanes(whole, first, vocab, BLOCK)
     none = tl.zeros_like(l0)
     g0, g1, g2, g3 = none, none, none, none
     if kind == 1:  # in front of the peak: made while the logits are on their way
@@ -133,9 +139,9 @@ def sample(
     peaks, sums = logits.new_empty(2, rows, blocks, dtype=torch.float32)
     bests = logits.new_empty(rows, blocks, dtype=torch.int64)
     knobs = (temperature, top_k, top_p, min_p)
-    _scan[(rows, blocks)](
+    scan[(rows, blocks)](
         logits, *knobs, seeds, positions, peaks, sums, bests, logits.stride(0), vocab, blocks,
-        BLOCK=BLOCK, TRUNCATE=truncate, num_warps=WARPS,
+        0, 0, BLOCK=BLOCK, TRUNCATE=truncate, PART=False, num_warps=WARPS,
     )  # fmt: skip
     options = {"BLOCKS": triton.next_power_of_2(blocks), "KEEP": last_token is not None}
     target = (ids, last_token, slots)

@@ -30,6 +30,21 @@ def load_lanes(row, first, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def load_part(row, first, skipped, start, count, BLOCK: tl.constexpr):
+    """As load_lanes of a row that has ids start + skipped .. start + skipped + count - 1 only;
+
+    `start` is a multiple of 4, `skipped` less than 4, and `first` counts from `start`.
+    """
+    index = first - skipped + tl.max_contiguous(tl.arange(0, BLOCK), 4)
+    there = (index >= 0) & (index < count)
+    flat = tl.load(row + index, mask=there, other=float("-inf")).to(tl.float32)
+    even, odd = tl.split(tl.reshape(flat, (BLOCK // 4, 2, 2)))
+    l0, l2 = tl.split(even)
+    l1, l3 = tl.split(odd)
+    return l0, l1, l2, l3, (start + first) // 4 + tl.arange(0, BLOCK // 4)
+
+
+@triton.jit
 def sortable(values):
     """int32 that sorts as the float32 `values` do; both zeros are one."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)

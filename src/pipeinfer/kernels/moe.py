@@ -118,14 +118,22 @@ def _down(
 
 
 @triton.jit
-def _combine(parts, out, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums the parts of one token."""
+def _combine(
+    parts, chosen, out, first, held, TOP_K: tl.constexpr, HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
+    """Sums the parts of one token; SOME: those of experts first .. first + held - 1 only."""
     token = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(TOP_K):
-        at = parts + (token * TOP_K + choice) * HIDDEN + lane
-        total += tl.load(at, mask=lane < HIDDEN, other=0.0).to(tl.float32)
+        pair = token * TOP_K + choice
+        width = HIDDEN
+        if SOME:  # nobody has written the others
+            expert = tl.load(chosen + pair)
+            width = tl.where((expert >= first) & (expert < first + held), HIDDEN, 0)
+        at = parts + pair * HIDDEN + lane
+        total += tl.load(at, mask=lane < width, other=0.0).to(tl.float32)
     tl.store(out + token * HIDDEN + lane, total, mask=lane < HIDDEN)
 
 
@@ -136,18 +144,23 @@ def experts_mlp(
     weights: torch.Tensor,
     chosen: torch.Tensor,
     shape: Tiles | None = None,
+    first: int = 0,
+    of: int = 0,
 ) -> torch.Tensor:
     """[T, hidden]: the weighted sum of each token's experts.
 
     x [T, hidden], rows may be strided; gate_up [experts, 2 n, hidden], gate first; down [experts,
-    hidden, n]; both contiguous. weights, any float dtype, and chosen int, [T, top_k].
+    hidden, n]; both contiguous. weights, any float dtype, and chosen int, [T, top_k]. The weights
+    given are those of experts `first` and following, out of `of` (0: these are all); the choices
+    of others count nothing.
     """
     (tokens, hidden), (num_experts, _, inter) = x.shape, down.shape
     top_k, size = chosen.shape[1], chosen.numel()
     if tokens == 0:
         return torch.empty_like(x)
-    tile = shape or tiles(size, num_experts)
-    plan = align(chosen, num_experts, tile.rows)
+    tile = shape or tiles(size, of or num_experts)
+    chosen = chosen.contiguous()
+    plan = align(chosen, num_experts, tile.rows, first)
     middle = x.new_empty(size, inter)
     parts = x.new_empty(size, hidden)
     shared, options = _launch(plan, tile)
@@ -160,11 +173,18 @@ def experts_mlp(
         middle, down, weights.contiguous(), parts, *shared, size, blocks, HIDDEN=hidden,
         INTER=inter, **options,
     )  # fmt: skip
-    out = x.new_empty(tokens, hidden)
+    return _sums(parts, chosen, first if num_experts < of else None, num_experts)
+
+
+def _sums(parts: torch.Tensor, chosen: torch.Tensor, first: int | None, held: int) -> torch.Tensor:
+    """[T, hidden] of parts [T * top_k, hidden]; with `first`, of the experts that are held only."""
+    (tokens, top_k), hidden = chosen.shape, parts.shape[1]
+    out = parts.new_empty(tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine[(tokens, triton.cdiv(hidden, block))](
-        parts, out, TOP_K=top_k, HIDDEN=hidden, BLOCK=block, num_warps=4
-    )
+        parts, chosen, out, first or 0, held, TOP_K=top_k, HIDDEN=hidden, BLOCK=block,
+        SOME=first is not None, num_warps=4,
+    )  # fmt: skip
     return out
 
 

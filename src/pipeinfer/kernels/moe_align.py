@@ -35,22 +35,23 @@ class Alignment:
 
 
 @triton.jit
-def _count(chosen, counts, size, CHUNK: tl.constexpr):
-    """Program e counts the pairs of expert e."""
+def _count(chosen, counts, size, first, CHUNK: tl.constexpr):
+    """Program e counts the pairs of expert first + e."""
     expert = tl.program_id(0)
+    name = first + expert
     found = tl.zeros((CHUNK,), tl.int32)
     for begin in range(0, size, CHUNK):
         index = begin + tl.arange(0, CHUNK)
-        found += (tl.load(chosen + index, mask=index < size, other=-1) == expert).to(tl.int32)
+        found += (tl.load(chosen + index, mask=index < size, other=-1) == name).to(tl.int32)
     tl.store(counts + expert, tl.sum(found, axis=0))
 
 
 @triton.jit
 def _place(
-    chosen, counts, pairs, experts, used, size, num_experts,
+    chosen, counts, pairs, experts, used, size, num_experts, name_of_0,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program e writes the blocks of expert e, behind those of the experts before it."""
+    """Program e writes the blocks of its expert, behind those of the experts before it."""
     expert = tl.program_id(0)
     index = tl.arange(0, EXPERTS)
     blocks = (tl.load(counts + index, mask=index < num_experts, other=0) + BLOCK - 1) // BLOCK
@@ -63,7 +64,7 @@ def _place(
     at = first * BLOCK
     for begin in range(0, size, CHUNK):
         pair = begin + tl.arange(0, CHUNK)
-        found = tl.load(chosen + pair, mask=pair < size, other=-1) == expert
+        found = tl.load(chosen + pair, mask=pair < size, other=-1) == name_of_0 + expert
         rank = tl.cumsum(found.to(tl.int32), axis=0)
         tl.store(pairs + at + rank - 1, pair, mask=found)
         at += tl.sum(found.to(tl.int32), axis=0)
@@ -71,8 +72,11 @@ def _place(
     tl.store(pairs + rest, rest * 0 + size, mask=rest < (first + mine) * BLOCK)
 
 
-def align(chosen: torch.Tensor, num_experts: int, block: int) -> Alignment:
-    """Groups the pairs of `chosen`, int [T, top_k] in 0 .. num_experts - 1. No synchronisation."""
+def align(chosen: torch.Tensor, num_experts: int, block: int, first: int = 0) -> Alignment:
+    """Groups the pairs of `chosen`, int [T, top_k]. No synchronisation.
+
+    Expert e of the result is `first` + e of `chosen`; pairs of others are left out.
+    """
     size = chosen.numel()
     chosen = chosen.contiguous()
     blocks = min(size, num_experts + size // block)
@@ -85,17 +89,19 @@ def align(chosen: torch.Tensor, num_experts: int, block: int) -> Alignment:
     )
     chunk = min(CHUNK, max(triton.next_power_of_2(size), 16))
     warps = 16 if chunk > 4096 else 8
-    _count[(num_experts,)](chosen, counts, size, CHUNK=chunk, num_warps=warps)
+    _count[(num_experts,)](chosen, counts, size, first, CHUNK=chunk, num_warps=warps)
     _place[(num_experts,)](
-        chosen, counts, result.pairs, result.experts, result.used, size, num_experts,
+        chosen, counts, result.pairs, result.experts, result.used, size, num_experts, first,
         EXPERTS=triton.next_power_of_2(num_experts), BLOCK=block, CHUNK=chunk, num_warps=warps,
     )  # fmt: skip
     return result
 
 
-def align_reference(chosen: torch.Tensor, num_experts: int, block: int) -> Alignment:
+def align_reference(
+    chosen: torch.Tensor, num_experts: int, block: int, first: int = 0
+) -> Alignment:
     """The same, expert by expert on the host; no longer than what is used."""
-    flat = chosen.flatten().cpu()
+    flat = chosen.flatten().cpu() - first
     pairs, experts = [], []
     for expert in range(num_experts):
         mine = torch.nonzero(flat == expert).flatten()

@@ -13,6 +13,7 @@ import torch
 
 from pipeinfer.layers.linear import RowLinear, merged_qkv
 from pipeinfer.layers.norm import HeadNorm
+from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rotation, TableRotation, rotate
 
@@ -72,7 +73,7 @@ class SelfAttention:
         x: torch.Tensor,
         rotation: Rotation | TableRotation,
         attend: Attend | MergedAttend,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | Pending:
         """`attend` is a MergedAttend, and `rotation` a table's, exactly on a GPU."""
         qkv = self.qkv(x)
         if self._merged:

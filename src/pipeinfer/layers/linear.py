@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeinfer.layers.matrix import Matrix
+from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source
 
 
@@ -60,21 +61,29 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """A matrix split by its input: [T, in / ranks] to the sum over ranks [T, out]."""
+    """A matrix split by its input: [T, in / ranks] to the sum over ranks [T, out].
+
+    The sum may still be to be made, by the norm that follows.
+    """
 
     def __init__(
         self, name: str, in_features: int, out_features: int, bias: bool, placement: Placement
     ) -> None:
         self._name = name
         self._placement = placement
-        self._in_features = in_features
+        self._in_features, self._out_features = in_features, out_features
         self._start, self._stop = placement.shard.span(in_features)
         self._bias = placement.empty(out_features) if bias else None
         weight = placement.empty(out_features, self._stop - self._start)
         # Over several ranks the bias counts once: it is added to the sum, not to each part.
         self.matrix = Matrix(weight, self._bias if placement.alone else None)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | Pending:
+        fusion = self._placement.fusion
+        buffer = None if fusion is None else fusion.buffer(x.shape[0], self._out_features)
+        if fusion is not None and buffer is not None:
+            bias = None if self._placement.shard.rank else self._bias
+            return Pending(self.matrix.into(buffer, x, bias), fusion)
         total = self._placement.reduce(self.matrix(x))
         return total if self._bias is None or self._placement.alone else total.add_(self._bias)
 

@@ -34,6 +34,17 @@ class Matrix:
             return self._product(x.expand(2, -1))[:1]
         return self._product(x)
 
+    def into(
+        self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`out` [T, out], which becomes the product, plus `bias` in place of the matrix's own."""
+        if self._packed is not None:
+            out.copy_(torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], ""))
+            return out
+        if bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(bias, x, self.weight.t(), out=out)
+
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from pipeinfer.layers.fused import fused_ops
 from pipeinfer.layers.linear import RowLinear, merged_gate_up
+from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source
 
 
@@ -32,7 +33,7 @@ class GatedMLP:
         fused = fused_ops(placement.device, placement.dtype, placement.compiled)
         self._activate = silu_and_multiply if fused is None else fused.silu_and_multiply
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | Pending:
         return self.down(self._activate(self.gate_up(x)))
 
     def pack(self) -> None:

@@ -1,7 +1,8 @@
 """Mixture of experts: a router picks a few gated feed-forward blocks for each token.
 
-Every expert is split over all ranks, like a dense block. Knows no model. The work is ordered by
-expert, so each expert that got tokens is two matrix products. Source: arxiv.org/abs/2101.03961.
+Over several ranks either every expert is split, like a dense block, or each rank has some experts
+whole; the sum over ranks is the same. Knows no model. The work is ordered by expert, so each expert
+that got tokens is two matrix products. Source: arxiv.org/abs/2101.03961.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 
 from pipeinfer.layers.matrix import Matrix
 from pipeinfer.layers.mlp import silu_and_multiply
+from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source, whole
 
 Grouped = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -31,32 +33,41 @@ class SparseMLP:
     ) -> None:
         self._placement = placement
         self._intermediate = intermediate_size
-        self._start, self._stop = placement.shard.span(intermediate_size)
+        shard = placement.shard
+        self.first, stop = shard.expert_span(num_experts)  # this rank's experts
+        self._start, self._stop = 0, intermediate_size  # and what of each
+        if not shard.whole_experts:
+            self._start, self._stop = shard.span(intermediate_size)
         self._top_k = top_k
         self._normalize = normalize
-        share = self._stop - self._start
+        held, share = stop - self.first, self._stop - self._start
         self.num_experts = num_experts
         self.router = Matrix(placement.empty(num_experts, hidden_size))
-        stacked = placement.empty(num_experts, 2 * share, hidden_size)
+        stacked = placement.empty(held, 2 * share, hidden_size)
         self.gate_up = [Matrix(weight) for weight in stacked]
-        rows = placement.empty(num_experts, hidden_size, share)
+        rows = placement.empty(held, hidden_size, share)
         self.down = [Matrix(weight) for weight in rows]
         # On a GPU all experts are one kernel over the stacked weights, which are never packed.
-        self._grouped = _grouped(stacked, rows) if placement.device.type == "cuda" else None
+        on_gpu = placement.device.type == "cuda"
+        self._grouped = _grouped(stacked, rows, self.first, num_experts) if on_gpu else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | Pending:
         weights, experts = self._route(x)
         if self._grouped is not None:
-            return self._placement.reduce(self._grouped(x, weights, experts))
-        pairs = experts.flatten()  # pair i is token i // top_k
+            return self._placement.later(self._grouped(x, weights, experts))
+        held = len(self.down)
+        pairs = experts.flatten() - self.first  # pair i is token i // top_k
+        if held < self.num_experts:
+            pairs[(pairs < 0) | (pairs >= held)] = held  # another rank's: behind all others
         order = pairs.argsort(stable=True)
-        counts = pairs.bincount(minlength=self.num_experts).tolist()
+        counts = pairs.bincount(minlength=held + 1).tolist()[:held]
+        order = order[: sum(counts)]
         outputs = self._experts(x[order // self._top_k], counts)
-        by_pair = torch.empty_like(outputs)
+        by_pair = outputs.new_zeros(len(pairs), x.shape[1])
         by_pair[order] = outputs
         # Summed per token in the router's order: not a matter of which other tokens there are.
         by_pair = by_pair.view(*weights.shape, -1).mul_(weights[..., None])
-        return self._placement.reduce(by_pair.sum(dim=1))
+        return self._placement.later(by_pair.sum(dim=1))
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights in x's dtype and experts int64, both [T, top_k]."""
@@ -82,14 +93,14 @@ class SparseMLP:
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of this module, with its dot. On disk each expert is by itself."""
-        shape = experts, hidden = tuple(self.router.weight.shape)
+        shape = _, hidden = tuple(self.router.weight.shape)
         yield Source(f"{prefix}gate.weight", shape, whole(shape), self.router.weight)
         held = slice(self._start, self._stop)
         share = self._stop - self._start
         column = (self._intermediate, hidden)
         row = (hidden, self._intermediate)
-        for expert in range(experts):
-            name = f"{prefix}experts.{expert}."
+        for expert in range(len(self.down)):
+            name = f"{prefix}experts.{self.first + expert}."
             gate, up = self.gate_up[expert].weight.split(share)
             yield Source(f"{name}gate_proj.weight", column, (held, slice(0, hidden)), gate)
             yield Source(f"{name}up_proj.weight", column, (held, slice(0, hidden)), up)
@@ -97,11 +108,14 @@ class SparseMLP:
             yield Source(f"{name}down_proj.weight", row, (slice(0, hidden), held), down)
 
 
-def _grouped(gate_up: torch.Tensor, down: torch.Tensor) -> Grouped:
-    """(x, weights, experts) to the weighted sum, without a look at the choice on the host."""
+def _grouped(gate_up: torch.Tensor, down: torch.Tensor, first: int, of: int) -> Grouped:
+    """(x, weights, experts) to the weighted sum, without a look at the choice on the host.
+
+    The weights are those of experts `first` and following; there are `of` on all ranks.
+    """
     from pipeinfer.kernels.moe import experts_mlp
 
     def run(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        return experts_mlp(x, gate_up, down, weights, experts)
+        return experts_mlp(x, gate_up, down, weights, experts, first=first, of=of)
 
     return run

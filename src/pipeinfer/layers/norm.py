@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from pipeinfer.layers.fused import fused_ops
+from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source, whole
 
 
@@ -36,8 +37,12 @@ class RMSNorm:
             return self._fused.rms_norm(x, self.weight, self._eps)
         return rms_normalize(x, self._eps).mul_(self.weight)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(
+        self, x: torch.Tensor | Pending, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of x + residual, x + residual); both arguments may be overwritten."""
+        if isinstance(x, Pending):
+            return x.add_norm(residual, self.weight, self._eps)
         if self._fused is not None:
             return self._fused.add_rms_norm(x, residual, self.weight, self._eps)
         residual.add_(x)

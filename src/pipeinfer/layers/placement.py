@@ -11,13 +11,19 @@ from typing import Protocol
 
 import torch
 
+from pipeinfer.layers.pending import Fusion, Pending
+
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank` of `size` tensor-parallel ranks."""
+    """Rank `rank` of `size` tensor-parallel ranks.
+
+    whole_experts: of a mixture each rank has some experts, instead of a share of every one.
+    """
 
     rank: int = 0
     size: int = 1
+    whole_experts: bool = False
 
     def span(self, total: int) -> tuple[int, int]:
         """This rank's [start, stop) of `total` things, which must divide evenly."""
@@ -25,6 +31,12 @@ class Shard:
             raise ValueError(f"{total} does not divide by {self.size} ranks")
         share = total // self.size
         return self.rank * share, (self.rank + 1) * share
+
+    def expert_span(self, num_experts: int) -> tuple[int, int]:
+        """This rank's experts, [start, stop): as many as another's, or one more or less."""
+        if not self.whole_experts:
+            return 0, num_experts
+        return self.rank * num_experts // self.size, (self.rank + 1) * num_experts // self.size
 
     def kv_span(self, num_kv_heads: int) -> tuple[int, int]:
         """This rank's KV heads; where there are fewer heads than ranks they are replicated."""
@@ -53,6 +65,7 @@ class Placement:
     """What every layer is built with. Without `group` only one rank alone can run.
 
     compiled: element-wise operations by torch.compile, where no kernel fuses them.
+    fusion: makes the sums that go into the residual stream, if it takes them.
     """
 
     shard: Shard
@@ -60,6 +73,7 @@ class Placement:
     device: torch.device
     group: Group | None = None
     compiled: bool = False
+    fusion: Fusion | None = None
 
     def empty(self, *shape: int) -> torch.Tensor:
         """A parameter, not yet filled."""
@@ -73,6 +87,13 @@ class Placement:
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum of `partial` over the ranks."""
         return partial if self.alone else self._group().all_reduce(partial)
+
+    def later(self, partial: torch.Tensor) -> torch.Tensor | Pending:
+        """Sum of `partial` [T, size] over the ranks, to be made by the norm if that can."""
+        buffer = None if self.fusion is None else self.fusion.buffer(*partial.shape)
+        if self.fusion is None or buffer is None:
+            return self.reduce(partial)
+        return Pending(buffer.copy_(partial), self.fusion)
 
     def gather(self, partial: torch.Tensor) -> torch.Tensor:
         """`partial` of all ranks side by side in the last dimension."""

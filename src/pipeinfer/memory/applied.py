@@ -11,12 +11,25 @@ import numpy as np
 
 
 @dataclass(frozen=True)
+class Growth:
+    """What sets a plan's rows apart from those of the plan before, where they are the same rows in
+    the same order and both plans decode one token of each: everything is one position further.
+
+    rows: int64 [G], those that begin a page; pages: int32 [G], which one.
+    """
+
+    rows: np.ndarray
+    pages: np.ndarray
+
+
+@dataclass(frozen=True)
 class Rows:
     """The plan's rows in the plan's order, [R] each.
 
     slots, starts, counts: int32; row r computes positions starts[r] .. starts[r]+counts[r]-1.
     samples: bool, such a row ends with a sampled token. known: bool, its tokens are admitted ids
     (else the one that lies on the device). deferred: bool, no pages for it, nothing was touched.
+    growth: None where the rows are not those of the plan before.
     """
 
     slots: np.ndarray
@@ -25,6 +38,7 @@ class Rows:
     samples: np.ndarray
     known: np.ndarray
     deferred: np.ndarray
+    growth: Growth | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pipeinfer.memory.slots import Slots
 
 def check_balance(allocator: PageAllocator, cache: PrefixCache, table: PageTable) -> None:
     """free + cached + held by requests = all pages, by the counters: cheap enough for each plan."""
-    held = table.owned_in_total()
+    held = table.owned
     found = allocator.free + cache.evictable + cache.locked + held
     if found != allocator.total:
         raise IntegrityError(
@@ -56,6 +56,9 @@ def _check_slots(table: PageTable, slots: Slots, page_size: int) -> None:
             f"slot {slot}: {slots.computed[slot]} tokens computed, {table.held[slot]} pages held, "
             f"{table.shared[slot]} of them shared, page size {page_size}"
         )
+    owned = int((table.held - table.shared).sum(dtype=np.int64))
+    if owned != table.owned:
+        raise IntegrityError(f"requests own {owned} pages, {table.owned} were counted")
     idle = ~slots.active & ((slots.known > 0) | (slots.computed > 0) | (table.held > 0))
     if idle.any():
         raise IntegrityError(f"empty slots {np.flatnonzero(idle).tolist()} have tokens or pages")

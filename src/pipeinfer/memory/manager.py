@@ -11,6 +11,7 @@ import numpy as np
 
 from pipeinfer.memory.allocator import PageAllocator
 from pipeinfer.memory.applied import Applied, Rows
+from pipeinfer.memory.decode_run import DecodeRun
 from pipeinfer.memory.digest import RunningDigest
 from pipeinfer.memory.errors import ProtocolError
 from pipeinfer.memory.integrity import check_balance, check_everything
@@ -49,6 +50,7 @@ class MemoryManager:
         self.table.reset()
         self.slots = Slots(self.slots.count)
         self._prompts_done = _NONE
+        self._run: DecodeRun | None = None  # of the plan before, if it was nothing but decodes
         self.evicted_pages = 0  # since the cache was empty
         self._digest = RunningDigest()
 
@@ -73,22 +75,23 @@ class MemoryManager:
 
         Raises ProtocolError if the plan contradicts the state, which is then of no use any more.
         """
-        slots, counts = self._rows_of(plan)
-        for release in plan.releases:
-            self._release(release, plan.number)
-        self._insert_prompts(plan.number)
-        cached = np.array([self._admit(admit, plan.number) for admit in plan.admits], np.int32)
-        rows = self._advance(slots, counts)
+        admitted = cached = _NONE
+        rows = self._go_on(plan)
+        if rows is None:
+            slots, counts = self._rows_of(plan)
+            for release in plan.releases:
+                self._release(release, plan.number)
+            self._insert_prompts(plan.number)
+            cached = np.array([self._admit(admit, plan.number) for admit in plan.admits], np.int32)
+            admitted = np.array([admit.slot for admit in plan.admits], np.int32)
+            rows = self._advance(slots, counts)
+            self._run = None
+            if DecodeRun.begins(plan, rows):
+                self._run = DecodeRun(plan, rows, self.slots, self.table, self.page_size)
         check_balance(self.allocator, self.cache, self.table)
         self._note(cached, rows.starts, rows.counts, rows.deferred)
         return Applied(
-            number=plan.number,
-            rows=rows,
-            admitted=np.array([admit.slot for admit in plan.admits], np.int32),
-            cached=cached,
-            free=self.free,
-            evictable=self.evictable,
-            digest=self._digest.close(),
+            plan.number, rows, admitted, cached, self.free, self.evictable, self._digest.close()
         )
 
     def check_integrity(self) -> None:
@@ -197,6 +200,22 @@ class MemoryManager:
         samples = (takes > 0) & (ends >= known)
         self._prompts_done = slots[samples & (left > 0)]
         return Rows(slots, starts, takes, samples, left > 0, deferred)
+
+    def _go_on(self, plan: Plan) -> Rows | None:
+        """The rows of the plan before, one token further, if that is all that `plan` wants and
+        there are pages for it; else None, and nothing is touched."""
+        run = self._run
+        if run is None or not run.goes_on(plan):
+            return None
+        growing, pages = run.growing(), _NONE
+        if len(growing):
+            if len(growing) > self.free + self.evictable:
+                return None
+            pages = self._take(len(growing))
+            self.table.extend(run.slots[growing], pages)
+        rows = run.advance(growing, pages)
+        self.slots.computed[run.slots] = run.starts
+        return rows
 
     def _pages_for(self, tokens: np.ndarray) -> np.ndarray:
         return (tokens + (self.page_size - 1)) // self.page_size

@@ -14,13 +14,14 @@ class PageTable:
         | the prefix cache's, locked | the request's own | 0 (the dummy page) ... |
         0                            shared              held
 
-    shared, held: int32 [max_slots].
+    shared, held: int32 [max_slots]. owned: pages that requests own, the sum of held - shared.
     """
 
     def __init__(self, max_slots: int, max_pages_per_sequence: int) -> None:
         self._rows = np.zeros((max_slots, max_pages_per_sequence), dtype=np.int32)
         self.held = np.zeros(max_slots, dtype=np.int32)
         self.shared = np.zeros(max_slots, dtype=np.int32)
+        self.owned = 0
 
     def reset(self) -> None:
         """Empties every row."""
@@ -28,24 +29,34 @@ class PageTable:
             self._rows[slot, : self.held[slot]] = 0
         self.held[:] = 0
         self.shared[:] = 0
+        self.owned = 0
 
     def share(self, slot: int, pages: np.ndarray) -> None:
         """Makes `pages`, which the prefix cache owns, the beginning of the row."""
         count = len(pages)
         self._rows[slot, :count] = pages
+        held, shared = int(self.held[slot]), int(self.shared[slot])
         self.shared[slot] = count
-        self.held[slot] = max(count, int(self.held[slot]))
+        self.held[slot] = max(count, held)
+        self.owned += max(count, held) - count - (held - shared)
 
     def append(self, slots: np.ndarray, needs: np.ndarray, pages: np.ndarray) -> None:
         """Gives each of the distinct `slots` [n] the next `needs` [n] pages out of `pages`."""
         if len(pages) == np.count_nonzero(needs):  # decodes: one page each
-            growing = slots[needs > 0]
-            self._rows[growing, self.held[growing]] = pages
-        else:
-            row = np.repeat(slots, needs)
-            offset = np.arange(len(pages)) - np.repeat(np.cumsum(needs) - needs, needs)
-            self._rows[row, self.held[row] + offset] = pages
+            self.extend(slots[needs > 0], pages)
+            return
+        row = np.repeat(slots, needs)
+        offset = np.arange(len(pages)) - np.repeat(np.cumsum(needs) - needs, needs)
+        self._rows[row, self.held[row] + offset] = pages
         self.held[slots] += needs
+        self.owned += len(pages)
+
+    def extend(self, slots: np.ndarray, pages: np.ndarray) -> None:
+        """Gives each of the distinct `slots` [n] the next of its pages, out of `pages` [n]."""
+        held = self.held[slots]
+        self._rows[slots, held] = pages
+        self.held[slots] = held + np.int32(1)
+        self.owned += len(pages)
 
     def row(self, slot: int) -> np.ndarray:
         """A copy of the slot's pages, int32 [held]."""
@@ -58,6 +69,7 @@ class PageTable:
     def clear(self, slot: int) -> None:
         """Empties the row."""
         self._rows[slot, : self.held[slot]] = 0
+        self.owned -= int(self.held[slot]) - int(self.shared[slot])
         self.held[slot] = 0
         self.shared[slot] = 0
 
@@ -65,7 +77,3 @@ class PageTable:
         """A copy of the rows of `slots`, int32 [n, P]; P is the longest row's number of pages."""
         width = int(self.held[slots].max()) if len(slots) else 0
         return self._rows[slots, :width]
-
-    def owned_in_total(self) -> int:
-        """Pages that requests own."""
-        return int(self.held.sum(dtype=np.int64) - self.shared.sum(dtype=np.int64))

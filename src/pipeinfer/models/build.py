@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from pipeinfer.layers.fused import fused_ops
+from pipeinfer.layers.pending import Fusion
 from pipeinfer.layers.placement import Group, Placement, Shard
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.models.config import ModelConfig
@@ -24,15 +25,16 @@ def build_model(
     device: torch.device | str = "cpu",
     group: Group | None = None,
     compiled: bool = False,
+    fusion: Fusion | None = None,
 ) -> CausalLM:
     """The model's part of rank `shard`, allocated and not filled.
 
     `group` adds up over ranks; without it a part of several ranks can be loaded, not run.
-    `compiled`: see layers/compiled.py. Raises ConfigurationError if heads or MLP do not divide by
-    the ranks, or if what is to be compiled cannot be.
+    `compiled`: see layers/compiled.py; `fusion`: layers/pending.py. Raises ConfigurationError if
+    heads or MLP do not divide by the ranks, or if what is to be compiled cannot be.
     """
-    check_shard(config, shard.size)
-    placement = Placement(shard, dtype, torch.device(device), group, compiled)
+    check_shard(config, shard.size, shard.whole_experts)
+    placement = Placement(shard, dtype, torch.device(device), group, compiled, fusion)
     if compiled:
         _compile(config.hidden_size, config.intermediate_size // shard.size, placement)
     return find_builder(config.architecture)(config, placement)
@@ -51,13 +53,15 @@ def _compile(hidden: int, intermediate: int, placement: Placement) -> None:
         raise ConfigurationError(f"--compile: torch.compile failed: {reason}") from error
 
 
-def check_shard(config: ModelConfig, ranks: int) -> None:
+def check_shard(config: ModelConfig, ranks: int, whole_experts: bool = False) -> None:
     """Raises ConfigurationError if the model cannot be split over that many ranks."""
     divided = {
         "num_attention_heads": config.num_heads,
         "intermediate_size": config.intermediate_size,
-        "moe_intermediate_size": config.moe_intermediate_size,
+        "moe_intermediate_size": 0 if whole_experts else config.moe_intermediate_size,
     }
+    if whole_experts:
+        _check_experts(config, ranks)
     for name, value in divided.items():
         if value % ranks:
             raise ConfigurationError(f"{name} {value} does not divide by {ranks} ranks (--tp)")
@@ -65,4 +69,16 @@ def check_shard(config: ModelConfig, ranks: int) -> None:
     if kv_heads % ranks and ranks % kv_heads:
         raise ConfigurationError(
             f"num_key_value_heads {kv_heads} neither divides by {ranks} ranks (--tp) nor divides it"
+        )
+
+
+def _check_experts(config: ModelConfig, ranks: int) -> None:
+    if not config.num_experts:
+        raise ConfigurationError(
+            f"--enable-expert-parallel: {config.architecture} has no mixture of experts"
+        )
+    if config.num_experts < ranks:
+        raise ConfigurationError(
+            f"--enable-expert-parallel: num_experts {config.num_experts} is less than {ranks} "
+            "ranks (--tp)"
         )

@@ -16,6 +16,7 @@ from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.layers.attention import Attend, MergedAttend, SelfAttention
 from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
 from pipeinfer.layers.norm import RMSNorm
+from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rope, Rotation, TableRotation
 from pipeinfer.models.config import ModelConfig
@@ -24,7 +25,7 @@ from pipeinfer.models.config import ModelConfig
 class FeedForward(Protocol):
     """A dense or a sparse MLP: [T, hidden] to [T, hidden]."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | Pending: ...
 
     def pack(self) -> None: ...
 
@@ -42,11 +43,11 @@ class DecoderLayer:
 
     def __call__(
         self,
-        x: torch.Tensor | None,
+        x: torch.Tensor | Pending | None,
         residual: torch.Tensor,
         rotation: Rotation | TableRotation,
         attend: Attend | MergedAttend,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | Pending, torch.Tensor]:
         """(what is to be added to the residual, the residual [T, hidden], changed in place)."""
         if x is None:
             x = self.input_norm(residual)

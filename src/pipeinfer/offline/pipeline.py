@@ -20,7 +20,7 @@ from pipeinfer.runtime.entry import MISCONFIGURED
 from pipeinfer.runtime.inprocess import InProcess
 from pipeinfer.runtime.local import local_stages
 from pipeinfer.runtime.shell import Shell
-from pipeinfer.runtime.stage import Stage, StageContext
+from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import ConfigurationError, Settings
@@ -158,4 +158,5 @@ class Pipeline:
 
 
 def _telemetry_of_others(topology: Topology) -> tuple[tuple[str, str], ...]:
-    return tuple((stage, "telemetry") for stage in topology.without("gateway").ids())
+    others = topology.without("gateway").ids()
+    return (*((stage, "telemetry") for stage in others), *deaths(topology))

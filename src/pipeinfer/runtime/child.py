@@ -52,6 +52,7 @@ class Child:
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
     _started: int = 0  # Unix time in ns
     _pid: int = 0  # of the stage itself, where the command is a wrapper around it
+    _incarnation: int = 0  # of the latest that was heard
 
     async def start(
         self, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
@@ -78,13 +79,26 @@ class Child:
             return
         if beat.pid != self.process.pid and beat.incarnation < self._started:
             return
-        self._pid = beat.pid
+        self._pid, self._incarnation = beat.pid, beat.incarnation
         self.heard.set()
         self.reason = beat.reason if beat.state == "failed" else self.reason
         self.checked = self.checked or beat.state in CHECKED
         if beat.state == "ready":
             self.deaths = 0
             self.ready.set()
+
+    def last_word(self, reason: str) -> Heartbeat | None:
+        """What it cannot say itself: that its process ended; None if it was never heard.
+
+        Newer than all that is still under way of it, and older than its successor.
+        """
+        if not self._incarnation:
+            return None
+        who = self.identity
+        return Heartbeat(
+            who.id, who.name, who.group, who.rank, who.index, self.pid, self._incarnation + 1,
+            "starting", reason,
+        )  # fmt: skip
 
     @property
     def pid(self) -> int:

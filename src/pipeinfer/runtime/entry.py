@@ -117,7 +117,10 @@ async def _run(
     settings: Settings, topology: Topology, identity: Identity, options: argparse.Namespace
 ) -> int:
     def build(context: StageContext) -> Stage:
-        return builder(identity.name)(replace(context, listen_fds=tuple(options.listen_fd)))
+        stage = builder(identity.name)(replace(context, listen_fds=tuple(options.listen_fd)))
+        gc.collect()
+        gc.freeze()  # modules and weights stay: no collection looks at them again
+        return stage
 
     context = zmq.Context.instance()
     shell = Shell(settings, topology, identity, context, build)

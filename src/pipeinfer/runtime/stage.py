@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from pipeinfer.core import Core
 from pipeinfer.messages import Message, State
-from pipeinfer.runtime.topology import Identity, Topology
+from pipeinfer.runtime.topology import SUPERVISOR, Identity, Topology
 from pipeinfer.settings import ConfigurationError, Settings
 
 BUILDERS = {
@@ -26,7 +26,7 @@ BUILDERS = {
 TAKES = {
     "gateway": ("text", "telemetry", "recovery"),
     "tokenizer": ("telemetry", "requests", "recovery"),
-    "scheduler": ("work", "result", "stops", "recovery"),
+    "scheduler": ("work", "result", "stops", "recovery", "telemetry"),
     "engine": ("plan",),
     "detokenizer": ("tokens", "recovery"),
 }  # channels whose messages reach the core of each stage
@@ -81,6 +81,11 @@ class Stage:
     listens: tuple[tuple[str, str], ...] = ()
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     before_leave: Callable[[], Awaitable[None]] | None = None
+
+
+def deaths(topology: Topology) -> tuple[tuple[str, str], ...]:
+    """What to listen to for the ends of processes: who starts the stages, where somebody does."""
+    return ((SUPERVISOR, "telemetry"),) if topology.supervisor else ()
 
 
 def builder(name: str) -> Callable[[StageContext], Stage]:

@@ -178,6 +178,7 @@ class Supervisor:
             self._give_up(f"{name} died {child.deaths} times and was never ready between", FAILED)
             return
         log.warning("%s ended (%s), starting it again", name, cause(code))
+        self._tell(child, f"its process ended ({cause(code)})")
         if child.identity.name == "engine" and child.condemned is not process:
             for other in self._group(child.identity.group):
                 if other is not child:
@@ -185,6 +186,12 @@ class Supervisor:
         await self._restart(child)
 
     # --------------------------------------------------------------------------------- what is said
+
+    def _tell(self, child: Child, reason: str) -> None:
+        """Nobody has to wait until a dead stage's silence or its successor is noticed."""
+        word = child.last_word(reason)
+        if self._swaps is not None and word is not None:
+            self._swaps.publish(word)
 
     def _on_telemetry(self, _channel: str, header: Header, message: Message) -> None:
         if isinstance(message, GroupFault):

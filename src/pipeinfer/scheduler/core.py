@@ -7,7 +7,6 @@ what tokenizers and detokenizers tell it. Knows no pages (only counts of them), 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from pipeinfer.messages import (
     Done,
     Fault,
     GroupFault,
+    Heartbeat,
     Hello,
     Message,
     Ready,
@@ -33,8 +33,9 @@ from pipeinfer.messages import (
     TokenRow,
     Work,
 )
-from pipeinfer.recovery import RollCall, answer
+from pipeinfer.recovery import MOVED, RollCall, answer
 from pipeinfer.scheduler.agreement import Agreement, Disagreement
+from pipeinfer.scheduler.deadlines import Deadlines
 from pipeinfer.scheduler.epochs import Epochs, Torn
 from pipeinfer.scheduler.flights import OutOfOrder, Overdue
 from pipeinfer.scheduler.ledger import Ledger
@@ -60,12 +61,11 @@ class SchedulerCore:
         detokenizers: Sequence[str] = (),
     ) -> None:
         self.options, self.group = options, group
-        self._stage = f"scheduler-{group}"
-        self._planner = Planner(options)
+        self._stage, self._planner = f"scheduler-{group}", Planner(options)
         self._epochs, self._agreement = Epochs(options.tp, incarnation), Agreement(options.tp)
         self._live: dict[str, Request] = {}
         self._arrivals = 0
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines, self._tokenizers = Deadlines(), tuple(tokenizers)
         self._draining = self._left = False
         self._roll_call = RollCall(self._stage, incarnation, (*tokenizers, *detokenizers))
         self._ledger, self._outbox = Ledger(detokenizers), Outbox(group)
@@ -89,13 +89,14 @@ class SchedulerCore:
             Tick: self._on_tick,
             Drain: self._on_drain,
             Leave: self._on_leave,
+            Heartbeat: self._on_heartbeat,
         }
 
     def handle(self, event: Message, now: float) -> list[Send]:
         """One event; see core.Core."""
         handler = self._handlers.get(type(event))
         if handler is None:
-            return []  # e.g. telemetry
+            return []  # e.g. telemetry of others
         handler(event, now)
         if self._roll_call.complete and not self._left:
             self._pump(now)
@@ -150,20 +151,30 @@ class SchedulerCore:
             self._refuse(request, 400, str(error), error.param)
             return
         self._live[request.id] = request
-        self._planner.enqueue(request)
-        if request.deadline < float("inf"):
-            heapq.heappush(self._deadlines, (request.deadline, request.arrival, request))
+        self._deadlines.add(request)
         delivered = self._ledger.claim(request.id)
         if delivered is None:
             self._out.append(self._outbox.opened(request))
         else:
             self._resume(request, delivered)
             self._out += self._outbox.whole(*self._ledger.kept.get(request.id, (request, None)))
+        if not request.done:
+            self._planner.enqueue(request, -1 if delivered is None else delivered.crashes)
 
     def _on_abort(self, abort: Abort, _now: float) -> None:
         request = self._live.get(abort.request_id)
-        if request is None or request.work.attempt <= abort.attempt:
+        if abort.reason == MOVED:
+            self._hand_over(request, abort.attempt)
+        elif request is None or request.work.attempt <= abort.attempt:
             self._out += [Send("tokens", to, abort) for to in self._forget(abort.request_id)]
+
+    def _hand_over(self, request: Request | None, attempt: int) -> None:
+        """Another group is to go on with it, unless there are engines here: says what it needs."""
+        waits = self._roll_call.complete and not self._epochs.running
+        if request is not None and request.work.attempt == attempt and waits:
+            told = self._ledger.hand_over(request, self._planner.probation.crashes(request))
+            self._out += [Send("recovery", to, told) for to in self._tokenizers]
+            self._drop(request)
 
     def _on_done(self, done: Done, _now: float) -> None:
         told: dict[str, list[str]] = {}
@@ -239,10 +250,8 @@ class SchedulerCore:
 
     def _on_recover(self, asked: Recover, _now: float) -> None:
         known: list[Send] = []
-        for request, last in (
-            *((r, None) for r in self._live.values()),
-            *self._ledger.kept.values(),
-        ):
+        live = ((request, None) for request in self._live.values())
+        for request, last in (*live, *self._ledger.kept.values()):
             if home(request) == asked.stage:
                 known += self._outbox.whole(request, last)
         self._out += answer(self._stage, asked, known)
@@ -299,6 +308,13 @@ class SchedulerCore:
         else:
             self._end_epoch(reason, now)
 
+    def _on_heartbeat(self, beat: Heartbeat, now: float) -> None:
+        """The supervisor's word that a process ended; it starts all ranks of a group again."""
+        ours = beat.name == "engine" and beat.group == self.group
+        if ours and self._epochs.lost(beat.rank, beat.incarnation):
+            self._epochs.condemn(f"engine rank {beat.rank}: {beat.reason}", now)
+            self._lose_everything()
+
     def _end_epoch(self, reason: str, now: float) -> None:
         """Of several ranks one may be inside a collective for which the others never come."""
         if self.options.tp > 1:
@@ -341,21 +357,11 @@ class SchedulerCore:
                 self._end_epoch(str(error), now)
 
     def _accept(self, request: Request, tokens: list[int]) -> None:
-        """Confirmed output ids; what follows a stop token or the limit does not exist."""
-        offset, finish, stop_token = len(request.outputs), None, None
-        for token in tokens:
-            request.outputs.append(token)
-            if token in request.stops:
-                finish, stop_token = "stop", token
-                break
-            if request.length >= request.max_total:
-                finish = "length"
-                break
+        offset = len(request.outputs)
+        finish, stop_token = request.accept(tokens)
         self._planner.probation.cleared(request)
-        row = TokenRow(
-            request.id, offset, pack_few(request.outputs[offset:]), finish, stop_token, "",
-            max(request.cached, 0),
-        )  # fmt: skip
+        ids, cached = pack_few(request.outputs[offset:]), max(request.cached, 0)
+        row = TokenRow(request.id, offset, ids, finish, stop_token, "", cached)
         if finish is None:
             self._outbox.rows.setdefault(request.work.detokenizer, []).append(row)
         else:
@@ -368,10 +374,8 @@ class SchedulerCore:
         if self._roll_call.complete:
             self._out += [Send("tokens", to, abort) for to, abort in self._ledger.lost(now)]
         self._begin(now)
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            if not request.done:
-                self._fail(request, "abort", "the request's timeout is over")
+        for request in self._deadlines.over(now):
+            self._fail(request, "abort", "the request's timeout is over")
         try:
             self._planner.flights.check(now, self.options.watchdog)
             self._epochs.check(now, self.options.watchdog)

@@ -80,6 +80,11 @@ class Epochs:
             self._begun = False
         return ended
 
+    def lost(self, rank: int, incarnation: int) -> bool:
+        """A rank ended, a process older than `incarnation`; True if it had said hello."""
+        known = self._hellos.get(rank)
+        return known is not None and known.incarnation < incarnation
+
     def begin(self, now: float) -> Begin | None:
         """The Begin to publish now, or None: ranks are missing or disagree, or the epoch runs.
 

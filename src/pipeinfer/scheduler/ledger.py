@@ -1,15 +1,15 @@
 """What a scheduler remembers of requests that it does not run: ended ones, and ones not yet known.
 
 A request that finished is kept, whole, until its client has it; the ids of those that are over for
-good, because their work may be told once more; and what detokenizers delivered of requests whose
-work has not come. Knows no bus and no engine.
+good, because their work may be told once more; what detokenizers delivered of requests whose work
+has not come; and which ones another group took over. Knows no bus and no engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipeinfer.messages import Abort, Delivered
+from pipeinfer.messages import Abort, Delivered, pack
 from pipeinfer.scheduler.outbox import Last, home
 from pipeinfer.scheduler.request import Request
 
@@ -26,6 +26,7 @@ class Ledger:
         self.kept: dict[str, tuple[Request, Last]] = {}
         self._delivered: dict[str, tuple[Delivered, float]] = {}
         self._over: dict[str, None] = {}
+        self._moved: dict[str, str] = {}  # to another group; where its output goes
         self._aged: set[str] = set()  # ids that were kept at the last sweep
         self._sweep_at = 0.0
 
@@ -49,6 +50,12 @@ class Ledger:
             self._delivered[name] = delivered, now
         return None
 
+    def hand_over(self, request: Request, crashes: int) -> Delivered:
+        """What another group needs to go on with it. Its end will be told here as well."""
+        self._moved[request.id] = home(request)
+        ids, attempt = pack(request.outputs), request.work.attempt
+        return Delivered(request.id, attempt, ids, crashes=crashes)
+
     @property
     def orphans(self) -> int:
         """Requests of which something was delivered, but whose work nobody has told."""
@@ -56,6 +63,7 @@ class Ledger:
 
     def claim(self, request_id: str) -> Delivered | None:
         """What was delivered of a request whose work has come."""
+        self._moved.pop(request_id, None)
         delivered, _ = self._delivered.pop(request_id, (None, 0.0))
         return delivered
 
@@ -67,7 +75,10 @@ class Ledger:
         if self._delivered.pop(request_id, None) is not None:
             return self.detokenizers
         request, _ = self.kept.pop(request_id, (None, None))
-        return () if request is None else (home(request),)
+        moved = self._moved.pop(request_id, None)
+        if request is not None:
+            return (home(request),)
+        return () if moved is None else (moved,)
 
     def complete(self, now: float) -> None:
         """All neighbours have told what they know: from now on, what is missing may be lost."""

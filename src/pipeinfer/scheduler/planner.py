@@ -61,9 +61,12 @@ class Planner:
                 self._queue.push(request)
         return self.probation.accuse(suspects)
 
-    def enqueue(self, request: Request) -> None:
-        """It waits for a slot from now on."""
-        self._queue.push(request)
+    def enqueue(self, request: Request, crashes: int = -1) -> None:
+        """It waits for a slot from now on; apart, if it may have crashed an engine elsewhere."""
+        if crashes >= 0:
+            self.probation.suspect(request, crashes)
+        else:
+            self._queue.push(request)
 
     def drop(self, request: Request) -> None:
         """It runs no more, and was marked done; its slot is released with the next plan."""

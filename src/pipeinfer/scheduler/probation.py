@@ -35,6 +35,16 @@ class Probation:
         self._suspects.extend(r for r in requests if id(r) not in known)
         return guilty
 
+    def suspect(self, request: Request, crashes: int) -> None:
+        """Another group lost its engine to it, or to others; `crashes` with it alone."""
+        request.lone_crashes = crashes
+        self._suspects.append(request)
+
+    def crashes(self, request: Request) -> int:
+        """Of engines that ran `request` alone; -1 if it is no suspect."""
+        suspected = request is self.tried or any(request is one for one in self._suspects)
+        return request.lone_crashes if suspected else -1
+
     def next(self) -> Request | None:
         """The request to run alone now; None if nobody is suspected."""
         while self.tried is None or self.tried.done:

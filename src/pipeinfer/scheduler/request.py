@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeinfer.messages import Delivered, Work, unpack
+from pipeinfer.messages import Delivered, FinishReason, Work, unpack
 
+RESUMED = 1 << 40  # requests that ran elsewhere come before those that only waited, in their order
 UNKNOWN_OUTPUT = 256  # output tokens that a request without max_tokens is taken to need
 
 
@@ -117,6 +118,20 @@ class Request:
         """
         self.outputs = unpack(delivered.ids).tolist()
         self.cached = 0
+        self.arrival -= RESUMED
+
+    def accept(self, tokens: list[int]) -> tuple[FinishReason | None, int | None]:
+        """Appends confirmed output ids; what follows a stop token or the limit does not exist.
+
+        Returns with what that ends it, if it does, and the stop token if it is one.
+        """
+        for token in tokens:
+            self.outputs.append(token)
+            if token in self.stops:
+                return "stop", token
+            if self.length >= self.max_total:
+                return "length", None
+        return None, None
 
     def leave(self) -> None:
         """It has no slot any more; rows in flight still report."""

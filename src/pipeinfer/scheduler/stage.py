@@ -5,7 +5,7 @@ Knows names of settings; whether they make sense together is the core's business
 
 from __future__ import annotations
 
-from pipeinfer.runtime.stage import Stage, StageContext
+from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 
 
@@ -28,4 +28,4 @@ def build(context: StageContext) -> Stage:
         context.topology.ids("tokenizer"),
         context.topology.ids("detokenizer"),
     )
-    return Stage(core, tick=0.1)
+    return Stage(core, tick=0.1, listens=deaths(context.topology))

@@ -14,6 +14,7 @@ from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.messages import (
     Abort,
     Accepted,
+    Delivered,
     Done,
     GroupFault,
     Heartbeat,
@@ -24,8 +25,9 @@ from pipeinfer.messages import (
     State,
     Submit,
     Work,
+    unpack,
 )
-from pipeinfer.recovery import RollCall, answer, number
+from pipeinfer.recovery import MOVED, REPEAT, RollCall, answer, number
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.ledger import Entry, Ledger
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
@@ -65,6 +67,8 @@ class TokenizerCore:
         self._left = False
         self._accepted = 0
         self._refused = 0
+        self._moved = 0
+        self._asked: dict[int, float] = {}  # when a group was asked to hand over what it has
         self._prompt_tokens = 0
         self._handlers: dict[type[Message], Callable[..., list[Send]]] = {
             Submit: self._on_submit,
@@ -72,6 +76,7 @@ class TokenizerCore:
             Done: self._on_done,
             Recover: self._on_recover,
             Recovered: self._on_recovered,
+            Delivered: self._on_delivered,
             Heartbeat: self._on_heartbeat,
             GroupFault: lambda event, now: [],
             Tick: self._on_tick,
@@ -93,6 +98,7 @@ class TokenizerCore:
         return {
             "accepted_total": self._accepted,
             "refused_total": self._refused,
+            "moved_total": self._moved,
             "prompt_tokens_total": self._prompt_tokens,
             "ledger": len(self._ledger),
             "groups_up": self._router.up,
@@ -183,18 +189,50 @@ class TokenizerCore:
         self._roll_call.hear(event)
         return []
 
+    # ---------------------------------------------------------------------------- to another group
+
+    def _take_over(self, now: float) -> list[Send]:
+        """Asks groups without engines for their requests, while there is another to take them."""
+        out: list[Send] = []
+        for group in self._watch.deserted() if self._router.up else ():
+            if now < self._asked.get(group, float("-inf")) + REPEAT:
+                continue
+            self._asked[group] = now
+            for work in self._ledger.leaving(group):
+                moved = Abort(work.request_id, work.attempt, MOVED)
+                out.append(Send("work", f"scheduler-{group}", moved))
+        return out
+
+    def _on_delivered(self, event: Delivered, _now: float) -> list[Send]:
+        """A group has handed a request over, with its output so far."""
+        entry = self._ledger.get(event.request_id)
+        if entry is None or entry.work.attempt != event.attempt:
+            return []  # it has ended meanwhile, which was told to all groups
+        work, ids = entry.work, unpack(entry.work.prompt_ids)
+        request = (event.request_id, ids, work.params.max_tokens, work.cache_salt)
+        group = self._router.choose(*request)
+        self._ledger.move(event.request_id, group)
+        self._moved += 1
+        accepted = Accepted(event.request_id, event.attempt, group, work.prompt_ids)
+        return [
+            Send("recovery", f"scheduler-{group}", event),
+            Send("work", f"scheduler-{group}", work),
+            Send("text", f"gateway-{work.gateway}", accepted),
+        ]
+
     # ------------------------------------------------------------------------------ time and stop
 
     def _on_heartbeat(self, event: Heartbeat, now: float) -> list[Send]:
         report = self._watch.heartbeat(event, now)
-        if report is not None and event.group in self._all_groups:
-            self._router.report(event.group, report)
-        return []
+        if report is None or event.group not in self._all_groups:
+            return []
+        self._router.report(event.group, report)
+        return self._take_over(now)
 
     def _on_tick(self, _event: Tick, now: float) -> list[Send]:
         for group, report in self._watch.silent(now):
             self._router.report(group, report)
-        return self._roll_call.ask(now)
+        return [*self._roll_call.ask(now), *self._take_over(now)]
 
     def _on_drain(self, _event: Drain, _now: float) -> list[Send]:
         self._draining = True

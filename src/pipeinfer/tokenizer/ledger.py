@@ -7,7 +7,7 @@ gateways' limit on waiting requests bounds them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeinfer.messages import Work
 
@@ -54,6 +54,22 @@ class Ledger:
         """What that group's scheduler should have, or may have: output that nobody asks for is
         aborted, also where another group goes on with the same request."""
         return (e.work for e in self._entries.values() if e.group == group or not e.certain)
+
+    def leaving(self, group: int) -> list[Work]:
+        """What that group is asked to hand over: from now on anything may be left of it there."""
+        entries = [e for e in self._entries.values() if e.group == group]
+        for entry in entries:
+            self._entries[entry.work.request_id] = replace(entry, alone=False)
+        return [entry.work for entry in entries]
+
+    def move(self, request_id: str, group: int) -> None:
+        """`group` goes on with an unfinished request."""
+        entry = self._entries[request_id]
+        self._entries[request_id] = replace(entry, group=group, alone=False)
+
+    def get(self, request_id: str) -> Entry | None:
+        """Its entry, if it is unfinished."""
+        return self._entries.get(request_id)
 
     def of_gateway(self, gateway: int) -> Iterable[Work]:
         """What that gateway sent; entries may be dropped meanwhile."""

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from pipeinfer.models.config import read_config
 from pipeinfer.models.generation import read_generation
 from pipeinfer.models.source import resolve_model
-from pipeinfer.runtime.stage import Stage, StageContext
+from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.loading import load_tokenizer, read_tokenizer_config, special_tokens
@@ -36,7 +36,8 @@ def build(context: StageContext) -> Stage:
     # What its groups say matters only where there is a choice.
     groups = settings.dp > 1
     heard = [*topology.ids("scheduler"), *topology.ids("engine")] if groups else []
-    return Stage(core, listens=tuple((stage, "telemetry") for stage in heard))
+    listens = (*((stage, "telemetry") for stage in heard), *deaths(topology))
+    return Stage(core, listens=listens if groups else ())
 
 
 def make_core(

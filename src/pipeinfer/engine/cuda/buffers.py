@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 PARITIES = 2
+MOST_PIECES = 1024
 
 
 class StepBuffers:
@@ -22,6 +23,7 @@ class StepBuffers:
         self.ids = torch.zeros(most_rows, dtype=torch.int64, pin_memory=True)
         self.uploaded = torch.cuda.Event()
         self.done = torch.cuda.Event()
+        self._pieces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def check(self, words: int) -> None:
         """Raises ValueError if a step is larger than the engine was built for."""
@@ -32,5 +34,16 @@ class StepBuffers:
         """Copies the first `words` to the mirror, on `stream`, which is current; `uploaded` is when
         that, and all before it, is done.
         """
-        self.mirror[:words].copy_(self.pinned[:words], non_blocking=True)
+        self.copy_to(self.mirror, words)
         self.uploaded.record(stream)
+
+    def copy_to(self, target: torch.Tensor, words: int) -> None:
+        """Copies the first `words` to the beginning of `target` on the device, on the current
+        stream."""
+        key = target.data_ptr(), words
+        if key not in self._pieces:  # cutting tensors costs as much as the copy
+            if len(self._pieces) >= MOST_PIECES:
+                self._pieces.clear()
+            self._pieces[key] = target[:words], self.pinned[:words]
+        there, here = self._pieces[key]
+        there.copy_(here, non_blocking=True)

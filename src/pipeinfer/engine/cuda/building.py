@@ -17,6 +17,7 @@ from pipeinfer.engine.cuda.memory import free_for_pages, warm_up
 from pipeinfer.engine.cuda.mixed_graphs import PROBED
 from pipeinfer.engine.cuda.mixed_graphs import ladder as mixed_ladder
 from pipeinfer.engine.cuda.runner import CudaRunner, Limits
+from pipeinfer.engine.cuda.sampling import Ranks, SplitSampler
 from pipeinfer.memory.pool import KVPool, bytes_per_page
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import mixed_budget
@@ -35,9 +36,11 @@ def build_runner(
     dtype: torch.dtype,
     progress: Callable[[int, int], None] | None = None,
     agree: Callable[[int], int] | None = None,
+    ranks: Ranks | None = None,
 ) -> CudaRunner:
     """A runner with its pool and graphs; progress(done, total) counts the graphs. `agree`: makes
-    of the pages that each rank found room for what all of them have.
+    of the pages that each rank found room for what all of them have. `ranks`: whom this one
+    samples with, `model` being a CausalLM's part.
 
     Raises ConfigurationError if not a single page fits.
     """
@@ -46,20 +49,31 @@ def build_runner(
     limits = Limits(min(settings.max_running, tokens), tokens, pages_each)
     device = torch.device("cuda", torch.cuda.current_device())
     backend = registry.create(attention, shapes, device)
-    runner = CudaRunner(model, KVPool(shapes, 2, page_size, dtype, device), backend, limits)
+    sampler = SplitSampler(model, ranks) if ranks is not None else None
+    tiny = KVPool(shapes, 2, page_size, dtype, device)
+    runner = CudaRunner(model, tiny, backend, limits, sampler)
     warm_up(runner, limits, page_size, max_model_len)
     pages = 1 + (settings.kv_pages or _pages(settings, shapes, page_size, dtype, pages_each))
     if agree is not None:
         pages = agree(pages)
     runner.bind(KVPool(shapes, pages, page_size, dtype, device))
     if not settings.no_cuda_graph:
-        sizes = ladder(min(settings.cuda_graph_max_batch, limits.rows))
-        choose = settings.tp == 1
-        asked = settings.mixed_step_tokens or (PROBED if choose else 0)
-        most, budget = max(sizes, default=0), mixed_budget(asked, tokens)
-        mixed = mixed_ladder(tokens, limits.rows, most, budget)
-        runner.capture(sizes, mixed, progress, choose)
+        _capture(runner, settings, limits, progress)
     return runner
+
+
+def _capture(
+    runner: CudaRunner,
+    settings: Settings,
+    limits: Limits,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    sizes = ladder(min(settings.cuda_graph_max_batch, limits.rows))
+    choose = settings.tp == 1
+    asked = settings.mixed_step_tokens or (PROBED if choose else 0)
+    most, budget = max(sizes, default=0), mixed_budget(asked, limits.tokens)
+    mixed = mixed_ladder(limits.tokens, limits.rows, most, budget)
+    runner.capture(sizes, mixed, progress, choose)
 
 
 def _pages(

@@ -1,21 +1,22 @@
-"""Launches steps on the event loop, which takes no waiting, and waits for results on a thread.
+"""Launches steps and collects their results on the event loop, which takes no waiting for either.
 
-A thread for launching would compete with the loop for the interpreter: both took twice as long.
-
-Knows a runner that can launch and wait, and an event loop to report to; no plan and no model.
+While steps are in flight the loop does not sleep: it asks again and again whether the oldest one
+has ended. Threads for launching or waiting would compete with the loop for the interpreter, and a
+core that sleeps between two steps runs the code of the next one with cold caches. Knows a runner
+that launches, and an event loop; no plan and no model.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
-from pipeinfer.engine.executor import Reports, Watch
+from pipeinfer.engine.cuda.buffers import PARITIES
+from pipeinfer.engine.executor import Watch
 from pipeinfer.engine.step import Step
 
 
@@ -23,7 +24,11 @@ class Launcher(Protocol):
     """What launches steps without waiting for them; `launch` in order, `wait` in that order."""
 
     def launch(self, step: Step, /) -> Any:
-        """Queues the step on the device; returns what `wait` needs."""
+        """Queues the step on the device; returns what the other two need."""
+        ...
+
+    def ended(self, flight: Any, /) -> bool:
+        """Whether `wait` would return at once."""
         ...
 
     def wait(self, flight: Any, /) -> tuple[np.ndarray, float, float]:
@@ -47,57 +52,82 @@ class StreamExecutor:
     ) -> None:
         """`loop`: the running one if None."""
         self._launcher = launcher
+        self._on_done, self._on_error = on_done, on_error
+        self._loop = loop or asyncio.get_running_loop()
         self._watch = watch
-        self._reports = Reports(on_done, on_error, loop)
-        self._flights: queue.SimpleQueue[tuple[Step, Any, Exception | None] | None] = (
-            queue.SimpleQueue()
-        )
+        # (step, what `launch` gave or raised), then (step, what came of it), oldest first.
+        self._flights: deque[tuple[Step, Any]] = deque()
+        self._ended: deque[tuple[Step, Any]] = deque()
+        self._asking = self._closed = False
         self.steps = 0
         self.busy_seconds = 0.0
         self.idle_seconds = 0.0
-        self._thread = threading.Thread(target=self._collect, name="results", daemon=True)
-        self._thread.start()
 
     @property
     def pending(self) -> int:
         """Steps submitted and not yet reported."""
-        return self._reports.pending
+        return len(self._flights) + len(self._ended)
 
     def submit(self, step: Step) -> None:
-        """Launches `step`; call it on the loop. RuntimeError when closed or too many are pending.
-        What the launch raises is reported as the step's end, in its place.
+        """Launches `step`; call it on the loop. RuntimeError when closed. What the launch raises is
+        reported as the step's end, in its place.
+
+        With two steps in flight it waits for the first of them, which the depth of the overlap loop
+        rules out on rank 0; another rank hears plans at the pace of that one.
         """
-        self._reports.expect(step)
+        if self._closed:
+            raise RuntimeError(f"step {step.number} submitted to a closed executor")
+        while len(self._flights) >= PARITIES:  # the third writes where the first one's ids lie
+            self._collect()
         try:
             if self._watch is not None:
                 self._watch.before(step)
             flight = self._launcher.launch(step)
         except Exception as error:  # whatever it is, it belongs to this step's owner
-            self._flights.put((step, None, error))
-        else:
-            self._flights.put((step, flight, None))
+            flight = error
+        self._flights.append((step, flight))
+        if not self._asking:
+            self._asking = True
+            self._loop.call_soon(self._ask)
 
     def close(self) -> None:
-        """Waits for the launched steps and ends the thread; their reports may still come."""
-        if not self._reports.closed:
-            self._reports.closed = True
+        """Waits for the launched steps; their reports may still come. No step follows."""
+        if not self._closed:
+            self._closed = True
             if self._watch is not None:
                 self._watch.close()
-            self._flights.put(None)
-        self._thread.join()
+        while self._flights:
+            self._collect()
+
+    def _ask(self) -> None:
+        """Reports what has ended, and asks again in the loop's next turn while anything flies."""
+        while self._flights and self._over(self._flights[0][1]):
+            self._collect()
+        while self._ended:
+            step, outcome = self._ended.popleft()
+            if isinstance(outcome, Exception):
+                self._on_error(step, outcome)
+            else:
+                self._on_done(step, *outcome)
+        self._asking = self.pending > 0
+        if self._asking:
+            self._loop.call_soon(self._ask)
+
+    def _over(self, flight: Any) -> bool:
+        return isinstance(flight, Exception) or self._launcher.ended(flight)
 
     def _collect(self) -> None:
-        while (item := self._flights.get()) is not None:
-            step, flight, error = item
-            if error is None:
-                try:
-                    ids, busy, idle = self._launcher.wait(flight)
-                except Exception as raised:  # a fault of a kernel shows only here
-                    error = raised
-                else:
-                    self.steps += 1
-                    self.busy_seconds += busy
-                    self.idle_seconds += idle
-                    self._reports.done(step, ids, busy)
-            if error is not None:
-                self._reports.failed(step, error)
+        """The oldest flight's outcome, waited for if need be."""
+        step, flight = self._flights.popleft()
+        outcome = flight
+        if not isinstance(flight, Exception):
+            try:
+                ids, busy, idle = self._launcher.wait(flight)
+            except Exception as error:  # a fault of a kernel shows only here
+                outcome = error
+            else:
+                self.steps += 1
+                self.busy_seconds += busy
+                self.idle_seconds += idle
+                outcome = ids, busy
+        self._ended.append((step, outcome))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from pipeinfer.attention.paged import PagedPlan, PagedRows, RowArrays
-from pipeinfer.engine.cuda import packing
+from pipeinfer.engine.cuda.decode_packing import DecodePacker, Packed
 from pipeinfer.engine.cuda.layout import Layout, Sizes
 from pipeinfer.engine.step import Step
 
@@ -122,7 +122,7 @@ class DecodeGraphs:
         self._layouts = {size: self._layout(size) for size in sizes}
         most = max((layout.words for layout in self._layouts.values()), default=0)
         self.words = torch.zeros(most, dtype=torch.int32, device=frame.device)
-        self._counting = np.arange(max(sizes, default=0) + 1, dtype=np.int32)
+        self._packer = DecodePacker(self._layouts, frame.page_size, frame.dummy_slot, frame.table)
         self._captured: dict[int, Captured] = {}
 
     def _layout(self, size: int) -> Layout:
@@ -157,14 +157,9 @@ class DecodeGraphs:
             fixed=True,
         )
 
-    def pack(self, step: Step, size: int, views: packing.Views) -> tuple[int, np.ndarray]:
-        """Fills the views; words to upload, and [S] at which rows of the graph it samples."""
-        frame, layout = self._frame, self._layouts[size]
-        views["q_indptr"][:] = self._counting[: size + 1]
-        used, places = packing.pack_decodes(
-            step, views, frame.page_size, frame.dummy_slot, frame.table
-        )
-        return (layout.words if frame.table else layout.indices_at + used), places
+    def pack(self, step: Step, size: int, buffer: np.ndarray) -> Packed:
+        """Packs the step for the graph of that size into a buffer int32 of at least its words."""
+        return self._packer.pack(step, size, buffer)
 
     def seconds(self, rows: int, prepare: Callable[[int], PagedPlan]) -> float:
         """Of a step of that many padding rows at most, on the current stream."""

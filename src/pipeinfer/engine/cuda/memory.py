@@ -10,8 +10,9 @@ import gc
 import numpy as np
 import torch
 
+from pipeinfer.engine.cuda.artificial import artificial_step
 from pipeinfer.engine.cuda.runner import CudaRunner, Limits
-from pipeinfer.engine.step import SamplingRows, Step
+from pipeinfer.engine.step import Step
 
 LARGE_TOP_K = 20
 
@@ -25,33 +26,6 @@ def largest_step(limits: Limits, page_size: int, max_model_len: int) -> Step:
         counts[row] += min(left, max_model_len - 1)
         left -= int(counts[row]) - 1
     return artificial_step(counts, page_size)
-
-
-def artificial_step(counts: np.ndarray, page_size: int, top_k: int = 0) -> Step:
-    """Rows of these counts (ones first) from position 0 on, in the dummy page, all sampling."""
-    rows = len(counts)
-    width = -(-int(counts.max()) // page_size)
-    sampling = SamplingRows(
-        temperature=np.ones(rows, dtype=np.float32),
-        top_k=np.full(rows, top_k, dtype=np.int32),
-        top_p=np.ones(rows, dtype=np.float32),
-        min_p=np.zeros(rows, dtype=np.float32),
-        seeds=np.zeros(rows, dtype=np.uint64),
-        positions=counts.astype(np.int64),
-        suppress=np.zeros((0, 2), dtype=np.int64),
-    )
-    return Step(
-        epoch=0,
-        number=0,
-        decodes=int((counts == 1).sum()),
-        slots=np.arange(rows, dtype=np.int32),
-        starts=np.zeros(rows, dtype=np.int32),
-        counts=counts,
-        samples=np.ones(rows, dtype=bool),
-        tokens=np.zeros(int(counts.sum()), dtype=np.int32),
-        pages=np.zeros((rows, width), dtype=np.int32),
-        sampling=sampling,
-    )
 
 
 def warm_up(runner: CudaRunner, limits: Limits, page_size: int, max_model_len: int) -> None:

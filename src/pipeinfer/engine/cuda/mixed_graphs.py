@@ -16,6 +16,7 @@ import torch
 
 from pipeinfer.attention.paged import PagedPlan, PagedRows
 from pipeinfer.engine.cuda import graphs, packing
+from pipeinfer.engine.cuda.decode_packing import Packed
 from pipeinfer.engine.cuda.layout import Layout, Sizes
 from pipeinfer.engine.step import Step
 
@@ -43,7 +44,7 @@ class MixedSize:
 
 
 PROBED = 1024  # the most tokens of a step with decodes that is tried for how long it takes
-SLOWER = 1.8  # than decodes alone: so much longer a step with prompts may take by default
+SLOWER = 2.5  # than decodes alone: so much longer a step with prompts may take by default
 
 
 def ladder(
@@ -79,6 +80,8 @@ class MixedGraphs:
         self._layouts = {size: self._layout(size, most_samples) for size in sizes}
         most = max((layout.words for layout in self._layouts.values()), default=0)
         self.words = torch.zeros(most, dtype=torch.int32, device=frame.device)
+        self._host = np.zeros(most, dtype=np.int32)
+        self._views: dict[MixedSize, packing.Views] = {}
         self._captured: dict[MixedSize, graphs.Captured] = {}
 
     def _layout(self, size: MixedSize, most_samples: int) -> Layout:
@@ -120,11 +123,17 @@ class MixedGraphs:
             fixed=True,
         )
 
-    def pack(self, step: Step, size: MixedSize, views: packing.Views) -> tuple[int, np.ndarray]:
-        """Fills the views; words to upload, and [S] at which rows of the graph it samples."""
-        frame = self._frame
-        used = packing.pack_mixed(step, views, frame.page_size, frame.dummy_slot, size.decodes)
-        return self._layouts[size].indices_at + used, np.arange(int(step.samples.sum()))
+    def pack(self, step: Step, size: MixedSize, buffer: np.ndarray) -> Packed:
+        """Packs the step for the graph of that size into a buffer int32 of at least its words."""
+        frame, layout = self._frame, self._layouts[size]
+        if size not in self._views:
+            self._views[size] = layout.host(self._host)
+        used = packing.pack_mixed(
+            step, self._views[size], frame.page_size, frame.dummy_slot, size.decodes
+        )
+        words = layout.indices_at + used
+        buffer[:words] = self._host[:words]
+        return Packed(words, np.arange(int(step.samples.sum())), packing.restricted(step))
 
     def tokens_within(self, seconds: float, prepare: Callable[[MixedSize], PagedPlan]) -> int:
         """The most tokens beside a few decodes that take no longer; 0 if even the fewest do."""

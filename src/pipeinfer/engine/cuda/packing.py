@@ -22,23 +22,23 @@ def pack_decodes(
     """A step of decode rows into views for B >= R rows, the longest first; all B sample.
 
     `table`: fill the page table [B, P] instead of `indices`. Returns how many page indices there
-    are, and [S] at which of the B rows each sampling row of the step stands.
+    are, and int64 [R] at which of the B rows each row of the step stands.
     """
     rows = len(step.slots)
     # The longest rows begin first, so that no long one is left over when the others have ended.
     order = np.argsort(step.starts, kind="stable")[::-1]
     starts, slots, pages = step.starts[order], step.slots[order], step.pages[order]
     page, offset = np.divmod(starts, page_size)
+    views["q_indptr"][:] = np.arange(len(views["q_indptr"]))
     _padded(views["tokens"], step.tokens[order], 0)
     _padded(views["token_slots"], slots, dummy_slot)
     _padded(views["positions"], starts, 0)
     _padded(views["store"], pages[np.arange(rows), page] * page_size + offset, NOWHERE)
     _padded(views["lengths"], starts + 1, 1)
     _padded(views["last_page"], offset + 1, 1)
-    places = np.empty(rows, dtype=np.int64)
-    places[order] = np.arange(rows)
-    places = places[step.samples]
-    _sampling_at(step, views, places, dummy_slot)
+    place = np.empty(rows, dtype=np.int64)
+    place[order] = np.arange(rows)
+    _sampling_at(step, views, place[step.samples], dummy_slot)
     held = page + 1
     size = len(views["kv_indptr"]) - 1
     used = _page_indptr(views["kv_indptr"], held, size)
@@ -46,9 +46,9 @@ def pack_decodes(
         by_row = views["table"].reshape(size, -1)
         by_row[:rows, : pages.shape[1]] = pages
         by_row[rows:, 0] = 0
-        return 0, places
+        return 0, place
     _indices(views["indices"], pages, held, used)
-    return used, places
+    return used, place
 
 
 def pack_mixed(step: Step, views: Views, page_size: int, dummy_slot: int, decode_rows: int) -> int:
@@ -202,10 +202,12 @@ def _sampling(step: Step, views: Views) -> None:
 
 def restricted(step: Step) -> bool:
     """Whether some row needs more than temperature: top-k, top-p, min-p or suppressed ids."""
+    return len(step.sampling.suppress) > 0 or truncated(step)
+
+
+def truncated(step: Step) -> bool:
+    """Whether some row has top-k, top-p or min-p."""
     sampling = step.sampling
     return bool(
-        len(sampling.suppress)
-        or (sampling.top_k > 0).any()
-        or (sampling.top_p < 1).any()
-        or (sampling.min_p > 0).any()
+        (sampling.top_k > 0).any() or (sampling.top_p < 1).any() or (sampling.min_p > 0).any()
     )

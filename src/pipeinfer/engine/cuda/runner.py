@@ -1,7 +1,8 @@
 """Runs steps on a GPU without waiting for them: upload, forward, sample, results, all queued.
 
-Two streams: `prepare` carries uploads, `forward` everything else; `last_token` is written on the
-forward stream only. Knows arrays of a step; no plan of the scheduler, no request, no policy.
+Two streams: `prepare` carries the uploads of steps without a graph, `forward` everything else;
+`last_token` is written on the forward stream only. Knows arrays of a step; no plan of the
+scheduler, no request, no policy.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ import torch
 from pipeinfer.attention.interface import AttentionBackend
 from pipeinfer.attention.paged import PagedBackend, PagedPlan, PagedRows
 from pipeinfer.engine.cuda import mixed_graphs, packing
+from pipeinfer.engine.cuda.artificial import empty_step, typical_step
 from pipeinfer.engine.cuda.attend import PagedAttend, PlainAttend
 from pipeinfer.engine.cuda.buffers import PARITIES, StepBuffers
 from pipeinfer.engine.cuda.expansion import Expansion
 from pipeinfer.engine.cuda.graphs import Captured, DecodeGraphs, Frame, row_arrays
 from pipeinfer.engine.cuda.layout import Layout, Sizes
 from pipeinfer.engine.cuda.mixed_graphs import MixedGraphs, MixedSize
-from pipeinfer.engine.cuda.sampling import sample_rows, suppress
+from pipeinfer.engine.cuda.sampling import Sampler, WholeSampler
 from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.sampler import BadLogits
-from pipeinfer.engine.step import SamplingRows, Step
+from pipeinfer.engine.step import Step
 from pipeinfer.memory.pool import KVPool
 
 Views = dict[str, torch.Tensor]
@@ -76,7 +78,9 @@ class CudaRunner:
         pool: KVPool,
         backend: PagedBackend | AttentionBackend,
         limits: Limits,
+        sampler: Sampler | None = None,
     ) -> None:
+        """`sampler`: where `model` is a rank's part; by default that of one rank alone."""
         self.pool = pool
         self.phases = Phases(usual_marks())
         self.keep_logits = False
@@ -85,6 +89,7 @@ class CudaRunner:
         self._model = model
         self._backend = backend
         self._limits = limits
+        self._sampler = sampler or WholeSampler(model)
         device = pool.device
         self._forward = torch.cuda.Stream(device)
         self._prepare = torch.cuda.Stream(device)
@@ -107,7 +112,7 @@ class CudaRunner:
         self._launched = 0
         self._ended: torch.cuda.Event | None = None
         self._graphs: tuple[DecodeGraphs, MixedGraphs] | None = None
-        self._host: dict[tuple[int | MixedSize, int], tuple[packing.Views, PagedRows]] = {}
+        self._rows: dict[tuple[int | MixedSize, int], PagedRows] = {}
         self.bind(pool)
 
     @property
@@ -144,6 +149,10 @@ class CudaRunner:
                     return self._replay(step, parity, timer, graphs, size)
             return self._eager(step, parity, timer)
 
+    def ended(self, flight: Flight) -> bool:
+        """Whether `wait` would return at once."""
+        return flight.buffers.done.query()
+
     def wait(self, flight: Flight) -> tuple[np.ndarray, float, float]:
         """Ids int32 [S], seconds computed, seconds idle before. Raises BadLogits."""
         with self.phases.range("wait for results"):
@@ -179,8 +188,8 @@ class CudaRunner:
             logits = self._compute(step, views, plan)
         with span("sample", number):
             if logits is not None:
-                restricted = packing.restricted(step)
-                ids = sample_rows(logits, views, self._last_token, truncate=restricted)
+                truncate = packing.truncated(step)
+                ids = self._sampler.sample(logits, views, self._last_token, truncate=truncate)
                 buffers.ids[:samples].copy_(ids, non_blocking=True)
         return Flight(buffers, timer, samples, None, self._end(buffers, timer, logits))
 
@@ -221,8 +230,8 @@ class CudaRunner:
         hidden = self._model(tokens, positions, attend)
         if not len(views["last"]):
             return None
-        logits = self._model.logits(hidden[views["last"]])
-        suppress(logits, step.sampling.suppress)
+        logits = self._sampler.logits(hidden[views["last"]])
+        self._sampler.suppress(logits, step.sampling.suppress)
         return logits
 
     def _known(self, views: Views) -> torch.Tensor:
@@ -233,7 +242,9 @@ class CudaRunner:
 
     def _kept(self, logits: torch.Tensor | None) -> torch.Tensor | None:
         """A copy for who looks at logits; there when the step's buffers are done."""
-        return logits.clone() if self.keep_logits and logits is not None else None
+        if not self.keep_logits or logits is None:
+            return None
+        return self._sampler.whole(logits).clone()
 
     # --------------------------------------------------------------------------------------- graphs
 
@@ -243,24 +254,23 @@ class CudaRunner:
         number, span = step.number, self.phases.span
         buffers, captured = self._buffers[parity], graphs[size]
         with span("pack", number):
-            views, rows = self._host_side(graphs, size, parity)
-            words, places = graphs.pack(step, size, views)
-        torch.cuda.set_stream(self._prepare)
+            packed = graphs.pack(step, size, buffers.host)
         with span("upload", number):
-            buffers.upload(words, self._prepare)
-        self._begin(buffers, timer)
-        with span("attention_plan", number):
-            graphs.words[:words].copy_(buffers.mirror[:words], non_blocking=True)
-            self._backend.plan(rows)  # type: ignore  # copies its work lists on this stream
+            # Straight to where the graph reads, on its stream: one copy less, and no stream waits.
+            torch.cuda.set_stream(self._forward)
+            timer.began.record(self._forward)
+            buffers.copy_to(graphs.words, packed.words)
+        with span("attention_plan", number):  # copies its work lists on this stream
+            self._backend.refresh(self._graph_rows(graphs, size, parity))  # type: ignore
         with span("forward", number):  # sampling by temperature included
             captured.graph.replay()
         with span("sample", number):
             ids = captured.ids
-            if packing.restricted(step):
-                ids = self._sample_again(step, captured, places)
+            if packed.restricted:
+                ids = self._sample_again(step, captured, packed.places)
             buffers.ids[: len(ids)].copy_(ids, non_blocking=True)
-        kept = self._end(buffers, timer, captured.logits)
-        return Flight(buffers, timer, len(captured.ids), places, kept)
+            kept = self._end(buffers, timer, captured.logits)
+        return Flight(buffers, timer, len(captured.ids), packed.places, kept)
 
     # Streams are set and named rather than entered: what torch looks up otherwise, six times in a
     # step, takes as long as the launch of a graph.
@@ -284,8 +294,12 @@ class CudaRunner:
         """Over the graph's own choice, where some rows want more than temperature."""
         pairs = step.sampling.suppress
         if len(pairs):
-            suppress(captured.logits, np.stack((places[pairs[:, 0]], pairs[:, 1]), axis=1))
-        return sample_rows(captured.logits, captured.views, self._last_token, truncate=True)
+            pairs = np.stack((places[pairs[:, 0]], pairs[:, 1]), axis=1)
+            self._sampler.suppress(captured.logits, pairs)
+        truncate = not len(pairs) or packing.truncated(step)
+        return self._sampler.sample(
+            captured.logits, captured.views, self._last_token, truncate=truncate
+        )
 
     @torch.inference_mode()
     def capture(
@@ -311,9 +325,11 @@ class CudaRunner:
         mixed = mixed if backend.captures_prefill else ()
         both = DecodeGraphs(sizes, frame), MixedGraphs(mixed, self._limits.rows, frame)
         bodies = self._decode_body, self._mixed_body
+        for words, buffers in itertools.product((len(g.words) for g in both), self._buffers):
+            buffers.check(words)
         memory = torch.cuda.graph_pool_handle()
         count = _counter(len(sizes) + len(mixed), progress)
-        self._host.clear()
+        self._rows.clear()
         with torch.cuda.stream(self._forward):
             for graphs, body in zip(both, bodies, strict=True):
                 padding = partial(self._padding, graphs)
@@ -325,31 +341,37 @@ class CudaRunner:
 
     def _choose(self, decodes: DecodeGraphs, mixed: MixedGraphs) -> None:
         decodes.drop_slower_small_ones(partial(self._padding, decodes))
-        alone = decodes.seconds(mixed_graphs.DECODES, partial(self._padding, decodes))
+        alone = decodes.seconds(mixed_graphs.DECODES, partial(self._typical, decodes))
         within = mixed_graphs.SLOWER * alone
-        self.mixed_tokens = mixed.tokens_within(within, partial(self._padding, mixed))
+        self.mixed_tokens = mixed.tokens_within(within, partial(self._typical, mixed))
+
+    def _typical(self, graphs: Any, size: int | MixedSize) -> PagedPlan:
+        """A full step of that size with contexts as they are in use, in the fixed buffer."""
+        decodes, tokens = (size, size) if isinstance(size, int) else (size.decodes, size.tokens)
+        page = self.pool.page_size
+        step = typical_step(decodes, tokens, self._limits.pages * page, page)
+        return self._prepared(graphs, size, step)
 
     def _padding(self, graphs: Any, size: int | MixedSize) -> PagedPlan:
         """A step of padding rows in the fixed buffer, planned."""
+        return self._prepared(graphs, size, empty_step())
+
+    def _prepared(self, graphs: Any, size: int | MixedSize, step: Step) -> PagedPlan:
         buffers = self._buffers[0]
-        views, rows = self._host_side(graphs, size, 0)
-        words, _ = graphs.pack(_no_rows(), size, views)
-        graphs.words[:words].copy_(buffers.pinned[:words])
-        plan = self._backend.plan(rows)  # type: ignore
+        words = graphs.pack(step, size, buffers.host).words
+        buffers.copy_to(graphs.words, words)
+        plan = self._backend.plan(self._graph_rows(graphs, size, 0))  # type: ignore
         torch.cuda.current_stream().synchronize()
         return plan
 
-    def _host_side(
-        self, graphs: Any, size: int | MixedSize, parity: int
-    ) -> tuple[packing.Views, PagedRows]:
-        """The pinned views of a graph's step, and its rows for the backend."""
-        if (size, parity) not in self._host:
+    def _graph_rows(self, graphs: Any, size: int | MixedSize, parity: int) -> PagedRows:
+        """A graph's rows for the backend: what was packed on the host, what it reads there."""
+        rows = self._rows.get((size, parity))
+        if rows is None:
             layout, buffers = graphs.layout(size), self._buffers[parity]
-            buffers.check(layout.words)
             host, device = layout.tensors(buffers.pinned), layout.tensors(graphs.words)
-            rows = graphs.rows(size, parity, host, device)
-            self._host[size, parity] = layout.host(buffers.host), rows
-        return self._host[size, parity]
+            rows = self._rows[size, parity] = graphs.rows(size, parity, host, device)
+        return rows
 
     def _decode_body(
         self, plan: PagedPlan, views: Views, last: torch.Tensor | None = None
@@ -357,8 +379,8 @@ class CudaRunner:
         """What a graph holds; see graphs.py. `last`: tokens with logits, all if None."""
         attend = PagedAttend(self._backend, self.pool, plan, views["store"])  # type: ignore
         hidden = self._model(self._known(views), views["positions"], attend)
-        logits = self._model.logits(hidden if last is None else hidden[last])
-        return logits, sample_rows(logits, views, self._last_token, truncate=False)
+        logits = self._sampler.logits(hidden if last is None else hidden[last])
+        return logits, self._sampler.sample(logits, views, self._last_token, truncate=False)
 
     def _mixed_body(self, plan: PagedPlan, views: Views) -> tuple[torch.Tensor, torch.Tensor]:
         return self._decode_body(plan, views, views["last"])
@@ -368,14 +390,3 @@ def _counter(total: int, progress: Callable[[int, int], None] | None) -> Callabl
     """Each call is one more of `total`."""
     done = itertools.count(1)
     return lambda: None if progress is None else progress(next(done), total)
-
-
-def _no_rows() -> Step:
-    """A step of nothing, which packing fills up with padding rows."""
-    none = np.zeros(0, dtype=np.int32)
-    wide = np.zeros(0, dtype=np.int64)
-    float_none = np.zeros(0, dtype=np.float32)
-    sampling = SamplingRows(
-        float_none, none, float_none, float_none, wide.view(np.uint64), wide, wide.reshape(0, 2)
-    )
-    return Step(0, 0, 0, none, none, none, none.astype(bool), none, none.reshape(0, 0), sampling)

@@ -1,29 +1,108 @@
-"""Sampling on the device, from parameters that lie in a step's buffer.
+"""Sampling on the device, from parameters that lie in a step's buffer: on one rank, or on several.
 
-Knows views and slots; the kernels are in kernels/gumbel.py.
+Knows views, slots and what ranks exchange; the kernels are in kernels/gumbel.py and offers.py.
 """
 
 from __future__ import annotations
+
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from pipeinfer.kernels.gumbel import sample
+from pipeinfer.kernels.offers import choose, offer
 
 NEVER = float("-inf")
+Views = dict[str, torch.Tensor]
+
+
+class Sampler(Protocol):
+    """From hidden states to ids; `logits` are this rank's part of them, which the others take."""
+
+    def logits(self, hidden: torch.Tensor, /) -> torch.Tensor:
+        """[S, hidden] to [S, share]."""
+        ...
+
+    def whole(self, logits: torch.Tensor, /) -> torch.Tensor:
+        """[S, vocab]; all ranks must call it."""
+        ...
+
+    def suppress(self, logits: torch.Tensor, pairs: np.ndarray, /) -> None:
+        """Makes the (row, id) `pairs` int64 [n, 2] impossible, in place."""
+        ...
+
+    def sample(
+        self, logits: torch.Tensor, views: Views, last_token: torch.Tensor, *, truncate: bool
+    ) -> torch.Tensor:
+        """Ids int64 [S], the same on all ranks, also written to last_token at `write_slots`; -1 for
+        a row of bad logits. Without `truncate`, top-k, top-p and min-p are not looked at.
+        """
+        ...
+
+
+class WholeSampler:
+    """For one rank, whose model gives all logits."""
+
+    def __init__(self, model: Any) -> None:
+        self.logits = model.logits
+        self.sample = sample_rows
+        self.suppress = suppress
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+
+class Ranks(Protocol):
+    """What ranks exchange; see distributed/group.py."""
+
+    def collect(self, partial: torch.Tensor) -> torch.Tensor:
+        """[size, ...]: `partial` of every rank."""
+        ...
+
+    def all_gather(self, partial: torch.Tensor) -> torch.Tensor:
+        """[..., n] of every rank, side by side: [..., n * size]."""
+        ...
+
+
+class SplitSampler:
+    """For a rank whose model, a CausalLM, gives the logits of a run of the vocabulary.
+
+    Two numbers a row and rank are exchanged; whole rows only where truncation has to see them.
+    """
+
+    def __init__(self, model: Any, ranks: Ranks) -> None:
+        rows = model.head.rows
+        self.logits = model.local_logits
+        self._start, self._held = rows.start, rows.stop - rows.start
+        self._vocab = rows.vocab_size
+        self._ranks = ranks
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._ranks.all_gather(logits)[:, : self._vocab]
+
+    def suppress(self, logits: torch.Tensor, pairs: np.ndarray) -> None:
+        if len(pairs):
+            column = pairs[:, 1] - self._start
+            mine = (column >= 0) & (column < self._held)
+            suppress(logits, np.stack((pairs[mine, 0], column[mine]), axis=1))
+
+    def sample(
+        self, logits: torch.Tensor, views: Views, last_token: torch.Tensor, *, truncate: bool
+    ) -> torch.Tensor:
+        if truncate:
+            return sample_rows(self.whole(logits), views, last_token, truncate=True)
+        heat = views["temperature"]
+        mine = offer(
+            logits[:, : self._held], heat, views["seeds"], views["sample_positions"], self._start
+        )
+        return choose(self._ranks.collect(mine), heat, last_token, views["write_slots"])
 
 
 def sample_rows(
-    logits: torch.Tensor,
-    views: dict[str, torch.Tensor],
-    last_token: torch.Tensor,
-    *,
-    truncate: bool,
+    logits: torch.Tensor, views: Views, last_token: torch.Tensor, *, truncate: bool
 ) -> torch.Tensor:
-    """Ids int64 [S], also written to last_token at `write_slots`; -1 for a row of bad logits.
-
-    Without `truncate`, top-k, top-p and min-p are not looked at.
-    """
+    """See Sampler.sample; logits [S, vocab]."""
     return sample(
         logits,
         views["temperature"],
@@ -39,7 +118,7 @@ def sample_rows(
 
 
 def suppress(logits: torch.Tensor, pairs: np.ndarray) -> None:
-    """Makes the (row, id) `pairs` int64 [n, 2] impossible, in place. Rare: it waits for a copy."""
+    """See Sampler.suppress. Rare: it waits for a copy."""
     if len(pairs):
         at = torch.from_numpy(pairs).to(logits.device)
         logits[at[:, 0], at[:, 1]] = NEVER

@@ -1,0 +1,178 @@
+"""All-reduce, residual addition and RMSNorm of decode rows as one Triton kernel.
+
+Every rank's partial sums lie in memory that all ranks have mapped; the kernel reads them there,
+once all ranks have come to it. No multicast and no nvcc. Knows addresses and vectors; who maps
+the memory, and which message is for this kernel, is for distributed/ to say.
+"""
+
+# Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+PROGRAMS = 256  # at the most, so that two of 512 threads on each of 132 processors are all of them
+SPACING = tl.constexpr(32)  # bytes from one program's arrivals to the next one's
+ARRIVALS_BYTES = PROGRAMS * SPACING.value
+
+
+@dataclass(frozen=True)
+class Shared:
+    """One region of memory in each rank, laid out alike, as seen from rank `rank`.
+
+    addresses: of every rank's region, a multiple of 16. arrivals: where ARRIVALS_BYTES of it begin,
+    zero at first, in which ranks announce themselves. counts: int32 [PROGRAMS], zero at first, of
+    this rank alone: the arrivals that each program has waited for so far.
+    """
+
+    addresses: tuple[int, ...]
+    rank: int
+    arrivals: int
+    counts: torch.Tensor
+
+
+# How ranks wait for each other: program p of every rank adds one to the arrivals of program p of
+# every rank, itself included, and waits until its own have grown by the number of ranks. Nothing
+# is ever reset, so a replayed graph goes on where the last launch ended, whichever it was; the
+# difference of two counts stays right when they wrap around. A rank that comes again before a
+# third was seen for the first time cannot be mistaken for it: it has passed only because the third
+# had come, and that was before its own second coming.
+
+
+@triton.jit
+def _announce(peers, arrivals, RANKS: tl.constexpr):
+    peer = tl.arange(0, RANKS)
+    address = tl.zeros((RANKS,), tl.int64)
+    for index in tl.static_range(RANKS):
+        address = tl.where(peer == index, peers[index], address)
+    address += arrivals + tl.program_id(0) * SPACING
+    one = tl.full((RANKS,), 1, tl.int32)
+    tl.atomic_add(address.to(tl.pointer_type(tl.int32)), one, sem="release", scope="sys")
+
+
+@triton.jit
+def _wait(peers, arrivals, rank, target, RANKS: tl.constexpr):
+    address = peers[0]
+    for index in tl.static_range(1, RANKS):
+        address = tl.where(rank == index, peers[index], address)
+    mine = (address + arrivals + tl.program_id(0) * SPACING).to(tl.pointer_type(tl.int32))
+    while tl.atomic_add(mine, 0, sem="acquire", scope="sys") - target < 0:
+        pass
+    tl.debug_barrier()  # what one thread has acquired holds for all
+
+
+@triton.jit
+def _sum(peers, partials, at, inside, residual, BLOCK: tl.constexpr, RANKS: tl.constexpr):
+    # In the order of ranks on all of them: sums are equal bit by bit.
+    total = tl.zeros((BLOCK,), tl.float32)
+    for index in tl.static_range(RANKS):
+        source = (peers[index] + partials).to(tl.pointer_type(residual.dtype.element_ty))
+        source = tl.multiple_of(source, 16) + at
+        part = tl.load(source, mask=inside, other=0.0, cache_modifier=".cg")
+        total += part.to(tl.float32)
+    return total + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rank", "rows", "partials", "results", "arrivals"])
+def _all_reduce_norm(peers, rank, partials, results, arrivals, counts, residual, weight, out, rows,
+                     eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr,
+                     TWO_SHOTS: tl.constexpr, BARRIERS: tl.constexpr):  # fmt: skip
+    program = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < SIZE
+    if BARRIERS:
+        _announce(peers, arrivals, RANKS)
+    target = tl.load(counts + program) + RANKS
+    scales = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
+    if BARRIERS:
+        _wait(peers, arrivals, rank, target, RANKS)
+    # Row r is that of rank r % RANKS in two shots; in one shot every rank computes every row.
+    first = program * RANKS + rank if TWO_SHOTS else program
+    step = tl.num_programs(0) * (RANKS if TWO_SHOTS else 1)
+    for row in range(first, rows, step):
+        at = row * SIZE + lane
+        total = _sum(peers, partials, at, inside, residual, BLOCK, RANKS)
+        rounded = total.to(residual.dtype.element_ty)
+        tl.store(residual + at, rounded, mask=inside)
+        # The norm is of the sum as it is stored: what a later layer will add to.
+        total = rounded.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(total * total, axis=0) / SIZE + eps)
+        normed = (total * scale * scales).to(residual.dtype.element_ty)
+        if TWO_SHOTS:
+            for index in tl.static_range(RANKS):
+                place = (peers[index] + results).to(tl.pointer_type(normed.dtype))
+                tl.store(tl.multiple_of(place, 16) + at, normed, mask=inside)
+        else:
+            tl.store(out + at, normed, mask=inside)
+    if BARRIERS:
+        if TWO_SHOTS:
+            tl.debug_barrier()  # all threads have written before one says so
+            _announce(peers, arrivals, RANKS)
+            target += RANKS
+            _wait(peers, arrivals, rank, target, RANKS)
+        tl.store(counts + program, target)
+
+
+def all_reduce_norm(
+    shared: Shared,
+    partials: int,
+    out: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    results: int | None = None,
+    barriers: bool = True,
+) -> None:
+    """`out` [T, size] becomes the norm of the ranks' partial sums plus `residual` [T, size].
+
+    partials: where in every region the partial sums lie, [T, size] of residual's dtype, bytes.
+    results: where `out` is in every region; then in two shots: rank r computes the rows t with
+    t % ranks == r and writes them to all ranks, and only those rows of `residual` become the sum.
+    None: in one shot, every rank computes all rows, `out` is any memory, all of `residual` is the
+    sum. In float32, in the order of ranks, rounded once to the residual and once to `out`.
+
+    All ranks must call it with the same shapes, on one stream each. In one shot the partial sums
+    must stay as they are until the next call: what is written for that goes elsewhere.
+    barriers=False is for one process that plays all ranks.
+    """
+    rows, size = residual.shape
+    ranks = len(shared.addresses)
+    programs = min(rows if results is None else -(-rows // ranks), PROGRAMS)
+    if rows:
+        _all_reduce_norm[(programs,)](
+            shared.addresses, shared.rank, partials, results or 0, shared.arrivals, shared.counts,
+            residual, weight, out, rows, eps, **_constants(size, ranks, results, barriers),
+        )  # fmt: skip
+
+
+def compile_all_reduce_norm(shared: Shared, vectors: torch.Tensor, results: int | None) -> None:
+    """Compiles it for `vectors` [T, size] and ranks that wait for each other; nothing runs."""
+    constants = _constants(vectors.shape[1], len(shared.addresses), results, True)
+    _all_reduce_norm.warmup(
+        shared.addresses, shared.rank, 0, 0, shared.arrivals, shared.counts, vectors, vectors,
+        vectors, len(vectors), 1e-6, grid=(1,), **constants,
+    )  # fmt: skip
+
+
+def _constants(size: int, ranks: int, results: int | None, barriers: bool) -> dict[str, object]:
+    block = triton.next_power_of_2(size)
+    return {
+        "SIZE": size, "BLOCK": block, "RANKS": ranks, "TWO_SHOTS": results is not None,
+        "BARRIERS": barriers, "num_warps": min(max(block // 512, 1), 16),
+    }  # fmt: skip
+
+
+def all_reduce_norm_reference(
+    partials: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the norm, the sum) [T, size] of the ranks' partials [ranks, T, size], in plain torch."""
+    total = partials.float().sum(dim=0) + residual.float()
+    total = total.to(residual.dtype)
+    normed = torch.nn.functional.rms_norm(total.float(), total.shape[1:], weight.float(), eps)
+    return normed.to(residual.dtype), total

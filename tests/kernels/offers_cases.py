@@ -1,0 +1,80 @@
+"""Ranks that offer their best candidates choose what one rank samples: interpreter and GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.gumbel_cases import mixed, parameters
+from kernels.triton_cases import DEVICE, randn
+from pipeinfer.kernels import gumbel
+from pipeinfer.kernels.gumbel import sample
+from pipeinfer.kernels.offers import choose, offer
+
+
+def together(logits, knobs, ranks, **target):
+    """Ids by so many ranks, each with an equal run of the vocabulary, the last ones with less."""
+    heat, *_, seeds, positions = knobs
+    vocab = logits.shape[1]
+    share = -(-vocab // ranks)
+    starts = [min(rank * share, vocab) for rank in range(ranks)]
+    parts = [(start, logits[:, start : start + share]) for start in starts]
+    offers = [offer(part, heat, seeds, positions, start) for start, part in parts]
+    return choose(torch.stack(offers), heat, **target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocab", "ranks"), [(5, 4), (263, 2), (300, 3), (9001, 4)])
+def test_ranks_choose_what_one_rank_samples(vocab, ranks, dtype, monkeypatch):
+    """A share of 2, 132, 100 or 2251 ids: noise is made for four at a time, wherever they lie."""
+    monkeypatch.setattr(gumbel, "BLOCK", 1024)
+    logits = randn(vocab, 8, vocab, dtype=dtype) * 3
+    knobs = parameters(8, vocab, temperature=[0, 0, 0.3, 0.6, 1, 1, 1.7, 5])
+    ids = together(logits, knobs, ranks)
+    assert ids.dtype == torch.int64
+    assert ids.tolist() == sample(logits, *knobs, truncate=False).tolist()
+
+
+def test_the_lowest_of_equal_logits_wins_across_ranks_and_blocks(monkeypatch):
+    monkeypatch.setattr(gumbel, "BLOCK", 16)
+    logits = torch.full((3, 200), -4.0, device=DEVICE)
+    for row, equal in enumerate(([90, 30, 199], [150, 151], [160, 40, 41])):
+        logits[row, equal] = 2.5
+    assert together(logits, parameters(3, temperature=0), 4).tolist() == [30, 150, 40]
+
+
+def test_bad_logits_of_one_rank_leave_no_id_on_all_and_hurt_no_other_row(monkeypatch):
+    monkeypatch.setattr(gumbel, "BLOCK", 64)
+    logits = randn(3, 6, 500)
+    knobs = parameters(6, temperature=[1, 0, 1, 1, 0, 1])
+    good = sample(logits, *knobs, truncate=False)
+    logits[0, 499], logits[1, 3] = float("nan"), float("nan")
+    logits[2, 130], logits[3, :] = float("inf"), float("-inf")
+    last_token = torch.full((8,), 7, dtype=torch.int64, device=DEVICE)
+    slots = torch.arange(6, device=DEVICE) + 1
+    ids = together(logits, knobs, 4, last_token=last_token, slots=slots)
+    assert ids.tolist() == [-1] * 4 + good[4:].tolist()
+    assert last_token.tolist() == [7, 0, 0, 0, 0, *good[4:].tolist(), 7]
+
+
+def test_a_rank_that_may_offer_nothing_is_never_chosen(monkeypatch):
+    """All of its ids are suppressed, or it has none at all."""
+    monkeypatch.setattr(gumbel, "BLOCK", 64)
+    logits = randn(4, 5, 64)
+    logits[:, :32] = float("-inf")
+    knobs = parameters(5, temperature=[0, 1, 2, 1, 0])
+    expected = sample(logits, *knobs, truncate=False).tolist()
+    assert min(expected) >= 32
+    assert together(logits, knobs, 2).tolist() == expected
+    assert together(logits[:, :33], knobs, 16).tolist() == [32] * 5
+
+
+def test_offers_stay_small_and_rows_are_the_same_in_any_batch():
+    logits = randn(6, 9, 5000, dtype=torch.bfloat16)
+    heat, *_, seeds, positions = mixed(9, 5000, 5)
+    whole = offer(logits, heat, seeds, positions, 5000)
+    assert whole.shape == (9, 2)
+    alone = offer(logits[3:4], heat[3:4], seeds[3:4], positions[3:4], 5000)
+    assert torch.equal(alone[0], whole[3])
+    none = offer(logits[:0], heat[:0], seeds[:0], positions[:0], 0)
+    assert choose(torch.stack([none, none]), heat[:0]).shape == (0,)
