@@ -3,8 +3,7 @@
 `python tests/chaos/kill_stages.py --tp 2 --streams 24 --kills 24`; the gateway is spared, for it
 holds the connections. Clients ask their own question again and again, with all ways of sampling; a
 text that differs from the undisturbed one, or anything left behind, is an error. Prints a line of
-JSON: for each kind of victim, how long streams paused (seconds from the kill until the last of them
-moved again).
+JSON: for each kind of victim, the longest pause of any stream after each kill, in seconds.
 """
 
 from __future__ import annotations
@@ -79,12 +78,10 @@ class Client:
                     self.moved.append(time.monotonic())
         self.texts.append((text, str(finish)))
 
-    def moves_again(self, since: float, until: float) -> float:
-        """Seconds from `since` to the end of the longest pause that began before `until`."""
-        before = max((t for t in self.moved if t <= since), default=since)
-        times = [before, *(t for t in self.moved if since < t)]
-        pairs = [(b - a, b) for a, b in pairwise(times) if a < until]
-        return max(pairs)[1] - since if pairs else 0.0
+    def pause(self, since: float, until: float) -> float:
+        """Seconds of the longest pause between two pieces that touches this time."""
+        pairs = ((a, b) for a, b in pairwise(self.moved) if b > since and a < until)
+        return max((b - a for a, b in pairs), default=0.0)
 
 
 def rows(server: Server) -> dict[str, tuple[str, int, int]]:
@@ -104,7 +101,10 @@ def kill(server: Server, victim: tuple[str, int, int]) -> None:
             server.health()["status"] == "ready"
         )
 
-    server.wait(back, f"{victim} came back", 120)
+    try:
+        server.wait(back, f"{victim} came back", 120)
+    except AssertionError:
+        raise AssertionError(f"{victim} did not come back: {server.health()}") from None
 
 
 class Storm:
@@ -156,9 +156,10 @@ class Storm:
                     return
                 await asyncio.sleep(0.02)
             kind = f"rank {victim[2]}" if victim[0] == "engine" else victim[0]
-            pause = max(c.moves_again(killed, ready) for c in clients)
+            pause = max(c.pause(killed, ready) for c in clients)
             self.pauses.setdefault(kind, []).append(round(pause, 2))
-            print(f"{victim}: {pause:.2f} s", file=sys.stderr, flush=True)
+            at = time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + killed))
+            print(f"{at} {victim}: {pause:.2f} s", file=sys.stderr, flush=True)
 
     def run(self, kills: int, only: str = "") -> None:
         """AssertionError names what differs from the undisturbed texts."""

@@ -26,7 +26,16 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize(
     ("rows", "ranks", "expected"),
-    [(1, 2, 1), (256, 2, 1), (1, 4, 1), (256, 4, 2), (8192, 4, 0), (0, 4, 0), (1, 3, 0)],
+    [
+        (1, 2, 1),
+        (256, 2, 1),
+        (32, 4, 1),
+        (40, 4, 2),
+        (256, 4, 2),
+        (8192, 4, 0),
+        (0, 4, 0),
+        (1, 3, 0),
+    ],
 )
 def test_few_rows_go_in_one_shot_more_in_two_and_many_to_the_library(rows, ranks, expected):
     assert shots(rows, ROW, ranks) == expected

@@ -216,6 +216,21 @@ def test_a_rank_that_ended_is_known_at_once_and_is_restarted_by_who_said_so():
     assert group.faults == [], "ranks that are being started are not killed once more"
 
 
+def test_a_rank_that_hears_a_new_scheduler_later_than_the_others_is_asked_too():
+    """It subscribes a moment later, and believes in the epoch of the scheduler before."""
+    group = Group()
+    group.scheduler = SchedulerCore(group.scheduler.options, incarnation=1000)
+    group.deaf = {1}
+    group.tick()
+    group.tick()
+    assert group.ranks[0].core.state()[0] == "waiting"
+    assert group.ranks[1].core.state() == ("ready", "")
+    group.deaf = set()
+    group.tick()
+    group.tick()
+    assert group.state() == ("ready", "")
+
+
 def test_an_epoch_in_good_order_begins_anew_without_a_restart():
     """Every rank computes all plans before the next Begin, so none waits for another."""
     group = busy_group()

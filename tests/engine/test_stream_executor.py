@@ -21,6 +21,7 @@ class Device:
         self.results: dict[int, threading.Event] = {n: threading.Event() for n in range(9)}
         self.fails_to_launch: set[int] = set()
         self.fails_to_finish: set[int] = set()
+        self.asked = 0
 
     def launch(self, step):
         if step.number in self.fails_to_launch:
@@ -29,6 +30,7 @@ class Device:
         return step.number
 
     def ended(self, flight):
+        self.asked += 1
         return self.results[flight].is_set()
 
     def wait(self, flight):
@@ -108,6 +110,19 @@ async def test_a_third_step_waits_for_the_first_result_and_not_for_the_loop(runn
     assert launched == list(range(9))
     assert [(await reports.all.get())[0] for _ in range(9)] == list(range(9))
     assert executor.pending == 0
+
+
+async def test_nobody_asks_when_nothing_is_in_flight(running):
+    device, reports, executor = running
+    executor.submit(step(0))
+    while device.asked < 5:  # the loop goes on meanwhile
+        await asyncio.sleep(0)
+    device.results[0].set()
+    await reports.all.get()
+    asked = device.asked
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert device.asked == asked
 
 
 async def test_close_waits_for_what_was_submitted_and_takes_nothing_more(running):

@@ -92,6 +92,10 @@ class Board:
             self._queue.pop()
             self._admit(request)
 
+    def leave_out(self, request: Request) -> None:
+        """It holds a slot and has no part in this step."""
+        self._running = [one for one in self._running if one is not request]
+
     def run_alone(self, request: Request) -> None:
         """A step of `request` and nobody else; preempts others until there is room for it."""
         if request.slot < 0:

@@ -86,16 +86,14 @@ class Epochs:
         return known is not None and known.incarnation < incarnation
 
     def begin(self, now: float) -> Begin | None:
-        """The Begin to publish now, or None: ranks are missing or disagree, or the epoch runs.
+        """The Begin to publish now, or None: ranks disagree, or the epoch runs.
 
         Published again and again until all ranks are ready: a subscription may be late.
         """
         if self.running:
             return None
-        if not self._hellos:
-            return Begin(self.epoch, ())  # engines of an earlier scheduler: say hello
         if len(self._hellos) < self.tp:
-            return None
+            return Begin(self.epoch, ())  # engines of an earlier scheduler: say hello
         first = self._hellos[min(self._hellos)]
         for hello in self._hellos.values():
             for name in AGREED:

@@ -37,6 +37,7 @@ class Planner:
         self._budget = self._mixed_budget = 0  # tokens of a step, known when an epoch begins
         self._queue = WaitingQueue()
         self.probation = Probation()
+        self._others = False  # whether the last step was one of those who are no suspects
         self._number = 0
 
     def begin(self, shape: Hello) -> None:
@@ -99,12 +100,25 @@ class Planner:
                 return False  # a suspect runs alone, at depth 1
             suspect = self.probation.next()
             if suspect is not None:
-                board.run_alone(suspect)
+                self._try(suspect, board)
                 return True
+        self._share(board)
+        return True
+
+    def _try(self, suspect: Request, board: Board) -> None:
+        """The suspect alone, in turn with those who run: they do not wait for its prompt."""
+        self._others = not self._others
+        if self._others:
+            board.leave_out(suspect)
+            self._share(board)
+        if not board.rows:
+            board.run_alone(suspect)
+
+    def _share(self, board: Board) -> None:
+        """A step of all that run, as the policy likes it."""
         if any(request.deferrals >= DEFERRALS for request in self.slots.running.values()):
             board.relieve()
         self._policy.compose(board)
-        return True
 
     def _written(self, board: Board, epoch: int, now: float) -> Plan:
         """The plan: releases, then admits, then rows."""

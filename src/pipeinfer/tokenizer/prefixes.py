@@ -30,7 +30,8 @@ def chain(prompt_ids: np.ndarray, cache_salt: str) -> list[bytes]:
 
 
 class Prefixes:
-    """The prefixes of one group, least recently used first."""
+    """The prefixes of one group, least recently used first. What changes them returns the keys that
+    were held and no longer are."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[bytes, None] = OrderedDict()
@@ -45,29 +46,28 @@ class Prefixes:
             count += 1
         return count * BLOCK
 
-    def add(self, keys: Sequence[bytes], capacity: int) -> None:
+    def add(self, keys: Sequence[bytes], capacity: int) -> list[bytes]:
         """A prompt went there; the group's pool holds `capacity` tokens, 0: unknown."""
         # The end first: of one prompt its beginning is used last, so that it is forgotten last.
         for key in reversed(keys):
             self._keys[key] = None
             self._keys.move_to_end(key)
-        if capacity:
-            self._forget(len(self._keys) - max(capacity // BLOCK, 1))
+        return self._forget(len(self._keys) - max(capacity // BLOCK, 1)) if capacity else []
 
-    def evicted(self, tokens: int) -> None:
+    def evicted(self, tokens: int) -> list[bytes]:
         """So many tokens were evicted over there: the same number is forgotten here."""
         blocks, self._owed = divmod(self._owed + tokens, BLOCK)
-        self._forget(blocks)
+        return self._forget(blocks)
 
-    def clear(self) -> None:
+    def clear(self) -> list[bytes]:
         """The group began with an empty cache."""
-        self._keys.clear()
         self._owed = 0
+        return self._forget(len(self._keys))
 
     def __len__(self) -> int:
         """Tokens believed cached."""
         return len(self._keys) * BLOCK
 
-    def _forget(self, blocks: int) -> None:
-        for _ in range(min(max(blocks, 0), len(self._keys))):
-            self._keys.popitem(last=False)
+    def _forget(self, blocks: int) -> list[bytes]:
+        count = min(max(blocks, 0), len(self._keys))
+        return [self._keys.popitem(last=False)[0] for _ in range(count)]

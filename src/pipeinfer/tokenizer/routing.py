@@ -6,17 +6,19 @@ depends on what the router was told alone, never on a clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.tokenizer.prefixes import Prefixes, chain
+from pipeinfer.tokenizer.prefixes import BLOCK, Prefixes, chain
 
 # A prefix that is computed in another group is also kept there, in place of somebody else's.
 MOVING = 2  # times what it costs to compute it
+
+_NOBODY: Set[int] = frozenset()
 
 UNKNOWN_OUTPUT = 256  # output tokens that a request without max_tokens is taken to need
 
@@ -50,6 +52,8 @@ class Groups:
     def __init__(self, count: int) -> None:
         self.reports = [Report(up=True) for _ in range(count)]
         self.prefixes = [Prefixes() for _ in range(count)]
+        # By the first key of a chain: of no other group is any of the prompt believed cached.
+        self._holders: dict[bytes, set[int]] = {}
         self.sent = [0] * count  # tokens of requests sent from here that have not ended
         self.open = [0] * count  # the number of these requests
         self.ever = [0] * count  # of all requests sent from here
@@ -59,6 +63,29 @@ class Groups:
         """Tokens that the group still has to compute, as far as is known here."""
         return self.sent[group] + self._foreign[group]
 
+    def holders(self, keys: Sequence[bytes]) -> Set[int]:
+        """The groups that are believed to have the first block of a prompt with the chain `keys`,
+        or more of it."""
+        return self._holders.get(keys[0], _NOBODY) if keys else _NOBODY
+
+    def add(self, group: int, keys: Sequence[bytes]) -> None:
+        """A prompt with the chain `keys` went to `group`."""
+        if keys:
+            self._holders.setdefault(keys[0], set()).add(group)
+        self._forgot(group, self.prefixes[group].add(keys, self.reports[group].capacity))
+
+    def _forgot(self, group: int, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            holders = self._holders.get(key)
+            if holders is not None:
+                holders.discard(group)
+                if not holders:
+                    del self._holders[key]
+
+    def loads(self) -> list[int]:
+        """load() of each group."""
+        return [sent + foreign for sent, foreign in zip(self.sent, self._foreign, strict=True)]
+
     def report(self, group: int, report: Report) -> None:
         before, self.reports[group] = self.reports[group], report
         # By their number: of its own requests it is known here what they cost, and their tokens as
@@ -66,9 +93,10 @@ class Groups:
         foreign = max(report.requests - self.open[group], 0)
         self._foreign[group] = report.tokens * foreign // max(report.requests, 1)
         if report.epoch != before.epoch:
-            self.prefixes[group].clear()
+            self._forgot(group, self.prefixes[group].clear())
         elif report.evicted > before.evicted:
-            self.prefixes[group].evicted(report.evicted - before.evicted)
+            gone = self.prefixes[group].evicted(report.evicted - before.evicted)
+            self._forgot(group, gone)
 
     def up(self) -> list[int]:
         """Groups that may get requests; all of them if none is up, since one may come back."""
@@ -109,17 +137,20 @@ class LongestPrefix:
 
     def choose(self, groups: Sequence[int], keys: list[bytes], length: int) -> int:
         known = self._groups
-        best: tuple[int, int, int] | None = None
-        for group in groups:
-            load = known.load(group)
-            if best is not None and load > best[0]:
-                continue  # it has more to do even if it had the whole prompt cached
-            missing = length - known.prefixes[group].matched(keys)
-            cost = MOVING * missing + load, known.ever[group], group
-            if best is None or cost < best:
-                best = cost
-        assert best is not None
-        return best[2]
+        best, bound = (0, 0), 1 << 62  # (ever, group) of the best, and its cost
+        loads, holders, nothing = known.loads(), known.holders(keys), MOVING * length
+        least = MOVING * max(length - BLOCK * len(keys), 0)
+        # From the least loaded on, so that of a thousand groups most are never looked at.
+        for group in sorted(groups, key=loads.__getitem__):
+            load = loads[group]
+            if least + load > bound:
+                break  # it has more to do even if it had the whole prompt cached, and so have all
+            cost = nothing + load
+            if group in holders:
+                cost -= MOVING * known.prefixes[group].matched(keys)
+            if cost < bound or (cost == bound and (known.ever[group], group) < best):
+                best, bound = (known.ever[group], group), cost
+        return best[1]
 
 
 POLICIES: dict[str, Callable[[Groups], Policy]] = {
@@ -188,7 +219,7 @@ class Router:
 
     def loads(self) -> list[int]:
         """Tokens that each group still has to compute, as far as is known here."""
-        return [self._groups.load(group) for group in range(len(self._groups.reports))]
+        return self._groups.loads()
 
     def _send(
         self, request_id: str, group: int, keys: list[bytes], length: int, max_tokens: int | None
@@ -199,5 +230,5 @@ class Router:
         groups.sent[group] += tokens
         groups.open[group] += 1
         groups.ever[group] += tokens
-        groups.prefixes[group].add(keys, groups.reports[group].capacity)
+        groups.add(group, keys)
         self._open[request_id] = (group, tokens)

@@ -14,7 +14,6 @@ from pipeinfer.attention import registry
 from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.engine.cuda.graphs import ladder
 from pipeinfer.engine.cuda.memory import free_for_pages, warm_up
-from pipeinfer.engine.cuda.mixed_graphs import PROBED
 from pipeinfer.engine.cuda.mixed_graphs import ladder as mixed_ladder
 from pipeinfer.engine.cuda.runner import CudaRunner, Limits
 from pipeinfer.engine.cuda.sampling import Ranks, SplitSampler
@@ -69,11 +68,9 @@ def _capture(
     progress: Callable[[int, int], None] | None,
 ) -> None:
     sizes = ladder(min(settings.cuda_graph_max_batch, limits.rows))
-    choose = settings.tp == 1
-    asked = settings.mixed_step_tokens or (PROBED if choose else 0)
-    most, budget = max(sizes, default=0), mixed_budget(asked, limits.tokens)
-    mixed = mixed_ladder(limits.tokens, limits.rows, most, budget)
-    runner.capture(sizes, mixed, progress, choose)
+    budget = mixed_budget(settings.mixed_step_tokens, limits.tokens)
+    mixed = mixed_ladder(limits.tokens, limits.rows, max(sizes, default=0), budget)
+    runner.capture(sizes, mixed, progress, choose=settings.tp == 1)
 
 
 def _pages(

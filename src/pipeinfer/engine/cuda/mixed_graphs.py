@@ -43,8 +43,7 @@ class MixedSize:
         return self.decodes + self.prefills
 
 
-PROBED = 1024  # the most tokens of a step with decodes that is tried for how long it takes
-SLOWER = 2.5  # than decodes alone: so much longer a step with prompts may take by default
+SLOWER = 1.8  # than decodes alone: so much longer a step with prompts may take by default
 
 
 def ladder(

@@ -19,7 +19,7 @@ import torch
 from pipeinfer.attention.interface import AttentionBackend
 from pipeinfer.attention.paged import PagedBackend, PagedPlan, PagedRows
 from pipeinfer.engine.cuda import mixed_graphs, packing
-from pipeinfer.engine.cuda.artificial import empty_step, typical_step
+from pipeinfer.engine.cuda.artificial import empty_step
 from pipeinfer.engine.cuda.attend import PagedAttend, PlainAttend
 from pipeinfer.engine.cuda.buffers import PARITIES, StepBuffers
 from pipeinfer.engine.cuda.expansion import Expansion
@@ -341,24 +341,14 @@ class CudaRunner:
 
     def _choose(self, decodes: DecodeGraphs, mixed: MixedGraphs) -> None:
         decodes.drop_slower_small_ones(partial(self._padding, decodes))
-        alone = decodes.seconds(mixed_graphs.DECODES, partial(self._typical, decodes))
+        alone = decodes.seconds(mixed_graphs.DECODES, partial(self._padding, decodes))
         within = mixed_graphs.SLOWER * alone
-        self.mixed_tokens = mixed.tokens_within(within, partial(self._typical, mixed))
-
-    def _typical(self, graphs: Any, size: int | MixedSize) -> PagedPlan:
-        """A full step of that size with contexts as they are in use, in the fixed buffer."""
-        decodes, tokens = (size, size) if isinstance(size, int) else (size.decodes, size.tokens)
-        page = self.pool.page_size
-        step = typical_step(decodes, tokens, self._limits.pages * page, page)
-        return self._prepared(graphs, size, step)
+        self.mixed_tokens = mixed.tokens_within(within, partial(self._padding, mixed))
 
     def _padding(self, graphs: Any, size: int | MixedSize) -> PagedPlan:
         """A step of padding rows in the fixed buffer, planned."""
-        return self._prepared(graphs, size, empty_step())
-
-    def _prepared(self, graphs: Any, size: int | MixedSize, step: Step) -> PagedPlan:
         buffers = self._buffers[0]
-        words = graphs.pack(step, size, buffers.host).words
+        words = graphs.pack(empty_step(), size, buffers.host).words
         buffers.copy_to(graphs.words, words)
         plan = self._backend.plan(self._graph_rows(graphs, size, 0))  # type: ignore
         torch.cuda.current_stream().synchronize()
