@@ -62,7 +62,7 @@ def test_two_calls_in_a_row_never_share_a_buffer():
     assert fusion.buffer(1, 20) is None, "rows of 40 bytes"
 
 
-@pytest.mark.parametrize(("ranks", "calls"), [(2, 24), (4, 12)])
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 20), (4, 8)])
 def test_ranks_of_any_pace_wait_for_each_other_and_never_read_what_is_of_another_call(
     ranks, calls, tmp_path
 ):

@@ -28,7 +28,7 @@ MEASURED = (900, 300)  # pages, of rank 0 and rank 1
 class Told:
     """A rank's group of two, of which the other has room for `other` pages and the dummy."""
 
-    size = 2
+    size, fusion = 2, None
 
     def __init__(self, rank: int, other: int) -> None:
         self.rank, self._other = rank, other

@@ -43,9 +43,14 @@ SETTINGS = {
 
 @dataclass
 class Stream:
-    """What one stream has given; `gap`: the longest time between two chunks, in seconds."""
+    """What one stream has given.
+
+    gap: the longest time between two chunks, in seconds. undisturbed: characters that it had when
+    it was disturbed.
+    """
 
     text: str = ""
+    undisturbed: int = 0
     chunks: int = 0
     gap: float = 0.0
     finish: str = ""
@@ -84,6 +89,8 @@ class Streams:
                         await asyncio.sleep(0.005)
                     if sum(task.done() for task in tasks) > STREAMS // 2:
                         raise RuntimeError("most streams were over before they were disturbed")
+                    for stream in self.all:
+                        stream.undisturbed = len(stream.text)
                     await asyncio.to_thread(disturb)
                 await asyncio.gather(*tasks)
             finally:
@@ -154,8 +161,7 @@ def lose(server: Server, found: dict[str, Any]) -> None:
     found["undisturbed"] = {
         "tokens": tokens,
         "seconds": round(expected.seconds, 1),
-        "equal_texts": equal(again, expected),
-    }
+    } | compared(again, expected)
     for name, how in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
         away: list[float] = []
 
@@ -168,14 +174,23 @@ def lose(server: Server, found: dict[str, Any]) -> None:
         found[name] = {
             "seconds_away": away[0],
             "longest_gap": round(max(s.gap for s in streams.all), 1),
-            "equal_texts": equal(streams, expected),
             "finished": sum(s.finish == "length" for s in streams.all),
-            "of": STREAMS,
-        }
+        } | compared(streams, expected)
 
 
-def equal(streams: Streams, others: Streams) -> int:
-    return sum(one.text == other.text for one, other in zip(streams.all, others.all, strict=True))
+def compared(streams: Streams, others: Streams) -> dict[str, Any]:
+    """How many texts are equal, and of the others where they differ first: in characters, with how
+    many there were at the disturbance, and whether ids were drawn. Before it, rounding depends on
+    who was computed beside them; behind it, also on what was computed again as a prompt.
+    """
+    apart = []
+    for index, (one, other) in enumerate(zip(streams.all, others.all, strict=True)):
+        if one.text != other.text:
+            pairs = zip(one.text, other.text, strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+            kind = "greedy" if index % 2 else "drawn"
+            apart.append(f"{kind} at {at}, had {one.undisturbed}")
+    return {"equal_texts": STREAMS - len(apart), "of": STREAMS, "apart": apart}
 
 
 def watched(

@@ -96,19 +96,11 @@ class CudaRunner:
         # One slot more than requests: padding rows and rows that do not sample write there.
         self._dummy_slot = limits.rows
         self._last_token = torch.zeros(limits.rows + 1, dtype=torch.int64, device=device)
-        table = limits.rows * limits.pages
-        # A graph of a mixed step has decode rows and prefill rows, as many as there may be of each.
-        largest = Sizes(
-            2 * limits.rows, limits.tokens, limits.rows, limits.pages, table + limits.rows,
-            table_rows=limits.rows,
-        )  # fmt: skip
+        largest = _largest(limits)
         words = Layout(largest).words
         self._buffers = [StepBuffers(words, limits.rows, device) for _ in range(PARITIES)]
-        self._expansion = Expansion(limits.rows, limits.tokens, table + limits.rows, device)
-        self._timers = [
-            Timer(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            for _ in range(TIMERS)
-        ]
+        self._expansion = Expansion(limits.rows, limits.tokens, largest.indices, device)
+        self._timers = [_timer() for _ in range(TIMERS)]
         self._launched = 0
         self._ended: torch.cuda.Event | None = None
         self._graphs: tuple[DecodeGraphs, MixedGraphs] | None = None
@@ -374,6 +366,19 @@ class CudaRunner:
 
     def _mixed_body(self, plan: PagedPlan, views: Views) -> tuple[torch.Tensor, torch.Tensor]:
         return self._decode_body(plan, views, views["last"])
+
+
+def _timer() -> Timer:
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    return Timer(began, ended)
+
+
+def _largest(limits: Limits) -> Sizes:
+    """Of any step: a graph has decode rows and prefill rows, as many as there may be of each."""
+    indices = limits.rows * limits.pages + limits.rows
+    return Sizes(
+        2 * limits.rows, limits.tokens, limits.rows, limits.pages, indices, table_rows=limits.rows
+    )
 
 
 def _counter(total: int, progress: Callable[[int, int], None] | None) -> Callable[[], None]:
