@@ -16,8 +16,8 @@ ALIGNED = 16  # bytes that the kernels load at a time
 MOST_BYTES = 16 * 2**20  # larger ones are NCCL's: there bandwidth alone counts
 # By the number of ranks: bytes up to which one shot is the fastest, and from which two shots are;
 # between them NCCL is.
-ONE_SHOT = {2: 16 * 2**10, 4: 512 * 2**10, 8: 256 * 2**10}
-TWO_SHOTS = {2: 1536 * 2**10, 4: 512 * 2**10, 8: 256 * 2**10}
+ONE_SHOT = {2: 16 * 2**10, 4: 384 * 2**10, 8: 256 * 2**10}
+TWO_SHOTS = {2: 1536 * 2**10, 4: 1024 * 2**10, 8: 256 * 2**10}
 TRIED = (ALIGNED // 2, 4096, 65536, MOST_BYTES // 4)  # elements: what is checked at the start
 
 Algorithm = Literal["one-shot", "two-shot", "library"]
