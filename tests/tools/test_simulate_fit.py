@@ -152,7 +152,7 @@ def test_delays_are_those_of_every_request_and_step(recorded):
     (engine,) = (one for one in found if measured.leads(one))
     assert len(delays.inbound(found)) == 24
     steps = len(list(measured.steps(engine)))
-    # Text of a step that waits for that of the one before is left out: more of it on a busy machine.
+    # Text of a step that waits for that of the one before is left out: more on a busy machine.
     assert 0.1 * steps < len(delays.outbound(found)) <= steps
     for waits in (delays.turnaround(engine), delays.bubble(engine)):
         assert 0.5 * steps < len(waits) <= steps  # without the first, and those after empty plans

@@ -128,8 +128,7 @@ async def _storm(options: argparse.Namespace, settings: dict[str, Any]) -> Measu
         await _reached(streams, WARM_TOKENS + options.calm_tokens, tasks)
         begin = time.perf_counter()
         arrivals = [
-            _first_token(llm, ids, begin + index * options.every)
-            for index, ids in enumerate(storm)
+            _first_token(llm, ids, begin + index * options.every) for index, ids in enumerate(storm)
         ]
         firsts = await asyncio.gather(*arrivals)
         end = time.perf_counter()
