@@ -1,13 +1,17 @@
-"""For every test: torch computes with one thread.
+"""For every test: torch computes with one thread, and Ctrl-C is heard.
 
 The tests run several at a time on few cores, and torch's threads wait for each other by spinning:
-two of them on one busy core are tens of times slower than one.
+two of them on one busy core are tens of times slower than one. A shell's background jobs ignore
+SIGINT, and so would every process that a test starts and then interrupts.
 """
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Stages that die in tests leave their flight recordings there, and not in somebody's home.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), "pipeinfer-tests-state"))
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
