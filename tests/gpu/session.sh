@@ -15,7 +15,7 @@ export PYTHONPATH=$PWD/src:$PWD/tests:$PWD/tools${PYTHONPATH:+:$PYTHONPATH} PYTH
 shape=(--config qwen3-0.6b --device cuda --log-level warning)
 parity=("$python" -m pytest -o addopts= -q -s -p no:cacheprovider tests/gpu/test_cuda_parity.py)
 
-declare -A limit=([parity]=150 [kernel_tests]=150 [soak]=120 [memcheck]=150 [offline]=60
+declare -A limit=([parity]=240 [kernel_tests]=150 [soak]=120 [memcheck]=150 [offline]=60
                   [single]=50 [single_14b]=90 [storm]=70 [startup]=60 [profile]=45 [kernels]=80)
 beside=(parity kernel_tests soak memcheck)
 alone=(offline single single_14b storm startup profile kernels)
@@ -27,6 +27,7 @@ fi
 
 run_parity() {  # four processes; importing and capturing is most of the work
   export PARITY_OUT=$out/parity.jsonl
+  "$python" tests/gpu/compile_kernels.py 6  # at once, instead of one after the other
   for which in flashinfer fa3 hybrid "not flashinfer and not fa3 and not hybrid"; do
     "${parity[@]}" -k "$which" > "$logs/parity-${which%% *}.part" 2>&1 &
   done
