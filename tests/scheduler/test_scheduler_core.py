@@ -368,3 +368,19 @@ def test_step_cost_does_not_grow_with_waiting_requests():
         return count
 
     assert calls(5_000) <= calls(100) * 1.2 + 20
+
+
+@pytest.mark.parametrize("delivered", range(1, 24))
+def test_a_suspect_among_others_comes_back_once_and_gets_its_pages(delivered):
+    """It takes turns with the others; whoever's turn it was when the engine was lost again, and
+    however little memory there is for both."""
+    p = pipeline("mixed", depth=1, pages=12, budget=2, caching=False)
+    p.submit([3] * 30, 1)
+    p.deliver()
+    p.deliver()
+    p.engine.crash()
+    p.submit([4] * 26, 1)
+    for _ in range(delivered):
+        p.deliver()
+    p.engine.crash()
+    p.settle(2_000)

@@ -114,6 +114,12 @@ class Board:
         elif not request.exhausted:
             self._put(request, 1)
 
+    def make_way(self, request: Request) -> None:
+        """Takes one of the others back because the engine defers `request`."""
+        others = [r for r in self._running if r is not request]
+        if others:
+            self._preempt(max(others, key=_least_important))
+
     def relieve(self) -> None:
         """Takes one request back because the engine keeps deferring rows."""
         victim = self._victim()
@@ -190,7 +196,7 @@ class Board:
             return None
         exempt = next((r for r in stay if r.prefilling), None)
         choice = [r for r in stay if r is not exempt]
-        return max(choice, key=lambda r: (r.work.priority, r.arrival))
+        return max(choice, key=_least_important)
 
     def _preempt(self, request: Request) -> None:
         """Its own pages may be evicted from now on; those it shares may not."""
@@ -211,3 +217,7 @@ class Board:
     def _row(self, request: Request, count: int) -> None:
         self.rows.append((request, count))
         self._budget -= count
+
+
+def _least_important(request: Request) -> tuple[int, int]:
+    return request.work.priority, request.arrival

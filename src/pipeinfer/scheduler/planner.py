@@ -56,11 +56,13 @@ class Planner:
         """
         flying = self.flights.crash()
         suspects = [request for request in flying if request.slot >= 0 and not blameless]
-        accused = set(map(id, suspects))
-        for request in self.slots.lose():
-            if id(request) not in accused:
+        lost = self.slots.lose()
+        guilty = self.probation.accuse(suspects)
+        for request in lost:
+            # The one that was being tried may have had a slot and no part in the last step.
+            if request is not guilty and self.probation.crashes(request) < 0:
                 self._queue.push(request)
-        return self.probation.accuse(suspects)
+        return guilty
 
     def enqueue(self, request: Request, crashes: int = -1) -> None:
         """It waits for a slot from now on; apart, if it may have crashed an engine elsewhere."""
@@ -106,8 +108,14 @@ class Planner:
         return True
 
     def _try(self, suspect: Request, board: Board) -> None:
-        """The suspect alone, in turn with those who run: they do not wait for its prompt."""
-        self._others = not self._others
+        """The suspect alone, in turn with those who run: they do not wait for its prompt.
+
+        When pages run short it comes first, and those who hold them have to give way.
+        """
+        short = any(request.deferrals for request in self.slots.running.values())
+        self._others = not (self._others or short)
+        if suspect.deferrals:
+            board.make_way(suspect)
         if self._others:
             board.leave_out(suspect)
             self._share(board)
