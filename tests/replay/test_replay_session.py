@@ -6,6 +6,7 @@ import json
 from collections import Counter
 
 import pytest
+from preemptions import preempting_plans
 from replay_tool import tool
 
 from pipeinfer.engine.core import EngineCore
@@ -76,22 +77,6 @@ def planted(tmp_path, session):
 
 def entry(recording: Recording, seq: int):
     return next(e for e in recording.entries if e.seq == seq)
-
-
-def preempting_plans(recording: Recording) -> dict[int, str]:
-    """{seq of the plan: request} of each plan that released a request which was admitted again."""
-    slots: dict[int, str] = {}
-    last_release: dict[str, int] = {}
-    found: dict[int, str] = {}
-    for e in recording.entries:
-        if isinstance(e.message, Plan):
-            for release in e.message.releases:
-                last_release[slots.pop(release.slot)] = e.seq
-            for admit in e.message.admits:
-                slots[admit.slot] = admit.request_id
-                if admit.request_id in last_release:
-                    found[last_release[admit.request_id]] = admit.request_id
-    return found
 
 
 def test_wrong_victim_is_found_at_the_plan_that_preempts_it(planted, session):
