@@ -112,12 +112,9 @@ class FlashInferPart:
 
     def plan(self, rows: PagedRows, begin: int, end: int) -> FlashInferPlan:
         """Work lists of rows begin..end-1, copied to the device on the current stream."""
-        host, device = rows.host, rows.device
-        q_host = host.queries(begin, end)
-        kv_host = host.kv_indptr[begin : end + 1]
+        device = rows.device
         by_window = {
-            window: self._plan_window(rows, window, q_host, kv_host, host.lengths[begin:end])
-            for window in self._staging
+            window: self._plan_window(rows, window, begin, end) for window in self._staging
         }
         return FlashInferPlan(
             by_window,
@@ -129,13 +126,8 @@ class FlashInferPart:
 
     def refresh(self, rows: PagedRows, begin: int, end: int) -> None:
         """Plans anew what is split by length; what is not is the same for all lengths."""
-        for window, staging in self._staging.items():
-            if not self._whole(rows, window, end - begin):
-                host = rows.host
-                self._plan_into(
-                    staging.fixed, rows, window, host.queries(begin, end),
-                    host.kv_indptr[begin : end + 1], host.lengths[begin:end],
-                )  # fmt: skip
+        for window in self._staging:
+            self._plan_window(rows, window, begin, end)
 
     def _shape(self, window: int | None) -> AttentionShape:
         return next(shape for shape in self._shapes if shape.sliding_window == window)
@@ -145,40 +137,29 @@ class FlashInferPart:
         so that the grid is fixed without the padding and the merging that a graph else needs."""
         return rows.fixed and count * self._shape(window).num_kv_heads > self._room
 
-    def _plan_window(
-        self,
-        rows: PagedRows,
-        window: int | None,
-        q_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        lengths: torch.Tensor,
-    ) -> WindowPlan:
-        staging, count = self._staging[window], len(lengths)
+    def _plan_window(self, rows: PagedRows, window: int | None, begin: int, end: int) -> WindowPlan:
+        staging, count = self._staging[window], end - begin
         if not self._whole(rows, window, count):
             workspace = staging.fixed if rows.fixed else staging.device[rows.parity]
-            return self._plan_into(workspace, rows, window, q_indptr, kv_indptr, lengths)
+            return self._plan_into(workspace, rows, window, begin, end)
         if (window, count) not in self._unsplit:
             workspace = torch.empty(
                 UNSPLIT_BYTES * count + 4096, dtype=torch.uint8, device=self._device
             )
-            plan = self._plan_into(workspace, rows, window, q_indptr, kv_indptr, lengths)
+            plan = self._plan_into(workspace, rows, window, begin, end)
             self._unsplit[window, count] = plan
         return self._unsplit[window, count]
 
     def _plan_into(
-        self,
-        workspace: torch.Tensor,
-        rows: PagedRows,
-        window: int | None,
-        q_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        lengths: torch.Tensor,
+        self, workspace: torch.Tensor, rows: PagedRows, window: int | None, begin: int, end: int
     ) -> WindowPlan:
-        shape, whole = self._shape(window), self._whole(rows, window, len(lengths))
+        shape, whole = self._shape(window), self._whole(rows, window, end - begin)
+        host = rows.host
+        q_indptr, lengths = host.queries(begin, end), host.lengths[begin:end]
         kernels, module = self._modules[shape.head_dim, window is not None]
         staging = self._staging[window].pinned[rows.parity]
         arguments = [
-            self._float, workspace, staging, q_indptr, kv_indptr, lengths,
+            self._float, workspace, staging, q_indptr, host.kv_indptr[begin : end + 1], lengths,
             int(q_indptr[-1]), len(lengths), shape.num_heads, shape.num_kv_heads, self._page_size,
             rows.fixed and not whole, shape.head_dim, shape.head_dim, self._causal, _left(window),
         ]  # fmt: skip
