@@ -12,6 +12,7 @@ pytest.register_assert_rewrite(
     "kernels.moe_cases",
     "kernels.offers_cases",
     "kernels.norm_cases",
+    "kernels.skinny_cases",
     "kernels.triton_cases",
 )
 
@@ -21,6 +22,7 @@ from kernels.gumbel_cases import *  # noqa: E402, F403
 from kernels.moe_cases import *  # noqa: E402, F403
 from kernels.norm_cases import *  # noqa: E402, F403
 from kernels.offers_cases import *  # noqa: E402, F403
+from kernels.skinny_cases import *  # noqa: E402, F403
 from kernels.store_cases import *  # noqa: E402, F403
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 HERE = Path(__file__).parent
-AREAS = ("store", "expand", "gumbel", "offers", "moe", "norm", "all_reduce_norm")
+AREAS = ("store", "expand", "gumbel", "offers", "moe", "norm", "skinny", "all_reduce_norm")
 
 
 @pytest.fixture(scope="module")

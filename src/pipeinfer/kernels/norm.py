@@ -1,6 +1,7 @@
 """RMSNorm in Triton, alone or fused with the residual addition before it.
 
-For devices on which no library's kernel is better; needs triton. Knows vectors, no layer.
+For devices on which no library's kernel is better, and for sums that are still in parts, which no
+library's kernel takes; needs triton. Knows vectors, no layer.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -12,15 +13,30 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pipeinfer.kernels.early import early_launch
+
+THREAD = 16  # values of a vector that a thread has, at most
 
 
 @triton.jit
-def _norm(x, residual, weight, out, eps, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-          ADD: tl.constexpr):  # fmt: skip
+def _norm(
+    x, residual, weight, out, eps, x_stride, part_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row. EARLY: it starts while the kernel before it ends, and lets the next do the same."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < SIZE
+    factor = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        gdc_wait()  # for all that the kernel before it writes
+        gdc_launch_dependents()
     value = tl.load(x + row * x_stride + lane, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        at = x + part * part_stride + row * x_stride + lane
+        value += tl.load(at, mask=inside, other=0.0)
     if ADD:
         at = residual + row * SIZE + lane
         value += tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -28,8 +44,7 @@ def _norm(x, residual, weight, out, eps, x_stride, SIZE: tl.constexpr, BLOCK: tl
         # The norm is of the sum as it is stored: what a later layer will add to.
         value = value.to(residual.dtype.element_ty).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
-    value *= scale * tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + lane, value, mask=inside)
+    tl.store(out + row * SIZE + lane, value * scale * factor, mask=inside)
 
 
 def rms_norm(
@@ -45,15 +60,39 @@ def rms_norm(
     contiguous. float32 inside, rounded once (layer by layer in bfloat16 the product with the
     weight rounds again). Source: https://arxiv.org/abs/1910.07467.
     """
-    tokens, size = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    _launch(x, residual, weight, out, eps, parts=1)
+    return out
+
+
+def sum_norm(
+    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """`rms_norm` of residual [T, size] plus the sum of parts float32 [P, T, size], contiguous.
+
+    The new residual is written where it was; the norm has its dtype.
+    """
+    out = torch.empty_like(residual)
+    _launch(parts, residual, weight, out, eps, parts=parts.shape[0])
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+    parts: int,
+) -> None:
+    tokens, size = out.shape
     block = triton.next_power_of_2(size)
     if tokens:
         _norm[(tokens,)](
-            x, residual, weight, out, eps, x.stride(0), SIZE=size, BLOCK=block,
-            ADD=residual is not None, num_warps=min(max(block // 512, 1), 16),
+            x, residual, weight, out, eps, x.stride(-2), x.stride(0), SIZE=size, BLOCK=block,
+            PARTS=parts, ADD=residual is not None,
+            num_warps=min(max(block // (32 * THREAD), 1), 16), **early_launch(x.device),
         )  # fmt: skip
-    return out
 
 
 def rms_norm_reference(

@@ -14,6 +14,7 @@ import torch
 from pipeinfer.layers.matrix import Matrix
 from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source
+from pipeinfer.layers.skinny import skinny_products
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,16 @@ class ColumnLinear:
     ) -> None:
         rows = sum(block.stop - block.start for block in blocks)
         self._blocks = tuple(blocks)
+        self.skinny = skinny_products(placement.device, placement.dtype)
         self.matrix = Matrix(
             placement.empty(rows, in_features), placement.empty(rows) if bias else None
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.skinny is not None:
+            product = self.skinny.product(x, self.matrix.weight, self.matrix.bias)
+            if product is not None:
+                return product
         return self.matrix(x)
 
     def sources(self, prefix: str) -> Iterator[Source]:
@@ -63,7 +69,7 @@ class ColumnLinear:
 class RowLinear:
     """A matrix split by its input: [T, in / ranks] to the sum over ranks [T, out].
 
-    The sum may still be to be made, by the norm that follows.
+    The sum, also that of one rank's product, may still be to be made, by the norm that follows.
     """
 
     def __init__(
@@ -71,6 +77,8 @@ class RowLinear:
     ) -> None:
         self._name = name
         self._placement = placement
+        skinny = skinny_products(placement.device, placement.dtype)
+        self._skinny = skinny if placement.alone else None
         self._in_features, self._out_features = in_features, out_features
         self._start, self._stop = placement.shard.span(in_features)
         self._bias = placement.empty(out_features) if bias else None
@@ -79,6 +87,10 @@ class RowLinear:
         self.matrix = Matrix(weight, self._bias if placement.alone else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | Pending:
+        if self._skinny is not None:
+            later = self._skinny.later(x, self.matrix.weight, self._bias)
+            if later is not None:
+                return later
         fusion = self._placement.fusion
         buffer = None if fusion is None else fusion.buffer(x.shape[0], self._out_features)
         if fusion is not None and buffer is not None:

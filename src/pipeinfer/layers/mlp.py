@@ -31,10 +31,18 @@ class GatedMLP:
         self.gate_up = merged_gate_up(hidden_size, intermediate_size, bias, placement)
         self.down = RowLinear("down_proj", intermediate_size, hidden_size, bias, placement)
         fused = fused_ops(placement.device, placement.dtype, placement.compiled)
+        self._skinny = None if bias else self.gate_up.skinny
         self._activate = silu_and_multiply if fused is None else fused.silu_and_multiply
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | Pending:
-        return self.down(self._activate(self.gate_up(x)))
+        return self.down(self._gated(x))
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        if self._skinny is not None:
+            gated = self._skinny.gated(x, self.gate_up.matrix.weight)
+            if gated is not None:
+                return gated
+        return self._activate(self.gate_up(x))
 
     def pack(self) -> None:
         """To be called when the weights are final."""

@@ -1,0 +1,163 @@
+"""Products of a few rows with a weight matrix: what a decode step is made of beside attention.
+
+With so few rows a product takes as long as its weights take to read. These kernels start reading
+them while the kernel before still ends, and leave out what comes after a library's product: SwiGLU
+and sums of split products. Needs triton. Knows rows and weights, no layer; skinny_tiles.py says
+which tiles, and where the library is the faster.
+"""
+
+# Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pipeinfer.kernels.early import early_launch
+from pipeinfer.kernels.skinny_tiles import Tile
+
+AHEAD = 2  # steps of depth whose weights are asked for before the rows are there
+LINE = tl.constexpr(64)  # elements of 2 bytes in a line of the L2 cache
+
+
+@triton.jit
+def _fetch(at, SECOND: tl.constexpr):
+    """Asks for the lines of the L2 cache that these addresses lie in, and those SECOND further."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at],
+                              dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+    if SECOND:
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at + SECOND],
+                                  dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROWS_FIRST: tl.constexpr):
+    if ROWS_FIRST:
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    else:
+        total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    return total
+
+
+@triton.jit
+def _dot(a, w, total, ROWS_FIRST: tl.constexpr):
+    """total + a @ w.T, or its transpose: tensor cores want 64 rows of the first operand."""
+    if ROWS_FIRST:
+        total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
+    else:
+        total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _product(
+    x, weight, bias, out, rows, x_stride, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
+    GATED: tl.constexpr, BIASED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Program (columns, part of the depth, rows): one tile of out [PARTS, rows, WIDTH].
+    GATED: weight [2 WIDTH, DEPTH], and out = silu(x @ first.T) * (x @ second.T)."""
+    share: tl.constexpr = DEPTH // PARTS
+    rows_first: tl.constexpr = ROWS >= 64
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.program_id(1)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    depth = part * share + tl.arange(0, STEP)
+    right = weight + column.to(tl.int64)[:, None] * DEPTH + depth[None, :]
+    if EARLY:
+        lines = tl.arange(0, AHEAD * STEP // LINE) * LINE
+        first = weight + column.to(tl.int64)[:, None] * DEPTH + part * share + lines[None, :]
+        _fetch(first, WIDTH * DEPTH if GATED else 0)
+        gdc_wait()  # for all that the kernel before it writes
+        gdc_launch_dependents()
+    left = x + row[:, None] * x_stride + depth[None, :]
+    real = (row < rows)[:, None]
+    total = _nothing(ROWS, COLUMNS, rows_first)
+    gate = _nothing(ROWS, COLUMNS, rows_first)
+    for begin in range(0, share, STEP):
+        w = tl.load(right + begin)
+        a = tl.load(left + begin, mask=real, other=0.0)
+        total = _dot(a, w, total, rows_first)
+        if GATED:
+            w = tl.load(right + begin + WIDTH * DEPTH)
+            gate = _dot(a, w, gate, rows_first)
+    if GATED:
+        total = total * tl.sigmoid(total) * gate
+    if not rows_first:
+        total = tl.trans(total)
+    if BIASED:
+        total += tl.where(part == 0, tl.load(bias + column).to(tl.float32), 0.0)[None, :]
+    at = out + (part * rows + row)[:, None] * WIDTH + column[None, :]
+    tl.store(at, total, mask=real)
+
+
+def _launch(
+    tile: Tile,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    gated: bool,
+) -> None:
+    (rows, depth), width = x.shape, out.shape[-1]
+    grid = width // tile.columns, tile.parts, triton.cdiv(rows, tile.rows)
+    _product[grid](
+        x, weight, bias, out, rows, x.stride(0), WIDTH=width, DEPTH=depth, ROWS=tile.rows,
+        COLUMNS=tile.columns, STEP=tile.step, PARTS=tile.parts, GATED=gated,
+        BIASED=bias is not None, AHEAD=min(AHEAD, depth // (tile.parts * tile.step)),
+        num_warps=tile.warps, num_stages=tile.stages, **early_launch(x.device),
+    )  # fmt: skip
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, tile: Tile, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [T, depth] @ weight [width, depth].T + bias [width]: [T, width] in x's dtype.
+
+    Rows of x may be strided, all else is contiguous; the tile has one part, and divides the shape.
+    float32 inside, rounded once.
+    """
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    _launch(tile, x, weight, bias, out, gated=False)
+    return out
+
+
+def gated_product(x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """silu(x @ gate.T) * (x @ up.T): [T, width], of weight [2 width, depth], gate first.
+
+    As `product` otherwise. Source: https://arxiv.org/abs/2002.05202.
+    """
+    out = x.new_empty(x.shape[0], weight.shape[0] // 2)
+    _launch(tile, x, weight, None, out, gated=True)
+    return out
+
+
+def split_product(
+    x: torch.Tensor, weight: torch.Tensor, tile: Tile, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """float32 [tile.parts, T, width], whose sum over the first dimension is x @ weight.T + bias.
+
+    As `product` otherwise.
+    """
+    size = tile.parts, x.shape[0], weight.shape[0]
+    out = torch.empty(size, dtype=torch.float32, device=x.device)
+    _launch(tile, x, weight, bias, out, gated=False)
+    return out
+
+
+def product_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`product`, or the sum that `split_product` leaves to be made, in plain torch: float32."""
+    wide = None if bias is None else bias.float()
+    return torch.nn.functional.linear(x.float(), weight.float(), wide)
+
+
+def gated_product_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`gated_product` in plain torch: float32."""
+    gate, up = product_reference(x, weight).chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up

@@ -1,0 +1,91 @@
+"""Which tiles a product of a few rows is cut into, and where a library's product is the faster.
+
+Read off measurements on an H200 (tests/gpu/time_skinny.py), for models of 0.6 to 32 billion
+parameters. Knows shapes only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+Kind = Literal["product", "gated", "split"]
+
+# By the rows of a tile: up to how many rows it is taken, and the smaller side of the largest
+# matrix for which it is. Beyond, arithmetic counts, and libraries' kernels are better at it.
+CLASSES = ((16, 16, 1 << 30), (32, 32, 4096), (64, 64, 4096), (64, 128, 1024))
+MULTIPROCESSORS = 132
+IN_FLIGHT = 12  # steps of depth that each multiprocessor should have asked for
+FEWEST_PROGRAMS = 16
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Of one program: rows, columns, and `step` of the depth at a time; `parts` programs share the
+    depth of a tile.
+    """
+
+    rows: int
+    columns: int
+    step: int
+    parts: int
+    warps: int
+    stages: int
+
+    def fits(self, width: int, depth: int) -> bool:
+        """Whether it divides the shape, and leaves enough programs."""
+        programs = width // self.columns * self.parts
+        divides = width % self.columns == 0 and depth % (self.parts * self.step) == 0
+        return divides and programs >= FEWEST_PROGRAMS
+
+
+@lru_cache(maxsize=1024)
+def tile(kind: Kind, rows: int, width: int, depth: int) -> Tile | None:
+    """For x [rows, depth] times a matrix of that width, of two if `gated`; None: not here.
+
+    `split`: the depth may be shared, by a power of two.
+    """
+    for height, most, side in CLASSES:
+        if 0 < rows <= most and min(width, depth) <= side:
+            found = {"product": _product, "gated": _gated, "split": _split}[kind](
+                height, rows, width, depth
+            )
+            return found if found is not None and found.fits(width, depth) else None
+    return None
+
+
+def _product(height: int, rows: int, width: int, depth: int) -> Tile:
+    columns = 64 if width >= 6144 or rows > 64 else 32
+    return Tile(height, columns, 128, 1, 4, 6 if rows <= 64 else 4)
+
+
+def _gated(height: int, rows: int, width: int, depth: int) -> Tile:
+    if rows > 64:
+        return Tile(height, 64, 128, 1, 4, 3)
+    if rows > 32 and width > 4096:
+        return Tile(height, 64, 64, 1, 8, 4)
+    return Tile(height, 32, 64, 1, 4, _stages(width // 32))
+
+
+def _split(height: int, rows: int, width: int, depth: int) -> Tile:
+    if rows > 64:
+        return Tile(height, 64, 128, _parts(4, depth, 128), 4, 4)
+    if rows > 32:
+        if width <= 1024:
+            return Tile(height, 32, 64, _parts(4, depth, 64), 4, 6)
+        return Tile(height, 64, 128, _parts(2 if width >= 4096 else 4, depth, 128), 8, 4)
+    parts = _parts(8 if width <= 2560 else 4, depth, 64)
+    return Tile(height, 64, 64, parts, 4, _stages(width // 64 * parts))
+
+
+def _parts(most: int, depth: int, step: int) -> int:
+    """The largest power of two up to `most` that shares the depth evenly."""
+    while most > 1 and depth % (most * step):
+        most //= 2
+    return most
+
+
+def _stages(programs: int) -> int:
+    """So that all of them together keep the memory busy, and find room."""
+    return min(max(round(IN_FLIGHT * MULTIPROCESSORS / max(programs, 1)), 3), 6)

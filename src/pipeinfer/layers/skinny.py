@@ -1,0 +1,65 @@
+"""Products of few rows by the project's own kernels, where a device has room for them.
+
+What a layer asks when it is called; where the answer is None, it calls the library. Knows no layer
+and no model.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from pipeinfer.layers.fused import HALVES
+from pipeinfer.layers.pending import Pending
+
+SHARED_BYTES = 200 * 1024  # of a block: the tiles were chosen for GPUs that have as much
+
+
+class SkinnyProducts:
+    """Products of x [T, depth] with weights [width, depth]. Knows by measurement which to take."""
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """x @ weight.T + bias, [T, width]."""
+        from pipeinfer.kernels import skinny, skinny_tiles
+
+        tile = skinny_tiles.tile("product", x.shape[0], *weight.shape)
+        return None if tile is None else skinny.product(x, weight, tile, bias)
+
+    def gated(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """SwiGLU of x @ weight.T, gate first: [T, width / 2]."""
+        from pipeinfer.kernels import skinny, skinny_tiles
+
+        tile = skinny_tiles.tile("gated", x.shape[0], weight.shape[0] // 2, weight.shape[1])
+        return None if tile is None else skinny.gated_product(x, weight, tile)
+
+    def later(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Pending | None:
+        """x @ weight.T + bias, [T, width], whose parts the norm that follows adds up."""
+        from pipeinfer.kernels import skinny, skinny_tiles
+
+        tile = skinny_tiles.tile("split", x.shape[0], *weight.shape)
+        if tile is None:
+            return None
+        return Pending(skinny.split_product(x, weight, tile, bias), self)
+
+    def add_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the parts [P, T, size] of a product; see Summing."""
+        from pipeinfer.kernels.norm import sum_norm
+
+        return sum_norm(partial, residual, weight, eps), residual
+
+
+@lru_cache(maxsize=8)
+def skinny_products(device: torch.device, dtype: torch.dtype) -> SkinnyProducts | None:
+    """None where the device has less room than the tiles take, or `dtype` no tensor cores."""
+    if device.type != "cuda" or dtype not in HALVES:
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    room = getattr(properties, "shared_memory_per_block_optin", 0)
+    return SkinnyProducts() if room >= SHARED_BYTES else None

@@ -1,0 +1,170 @@
+"""Times products of few rows with every tile that could be good, beside torch's; a tool.
+
+`python tests/gpu/time_skinny.py [SECONDS]` prints, for each shape and number of rows, the best
+tiles in microseconds. One graph holds a product with each of many weights, so that none is in the
+L2 cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from pipeinfer.kernels import skinny
+from pipeinfer.kernels.skinny_tiles import Tile
+
+PRODUCT, GATED, SPLIT = "product", "gated", "split"
+MODELS = {  # hidden, rows of QKV, columns of the output projection, intermediate
+    "0.6B": (1024, 4096, 2048, 3072),
+    "4B": (2560, 6144, 4096, 9728),
+    "8B": (4096, 6144, 4096, 12288),
+    "14B": (5120, 7168, 5120, 17408),
+    "14B/2": (5120, 3584, 2560, 8704),
+    "32B/4": (5120, 2560, 2048, 6400),
+}
+ROWS = {"1": (1, 16), "32": (32, 32), "64": (64, 64), "128": (128, 64), "128b": (128, 128)}
+BYTES_PER_US = 4.3e6
+MORE_THAN_L2 = 150e6
+EACH = 16
+
+
+def products():
+    for name, (hidden, qkv, inner, inter) in MODELS.items():
+        yield name, "qkv", PRODUCT, qkv, hidden
+        yield name, "out", SPLIT, hidden, inner
+        yield name, "gate-up", GATED, inter, hidden
+        yield name, "down", SPLIT, hidden, inter
+
+
+def tiles(kind, width, depth, rows, height):
+    found = []
+    for columns, step, parts, warps, stages in itertools.product(
+        (32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (4, 8), (3, 4, 6)
+    ):
+        programs = width // columns * parts * -(-rows // height)
+        shared = stages * step * 2 * (height + columns * (2 if kind == GATED else 1))
+        fits = 24_000 <= shared <= 200_000 and columns * height <= 64 * 128
+        divides = depth % (parts * step) == 0 and width % columns == 0
+        if divides and fits and 90 <= programs <= 700 and (parts == 1 or kind == SPLIT):
+            found.append(Tile(height, columns, step, parts, warps, stages))
+    random.Random(f"{kind}{width}{depth}{rows}").shuffle(found)
+    return found[:EACH]
+
+
+def run(kind, x, weight, tile):
+    call = {PRODUCT: skinny.product, GATED: skinny.gated_product, SPLIT: skinny.split_product}[kind]
+    return call(x, weight, tile)
+
+
+def torchs(kind, x, weight):
+    out = functional.linear(x, weight)
+    if kind == GATED:
+        import sgl_kernel
+
+        return sgl_kernel.silu_and_mul(out)
+    return out
+
+
+def tensors(kind, width, depth, rows, copies):
+    source = torch.Generator("cuda").manual_seed(0)
+    options = {"device": "cuda", "dtype": torch.bfloat16, "generator": source}
+    tall = width * (2 if kind == GATED else 1)
+    x = torch.randn(rows, depth, **options)
+    return x, [torch.randn(tall, depth, **options) * 0.02 for _ in range(copies)]
+
+
+def check(job):
+    """Compiles; the relative error, or what went wrong."""
+    kind, width, depth, rows, tile = job
+    try:
+        x, (weight,) = tensors(kind, width, depth, rows, 1)
+        got = run(kind, x, weight, tile).float()
+        got = got.sum(0) if kind == SPLIT else got
+        if kind == GATED:
+            want = skinny.gated_product_reference(x, weight)
+        else:
+            want = skinny.product_reference(x, weight)
+        return job, float((got - want).norm() / want.norm())
+    except Exception as error:
+        return job, repr(error)[:100]
+
+
+def each_us(call, weights, times):
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for weight in weights[:2]:
+            call(weight)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(times):
+                for weight in weights:
+                    call(weight)
+        found = []
+        for _ in range(7):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record(stream)
+            graph.replay()
+            ended.record(stream)
+            ended.synchronize()
+            found.append(began.elapsed_time(ended))
+    return sorted(found)[3] * 1e3 / (times * len(weights))
+
+
+def main():
+    begin, limit = time.monotonic(), float(sys.argv[1]) if len(sys.argv) > 1 else 1e9
+    jobs = [
+        (kind, width, depth, rows, tile)
+        for _, _, kind, width, depth in products()
+        for rows, height in ROWS.values()
+        for tile in tiles(kind, width, depth, rows, height)
+    ]
+    jobs = list(dict.fromkeys(jobs))
+    with ProcessPoolExecutor(15, multiprocessing.get_context("spawn")) as pool:
+        checked = list(pool.map(check, jobs, chunksize=4))
+    good = {job for job, error in checked if isinstance(error, float) and error < 0.006}
+    print(
+        f"{len(good)} of {len(jobs)} tiles are right, {time.monotonic() - begin:.0f} s", flush=True
+    )
+    for job, error in checked:
+        if job not in good:
+            print("WRONG", job, error, flush=True)
+    with (Path(os.environ.get("OUT", ".")) / "skinny.jsonl").open("w") as lines:
+        for name, part, kind, width, depth in products():
+            for label, (rows, height) in ROWS.items():
+                if time.monotonic() - begin < limit:
+                    show(good, lines, name, part, kind, width, depth, label, rows, height)
+
+
+def show(good, lines, name, part, kind, width, depth, label, rows, height):
+    nbytes = 2 * width * depth * (2 if kind == GATED else 1)
+    copies = max(2, min(28, int(MORE_THAN_L2 / nbytes) + 1))
+    x, weights = tensors(kind, width, depth, rows, copies)
+    times = max(1, 20 // copies)
+    base = each_us(lambda weight: torchs(kind, x, weight), weights, times)
+    found = []
+    for tile in tiles(kind, width, depth, rows, height):
+        if (kind, width, depth, rows, tile) in good:
+            us = each_us(lambda weight, tile=tile: run(kind, x, weight, tile), weights, times)
+            found.append((us, tile))
+            record = [name, part, kind, width, depth, label, us, base, list(vars(tile).values())]
+            lines.write(json.dumps(record) + "\n")
+    found.sort(key=lambda one: one[0])
+    what = f"{name} {part} {width}x{depth}, {label} rows"
+    best = "; ".join(f"{us:.1f} {tuple(vars(tile).values())}" for us, tile in found[:4])
+    floor = nbytes / BYTES_PER_US
+    print(f"{what}: floor {floor:.1f} torch {base:.1f}; {best}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

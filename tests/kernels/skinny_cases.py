@@ -1,0 +1,83 @@
+"""Products of few rows in Triton: cases for interpreter and GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.triton_cases import INTERPRETED, TOLERANCE, randn, relative_error
+from pipeinfer.kernels import skinny
+from pipeinfer.kernels.norm import rms_norm_reference
+from pipeinfer.kernels.skinny_tiles import Tile
+from pipeinfer.layers.skinny import SkinnyProducts
+
+WIDTH, DEPTH = 64, 256
+SMALL = Tile(rows=16, columns=32, step=64, parts=1, warps=4, stages=3)
+TALL = Tile(rows=64, columns=32, step=64, parts=1, warps=4, stages=3)
+# The interpreter has no product of bfloat16: it multiplies the bits.
+HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
+DTYPES = [torch.float32, *HALVES]
+
+
+def weights(dtype, width=WIDTH):
+    return randn(1, width, DEPTH, dtype=dtype) / 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tile", "rows"), [(SMALL, 1), (SMALL, 16), (SMALL, 19), (TALL, 70)])
+def test_skinny_product_is_that_of_the_reference(tile, rows, dtype):
+    x, weight, bias = randn(0, rows, DEPTH, dtype=dtype), weights(dtype), randn(2, WIDTH)
+    expected = skinny.product_reference(x, weight)
+    assert relative_error(skinny.product(x, weight, tile), expected) < 2 * TOLERANCE[dtype]
+    bias = bias.to(dtype)
+    expected = skinny.product_reference(x, weight, bias)
+    assert relative_error(skinny.product(x, weight, tile, bias), expected) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tile", "rows"), [(SMALL, 3), (TALL, 64)])
+def test_gate_and_up_are_one_skinny_product(tile, rows, dtype):
+    x, weight = randn(0, rows, DEPTH, dtype=dtype), weights(dtype, 2 * WIDTH)
+    got = skinny.gated_product(x, weight, tile)
+    assert got.shape == (rows, WIDTH)
+    assert relative_error(got, skinny.gated_product_reference(x, weight)) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("biased", [False, True])
+def test_parts_of_a_skinny_product_add_up_and_count_the_bias_once(parts, biased):
+    tile = Tile(rows=16, columns=32, step=64, parts=parts, warps=4, stages=3)
+    x, weight = randn(0, 5, DEPTH), weights(torch.float32)
+    bias = randn(2, WIDTH) if biased else None
+    got = skinny.split_product(x, weight, tile, bias)
+    assert got.shape == (parts, 5, WIDTH)
+    assert got.dtype == torch.float32
+    expected = skinny.product_reference(x, weight, bias)
+    assert relative_error(got.sum(0), expected) < TOLERANCE[torch.float32] * 2
+
+
+def test_a_skinny_product_reads_strided_rows():
+    wide, weight = randn(0, 4, 2 * DEPTH), weights(torch.float32)
+    got = skinny.product(wide[:, :DEPTH], weight, SMALL)
+    assert torch.equal(got, skinny.product(wide[:, :DEPTH].contiguous(), weight, SMALL))
+
+
+def test_a_row_of_a_skinny_product_does_not_depend_on_the_others():
+    x, weight = randn(0, 16, DEPTH), weights(torch.float32)
+    assert torch.equal(skinny.product(x, weight, SMALL)[3:4], skinny.product(x[3:4], weight, SMALL))
+
+
+def test_the_norm_adds_the_parts_of_a_skinny_product_to_the_residual():
+    products = SkinnyProducts()
+    size, depth = 1024, 256
+    x, weight = randn(0, 3, depth, dtype=torch.float16), randn(1, size, depth, dtype=torch.float16)
+    scale, residual = randn(2, size, dtype=torch.float16), randn(3, 3, size, dtype=torch.float16)
+    weight /= 16
+    expected_sum = residual.float() + skinny.product_reference(x, weight)
+    pending = products.later(x, weight, None)
+    assert pending is not None
+    normed, total = pending.add_norm(residual, scale, 1e-6)
+    assert total is residual
+    assert relative_error(total, expected_sum) < 2 * TOLERANCE[torch.float16]
+    expected = rms_norm_reference(total.clone(), scale, 1e-6)
+    assert relative_error(normed, expected) < 2 * TOLERANCE[torch.float16]

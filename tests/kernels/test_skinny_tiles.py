@@ -1,0 +1,45 @@
+"""Which tiles products of few rows get: whatever the shape, one that the kernel can run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.kernels.skinny_tiles import Tile, tile
+
+SHARED_BYTES = 227 * 1024  # of a block on the GPUs that the tiles were chosen for
+KINDS = ["product", "gated", "split"]
+SIZES = st.integers(1, 400).map(lambda n: 64 * n) | st.integers(1, 20_000)
+
+
+@given(st.sampled_from(KINDS), st.integers(0, 600), SIZES, SIZES)
+def test_a_tile_divides_the_shape_and_fits_into_a_block(kind, rows, width, depth):
+    found = tile(kind, rows, width, depth)
+    if found is None:
+        return
+    assert width % found.columns == 0
+    assert depth % (found.parts * found.step) == 0
+    assert found.parts == 1 or kind == "split"
+    operands = found.rows + found.columns * (2 if kind == "gated" else 1)
+    assert found.stages * found.step * 2 * operands <= SHARED_BYTES
+
+
+@given(st.sampled_from(KINDS), st.integers(1, 128), SIZES, SIZES)
+def test_rows_of_one_class_get_one_tile(kind, rows, width, depth):
+    top = next(most for most in (16, 32, 64, 128) if rows <= most)
+    assert tile(kind, rows, width, depth) == tile(kind, top, width, depth)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_rows_are_left_to_the_library(kind):
+    assert tile(kind, 129, 1024, 1024) is None
+    assert tile(kind, 65, 4096, 4096) is None
+    assert tile(kind, 17, 17408, 5120) is None
+    assert isinstance(tile(kind, 16, 17408, 5120), Tile)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shape_that_no_tile_divides_is_left_to_the_library(kind):
+    assert tile(kind, 8, 1000, 1024) is None
+    assert tile(kind, 8, 1024, 1000) is None
