@@ -7,6 +7,7 @@ import pytest
 pytest.register_assert_rewrite(
     "kernels.all_reduce_norm_cases",
     "kernels.store_cases",
+    "kernels.decode_attention_cases",
     "kernels.expand_cases",
     "kernels.gumbel_cases",
     "kernels.moe_cases",
@@ -17,6 +18,7 @@ pytest.register_assert_rewrite(
 )
 
 from kernels.all_reduce_norm_cases import *  # noqa: E402, F403
+from kernels.decode_attention_cases import *  # noqa: E402, F403
 from kernels.expand_cases import *  # noqa: E402, F403
 from kernels.gumbel_cases import *  # noqa: E402, F403
 from kernels.moe_cases import *  # noqa: E402, F403

@@ -14,7 +14,17 @@ from xml.etree import ElementTree
 import pytest
 
 HERE = Path(__file__).parent
-AREAS = ("store", "expand", "gumbel", "offers", "moe", "norm", "skinny", "all_reduce_norm")
+AREAS = (
+    "store",
+    "expand",
+    "gumbel",
+    "offers",
+    "moe",
+    "norm",
+    "skinny",
+    "decode_attention",
+    "all_reduce_norm",
+)
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,8 @@ class Fa3Plan:
 class Fa3Part:
     """The kernel schedules itself on the device, so that a plan is only views."""
 
+    even_from = None  # it cuts long rows by itself
+
     def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
         from sgl_kernel.flash_attn import flash_attn_with_kvcache  # type: ignore
 

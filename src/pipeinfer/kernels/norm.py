@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.early import early_launch
 
-THREAD = 16  # values of a vector that a thread has, at most
+THREAD = 4  # values of a vector that a thread has, at most
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.skinny_tiles import Tile
 
-AHEAD = 2  # steps of depth whose weights are asked for before the rows are there
+AHEAD = 1  # steps of depth whose weights are asked for before the rows are there
 LINE = tl.constexpr(64)  # elements of 2 bytes in a line of the L2 cache
 
 

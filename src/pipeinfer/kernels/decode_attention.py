@@ -1,0 +1,218 @@
+"""Attention of one query a row over paged keys and values, long rows in several parts at once.
+
+One launch, and nothing to plan on the host: each program reads on the device how long its row is.
+Needs triton. Knows rows and pages; no request and no graph. Sources: https://arxiv.org/abs/2205.14135
+(the running softmax), https://pytorch.org/blog/flash-decoding (parts of a row that are merged).
+"""
+
+# Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pipeinfer.kernels.early import early_launch
+
+TILE = 16  # query rows that tensor cores multiply at least
+LOG2E = math.log2(math.e)
+LINE = tl.constexpr(64)  # elements of 2 bytes in a line of the L2 cache
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How rows are cut: at most `parts`, each of at least `least` tokens, `block` at a time."""
+
+    parts: int
+    least: int
+    block: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _places(indices, first, token, stop, page_stride, token_stride, PAGE: tl.constexpr):
+    """Where the tokens' keys lie, from the pool's begin; anywhere for those past `stop`."""
+    page = tl.load(indices + first + token // PAGE, mask=token < stop, other=0).to(tl.int64)
+    return page * page_stride + (token % PAGE) * token_stride
+
+
+@triton.jit
+def _part(
+    q, k, v, indices, first, start, stop, scale, page_stride, token_stride, DIM: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """(greatest score, sum of weights, weighted sum [TILE, DIM]) over tokens start .. stop - 1."""
+    dim = tl.arange(0, DIM)
+    most = tl.full((TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    sums = tl.zeros((TILE, DIM), tl.float32)
+    for at in range(start, stop, BLOCK):
+        token = at + tl.arange(0, BLOCK)
+        inside = token < stop
+        place = _places(indices, first, token, stop, page_stride, token_stride, PAGE)
+        keys = tl.load(k + place[None, :] + dim[:, None], mask=inside[None, :], other=0.0)
+        scores = tl.dot(q, keys, input_precision="ieee") * scale
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        values = tl.load(v + place[:, None] + dim[None, :], mask=inside[:, None], other=0.0)
+        higher = tl.maximum(most, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(most - higher)
+        total = total * fade + tl.sum(weights, axis=1)
+        sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None],
+                      input_precision="ieee")  # fmt: skip
+        most = higher
+    return most, total, sums
+
+
+@triton.jit
+def _merge(
+    out, scratch, scales, row_head, parts, GROUP: tl.constexpr, DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """The parts of one row and KV head, out of what their programs left, into `out`."""
+    part, dim = tl.arange(0, PARTS), tl.arange(0, DIM)
+    there = part < parts
+    for query in tl.static_range(GROUP):
+        at = (row_head * PARTS + part) * GROUP + query
+        most = tl.load(scales + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(scales + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
+        weight = tl.exp2(most - tl.max(most, axis=0))
+        sums = tl.load(scratch + at[:, None] * DIM + dim[None, :], mask=there[:, None], other=0.0,
+                       cache_modifier=".cg")  # fmt: skip
+        value = tl.sum(sums * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
+        tl.store(out + query * DIM + dim, value)
+
+
+@triton.jit
+def _attend(
+    q, k, v, out, scratch, scales, arrived, lengths, indptr, indices, scale, window, least,
+    q_stride, page_stride, token_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    TILE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Program (row, KV head, part). The last part of a row and head that ends merges all."""
+    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    length, first = tl.load(lengths + row), tl.load(indptr + row)
+    begin = tl.maximum(length - window, 0)
+    share = tl.maximum(tl.cdiv(tl.cdiv(length - begin, PARTS), BLOCK) * BLOCK, least)
+    parts = tl.cdiv(length - begin, share)
+    if part >= parts:
+        return
+    start = begin + part * share
+    stop = tl.minimum(start + share, length)
+    dim, query = tl.arange(0, DIM), tl.arange(0, TILE)
+    if EARLY:
+        _ahead(k, v, indices, first, start, stop, page_stride, token_stride, head, DIM, PAGE, BLOCK)
+        gdc_wait()  # for the query, and for the key and value of this step
+        gdc_launch_dependents()
+    heads = (head * GROUP + query)[:, None] * DIM + dim[None, :]
+    real = (query < GROUP)[:, None]
+    queries = tl.load(q + row * q_stride + heads, mask=real, other=0.0)
+    most, total, sums = _part(queries, k + head * DIM, v + head * DIM, indices, first, start, stop,
+                              scale, page_stride, token_stride, DIM, PAGE, BLOCK, TILE)  # fmt: skip
+    target = out + row * (KV_HEADS * GROUP * DIM)
+    if parts == 1:
+        tl.store(target + heads, sums / total[:, None], mask=real)
+    else:
+        row_head = row * KV_HEADS + head
+        at = (row_head * PARTS + part) * GROUP + query
+        tl.store(scratch + at[:, None] * DIM + dim[None, :], sums, mask=real)
+        tl.store(scales + 2 * at, most, mask=query < GROUP)
+        tl.store(scales + 2 * at + 1, total, mask=query < GROUP)
+        tl.debug_barrier()  # what all threads have written, before one of them says so
+        if tl.atomic_add(arrived + row_head, 1, sem="acq_rel") == parts - 1:
+            tl.store(arrived + row_head, 0)  # for the next launch
+            _merge(target + head * GROUP * DIM, scratch, scales, row_head, parts, GROUP, DIM, PARTS)
+
+
+@triton.jit
+def _ahead(
+    k, v, indices, first, start, stop, page_stride, token_stride, head, DIM: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Asks for the first keys and values, all but the newest of which are there for long."""
+    LINES: tl.constexpr = (DIM + LINE - 1) // LINE
+    token = start + tl.arange(0, BLOCK)
+    place = _places(indices, first, token, stop, page_stride, token_stride, PAGE) + head * DIM
+    line = tl.arange(0, LINES) * LINE
+    for cache in tl.static_range(2):
+        at = (k if cache == 0 else v) + place[:, None] + line[None, :]
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at],
+                                  dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+class Scratch:
+    """What parts of rows leave for each other: for launches of at most so many rows, and so many
+    parts of all of them.
+    """
+
+    def __init__(
+        self, rows: int, parts: int, heads: int, kv_heads: int, dim: int, device: torch.device
+    ) -> None:
+        self.sums = torch.empty(parts * heads * dim, device=device)
+        self.scales = torch.empty(parts * heads * 2, device=device)
+        self.arrived = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    scratch: Scratch,
+    cut: Cut,
+    window: int | None = None,
+) -> torch.Tensor:
+    """softmax(q k^T * scale) v of each row's last token: `out` [R, heads, dim], which is returned.
+
+    q as out, rows may be strided. k, v [pages, page_size, kv_heads, dim] alike; dim a power of two.
+    int32: lengths [R] of keys, at least 1; indptr [R + 1], where a row's pages begin in `indices`.
+    window: keys that a query sees, its own included. float32 inside.
+    """
+    (rows, heads, dim), (page_size, kv_heads) = q.shape, k.shape[1:3]
+    if rows:
+        _attend[(rows, kv_heads, cut.parts)](
+            q, k, v, out, scratch.sums, scratch.scales, scratch.arrived, lengths, indptr, indices,
+            scale * LOG2E, window or 2**30, cut.least, q.stride(0), k.stride(0), k.stride(1),
+            KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, BLOCK=cut.block,
+            PARTS=cut.parts, TILE=max(TILE, triton.next_power_of_2(heads // kv_heads)),
+            num_warps=cut.warps, num_stages=cut.stages, **early_launch(q.device),
+        )  # fmt: skip
+    return out
+
+
+def decode_attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """The same in plain torch, row by row in float32: [R, heads, dim]."""
+    group = q.shape[1] // k.shape[2]
+    found = []
+    for row, length in enumerate(lengths.tolist()):
+        pages = indices[int(indptr[row]) : int(indptr[row + 1])].long()
+        begin = 0 if window is None else max(length - window, 0)
+        keys, values = (
+            cache[pages].flatten(0, 1)[begin:length].float().repeat_interleave(group, dim=1)
+            for cache in (k, v)
+        )
+        scores = torch.einsum("hd,thd->ht", q[row].float(), keys) * scale
+        found.append(torch.einsum("ht,thd->hd", scores.softmax(-1), values))
+    return torch.stack(found).to(q.dtype)
