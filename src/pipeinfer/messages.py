@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 
 from pipeinfer.params import SamplingParams
+from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -151,8 +152,7 @@ class Plan(Message, frozen=True):
 
 class Hello(Message, frozen=True):
     """An engine rank is loaded and asks for an epoch, until `Begin` lists it. Ranks must agree on
-    `model` and what follows, but for `mixed_tokens`. `step_tokens`: the device's own token budget;
-    `mixed_tokens`: of steps that decode. 0: it has none."""
+    `model` to `step_tokens`, the device's own token budget (0: none); `step_cost`: as measured."""
 
     protocol: int
     version: str
@@ -167,7 +167,7 @@ class Hello(Message, frozen=True):
     attention: str
     graph_sizes: tuple[int, ...] = ()
     step_tokens: int = 0
-    mixed_tokens: int = 0
+    step_cost: StepCost | None = None
 
 
 class Ready(Message, frozen=True):

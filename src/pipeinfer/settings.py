@@ -45,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_model_len: NonNegative = 0  # 0: what the checkpoint says
     max_running: Positive = 256
     max_step_tokens: NonNegative = 0  # 0: 2,048 on the CPU, 8,192 on a GPU
-    mixed_step_tokens: NonNegative = 0  # 0: a sixteenth of the budget, at least 128
+    mixed_step_tokens: NonNegative = 0  # 0: as measured, or a sixteenth of the budget
     policy: str = "mixed"
     overlap_depth: Annotated[int, Meta(ge=1, le=2)] = 2
     cache: str = "radix"

@@ -1,4 +1,4 @@
-"""How many tokens a step holds in which requests decode, beside prompts.
+"""How many tokens of prompts a step holds in which requests decode.
 
 Few enough that the streams hardly notice, enough that the weights are not read for a few tokens.
 Knows numbers only.
@@ -6,12 +6,43 @@ Knows numbers only.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from pipeinfer.step_cost import StepCost
+
 PART = 16  # of a step's budget
 LEAST = 128
+LEAST_PROMPT_PART = 4  # of a fixed budget, for prompts
+SLOWER = 180  # percent of what its decodes take alone: so long a step with prompts may take
+FEWEST = 128  # tokens of prompts, however long they take: with less, hardly any time is saved
+MOST_MEASURED = 1024  # tokens of a step: with more, the time for each hardly falls
 
 
-def mixed_budget(asked: int, budget: int) -> int:
-    """Tokens of a step that decodes: `asked` (--mixed-step-tokens, or what the engine measured), or
-    if that is 0 a part of `budget`, the most tokens of any step; never more than that.
+@dataclass(frozen=True)
+class MixedBudget:
+    """Of the steps of one epoch. tokens: of a step with its decodes, where no `cost` is known."""
+
+    tokens: int
+    cost: StepCost | None = None
+
+    def prompts(self, rows: int, context: int, depth: int) -> int:
+        """Tokens of prompts, at least 1, beside `rows` decodes that have `context` tokens before
+        all of them; the first prompt has `depth` before.
+        """
+        if self.cost is None:
+            return max(self.tokens - rows, self.tokens // LEAST_PROMPT_PART, 1)
+        return max(self.cost.tokens_within(SLOWER, rows, context, depth) - rows, FEWEST)
+
+
+def mixed_budget(asked: int, budget: int, cost: StepCost | None = None) -> MixedBudget:
+    """`asked` (--mixed-step-tokens) comes first, then what the engine measured; without either it
+    is a part of `budget`, the most tokens of any step, and never more than that.
     """
-    return min(asked or max(budget // PART, LEAST), budget)
+    if asked:
+        return MixedBudget(min(asked, budget))
+    return MixedBudget(min(max(budget // PART, LEAST), budget), cost)
+
+
+def most_tokens(asked: int, budget: int) -> int:
+    """Of a step that decodes, where its device is measured: what graphs are to be captured for."""
+    return min(asked or MOST_MEASURED, budget)

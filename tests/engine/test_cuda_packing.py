@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.engine.cuda import packing
+from pipeinfer.engine.cuda.artificial import deep_decodes
 from pipeinfer.engine.cuda.graphs import DecodeGraphs, Frame, ladder
 from pipeinfer.engine.cuda.layout import Layout, Sizes
 from pipeinfer.engine.cuda.mixed_graphs import MixedGraphs, MixedSize
 from pipeinfer.engine.cuda.mixed_graphs import ladder as mixed_ladder
+from pipeinfer.engine.cuda.step_times import amid_prompts
 from pipeinfer.engine.step import LAST_TOKEN, SamplingRows, Step
 
 DUMMY_SLOT = 99
@@ -215,10 +217,41 @@ def test_a_step_takes_the_smallest_graph_that_holds_it_and_none_that_is_far_larg
     assert fitting(100) == MixedSize(128, 0, 8)
     assert fitting(1, 1, 126) == MixedSize(128, 64, 32)
     assert fitting(*[1] * 65, 200) == MixedSize(320, 128, 32)
+    assert fitting(*[1] * 130, 200) == MixedSize(384, 256, 32), "classes of rows double"
     assert fitting(*[1] * 65, 450) is None, "more than a mixed step ever has"
     assert fitting(*[8] * 9) == MixedSize(128, 64, 32), "too many prompts for the smallest"
     assert fitting(1, 1) is None and fitting(2049) is None
     assert fitting(1030) is None, "a third would be padding"
+
+
+@given(st.integers(1, 9), st.integers(0, 6), st.sampled_from([1, 16]), st.booleans())
+def test_measured_decodes_read_pages_of_their_own_and_write_to_the_dummy(
+    rows, pages, page_size, table
+):
+    step = deep_decodes(rows, pages, page_size, DUMMY_SLOT)
+    layout = DecodeGraphs((rows,), frame(page_size, table)).layout(rows)
+    views = layout.host(np.zeros(layout.words, dtype=np.int32))
+    used, _ = packing.pack_decodes(step, views, page_size, DUMMY_SLOT, table)
+    read = views["table"].reshape(rows, -1) if table else views["indices"][:used]
+    read = read[read > 0]
+    assert len(set(read)) == len(read) == rows * pages
+    assert views["lengths"].tolist() == [pages * page_size + 1] * rows
+    assert (views["store"] // page_size == 0).all()
+    assert (views["write_slots"] == DUMMY_SLOT).all()
+    assert (views["token_slots"] == DUMMY_SLOT).all()
+
+
+@given(st.sampled_from(mixed_ladder(1024, 256, 256, 1024)), st.sampled_from([0, 100, 2048]),
+       st.sampled_from([300, 5000]))  # fmt: skip
+def test_measured_prompts_fill_their_graph_and_write_to_the_dummy(size, depth, longest):
+    depth = depth if longest > size.tokens + depth else 0
+    step = amid_prompts(size, longest, depth, Frame(400, 16, False, 256, torch.device("cpu")))
+    prompts = step.counts[step.decodes :]
+    assert len(step.tokens) == size.tokens
+    assert step.decodes <= size.decodes and len(prompts) <= size.prefills
+    assert (step.starts[step.decodes :] == depth).all() and (prompts + depth <= longest).all()
+    assert (step.pages == 0).all() and (step.slots == 256).all()
+    assert MixedGraphs((size,), 256, frame(16)).layout(size).sizes.samples >= len(step.slots)
 
 
 @given(st.integers(1, 9), st.integers(1, 50), st.integers(0, 9), st.integers(1, 7))

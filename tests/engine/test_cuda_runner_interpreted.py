@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from runner_requests import LENGTHS, submit_all
 
 from pipeinfer.settings import Settings
+from pipeinfer.step_cost import StepCost
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "parity"))
@@ -24,8 +27,8 @@ def folder(checkpoint):
 
 
 @pytest.fixture(scope="module")
-def found(folder) -> dict[str, dict[str, list[int]]]:
-    """Tokens by request, by way of running."""
+def found(folder) -> dict[str, Any]:
+    """Tokens by request, by way of running; and what steps were measured to take."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(PROGRAM), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
@@ -45,7 +48,7 @@ def expected(folder) -> dict[str, list[int]]:
     return cores.outputs
 
 
-def test_two_ranks_that_exchange_their_best_candidates_give_the_same_tokens(
+def test_two_ranks_that_exchange_their_best_candidates_measure_and_give_the_same_tokens(
     folder, expected, tmp_path
 ):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -60,9 +63,19 @@ def test_two_ranks_that_exchange_their_best_candidates_give_the_same_tokens(
     said = [rank.communicate(timeout=280) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     for out, _ in said:
-        assert json.loads(out.strip().rpartition("\n")[2])["graphs"] == expected
+        told = json.loads(out.strip().rpartition("\n")[2])
+        assert told["graphs"] == expected
+        assert [size[0] for size in told["step cost"][1]] == [8]
 
 
 @pytest.mark.parametrize("way", ["graphs", "derived on the device", "packed on the host"])
 def test_every_way_of_running_a_step_gives_the_same_tokens(found, expected, way):
     assert found[way] == expected
+
+
+def test_an_engine_with_graphs_says_what_its_steps_take(found):
+    cost = msgspec.convert(found["step cost"], StepCost)
+    assert [rows for rows, _ in cost.decodes] == [1, 2]
+    assert [tokens for tokens, _, _ in cost.mixed] == [8, 48]
+    assert all(0 < time < 10**14 for _, time, *_ in (*cost.decodes, *cost.mixed))
+    assert cost.mixed[1][1] > cost.mixed[0][1], "48 tokens take longer than 8"

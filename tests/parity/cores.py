@@ -55,7 +55,7 @@ class Cores:
         hello = Hello(
             PROTOCOL, "test", 0, 1, 1, "model", loaded.page_size, loaded.pages - 1,
             loaded.max_slots, loaded.max_model_len, loaded.attention,
-            mixed_tokens=loaded.mixed_tokens,
+            step_cost=loaded.step_cost,
         )  # fmt: skip
         self.engine = EngineCore(hello, "scheduler-0", self.memory)
         options = SchedulerOptions(

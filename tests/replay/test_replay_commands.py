@@ -10,6 +10,7 @@ from replay_tool import tool
 
 from pipeinfer.messages import PROTOCOL, Abort, Done, Submit, Work
 from pipeinfer.params import SamplingParams
+from pipeinfer.step_cost import StepCost
 from pipeinfer.trace.format import MAGIC, TraceHeader, pack_header, pack_records
 from pipeinfer.trace.notes import End
 from replay.cli import main
@@ -128,7 +129,8 @@ def test_graphs_that_were_measured_otherwise_are_said_and_no_difference(session)
     recording.header = msgspec.structs.replace(recording.header, facts=facts)
     assert "CUDA graphs of sizes [2, 4]" in rebuild(recording, "", {}).warnings[0]
     hello = next(e.message for e in recording.entries if e.kind == "Hello")
-    other = msgspec.structs.replace(hello, graph_sizes=(2, 4), mixed_tokens=99, version="x")
+    cost = StepCost(((1, 9),), ((128, 20, 0),))
+    other = msgspec.structs.replace(hello, graph_sizes=(2, 4), step_cost=cost, version="x")
     assert first_mismatch(hello, other) is None
     assert first_mismatch(hello, msgspec.structs.replace(other, pages=1)).field == "pages"
 

@@ -24,6 +24,7 @@ from pipeinfer.messages import (
     pack,
     unpack,
 )
+from pipeinfer.step_cost import StepCost
 
 VOCABULARY = 50
 
@@ -73,7 +74,16 @@ class Slot:
 class ModelEngine:
     """Applies plans at once; `outbox` holds what it would send, in order."""
 
-    def __init__(self, pages: int, page_size: int, slots: int, budget: int, caching: bool) -> None:
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        slots: int,
+        budget: int,
+        caching: bool,
+        step_cost: StepCost | None = None,
+    ) -> None:
+        self.step_cost = step_cost
         self.pages, self.page_size, self.max_slots = pages, page_size, slots
         self.budget, self.caching = budget, caching
         self.incarnation = 1
@@ -90,7 +100,7 @@ class ModelEngine:
     def hello(self) -> Hello:
         return Hello(
             PROTOCOL, "test", 0, 1, self.incarnation, "model", self.page_size, self.pages,
-            self.max_slots, 10_000, "none",
+            self.max_slots, 10_000, "none", step_cost=self.step_cost,
         )  # fmt: skip
 
     def crash(self) -> None:

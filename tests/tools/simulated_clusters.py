@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
+from pipeinfer.step_cost import StepCost
 from simulate.arrivals import Arrival
 from simulate.deployment import Deployment
 from simulate.run import simulate
 from simulate.step_model import StepModel
 from simulate.tally import Tally
 
+COST = StepCost(((1, 100), (3, 130)), ((8, 190, 1), (16, 260, 1), (40, 330, 2)), 2)
 MODEL = StepModel(
     fixed=1e-3, mixed=1e-4, decode=((0, 1e-5), (4, 3e-5)), prefill=((0, 2e-5),), context=1e-8,
     pair=1e-9, turnaround=(2e-4, 5e-4),
@@ -32,6 +34,7 @@ def deployments(draw) -> Deployment:
         policy=draw(st.sampled_from(("mixed", "prefill-first", "decode-first"))),
         overlap_depth=draw(st.integers(1, 3)),
         cache=draw(st.sampled_from(("radix", "naive"))),
+        step_cost=draw(st.sampled_from((None, COST))),
     )
 
 

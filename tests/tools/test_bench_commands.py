@@ -132,6 +132,11 @@ def test_storm_compares_what_running_streams_feel_under_each_policy(bench):
         assert found["ratio"] == pytest.approx(storm["p99"] / calm["p50"])
         assert 0 < calm["p50"] <= calm["p99"]
         assert 0 < storm["p50"] <= storm["p99"] <= storm["longest"]
+        for slowest, longest in (("slowest", storm["longest"]), ("calm_slowest", None)):
+            told = found[slowest]
+            assert 0 < len(told) <= 20
+            assert all(at > 0 and 0 < ms <= told[0][1] and gaps for at, ms, gaps in told)
+            assert longest is None or told[0][1] == pytest.approx(longest, abs=1e-3)
         assert 0 < found["storm_ttft_ms"]["p50"] <= found["storm_seconds"] * 1e3
     # Prompts of 24 steps: prefill-first keeps the streams waiting for all of them.
     mixed, alone = metrics["policies"]["mixed"], metrics["policies"]["prefill-first"]

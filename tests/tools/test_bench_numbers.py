@@ -152,3 +152,14 @@ def test_a_gap_belongs_to_every_time_that_it_reaches_into_and_may_be_open():
     stream.ended = True
     assert stream.gaps(5.2, 9.0) == [0.5]
     assert stream.gaps(0.0, 1.0) == []
+
+
+def test_slowest_steps_are_told_with_their_times_each_once():
+    """Three streams; their second step ends within a millisecond and took the first 40 ms."""
+    times = [[1.0, 1.04, 1.0401, 1.06], [1.01, 1.0404, 1.06], [1.02, 1.0408, 1.0603, 1.07]]
+    streams = [storm.Stream(pieces, ended=True) for pieces in times]
+    assert storm.slowest(streams, 1.03, 2.0) == [
+        (0.01, 40.0, 4), (0.03, 19.9, 3), (0.04, 9.7, 1),
+    ]  # fmt: skip
+    assert storm.slowest(streams, 1.03, 2.0, most=1) == [(0.01, 40.0, 4)]
+    assert storm.slowest(streams, 1.065, 2.0) == [(0.005, 9.7, 1)]

@@ -14,6 +14,7 @@ from simulated_clusters import tallied
 import servers
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.step_cost import StepCost
 from pipeinfer.trace.format import TraceHeader
 from replay.recording import Recording
 from simulate import delays, fitting, measured, noise_fit, observed, step_model
@@ -213,7 +214,8 @@ def test_a_deployment_has_the_budgets_that_a_gpu_engine_measured():
     """As an engine with graphs of mixed steps records it; what a user set comes first."""
     facts = {
         "pages": 1001, "page_size": 64, "max_slots": 256, "max_model_len": 4096,
-        "step_tokens": 8192, "mixed_tokens": 512, "graph_sizes": [1, 2, 4],
+        "step_tokens": 8192, "graph_sizes": [1, 2, 4],
+        "step_cost": [[[1, 900], [64, 1000]], [[128, 1500, 7], [256, 2000, 8]], 3],
     }  # fmt: skip
     settings = {
         "max_running": 300, "max_step_tokens": 0, "mixed_step_tokens": 0, "policy": "mixed",
@@ -223,7 +225,9 @@ def test_a_deployment_has_the_budgets_that_a_gpu_engine_measured():
     group, groups, routing = observed.deployment([recording_of("scheduler", settings, {}), engine])
     assert (groups, routing) == (3, "prefix")
     assert (group.kv_pages, group.page_size, group.max_running) == (1000, 64, 256)
-    assert (group.max_step_tokens, group.mixed_step_tokens) == (8192, 512)
+    assert (group.max_step_tokens, group.mixed_step_tokens) == (8192, 0)
+    cost = StepCost(((1, 900), (64, 1000)), ((128, 1500, 7), (256, 2000, 8)), 3)
+    assert group.step_cost == group.hello.step_cost == cost
     chosen = settings | {"max_step_tokens": 4096, "mixed_step_tokens": 100}
     group, _, _ = observed.deployment([recording_of("scheduler", chosen, {}), engine])
     assert (group.max_step_tokens, group.mixed_step_tokens) == (4096, 100)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import random
 import tempfile
 import time
@@ -29,6 +30,8 @@ from pipeinfer.settings import ConfigurationError
 
 WARM_TOKENS = 8  # of each stream, that are not measured
 HIGHEST_ID = 10_000
+SLOWEST = 20  # steps of which it is told when they were
+TOGETHER = 1e-3  # seconds within which the tokens of one step are read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,9 +76,12 @@ class Stream:
 
     def gaps(self, begin: float, end: float) -> list[float]:
         """Seconds between pieces, of the gaps that lie in that time, in part or wholly."""
+        return [late - early for early, late in self.waits(begin, end)]
+
+    def waits(self, begin: float, end: float) -> list[tuple[float, float]]:
+        """(from, to) of the same gaps."""
         times = [*self.pieces, *([] if self.ended else [end])]  # one may still wait
-        pairs = pairwise(times)
-        return [late - early for early, late in pairs if late > begin and early < end]
+        return [pair for pair in pairwise(times) if pair[1] > begin and pair[0] < end]
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,26 @@ class Measured:
             "worst_stream_ratio": float(worst) * 1e3 / quiet["p50"],
             "storm_seconds": self.storm[1] - self.storm[0],
             "storm_ttft_ms": percentiles(self.firsts),
+            "calm_slowest": slowest(self.streams, *self.calm),
+            "slowest": slowest(self.streams, *self.storm),
         }
+
+
+def slowest(
+    streams: Sequence[Stream], begin: float, end: float, most: int = SLOWEST
+) -> list[tuple[float, float, int]]:
+    """When it was that streams waited longest: (seconds after `begin`, milliseconds of the longest
+    gap, how many gaps), the longest first. Gaps that end together are those of one step.
+    """
+    waits = sorted((late, late - early) for one in streams for early, late in one.waits(begin, end))
+    steps: list[list[tuple[float, float]]] = []
+    for late, gap in waits:
+        if not steps or late - steps[-1][0][0] > TOGETHER:
+            steps.append([])
+        steps[-1].append((late, gap))
+    found = [(max(gap for _, gap in step), step[0][0], len(step)) for step in steps]
+    longest = sorted(found, reverse=True)[:most]
+    return [(round(late - begin, 4), round(gap * 1e3, 3), many) for gap, late, many in longest]
 
 
 async def _storm(options: argparse.Namespace, settings: dict[str, Any]) -> Measured:
@@ -115,8 +140,10 @@ async def _storm(options: argparse.Namespace, settings: dict[str, Any]) -> Measu
         return [source.randint(0, highest) for _ in range(length)]
 
     streams = [Stream() for _ in range(options.streams)]
-    # Drawn before anything is measured: this process reads the streams, too.
-    storm = [prompt(options.prompt_tokens) for _ in range(options.prompts)]
+    # Made ready before anything is measured: this process reads the streams, too.
+    storm: list[Any] = [np.array(prompt(options.prompt_tokens)) for _ in range(options.prompts)]
+    gc.collect()
+    gc.freeze()
     async with AsyncLLM(**settings) as llm:
         await _first_token(llm, prompt(min(options.prompt_tokens, limit - 2)), 0.0)
         tasks = [
@@ -157,7 +184,7 @@ async def _follow(llm: AsyncLLM, prompt: list[int], limit: int, stream: Stream) 
     stream.ended = True
 
 
-async def _first_token(llm: AsyncLLM, prompt: list[int], due: float) -> float:
+async def _first_token(llm: AsyncLLM, prompt: Any, due: float) -> float:
     """Seconds from `due` until the one token of a request that is sent then."""
     await asyncio.sleep(due - time.perf_counter())
     params = SamplingParams(temperature=0.6, max_tokens=1, ignore_eos=True, seed=0)

@@ -18,6 +18,7 @@ from pipeinfer.messages import State
 from pipeinfer.runtime.stage import Stage, StageContext, builder
 from pipeinfer.runtime.topology import NAMES, Entry, Topology
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.step_cost import StepCost
 from replay.codes import USAGE, CannotReplay
 from replay.recording import Recording
 
@@ -110,7 +111,7 @@ def _engine_core(recording: Recording, settings: Settings) -> Stage:
             PROTOCOL, __version__, header.rank, settings.tp, header.incarnation,
             settings.model_name, facts["page_size"], facts["pages"] - 1, facts["max_slots"],
             facts["max_model_len"], facts["attention"], tuple(facts["graph_sizes"]),
-            facts["step_tokens"], facts["mixed_tokens"],
+            facts["step_tokens"], msgspec.convert(facts["step_cost"], StepCost | None),
         )  # fmt: skip
     except KeyError as error:
         raise CannotReplay(USAGE, f"the header does not say the engine's {error}") from None

@@ -6,7 +6,6 @@ Knows nothing else; workloads.py makes them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -34,11 +33,10 @@ class Arrival:
         return OUTPUT_IDS + self.number
 
     def request(self, place: int) -> Request:
-        """As request.from_work makes it; nobody asks for the prompt's ids, only how many."""
+        """As request.from_work makes it, but for the prompt's ids, for which nobody asks."""
         params = SamplingParams(temperature=0.0, max_tokens=self.output, ignore_eos=True)
         work = Work(self.id, 1, 0, 0, b"", params, 0)
-        prompt: Any = range(len(self.prompt))
-        return Request(work, place, float("inf"), prompt=prompt)
+        return Request(work, place, float("inf"), prompt_len=len(self.prompt))
 
 
 OUTPUT_IDS = 1 << 30  # prompts use ids below

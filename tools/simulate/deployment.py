@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from pipeinfer.messages import PROTOCOL, Hello
 from pipeinfer.scheduler.options import SchedulerOptions
+from pipeinfer.step_cost import StepCost
 
 
 @dataclass(frozen=True)
 class Deployment:
     """One group. `kv_pages` can hold tokens (the dummy page comes on top); the watchdog is off, for
-    nothing hangs in virtual time."""
+    nothing hangs in virtual time. `step_cost`: what its engine would say of its steps."""
 
     kv_pages: int = 20_000
     page_size: int = 16
@@ -25,6 +26,7 @@ class Deployment:
     policy: str = "mixed"
     overlap_depth: int = 2
     cache: str = "radix"
+    step_cost: StepCost | None = None
 
     @property
     def options(self) -> SchedulerOptions:
@@ -38,5 +40,5 @@ class Deployment:
         """What an engine of this shape would say."""
         return Hello(
             PROTOCOL, "simulated", 0, 1, 1, "simulated", self.page_size, self.kv_pages,
-            self.max_running, self.max_model_len, "none",
+            self.max_running, self.max_model_len, "none", step_cost=self.step_cost,
         )  # fmt: skip

@@ -41,6 +41,8 @@ class Folding:
         needy = self.cohort.pages
         many = len(self.cohort) - needy
         self._running.folded = [self._needy] * needy + [self._content] * many
+        shown = many * self._content.projected
+        self._running.unseen = self.cohort.contexts - shown
 
     def stands_in(self, request: Request) -> bool:
         return request is self._needy or request is self._content

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from pipeinfer.messages import Submit, Text, Work, unpack
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.step_cost import StepCost
 from replay.recording import Recording
 from simulate import measured
 from simulate.arrivals import Arrival
@@ -73,9 +75,10 @@ def deployment(found: Sequence[Recording]) -> tuple[Deployment, int, str]:
         max_model_len=facts["max_model_len"],
         max_running=min(settings["max_running"], facts["max_slots"]),
         max_step_tokens=settings["max_step_tokens"] or facts["step_tokens"],
-        mixed_step_tokens=settings["mixed_step_tokens"] or facts["mixed_tokens"],
+        mixed_step_tokens=settings["mixed_step_tokens"],
         policy=settings["policy"],
         overlap_depth=settings["overlap_depth"],
         cache=settings["cache"],
+        step_cost=msgspec.convert(facts["step_cost"], StepCost | None),
     )
     return group, settings["dp"], settings["routing"]

@@ -28,6 +28,7 @@ from simulate.tally import GroupTally, Tally
 
 SHARED = Span(50, 150)  # tokens behind a shared prefix
 WORKLOADS = ("poisson", "batch", "prefixes", "trace")
+SETTINGS = [field for field in fields(Deployment) if field.name != "step_cost"]  # nobody types it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--noise-seed", type=int, default=0, help="of the scatter of steps and messages")
     add("--stepwise", action="store_true", help="whole cores and real messages; much slower")
     add("--plot", type=Path, metavar="OUT.png", help="or .svg")
-    for field in fields(Deployment):
+    for field in SETTINGS:
         kind = type(field.default)
         add(f"--{field.name.replace('_', '-')}", type=kind, default=field.default,
             help=f"of a group; default {field.default}")  # fmt: skip
@@ -75,7 +76,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.groups < 1 or options.requests < 1 or options.rate <= 0:
         raise ConfigurationError("--groups and --requests must be at least 1, --rate above 0")
     model = step_model.load(options.model)
-    values = {field.name: getattr(options, field.name) for field in fields(Deployment)}
+    values = {field.name: getattr(options, field.name) for field in SETTINGS}
     deployment = Deployment(**values)
     arrive = _workload(options)
     kind = StepwiseGroup if options.stepwise else FoldedGroup

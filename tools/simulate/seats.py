@@ -5,7 +5,7 @@ Stands in for scheduler/slots.py, with the same names where the planner uses the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,12 +91,14 @@ class Row:
 class Running:
     """All that run: one by one in the order of their admission, and the folded ones as stand-ins.
 
-    The planner and its board look at them as at a dict of requests.
+    The planner and its board look at them as at a dict of requests. unseen: tokens that the folded
+    ones have in truth, more than their stand-ins show.
     """
 
     seats: dict[str, Seat] = field(default_factory=dict[str, Seat])
     hot: list[Seat] = field(default_factory=list[Seat])
     folded: list[Request] = field(default_factory=list[Request])
+    unseen: int = 0
 
     def values(self) -> list[Request]:
         return self.folded + [seat.request for seat in self.hot]
@@ -135,6 +137,10 @@ class Seats:
     @property
     def releasing(self) -> bool:
         return bool(self.releases)
+
+    def context(self, rows: Iterable[tuple[Request, int]]) -> int:
+        """Of all decodes: the folded ones are in every step that has any."""
+        return sum([request.projected for request, _ in rows]) + self.running.unseen
 
     def release(self, request: Request, count_pages: bool = True) -> None:
         seat = self.running.seats.pop(request.id)

@@ -28,6 +28,7 @@ from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.models.checkpoint import check_checkpoint, fill_dummy, load_weights
 from pipeinfer.models.config import ModelConfig, read_config
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.step_cost import StepCost
 
 if TYPE_CHECKING:
     from pipeinfer.distributed.group import TorchGroup
@@ -59,7 +60,7 @@ class LoadedEngine:
     """`pages` counts the dummy page 0, as MemoryManager and KVPool do.
 
     graph_sizes: batch sizes with a CUDA graph. step_tokens: the largest step.
-    mixed_tokens: the largest that decodes, as measured; 0: not known.
+    step_cost: what steps take, if it was measured.
     """
 
     runner: ModelRunner | CudaRunner
@@ -73,7 +74,7 @@ class LoadedEngine:
     device: str = "cpu"
     graph_sizes: tuple[int, ...] = ()
     step_tokens: int = CPU_STEP_TOKENS
-    mixed_tokens: int = 0
+    step_cost: StepCost | None = None
 
 
 class Part:
@@ -218,7 +219,7 @@ def _loaded(
         choices.device,
         graph_sizes,
         settings.max_step_tokens or step_tokens,
-        runner.mixed_tokens,
+        runner.step_cost,
     )
 
 

@@ -58,7 +58,7 @@ class ModelRunner:
         backend.bind(pool)
         self.pool = pool
         self.phases = Phases(usual_marks())
-        self.mixed_tokens = 0  # any number does: a CPU takes as much longer as there are tokens
+        self.step_cost = None  # not needed: a CPU takes as much longer as there are tokens
         self._model = model
         self._backend = backend
         self._sample = sample

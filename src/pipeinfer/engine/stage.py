@@ -74,7 +74,7 @@ def _hello(context: StageContext, loaded: LoadedEngine) -> Hello:
         PROTOCOL, __version__, context.identity.rank, settings.tp, context.incarnation,
         settings.model_name, loaded.page_size, loaded.pages - 1, loaded.max_slots,
         loaded.max_model_len, loaded.attention, loaded.graph_sizes, loaded.step_tokens,
-        loaded.mixed_tokens,
+        loaded.step_cost,
     )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def _facts(loaded: LoadedEngine) -> dict[str, Any]:
 
     names = (
         "pages", "page_size", "max_slots", "max_model_len", "attention", "dtype", "device",
-        "graph_sizes", "step_tokens", "mixed_tokens",
+        "graph_sizes", "step_tokens", "step_cost",
     )  # fmt: skip
     return {"threads": torch.get_num_threads(), **{name: getattr(loaded, name) for name in names}}
 

@@ -6,11 +6,13 @@ when running requests cannot all grow.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pipeinfer.scheduler.credits import Credits
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
 
-LEAST_PROMPT_PART = 4  # of the budget of a step that decodes, for prompts
+Row = tuple[Request, int]  # and how many tokens of it
 
 
 class Board:
@@ -29,24 +31,26 @@ class Board:
         budget: int,
         nothing_in_flight: bool,
         released_pages: int = 0,
-        mixed_budget: int | None = None,
+        beside: Callable[[list[Row], int], int] | None = None,
     ) -> None:
-        """`mixed_budget`: tokens of a step that decodes, see `spare_decodes`; None: `budget`."""
-        self.rows: list[tuple[Request, int]] = []
+        """`beside`: how many tokens of prompts may go beside these decodes, if so many were
+        computed of the first before; None: any number."""
+        self.rows: list[Row] = []
         self.admitted: list[Request] = []
         self.preempted: list[Request] = []
         self._running, self._queue, self._credits = running, queue, credits
         self._free_slots, self._budget = free_slots, budget
-        self._mixed_budget = budget if mixed_budget is None else mixed_budget
+        self._beside = beside
         self._desperate = nothing_in_flight
         self.pages = -released_pages
         self._available = credits.available + released_pages
-        self._reserved = sum(credits.between(r.projected, r.known) for r in running if r.prefilling)
+        self._prompts = [r for r in running if r.projected < r.known]  # half-computed
+        self._reserved = sum([credits.between(r.projected, r.known) for r in self._prompts])
 
     @property
     def prompts_wait(self) -> bool:
         """True if a prompt is half-computed or could be admitted."""
-        return any(r.prefilling for r in self._running) or self._queue.head() is not None
+        return bool(self._prompts) or self._queue.head() is not None
 
     def decode_all(self) -> None:
         """One token for every running request that has its prompt behind it."""
@@ -67,20 +71,19 @@ class Board:
         self.rows += [(request, 1) for request in decodes]
 
     def spare_decodes(self) -> None:
-        """After decode_all: prompts get what the decodes leave of the smaller budget, but never
+        """After decode_all: prompts get as much as hardly slows the decodes down, but never
         nothing, however many requests run.
         """
-        if self.rows:
-            least = max(self._mixed_budget // LEAST_PROMPT_PART, 1)
-            left = max(self._mixed_budget - len(self.rows), least)
-            self._budget = min(self._budget, left)
+        if self.rows and self._beside is not None and self.prompts_wait:
+            depth = self._prompts[0].projected if self._prompts else 0
+            self._budget = min(self._budget, self._beside(self.rows, depth))
 
     def continue_prompts(self) -> None:
         """The next chunk of every half-computed prompt, oldest first."""
-        for request in self._running:
+        for request in self._prompts:
             if self._budget <= 0:
                 return
-            if request.prefilling and request not in self.preempted:
+            if request not in self.preempted:
                 self._chunk(request)
 
     def admit_while_possible(self) -> None:
@@ -95,6 +98,7 @@ class Board:
     def leave_out(self, request: Request) -> None:
         """It holds a slot and has no part in this step."""
         self._running = [one for one in self._running if one is not request]
+        self._prompts = [one for one in self._prompts if one is not request]
 
     def run_alone(self, request: Request) -> None:
         """A step of `request` and nobody else; preempts others until there is room for it."""

@@ -22,7 +22,7 @@ def max_total(request: Request, shape: Hello) -> int:
 
     A max_tokens that was given must fit as it is; where none was given, it is what fits.
     """
-    prompt, wanted = len(request.prompt), request.work.params.max_tokens
+    prompt, wanted = request.prompt_len, request.work.params.max_tokens
     pool = shape.pages * shape.page_size
     limit = min(shape.max_model_len, pool)
     if wanted is not None and prompt + wanted > limit:

@@ -11,7 +11,7 @@ import msgspec
 
 from pipeinfer.core import Send
 from pipeinfer.messages import FinishReason, Open, Refused, TokenRow, Tokens, pack
-from pipeinfer.scheduler.request import Request
+from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 
 CONTEXT_TOKENS = 16  # of the prompt, so that the decoder knows what the first output follows
 
@@ -38,8 +38,8 @@ class Outbox:
         """Comes before a request's first row."""
         work = request.work
         opened = Open(
-            work.request_id, work.attempt, work.gateway, work.params, len(request.prompt),
-            pack(request.prompt[-CONTEXT_TOKENS:]), work.trace, self._group,
+            work.request_id, work.attempt, work.gateway, work.params, request.prompt_len,
+            work.prompt_ids[-CONTEXT_TOKENS * TOKEN_BYTES :], work.trace, self._group,
         )  # fmt: skip
         return Send("tokens", home(request), opened)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pipeinfer.messages import Hello, Plan, pack
 from pipeinfer.scheduler import policies
-from pipeinfer.scheduler.board import Board
+from pipeinfer.scheduler.board import Board, Row
 from pipeinfer.scheduler.credits import Credits
 from pipeinfer.scheduler.flights import Flights
 from pipeinfer.scheduler.options import DEFAULT_STEP_TOKENS, SchedulerOptions
@@ -16,7 +16,7 @@ from pipeinfer.scheduler.probation import Probation
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
 from pipeinfer.scheduler.slots import Slots
-from pipeinfer.step_budget import mixed_budget
+from pipeinfer.step_budget import MixedBudget, mixed_budget
 
 DEFERRALS = 2  # of one request in a row, after which somebody else must give way
 
@@ -34,7 +34,8 @@ class Planner:
         self.counts: dict[str, int] = {"plans": 0, "planned_tokens": 0, "preemptions": 0}
         self._options = options
         self._policy = policies.create(options.policy)
-        self._budget = self._mixed_budget = 0  # tokens of a step, known when an epoch begins
+        self._budget = 0  # tokens of a step, known when an epoch begins, as is the next
+        self._mixed_budget = MixedBudget(0)
         self._queue = WaitingQueue()
         self.probation = Probation()
         self._others = False  # whether the last step was one of those who are no suspects
@@ -43,8 +44,8 @@ class Planner:
     def begin(self, shape: Hello) -> None:
         """An epoch begins, on engines of this `shape`."""
         self._budget = self._options.max_step_tokens or shape.step_tokens or DEFAULT_STEP_TOKENS
-        asked = self._options.mixed_step_tokens or shape.mixed_tokens
-        self._mixed_budget = mixed_budget(asked, self._budget)
+        asked = self._options.mixed_step_tokens
+        self._mixed_budget = mixed_budget(asked, self._budget, shape.step_cost)
         slots = min(shape.max_slots, self._options.max_running, self._budget)
         self.slots.begin(slots, Credits(shape.page_size, shape.pages))
         self._number = 0
@@ -86,13 +87,17 @@ class Planner:
         board = Board(
             list(slots.running.values()), self._queue, slots.credits, slots.free, self._budget,
             not len(self.flights), slots.released_pages,
-            self._mixed_budget,
+            self._beside,
         )  # fmt: skip
         if not self._compose(board):
             return None
         if not board.rows and not board.preempted and not slots.releasing:
             return None
         return self._written(board, epoch, now)
+
+    def _beside(self, decodes: list[Row], depth: int) -> int:
+        """Tokens of prompts that go with these decodes; `depth`: see MixedBudget.prompts."""
+        return self._mixed_budget.prompts(len(decodes), self.slots.context(decodes), depth)
 
     def _compose(self, board: Board) -> bool:
         """Fills the board; False if the steps in flight must report first."""

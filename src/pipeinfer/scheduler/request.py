@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pipeinfer.messages import Delivered, FinishReason, Work, unpack
 
 RESUMED = 1 << 40  # requests that ran elsewhere come before those that only waited, in their order
+TOKEN_BYTES = 4  # of packed ids
 UNKNOWN_OUTPUT = 256  # output tokens that a request without max_tokens is taken to need
 
 
@@ -18,6 +19,7 @@ UNKNOWN_OUTPUT = 256  # output tokens that a request without max_tokens is taken
 class Request:
     """State of a live request; see `SchedulerCore` for who changes what.
 
+    The prompt stays as it came, in `work`: nobody looks at single ids of it.
     known: tokens told at the last admission (K). computed: confirmed by results. projected: what
     will be computed once the steps in flight are done, if none is deferred. inflight: planned
     counts of those steps, oldest first. pending: steps in flight, also after it lost its slot.
@@ -29,7 +31,7 @@ class Request:
     arrival: int
     deadline: float
     max_total: int = 0
-    prompt: list[int] = field(default_factory=list[int])
+    prompt_len: int = 0
     outputs: list[int] = field(default_factory=list[int])
     stops: frozenset[int] = frozenset()
     slot: int = -1
@@ -53,12 +55,12 @@ class Request:
     @property
     def length(self) -> int:
         """Prompt and confirmed outputs."""
-        return len(self.prompt) + len(self.outputs)
+        return self.prompt_len + len(self.outputs)
 
     @property
     def confirmed(self) -> list[int]:
         """Output ids accepted since the last admission."""
-        return self.outputs[self.known - len(self.prompt) :]
+        return self.outputs[self.known - self.prompt_len :]
 
     @property
     def prefilling(self) -> bool:
@@ -145,6 +147,6 @@ def from_work(work: Work, arrival: int, now: float) -> Request:
         work=work,
         arrival=arrival,
         deadline=now + work.timeout if work.timeout > 0 else float("inf"),
-        prompt=unpack(work.prompt_ids).tolist(),
+        prompt_len=len(work.prompt_ids) // TOKEN_BYTES,
         stops=frozenset(work.eos_ids) | frozenset(work.params.stop_token_ids),
     )

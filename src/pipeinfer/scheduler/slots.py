@@ -5,6 +5,8 @@ Knows requests and numbers of slots and pages; no policy, no queue and no bus.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pipeinfer.messages import Admit, Release, pack
 from pipeinfer.scheduler.credits import Credits
 from pipeinfer.scheduler.request import Request
@@ -49,6 +51,10 @@ class Slots:
         """Whether the next plan has something to give back."""
         return bool(self._releases)
 
+    def context(self, rows: Iterable[tuple[Request, int]]) -> int:
+        """Tokens that come before those of the rows, once the steps in flight are done."""
+        return sum([request.projected for request, _ in rows])
+
     def release(self, request: Request, count_pages: bool = True) -> None:
         """Takes the slot back with the next plan; what was computed may stay in the prefix cache,
         as far as it was confirmed. count_pages: False if a board has counted them already."""
@@ -72,6 +78,6 @@ class Slots:
         work, params = request.work, request.work.params
         suppress = tuple(sorted(request.stops)) if params.min_tokens > 0 else ()
         return Admit(
-            request.slot, request.id, pack(request.prompt + request.outputs), len(request.prompt),
+            request.slot, request.id, work.prompt_ids + pack(request.outputs), request.prompt_len,
             request.max_total, params, work.seed, suppress, work.cache_salt,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from pipeinfer.trace.restore import known_class
 Place = tuple[str, str]  # a class and an attribute of it
 
 _REQUEST = "pipeinfer.scheduler.request:Request"
-IDS: frozenset[Place] = frozenset((_REQUEST, name) for name in ("prompt", "outputs", "stops"))
+IDS: frozenset[Place] = frozenset((_REQUEST, name) for name in ("outputs", "stops"))
 NUMBERS: frozenset[Place] = frozenset(
     (
         (_REQUEST, "inflight"),

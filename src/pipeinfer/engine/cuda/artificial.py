@@ -5,6 +5,9 @@ Knows arrays of a step; no device and no request.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from pipeinfer.engine.step import SamplingRows, Step
@@ -34,6 +37,33 @@ def artificial_step(counts: np.ndarray, page_size: int, top_k: int = 0) -> Step:
         pages=np.zeros((rows, -(-int(counts.max(initial=0)) // page_size)), dtype=np.int32),
         sampling=sampling,
     )
+
+
+def deep_decodes(rows: int, pages: int, page_size: int, slot: int) -> Step:
+    """Decodes after `pages` full pages each, every row's own and none of them the dummy."""
+    step = artificial_step(np.ones(rows, dtype=np.int32), page_size)
+    table = np.zeros((rows, pages + 1), dtype=np.int32)  # the row's new token goes to the dummy
+    table[:, :pages] = np.arange(1, rows * pages + 1, dtype=np.int32).reshape(rows, pages)
+    starts = np.full(rows, pages * page_size, dtype=np.int32)
+    return replace(step, starts=starts, pages=table, slots=_all_of(slot, rows))
+
+
+def deep_prompts(
+    decodes: int, prompts: Sequence[int], before: int, page_size: int, slot: int
+) -> Step:
+    """Decodes of nothing, and chunks of so many tokens (2 or more) of prompts, each after `before`
+    tokens; everything lies in the dummy page.
+    """
+    counts = np.array([1] * decodes + [*prompts], dtype=np.int32)
+    starts = np.where(counts > 1, before, 0).astype(np.int32)
+    pages = -(-int((starts + counts).max()) // page_size)
+    table = np.zeros((len(counts), pages), dtype=np.int32)
+    step = artificial_step(counts, page_size)
+    return replace(step, starts=starts, pages=table, slots=_all_of(slot, len(counts)))
+
+
+def _all_of(slot: int, rows: int) -> np.ndarray:
+    return np.full(rows, slot, dtype=np.int32)
 
 
 def empty_step() -> Step:

@@ -5,6 +5,7 @@ Knows settings and shapes; no message and no process.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,9 @@ from pipeinfer.engine.cuda.runner import CudaRunner, Limits
 from pipeinfer.engine.cuda.sampling import Ranks, SplitSampler
 from pipeinfer.memory.pool import KVPool, bytes_per_page
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.step_budget import mixed_budget
+from pipeinfer.step_budget import most_tokens
+
+log = logging.getLogger(__name__)
 
 GPU_STEP_TOKENS = 8192
 
@@ -68,9 +71,11 @@ def _capture(
     progress: Callable[[int, int], None] | None,
 ) -> None:
     sizes = ladder(min(settings.cuda_graph_max_batch, limits.rows))
-    budget = mixed_budget(settings.mixed_step_tokens, limits.tokens)
+    budget = most_tokens(settings.mixed_step_tokens, limits.tokens)
     mixed = mixed_ladder(limits.tokens, limits.rows, max(sizes, default=0), budget)
     runner.capture(sizes, mixed, progress, choose=settings.tp == 1)
+    if runner.step_cost is not None:
+        log.info("what steps take, in ms: %s", runner.step_cost)
 
 
 def _pages(

@@ -25,6 +25,8 @@ FIRST = (1, 2, 4)  # then every multiple of 8
 STEP = 8
 SMALL = 8
 REPLAYS = 8
+COARSE = 64  # steps of uneven lengths: multiples of it
+ALONE = 60  # rows and KV heads that a GPU can serve at a time, each at its own greatest speed
 TRIES = 2  # forward passes before the capture: lazy initialisation must not be captured
 
 
@@ -34,6 +36,21 @@ def ladder(most: int) -> tuple[int, ...]:
         return ()
     sizes = {size for size in (*FIRST, *range(STEP, most + 1, STEP)) if size < most}
     return tuple(sorted(sizes | {most}))
+
+
+def uneven_ladder(sizes: tuple[int, ...], even_from: int | None) -> tuple[int, ...]:
+    """Which of `sizes` are captured for uneven lengths, too: a few, from `even_from` rows on."""
+    if even_from is None or not sizes:
+        return ()
+    coarse = {COARSE // 2, *range(COARSE, sizes[-1], COARSE), sizes[-1]}
+    return tuple(size for size in sizes if size in coarse and size >= even_from)
+
+
+def uneven(starts: np.ndarray, kv_heads: int) -> bool:
+    """Whether the longest row of a decode step takes longer than the GPU takes for all of them, if
+    it is not cut; starts int32 [R], R > 0: the tokens before each.
+    """
+    return int(starts.max()) * ALONE > int(starts.sum()) * kv_heads
 
 
 @dataclass(frozen=True)
@@ -71,10 +88,10 @@ def record(
     return Captured(graph, layout, views, logits, ids)
 
 
-def replay_seconds(captured: Captured) -> float:
+def replay_seconds(captured: Captured, replays: int = REPLAYS) -> float:
     """The shortest of a few replays of whatever it reads now: enough to compare sizes."""
     times = []
-    for _ in range(REPLAYS):
+    for _ in range(replays):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
         captured.graph.replay()
@@ -101,7 +118,8 @@ def row_arrays(views: dict[str, torch.Tensor], table_rows: int) -> RowArrays:
 @dataclass(frozen=True)
 class Frame:
     """What all graphs of a runner share. pages: of the longest row; table: decodes read the page
-    table instead of flat indices; dummy_slot: whom padding rows belong to.
+    table instead of flat indices; dummy_slot: whom padding rows belong to. kv_heads: of a layer;
+    even_from: rows from which lengths should be alike, see attention/paged.py.
     """
 
     pages: int
@@ -109,16 +127,19 @@ class Frame:
     table: bool
     dummy_slot: int
     device: torch.device
+    kv_heads: int = 1
+    even_from: int | None = None
 
 
 class DecodeGraphs:
     """Steps of decode rows only, by the number of rows. `words`: the fixed int32 buffer that every
-    graph reads.
+    graph reads. uneven: for all lengths; else not for those that another such object is for.
     """
 
-    def __init__(self, sizes: tuple[int, ...], frame: Frame) -> None:
+    def __init__(self, sizes: tuple[int, ...], frame: Frame, uneven: bool = False) -> None:
         self.sizes = sizes
         self._frame = frame
+        self._uneven = uneven
         self._layouts = {size: self._layout(size) for size in sizes}
         most = max((layout.words for layout in self._layouts.values()), default=0)
         self.words = torch.zeros(most, dtype=torch.int32, device=frame.device)
@@ -137,7 +158,12 @@ class DecodeGraphs:
         if step.decodes < len(step.slots):
             return None
         at = bisect_left(self.sizes, step.decodes)
-        return self.sizes[at] if at < len(self.sizes) and self.sizes[at] in self._captured else None
+        if at == len(self.sizes) or self.sizes[at] not in self._captured:
+            return None
+        size, even_from = self.sizes[at], self._frame.even_from
+        if not self._uneven and even_from is not None and size >= even_from:
+            return None if uneven(step.starts, self._frame.kv_heads) else size
+        return size
 
     def layout(self, size: int) -> Layout:
         """Where a step of that size lies in the buffer."""
@@ -155,17 +181,12 @@ class DecodeGraphs:
             host=row_arrays(host, table_rows),
             device=row_arrays(device, table_rows),
             fixed=True,
+            uneven=self._uneven,
         )
 
     def pack(self, step: Step, size: int, buffer: np.ndarray) -> Packed:
         """Packs the step for the graph of that size into a buffer int32 of at least its words."""
         return self._packer.pack(step, size, buffer)
-
-    def seconds(self, rows: int, prepare: Callable[[int], PagedPlan]) -> float:
-        """Of a step of that many padding rows at most, on the current stream."""
-        size = max((size for size in self.sizes if size <= rows), default=self.sizes[0])
-        prepare(size)
-        return replay_seconds(self._captured[size])
 
     def drop_slower_small_ones(self, prepare: Callable[[int], PagedPlan]) -> None:
         """Forgets small sizes that take longer than the next one: for very few rows, libraries'

@@ -24,7 +24,7 @@ from pipeinfer.engine.step import Step
 # whole tiles of 64 or 128 rows.
 TOKENS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
 FEW, SOME = 8, 32  # prompts in a step: alone, and beside decodes
-DECODES = 64  # the classes of decode rows are multiples of it
+DECODES = 64  # the smallest class of decode rows, each other has twice as many
 MOST_PADDING = 128  # tokens, or
 PADDING_SHARE = 4  # that part of a graph's
 
@@ -43,9 +43,6 @@ class MixedSize:
         return self.decodes + self.prefills
 
 
-SLOWER = 1.8  # than decodes alone: so much longer a step with prompts may take by default
-
-
 def ladder(
     most_tokens: int, most_rows: int, most_decodes: int, mixed: int
 ) -> tuple[MixedSize, ...]:
@@ -55,7 +52,8 @@ def ladder(
     """
     if not most_decodes:
         return ()
-    classes = sorted({*range(DECODES, most_decodes, DECODES), most_decodes})
+    doubled = (DECODES << power for power in range(most_decodes.bit_length()))
+    classes = sorted({*(rows for rows in doubled if rows < most_decodes), most_decodes})
     largest = max(mixed, most_decodes + mixed // PADDING_SHARE)
     alone = [(tokens, 0, min(FEW, most_rows)) for tokens in TOKENS]
     beside = [
@@ -120,6 +118,7 @@ class MixedGraphs:
             host=graphs.row_arrays(host, size.prefills),
             device=graphs.row_arrays(device, size.prefills),
             fixed=True,
+            uneven=True,
         )
 
     def pack(self, step: Step, size: MixedSize, buffer: np.ndarray) -> Packed:
@@ -133,16 +132,6 @@ class MixedGraphs:
         words = layout.indices_at + used
         buffer[:words] = self._host[:words]
         return Packed(words, np.arange(int(step.samples.sum())), packing.restricted(step))
-
-    def tokens_within(self, seconds: float, prepare: Callable[[MixedSize], PagedPlan]) -> int:
-        """The most tokens beside a few decodes that take no longer; 0 if even the fewest do."""
-        found = 0
-        for size in (size for size in self.sizes if 0 < size.decodes <= DECODES):
-            prepare(size)
-            if graphs.replay_seconds(self._captured[size]) > seconds:
-                break
-            found = size.tokens
-        return found
 
     def __getitem__(self, size: MixedSize) -> graphs.Captured:
         return self._captured[size]

@@ -18,20 +18,22 @@ import torch
 
 from pipeinfer.attention.interface import AttentionBackend
 from pipeinfer.attention.paged import PagedBackend, PagedPlan, PagedRows
-from pipeinfer.engine.cuda import mixed_graphs, packing
+from pipeinfer.engine.cuda import packing
 from pipeinfer.engine.cuda.artificial import empty_step
 from pipeinfer.engine.cuda.attend import PagedAttend, PlainAttend
 from pipeinfer.engine.cuda.buffers import PARITIES, StepBuffers
 from pipeinfer.engine.cuda.expansion import Expansion
-from pipeinfer.engine.cuda.graphs import Captured, DecodeGraphs, Frame, row_arrays
+from pipeinfer.engine.cuda.graphs import Captured, DecodeGraphs, Frame, row_arrays, uneven_ladder
 from pipeinfer.engine.cuda.layout import Layout, Sizes
 from pipeinfer.engine.cuda.mixed_graphs import MixedGraphs, MixedSize
 from pipeinfer.engine.cuda.sampling import Sampler, WholeSampler
+from pipeinfer.engine.cuda.step_times import step_cost
 from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.sampler import BadLogits
 from pipeinfer.engine.step import Step
 from pipeinfer.memory.pool import KVPool
+from pipeinfer.step_cost import StepCost
 
 Views = dict[str, torch.Tensor]
 TIMERS = 8  # more than steps in flight: a step's end is also read for the step after it
@@ -84,7 +86,7 @@ class CudaRunner:
         self.pool = pool
         self.phases = Phases(usual_marks())
         self.keep_logits = False
-        self.mixed_tokens = 0  # of a step that decodes, as measured; 0: not known
+        self.step_cost: StepCost | None = None  # as measured with the graphs
         self.derive = True  # on the device, what mixed steps index with; False: on the host
         self._model = model
         self._backend = backend
@@ -103,8 +105,8 @@ class CudaRunner:
         self._timers = [_timer() for _ in range(TIMERS)]
         self._launched = 0
         self._ended: torch.cuda.Event | None = None
-        self._graphs: tuple[DecodeGraphs, MixedGraphs] | None = None
-        self._rows: dict[tuple[int | MixedSize, int], PagedRows] = {}
+        self._graphs: tuple[DecodeGraphs, MixedGraphs, DecodeGraphs] | None = None
+        self._rows: dict[tuple[Any, int | MixedSize, int], PagedRows] = {}
         self.bind(pool)
 
     @property
@@ -304,43 +306,48 @@ class CudaRunner:
         """Captures decode steps of these sizes, and steps with prompts where the backend's part for
         them can be captured; progress(done, total).
 
-        `choose`: small sizes that measure slower than the next are left out, and `mixed_tokens` is
-        measured. Not where ranks must agree.
+        Then `step_cost` is measured. `choose`: small sizes that measure slower than the next are
+        left out; not where ranks must agree.
         """
         backend = self._backend
         if not isinstance(backend, PagedBackend) or not sizes:
             return
-        frame = Frame(
-            self._limits.pages, self.pool.page_size, backend.reads_table_to_decode,
-            self._dummy_slot, self.pool.device,
-        )  # fmt: skip
+        frame = self._frame(backend)
         mixed = mixed if backend.captures_prefill else ()
-        both = DecodeGraphs(sizes, frame), MixedGraphs(mixed, self._limits.rows, frame)
-        bodies = self._decode_body, self._mixed_body
-        for words, buffers in itertools.product((len(g.words) for g in both), self._buffers):
+        some = uneven_ladder(sizes, backend.even_from)
+        decodes, uneven = DecodeGraphs(sizes, frame), DecodeGraphs(some, frame, uneven=True)
+        beside = MixedGraphs(mixed, self._limits.rows, frame)
+        bodies = {decodes: self._decode_body, beside: self._mixed_body, uneven: self._decode_body}
+        for words, buffers in itertools.product((len(g.words) for g in bodies), self._buffers):
             buffers.check(words)
         memory = torch.cuda.graph_pool_handle()
-        count = _counter(len(sizes) + len(mixed), progress)
+        count = _counter(len(sizes) + len(mixed) + len(some), progress)
         self._rows.clear()
         with torch.cuda.stream(self._forward):
-            for graphs, body in zip(both, bodies, strict=True):
+            for graphs, body in bodies.items():
                 padding = partial(self._padding, graphs)
                 graphs.capture(padding, body, self._forward, memory, count)
             if choose:
-                self._choose(*both)
+                decodes.drop_slower_small_ones(partial(self._padding, decodes))
+            self.step_cost = step_cost(decodes, beside, frame, self.pool.pages, self._planned)
             torch.cuda.synchronize()
-        self._graphs = both
+        self._graphs = decodes, beside, uneven
 
-    def _choose(self, decodes: DecodeGraphs, mixed: MixedGraphs) -> None:
-        decodes.drop_slower_small_ones(partial(self._padding, decodes))
-        alone = decodes.seconds(mixed_graphs.DECODES, partial(self._padding, decodes))
-        within = mixed_graphs.SLOWER * alone
-        self.mixed_tokens = mixed.tokens_within(within, partial(self._padding, mixed))
+    def _frame(self, backend: PagedBackend) -> Frame:
+        return Frame(
+            self._limits.pages, self.pool.page_size, backend.reads_table_to_decode,
+            self._dummy_slot, self.pool.device, self.pool.shapes[0].num_kv_heads,
+            backend.even_from,
+        )  # fmt: skip
 
     def _padding(self, graphs: Any, size: int | MixedSize) -> PagedPlan:
         """A step of padding rows in the fixed buffer, planned."""
+        return self._planned(graphs, size, empty_step())
+
+    def _planned(self, graphs: Any, size: int | MixedSize, step: Step) -> PagedPlan:
+        """The step in the fixed buffer, planned."""
         buffers = self._buffers[0]
-        words = graphs.pack(empty_step(), size, buffers.host).words
+        words = graphs.pack(step, size, buffers.host).words
         buffers.copy_to(graphs.words, words)
         plan = self._backend.plan(self._graph_rows(graphs, size, 0))  # type: ignore
         torch.cuda.current_stream().synchronize()
@@ -348,11 +355,11 @@ class CudaRunner:
 
     def _graph_rows(self, graphs: Any, size: int | MixedSize, parity: int) -> PagedRows:
         """A graph's rows for the backend: what was packed on the host, what it reads there."""
-        rows = self._rows.get((size, parity))
+        rows = self._rows.get((graphs, size, parity))
         if rows is None:
             layout, buffers = graphs.layout(size), self._buffers[parity]
             host, device = layout.tensors(buffers.pinned), layout.tensors(graphs.words)
-            rows = self._rows[size, parity] = graphs.rows(size, parity, host, device)
+            rows = self._rows[graphs, size, parity] = graphs.rows(size, parity, host, device)
         return rows
 
     def _decode_body(

@@ -1,7 +1,7 @@
 """The default policy: every running request decodes in every step, prompts get the rest.
 
-No running request waits for somebody else's prompt: the gap between its tokens is bounded by
---mixed-step-tokens. With nobody decoding, prompts get the whole budget.
+No running request waits for somebody else's prompt: what that adds to the gap between its tokens
+is bounded (see step_budget.py). With nobody decoding, prompts get the whole budget.
 """
 
 from __future__ import annotations

@@ -1,0 +1,56 @@
+"""What steps take on a device, as its engine measured it at its start.
+
+Whole numbers of picoseconds, so that a scheduler counts in a replay what it counted before. Knows
+neither who measured nor what is decided by it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StepCost(msgspec.Struct, frozen=True, array_like=True):
+    """Picoseconds. Steps and prompts are at their beginning: with hardly any context.
+
+    decodes: (rows, time) of steps of decodes alone. mixed: (tokens, time, more) of steps of so many
+    tokens, of which a few are decodes and the rest is of a prompt; `more` for each token of that
+    prompt that was computed before. Both ascend in their first number, and neither is empty.
+    kv_token: for each token of context that a decode reads.
+    """
+
+    decodes: tuple[tuple[int, int], ...]
+    mixed: tuple[tuple[int, int, int], ...]
+    kv_token: int = 0
+
+    def __str__(self) -> str:
+        """In milliseconds, for a person."""
+        decodes = ", ".join(f"{rows} {_ms(time)}" for rows, time in self.decodes)
+        mixed = ", ".join(
+            f"{tokens} {_ms(time)} + {_ms(1000 * more)} per 1,000 tokens before"
+            for tokens, time, more in self.mixed
+        )
+        context = _ms(1000 * self.kv_token)
+        return f"decodes {decodes}, {context} per 1,000 tokens of context; with prompts {mixed}"
+
+    def alone(self, rows: int) -> int:
+        """Of that many decodes: as measured with the most rows that are not more, if any are."""
+        time = self.decodes[0][1]
+        for measured, its in self.decodes:
+            if measured > rows:
+                break
+            time = its
+        return time
+
+    def tokens_within(self, percent: int, rows: int, context: int, depth: int) -> int:
+        """The most tokens of a step that takes at most `percent` of what its decodes take alone;
+        0 if even the fewest take more. Of `rows` decodes with `context` tokens before all of them,
+        and of a prompt with `depth` tokens before.
+        """
+        reading = context * self.kv_token
+        most = (self.alone(rows) + reading) * percent // 100 - reading
+        fitting = (tokens for tokens, time, more in self.mixed if time + more * depth <= most)
+        return max(fitting, default=0)
+
+
+def _ms(picoseconds: int) -> str:
+    return f"{picoseconds / 10**9:.3f}"
