@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pipeinfer.attention.hybrid import HybridDecodePart
-from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.attention.paged import PagedRows, RowArrays
-from pipeinfer.attention.triton_decode import CUTS, FEW, UNEVEN, TritonDecodePart, cut
+from pipeinfer.attention.registry import HEAD_DIMS
+from pipeinfer.attention.triton_decode import CUTS, FEW, UNEVEN, cut
 
 KV_HEADS = 8
 
@@ -54,7 +54,5 @@ def test_fewer_programs_are_cut_smaller(kv_heads):
     assert cut(FEW // kv_heads + 1, kv_heads) == UNEVEN
 
 
-@pytest.mark.parametrize(("dim", "taken"), [(64, True), (128, True), (80, False), (8, False)])
-def test_heads_of_a_power_of_two_are_taken(dim, taken):
-    shape = AttentionShape(4, 2, dim, dim**-0.5, None)
-    assert TritonDecodePart.takes([shape]) == taken
+def test_every_head_size_of_the_hybrid_backend_is_one_that_the_kernel_takes():
+    assert all(dim >= 16 and dim & (dim - 1) == 0 for dim in HEAD_DIMS["hybrid"])

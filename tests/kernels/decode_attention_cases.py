@@ -84,3 +84,12 @@ def test_a_row_does_not_depend_on_the_others():
     full = case.run(PARTS)
     alone.q, alone.lengths, alone.indptr = case.q[3:4], case.lengths[3:4], case.indptr[3:5]
     assert torch.equal(alone.run(PARTS), full[3:4])
+
+
+def test_a_row_without_keys_writes_nothing():
+    case = Case([5, 20])
+    full = case.run(PARTS)
+    case.lengths[0] = 0
+    got = case.run(PARTS)
+    assert got[0].isnan().all()
+    assert torch.equal(got[1], full[1])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pipeinfer.attention.fa3_backend import Fa3Part
-from pipeinfer.attention.flashinfer_backend import FlashInferPart, decode_part
+from pipeinfer.attention.flashinfer_backend import decode_part
 from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.attention.paged import PagedKind, PagedRows, Part
 from pipeinfer.attention.triton_decode import FEW, TritonDecodePart, TritonDecodePlan
@@ -24,7 +24,7 @@ class HybridDecodePart:
 
     def __init__(self, many: Part, few: Part, kv_heads: int) -> None:
         self._many, self._few = many, few
-        self.even_from: int | None = FEW // kv_heads + 1
+        self.even_from = FEW // kv_heads + 1
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
         self._many.bind(pool, most_rows)
@@ -32,7 +32,7 @@ class HybridDecodePart:
 
     def _part(self, rows: PagedRows, begin: int, end: int) -> Part:
         """Outside of graphs FlashInfer cuts long rows by itself."""
-        few = self.even_from is not None and end - begin < self.even_from
+        few = end - begin < self.even_from
         return self._few if few or rows.uneven else self._many
 
     def plan(self, rows: PagedRows, begin: int, end: int) -> Any:
@@ -46,15 +46,10 @@ class HybridDecodePart:
         part.run(layer, q, out, plan)
 
 
-def hybrid_decode_part(
-    shapes: Sequence[AttentionShape], device: torch.device
-) -> HybridDecodePart | FlashInferPart:
-    """FlashInfer alone for heads that the project's kernel is not written for."""
-    many = decode_part(shapes, device)
-    if not TritonDecodePart.takes(shapes):
-        return many
+def hybrid_decode_part(shapes: Sequence[AttentionShape], device: torch.device) -> HybridDecodePart:
+    """Of both parts; all head sizes of the hybrid backend (registry.py) are powers of two."""
     kv_heads = max(shape.num_kv_heads for shape in shapes)
-    return HybridDecodePart(many, TritonDecodePart(shapes, device), kv_heads)
+    return HybridDecodePart(decode_part(shapes, device), TritonDecodePart(shapes, device), kv_heads)
 
 
 HYBRID = PagedKind(

@@ -53,7 +53,7 @@ class PagedRows:
 
     fixed: the device arrays stand at addresses that a CUDA graph has captured. Prefill rows of a
     graph count their queries from the step's first token, because how many decode rows are real
-    changes from replay to replay; those that are not write where prefill writes after them.
+    changes from replay to replay; those that are not have no keys, and must not write anything.
     uneven: a decode row may be much longer than the others.
     """
 
@@ -97,16 +97,24 @@ PartMaker = Callable[[Sequence[AttentionShape], torch.device], Part]
 
 @dataclass(frozen=True)
 class PagedPlan:
-    """The parts' plans of one step; None where there is no such row."""
+    """The parts' plans of one step; None where there is no such row.
+
+    prefill_from: the token from which prefill rows count their queries. at_once: both parts may run
+    at the same time, because they write nothing in common.
+    """
 
     decodes: int
     decode: Any
     prefill: Any
-    prefill_from: int = 0  # the token from which prefill rows count their queries
+    prefill_from: int = 0
+    at_once: bool = False
 
 
 class PagedBackend:
-    """Decode rows through one part, prefill rows through another. K and V are stored already."""
+    """Decode rows through one part, prefill rows through another. K and V are stored already.
+
+    In a graph both run at once: decodes wait for memory, a few prompts leave most of the GPU idle.
+    """
 
     def __init__(
         self, kind: PagedKind, shapes: Sequence[AttentionShape], device: torch.device
@@ -119,6 +127,9 @@ class PagedBackend:
         same = kind.prefill is kind.decode
         self._prefill = self._decode if same else kind.prefill(shapes, device)
         self.even_from = self._decode.even_from
+        # Of higher priority: its blocks need a multiprocessor each, and find none free later on.
+        gpu = self.captures_prefill
+        self._beside = torch.cuda.Stream(device, priority=-1) if gpu else None
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
         """The pool that later steps read; a step has at most `most_rows` rows."""
@@ -133,7 +144,9 @@ class PagedBackend:
             decode = self._decode.plan(rows, 0, rows.decodes)
         if rows.decodes < total:
             prefill = self._prefill.plan(rows, rows.decodes, total)
-        return PagedPlan(rows.decodes, decode, prefill, 0 if rows.fixed else rows.decodes)
+        both = decode is not None and prefill is not None
+        begin = 0 if rows.fixed else rows.decodes
+        return PagedPlan(rows.decodes, decode, prefill, begin, at_once=rows.fixed and both)
 
     def refresh(self, rows: PagedRows) -> None:
         """Brings the plan of a graph's fixed arrays up to date, before each replay."""
@@ -146,20 +159,34 @@ class PagedBackend:
     def run(self, layer: int, q: torch.Tensor, plan: PagedPlan) -> torch.Tensor:
         """q [T, heads, head_dim], decodes first; returns that shape."""
         out = torch.empty_like(q)
+        if plan.at_once and self._beside is not None:
+            stream = torch.cuda.current_stream()
+            self._beside.wait_stream(stream)
+            with torch.cuda.stream(self._beside):
+                self._run_prefill(layer, q, out, plan)
+            self._run_decode(layer, q, out, plan)
+            stream.wait_stream(self._beside)
+            return out
         if plan.decode is not None:
-            self._decode.run(layer, q[: plan.decodes], out[: plan.decodes], plan.decode)
+            self._run_decode(layer, q, out, plan)
         if plan.prefill is not None:
-            begin = plan.prefill_from
-            self._prefill.run(layer, q[begin:], out[begin:], plan.prefill)
+            self._run_prefill(layer, q, out, plan)
         return out
+
+    def _run_decode(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: PagedPlan) -> None:
+        self._decode.run(layer, q[: plan.decodes], out[: plan.decodes], plan.decode)
+
+    def _run_prefill(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: PagedPlan) -> None:
+        begin = plan.prefill_from
+        self._prefill.run(layer, q[begin:], out[begin:], plan.prefill)
 
 
 @dataclass(frozen=True)
 class PagedKind:
     """A registered backend: its parts, built only when it is called with (shapes, device).
 
-    captures_prefill: the prefill part's plan is device arrays only and the decode part reads
-    `indices`, so that a CUDA graph can hold a step with both kinds of rows.
+    captures_prefill: the prefill part's plan is device arrays only, and the decode part reads
+    `indices` and leaves out rows without keys, so that a CUDA graph can hold both kinds of rows.
     """
 
     decode: PartMaker

@@ -42,19 +42,13 @@ class TritonDecodePlan:
 
 
 class TritonDecodePart:
-    """One query a row."""
+    """One query a row, with heads of a power of two of at least 16."""
 
     even_from = None  # it cuts long rows by itself
 
     def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
         self._shapes = tuple(shapes)
         self._device = device
-
-    @staticmethod
-    def takes(shapes: Sequence[AttentionShape]) -> bool:
-        """Whether the kernel is written for such heads."""
-        dims = {shape.head_dim for shape in shapes}
-        return all(dim >= 16 and dim & (dim - 1) == 0 for dim in dims)
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
         """Makes room for what parts of rows leave for each other."""

@@ -178,8 +178,8 @@ def decode_attention(
     """softmax(q k^T * scale) v of each row's last token: `out` [R, heads, dim], which is returned.
 
     q as out, rows may be strided. k, v [pages, page_size, kv_heads, dim] alike; dim a power of two.
-    int32: lengths [R] of keys, at least 1; indptr [R + 1], where a row's pages begin in `indices`.
-    window: keys that a query sees, its own included. float32 inside.
+    int32: lengths [R] of keys, and a row without any writes nothing; indptr [R + 1], where a row's
+    pages begin in `indices`. window: keys that a query sees, its own included. float32 inside.
     """
     (rows, heads, dim), (page_size, kv_heads) = q.shape, k.shape[1:3]
     if rows:

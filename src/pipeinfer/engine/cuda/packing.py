@@ -54,9 +54,10 @@ def pack_decodes(
 def pack_mixed(step: Step, views: Views, page_size: int, dummy_slot: int, decode_rows: int) -> int:
     """Any step into views that have room for more of everything, the longest decodes first.
 
-    Of the views' rows, `decode_rows` are for decodes and the others for prompts. The tokens of real
-    rows stand side by side, those that are left over belong to the dummy slot. Sampling rows come
-    first, in the step's order. Returns how many page indices there are: of decode rows only.
+    Of the views' rows, `decode_rows` are for decodes and the others for prompts; those left over
+    have no keys. The tokens of real rows stand side by side, what is left over belongs to the dummy
+    slot. Sampling rows come first, in the step's order. Returns how many page indices there are: of
+    decode rows only.
     """
     decodes, page = step.decodes, step.starts // page_size
     order = np.arange(len(step.slots))
@@ -66,7 +67,7 @@ def pack_mixed(step: Step, views: Views, page_size: int, dummy_slot: int, decode
     ends = np.cumsum(counts, dtype=np.int64)
     _tokens_of(views, step, order, ends, page_size, dummy_slot)
     lengths, prompts = starts + counts, len(order) - decodes
-    _padded(views["lengths"][:decode_rows], lengths[:decodes], 1)
+    _padded(views["lengths"][:decode_rows], lengths[:decodes], 0)
     _padded(views["lengths"][decode_rows:], lengths[decodes:], 0)
     _padded(views["last_page"], (lengths[:decodes] - 1) % page_size + 1, 1)
     views["prefill_indptr"][0] = decodes
