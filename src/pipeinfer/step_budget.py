@@ -13,7 +13,12 @@ from pipeinfer.step_cost import StepCost
 PART = 16  # of a step's budget
 LEAST = 128
 LEAST_PROMPT_PART = 4  # of a fixed budget, for prompts
-SLOWER = 180  # percent of what its decodes take alone: so long a step with prompts may take
+# A step with prompts may take so many percent of what its decodes take alone, which is long where
+# many run, with long contexts,
+SLOWER = 150
+# or of what that many decodes without context take, which few others take less than; but then it
+# has no more tokens than these.
+SHORT_SLOWER, SHORT_ROWS, SHORT_TOKENS = 260, 64, 512
 FEWEST = 128  # tokens of prompts, however long they take: with less, hardly any time is saved
 MOST_MEASURED = 1024  # tokens of a step: with more, the time for each hardly falls
 
@@ -31,7 +36,9 @@ class MixedBudget:
         """
         if self.cost is None:
             return max(self.tokens - rows, self.tokens // LEAST_PROMPT_PART, 1)
-        return max(self.cost.tokens_within(SLOWER, rows, context, depth) - rows, FEWEST)
+        own = self.cost.tokens_within(SLOWER, rows, context, depth) - rows
+        short = self.cost.tokens_within(SHORT_SLOWER, SHORT_ROWS, 0, depth)
+        return max(own, min(short, SHORT_TOKENS) - SHORT_ROWS, FEWEST)
 
 
 def mixed_budget(asked: int, budget: int, cost: StepCost | None = None) -> MixedBudget:
