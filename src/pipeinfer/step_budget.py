@@ -19,20 +19,16 @@ SLOWER = 150
 # or of what that many decodes without context take, which few others take less than; but then it
 # has no more tokens than these.
 SHORT_SLOWER, SHORT_ROWS, SHORT_TOKENS = 260, 64, 512
-DEARER = 150  # percent of the least that a token of a prompt adds to such a step: not more
 FEWEST = 128  # tokens of prompts, however long they take: with less, hardly any time is saved
 MOST_MEASURED = 1024  # tokens of a step: with more, the time for each hardly falls
 
 
 @dataclass(frozen=True)
 class MixedBudget:
-    """Of the steps of one epoch. tokens: of a step with its decodes, where no `cost` is known;
-    most: of prompts, where one is.
-    """
+    """Of the steps of one epoch. tokens: of a step with its decodes, where no `cost` is known."""
 
     tokens: int
     cost: StepCost | None = None
-    most: int = MOST_MEASURED
 
     def prompts(self, rows: int, context: int, depth: int) -> int:
         """Tokens of prompts, at least 1, beside `rows` decodes that have `context` tokens before
@@ -42,7 +38,7 @@ class MixedBudget:
             return max(self.tokens - rows, self.tokens // LEAST_PROMPT_PART, 1)
         own = self.cost.tokens_within(SLOWER, rows, context, depth) - rows
         short = self.cost.tokens_within(SHORT_SLOWER, SHORT_ROWS, 0, depth)
-        return max(min(max(own, min(short, SHORT_TOKENS) - SHORT_ROWS), self.most), FEWEST)
+        return max(own, min(short, SHORT_TOKENS) - SHORT_ROWS, FEWEST)
 
 
 def mixed_budget(asked: int, budget: int, cost: StepCost | None = None) -> MixedBudget:
@@ -51,8 +47,7 @@ def mixed_budget(asked: int, budget: int, cost: StepCost | None = None) -> Mixed
     """
     if asked:
         return MixedBudget(min(asked, budget))
-    most = MOST_MEASURED if cost is None else cost.worthwhile(SHORT_ROWS, DEARER)
-    return MixedBudget(min(max(budget // PART, LEAST), budget), cost, most)
+    return MixedBudget(min(max(budget // PART, LEAST), budget), cost)
 
 
 def most_tokens(asked: int, budget: int) -> int:

@@ -51,21 +51,6 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
         fitting = (tokens for tokens, time, more in self.mixed if time + more * depth <= most)
         return max(fitting, default=0)
 
-    def worthwhile(self, rows: int, percent: int) -> int:
-        """The most tokens of prompts beside `rows` decodes of which each adds at most `percent` of
-        what it adds in the size where that is least; 0 if no size has any.
-
-        Few are nearly free while the weights are what a step waits for; once it computes all the
-        time, one costs as much beside decodes as alone, and had better wait for a step of its own.
-        """
-        alone = self.alone(rows)
-        added = {
-            tokens - rows: max(time - alone, 0) for tokens, time, _ in self.mixed if tokens > rows
-        }
-        least = min((time * 1000 // prompts for prompts, time in added.items()), default=0)
-        fitting = (n for n, time in added.items() if time * 1000 // n * 100 <= least * percent)
-        return max(fitting, default=0)
-
 
 def _ms(picoseconds: int) -> str:
     return f"{picoseconds / 10**9:.3f}"

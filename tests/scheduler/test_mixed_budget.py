@@ -150,14 +150,15 @@ def test_a_step_with_prompts_takes_at_most_the_promised_part_longer(cost, rows, 
     times = {tokens: time + more * depth for tokens, time, more in cost.mixed}
     alone = {rows: max(time for size, time in cost.decodes if size <= rows)
              for rows in (rows, SHORT_ROWS)}  # fmt: skip
-    read = context * cost.kv_token
-    own = any(
-        tokens >= rows + prompts and time + read <= (alone[rows] + read) * SLOWER / 100
-        for tokens, time in times.items()
+    own = (
+        rows + prompts in times
+        and times[rows + prompts] + context * cost.kv_token
+        <= (alone[rows] + context * cost.kv_token) * SLOWER / 100
     )
-    short = SHORT_ROWS + prompts <= SHORT_TOKENS and any(
-        tokens >= SHORT_ROWS + prompts and time <= alone[SHORT_ROWS] * SHORT_SLOWER / 100
-        for tokens, time in times.items()
+    short = (
+        SHORT_ROWS + prompts in times
+        and SHORT_ROWS + prompts <= SHORT_TOKENS
+        and times[SHORT_ROWS + prompts] <= alone[SHORT_ROWS] * SHORT_SLOWER / 100
     )
     assert own or short or prompts == FEWEST
 
@@ -185,27 +186,6 @@ def test_prompts_get_more_beside_longer_contexts_and_less_at_their_ends(
 )
 def test_what_prompts_get_beside_the_decodes_of_a_small_model(rows, context, depth, prompts):
     assert mixed_budget(0, 8192, SMALL).prompts(rows, context, depth) == prompts
-
-
-def of_a_roofline(free: int) -> StepCost:
-    """Of a device on which the first `free` tokens of a step wait for the weights in any case."""
-
-    def time(tokens):
-        return 9_000 * US + 40 * US * max(tokens - free, 0) + 5 * US * tokens
-
-    return StepCost(
-        tuple((n, time(n)) for n in (1, 64, 256)), tuple((n, time(n), 0) for n in SIZES)
-    )
-
-
-def test_prompts_fill_up_what_waits_for_the_weights_and_little_more():
-    knee = of_a_roofline(256)
-    assert knee.worthwhile(64, 100) == 256 - 64
-    assert knee.worthwhile(64, 400) == 320 - 64
-    assert knee.worthwhile(64, 10_000) == 1024 - 64
-    assert mixed_budget(0, 8192, knee).prompts(200, 0, 0) == 256 - 64
-    assert SMALL.worthwhile(64, 100) == 1024 - 64
-    assert SMALL.worthwhile(2000, 150) == 0
 
 
 def test_what_a_user_asks_for_comes_before_what_was_measured():
