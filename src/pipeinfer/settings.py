@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 from msgspec import Meta
 
+from pipeinfer.settings_help import GROUPS
+
 PREFIX = "PIPEINFER_"
 DEMO = "pipeinfer-demo"
 
@@ -135,18 +137,19 @@ def flag_types() -> dict[str, tuple[type, tuple[str, ...]]]:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for every setting but `model`; what is not given stays out of the namespace."""
-    for name, (kind, choices) in flag_types().items():
-        if name == "model":
-            continue
-        flag = "--" + name.replace("_", "-")
-        if kind is bool:
-            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS)
-        else:
-            parser.add_argument(
-                flag,
-                metavar="|".join(choices) if choices else name.rsplit("_", 1)[-1].upper(),
-                default=argparse.SUPPRESS,
-            )
+    kinds = flag_types()
+    for title, group in GROUPS.items():
+        added = parser.add_argument_group(title)
+        for name, (value, text) in group.items():
+            kind, choices = kinds[name]
+            flag = "--" + name.replace("_", "-")
+            if kind is bool:
+                added.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+                continue
+            default = getattr(Settings(), name)
+            shown = f" (default: {default})" if default not in ("", 0) else ""
+            metavar = "|".join(choices) or value
+            added.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=text + shown)
 
 
 def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:

@@ -36,9 +36,9 @@ class MixedBudget:
         """
         if self.cost is None:
             return max(self.tokens - rows, self.tokens // LEAST_PROMPT_PART, 1)
-        own = self.cost.tokens_within(SLOWER, rows, context, depth) - rows
-        short = self.cost.tokens_within(SHORT_SLOWER, SHORT_ROWS, 0, depth)
-        return max(own, min(short, SHORT_TOKENS) - SHORT_ROWS, FEWEST)
+        own = self.cost.tokens_within(SLOWER, rows, context, depth)
+        short = min(self.cost.tokens_within(SHORT_SLOWER, SHORT_ROWS, 0, depth), SHORT_TOKENS)
+        return max(max(own, short) - rows, FEWEST)
 
 
 def mixed_budget(asked: int, budget: int, cost: StepCost | None = None) -> MixedBudget:

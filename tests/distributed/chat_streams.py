@@ -71,12 +71,16 @@ def engines(server: Server, group: int = 0) -> dict[int, int]:
     return {r["rank"]: r["pid"] for r in rows if r["name"] == "engine" and r["group"] == group}
 
 
-def hurt(server: Server, rank: int, how: signal.Signals, group: int = 0) -> set[str]:
+def hurt(
+    server: Server, rank: int, how: signal.Signals, group: int = 0, freeze_others: bool = False
+) -> set[str]:
     """Signals a rank, and waits until every rank of its group is another process and ready.
 
-    Returns the reasons that /health gave meanwhile.
+    Returns the reasons that /health gave meanwhile. freeze_others: they cannot end by themselves.
     """
     before = engines(server, group)
+    for other in (before.keys() - {rank}) if freeze_others else ():
+        os.kill(before[other], signal.SIGSTOP)
     os.kill(before[rank], how)
     reasons: set[str] = set()
 

@@ -6,7 +6,9 @@ import logging
 import re
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import zmq
@@ -65,10 +67,17 @@ def pools(place: Topology) -> dict[str, float]:
     return pages
 
 
-def test_real_ranks_with_unequal_memory_have_pools_of_one_size(tmp_path):
+@pytest.fixture
+def short_path():
+    """For sockets, whose paths must be short wherever temporary files lie."""
+    with tempfile.TemporaryDirectory(prefix="pi-pool-") as folder:
+        yield Path(folder)
+
+
+def test_real_ranks_with_unequal_memory_have_pools_of_one_size(short_path):
     """Two processes: one takes a thousandth of the memory that is free, the other twice that."""
-    place = local(Settings(tp=2), f"ipc://{tmp_path}/")
-    file = tmp_path / "pipeinfer.toml"
+    place = local(Settings(tp=2), f"ipc://{short_path}/")
+    file = short_path / "pipeinfer.toml"
     file.write_text(Topology(place.entries, {"tp": 2, "threads": 1}).to_toml())
     command = [sys.executable, "-m", "pipeinfer.runtime", "engine", "--topology", str(file)]
     ranks = [

@@ -28,17 +28,19 @@ def undisturbed(server):
 
 
 @pytest.mark.parametrize(
-    ("rank", "how", "said"),
+    ("rank", "how", "freeze", "said"),
     [
-        (0, signal.SIGKILL, "engine rank 0: its process ended (SIGKILL)"),
-        (1, signal.SIGKILL, "engine rank 1: its process ended (SIGKILL)"),
-        (1, signal.SIGSTOP, f"in {WATCHDOG} s"),
+        (0, signal.SIGKILL, True, "engine rank 0: its process ended (SIGKILL)"),
+        (1, signal.SIGKILL, False, "engine rank 1: its process ended (SIGKILL)"),
+        (1, signal.SIGSTOP, False, f"in {WATCHDOG} s"),
     ],
-    ids=["rank-0-killed", "rank-1-killed", "rank-1-hangs"],
+    ids=["rank-0-killed-while-rank-1-hangs", "rank-1-killed", "rank-1-hangs"],
 )
-def test_streams_survive_a_rank_that_is_lost(server, undisturbed, rank, how, said):
+def test_streams_survive_a_rank_that_is_lost(server, undisturbed, rank, how, freeze, said):
     before, reasons = len(server.log), set()
-    texts = Chats(server, ASKED, TOKENS).run(lambda: reasons.update(hurt(server, rank, how)))
+    texts = Chats(server, ASKED, TOKENS).run(
+        lambda: reasons.update(hurt(server, rank, how, freeze_others=freeze))
+    )
     assert texts == undisturbed
     log = server.log[before:]
     late = [line for line in log if f"in {WATCHDOG} s; restarting" in line]
@@ -46,5 +48,8 @@ def test_streams_survive_a_rank_that_is_lost(server, undisturbed, rank, how, sai
     # The reason stays until the ranks are back.
     assert late or any(said in reason for reason in reasons), reasons
     ends = [line for line in log if "starting it again" in line]
+    if freeze:  # the death of one ends them all, long before the scheduler loses patience
+        other = next(n for n, line in enumerate(log) if "engine-0-1 ended (SIGKILL)" in line)
+        assert not any("restarting its engines" in line for line in log[:other]), "\n".join(log)
     if len(late) <= (how == signal.SIGSTOP):
         assert len(ends) == len(engines(server)), f"every rank is started once more: {ends}"

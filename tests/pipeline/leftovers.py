@@ -40,6 +40,19 @@ def leftovers(server: Server) -> dict[str, float]:
                 return left
 
 
+def statistics(server: Server, stage: str) -> dict[str, float]:
+    """Those in the next heartbeat of stage id `stage`."""
+    topology = next(s.topology for s in running_servers() if s.pid == server.process.pid)
+    deadline = time.monotonic() + PATIENCE
+    with zmq.Context() as context, Caller(topology, context) as caller:
+        caller.listen(stage)
+        while time.monotonic() < deadline:
+            for _, beat in caller.hear(1.0):
+                if isinstance(beat, Heartbeat) and beat.stage == stage:
+                    return beat.stats
+    raise AssertionError(f"{stage} is silent")
+
+
 def _left(latest: dict[str, Heartbeat]) -> dict[str, float]:
     left: dict[str, float] = {}
     for stage, beat in latest.items():

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from leftovers import statistics
 
 from checkpoints import make_checkpoint
 from pipeinfer.demo import demo_path
@@ -43,7 +44,13 @@ def all_free(server: Server) -> bool:
     return server.metric("pipeinfer_pages_free") == server.metric("pipeinfer_pages_total") == 300
 
 
+def ended_by_themselves(server: Server) -> float:
+    """Requests that were not aborted: without this count, patience would pass for an abort."""
+    return statistics(server, "scheduler-0")["finished_total"]
+
+
 def test_disconnected_stream_frees_its_pages(small):
+    before = ended_by_themselves(small)
     running = stream(small)
     for _ in range(3):
         next(running)
@@ -51,9 +58,11 @@ def test_disconnected_stream_frees_its_pages(small):
     running.response.close()
     small.wait(lambda: small.metric("pipeinfer_requests_running") == 0, "aborted")
     small.wait(lambda: all_free(small), "pages free again")
+    assert ended_by_themselves(small) == before
 
 
 def test_client_that_disconnects_in_the_queue_is_forgotten(small):
+    before = ended_by_themselves(small)
     first = [stream(small), stream(small)]
     for one in first:
         next(one)
@@ -69,6 +78,7 @@ def test_client_that_disconnects_in_the_queue_is_forgotten(small):
     for one in first:
         one.response.close()
     small.wait(lambda: all_free(small), "pages free again")
+    assert ended_by_themselves(small) == before
 
 
 def test_sigterm_finishes_what_runs_and_refuses_what_is_new():

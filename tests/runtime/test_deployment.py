@@ -54,7 +54,7 @@ def test_a_secret_in_the_environment_is_enough_and_stands_in_no_file():
 @pytest.mark.parametrize(
     ("stages", "why"),
     [
-        ("", "name a topology"),
+        ("", "no topology: name its file"),
         ("gatewax-0=tcp://a:1", "gatewax-0=tcp://a:1: must be ID=ADDRESS"),
         ("gateway=tcp://a:1", "must be ID=ADDRESS"),
         ("engine-0=tcp://a:1", "must be ID=ADDRESS"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,17 @@ def test_every_setting_is_a_flag():
     given = config.parse_flags(["some/model", *flags])
     assert set(given) == set(Settings.__struct_fields__)
     config.build(given)
+
+
+def test_help_says_of_every_flag_what_it_does():
+    parser = argparse.ArgumentParser()
+    config.add_flags(parser)
+    said = {a.dest: a for a in parser._actions}
+    assert set(said) - {"help"} == set(Settings.__struct_fields__) - {"model"}
+    assert all(action.help and action.metavar != "" for action in said.values())
+    words = " ".join(parser.format_help().split())
+    assert "--max-running N requests that run at a time (default: 256)" in words
+    assert "--kv-pages N pages for keys and values; default: from free memory --" in words
 
 
 @pytest.mark.parametrize(

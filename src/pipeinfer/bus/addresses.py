@@ -46,7 +46,10 @@ def check(address: str, keyed: bool = False) -> None:
                 f"{address}: others cannot connect to {host}; name this host, and bind = {host!r}"
             )
     elif transport == "ipc" and len(rest.encode()) > 90:
-        raise ConfigurationError(f"{address}: a path for ipc has at most 90 bytes")
+        raise ConfigurationError(
+            f"{address}: a path for ipc has at most 90 bytes; if it is one of temporary files, set "
+            "TMPDIR to a shorter folder"
+        )
 
 
 def split(address: str) -> tuple[str, str]:

@@ -20,6 +20,8 @@ COMMANDS = {
     "chat": ("pipeinfer.cli.chat", "talk to a model on the terminal"),
     "keys": ("pipeinfer.cli.keys", "make keys for stages on several hosts"),
     "topology": ("pipeinfer.cli.topology", "check and draw which stage runs where"),
+    "doctor": ("pipeinfer.cli.doctor", "say whether a model could be served on this host"),
+    "top": ("pipeinfer.cli.top", "show what the stages of a running server do"),
     "swap": ("pipeinfer.cli.swap", "put another process in the place of a running stage"),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -185,6 +185,15 @@ def _near(got: torch.Tensor, expected: torch.Tensor) -> bool:
     return not error.numel() or bool(error.max() <= TOLERANCE * expected.float().abs().max())
 
 
+def without_multicast(environ: MutableMapping[str, str]) -> None:
+    """Has NCCL and torch leave NVLink multicast (NVLS) alone, unless `environ` says otherwise.
+
+    Nothing here needs it, and where the links of a host are not set up for it, ranks fail or hang.
+    """
+    environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
 def join(
     address: str, rank: int, size: int, device: str, timeout: float, place: int | None = None,
     wires: Wires | None = None,
@@ -194,6 +203,8 @@ def join(
     place: of this rank's GPU on its host, by default `rank`. wires: see `meet`.
     """
     backend = "nccl" if device == "cuda" else "gloo"
+    if backend == "nccl":
+        without_multicast(os.environ)
     if backend == "gloo" and addresses.is_loopback(addresses.host(address)):
         # Else gloo asks for the address of this host's name, which need not lead anywhere.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -29,7 +29,7 @@ def deployed(path: str | None, environ: Mapping[str, str]) -> Topology:
     """
     said = {name: environ.get(name, "") for name in (STAGES, KEYS, SECRET, BIND)}
     if not path and not said[STAGES]:
-        raise ConfigurationError(f"name a topology with --topology FILE, or stages in {STAGES}")
+        raise ConfigurationError(f"no topology: name its file, or its stages in {STAGES}")
     # A file whose stages, or missing keys, are replaced need not hold for itself.
     found = topologies.read(path) if path else Topology(())
     entries = stages(said[STAGES]) if said[STAGES] else found.entries

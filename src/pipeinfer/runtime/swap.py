@@ -97,7 +97,7 @@ class Swaps:
             self._bus.reader.bad(f"a {type(message).__name__} of {header.sender}")
 
     def _say(self, asked: Swap, state: Any, reason: str = "", **more: Any) -> None:
-        log.info("swap of %s: %s %s", asked.stage, state, reason)
+        log.info("swap of %s: %s", asked.stage, " ".join(filter(None, (state, reason))))
         said = SwapState(asked.swap, asked.stage, state, reason, **more)
         self._bus.send(Send(CHANNEL, EVERYONE, said))
 

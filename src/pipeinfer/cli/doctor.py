@@ -1,0 +1,161 @@
+"""`pipeinfer doctor [MODEL]`: would `serve` start here with these settings, and as what?
+
+Knows where to look and how to print what it finds; what must hold is said by the code that needs
+it. Starts no stage and reads no weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pipeinfer import settings as config
+from pipeinfer.runtime import listening
+from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.find import PREFIX, running_servers
+from pipeinfer.runtime.local import prepare
+from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.version import __version__
+
+GPU_PACKAGES = ("flashinfer-python", "sglang-kernel", "triton")
+GPU_TOOLS = ("nvcc", "ninja", "c++")  # for kernels that are built at the first start
+FILES_BESIDE_STREAMS = 256  # that a gateway has open
+
+Mark = Literal["ok", "note", "bad"]
+Finding = tuple[Mark, str, str]  # how it is, what was looked at, what was found
+
+
+def run(arguments: Sequence[str]) -> int:
+    """0 if `serve` would start, 1 if something is in the way."""
+    flags = _flags(arguments)
+    found: list[Finding] = []
+    for finding in _findings(flags):
+        found.append(finding)
+        mark, subject, text = finding
+        print(f"{mark:5} {subject:10} {text}", flush=True)
+    wrong = sum(mark == "bad" for mark, _, _ in found)
+    print("`pipeinfer serve` would start" if not wrong else f"in the way: {wrong}")
+    return 1 if wrong else 0
+
+
+def _flags(arguments: Sequence[str]) -> dict[str, object]:
+    parser = argparse.ArgumentParser(
+        prog="pipeinfer doctor",
+        description="Says whether `pipeinfer serve` with the same MODEL and settings would start "
+        "on this host, and what it would choose. Reads no weights; a hub id is downloaded.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS)
+    config.add_flags(parser)
+    return vars(parser.parse_args(arguments))
+
+
+def _findings(flags: dict[str, object]) -> Iterator[Finding]:
+    yield "ok", "pipeinfer", f"{__version__}, Python {platform.python_version()}"
+    gpus = yield from _devices()
+    try:
+        settings = prepare(flags, lambda text: None)
+    except ConfigurationError as error:
+        yield "bad", "settings", str(error)
+        return
+    yield _model(settings)
+    yield from _gpu_count(settings, gpus)
+    yield _sockets(settings)
+    yield _port(settings)
+    yield _open_files(settings)
+    for server in running_servers():
+        yield "note", "running", f"a server, process {server.pid}, {server.file}"
+
+
+def _devices() -> Iterator[Finding]:
+    """What computes here; its value is the number of GPUs."""
+    import torch
+
+    from pipeinfer.engine.host_memory import available_bytes
+
+    free = available_bytes() / 2**30
+    yield "ok", "CPU", f"{torch.get_num_threads()} threads, {free:.1f} GiB of memory free"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:
+        yield "note", "GPU", f"torch {torch.__version__} sees none: engines compute on the CPU"
+        return 0
+    for number in range(gpus):
+        major, minor = torch.cuda.get_device_capability(number)
+        free, total = (part / 2**30 for part in torch.cuda.mem_get_info(number))
+        name = torch.cuda.get_device_name(number)
+        text = f"{number}: {name}, capability {major}.{minor}, {free:.0f} of {total:.0f} GiB free"
+        yield "ok", "GPU", text
+    for package in GPU_PACKAGES:
+        yield _package(package)
+    missing = [tool for tool in GPU_TOOLS if shutil.which(tool) is None]
+    if missing:
+        yield "note", "compilers", f"no {', '.join(missing)}: kernels may fail to build"
+    return gpus
+
+
+def _package(name: str) -> Finding:
+    try:
+        return "ok", "package", f"{name} {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        return "note", "package", f"{name} is missing: pip install 'pipeinfer[cuda]'"
+
+
+def _model(settings: Settings) -> Finding:
+    """What an engine would choose for it, or why it would not start."""
+    from pipeinfer.engine.loading import choose
+
+    try:
+        chosen = choose(settings, Path(settings.model))
+    except ConfigurationError as error:
+        return "bad", "model", str(error)
+    dtype = str(chosen.dtype).removeprefix("torch.")
+    return (
+        "ok",
+        "model",
+        f"{settings.served_model_name}: {chosen.config.num_layers} layers, {dtype}, on "
+        f"{chosen.device}, attention {chosen.attention}, pages of {chosen.page_size} tokens, "
+        f"requests of up to {chosen.max_model_len:,}",
+    )
+
+
+def _gpu_count(settings: Settings, gpus: int) -> Iterator[Finding]:
+    wanted = settings.tp * settings.dp
+    if gpus and settings.device != "cpu" and not settings.topology and wanted > gpus:
+        yield "bad", "GPU", f"--tp {settings.tp} --dp {settings.dp} take {wanted}, here are {gpus}"
+
+
+def _sockets(settings: Settings) -> Finding:
+    """Whether the paths of sockets between the stages are short enough."""
+    folder = Path(tempfile.gettempdir(), f"{PREFIX}12345678")
+    if settings.topology or settings.in_process:
+        return "ok", "sockets", "where the topology says" if settings.topology else "none"
+    try:
+        topologies.local(settings, f"ipc://{folder}/")
+    except ConfigurationError as error:
+        return "bad", "sockets", str(error)
+    return "ok", "sockets", f"in {folder.parent}"
+
+
+def _port(settings: Settings) -> Finding:
+    try:
+        listening.close_all(listening.open_sockets(settings.host, settings.port))
+    except ConfigurationError as error:
+        return "bad", "port", str(error)
+    return "ok", "port", f"{settings.host}:{settings.port} is free"
+
+
+def _open_files(settings: Settings) -> Finding:
+    """Each connection of a client is an open file of the gateway."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    streams = soft - FILES_BESIDE_STREAMS
+    text = f"{soft:,} may be open, enough for about {max(streams, 0):,} connections"
+    if streams < settings.max_running:
+        return "note", "files", f"{text}, less than --max-running {settings.max_running}: ulimit -n"
+    return "ok", "files", text

@@ -1,0 +1,72 @@
+"""What `--help` says of each setting, in groups: one line each; docs/settings.md says the rest.
+
+Knows the settings by name alone; what they are and their defaults is settings.py's business.
+"""
+
+from __future__ import annotations
+
+# {group: {setting: (placeholder of its value, what it does)}}, in the order of docs/settings.md.
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "model": {
+        "served_model_name": ("NAME", "the model's id in /v1/models; default: MODEL"),
+        "revision": ("REV", "branch, tag or commit of a hub id"),
+        "chat_template": ("FILE", "a Jinja template, in place of the checkpoint's"),
+        "dtype": ("", "auto: float32 on a CPU, else the checkpoint's"),
+        "load_format": ("", "dummy: random weights, no weight file is read"),
+        "max_model_len": ("N", "tokens of prompt and output; default: what the checkpoint says"),
+    },
+    "HTTP": {
+        "host": ("HOST", "address to listen on"),
+        "port": ("N", "port to listen on; 0 takes a free one"),
+        "api_key": ("KEY", "what clients must show under /v1"),
+        "api_key_file": ("FILE", "a file with that key"),
+        "max_queue": ("N", "requests that may wait; one more gets 429"),
+        "max_body_bytes": ("N", "a larger body gets 413"),
+        "drain_timeout": ("SECONDS", "that running requests have after SIGTERM or Ctrl-C"),
+    },
+    "scheduling": {
+        "policy": ("NAME", "mixed, prefill-first, decode-first, or module:Class"),
+        "max_running": ("N", "requests that run at a time"),
+        "max_step_tokens": ("N", "tokens of a step; default: 2,048 on a CPU, 8,192 on a GPU"),
+        "mixed_step_tokens": (
+            "N",
+            "tokens of a step in which requests decode; default: measured on a GPU",
+        ),
+        "overlap_depth": ("N", "steps in flight, 1 or 2"),
+        "watchdog": ("SECONDS", "without a result after which an engine counts as hung"),
+        "seed": ("N", "start of the seeds of requests that bring none"),
+    },
+    "memory": {
+        "cache": ("NAME", "prefix cache: radix, or naive for none"),
+        "page_size": ("N", "tokens of a page; default: what the attention backend prefers"),
+        "kv_pages": ("N", "pages for keys and values; default: from free memory"),
+        "memory_fraction": ("SHARE", "of the free memory that these pages may take"),
+    },
+    "devices": {
+        "device": ("", "auto: a GPU if there is one"),
+        "threads": ("N", "torch's threads in an engine; default: what torch chooses"),
+        "attention": ("NAME", "torch, flashinfer, fa3, hybrid; auto: the fastest here"),
+        "tp": ("N", "engines that share the model, each with a GPU of its own"),
+        "dp": ("N", "groups of --tp engines, each with the whole model"),
+        "routing": ("", "how a request finds its group"),
+        "all_reduce": ("", "how GPUs add up; auto: own kernels where they are faster than NCCL"),
+        "enable_expert_parallel": (
+            "",
+            "each rank of --tp has some experts whole, not a part of all",
+        ),
+        "cuda_graph_max_batch": ("N", "largest decode step that is a CUDA graph; 0: none"),
+        "no_cuda_graph": ("", "launch every step kernel by kernel"),
+        "compile": ("", "torch.compile for what no kernel fuses"),
+    },
+    "running": {
+        "topology": ("FILE", "where the stages listen; default: one made for this host"),
+        "in_process": ("", "all stages in this process, for debuggers"),
+        "log_level": ("", "how much is logged, to stderr"),
+        "record": ("DIR", "record what every stage takes and gives"),
+        "record_max_bytes": ("N", "of each recording; default: without limit"),
+        "flight_recorder_mib": ("N", "memory for the last minute of each stage; 0: off"),
+        "flight_dir": ("DIR", "where that is written when a stage dies of an exception"),
+        "profile": ("N", "steps of a torch profiler's trace; default: none"),
+        "profile_dir": ("DIR", "where that is written"),
+    },
+}

@@ -1,0 +1,58 @@
+"""`pipeinfer doctor`: it foretells what `serve` does, in its exit code and in the words of why."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from checkpoints import make_checkpoint
+from pipeinfer.cli.main import main
+from servers import environment
+
+
+def test_a_host_that_can_serve_is_well_and_what_would_be_chosen_is_said(capsys, tmp_path):
+    make_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    asked = [str(tmp_path), "--port", "0", "--device", "cpu", "--page-size", "32"]
+    assert main(["doctor", *asked, "--served-model-name", "small"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^ok +model +small: \d+ layers, float32, on cpu, attention torch", said, re.M)
+    assert "pages of 32 tokens" in said
+    assert said.endswith("`pipeinfer serve` would start\n")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["--tp", "3"],
+        ["/there/is/no/model"],
+        ["--page-size", "many"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_is_in_the_way_is_said_in_the_words_of_serve(capsys, asked):
+    assert main(["doctor", *asked, "--port", "0", "--device", "cpu"]) == 1
+    bad = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bad")]
+    assert len(bad) == 1
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeinfer.cli", "serve", *asked, "--port", "0", "--device", "cpu"],
+        env=environment(), capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert f"error: {bad[0].split(maxsplit=2)[2]}\n" in done.stderr
+
+
+def test_a_port_that_is_taken_is_in_the_way(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["doctor", "--port", port, "--device", "cpu"]) == 1
+    assert f"bad   port       cannot listen on 127.0.0.1:{port}" in capsys.readouterr().out
+
+
+def test_a_long_folder_for_temporary_files_is_in_the_way(capsys, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 90)
+    assert main(["doctor", "--port", "0", "--device", "cpu"]) == 1
+    assert re.search(r"^bad +sockets .*TMPDIR", capsys.readouterr().out, re.M)

@@ -1,0 +1,67 @@
+"""`pipeinfer top`: a line for each stage of a running server, with what it does at the moment."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import openai
+import pytest
+
+from pipeinfer.runtime.find import running_servers
+from servers import STAGES, Server, environment
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("--threads", "1", "--kv-pages", "300") as running:
+        yield running
+
+
+def top(server: Server, *more: str) -> tuple[int, dict[str, str]]:
+    """Exit code, and {stage: its line without the id} of the last look."""
+    [file] = [s.file for s in running_servers() if s.pid == server.process.pid]
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeinfer.cli", "top", "--topology", str(file), *more],
+        env=environment(), capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert not done.stderr
+    rows = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    return done.returncode, dict(rows)
+
+
+def test_every_stage_says_what_it_does_while_requests_run(server):
+    pids = {row["name"]: row["pid"] for row in server.health()["stages"]}
+    api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
+    running = api.completions.create(
+        model="pipeinfer-demo", prompt="go on", max_tokens=2000, stream=True,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    next(running)
+    code, lines = top(server, "--once")
+    assert server.metric("pipeinfer_requests_running") == 1, "it was over too soon to be seen"
+    running.response.close()
+    assert code == 0
+    said = {stage.split("-")[0]: line for stage, line in lines.items()}
+    assert set(said) - {"stage"} == set(STAGES)
+    for name in STAGES:
+        assert re.match(rf"{pids[name]}\s+ready ", said[name]), said[name]
+    assert "1 streams" in said["gateway"] and "1 run, 0 wait" in said["scheduler"]
+    for name in ("engine", "detokenizer"):
+        [rate] = re.findall(r"([\d,]+) tokens/s", said[name])
+        assert int(rate.replace(",", "")) > 0
+    assert "1 of 256 slots" in said["engine"]
+
+
+def test_a_stage_that_says_nothing_is_shown_and_is_an_error(server):
+    pid = server.pid("detokenizer")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        code, lines = top(server, "--once")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert code == 1
+    assert lines["detokenizer-0"] == "silent"
