@@ -39,6 +39,8 @@ from pipeinfer.version import __version__
 log = logging.getLogger(__name__)
 
 FLUSH = 0.5  # seconds between blocks; what a killed process loses at most, and a little
+LOOK = 0.05  # seconds after which it is seen whether there are
+MANY = 1000  # rows: a block that takes the interpreter from the loop for a fraction of a ms
 FROM_THE_START = "--record"  # the name of the recording that the setting asks for
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -80,6 +82,7 @@ class Tap:
         self._bytes = 0  # in the files of those that have ended
         self.active = False
         self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0  # when the next block is handed over at the latest
 
     # --------------------------------------------------------------------------------- the hot path
 
@@ -209,14 +212,17 @@ class Tap:
     def _activate(self) -> None:
         self.active = True
         if self._timer is None:
-            self._timer = self._loop.call_later(FLUSH, self._flush)
+            self._due = self._loop.time() + FLUSH
+            self._timer = self._loop.call_later(LOOK, self._look)
 
-    def _flush(self) -> None:
+    def _look(self) -> None:
         now = self._loop.time()
-        self._recorder.flush(now)
-        if self._recorder.wants_segment(now):
-            self._next_segment(now)
-        self._timer = self._loop.call_later(FLUSH, self._flush) if self.active else None
+        if now >= self._due or self._recorder.waiting >= MANY:
+            self._due = now + FLUSH
+            self._recorder.flush(now)
+            if self._recorder.wants_segment(now):
+                self._next_segment(now)
+        self._timer = self._loop.call_later(LOOK, self._look) if self.active else None
 
     def _next_segment(self, now: float) -> None:
         try:

@@ -68,6 +68,11 @@ class Recorder:
         """Recordings that run."""
         return len(self._recordings)
 
+    @property
+    def waiting(self) -> int:
+        """Rows that no `flush` has taken yet."""
+        return len(self._rows)
+
     def flush(self, now: float) -> None:
         """Hands over the rows so far: whole events, so never while the core handles one."""
         if not self._rows:
