@@ -18,7 +18,7 @@ LEAST_PROMPT_PART = 4  # of a fixed budget, for prompts
 SLOWER = 150
 # or of what that many decodes without context take, which few others take less than; but then it
 # has no more tokens than these.
-SHORT_SLOWER, SHORT_ROWS, SHORT_TOKENS = 260, 64, 512
+SHORT_SLOWER, SHORT_ROWS, SHORT_TOKENS = 215, 64, 512
 FEWEST = 128  # tokens of prompts, however long they take: with less, hardly any time is saved
 MOST_MEASURED = 1024  # tokens of a step: with more, the time for each hardly falls
 
@@ -37,7 +37,8 @@ class MixedBudget:
         if self.cost is None:
             return max(self.tokens - rows, self.tokens // LEAST_PROMPT_PART, 1)
         own = self.cost.tokens_within(SLOWER, rows, context, depth)
-        short = min(self.cost.tokens_within(SHORT_SLOWER, SHORT_ROWS, 0, depth), SHORT_TOKENS)
+        # However deep the prompt: fewer tokens at a time would only make it disturb for longer.
+        short = min(self.cost.tokens_within(SHORT_SLOWER, SHORT_ROWS, 0, 0), SHORT_TOKENS)
         return max(max(own, short) - rows, FEWEST)
 
 

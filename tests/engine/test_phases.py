@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -51,6 +53,17 @@ def test_percentiles_are_those_of_numpy_for_every_phase_and_all_together():
         assert found[f"{phase}_seconds"] == pytest.approx(times[:, index].sum())
     assert found[f"{HOST}_us_p50"] == pytest.approx(np.median(times.sum(axis=1)) * 1e6)
     assert found["full_steps"] == 50
+
+
+def test_statistics_import_nothing_while_an_engine_is_busy():
+    code = (
+        "import sys; from pipeinfer.engine.phases import PHASES, Phases; phases = Phases()\n"
+        "for phase in PHASES: phases.add(phase, 0, 1e-4)\n"
+        "phases.done(0, rows=1, decodes=1); known = set(sys.modules)\n"
+        "assert phases.statistics()['host_us_p50'] > 0\n"
+        "print(sorted(set(sys.modules) - known))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
 def test_full_steps_are_decodes_with_nearly_as_many_rows_as_ever():

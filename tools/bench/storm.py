@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--policies", default="mixed,prefill-first", metavar="P,P", help="one run with each")
     add("--streams", type=int, default=64, help="requests that are running when the storm comes")
     add("--stream-prompt", type=int, default=128, help="tokens of each stream's prompt")
-    add("--calm-tokens", type=int, default=200, help="of each stream, before the storm")
+    add("--calm-tokens", type=int, default=200, help="of each stream, before the storm and after")
     add("--prompts", type=int, default=32, help="requests of the storm")
     add("--prompt-tokens", type=int, default=4000, help="of each of them; one token is generated")
     add("--every", type=float, default=0.0, metavar="S", help="seconds between them; 0: at once")
@@ -86,25 +86,30 @@ class Stream:
 
 @dataclass(frozen=True)
 class Measured:
-    """Streams, and the times of the calm and of the storm: (begin, end)."""
+    """Streams, and the times of the calm, of the storm and of the calm after it: (begin, end)."""
 
     streams: Sequence[Stream]
     calm: tuple[float, float]
     storm: tuple[float, float]
+    after: tuple[float, float]
     firsts: Sequence[float]  # seconds to the first token of each request of the storm
 
     def metrics(self) -> dict[str, Any]:
-        """ratio: 99th percentile in the storm over the median in the calm."""
-        calm, storm = (
+        """ratio: 99th percentile in the storm over the median in the calm before, whose contexts
+        are shorter; ratio_after: over that of the calm after, whose contexts are longer.
+        """
+        calm, storm, after = (
             [gap for stream in self.streams for gap in stream.gaps(*span)]
-            for span in (self.calm, self.storm)
+            for span in (self.calm, self.storm, self.after)
         )
-        quiet, loud = percentiles(calm), percentiles(storm)
+        quiet, loud, later = percentiles(calm), percentiles(storm), percentiles(after)
         worst = max(np.percentile(stream.gaps(*self.storm), 99) for stream in self.streams)
         return {
             "calm_itl_ms": quiet,
             "storm_itl_ms": loud | {"longest": max(storm) * 1e3},
+            "after_itl_ms": later,
             "ratio": loud["p99"] / quiet["p50"],
+            "ratio_after": loud["p99"] / later["p50"],
             "worst_stream_ratio": float(worst) * 1e3 / quiet["p50"],
             "storm_seconds": self.storm[1] - self.storm[0],
             "storm_ttft_ms": percentiles(self.firsts),
@@ -163,11 +168,13 @@ async def _storm(options: argparse.Namespace, settings: dict[str, Any]) -> Measu
             raise RuntimeError(
                 "streams ended before the storm did: they need a longer context, or a shorter calm"
             )
+        await _reached(streams, max(one.tokens for one in streams) + options.calm_tokens, tasks)
+        last = time.perf_counter()
         for task in tasks:
             if not task.cancel():
                 task.result()  # it is over: by an error
         await asyncio.gather(*tasks, return_exceptions=True)
-    return Measured(streams, (calm, begin), (begin, end), firsts)
+    return Measured(streams, (calm, begin), (begin, end), (end, last), firsts)
 
 
 async def _follow(llm: AsyncLLM, prompt: list[int], limit: int, stream: Stream) -> None:
@@ -212,6 +219,7 @@ def _show(policy: str, metrics: Mapping[str, Any]) -> None:
     print(
         f"{policy:>14}: between tokens {quiet['p50']:.2f} ms (p99 {quiet['p99']:.2f}); in the storm"
         f" of {metrics['storm_seconds']:.2f} s {loud['p50']:.2f} ms, p99 {loud['p99']:.2f}, longest"
-        f" {loud['longest']:.2f}: {metrics['ratio']:.1f} times the calm's median",
+        f" {loud['longest']:.2f}: {metrics['ratio']:.2f} times the calm's median, and"
+        f" {metrics['ratio_after']:.2f} times that of the calm after it",
         flush=True,
     )

@@ -45,6 +45,7 @@ class AsyncLLM:
         self._pipeline: Pipeline | None = None
         self._prefix = uuid.uuid4().hex[:12]  # request ids are unique over all that ever ran
         self._numbers = itertools.count()  # drawn from by any thread
+        self._turn = asyncio.Lock()
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -160,7 +161,8 @@ class AsyncLLM:
 
     async def _stream(self, call: Call) -> AsyncGenerator[Delta, None]:
         pipeline, stream = self._running(), DeltaStream()
-        pipeline.open(call, stream)
+        async with self._turn:  # of many that begin at once, one in each turn of the loop
+            pipeline.open(call, stream)
         try:
             while True:
                 delta = await stream.next()
