@@ -170,10 +170,7 @@ async def _storm(options: argparse.Namespace, settings: dict[str, Any]) -> Measu
             )
         await _reached(streams, max(one.tokens for one in streams) + options.calm_tokens, tasks)
         last = time.perf_counter()
-        for task in tasks:
-            if not task.cancel():
-                task.result()  # it is over: by an error
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _abandon(tasks)
     return Measured(streams, (calm, begin), (begin, end), (end, last), firsts)
 
 
@@ -199,6 +196,14 @@ async def _first_token(llm: AsyncLLM, prompt: Any, due: float) -> float:
         if delta.error:
             raise RuntimeError(delta.error)
     return time.perf_counter() - due
+
+
+async def _abandon(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancels what follows the streams; raises what one of them has raised."""
+    for task in tasks:
+        if not task.cancel():
+            task.result()  # it is over: by an error
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _reached(
