@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
 from kernels.gumbel_cases import mixed, parameters
 from kernels.triton_cases import DEVICE, randn
+from pipeinfer.engine.cuda.sampling import PER_ROW, SplitSampler
 from pipeinfer.kernels import gumbel
 from pipeinfer.kernels.gumbel import sample
 from pipeinfer.kernels.offers import choose, offer
@@ -82,3 +86,36 @@ def test_offers_stay_small_and_rows_are_the_same_in_any_batch(monkeypatch):
     assert torch.equal(alone[0], whole[3])
     none = offer(logits[:0], heat[:0], seeds[:0], positions[:0], 0)
     assert choose(torch.stack([none, none]), heat[:0]).shape == (0,)
+
+
+class OneRank:
+    """Stands for all ranks, and remembers how many rows were put together."""
+
+    def __init__(self):
+        self.gathered = []
+
+    def collect(self, partial):
+        return partial[None]
+
+    def all_gather(self, partial):
+        self.gathered.append(len(partial))
+        return partial
+
+
+def test_ranks_gather_the_logits_of_truncated_rows_only(monkeypatch):
+    monkeypatch.setattr(gumbel, "BLOCK", 64)
+    rows, vocab, ranks = 7, 200, OneRank()
+    logits = randn(7, rows, vocab)
+    knobs = parameters(rows, 8, top_k=[0, 3, 0, 0, 5, 0, 0], top_p=[1, 1, 1, 0.5, 1, 1, 1])
+    names = ("temperature", "top_k", "top_p", "min_p", "seeds", "sample_positions")
+    views = dict(zip(names, knobs, strict=True)) | {"write_slots": torch.arange(rows).to(DEVICE)}
+    assert set(views) == set(PER_ROW)
+    held = SimpleNamespace(start=0, stop=vocab, vocab_size=vocab)
+    model = SimpleNamespace(head=SimpleNamespace(rows=held), local_logits=None)
+    last_token = torch.full((rows,), -5, dtype=torch.int64, device=DEVICE)
+    sampler = SplitSampler(model, ranks)
+    ids = sampler.sample(logits, views, last_token, np.array([1, 3, 4]))
+    assert ranks.gathered == [3]
+    assert ids.tolist() == sample(logits, *knobs).tolist() == last_token.tolist()
+    sampler.sample(logits, views, last_token, np.empty(0, dtype=np.int64))
+    assert ranks.gathered == [3]

@@ -208,7 +208,10 @@ def restricted(step: Step) -> bool:
 
 def truncated(step: Step) -> bool:
     """Whether some row has top-k, top-p or min-p."""
+    return len(truncated_rows(step)) > 0
+
+
+def truncated_rows(step: Step) -> np.ndarray:
+    """int64: which of the sampling rows have top-k, top-p or min-p."""
     sampling = step.sampling
-    return bool(
-        (sampling.top_k > 0).any() or (sampling.top_p < 1).any() or (sampling.min_p > 0).any()
-    )
+    return np.flatnonzero((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))

@@ -26,7 +26,7 @@ from pipeinfer.engine.cuda.expansion import Expansion
 from pipeinfer.engine.cuda.graphs import Captured, DecodeGraphs, Frame, row_arrays, uneven_ladder
 from pipeinfer.engine.cuda.layout import Layout, Sizes
 from pipeinfer.engine.cuda.mixed_graphs import MixedGraphs, MixedSize
-from pipeinfer.engine.cuda.sampling import Sampler, WholeSampler
+from pipeinfer.engine.cuda.sampling import NONE, Sampler, WholeSampler
 from pipeinfer.engine.cuda.step_times import step_cost
 from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.phases import Phases
@@ -182,8 +182,8 @@ class CudaRunner:
             logits = self._compute(step, views, plan)
         with span("sample", number):
             if logits is not None:
-                truncate = packing.truncated(step)
-                ids = self._sampler.sample(logits, views, self._last_token, truncate=truncate)
+                truncated = packing.truncated_rows(step)
+                ids = self._sampler.sample(logits, views, self._last_token, truncated)
                 buffers.ids[:samples].copy_(ids, non_blocking=True)
         return Flight(buffers, timer, samples, None, self._end(buffers, timer, logits))
 
@@ -290,10 +290,8 @@ class CudaRunner:
         if len(pairs):
             pairs = np.stack((places[pairs[:, 0]], pairs[:, 1]), axis=1)
             self._sampler.suppress(captured.logits, pairs)
-        truncate = not len(pairs) or packing.truncated(step)
-        return self._sampler.sample(
-            captured.logits, captured.views, self._last_token, truncate=truncate
-        )
+        truncated = places[packing.truncated_rows(step)]
+        return self._sampler.sample(captured.logits, captured.views, self._last_token, truncated)
 
     @torch.inference_mode()
     def capture(
@@ -369,7 +367,7 @@ class CudaRunner:
         attend = PagedAttend(self._backend, self.pool, plan, views["store"])  # type: ignore
         hidden = self._model(self._known(views), views["positions"], attend)
         logits = self._sampler.logits(hidden if last is None else hidden[last])
-        return logits, self._sampler.sample(logits, views, self._last_token, truncate=False)
+        return logits, self._sampler.sample(logits, views, self._last_token, NONE)
 
     def _mixed_body(self, plan: PagedPlan, views: Views) -> tuple[torch.Tensor, torch.Tensor]:
         return self._decode_body(plan, views, views["last"])

@@ -14,6 +14,8 @@ from pipeinfer.kernels.gumbel import sample
 from pipeinfer.kernels.offers import choose, offer
 
 NEVER = float("-inf")
+NONE = np.empty(0, dtype=np.int64)  # rows
+PER_ROW = ("temperature", "top_k", "top_p", "min_p", "seeds", "sample_positions", "write_slots")
 Views = dict[str, torch.Tensor]
 
 
@@ -33,10 +35,10 @@ class Sampler(Protocol):
         ...
 
     def sample(
-        self, logits: torch.Tensor, views: Views, last_token: torch.Tensor, *, truncate: bool
+        self, logits: torch.Tensor, views: Views, last_token: torch.Tensor, truncated: np.ndarray, /
     ) -> torch.Tensor:
         """Ids int64 [S], the same on all ranks, also written to last_token at `write_slots`; -1 for
-        a row of bad logits. Without `truncate`, top-k, top-p and min-p are not looked at.
+        a row of bad logits. truncated: int64, the rows with top-k, top-p or min-p.
         """
         ...
 
@@ -68,7 +70,7 @@ class Ranks(Protocol):
 class SplitSampler:
     """For a rank whose model, a CausalLM, gives the logits of a run of the vocabulary.
 
-    Two numbers a row and rank are exchanged; whole rows only where truncation has to see them.
+    Two numbers a row and rank are exchanged; of rows that are truncated all logits, too.
     """
 
     def __init__(self, model: Any, ranks: Ranks) -> None:
@@ -88,19 +90,22 @@ class SplitSampler:
             suppress(logits, np.stack((pairs[mine, 0], column[mine]), axis=1))
 
     def sample(
-        self, logits: torch.Tensor, views: Views, last_token: torch.Tensor, *, truncate: bool
+        self, logits: torch.Tensor, views: Views, last_token: torch.Tensor, truncated: np.ndarray
     ) -> torch.Tensor:
-        if truncate:
-            return sample_rows(self.whole(logits), views, last_token, truncate=True)
         heat = views["temperature"]
         mine = offer(
             logits[:, : self._held], heat, views["seeds"], views["sample_positions"], self._start
         )
-        return choose(self._ranks.collect(mine), heat, last_token, views["write_slots"])
+        ids = choose(self._ranks.collect(mine), heat, last_token, views["write_slots"])
+        if len(truncated):
+            at = torch.from_numpy(truncated).to(logits.device)
+            some = {name: views[name][at] for name in PER_ROW}
+            ids[at] = sample_rows(self.whole(logits[at]), some, last_token, truncated)
+        return ids
 
 
 def sample_rows(
-    logits: torch.Tensor, views: Views, last_token: torch.Tensor, *, truncate: bool
+    logits: torch.Tensor, views: Views, last_token: torch.Tensor, truncated: np.ndarray
 ) -> torch.Tensor:
     """See Sampler.sample; logits [S, vocab]."""
     return sample(
@@ -111,7 +116,7 @@ def sample_rows(
         views["min_p"],
         views["seeds"],
         views["sample_positions"],
-        truncate=truncate,
+        truncate=len(truncated) > 0,
         last_token=last_token,
         slots=views["write_slots"],
     )
