@@ -137,7 +137,7 @@ def flag_types() -> dict[str, tuple[type, tuple[str, ...]]]:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for every setting but `model`; what is not given stays out of the namespace."""
-    kinds = flag_types()
+    kinds, defaults = flag_types(), Settings()
     for title, group in GROUPS.items():
         added = parser.add_argument_group(title)
         for name, (value, text) in group.items():
@@ -146,7 +146,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             if kind is bool:
                 added.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
                 continue
-            default = getattr(Settings(), name)
+            default = getattr(defaults, name)
             shown = f" (default: {default})" if default not in ("", 0) else ""
             metavar = "|".join(choices) or value
             added.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=text + shown)

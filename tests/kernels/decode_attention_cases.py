@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.triton_cases import DEVICE, INTERPRETED, TOLERANCE, randn, relative_error
+from kernels.triton_cases import DEVICE, HALVES, TOLERANCE, randn, relative_error
 from pipeinfer.kernels.decode_attention import (
     Cut,
+    DecodeRows,
     Scratch,
     decode_attention,
     decode_attention_reference,
 )
 
-# The interpreter has no product of bfloat16: it multiplies the bits.
-HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 WHOLE = Cut(parts=1, least=16, block=16, warps=4, stages=2)
 PARTS = Cut(parts=4, least=16, block=16, warps=4, stages=2)
 LENGTHS = [1, 16, 17, 100, 33]
@@ -39,14 +38,14 @@ class Case:
 
     def run(self, cut, window=None):
         out = torch.full_like(self.q, float("nan"))
-        arrays = (self.lengths, self.indptr, self.indices)
+        rows = DecodeRows(self.lengths, self.indptr, self.indices)
         return decode_attention(
-            self.q, self.k, self.v, *arrays, self.scale, out, self.scratch, cut, window
+            self.q, self.k, self.v, rows, self.scale, out, self.scratch, cut, window
         )
 
     def expected(self, window=None):
-        arrays = (self.lengths, self.indptr, self.indices)
-        return decode_attention_reference(self.q, self.k, self.v, *arrays, self.scale, window)
+        rows = DecodeRows(self.lengths, self.indptr, self.indices)
+        return decode_attention_reference(self.q, self.k, self.v, rows, self.scale, window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])

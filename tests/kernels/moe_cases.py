@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.triton_cases import DEVICE, INTERPRETED, randn, relative_error
+from kernels.triton_cases import DEVICE, HALVES, randn, relative_error
 from pipeinfer.kernels import moe_align
 from pipeinfer.kernels.moe import Tiles, experts_mlp, experts_mlp_reference, tiles
 from pipeinfer.kernels.moe_align import align, align_reference
 
-# The interpreter has no product of bfloat16: it multiplies the bits.
-HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 ERROR = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # two more roundings
 SMALL = Tiles(rows=16, columns=16, depth=16, warps=4, stages=2, group=2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.triton_cases import INTERPRETED, TOLERANCE, randn, relative_error
+from kernels.triton_cases import HALVES, TOLERANCE, randn, relative_error
 from pipeinfer.kernels import skinny
 from pipeinfer.kernels.norm import rms_norm_reference
 from pipeinfer.kernels.skinny_tiles import Tile
@@ -14,8 +14,6 @@ from pipeinfer.layers.skinny import SkinnyProducts
 WIDTH, DEPTH = 64, 256
 SMALL = Tile(rows=16, columns=32, step=64, parts=1, warps=4, stages=3)
 TALL = Tile(rows=64, columns=32, step=64, parts=1, warps=4, stages=3)
-# The interpreter has no product of bfloat16: it multiplies the bits.
-HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 DTYPES = [torch.float32, *HALVES]
 
 

@@ -12,6 +12,8 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
+# Of operands of a product: the interpreter has none of bfloat16, it multiplies the bits.
+HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 
 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -15,7 +15,8 @@ from pipeinfer.attention.fa3_backend import Fa3Part
 from pipeinfer.attention.flashinfer_backend import decode_part
 from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.attention.paged import PagedKind, PagedRows, Part
-from pipeinfer.attention.triton_decode import FEW, TritonDecodePart, TritonDecodePlan
+from pipeinfer.attention.triton_decode import FEW, TritonDecodePart
+from pipeinfer.kernels.decode_attention import DecodeRows
 from pipeinfer.memory.pool import KVPool
 
 
@@ -42,7 +43,7 @@ class HybridDecodePart:
         self._part(rows, begin, end).refresh(rows, begin, end)
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: Any) -> None:
-        part = self._few if isinstance(plan, TritonDecodePlan) else self._many
+        part = self._few if isinstance(plan, DecodeRows) else self._many
         part.run(layer, q, out, plan)
 
 

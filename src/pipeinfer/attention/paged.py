@@ -128,8 +128,7 @@ class PagedBackend:
         self._prefill = self._decode if same else kind.prefill(shapes, device)
         self.even_from = self._decode.even_from
         # Of higher priority: its blocks need a multiprocessor each, and find none free later on.
-        gpu = self.captures_prefill
-        self._beside = torch.cuda.Stream(device, priority=-1) if gpu else None
+        self._beside = torch.cuda.Stream(device, priority=-1) if self.captures_prefill else None
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
         """The pool that later steps read; a step has at most `most_rows` rows."""

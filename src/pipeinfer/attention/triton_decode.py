@@ -7,13 +7,12 @@ Knows rows and pages, no model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.attention.paged import PagedRows
-from pipeinfer.kernels.decode_attention import Cut, Scratch, decode_attention
+from pipeinfer.kernels.decode_attention import Cut, DecodeRows, Scratch, decode_attention
 from pipeinfer.memory.pool import KVPool
 
 # By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut
@@ -30,15 +29,6 @@ FEW = CUTS[-1][0]  # programs up to which it is faster than FlashInfer, whatever
 def cut(rows: int, kv_heads: int) -> Cut:
     """How a graph's rows are cut."""
     return next((cut for most, cut in CUTS if rows * kv_heads <= most), UNEVEN)
-
-
-@dataclass(frozen=True)
-class TritonDecodePlan:
-    """Rows begin..end-1 of a step, as the device has them."""
-
-    lengths: torch.Tensor
-    indptr: torch.Tensor
-    indices: torch.Tensor
 
 
 class TritonDecodePart:
@@ -60,20 +50,20 @@ class TritonDecodePart:
     def _cut_of(self, rows: int) -> Cut:
         return cut(rows, max(shape.num_kv_heads for shape in self._shapes))
 
-    def plan(self, rows: PagedRows, begin: int, end: int) -> TritonDecodePlan:
+    def plan(self, rows: PagedRows, begin: int, end: int) -> DecodeRows:
         """Views only."""
         device = rows.device
-        return TritonDecodePlan(
+        return DecodeRows(
             device.lengths[begin:end], device.kv_indptr[begin : end + 1], device.indices
         )
 
     def refresh(self, rows: PagedRows, begin: int, end: int) -> None:
         """Nothing: the kernel reads the lengths."""
 
-    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: TritonDecodePlan) -> None:
+    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: DecodeRows) -> None:
         shape = self._shapes[layer]
         size = shape.num_heads, shape.num_kv_heads, shape.head_dim
         decode_attention(
-            q, self._k[layer], self._v[layer], plan.lengths, plan.indptr, plan.indices,
-            shape.scale, out, self._scratch[size], self._cut_of(len(q)), shape.sliding_window,
+            q, self._k[layer], self._v[layer], plan, shape.scale, out, self._scratch[size],
+            self._cut_of(len(q)), shape.sliding_window,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
+import numpy.ma  # else the first np.percentile imports it, while the engine is busy
 
 # plan: pages and arrays of a step. pack, upload: what the device needs of them, on a GPU.
 # attention_plan: index arrays of the attention backend. forward, sample: launched, or on a CPU
@@ -131,13 +132,9 @@ class Phases:
         names = [f"{phase}_{unit}" for phase in (*PHASES, HOST)]
         if not times.size:
             return {f"{name}_{which}": 0.0 for name in names for which in QUANTILES}
-        # Not np.percentile: its first call imports numpy.ma, for which a busy engine has no time.
-        ordered = np.sort(np.vstack((times, times.sum(axis=0))), axis=1)
-        found: dict[str, float] = {}
-        for which, percent in QUANTILES.items():
-            below, part = divmod((ordered.shape[1] - 1) * percent / 100, 1)
-            low = ordered[:, int(below)]
-            high = ordered[:, min(int(below) + 1, ordered.shape[1] - 1)]
-            values = (low + part * (high - low)).tolist()
-            found |= {f"{name}_{which}": us for name, us in zip(names, values, strict=True)}
-        return found
+        values = np.percentile(np.vstack((times, times.sum(axis=0))), [*QUANTILES.values()], axis=1)
+        return {
+            f"{name}_{which}": float(value)
+            for which, row in zip(QUANTILES, values, strict=True)
+            for name, value in zip(names, row, strict=True)
+        }

@@ -20,10 +20,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.early import early_launch
+from pipeinfer.kernels.prefetch import LINE, prefetch
 
 TILE = 16  # query rows that tensor cores multiply at least
 LOG2E = math.log2(math.e)
-LINE = tl.constexpr(64)  # elements of 2 bytes in a line of the L2 cache
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,17 @@ class Cut:
     block: int
     warps: int
     stages: int
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """R rows with one query each, int32. lengths [R]: their keys; a row may have none. indptr
+    [R + 1]: where a row's pages begin in `indices`.
+    """
+
+    lengths: torch.Tensor
+    indptr: torch.Tensor
+    indices: torch.Tensor
 
 
 @triton.jit
@@ -143,10 +154,8 @@ def _ahead(
     token = start + tl.arange(0, BLOCK)
     place = _places(indices, first, token, stop, page_stride, token_stride, PAGE) + head * DIM
     line = tl.arange(0, LINES) * LINE
-    for cache in tl.static_range(2):
-        at = (k if cache == 0 else v) + place[:, None] + line[None, :]
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at],
-                                  dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+    prefetch(k + place[:, None] + line[None, :])
+    prefetch(v + place[:, None] + line[None, :])
 
 
 class Scratch:
@@ -166,9 +175,7 @@ def decode_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    lengths: torch.Tensor,
-    indptr: torch.Tensor,
-    indices: torch.Tensor,
+    rows: DecodeRows,
     scale: float,
     out: torch.Tensor,
     scratch: Scratch,
@@ -178,14 +185,15 @@ def decode_attention(
     """softmax(q k^T * scale) v of each row's last token: `out` [R, heads, dim], which is returned.
 
     q as out, rows may be strided. k, v [pages, page_size, kv_heads, dim] alike; dim a power of two.
-    int32: lengths [R] of keys, and a row without any writes nothing; indptr [R + 1], where a row's
-    pages begin in `indices`. window: keys that a query sees, its own included. float32 inside.
+    Nothing is written for a row without keys. window: keys that a query sees, its own included.
+    float32 inside.
     """
-    (rows, heads, dim), (page_size, kv_heads) = q.shape, k.shape[1:3]
-    if rows:
-        _attend[(rows, kv_heads, cut.parts)](
-            q, k, v, out, scratch.sums, scratch.scales, scratch.arrived, lengths, indptr, indices,
-            scale * LOG2E, window or 2**30, cut.least, q.stride(0), k.stride(0), k.stride(1),
+    (count, heads, dim), (page_size, kv_heads) = q.shape, k.shape[1:3]
+    if count:
+        _attend[(count, kv_heads, cut.parts)](
+            q, k, v, out, scratch.sums, scratch.scales, scratch.arrived,
+            rows.lengths, rows.indptr, rows.indices, scale * LOG2E, window or 2**30,
+            cut.least, q.stride(0), k.stride(0), k.stride(1),
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, BLOCK=cut.block,
             PARTS=cut.parts, TILE=max(TILE, triton.next_power_of_2(heads // kv_heads)),
             num_warps=cut.warps, num_stages=cut.stages, **early_launch(q.device),
@@ -197,17 +205,15 @@ def decode_attention_reference(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    lengths: torch.Tensor,
-    indptr: torch.Tensor,
-    indices: torch.Tensor,
+    rows: DecodeRows,
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
     """The same in plain torch, row by row in float32: [R, heads, dim]."""
     group = q.shape[1] // k.shape[2]
     found = []
-    for row, length in enumerate(lengths.tolist()):
-        pages = indices[int(indptr[row]) : int(indptr[row + 1])].long()
+    for row, length in enumerate(rows.lengths.tolist()):
+        pages = rows.indices[int(rows.indptr[row]) : int(rows.indptr[row + 1])].long()
         begin = 0 if window is None else max(length - window, 0)
         keys, values = (
             cache[pages].flatten(0, 1)[begin:length].float().repeat_interleave(group, dim=1)

@@ -18,20 +18,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.early import early_launch
+from pipeinfer.kernels.prefetch import LINE, prefetch
 from pipeinfer.kernels.skinny_tiles import Tile
 
 AHEAD = 1  # steps of depth whose weights are asked for before the rows are there
-LINE = tl.constexpr(64)  # elements of 2 bytes in a line of the L2 cache
-
-
-@triton.jit
-def _fetch(at, SECOND: tl.constexpr):
-    """Asks for the lines of the L2 cache that these addresses lie in, and those SECOND further."""
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at],
-                              dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
-    if SECOND:
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at + SECOND],
-                                  dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
 @triton.jit
@@ -71,13 +61,14 @@ def _product(
     if EARLY:
         lines = tl.arange(0, AHEAD * STEP // LINE) * LINE
         first = weight + column.to(tl.int64)[:, None] * DEPTH + part * share + lines[None, :]
-        _fetch(first, WIDTH * DEPTH if GATED else 0)
+        prefetch(first)
+        if GATED:
+            prefetch(first + WIDTH * DEPTH)
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
     left = x + row[:, None] * x_stride + depth[None, :]
     real = (row < rows)[:, None]
-    total = _nothing(ROWS, COLUMNS, rows_first)
-    gate = _nothing(ROWS, COLUMNS, rows_first)
+    total, gate = _nothing(ROWS, COLUMNS, rows_first), _nothing(ROWS, COLUMNS, rows_first)
     for begin in range(0, share, STEP):
         w = tl.load(right + begin)
         a = tl.load(left + begin, mask=real, other=0.0)
@@ -91,8 +82,7 @@ def _product(
         total = tl.trans(total)
     if BIASED:
         total += tl.where(part == 0, tl.load(bias + column).to(tl.float32), 0.0)[None, :]
-    at = out + (part * rows + row)[:, None] * WIDTH + column[None, :]
-    tl.store(at, total, mask=real)
+    tl.store(out + (part * rows + row)[:, None] * WIDTH + column[None, :], total, mask=real)
 
 
 def _launch(

@@ -51,7 +51,7 @@ def tile(kind: Kind, rows: int, width: int, depth: int) -> Tile | None:
             found = {"product": _product, "gated": _gated, "split": _split}[kind](
                 height, rows, width, depth
             )
-            return found if found is not None and found.fits(width, depth) else None
+            return found if found.fits(width, depth) else None
     return None
 
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import torch
 
+from pipeinfer.kernels.skinny_tiles import tile as choose
 from pipeinfer.layers.fused import HALVES
 from pipeinfer.layers.pending import Pending
 
@@ -17,42 +18,40 @@ SHARED_BYTES = 200 * 1024  # of a block: the tiles were chosen for GPUs that hav
 
 
 class SkinnyProducts:
-    """Products of x [T, depth] with weights [width, depth]. Knows by measurement which to take."""
+    """Products of x [T, depth] with weights [width, depth]. Knows by measurement which to take.
+    Needs triton."""
+
+    def __init__(self) -> None:
+        from pipeinfer.kernels import norm, skinny
+
+        self._products, self._norm = skinny, norm
 
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
         """x @ weight.T + bias, [T, width]."""
-        from pipeinfer.kernels import skinny, skinny_tiles
-
-        tile = skinny_tiles.tile("product", x.shape[0], *weight.shape)
-        return None if tile is None else skinny.product(x, weight, tile, bias)
+        tile = choose("product", x.shape[0], *weight.shape)
+        return None if tile is None else self._products.product(x, weight, tile, bias)
 
     def gated(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """SwiGLU of x @ weight.T, gate first: [T, width / 2]."""
-        from pipeinfer.kernels import skinny, skinny_tiles
-
-        tile = skinny_tiles.tile("gated", x.shape[0], weight.shape[0] // 2, weight.shape[1])
-        return None if tile is None else skinny.gated_product(x, weight, tile)
+        tile = choose("gated", x.shape[0], weight.shape[0] // 2, weight.shape[1])
+        return None if tile is None else self._products.gated_product(x, weight, tile)
 
     def later(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> Pending | None:
         """x @ weight.T + bias, [T, width], whose parts the norm that follows adds up."""
-        from pipeinfer.kernels import skinny, skinny_tiles
-
-        tile = skinny_tiles.tile("split", x.shape[0], *weight.shape)
+        tile = choose("split", x.shape[0], *weight.shape)
         if tile is None:
             return None
-        return Pending(skinny.split_product(x, weight, tile, bias), self)
+        return Pending(self._products.split_product(x, weight, tile, bias), self)
 
     def add_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the parts [P, T, size] of a product; see Summing."""
-        from pipeinfer.kernels.norm import sum_norm
-
-        return sum_norm(partial, residual, weight, eps), residual
+        return self._norm.sum_norm(partial, residual, weight, eps), residual
 
 
 @lru_cache(maxsize=8)
