@@ -16,6 +16,7 @@ import pytest
 from replay_tool import ROOT, tool
 
 import servers
+from replay.codes import CannotReplay
 from replay.recording import load
 
 FLAGS = ("--threads", "1", "--kv-pages", "200", "--device", "cpu", "--dtype", "float32")
@@ -114,8 +115,19 @@ def killed(tmp_path_factory) -> tuple[Path, dict[str, int]]:
             )
             pids[victim] = server.pid(victim)
             os.kill(pids[victim], signal.SIGKILL)
+        server.wait(lambda: recovered(out, pids["detokenizer"]), "an answer to the successor")
         end(server)
     return out, pids
+
+
+def recovered(folder: Path, killed: int) -> bool:
+    """Whether the detokenizer that came after that process has recorded what it was answered."""
+    for trace in folder.glob("detokenizer-*.pitrace"):
+        with contextlib.suppress(CannotReplay):  # its header is not there yet
+            kinds = [entry.kind for entry in load(trace).entries]
+            if not trace.name.endswith(f"-{killed}.pitrace") and "Recovered" in kinds:
+                return True
+    return False
 
 
 VICTIMS = ("detokenizer", "scheduler", "engine")
