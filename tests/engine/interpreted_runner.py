@@ -100,7 +100,6 @@ def record(body, plan, layout, views, stream, pool):
 class TorchPart:
     """Reads what a device kernel would read: the arrays on the device's side, nothing else."""
 
-    even_from = 2  # so that both kinds of decode graphs are used
     by_table = False  # where pages stand: in flat indices, or in the page table
 
     def __init__(self, shapes, device) -> None:

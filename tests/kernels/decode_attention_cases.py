@@ -6,16 +6,20 @@ import pytest
 import torch
 
 from kernels.triton_cases import DEVICE, HALVES, TOLERANCE, randn, relative_error
+from pipeinfer.attention.interface import AttentionShape
+from pipeinfer.attention.paged import PagedRows, RowArrays
+from pipeinfer.attention.triton_decode import TritonDecodePart
 from pipeinfer.kernels.decode_attention import (
-    Cut,
     DecodeRows,
     Scratch,
     decode_attention,
     decode_attention_reference,
 )
+from pipeinfer.kernels.decode_pieces import Cut, cut_rows, cut_rows_reference, most_pieces
+from pipeinfer.memory.pool import KVPool
 
-WHOLE = Cut(parts=1, least=16, block=16, warps=4, stages=2)
-PARTS = Cut(parts=4, least=16, block=16, warps=4, stages=2)
+WHOLE = Cut(extra=4, parts=1, least=16, block=16, warps=4, stages=2)
+PARTS = Cut(extra=32, parts=4, least=16, block=16, warps=4, stages=2)
 LENGTHS = [1, 16, 17, 100, 33]
 
 
@@ -34,18 +38,52 @@ class Case:
         self.v = randn(2, total, page, kv_heads, dim, dtype=dtype)
         self.q = randn(3, len(lengths), heads, dim, dtype=dtype)
         self.scale = dim**-0.5
-        self.scratch = Scratch(len(lengths), 4 * len(lengths), heads, kv_heads, dim, self.q.device)
+        most = most_pieces(len(lengths), PARTS)
+        self.pieces = torch.empty(most, 4, dtype=torch.int32, device=DEVICE)
+        self.scratch = Scratch(len(lengths), most, heads, kv_heads, dim, self.q.device)
 
-    def run(self, cut, window=None):
+    def rows(self):
+        return DecodeRows(self.lengths, self.indptr, self.indices, self.pieces)
+
+    def run(self, cut, window=None, early=False):
         out = torch.full_like(self.q, float("nan"))
-        rows = DecodeRows(self.lengths, self.indptr, self.indices)
+        cut_rows(self.lengths, self.pieces, cut, window)
         return decode_attention(
-            self.q, self.k, self.v, rows, self.scale, out, self.scratch, cut, window
+            self.q, self.k, self.v, self.rows(), self.scale, out, self.scratch, cut, window, early
         )
 
     def expected(self, window=None):
-        rows = DecodeRows(self.lengths, self.indptr, self.indices)
-        return decode_attention_reference(self.q, self.k, self.v, rows, self.scale, window)
+        return decode_attention_reference(self.q, self.k, self.v, self.rows(), self.scale, window)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        WHOLE,
+        PARTS,
+        Cut(extra=3, parts=32, least=16, block=16, warps=4, stages=2),
+        Cut(extra=64, parts=2, least=64, block=32, warps=4, stages=2),
+    ],
+)
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize(
+    "lengths", [[1], [0, 0], [16, 16, 16], [300, 0, 17, 500, 16, 1, 400, 33], list(range(70))]
+)
+def test_rows_are_cut_as_by_the_reference(lengths, window, cut):
+    rows = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    most = most_pieces(len(lengths), cut)
+    pieces = torch.full((most, 4), -7, dtype=torch.int32, device=DEVICE)
+    cut_rows(rows, pieces, cut, window)
+    expected = cut_rows_reference(rows, cut, window)
+    assert len(expected) <= most
+    found = [(row, start, stop, at & 0xFFFF, at >> 16) for row, start, stop, at in pieces.tolist()]
+    assert found[: len(expected)] == expected
+    assert all(row == -1 for row, *_ in found[len(expected) :])
+    for row, length in enumerate(lengths):  # every key of the window, once
+        mine = [(start, stop) for its, start, stop, _, _ in expected if its == row]
+        begin = max(length - (window or length), 0) // cut.block * cut.block
+        covered = [token for start, stop in mine for token in range(start, stop)]
+        assert covered == list(range(begin, length))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
@@ -78,11 +116,23 @@ def test_parts_are_counted_anew_in_every_launch():
     assert torch.equal(case.run(PARTS), first)
 
 
-def test_a_row_does_not_depend_on_the_others():
+def test_a_row_that_is_cut_alike_does_not_depend_on_the_others():
     case, alone = Case(LENGTHS), Case(LENGTHS)
-    full = case.run(PARTS)
+    full = case.run(WHOLE)
     alone.q, alone.lengths, alone.indptr = case.q[3:4], case.lengths[3:4], case.indptr[3:5]
-    assert torch.equal(alone.run(PARTS), full[3:4])
+    assert torch.equal(alone.run(WHOLE), full[3:4])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter runs one kernel after the other")
+def test_kernels_that_start_early_read_nothing_too_early():
+    case = Case([300, 20, 1000, 64] * 8, torch.bfloat16, heads=16, kv_heads=8, dim=128)
+    expected = case.run(PARTS)
+    out = torch.empty_like(case.q)
+    for _ in range(50):
+        query = torch.zeros_like(case.q)
+        query.copy_(case.q)  # the kernel before
+        decode_attention(query, case.k, case.v, case.rows(), case.scale, out, case.scratch, PARTS)
+        assert torch.equal(out, expected)
 
 
 def test_a_row_without_keys_writes_nothing():
@@ -92,3 +142,31 @@ def test_a_row_without_keys_writes_nothing():
     got = case.run(PARTS)
     assert got[0].isnan().all()
     assert torch.equal(got[1], full[1])
+
+
+def test_layers_with_windows_of_their_own_share_a_plan():
+    windows, heads, kv_heads, dim, page = [None, 20, None, 20], 4, 2, 32, 16
+    shapes = [AttentionShape(heads, kv_heads, dim, dim**-0.5, window) for window in windows]
+    device = torch.device(DEVICE)
+    pool = KVPool(shapes, 16, page, torch.float32, device)
+    for layer in range(len(shapes)):
+        pool.k[layer].copy_(randn(layer, *pool.k[layer].shape))
+        pool.v[layer].copy_(randn(9 + layer, *pool.v[layer].shape))
+    part = TritonDecodePart(shapes, device)
+    part.bind(pool, 8)
+    for lengths in ([70, 0, 5], [16, 33, 100, 1]):  # the second step finds what the first left
+        case = Case(lengths, heads=heads, kv_heads=kv_heads, dim=dim, page=page)
+        nothing = torch.zeros(0, dtype=torch.int32)
+        arrays = RowArrays(
+            case.lengths, nothing, nothing, nothing, case.indptr, case.indices, nothing
+        )
+        plan = part.plan(PagedRows(len(lengths), 1, 0, arrays, arrays), 0, len(lengths))
+        there = case.lengths > 0
+        for layer, window in enumerate(windows):
+            out = torch.zeros_like(case.q)
+            part.run(layer, case.q, out, plan)
+            keys, values = pool.k[layer], pool.v[layer]
+            rows, scale = case.rows(), case.scale
+            expected = decode_attention_reference(case.q, keys, values, rows, scale, window)
+            assert relative_error(out[there], expected[there]) < 3e-6
+            assert not out[~there].any()

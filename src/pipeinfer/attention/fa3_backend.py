@@ -6,7 +6,7 @@ Knows rows and pages, no model and no graph. Source: https://arxiv.org/abs/2407.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,24 +17,35 @@ from pipeinfer.memory.pool import KVPool
 
 @dataclass(frozen=True)
 class Fa3Plan:
-    """Rows begin..end-1 of a step: queries from q_indptr, keys from the table."""
+    """Rows begin..end-1 of a step: queries from q_indptr, keys from the table.
+
+    schedules: of prefill rows, the kernel's own list of work, by shape. The first layer of a shape
+    has it made on the device, the others read it.
+    """
 
     q_indptr: torch.Tensor
     lengths: torch.Tensor
     table: torch.Tensor
     longest_query: int
+    schedules: dict[AttentionShape, torch.Tensor] = field(default_factory=dict)
 
 
 class Fa3Part:
-    """The kernel schedules itself on the device, so that a plan is only views."""
+    """The kernel schedules itself on the device, so that a plan begins with views only.
 
-    even_from = None  # it cuts long rows by itself
+    That it does so once a step, not once a layer, saves less time than it spares delay: in a step
+    whose decodes attend meanwhile, a prompt's blocks get a multiprocessor at once or very late.
+    """
 
     def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
-        from sgl_kernel.flash_attn import flash_attn_with_kvcache  # type: ignore
+        from sgl_kernel.flash_attn import (  # type: ignore
+            flash_attn_with_kvcache,
+            get_scheduler_metadata,
+        )
 
-        self._attend = flash_attn_with_kvcache
+        self._attend, self._schedule = flash_attn_with_kvcache, get_scheduler_metadata
         self._shapes = tuple(shapes)
+        self._first = {shapes.index(shape) for shape in set(shapes)}  # layers
         self._k: list[torch.Tensor] = []
         self._v: list[torch.Tensor] = []
 
@@ -55,7 +66,9 @@ class Fa3Part:
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: Fa3Plan) -> None:
         shape = self._shapes[layer]
-        window = shape.sliding_window
+        prefill = plan.longest_query > 1
+        if prefill and layer in self._first:
+            plan.schedules[shape] = self._scheduled(layer, q, plan)
         self._attend(
             q,
             self._k[layer],
@@ -66,10 +79,35 @@ class Fa3Part:
             max_seqlen_q=plan.longest_query,
             softmax_scale=shape.scale,
             causal=True,
-            window_size=(-1, -1) if window is None else (window - 1, 0),
-            num_splits=0 if plan.longest_query == 1 else 1,  # many queries fill the GPU unsplit
+            window_size=_window(shape),
+            num_splits=1 if prefill else 0,  # many queries fill the GPU unsplit
+            scheduler_metadata=plan.schedules.get(shape),
             out=out,
         )
+
+    def _scheduled(self, layer: int, q: torch.Tensor, plan: Fa3Plan) -> torch.Tensor:
+        """What the kernel else finds out at the beginning of each layer of that shape."""
+        shape, page_size = self._shapes[layer], self._k[layer].shape[1]
+        return self._schedule(
+            len(plan.lengths),
+            plan.longest_query,
+            plan.table.shape[1] * page_size,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            plan.lengths,
+            qkv_dtype=q.dtype,
+            cu_seqlens_q=plan.q_indptr,
+            page_size=page_size,
+            causal=True,
+            window_size=_window(shape),
+            num_splits=1,
+        )
+
+
+def _window(shape: AttentionShape) -> tuple[int, int]:
+    """Keys before and after a query's own, as FlashAttention counts; -1 is all."""
+    return (-1, -1) if shape.sliding_window is None else (shape.sliding_window - 1, 0)
 
 
 FA3 = PagedKind(

@@ -62,8 +62,6 @@ class _Staging:
 class FlashInferPart:
     """Rows with one query (causal=False), or with several (causal=True)."""
 
-    even_from = None  # it would make no difference
-
     def __init__(
         self, shapes: Sequence[AttentionShape], device: torch.device, causal: bool
     ) -> None:

@@ -54,7 +54,6 @@ class PagedRows:
     fixed: the device arrays stand at addresses that a CUDA graph has captured. Prefill rows of a
     graph count their queries from the step's first token, because how many decode rows are real
     changes from replay to replay; those that are not have no keys, and must not write anything.
-    uneven: a decode row may be much longer than the others.
     """
 
     decodes: int
@@ -63,17 +62,10 @@ class PagedRows:
     host: RowArrays
     device: RowArrays
     fixed: bool = False
-    uneven: bool = False
 
 
 class Part(Protocol):
     """One kernel family for one kind of row. Nothing here waits for the device."""
-
-    @property
-    def even_from(self) -> int | None:
-        """Decode rows of a graph from which it matters that their lengths are alike, so that
-        `PagedRows.uneven` says if they are not; None: never."""
-        ...
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
         """The pool to read; `most_rows` bounds the rows of one step."""
@@ -126,7 +118,6 @@ class PagedBackend:
         self._decode = kind.decode(shapes, device)
         same = kind.prefill is kind.decode
         self._prefill = self._decode if same else kind.prefill(shapes, device)
-        self.even_from = self._decode.even_from
         # Of higher priority: its blocks need a multiprocessor each, and find none free later on.
         self._beside = torch.cuda.Stream(device, priority=-1) if self.captures_prefill else None
 

@@ -1,4 +1,4 @@
-"""Decode rows by the project's own kernel, which reads on the device how long they are.
+"""Decode rows by the project's own kernel, which cuts them on the device.
 
 Nothing is planned on the host, and one long row among short ones does not hold up the others.
 Knows rows and pages, no model.
@@ -7,63 +7,88 @@ Knows rows and pages, no model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.attention.paged import PagedRows
-from pipeinfer.kernels.decode_attention import Cut, DecodeRows, Scratch, decode_attention
+from pipeinfer.kernels.decode_attention import DecodeRows, Scratch, decode_attention
+from pipeinfer.kernels.decode_pieces import WORDS, Cut, cut_rows, most_pieces
 from pipeinfer.memory.pool import KVPool
 
 # By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut
 # small, so that all of the GPU works for them; more are cut only where they are long.
 CUTS = (
-    (32, Cut(parts=32, least=64, block=64, warps=4, stages=2)),
-    (64, Cut(parts=16, least=64, block=32, warps=4, stages=3)),
-    (128, Cut(parts=32, least=256, block=64, warps=4, stages=3)),
+    (32, Cut(extra=64, parts=32, least=64, block=32, warps=2, stages=3)),
+    (64, Cut(extra=128, parts=32, least=128, block=32, warps=1, stages=4)),
+    (128, Cut(extra=128, parts=32, least=256, block=32, warps=1, stages=4)),
+    (384, Cut(extra=128, parts=32, least=256, block=64, warps=2, stages=3)),
 )
-UNEVEN = Cut(parts=16, least=1024, block=64, warps=4, stages=3)
-FEW = CUTS[-1][0]  # programs up to which it is faster than FlashInfer, whatever the lengths
+MANY = Cut(extra=128, parts=32, least=1024, block=32, warps=2, stages=4)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """windows: rows of one step, for each length of window that layers have.
+
+    early: launches need not wait for the kernel before to end. Beside prompts they must: programs
+    that wait would keep the multiprocessors from a prompt's, which need one each.
+    """
+
+    windows: dict[int | None, DecodeRows]
+    early: bool
 
 
 def cut(rows: int, kv_heads: int) -> Cut:
-    """How a graph's rows are cut."""
-    return next((cut for most, cut in CUTS if rows * kv_heads <= most), UNEVEN)
+    """How so many rows are cut."""
+    return next((cut for most, cut in CUTS if rows * kv_heads <= most), MANY)
 
 
 class TritonDecodePart:
     """One query a row, with heads of a power of two of at least 16."""
 
-    even_from = None  # it cuts long rows by itself
-
     def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
         self._shapes = tuple(shapes)
         self._device = device
+        windows = [shape.sliding_window for shape in shapes]
+        # The layers that cut the rows, for themselves and for those with the same window.
+        self._first = {windows.index(window): window for window in set(windows)}
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
-        """Makes room for what parts of rows leave for each other."""
+        """Makes room for what pieces of rows leave for each other."""
         self._k, self._v = pool.k, pool.v
         sizes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in self._shapes}
-        parts = max(rows * self._cut_of(rows).parts for rows in range(1, most_rows + 1))
-        self._scratch = {size: Scratch(most_rows, parts, *size, self._device) for size in sizes}
+        most = max(most_pieces(rows, self._cut(rows)) for rows in range(1, most_rows + 1))
+        self._scratch = {size: Scratch(most_rows, most, *size, self._device) for size in sizes}
+        self._pieces = {
+            window: torch.empty(most, WORDS, dtype=torch.int32, device=self._device)
+            for window in self._first.values()
+        }
 
-    def _cut_of(self, rows: int) -> Cut:
+    def _cut(self, rows: int) -> Cut:
         return cut(rows, max(shape.num_kv_heads for shape in self._shapes))
 
-    def plan(self, rows: PagedRows, begin: int, end: int) -> DecodeRows:
+    def plan(self, rows: PagedRows, begin: int, end: int) -> Plan:
         """Views only."""
-        device = rows.device
-        return DecodeRows(
-            device.lengths[begin:end], device.kv_indptr[begin : end + 1], device.indices
-        )
+        lengths, indptr = rows.device.lengths[begin:end], rows.device.kv_indptr[begin : end + 1]
+        windows = {
+            window: DecodeRows(lengths, indptr, rows.device.indices, pieces)
+            for window, pieces in self._pieces.items()
+        }
+        return Plan(windows, early=end == len(rows.device.lengths))
 
     def refresh(self, rows: PagedRows, begin: int, end: int) -> None:
-        """Nothing: the kernel reads the lengths."""
+        """Nothing: the kernels read the lengths."""
 
-    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: DecodeRows) -> None:
+    def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: Plan) -> None:
         shape = self._shapes[layer]
         size = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        window, cut, first = shape.sliding_window, self._cut(len(q)), layer in self._first
+        rows = plan.windows[window]
+        if first:
+            cut_rows(rows.lengths, rows.pieces, cut, window)
         decode_attention(
-            q, self._k[layer], self._v[layer], plan, shape.scale, out, self._scratch[size],
-            self._cut_of(len(q)), shape.sliding_window,
+            q, self._k[layer], self._v[layer], rows, shape.scale, out, self._scratch[size], cut,
+            window, early=plan.early and not first,
         )  # fmt: skip

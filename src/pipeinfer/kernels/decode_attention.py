@@ -1,8 +1,8 @@
-"""Attention of one query a row over paged keys and values, long rows in several parts at once.
+"""Attention of one query a row over paged keys and values, long rows in several pieces at once.
 
-One launch, and nothing to plan on the host: each program reads on the device how long its row is.
+One launch a layer, and nothing to plan on the host: how rows are cut is found out on the device.
 Needs triton. Knows rows and pages; no request and no graph. Sources: https://arxiv.org/abs/2205.14135
-(the running softmax), https://pytorch.org/blog/flash-decoding (parts of a row that are merged).
+(the running softmax), https://pytorch.org/blog/flash-decoding (pieces of a row that are merged).
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pipeinfer.kernels.decode_pieces import PART, Cut, most_pieces
 from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.prefetch import LINE, prefetch
 
@@ -27,48 +28,52 @@ LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How rows are cut: at most `parts`, each of at least `least` tokens, `block` at a time."""
-
-    parts: int
-    least: int
-    block: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True)
 class DecodeRows:
     """R rows with one query each, int32. lengths [R]: their keys; a row may have none. indptr
-    [R + 1]: where a row's pages begin in `indices`.
+    [R + 1]: where a row's pages begin in `indices`. pieces: of the rows (decode_pieces.py).
     """
 
     lengths: torch.Tensor
     indptr: torch.Tensor
     indices: torch.Tensor
+    pieces: torch.Tensor
 
 
 @triton.jit
-def _places(indices, first, token, stop, page_stride, token_stride, PAGE: tl.constexpr):
-    """Where the tokens' keys lie, from the pool's begin; anywhere for those past `stop`."""
-    page = tl.load(indices + first + token // PAGE, mask=token < stop, other=0).to(tl.int64)
-    return page * page_stride + (token % PAGE) * token_stride
+def _pages(indices, first, at, stop, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the tokens at, at + 1 ...: one page if a block lies in one, else [BLOCK]; any for those
+    past `stop`."""
+    token = at if PAGE % BLOCK == 0 else at + tl.arange(0, BLOCK)
+    return tl.load(indices + first + token // PAGE, mask=token < stop, other=0)
 
 
 @triton.jit
-def _part(
-    q, k, v, indices, first, start, stop, scale, page_stride, token_stride, DIM: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+def _places(page, at, page_stride, token_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """[BLOCK]: where the keys of those tokens lie, from the pool's begin."""
+    slot = (at + tl.arange(0, BLOCK)) % PAGE
+    return page.to(tl.int64) * page_stride + slot * token_stride
+
+
+@triton.jit
+def _piece(
+    q, k, v, indices, first, start, stop, low, scale, page_stride, token_stride,
+    DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """(greatest score, sum of weights, weighted sum [TILE, DIM]) over tokens start .. stop - 1."""
+    """(greatest score, sum of weights, weighted sum [TILE, DIM]) over tokens start .. stop - 1,
+    without those before `low`."""
     dim = tl.arange(0, DIM)
     most = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     sums = tl.zeros((TILE, DIM), tl.float32)
+    page = _pages(indices, first, start, stop, PAGE, BLOCK)
     for at in range(start, stop, BLOCK):
+        following = _pages(indices, first, at + BLOCK, stop, PAGE, BLOCK)
         token = at + tl.arange(0, BLOCK)
         inside = token < stop
-        place = _places(indices, first, token, stop, page_stride, token_stride, PAGE)
+        if WINDOWED:
+            inside = inside & (token >= low)
+        place = _places(page, at, page_stride, token_stride, PAGE, BLOCK)
         keys = tl.load(k + place[None, :] + dim[:, None], mask=inside[None, :], other=0.0)
         scores = tl.dot(q, keys, input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
@@ -79,20 +84,20 @@ def _part(
         total = total * fade + tl.sum(weights, axis=1)
         sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None],
                       input_precision="ieee")  # fmt: skip
-        most = higher
+        most, page = higher, following
     return most, total, sums
 
 
 @triton.jit
 def _merge(
-    out, scratch, scales, row_head, parts, GROUP: tl.constexpr, DIM: tl.constexpr,
-    PARTS: tl.constexpr,
+    out, scratch, scales, first, parts, head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one row and KV head, out of what their programs left, into `out`."""
+    """The pieces of one row and KV head, out of what their programs left, into `out`."""
     part, dim = tl.arange(0, PARTS), tl.arange(0, DIM)
     there = part < parts
     for query in tl.static_range(GROUP):
-        at = (row_head * PARTS + part) * GROUP + query
+        at = ((first + part) * KV_HEADS + head) * GROUP + query
         most = tl.load(scales + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg")
         total = tl.load(scales + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
         weight = tl.exp2(most - tl.max(most, axis=0))
@@ -104,70 +109,67 @@ def _merge(
 
 @triton.jit
 def _attend(
-    q, k, v, out, scratch, scales, arrived, lengths, indptr, indices, scale, window, least,
+    q, k, v, out, scratch, scales, arrived, lengths, indptr, indices, pieces, scale, window,
     q_stride, page_stride, token_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    TILE: tl.constexpr, EARLY: tl.constexpr,
+    TILE: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, KV head, part). The last part of a row and head that ends merges all."""
-    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    length, first = tl.load(lengths + row), tl.load(indptr + row)
-    begin = tl.maximum(length - window, 0)
-    share = tl.maximum(tl.cdiv(tl.cdiv(length - begin, PARTS), BLOCK) * BLOCK, least)
-    parts = tl.cdiv(length - begin, share)
-    if part >= parts:
+    """Program (KV head, piece). The last of a row's pieces that ends merges all."""
+    head, piece = tl.program_id(0), tl.program_id(1)
+    row = tl.load(pieces + piece * 4).to(tl.int64)
+    if row < 0:
         return
-    start = begin + part * share
-    stop = tl.minimum(start + share, length)
+    start, stop = tl.load(pieces + piece * 4 + 1), tl.load(pieces + piece * 4 + 2)
+    cut = tl.load(pieces + piece * 4 + 3)
+    first, parts = cut % PART, cut // PART
+    begin = tl.load(indptr + row)
+    low = tl.load(lengths + row) - window if WINDOWED else 0
     dim, query = tl.arange(0, DIM), tl.arange(0, TILE)
     if EARLY:
-        _ahead(k, v, indices, first, start, stop, page_stride, token_stride, head, DIM, PAGE, BLOCK)
+        page = _pages(indices, begin, start, stop, PAGE, BLOCK)
+        place = _places(page, start, page_stride, token_stride, PAGE, BLOCK)
+        _ahead(k, v, place + head * DIM, DIM)
         gdc_wait()  # for the query, and for the key and value of this step
         gdc_launch_dependents()
     heads = (head * GROUP + query)[:, None] * DIM + dim[None, :]
     real = (query < GROUP)[:, None]
     queries = tl.load(q + row * q_stride + heads, mask=real, other=0.0)
-    most, total, sums = _part(queries, k + head * DIM, v + head * DIM, indices, first, start, stop,
-                              scale, page_stride, token_stride, DIM, PAGE, BLOCK, TILE)  # fmt: skip
+    most, total, sums = _piece(queries, k + head * DIM, v + head * DIM, indices, begin, start, stop,
+                               low, scale, page_stride, token_stride, DIM, PAGE, BLOCK, TILE,
+                               WINDOWED)  # fmt: skip
     target = out + row * (KV_HEADS * GROUP * DIM)
     if parts == 1:
         tl.store(target + heads, sums / total[:, None], mask=real)
     else:
-        row_head = row * KV_HEADS + head
-        at = (row_head * PARTS + part) * GROUP + query
+        at = (piece * KV_HEADS + head) * GROUP + query
         tl.store(scratch + at[:, None] * DIM + dim[None, :], sums, mask=real)
         tl.store(scales + 2 * at, most, mask=query < GROUP)
         tl.store(scales + 2 * at + 1, total, mask=query < GROUP)
         tl.debug_barrier()  # what all threads have written, before one of them says so
-        if tl.atomic_add(arrived + row_head, 1, sem="acq_rel") == parts - 1:
-            tl.store(arrived + row_head, 0)  # for the next launch
-            _merge(target + head * GROUP * DIM, scratch, scales, row_head, parts, GROUP, DIM, PARTS)
+        counter = arrived + row * KV_HEADS + head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+            tl.store(counter, 0)  # for the next launch
+            _merge(target + head * GROUP * DIM, scratch, scales, first, parts, head, KV_HEADS,
+                   GROUP, DIM, PARTS)  # fmt: skip
 
 
 @triton.jit
-def _ahead(
-    k, v, indices, first, start, stop, page_stride, token_stride, head, DIM: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _ahead(k, v, place, DIM: tl.constexpr):
     """Asks for the first keys and values, all but the newest of which are there for long."""
     LINES: tl.constexpr = (DIM + LINE - 1) // LINE
-    token = start + tl.arange(0, BLOCK)
-    place = _places(indices, first, token, stop, page_stride, token_stride, PAGE) + head * DIM
     line = tl.arange(0, LINES) * LINE
     prefetch(k + place[:, None] + line[None, :])
     prefetch(v + place[:, None] + line[None, :])
 
 
 class Scratch:
-    """What parts of rows leave for each other: for launches of at most so many rows, and so many
-    parts of all of them.
-    """
+    """What pieces of rows leave for each other: for launches of at most so many rows and pieces."""
 
     def __init__(
-        self, rows: int, parts: int, heads: int, kv_heads: int, dim: int, device: torch.device
+        self, rows: int, pieces: int, heads: int, kv_heads: int, dim: int, device: torch.device
     ) -> None:
-        self.sums = torch.empty(parts * heads * dim, device=device)
-        self.scales = torch.empty(parts * heads * 2, device=device)
+        self.sums = torch.empty(pieces * heads * dim, device=device)
+        self.scales = torch.empty(pieces * heads * 2, device=device)
         self.arrived = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
 
 
@@ -181,22 +183,25 @@ def decode_attention(
     scratch: Scratch,
     cut: Cut,
     window: int | None = None,
+    early: bool = True,
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v of each row's last token: `out` [R, heads, dim], which is returned.
 
     q as out, rows may be strided. k, v [pages, page_size, kv_heads, dim] alike; dim a power of two.
-    Nothing is written for a row without keys. window: keys that a query sees, its own included.
-    float32 inside.
+    Nothing is written for a row without keys. window: keys that a query sees, its own included; the
+    rows' pieces were cut with the same. early: nothing that the kernel before writes is read
+    before it has ended, but for its pieces: False right after they were cut. float32 inside.
     """
     (count, heads, dim), (page_size, kv_heads) = q.shape, k.shape[1:3]
     if count:
-        _attend[(count, kv_heads, cut.parts)](
+        _attend[(kv_heads, most_pieces(count, cut))](
             q, k, v, out, scratch.sums, scratch.scales, scratch.arrived,
-            rows.lengths, rows.indptr, rows.indices, scale * LOG2E, window or 2**30,
-            cut.least, q.stride(0), k.stride(0), k.stride(1),
+            rows.lengths, rows.indptr, rows.indices, rows.pieces, scale * LOG2E, window or 2**30,
+            q.stride(0), k.stride(0), k.stride(1),
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, BLOCK=cut.block,
             PARTS=cut.parts, TILE=max(TILE, triton.next_power_of_2(heads // kv_heads)),
-            num_warps=cut.warps, num_stages=cut.stages, **early_launch(q.device),
+            WINDOWED=window is not None, num_warps=cut.warps, num_stages=cut.stages,
+            **(early_launch(q.device) if early else {"EARLY": False}),
         )  # fmt: skip
     return out
 

@@ -25,8 +25,6 @@ FIRST = (1, 2, 4)  # then every multiple of 8
 STEP = 8
 SMALL = 8
 REPLAYS = 8
-COARSE = 64  # steps of uneven lengths: multiples of it
-ALONE = 60  # rows and KV heads that a GPU can serve at a time, each at its own greatest speed
 TRIES = 2  # forward passes before the capture: lazy initialisation must not be captured
 
 
@@ -36,21 +34,6 @@ def ladder(most: int) -> tuple[int, ...]:
         return ()
     sizes = {size for size in (*FIRST, *range(STEP, most + 1, STEP)) if size < most}
     return tuple(sorted(sizes | {most}))
-
-
-def uneven_ladder(sizes: tuple[int, ...], even_from: int | None) -> tuple[int, ...]:
-    """Which of `sizes` are captured for uneven lengths, too: a few, from `even_from` rows on."""
-    if even_from is None or not sizes:
-        return ()
-    coarse = {COARSE // 2, *range(COARSE, sizes[-1], COARSE), sizes[-1]}
-    return tuple(size for size in sizes if size in coarse and size >= even_from)
-
-
-def uneven(starts: np.ndarray, kv_heads: int) -> bool:
-    """Whether the longest row of a decode step takes longer than the GPU takes for all of them, if
-    it is not cut; starts int32 [R], R > 0: the tokens before each.
-    """
-    return int(starts.max()) * ALONE > int(starts.sum()) * kv_heads
 
 
 @dataclass(frozen=True)
@@ -118,8 +101,7 @@ def row_arrays(views: dict[str, torch.Tensor], table_rows: int) -> RowArrays:
 @dataclass(frozen=True)
 class Frame:
     """What all graphs of a runner share. pages: of the longest row; table: decodes read the page
-    table instead of flat indices; dummy_slot: whom padding rows belong to. kv_heads: of a layer;
-    even_from: rows from which lengths should be alike, see attention/paged.py.
+    table instead of flat indices; dummy_slot: whom padding rows belong to.
     """
 
     pages: int
@@ -127,19 +109,16 @@ class Frame:
     table: bool
     dummy_slot: int
     device: torch.device
-    kv_heads: int = 1
-    even_from: int | None = None
 
 
 class DecodeGraphs:
     """Steps of decode rows only, by the number of rows. `words`: the fixed int32 buffer that every
-    graph reads. uneven: for all lengths; else not for those that another such object is for.
+    graph reads.
     """
 
-    def __init__(self, sizes: tuple[int, ...], frame: Frame, uneven: bool = False) -> None:
+    def __init__(self, sizes: tuple[int, ...], frame: Frame) -> None:
         self.sizes = sizes
         self._frame = frame
-        self._uneven = uneven
         self._layouts = {size: self._layout(size) for size in sizes}
         most = max((layout.words for layout in self._layouts.values()), default=0)
         self.words = torch.zeros(most, dtype=torch.int32, device=frame.device)
@@ -160,10 +139,7 @@ class DecodeGraphs:
         at = bisect_left(self.sizes, step.decodes)
         if at == len(self.sizes) or self.sizes[at] not in self._captured:
             return None
-        size, even_from = self.sizes[at], self._frame.even_from
-        if not self._uneven and even_from is not None and size >= even_from:
-            return None if uneven(step.starts, self._frame.kv_heads) else size
-        return size
+        return self.sizes[at]
 
     def layout(self, size: int) -> Layout:
         """Where a step of that size lies in the buffer."""
@@ -181,7 +157,6 @@ class DecodeGraphs:
             host=row_arrays(host, table_rows),
             device=row_arrays(device, table_rows),
             fixed=True,
-            uneven=self._uneven,
         )
 
     def pack(self, step: Step, size: int, buffer: np.ndarray) -> Packed:

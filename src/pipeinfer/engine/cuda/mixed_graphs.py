@@ -118,7 +118,6 @@ class MixedGraphs:
             host=graphs.row_arrays(host, size.prefills),
             device=graphs.row_arrays(device, size.prefills),
             fixed=True,
-            uneven=True,  # whatever their lengths: there is one kind of these graphs
         )
 
     def pack(self, step: Step, size: MixedSize, buffer: np.ndarray) -> Packed:

@@ -23,7 +23,7 @@ from pipeinfer.engine.cuda.artificial import empty_step
 from pipeinfer.engine.cuda.attend import PagedAttend, PlainAttend
 from pipeinfer.engine.cuda.buffers import PARITIES, StepBuffers
 from pipeinfer.engine.cuda.expansion import Expansion
-from pipeinfer.engine.cuda.graphs import Captured, DecodeGraphs, Frame, row_arrays, uneven_ladder
+from pipeinfer.engine.cuda.graphs import Captured, DecodeGraphs, Frame, row_arrays
 from pipeinfer.engine.cuda.layout import Layout, Sizes
 from pipeinfer.engine.cuda.mixed_graphs import MixedGraphs, MixedSize
 from pipeinfer.engine.cuda.sampling import NONE, Sampler, WholeSampler
@@ -105,7 +105,7 @@ class CudaRunner:
         self._timers = [_timer() for _ in range(TIMERS)]
         self._launched = 0
         self._ended: torch.cuda.Event | None = None
-        self._graphs: tuple[DecodeGraphs, MixedGraphs, DecodeGraphs] | None = None
+        self._graphs: tuple[DecodeGraphs, MixedGraphs] | None = None
         self._rows: dict[tuple[Any, int | MixedSize, int], PagedRows] = {}
         self.bind(pool)
 
@@ -312,14 +312,13 @@ class CudaRunner:
             return
         frame = self._frame(backend)
         mixed = mixed if backend.captures_prefill else ()
-        some = uneven_ladder(sizes, backend.even_from)
-        decodes, uneven = DecodeGraphs(sizes, frame), DecodeGraphs(some, frame, uneven=True)
+        decodes = DecodeGraphs(sizes, frame)
         beside = MixedGraphs(mixed, self._limits.rows, frame)
-        bodies = {decodes: self._decode_body, beside: self._mixed_body, uneven: self._decode_body}
+        bodies = {decodes: self._decode_body, beside: self._mixed_body}
         for words, buffers in itertools.product((len(g.words) for g in bodies), self._buffers):
             buffers.check(words)
         memory = torch.cuda.graph_pool_handle()
-        count = _counter(len(sizes) + len(mixed) + len(some), progress)
+        count = _counter(len(sizes) + len(mixed), progress)
         self._rows.clear()
         with torch.cuda.stream(self._forward):
             for graphs, body in bodies.items():
@@ -329,13 +328,12 @@ class CudaRunner:
                 decodes.drop_slower_small_ones(partial(self._padding, decodes))
             self.step_cost = step_cost(decodes, beside, frame, self.pool.pages, self._planned)
             torch.cuda.synchronize()
-        self._graphs = decodes, beside, uneven
+        self._graphs = decodes, beside
 
     def _frame(self, backend: PagedBackend) -> Frame:
         return Frame(
             self._limits.pages, self.pool.page_size, backend.reads_table_to_decode,
-            self._dummy_slot, self.pool.device, self.pool.shapes[0].num_kv_heads,
-            backend.even_from,
+            self._dummy_slot, self.pool.device,
         )  # fmt: skip
 
     def _padding(self, graphs: Any, size: int | MixedSize) -> PagedPlan:

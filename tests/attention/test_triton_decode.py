@@ -1,0 +1,20 @@
+"""How the hybrid backend cuts its decode rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeinfer.attention.registry import HEAD_DIMS
+from pipeinfer.attention.triton_decode import CUTS, MANY, cut
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_fewer_programs_are_cut_smaller(kv_heads):
+    most = CUTS[-1][0]
+    assert cut(1, kv_heads) == CUTS[0][1]
+    assert cut(most // kv_heads, kv_heads) == CUTS[-1][1]
+    assert cut(most // kv_heads + 1, kv_heads) == MANY
+
+
+def test_every_head_size_of_the_hybrid_backend_is_one_that_the_kernel_takes():
+    assert all(dim >= 16 and dim & (dim - 1) == 0 for dim in HEAD_DIMS["hybrid"])

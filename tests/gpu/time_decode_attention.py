@@ -1,0 +1,137 @@
+"""Microseconds of decode attention of one layer, for ways to cut rows; a tool, not a test.
+
+`python tests/gpu/time_decode_attention.py [HEADS [KV_HEADS]]`: launches of six layers in a CUDA
+graph, pages of 64 in any order. The first table is of ways to read, with rows cut hardly at all;
+the second of ways to cut, with the best of those.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import torch
+
+from pipeinfer.kernels.decode_attention import (
+    DecodeRows,
+    Scratch,
+    decode_attention,
+    decode_attention_reference,
+)
+from pipeinfer.kernels.decode_pieces import WORDS, Cut, cut_rows
+
+LAYERS, PAGES, PAGE, DIM, TIMES = 6, 7000, 64, 128, 3
+BANDWIDTH = 4.3e12
+READS = ((64, 4, 2), (64, 4, 3), (64, 2, 3), (64, 8, 3), (32, 4, 3), (32, 4, 4), (32, 2, 3),
+         (32, 2, 4), (32, 1, 4), (32, 1, 5), (16, 1, 5), (128, 4, 2), (128, 8, 2))  # fmt: skip
+CUTS = tuple(itertools.product((32, 64, 128, 256, 512), (128, 256, 512, 1024)))
+SHAPES = ((1, 128, 640), (1, 1000, 2000), (4, 300, 1400), (8, 300, 1400), (16, 300, 1400),
+          (32, 300, 1400), (64, 250, 250), (64, 500, 500), (64, 300, 1400), (64, 1000, 2000),
+          (96, 300, 1400), (128, 300, 1400), (192, 300, 1400), (256, 300, 1400), (256, 600, 600),
+          (41, 0, 0))  # fmt: skip
+
+
+def lengths_of(count, low, high):
+    source = random.Random(count)
+    if not low:
+        return [16000] + [500] * (count - 1)
+    return [source.randint(low, high) for _ in range(count)]
+
+
+class Bench:
+    """KV pages of six layers, and queries."""
+
+    def __init__(self, heads, kv_heads):
+        self.heads, self.kv_heads = heads, kv_heads
+        size = (LAYERS, PAGES, PAGE, kv_heads, DIM)
+        self.k, self.v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+        self.scratch = Scratch(256, 256 + 512, heads, kv_heads, DIM, torch.device("cuda"))
+
+    def rows(self, lengths):
+        pages = [-(-length // PAGE) for length in lengths]
+        order = torch.randperm(PAGES)[: sum(pages)].int()
+        indptr = torch.tensor([0, *pages]).cumsum(0).int()
+        words = torch.empty(len(lengths) + 512, WORDS, dtype=torch.int32, device="cuda")
+        keys = torch.tensor(lengths, dtype=torch.int32)
+        return DecodeRows(keys.cuda(), indptr.cuda(), order.cuda(), words)
+
+    def time(self, rows, cut, check=True):
+        """Microseconds of one launch."""
+        q = torch.randn(len(rows.lengths), self.heads, DIM, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty_like(q)
+        rows.pieces.fill_(-1)
+        cut_rows(rows.lengths, rows.pieces, cut)
+        torch.cuda.synchronize()
+
+        def run():
+            for layer in range(LAYERS):
+                decode_attention(q, self.k[layer], self.v[layer], rows, DIM**-0.5, out,
+                                 self.scratch, cut)  # fmt: skip
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            run()
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                for _ in range(TIMES):
+                    run()
+            times = []
+            for _ in range(7):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record(stream)
+                graph.replay()
+                end.record(stream)
+                end.synchronize()
+                times.append(begin.elapsed_time(end))
+        if check:
+            want = decode_attention_reference(q, self.k[-1], self.v[-1], rows, DIM**-0.5).float()
+            error = float((out.float() - want).norm() / want.norm())
+            assert error < 6e-3, (cut, error)
+        return sorted(times)[3] * 1e3 / (TIMES * LAYERS)
+
+
+def warm(job):
+    """Compiles, in a process of its own."""
+    global PAGES
+    heads, kv_heads, (block, warps, stages) = job
+    PAGES = 256
+    bench = Bench(heads, kv_heads)
+    bench.time(bench.rows([100] * 64), Cut(64, 16, 128, block, warps, stages), check=False)
+
+
+def main():
+    heads = int(sys.argv[1]) if len(sys.argv) > 1 else 16
+    kv_heads = int(sys.argv[2]) if len(sys.argv) > 2 else 8
+    with ProcessPoolExecutor(len(READS), get_context("spawn")) as pool:
+        list(pool.map(warm, [(heads, kv_heads, read) for read in READS]))
+    bench = Bench(heads, kv_heads)
+    for count, low, high in SHAPES:
+        lengths = lengths_of(count, low, high)
+        rows = bench.rows(lengths)
+        floor = sum(lengths) * kv_heads * DIM * 4 / BANDWIDTH * 1e6
+        found = []
+        few = count * kv_heads < 512
+        for read in READS:
+            cut = Cut(64, 16, 256 if few else 512, *read)
+            try:
+                found.append((bench.time(rows, cut, check=not found), read))
+            except Exception as error:
+                print("ERROR", cut, repr(error)[:200])
+        found.sort()
+        best = [(round(us, 1), read) for us, read in found]
+        what = f"heads {heads} rows {count} of {low}-{high}: floor {floor:.1f}"
+        print(f"READ {what}; {best}", flush=True)
+        cuts = []
+        for (extra, least), (_, read) in itertools.product(CUTS, found[:3]):
+            cut = Cut(extra, 16, least, *read)
+            cuts.append((round(bench.time(rows, cut, check=False), 1), extra, least, read))
+        cuts.sort()
+        print(f"CUT  {what}; {cuts[:7]}; worst {cuts[-1]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
