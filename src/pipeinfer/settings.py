@@ -71,6 +71,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     in_process: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     threads: NonNegative = 0  # torch threads on the CPU; 0: all cores
+    stay_awake: Literal["auto", "always", "never"] = "auto"  # runtime/wakefulness.py
     drain_timeout: Annotated[float, Meta(ge=0)] = 30.0
     watchdog: Annotated[float, Meta(gt=0)] = 120.0  # seconds without a result that end an epoch
     max_queue: Positive = 10_000  # requests that may wait before new ones get 429

@@ -62,6 +62,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "topology": ("FILE", "where the stages listen; default: one made for this host"),
         "in_process": ("", "all stages in this process, for debuggers"),
         "log_level": ("", "how much is logged, to stderr"),
+        "stay_awake": ("", "auto: beside GPUs, where there are cores to spare for it"),
         "record": ("DIR", "record what every stage takes and gives"),
         "record_max_bytes": ("N", "of each recording; default: without limit"),
         "flight_recorder_mib": ("N", "memory for the last minute of each stage; 0: off"),

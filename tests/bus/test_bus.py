@@ -164,6 +164,15 @@ def test_no_bytes_make_the_decoder_raise_anything_but_bad_frame(parts):
             continue
 
 
+@pytest.mark.parametrize(("part", "text"), [(1, b"scheduler-0"), (2, b"StopHit"), (2, b"r1234")])
+def test_text_that_is_not_utf8_is_a_bad_frame(part, text):
+    parts = frames.encode("stops", HEADER, StopHit("r1234", 1, 3))
+    assert text in parts[part]
+    parts[part] = parts[part].replace(text, b"\x80" * len(text))
+    with pytest.raises(frames.BadFrame, match="channel stops: bad"):
+        frames.decode(parts)
+
+
 def _hit() -> StopHit:
     return StopHit("r", 1, 3)
 

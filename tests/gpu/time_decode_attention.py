@@ -1,20 +1,20 @@
 """Microseconds of decode attention of one layer, for ways to cut rows; a tool, not a test.
 
-`python tests/gpu/time_decode_attention.py [HEADS [KV_HEADS]]`: launches of six layers in a CUDA
-graph, pages of 64 in any order. The first table is of ways to read, with rows cut hardly at all;
-the second of ways to cut, with the best of those.
+Launches of six layers in a CUDA graph, pages of 64 in any order. The first line of a shape is of
+ways to read, with rows cut hardly at all; the second of ways to cut, with the best of those.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import random
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import torch
 
+from pipeinfer.attention import triton_decode
 from pipeinfer.kernels.decode_attention import (
     DecodeRows,
     Scratch,
@@ -103,34 +103,43 @@ def warm(job):
     bench.time(bench.rows([100] * 64), Cut(64, 16, 128, block, warps, stages), check=False)
 
 
+def compare(bench, lengths, what):
+    """Ways to read, and then ways to cut with the best of those."""
+    rows, few = bench.rows(lengths), len(lengths) * bench.kv_heads < 512
+    found = []
+    for read in READS:
+        cut = Cut(64, 16, 256 if few else 512, *read)
+        found.append((round(bench.time(rows, cut, check=not found), 1), read))
+    found.sort()
+    print(f"READ {what}; {found}", flush=True)
+    cuts = []
+    for (extra, least), (_, read) in itertools.product(CUTS, found[:3]):
+        cut = Cut(extra, 16, least, *read)
+        cuts.append((round(bench.time(rows, cut, check=False), 1), extra, least, read))
+    cuts.sort()
+    print(f"CUT  {what}; {cuts[:7]}; worst {cuts[-1]}", flush=True)
+
+
 def main():
-    heads = int(sys.argv[1]) if len(sys.argv) > 1 else 16
-    kv_heads = int(sys.argv[2]) if len(sys.argv) > 2 else 8
-    with ProcessPoolExecutor(len(READS), get_context("spawn")) as pool:
-        list(pool.map(warm, [(heads, kv_heads, read) for read in READS]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--chosen", action="store_true", help="only with the cuts that are taken")
+    options = parser.parse_args()
+    heads, kv_heads = options.heads, options.kv_heads
+    if not options.chosen:
+        with ProcessPoolExecutor(len(READS), get_context("spawn")) as pool:
+            list(pool.map(warm, [(heads, kv_heads, read) for read in READS]))
     bench = Bench(heads, kv_heads)
     for count, low, high in SHAPES:
         lengths = lengths_of(count, low, high)
-        rows = bench.rows(lengths)
         floor = sum(lengths) * kv_heads * DIM * 4 / BANDWIDTH * 1e6
-        found = []
-        few = count * kv_heads < 512
-        for read in READS:
-            cut = Cut(64, 16, 256 if few else 512, *read)
-            try:
-                found.append((bench.time(rows, cut, check=not found), read))
-            except Exception as error:
-                print("ERROR", cut, repr(error)[:200])
-        found.sort()
-        best = [(round(us, 1), read) for us, read in found]
         what = f"heads {heads} rows {count} of {low}-{high}: floor {floor:.1f}"
-        print(f"READ {what}; {best}", flush=True)
-        cuts = []
-        for (extra, least), (_, read) in itertools.product(CUTS, found[:3]):
-            cut = Cut(extra, 16, least, *read)
-            cuts.append((round(bench.time(rows, cut, check=False), 1), extra, least, read))
-        cuts.sort()
-        print(f"CUT  {what}; {cuts[:7]}; worst {cuts[-1]}", flush=True)
+        if options.chosen:
+            cut = triton_decode.cut(count, kv_heads)
+            print(f"OWN  {what} own {bench.time(bench.rows(lengths), cut):.1f}", flush=True)
+        else:
+            compare(bench, lengths, what)
 
 
 if __name__ == "__main__":

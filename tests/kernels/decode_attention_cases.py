@@ -67,7 +67,7 @@ class Case:
 )
 @pytest.mark.parametrize("window", [None, 1, 40])
 @pytest.mark.parametrize(
-    "lengths", [[1], [0, 0], [16, 16, 16], [300, 0, 17, 500, 16, 1, 400, 33], list(range(70))]
+    "lengths", [[1], [0, 0], [16, 16, 16], [300, 0, 17, 500, 16, 1, 400, 33], list(range(0, 70, 5))]
 )
 def test_rows_are_cut_as_by_the_reference(lengths, window, cut):
     rows = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)

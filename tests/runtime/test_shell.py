@@ -97,6 +97,23 @@ async def test_messages_pass_through_core_and_heartbeats_tell_its_state(place, c
     listener.close()
 
 
+async def test_a_shell_with_patience_stays_awake_while_frames_come(place, context):
+    core = EchoCore()
+    one = Shell(
+        Settings(), place, Identity("tokenizer"), context,
+        lambda _context: Stage(core, tick=0.01), patience=60.0,
+    )  # fmt: skip
+    task = asyncio.create_task(one.run())
+    sender = shell(place, context, EchoCore(), name="gateway")
+    for name in ("a", "b"):
+        sender.bus.send(Send("requests", "tokenizer-0", Abort(name, 1)))
+    await until(lambda: Abort("b", 1) in core.seen)
+    assert one.bus.reader.awake
+    one.stop()
+    await task
+    sender.bus.close()
+
+
 async def test_drain_waits_for_the_core_to_be_idle(place, context):
     core = EchoCore(finished=False)
     one = shell(place, context, core)

@@ -81,9 +81,11 @@ class Bus:
         self._wires.connect(subscriber, stage, channel)
         self.reader.add(subscriber)
 
-    def start(self, handler: Handler) -> None:
-        """From now on `handler(channel, header, message)` gets every frame, on the running loop."""
-        self.reader.start(handler)
+    def start(self, handler: Handler, patience: float = 0.0) -> None:
+        """From now on `handler(channel, header, message)` gets every frame, on the running loop.
+        `patience`: see Reader.start.
+        """
+        self.reader.start(handler, patience)
 
     def send(self, send: Send) -> tuple[int, float, bytes]:
         """Sends or publishes one message; never blocks. Returns its number, time and body."""

@@ -21,6 +21,9 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     sent: float
 
 
+# What decoding raises; the last one for text that is not UTF-8.
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
+
 _encode = msgspec.msgpack.Encoder().encode
 _header = msgspec.msgpack.Decoder(Header).decode
 _decoders = {
@@ -48,7 +51,7 @@ def decode(parts: list[bytes]) -> tuple[str, Header, Message]:
         raise BadFrame(f"unknown channel {channel!r}")
     try:
         header = _header(parts[1])
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except UNREADABLE as error:
         raise BadFrame(f"channel {channel}: bad header: {error}") from None
     if header.protocol != PROTOCOL:
         raise BadFrame(
@@ -57,5 +60,5 @@ def decode(parts: list[bytes]) -> tuple[str, Header, Message]:
         )
     try:
         return channel, header, decoder.decode(parts[2])
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except UNREADABLE as error:
         raise BadFrame(f"channel {channel}: bad message from {header.sender}: {error}") from None

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import time
 from collections.abc import Callable
 
 import zmq
@@ -28,12 +30,15 @@ class Reader:
     """Calls `handler(channel, header, message)` for every frame of the sockets that were added.
 
     A frame that does not decode is counted in `bad_frames`, logged and dropped. `body` is that of
-    the frame that is being handled, as it came.
+    the frame that is being handled, as it came. `awake`: the loop does not sleep at present, since
+    frames come so quickly one after another (see `start`).
     """
 
     def __init__(self) -> None:
         self.bad_frames = 0
         self.body = b""
+        self.awake = False
+        self._patience = self._heard = 0.0
         self._sockets: list[zmq.Socket[bytes]] = []
         self._warned: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -45,9 +50,15 @@ class Reader:
         if self._loop is not None:
             self._watch(socket)
 
-    def start(self, handler: Handler) -> None:
-        """Begins to read, on the running loop."""
+    def start(self, handler: Handler, patience: float = 0.0) -> None:
+        """Begins to read, on the running loop.
+
+        patience: after a frame that came within so many seconds of the one before, the loop stays
+        awake as long. A process that was put to sleep answers late, by a tenth of a millisecond
+        and at times by a whole one, and with cold caches; but staying awake takes a core.
+        """
         self._handler, self._loop = handler, asyncio.get_running_loop()
+        self._patience = patience
         for socket in self._sockets:
             self._watch(socket)
 
@@ -88,5 +99,24 @@ class Reader:
                 self.bad(str(error))
                 continue
             self.body = parts[2]
+            if self._patience and channel != "telemetry":  # which comes all the time, and can wait
+                self._stay_awake()
             self._handler(channel, header, message)
         self._loop.call_soon(self._drain, socket)
+
+    def _stay_awake(self) -> None:
+        """A frame came."""
+        now = time.monotonic()
+        brisk, self._heard = now - self._heard < self._patience, now
+        if brisk and not self.awake and self._loop is not None:
+            self.awake = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """A turn of the loop that looks for frames without waiting for one."""
+        assert self._loop is not None
+        os.sched_yield()  # the thread that brings the next frame may have been given this core
+        if self._sockets and time.monotonic() - self._heard < self._patience:
+            self._loop.call_soon(self._turn)
+        else:
+            self.awake = False

@@ -112,7 +112,7 @@ def _serve(
                     continue
                 try:
                     asks = msgspec.msgpack.decode(socket.recv(), type=Asks)
-                except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                     socket.send(msgspec.msgpack.encode(Answers(refusal=f"no question: {error}")))
                     continue
                 if asks.size != size or not 0 < asks.rank < size:

@@ -124,33 +124,38 @@ def _attend(
     first, parts = cut % PART, cut // PART
     begin = tl.load(indptr + row)
     low = tl.load(lengths + row) - window if WINDOWED else 0
-    dim, query = tl.arange(0, DIM), tl.arange(0, TILE)
     if EARLY:
         page = _pages(indices, begin, start, stop, PAGE, BLOCK)
-        place = _places(page, start, page_stride, token_stride, PAGE, BLOCK)
-        _ahead(k, v, place + head * DIM, DIM)
+        place = _places(page, start, page_stride, token_stride, PAGE, BLOCK) + head * DIM
+        _ahead(k, v, place, DIM)
         gdc_wait()  # for the query, and for the key and value of this step
         gdc_launch_dependents()
-    heads = (head * GROUP + query)[:, None] * DIM + dim[None, :]
-    real = (query < GROUP)[:, None]
-    queries = tl.load(q + row * q_stride + heads, mask=real, other=0.0)
+    dim, query = tl.arange(0, DIM), tl.arange(0, TILE)
+    heads, real = (head * GROUP + query)[:, None] * DIM + dim[None, :], query < GROUP
+    queries = tl.load(q + row * q_stride + heads, mask=real[:, None], other=0.0)
     most, total, sums = _piece(queries, k + head * DIM, v + head * DIM, indices, begin, start, stop,
                                low, scale, page_stride, token_stride, DIM, PAGE, BLOCK, TILE,
                                WINDOWED)  # fmt: skip
     target = out + row * (KV_HEADS * GROUP * DIM)
     if parts == 1:
-        tl.store(target + heads, sums / total[:, None], mask=real)
+        tl.store(target + heads, sums / total[:, None], mask=real[:, None])
     else:
         at = (piece * KV_HEADS + head) * GROUP + query
-        tl.store(scratch + at[:, None] * DIM + dim[None, :], sums, mask=real)
-        tl.store(scales + 2 * at, most, mask=query < GROUP)
-        tl.store(scales + 2 * at + 1, total, mask=query < GROUP)
-        tl.debug_barrier()  # what all threads have written, before one of them says so
+        _leave(scratch + at[:, None] * DIM + dim[None, :], scales + 2 * at, most, total, sums, real)
         counter = arrived + row * KV_HEADS + head
         if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
             tl.store(counter, 0)  # for the next launch
             _merge(target + head * GROUP * DIM, scratch, scales, first, parts, head, KV_HEADS,
                    GROUP, DIM, PARTS)  # fmt: skip
+
+
+@triton.jit
+def _leave(sums_at, scales_at, most, total, sums, real):
+    """What a piece found, for the program that merges its row."""
+    tl.store(sums_at, sums, mask=real[:, None])
+    tl.store(scales_at, most, mask=real)
+    tl.store(scales_at + 1, total, mask=real)
+    tl.debug_barrier()  # what all threads have written, before one of them says so
 
 
 @triton.jit

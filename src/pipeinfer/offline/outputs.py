@@ -25,9 +25,10 @@ class RequestError(ValueError):
         self.param, self.code = param, code
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
-    """New output of a streamed request.
+    """New output of a streamed request; the reader's own. Not frozen: that would cost four times as
+    much, for every token.
 
     offset: output tokens before `token_ids`. finish_reason is set on the last delta only, as are
     stop_reason (the stop string or stop token id, None for the model's own), cached_tokens
@@ -175,7 +176,7 @@ class DeltaStream:
 
     def delta(self, delta: events.Delta) -> None:
         """Hot path: once for every token."""
-        ids = unpack(delta.ids).tolist()
+        ids = _ids(delta.ids)
         self._received = delta.token_offset + len(ids)
         self._put(
             Delta(
@@ -195,3 +196,10 @@ class DeltaStream:
         self._deltas.append(delta)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _ids(raw: bytes) -> list[int]:
+    """`unpack` as Python integers; the usual single id without a detour through NumPy."""
+    if len(raw) == 4:
+        return [int.from_bytes(raw, "little", signed=True)]
+    return unpack(raw).tolist()

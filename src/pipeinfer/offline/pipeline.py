@@ -16,6 +16,7 @@ from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.stage import TICK, expected_stages
 from pipeinfer.offline.driver import OfflineDriver, Sink
+from pipeinfer.runtime import wakefulness
 from pipeinfer.runtime.entry import MISCONFIGURED
 from pipeinfer.runtime.inprocess import InProcess
 from pipeinfer.runtime.local import local_stages
@@ -89,8 +90,10 @@ class Pipeline:
         self._service = stages.service
         if isinstance(self._service, Supervisor):
             self._service.on_give_up = self._on_give_up
+        # The caller's own loop, and perhaps the only core that it has: awake only if asked to be.
+        awake = wakefulness.PATIENCE if self._settings.stay_awake == "always" else 0.0
         self._shell = Shell(
-            self._settings, stages.topology, Identity("gateway"), self._context, self._build
+            self._settings, stages.topology, Identity("gateway"), self._context, self._build, awake
         )
         self._core = GatewayCore(
             expected_stages(stages.topology),

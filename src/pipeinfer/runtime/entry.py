@@ -29,6 +29,7 @@ from pipeinfer.runtime.group_fault import end_on_group_fault
 from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage, StageContext, builder
 from pipeinfer.runtime.topology import Identity, Topology
+from pipeinfer.runtime.wakefulness import patience
 from pipeinfer.settings import ConfigurationError, Settings
 
 ORDERLY, FAILED, MISCONFIGURED = 0, 1, 2
@@ -123,7 +124,8 @@ async def _run(
         return stage
 
     context = zmq.Context.instance()
-    shell = Shell(settings, topology, identity, context, build)
+    awake = patience(settings, topology, identity)
+    shell = Shell(settings, topology, identity, context, build, awake)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, shell.drain)
     loop.add_signal_handler(signal.SIGUSR1, shell.leave)

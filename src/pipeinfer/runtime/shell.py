@@ -48,13 +48,16 @@ class Shell:
         identity: Identity,
         context: zmq.Context[zmq.Socket[bytes]],
         build: Callable[[StageContext], Stage] | None = None,
+        patience: float = 0.0,
     ) -> None:
+        """`patience`: for how many seconds the loop stays awake after a frame; see Reader.start."""
         self.identity, self.settings = identity, settings
         self.incarnation = time.time_ns()
         self.bus = Bus(identity, self.incarnation, topology, context)
         self._topology = topology
         self._build = build or builder(identity.name)
         self._takes = TAKES[identity.name]
+        self._patience = patience
         self._fence = Fence()
         self._stage: Stage | None = None
         self._tap: Tap | None = None
@@ -80,7 +83,7 @@ class Shell:
             self._tap.begin(stage.core, stage.facts)
             if stage.driver is not None:
                 await stage.driver.start(self.handle)
-            self.bus.start(self._on_message)
+            self.bus.start(self._on_message, self._patience)
             self._tick()
             await self._stop.wait()
         except ConfigurationError as error:

@@ -77,4 +77,6 @@ def last_row(request: Request, finish: FinishReason | None, error: str = "") -> 
 
 def pack_few(ids: list[int]) -> bytes:
     """`pack` for a handful of ids, for which an array costs more than its use."""
+    if len(ids) == 1:  # hot path: every token of every request
+        return ids[0].to_bytes(4, "little", signed=True)
     return b"".join([token.to_bytes(4, "little", signed=True) for token in ids])

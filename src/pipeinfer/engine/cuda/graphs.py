@@ -68,6 +68,7 @@ def record(
     mode = "thread_local"
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
         logits, ids = body(plan, views)
+    graph.replay()  # the first brings it to the device: a millisecond, of nobody's step here
     return Captured(graph, layout, views, logits, ids)
 
 

@@ -1,0 +1,52 @@
+"""How long a stage's process stays awake after a message, before it sleeps until the next one.
+
+Knows settings, a topology and Linux' files about this host; no sockets, and nothing of how a loop
+stays awake.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pipeinfer.runtime.topology import Identity, Topology
+from pipeinfer.settings import Settings
+
+PATIENCE = 0.005  # seconds; where steps take longer, a process that slept adds little to them
+CORES = 3  # for each process of a host: its loop, its threads, and those who ask
+
+
+def patience(
+    settings: Settings, topology: Topology, identity: Identity, root: Path = Path("/")
+) -> float:
+    """Seconds, 0 for none; see Reader.start.
+
+    An engine looks after itself: on a CPU it needs the cores to compute, on a GPU its loop stays
+    awake while steps are in flight.
+    """
+    if identity.name == "engine" or settings.stay_awake == "never":
+        return 0.0
+    if settings.stay_awake == "always":
+        return PATIENCE
+    here = topology.entry(identity.id).host
+    processes = sum(entry.host == here for entry in topology.entries)
+    spare = cores(root) >= CORES * processes
+    return PATIENCE if spare and _on_gpus(settings, root) else 0.0
+
+
+def cores(root: Path = Path("/")) -> int:
+    """That this process may use, within its control group's quota if it has one."""
+    allowed = len(os.sched_getaffinity(0))
+    quota = root / "sys/fs/cgroup/cpu.max"
+    if quota.exists():
+        most, _, period = quota.read_text().partition(" ")
+        if most.isdigit():
+            allowed = min(allowed, int(most) // int(period))
+    return allowed
+
+
+def _on_gpus(settings: Settings, root: Path) -> bool:
+    """Whether engines compute on GPUs, as far as a process can tell that does not import torch."""
+    if settings.device == "auto":
+        return any((root / "dev").glob("nvidia[0-9]*"))
+    return settings.device == "cuda"
