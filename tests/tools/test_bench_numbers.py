@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -163,3 +164,19 @@ def test_slowest_steps_are_told_with_their_times_each_once():
     ]  # fmt: skip
     assert storm.slowest(streams, 1.03, 2.0, most=1) == [(0.01, 40.0, 4)]
     assert storm.slowest(streams, 1.065, 2.0) == [(0.005, 9.7, 1)]
+
+
+def test_a_storm_is_compared_with_the_same_tokens_undisturbed():
+    """One stream: 10 ms a token, 60 in the storm, 30 afterwards; another needs 20 for the same."""
+    steps = [0.01] * 100 + [0.06] * 50 + [0.03] * 100
+    pieces = list(itertools.accumulate(steps, initial=0.0))
+    others = list(itertools.accumulate([0.01] * 100 + [0.02] * 50, initial=0.0))
+    end = 1.0 + 50 * 0.06
+    found = storm.Measured(
+        [storm.Stream(pieces, ended=True)], calm=(0.0, 1.0), storm=(1.0, end),
+        after=(end, end + 3.0), firsts=[0.5, 1.0],
+        others=[storm.Stream(others, ended=True)], same=(1.0, 2.0),
+    ).metrics()  # fmt: skip
+    assert found["ratio"] == pytest.approx(3)
+    assert found["ratio_before"] == pytest.approx(6)
+    assert found["ratio_after"] == pytest.approx(2)

@@ -12,7 +12,7 @@ import gc
 import random
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -84,33 +84,45 @@ class Stream:
         return [pair for pair in pairwise(times) if pair[1] > begin and pair[0] < end]
 
 
+Span = tuple[float, float]  # begin and end
+
+
 @dataclass(frozen=True)
 class Measured:
-    """Streams, and the times of the calm, of the storm and of the calm after it: (begin, end)."""
+    """Streams, and the times of the calm, of the storm and of the calm after it; and others that
+    nothing disturbed, with the time in which they made the tokens that those made in the storm.
+    """
 
     streams: Sequence[Stream]
-    calm: tuple[float, float]
-    storm: tuple[float, float]
-    after: tuple[float, float]
+    calm: Span
+    storm: Span
+    after: Span
     firsts: Sequence[float]  # seconds to the first token of each request of the storm
+    others: Sequence[Stream]
+    same: Span
 
     def metrics(self) -> dict[str, Any]:
-        """ratio: 99th percentile in the storm over the median in the calm before, whose contexts
-        are shorter; ratio_after: over that of the calm after, whose contexts are longer.
+        """ratio: 99th percentile in the storm over the median of the same tokens without a storm;
+        ratio_before: over that of the calm before, whose contexts are shorter; ratio_after: over
+        that of the calm after, whose contexts are longer.
         """
         calm, storm, after = (
             [gap for stream in self.streams for gap in stream.gaps(*span)]
             for span in (self.calm, self.storm, self.after)
         )
+        same = [gap for stream in self.others for gap in stream.gaps(*self.same)]
         quiet, loud, later = percentiles(calm), percentiles(storm), percentiles(after)
+        undisturbed = percentiles(same)
         worst = max(np.percentile(stream.gaps(*self.storm), 99) for stream in self.streams)
         return {
             "calm_itl_ms": quiet,
             "storm_itl_ms": loud | {"longest": max(storm) * 1e3},
             "after_itl_ms": later,
-            "ratio": loud["p99"] / quiet["p50"],
+            "undisturbed_itl_ms": undisturbed,
+            "ratio": loud["p99"] / undisturbed["p50"],
+            "ratio_before": loud["p99"] / quiet["p50"],
             "ratio_after": loud["p99"] / later["p50"],
-            "worst_stream_ratio": float(worst) * 1e3 / quiet["p50"],
+            "worst_stream_ratio": float(worst) * 1e3 / undisturbed["p50"],
             "storm_seconds": self.storm[1] - self.storm[0],
             "storm_ttft_ms": percentiles(self.firsts),
             "calm_slowest": slowest(self.streams, *self.calm),
@@ -135,6 +147,35 @@ def slowest(
     return [(round(late - begin, 4), round(gap * 1e3, 3), many) for gap, late, many in longest]
 
 
+@dataclass(frozen=True)
+class Run:
+    """How streams are begun, each with a prompt of its own."""
+
+    llm: AsyncLLM
+    prompt: Callable[[int], list[int]]
+    options: argparse.Namespace
+    limit: int
+
+    def streams(self) -> tuple[list[Stream], list[asyncio.Task[None]]]:
+        """As many as asked for, and the tasks that read them."""
+        streams, length = (
+            [Stream() for _ in range(self.options.streams)],
+            self.options.stream_prompt,
+        )
+        reading = (_follow(self.llm, self.prompt(length), self.limit, one) for one in streams)
+        return streams, [asyncio.create_task(one) for one in reading]
+
+    async def undisturbed(self, begin: int, end: int) -> tuple[list[Stream], Span]:
+        """Streams that nothing disturbs, and when they made their tokens from `begin` to `end`."""
+        streams, tasks = self.streams()
+        await _reached(streams, begin, tasks)
+        began = time.perf_counter()
+        await _reached(streams, end, tasks)
+        ended = time.perf_counter()
+        await _abandon(tasks)
+        return streams, (began, ended)
+
+
 async def _storm(options: argparse.Namespace, settings: dict[str, Any]) -> Measured:
     config = read_config(resolve_model(str(settings.get("model", ""))))
     highest = min(HIGHEST_ID, config.vocab_size - 1)
@@ -144,21 +185,18 @@ async def _storm(options: argparse.Namespace, settings: dict[str, Any]) -> Measu
     def prompt(length: int) -> list[int]:
         return [source.randint(0, highest) for _ in range(length)]
 
-    streams = [Stream() for _ in range(options.streams)]
     # Made ready before anything is measured: this process reads the streams, too.
     storm: list[Any] = [np.array(prompt(options.prompt_tokens)) for _ in range(options.prompts)]
     gc.collect()
     gc.freeze()
     async with AsyncLLM(**settings) as llm:
         await _first_token(llm, prompt(min(options.prompt_tokens, limit - 2)), 0.0)
-        tasks = [
-            asyncio.create_task(_follow(llm, prompt(options.stream_prompt), limit, stream))
-            for stream in streams
-        ]
+        run = Run(llm, prompt, options, limit)
+        streams, tasks = run.streams()
         await _reached(streams, WARM_TOKENS, tasks)
         calm = time.perf_counter()
         await _reached(streams, WARM_TOKENS + options.calm_tokens, tasks)
-        begin = time.perf_counter()
+        begin, first = time.perf_counter(), min(one.tokens for one in streams)
         arrivals = [
             _first_token(llm, ids, begin + index * options.every) for index, ids in enumerate(storm)
         ]
@@ -168,10 +206,12 @@ async def _storm(options: argparse.Namespace, settings: dict[str, Any]) -> Measu
             raise RuntimeError(
                 "streams ended before the storm did: they need a longer context, or a shorter calm"
             )
-        await _reached(streams, max(one.tokens for one in streams) + options.calm_tokens, tasks)
+        stormy = max(one.tokens for one in streams)
+        await _reached(streams, stormy + options.calm_tokens, tasks)
         last = time.perf_counter()
         await _abandon(tasks)
-    return Measured(streams, (calm, begin), (begin, end), (end, last), firsts)
+        others, same = await run.undisturbed(first, stormy)
+    return Measured(streams, (calm, begin), (begin, end), (end, last), firsts, others, same)
 
 
 async def _follow(llm: AsyncLLM, prompt: list[int], limit: int, stream: Stream) -> None:
@@ -220,11 +260,12 @@ async def _reached(
 
 
 def _show(policy: str, metrics: Mapping[str, Any]) -> None:
-    quiet, loud = metrics["calm_itl_ms"], metrics["storm_itl_ms"]
+    quiet, loud = metrics["undisturbed_itl_ms"], metrics["storm_itl_ms"]
     print(
-        f"{policy:>14}: between tokens {quiet['p50']:.2f} ms (p99 {quiet['p99']:.2f}); in the storm"
+        f"{policy:>14}: between tokens {quiet['p50']:.2f} ms (p99 {quiet['p99']:.2f}); in a storm"
         f" of {metrics['storm_seconds']:.2f} s {loud['p50']:.2f} ms, p99 {loud['p99']:.2f}, longest"
-        f" {loud['longest']:.2f}: {metrics['ratio']:.2f} times the calm's median, and"
-        f" {metrics['ratio_after']:.2f} times that of the calm after it",
+        f" {loud['longest']:.2f}: {metrics['ratio']:.2f} times the median of the same tokens"
+        f" without it ({metrics['ratio_before']:.2f} times that of the calm before, whose contexts"
+        f" are shorter, {metrics['ratio_after']:.2f} times that of the calm after)",
         flush=True,
     )
