@@ -17,6 +17,9 @@ pytest.register_assert_rewrite(
     "kernels.triton_cases",
 )
 
+import torch  # noqa: E402
+
+from kernels import decode_attention_cases as attention  # noqa: E402
 from kernels.all_reduce_norm_cases import *  # noqa: E402, F403
 from kernels.decode_attention_cases import *  # noqa: E402, F403
 from kernels.expand_cases import *  # noqa: E402, F403
@@ -28,3 +31,17 @@ from kernels.skinny_cases import *  # noqa: E402, F403
 from kernels.store_cases import *  # noqa: E402, F403
 
 pytestmark = pytest.mark.gpu
+
+
+def test_kernels_that_start_early_read_nothing_too_early():
+    lengths = [300, 20, 1000, 64] * 8
+    case = attention.Case(lengths, torch.bfloat16, heads=16, kv_heads=8, dim=128)
+    expected, cut = case.run(attention.PARTS), attention.PARTS
+    out = torch.empty_like(case.q)
+    for _ in range(50):
+        query = torch.zeros_like(case.q)
+        query.copy_(case.q)  # the kernel before
+        attention.decode_attention(
+            query, case.k, case.v, case.rows(), case.scale, out, case.scratch, cut, early=True
+        )
+        assert torch.equal(out, expected)
