@@ -33,8 +33,8 @@ class Fa3Plan:
 class Fa3Part:
     """The kernel schedules itself on the device, so that a plan begins with views only.
 
-    That it does so once a step, not once a layer, saves less time than it spares delay: in a step
-    whose decodes attend meanwhile, a prompt's blocks get a multiprocessor at once or very late.
+    It does so once a step, not once a layer. That saves little by itself; but where decodes attend
+    meanwhile, a prompt's blocks get multiprocessors at once, else when the decodes are through.
     """
 
     def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
