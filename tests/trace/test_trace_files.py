@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import stat
 import threading
+import zlib
 
 import msgspec
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,6 +127,31 @@ def test_a_body_of_another_kind_is_refused_with_its_record(path):
     )
     trace = Trace(path)
     with pytest.raises(UnreadableTrace, match=r"record 0 \(in work\)"):
+        trace.message(next(iter(trace)))
+
+
+def not_utf8(packed: bytes, text: bytes) -> bytes:
+    """The same block with that text spoilt."""
+    payload = zstandard.ZstdDecompressor().decompress(packed[form.PREFIX.size :])
+    assert text in payload
+    spoilt = payload.replace(text, b"\x80" * len(text))
+    compressed = zstandard.ZstdCompressor().compress(spoilt)
+    return form.PREFIX.pack(len(compressed), zlib.crc32(compressed)) + compressed
+
+
+def test_text_that_is_not_utf8_is_unreadable_wherever_it_stands(path):
+    header, rest = form.pack_header(HEADER), len(form.MAGIC)
+    path.write_bytes(form.MAGIC + not_utf8(header[rest:], b"scheduler-0"))
+    with pytest.raises(UnreadableTrace, match="the header cannot be decoded"):
+        Trace(path)
+    body = msgspec.msgpack.encode(Abort("r1234", 1))
+    block = form.pack_records([(0.0, "in", "requests", "gateway-0", 0, 0.0, body)])
+    path.write_bytes(header + not_utf8(block, b"gateway-0"))
+    with pytest.raises(UnreadableTrace, match="the records cannot be decoded"):
+        list(Trace(path))
+    path.write_bytes(header + not_utf8(block, b"r1234"))
+    trace = Trace(path)
+    with pytest.raises(UnreadableTrace, match=r"record 0 \(in requests\)"):
         trace.message(next(iter(trace)))
 
 

@@ -16,6 +16,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.distributed_c10d import Store
 
 from pipeinfer.bus import addresses
+from pipeinfer.bus.frames import UNREADABLE
 from pipeinfer.bus.wires import Wires
 
 ASK_AGAIN = 0.5  # seconds
@@ -112,7 +113,7 @@ def _serve(
                     continue
                 try:
                     asks = msgspec.msgpack.decode(socket.recv(), type=Asks)
-                except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                except UNREADABLE as error:
                     socket.send(msgspec.msgpack.encode(Answers(refusal=f"no question: {error}")))
                     continue
                 if asks.size != size or not 0 < asks.rank < size:

@@ -12,6 +12,7 @@ from typing import Any, Union
 import msgspec
 
 from pipeinfer import events
+from pipeinfer.bus.frames import UNREADABLE
 from pipeinfer.core import LOCAL
 from pipeinfer.messages import CHANNELS, Heartbeat, Message
 from pipeinfer.trace.format import Record, UnreadableTrace
@@ -49,7 +50,7 @@ class Bodies:
             decoder = self._decoders[key] = msgspec.msgpack.Decoder(self._types(*key))
         try:
             return decoder.decode(record.body)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise UnreadableTrace(
                 f"record {record.seq} ({record.direction} {record.channel}): {error}"
             ) from None

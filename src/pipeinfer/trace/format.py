@@ -16,6 +16,8 @@ from typing import Any, Literal
 import msgspec
 import zstandard
 
+from pipeinfer.bus.frames import UNREADABLE
+
 MAGIC = b"PITRACE1"
 PREFIX = struct.Struct("<II")  # length and CRC-32 of a block's payload
 LARGEST = 1 << 30  # bytes of a block, packed or not; more is no block
@@ -135,7 +137,7 @@ def unpack_records(payload: bytes) -> list[Record]:
     """The records of a block's payload. Raises UnreadableTrace."""
     try:
         return _records(_decompressed(payload))
-    except (msgspec.MsgspecError, zstandard.ZstdError) as error:
+    except (*UNREADABLE, zstandard.ZstdError) as error:
         raise UnreadableTrace(f"the records cannot be decoded: {error}") from None
 
 
@@ -149,7 +151,7 @@ def unpack_header(payload: bytes, protocol: int | None) -> TraceHeader:
                 f"it was recorded with protocol {found}, this pipeinfer speaks {protocol}"
             )
         return _header(raw)
-    except (msgspec.MsgspecError, zstandard.ZstdError) as error:
+    except (*UNREADABLE, zstandard.ZstdError) as error:
         raise UnreadableTrace(f"the header cannot be decoded: {error}") from None
 
 
