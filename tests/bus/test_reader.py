@@ -12,6 +12,7 @@ from pipeinfer.bus import frames
 from pipeinfer.bus.frames import Header
 from pipeinfer.bus.reader import Reader
 from pipeinfer.messages import PROTOCOL, Abort, Heartbeat, Message
+from waiting import until
 
 ABORT = Abort("r", 1)
 BEAT = Heartbeat("engine-0-0", "engine", 0, 0, 0, 1, 1, "ready")
@@ -41,12 +42,6 @@ class Pair:
     def close(self) -> None:
         self.reader.close()
         self._outbox.close(linger=0)
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @pytest.fixture

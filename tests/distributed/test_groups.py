@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
+from functools import partial
 
 import psutil
 import pytest
 import pytest_asyncio
 from chat_streams import questions
 
+import waiting
 from pipeinfer import LLM, AsyncLLM, SamplingParams
 
 SMALL = {"threads": 1, "kv_pages": 400, "log_level": "warning"}
 PATIENCE = 90.0
+until = partial(waiting.until, patience=PATIENCE, every=0.05)
 
 
 def greedy(tokens: int) -> SamplingParams:
@@ -28,12 +31,6 @@ def engine(group: int) -> psutil.Process:
         if "engine" in words and words[words.index("--group") + 1] == str(group):
             return child
     raise AssertionError(f"group {group} has no engine")
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.05)
 
 
 def finished(llm: AsyncLLM) -> list[float]:

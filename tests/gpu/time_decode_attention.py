@@ -13,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import torch
+from graph_timing import each_us
 
 from pipeinfer.attention import triton_decode
 from pipeinfer.kernels.decode_attention import (
@@ -21,7 +22,7 @@ from pipeinfer.kernels.decode_attention import (
     decode_attention,
     decode_attention_reference,
 )
-from pipeinfer.kernels.decode_pieces import WORDS, Cut, cut_rows
+from pipeinfer.kernels.decode_pieces import Cut, cut_rows, room_for
 
 LAYERS, PAGES, PAGE, DIM, TIMES = 6, 7000, 64, 128, 3
 BANDWIDTH = 4.3e12
@@ -54,9 +55,9 @@ class Bench:
         pages = [-(-length // PAGE) for length in lengths]
         order = torch.randperm(PAGES)[: sum(pages)].int()
         indptr = torch.tensor([0, *pages]).cumsum(0).int()
-        words = torch.empty(len(lengths) + 512, WORDS, dtype=torch.int32, device="cuda")
+        pieces = room_for(len(lengths) + 512, torch.device("cuda"))
         keys = torch.tensor(lengths, dtype=torch.int32)
-        return DecodeRows(keys.cuda(), indptr.cuda(), order.cuda(), words)
+        return DecodeRows(keys.cuda(), indptr.cuda(), order.cuda(), pieces)
 
     def time(self, rows, cut, check=True):
         """Microseconds of one launch."""
@@ -66,32 +67,16 @@ class Bench:
         cut_rows(rows.lengths, rows.pieces, cut)
         torch.cuda.synchronize()
 
-        def run():
-            for layer in range(LAYERS):
-                decode_attention(q, self.k[layer], self.v[layer], rows, DIM**-0.5, out,
-                                 self.scratch, cut)  # fmt: skip
+        def attend(layer):
+            decode_attention(q, self.k[layer], self.v[layer], rows, DIM**-0.5, out, self.scratch,
+                             cut)  # fmt: skip
 
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            run()
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                for _ in range(TIMES):
-                    run()
-            times = []
-            for _ in range(7):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record(stream)
-                graph.replay()
-                end.record(stream)
-                end.synchronize()
-                times.append(begin.elapsed_time(end))
+        found = each_us(attend, range(LAYERS), TIMES)
         if check:
             want = decode_attention_reference(q, self.k[-1], self.v[-1], rows, DIM**-0.5).float()
             error = float((out.float() - want).norm() / want.norm())
             assert error < 6e-3, (cut, error)
-        return sorted(times)[3] * 1e3 / (TIMES * LAYERS)
+        return found
 
 
 def warm(job):

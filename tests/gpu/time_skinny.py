@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
+from graph_timing import each_us
 from torch.nn import functional
 
 from pipeinfer.kernels import skinny
@@ -97,28 +98,6 @@ def check(job):
         return job, float((got - want).norm() / want.norm())
     except Exception as error:
         return job, repr(error)[:100]
-
-
-def each_us(call, weights, times):
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for weight in weights[:2]:
-            call(weight)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(times):
-                for weight in weights:
-                    call(weight)
-        found = []
-        for _ in range(7):
-            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began.record(stream)
-            graph.replay()
-            ended.record(stream)
-            ended.synchronize()
-            found.append(began.elapsed_time(ended))
-    return sorted(found)[3] * 1e3 / (times * len(weights))
 
 
 def main():

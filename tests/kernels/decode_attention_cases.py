@@ -15,7 +15,7 @@ from pipeinfer.kernels.decode_attention import (
     decode_attention,
     decode_attention_reference,
 )
-from pipeinfer.kernels.decode_pieces import Cut, cut_rows, cut_rows_reference, most_pieces
+from pipeinfer.kernels.decode_pieces import Cut, cut_rows, cut_rows_reference, most_pieces, room_for
 from pipeinfer.memory.pool import KVPool
 
 WHOLE = Cut(extra=4, parts=1, least=16, block=16, warps=4, stages=2)
@@ -39,7 +39,7 @@ class Case:
         self.q = randn(3, len(lengths), heads, dim, dtype=dtype)
         self.scale = dim**-0.5
         most = most_pieces(len(lengths), PARTS)
-        self.pieces = torch.empty(most, 4, dtype=torch.int32, device=DEVICE)
+        self.pieces = room_for(most, self.q.device)
         self.scratch = Scratch(len(lengths), most, heads, kv_heads, dim, self.q.device)
 
     def rows(self):
@@ -73,7 +73,7 @@ class Case:
 def test_rows_are_cut_as_by_the_reference(lengths, window, cut):
     rows = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     most = most_pieces(len(lengths), cut)
-    pieces = torch.full((most, 4), -7, dtype=torch.int32, device=DEVICE)
+    pieces = room_for(most, rows.device).fill_(-7)
     cut_rows(rows, pieces, cut, window)
     expected = cut_rows_reference(rows, cut, window)
     assert len(expected) <= most

@@ -16,6 +16,7 @@ from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.runtime.topology import Identity
 from pipeinfer.settings import Settings
+from waiting import until
 
 
 @dataclass
@@ -37,12 +38,6 @@ class Heard:
 
     def idle(self):
         return True
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_frames_of_a_replaced_process_are_dropped_and_counted(tmp_path):

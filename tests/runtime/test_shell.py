@@ -18,6 +18,7 @@ from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.runtime.topology import Identity
 from pipeinfer.settings import ConfigurationError, Settings
+from waiting import until
 
 
 @dataclass
@@ -64,12 +65,6 @@ def shell(place, context, core, settings=None, name="tokenizer") -> Shell:
         return Stage(core, tick=0.01)
 
     return Shell(settings or Settings(), place, Identity(name), context, build)
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_messages_pass_through_core_and_heartbeats_tell_its_state(place, context):

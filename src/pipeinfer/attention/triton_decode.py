@@ -14,7 +14,7 @@ import torch
 from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.attention.paged import PagedRows
 from pipeinfer.kernels.decode_attention import DecodeRows, Scratch, decode_attention
-from pipeinfer.kernels.decode_pieces import WORDS, Cut, cut_rows, most_pieces
+from pipeinfer.kernels.decode_pieces import Cut, cut_rows, most_pieces, room_for
 from pipeinfer.memory.pool import KVPool
 
 # By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut
@@ -51,6 +51,7 @@ class TritonDecodePart:
     def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
         self._shapes = tuple(shapes)
         self._device = device
+        self._kv_heads = max(shape.num_kv_heads for shape in shapes)
         windows = [shape.sliding_window for shape in shapes]
         # The layers that cut the rows, for themselves and for those with the same window.
         self._first = {windows.index(window): window for window in set(windows)}
@@ -59,15 +60,10 @@ class TritonDecodePart:
         """Makes room for what pieces of rows leave for each other."""
         self._k, self._v = pool.k, pool.v
         sizes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in self._shapes}
-        most = max(most_pieces(rows, self._cut(rows)) for rows in range(1, most_rows + 1))
+        rows = range(1, most_rows + 1)
+        most = max(most_pieces(count, cut(count, self._kv_heads)) for count in rows)
         self._scratch = {size: Scratch(most_rows, most, *size, self._device) for size in sizes}
-        self._pieces = {
-            window: torch.empty(most, WORDS, dtype=torch.int32, device=self._device)
-            for window in self._first.values()
-        }
-
-    def _cut(self, rows: int) -> Cut:
-        return cut(rows, max(shape.num_kv_heads for shape in self._shapes))
+        self._pieces = {window: room_for(most, self._device) for window in self._first.values()}
 
     def plan(self, rows: PagedRows, begin: int, end: int) -> Plan:
         """Views only."""
@@ -84,11 +80,11 @@ class TritonDecodePart:
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: Plan) -> None:
         shape = self._shapes[layer]
         size = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        window, cut, first = shape.sliding_window, self._cut(len(q)), layer in self._first
-        rows = plan.windows[window]
+        window, first = shape.sliding_window, layer in self._first
+        rows, how = plan.windows[window], cut(len(q), self._kv_heads)
         if first:
-            cut_rows(rows.lengths, rows.pieces, cut, window)
+            cut_rows(rows.lengths, rows.pieces, how, window)
         decode_attention(
-            q, self._k[layer], self._v[layer], rows, shape.scale, out, self._scratch[size], cut,
+            q, self._k[layer], self._v[layer], rows, shape.scale, out, self._scratch[size], how,
             window, early=plan.early and not first,
         )  # fmt: skip

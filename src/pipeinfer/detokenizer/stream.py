@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from pipeinfer.detokenizer.incremental import IncrementalDecoder
 from pipeinfer.detokenizer.stops import StopStrings
-from pipeinfer.messages import Delivered, FinishReason, Open, TextRow, TokenRow, unpack
+from pipeinfer.few_ids import unpack_few
+from pipeinfer.messages import Delivered, FinishReason, Open, TextRow, TokenRow
 
 
 class Stream:
@@ -69,7 +70,7 @@ class Stream:
             return None
         stop_token = row.stop_token if row.finish == "stop" else None
         shown = raw[:-4] if stop_token is not None else raw
-        text, hit = self._decode(_ids(shown))
+        text, hit = self._decode(unpack_few(shown))
         if hit is not None:
             return self._ended_by_string(row, start, shown, text, hit)
         self.received = start + len(raw) // 4
@@ -166,10 +167,3 @@ class Stream:
             cached_tokens,
             error,
         )
-
-
-def _ids(raw: bytes) -> Sequence[int]:
-    """`unpack` as Python integers; the usual single id without a detour through NumPy."""
-    if len(raw) == 4:
-        return (int.from_bytes(raw, "little", signed=True),)
-    return unpack(raw).tolist()

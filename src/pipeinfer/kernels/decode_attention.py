@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.decode_pieces import PART, Cut, most_pieces
+from pipeinfer.kernels.decode_pieces import PART, WORDS, Cut, most_pieces
 from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.prefetch import LINE, prefetch
 
@@ -116,11 +116,11 @@ def _attend(
 ):  # fmt: skip
     """Program (KV head, piece). The last of a row's pieces that ends merges all."""
     head, piece = tl.program_id(0), tl.program_id(1)
-    row = tl.load(pieces + piece * 4).to(tl.int64)
+    words = pieces + piece * WORDS
+    row = tl.load(words).to(tl.int64)
     if row < 0:
         return
-    start, stop = tl.load(pieces + piece * 4 + 1), tl.load(pieces + piece * 4 + 2)
-    cut = tl.load(pieces + piece * 4 + 3)
+    start, stop, cut = tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
     first, parts = cut % PART, cut // PART
     begin = tl.load(indptr + row)
     low = tl.load(lengths + row) - window if WINDOWED else 0

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-WORDS = 4  # of a piece
+WORDS = tl.constexpr(4)  # of a piece
 PART = tl.constexpr(1 << 16)  # what one more part adds to the fourth word of a row's pieces
 
 
@@ -53,7 +53,7 @@ def _cut(
     its_begin = tl.sum(tl.where(row == one, begin, 0))
     its_length = tl.sum(tl.where(row == one, length, 0))
     part = tl.arange(0, PARTS)
-    at, real = pieces + (first + part) * 4, part < its_parts
+    at, real = pieces + (first + part) * WORDS, part < its_parts
     start = its_begin + part * its_size
     tl.store(at, tl.full((PARTS,), one, tl.int32), mask=real)
     tl.store(at + 1, start, mask=real)
@@ -61,12 +61,17 @@ def _cut(
     tl.store(at + 3, tl.zeros((PARTS,), tl.int32) + first + its_parts * PART, mask=real)
     if one == 0:
         rest = tl.sum(parts) + tl.arange(0, EXTRA)
-        tl.store(pieces + rest * 4, tl.full((EXTRA,), -1, tl.int32), mask=rest < rows + extra)
+        tl.store(pieces + rest * WORDS, tl.full((EXTRA,), -1, tl.int32), mask=rest < rows + extra)
 
 
 def most_pieces(rows: int, cut: Cut) -> int:
     """Of so many rows."""
     return rows + cut.extra
+
+
+def room_for(pieces: int, device: torch.device) -> torch.Tensor:
+    """What `cut_rows` writes so many pieces into."""
+    return torch.empty(pieces, WORDS.value, dtype=torch.int32, device=device)
 
 
 def cut_rows(

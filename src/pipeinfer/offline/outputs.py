@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeinfer.few_ids import unpack_few
 from pipeinfer.gateway import events
 from pipeinfer.gateway.events import Call, Failed, Started
 from pipeinfer.messages import FinishReason, unpack
@@ -176,7 +177,7 @@ class DeltaStream:
 
     def delta(self, delta: events.Delta) -> None:
         """Hot path: once for every token."""
-        ids = _ids(delta.ids)
+        ids = unpack_few(delta.ids)
         self._received = delta.token_offset + len(ids)
         self._put(
             Delta(
@@ -196,10 +197,3 @@ class DeltaStream:
         self._deltas.append(delta)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def _ids(raw: bytes) -> list[int]:
-    """`unpack` as Python integers; the usual single id without a detour through NumPy."""
-    if len(raw) == 4:
-        return [int.from_bytes(raw, "little", signed=True)]
-    return unpack(raw).tolist()

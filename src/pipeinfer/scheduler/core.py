@@ -41,7 +41,7 @@ from pipeinfer.scheduler.flights import OutOfOrder, Overdue
 from pipeinfer.scheduler.ledger import Ledger
 from pipeinfer.scheduler.limits import TooLong, max_total
 from pipeinfer.scheduler.options import SchedulerOptions
-from pipeinfer.scheduler.outbox import Outbox, home, last_row, pack_few
+from pipeinfer.scheduler.outbox import Outbox, home, last_row, next_row
 from pipeinfer.scheduler.planner import Planner
 from pipeinfer.scheduler.request import Request, from_work
 
@@ -360,8 +360,7 @@ class SchedulerCore:
         offset = len(request.outputs)
         finish, stop_token = request.accept(tokens)
         self._planner.probation.cleared(request)
-        ids, cached = pack_few(request.outputs[offset:]), max(request.cached, 0)
-        row = TokenRow(request.id, offset, ids, finish, stop_token, "", cached)
+        row = next_row(request, offset, finish, stop_token)
         if finish is None:
             self._outbox.rows.setdefault(request.work.detokenizer, []).append(row)
         else:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import msgspec
 
 from pipeinfer.core import Send
+from pipeinfer.few_ids import pack_few
 from pipeinfer.messages import FinishReason, Open, Refused, TokenRow, Tokens, pack
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 
@@ -64,6 +65,14 @@ def home(request: Request) -> str:
     return f"detokenizer-{request.work.detokenizer}"
 
 
+def next_row(
+    request: Request, offset: int, finish: FinishReason | None, stop_token: int | None
+) -> TokenRow:
+    """The row of what the request has generated from `offset` on."""
+    ids, cached = pack_few(request.outputs[offset:]), max(request.cached, 0)
+    return TokenRow(request.id, offset, ids, finish, stop_token, "", cached)
+
+
 def last_row(request: Request, finish: FinishReason | None, error: str = "") -> TokenRow:
     """The row that would end `request`; without `finish` its detokenizer ended it by itself.
 
@@ -73,10 +82,3 @@ def last_row(request: Request, finish: FinishReason | None, error: str = "") -> 
         finish, error = "error", "it ended in a detokenizer that was lost, nobody knows how"
     stop_token = request.outputs[-1] if finish == "stop" and request.outputs else None
     return TokenRow(request.id, len(request.outputs), b"", finish, stop_token, error)
-
-
-def pack_few(ids: list[int]) -> bytes:
-    """`pack` for a handful of ids, for which an array costs more than its use."""
-    if len(ids) == 1:  # hot path: every token of every request
-        return ids[0].to_bytes(4, "little", signed=True)
-    return b"".join([token.to_bytes(4, "little", signed=True) for token in ids])
