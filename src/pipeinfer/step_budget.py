@@ -20,6 +20,9 @@ SLOWER = 150
 # has no more tokens than these.
 SHORT_SLOWER, SHORT_ROWS, SHORT_TOKENS = 215, 64, 512
 FEWEST = 128  # tokens of prompts, however long they take: with less, hardly any time is saved
+# But the matrix kernels of a GPU take steps: where a few tokens less take far less time, prompts
+# get those, and at least so many. A token is worth so many percent of the least that one can take.
+ROOM, WORTH = 32, 75
 MOST_MEASURED = 1024  # tokens of a step: with more, the time for each hardly falls
 
 
@@ -39,7 +42,8 @@ class MixedBudget:
         own = self.cost.tokens_within(SLOWER, rows, context, depth)
         # However deep the prompt: fewer tokens at a time would only make it disturb for longer.
         short = min(self.cost.tokens_within(SHORT_SLOWER, SHORT_ROWS, 0, 0), SHORT_TOKENS)
-        return max(max(own, short) - rows, FEWEST)
+        most = max(own, short, rows + FEWEST)
+        return self.cost.worthwhile(most, rows, ROOM, WORTH) - rows
 
 
 def mixed_budget(asked: int, budget: int, cost: StepCost | None = None) -> MixedBudget:

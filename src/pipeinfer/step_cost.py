@@ -51,6 +51,22 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
         fitting = (tokens for tokens, time, more in self.mixed if time + more * depth <= most)
         return max(fitting, default=0)
 
+    def worthwhile(self, most: int, rows: int, room: int, percent: int) -> int:
+        """The size of at most `most` tokens in which prompts beside `rows` decodes, at least `room`
+        tokens, gain most; `most` if they gain in none.
+
+        A token of theirs is worth `percent` of what one takes in the size that is cheapest by the
+        token; it costs what the step takes longer than its decodes alone.
+        """
+        alone = self.alone(rows)
+        worth = min(time // tokens for tokens, time, _ in self.mixed) * percent // 100
+        best, found = 0, most
+        for tokens, time, _ in self.mixed:
+            gain = worth * (tokens - rows) - (time - alone)
+            if rows + room <= tokens <= most and gain > best:
+                best, found = gain, tokens
+        return found
+
 
 def _ms(picoseconds: int) -> str:
     return f"{picoseconds / 10**9:.3f}"

@@ -215,6 +215,7 @@ def test_a_step_takes_the_smallest_graph_that_holds_it_and_none_that_is_far_larg
     assert fitting(1, 1, 126) == MixedSize(128, 64, 32)
     assert fitting(*[1] * 65, 200) == MixedSize(320, 128, 32)
     assert fitting(*[1] * 130, 200) == MixedSize(384, 256, 32), "classes of rows double"
+    assert fitting(*[1] * 130, 100) == MixedSize(256, 224, 32), "and each size holds as many as fit"
     assert fitting(*[1] * 65, 450) is None, "more than a mixed step ever has"
     assert fitting(*[8] * 9) == MixedSize(128, 64, 32), "too many prompts for the smallest"
     assert fitting(1, 1) is None and fitting(2049) is None

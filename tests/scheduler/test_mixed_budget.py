@@ -15,6 +15,7 @@ from pipeinfer.messages import CHANNELS, Plan, unpack
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.step_budget import (
     FEWEST,
+    ROOM,
     SHORT_ROWS,
     SHORT_SLOWER,
     SHORT_TOKENS,
@@ -146,7 +147,7 @@ def test_the_budget_of_mixed_steps_follows_that_of_all_steps():
 @given(costs, *decodes, depths)
 def test_a_step_with_prompts_takes_at_most_the_promised_part_longer(cost, rows, context, depth):
     prompts = mixed_budget(0, 8192, cost).prompts(rows, context, depth)
-    assert FEWEST <= prompts <= max(SIZES[-1] - rows, FEWEST)
+    assert ROOM <= prompts <= max(SIZES[-1] - rows, FEWEST)
     times = {tokens: time + more * depth for tokens, time, more in cost.mixed}
     alone = {rows: max(time for size, time in cost.decodes if size <= rows)
              for rows in (rows, SHORT_ROWS)}  # fmt: skip
@@ -155,7 +156,7 @@ def test_a_step_with_prompts_takes_at_most_the_promised_part_longer(cost, rows, 
     begun = {tokens: time for tokens, time, _ in cost.mixed}
     short = found in times and begun[found] <= alone[SHORT_ROWS] * SHORT_SLOWER / 100
     short = short and found <= SHORT_TOKENS
-    assert own or short or prompts == FEWEST
+    assert own or short or prompts <= FEWEST
 
 
 @given(costs, *decodes, depths, st.integers(0, 10**5))
@@ -181,6 +182,26 @@ def test_prompts_get_more_beside_longer_contexts_and_less_at_their_ends(
 )
 def test_what_prompts_get_beside_the_decodes_of_a_small_model(rows, context, depth, prompts):
     assert mixed_budget(0, 8192, SMALL).prompts(rows, context, depth) == prompts
+
+
+# Of 14B on an H200, as measured, in microseconds: products of 257 to 320 rows take half as long
+# again as those of 256, and longer than those of 384.
+LARGE = StepCost(
+    tuple((rows, time * US) for rows, time in (
+        (1, 7388), (32, 8067), (64, 8283), (96, 8900), (128, 9034), (192, 11199), (256, 12143))),
+    tuple((tokens, time * US, 0) for tokens, time in (
+        (128, 9208), (192, 11155), (256, 11943), (320, 17815), (384, 16607), (448, 20433),
+        (512, 21344), (768, 29459), (1024, 39013))),
+    47_000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompts"),
+    [(8, 248), (64, 192), (150, 106), (200, 56), (224, 32), (225, 448 - 225), (256, 512 - 256)],
+)
+def test_steps_end_where_the_device_takes_far_longer_for_a_few_tokens_more(rows, prompts):
+    assert mixed_budget(0, 8192, LARGE).prompts(rows, rows * 700, 0) == prompts
 
 
 def test_what_a_user_asks_for_comes_before_what_was_measured():

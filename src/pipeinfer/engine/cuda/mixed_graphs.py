@@ -56,10 +56,11 @@ def ladder(
     classes = sorted({*(rows for rows in doubled if rows < most_decodes), most_decodes})
     largest = max(mixed, most_decodes + mixed // PADDING_SHARE)
     alone = [(tokens, 0, min(FEW, most_rows)) for tokens in TOKENS]
+    some = min(SOME, most_rows)
     beside = [
-        (tokens, decodes, min(SOME, most_rows))
+        (tokens, decodes, some)
         for tokens in TOKENS
-        for decodes in classes
+        for decodes in {*classes, min(tokens - some, most_decodes)}  # as many as there is room for
         if tokens < largest + DECODES
     ]
     sizes = (MixedSize(*one) for one in (*alone, *beside))
