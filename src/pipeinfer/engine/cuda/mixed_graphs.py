@@ -57,10 +57,11 @@ def ladder(
     largest = max(mixed, most_decodes + mixed // PADDING_SHARE)
     alone = [(tokens, 0, min(FEW, most_rows)) for tokens in TOKENS]
     some = min(SOME, most_rows)
+    # Of each size also one with as many decodes as it has room for.
     beside = [
         (tokens, decodes, some)
         for tokens in TOKENS
-        for decodes in {*classes, min(tokens - some, most_decodes)}  # as many as there is room for
+        for decodes in {*classes, min(max(tokens - some, classes[0]), most_decodes)}
         if tokens < largest + DECODES
     ]
     sizes = (MixedSize(*one) for one in (*alone, *beside))

@@ -47,13 +47,12 @@ def step_cost(
     def amid(size: MixedSize, depth: int) -> int:
         return time(mixed, size, amid_prompts(size, longest, depth, frame))
 
-    few = min(size.decodes for size in beside)
+    fewest = {size.tokens: size for size in reversed(beside)}  # decodes, of each number of tokens
     together: list[tuple[int, int, int]] = []
-    for size in beside:
-        if size.decodes == few:
-            begun, depth = amid(size, 0), max(min(DEPTH, longest - size.tokens), 0)
-            more = max(amid(size, depth) - begun, 0) // depth if depth else 0
-            together.append((size.tokens, begun, more))
+    for tokens, size in sorted(fewest.items()):
+        begun, depth = amid(size, 0), max(min(DEPTH, longest - tokens), 0)
+        more = max(amid(size, depth) - begun, 0) // depth if depth else 0
+        together.append((tokens, begun, more))
     sizes = [rows for rows in decodes.sizes if rows in ROWS or rows == decodes.sizes[-1]]
     shallow = {rows: alone(rows, 0) for rows in sizes}
     rows = max((rows for rows in sizes if rows <= DECODES), default=sizes[0])
