@@ -79,7 +79,11 @@ def test_python_and_toml_blocks_are_valid(page):
 def known_flags() -> set[str]:
     settings = {"--" + name.replace("_", "-") for name in Settings.__struct_fields__}
     asked = {option for a in flags.parser("x", "")._actions for option in a.option_strings}
-    sources = [path for top in ("tools", "src", "stages") for path in (ROOT / top).rglob("*.py")]
+    sources = [
+        path
+        for top in ("tools", "src", "stages", "tests/gpu")
+        for path in (ROOT / top).rglob("*.py")
+    ]
     added = re.findall(r'"(--[a-z][a-z-]+)"', "\n".join(p.read_text() for p in sources))
     others = {
         "--build",
