@@ -11,6 +11,7 @@ import math
 import msgspec
 
 MAX_STOP_STRINGS = 16
+MOST_PENALTY = 2  # OpenAI's
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -21,6 +22,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     stop: strings that end the text, not part of it unless include_stop_str_in_output.
     stop_token_ids: ids that end it beside the model's own; ignore_eos ignores only the model's own.
     min_tokens: no stop token of either kind is sampled before that many output tokens.
+    repetition_penalty: what prompt and output hold is divided by it where its logit is positive,
+    else multiplied; above 1 makes it rarer. presence_penalty, frequency_penalty: in [-2, 2], taken
+    off the logits of what the output holds, once, or as often as it does.
     """
 
     temperature: float = 1.0
@@ -35,6 +39,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     stop_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
 
 class InvalidParameter(ValueError):
@@ -55,6 +62,7 @@ def normalized(params: SamplingParams) -> SamplingParams:
         top_k=max(params.top_k, 0) if params.top_k >= -1 else params.top_k,
     )
     _check_sampling(params)
+    _check_penalties(params)
     _check_end(params)
     return params
 
@@ -70,6 +78,18 @@ def _check_sampling(params: SamplingParams) -> None:
         raise InvalidParameter("min_p", f"min_p must be in [0, 1], not {params.min_p}")
     if params.seed is not None and not -(2**63) <= params.seed < 2**64:
         raise InvalidParameter("seed", f"seed must fit into 64 bits, not {params.seed}")
+
+
+def _check_penalties(params: SamplingParams) -> None:
+    repetition = params.repetition_penalty
+    if not (math.isfinite(repetition) and repetition > 0):
+        raise InvalidParameter(
+            "repetition_penalty", f"repetition_penalty must be above 0, not {repetition}"
+        )
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(params, name)
+        if not -MOST_PENALTY <= value <= MOST_PENALTY:
+            raise InvalidParameter(name, f"{name} must be in [-2, 2], not {value}")
 
 
 def _check_end(params: SamplingParams) -> None:

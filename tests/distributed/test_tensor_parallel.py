@@ -20,6 +20,8 @@ SAMPLED = (
     {"temperature": 0.9, "top_p": 0.8},
     {"temperature": 1.1, "top_k": 20},
     {"temperature": 0.7, "min_p": 0.05, "top_k": 50},
+    {"temperature": 0.8, "repetition_penalty": 1.4, "frequency_penalty": 0.5},
+    {"temperature": 0.9, "top_p": 0.8, "presence_penalty": 1.5},
 )
 # Two KV heads on four ranks are replicated; 263 ids do not divide by two or four.
 OVERRIDES = {

@@ -1,4 +1,4 @@
-"""A few requests for any runner: greedy and not, restricted and not, more than there are slots."""
+"""A few requests for any runner, more than slots: greedy, restricted, penalized, and neither."""
 
 from __future__ import annotations
 
@@ -17,5 +17,7 @@ def submit_all(cores) -> None:
         params = SamplingParams(
             temperature=0.8 * (index % 2), top_k=20 * (index == 3), max_tokens=WANTED,
             min_tokens=2 * (index == 1), stop_token_ids=(250,) * (index == 1),
+            repetition_penalty=1.5 if index > 1 else 1.0, presence_penalty=0.5 * (index == 2),
+            frequency_penalty=-0.3 * (index == 3),
         )  # fmt: skip
         cores.submit(f"r{index}", random.integers(0, 250, length).tolist(), params, seed=index)

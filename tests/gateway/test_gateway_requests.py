@@ -49,13 +49,15 @@ def test_every_supported_parameter_reaches_the_call() -> None:
         stop="a", stop_token_ids=[7], seed=5, max_tokens=9, min_tokens=2, ignore_eos=True,
         skip_special_tokens=False, include_stop_str_in_output=True, priority=-3, timeout=1.5,
         cache_salt="salt", chat_template_kwargs={"enable_thinking": False},
-        add_generation_prompt=False, add_special_tokens=True,
+        add_generation_prompt=False, add_special_tokens=True, repetition_penalty=1.1,
+        presence_penalty=-2, frequency_penalty=0.5,
     )  # fmt: skip
     [call] = job.calls
     assert call.params == SamplingParams(
         temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, stop=("a",), stop_token_ids=(7,), seed=5,
         max_tokens=9, min_tokens=2, ignore_eos=True, skip_special_tokens=False,
-        include_stop_str_in_output=True,
+        include_stop_str_in_output=True, repetition_penalty=1.1, presence_penalty=-2.0,
+        frequency_penalty=0.5,
     )  # fmt: skip
     assert (call.priority, call.timeout, call.cache_salt) == (-3, 1.5, "salt")
     assert call.template_arguments == {"enable_thinking": False, "add_generation_prompt": False}
@@ -118,6 +120,9 @@ def test_message_content_may_be_parts_of_text() -> None:
         ({"top_k": -2}, "top_k"),
         ({"top_k": 2**31}, "top_k"),
         ({"min_p": 2}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"seed": 2**64}, "seed"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -5}, "max_tokens"),
@@ -231,9 +236,12 @@ def test_defaults_come_from_generation_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert sampling_defaults(tmp_path) == SamplingParams(max_tokens=None)
     file = tmp_path / "generation_config.json"
-    file.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95}')
+    file.write_text(
+        '{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95,'
+        ' "repetition_penalty": 1.05}'
+    )
     assert sampling_defaults(tmp_path) == SamplingParams(
-        temperature=0.6, top_k=20, top_p=0.95, max_tokens=None
+        temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05, max_tokens=None
     )
     file.write_text('{"top_p": 7}')
     with pytest.raises(ConfigurationError, match="top_p"):

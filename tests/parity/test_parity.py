@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from allpairspy import AllPairs
 from cores import Cores
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from checkpoints import ARCHITECTURES, VOCAB_SIZE, CheckpointCache, load_reference
 from pipeinfer.params import SamplingParams
@@ -169,6 +171,51 @@ def test_seeded_sampling_is_the_same_whatever_else_is_in_the_batch(references):
     alone = run(0, "mixed")
     assert run(12, "mixed") == alone
     assert run(5, "cores:Nuisance") == alone
+
+
+@torch.inference_mode()
+def penalized(model, prompt: list[int], params: SamplingParams) -> list[int]:
+    """Greedy ids by transformers' logits and its repetition penalty; none if two are too close."""
+    repetition = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+    ids = torch.tensor([prompt])
+    for _ in range(params.max_tokens):
+        scores = repetition(ids, model(ids).logits[:, -1])
+        said = torch.bincount(ids[0, len(prompt) :], minlength=scores.shape[1])
+        scores -= params.frequency_penalty * said + params.presence_penalty * (said > 0)
+        first, second = scores[0].topk(2).values
+        if first - second < GAP:
+            return []
+        ids = torch.cat((ids, scores.argmax(-1, keepdim=True)), 1)
+    return ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("policy", ["mixed", "cores:Nuisance"])
+def test_penalties_give_the_same_greedy_tokens_as_transformers_also_after_a_preemption(
+    references, policy
+):
+    known = references("Qwen3ForCausalLM")
+    model = load_reference(known["folder"])
+    free = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    kinds = [
+        {}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.4}, {"presence_penalty": 1.5},
+        {"repetition_penalty": 0.8, "frequency_penalty": 1.0, "presence_penalty": -0.5},
+    ]  # fmt: skip
+    cores = Cores(known["folder"], settings(16, "radix", 2), policy=policy)
+    expected = {}
+    for kind in kinds:
+        params = msgspec.structs.replace(free, **kind)
+        reference, wanted = next(
+            (reference, ids)
+            for reference in known["mixed"]
+            if (ids := penalized(model, reference.prompt, params))
+        )
+        assert (wanted == reference.ids[:40]) == (not kind), "penalties make a difference"
+        name = str(kind)
+        expected[name] = wanted
+        cores.submit(name, reference.prompt, params)
+    cores.run()
+    assert cores.outputs == expected
+    assert cores.scheduler.counts["preemptions"] > 3 or policy == "mixed"
 
 
 def test_min_tokens_holds_back_the_stop_token(references):

@@ -15,7 +15,9 @@ from servers import Server
 STREAMS = 24
 
 
-async def _ask(api: openai.AsyncOpenAI, question: str, started: asyncio.Event) -> str:
+async def _ask(
+    api: openai.AsyncOpenAI, question: str, penalty: float, started: asyncio.Event
+) -> str:
     text = ""
     async for chunk in await api.chat.completions.create(
         model="pipeinfer-demo",
@@ -23,6 +25,7 @@ async def _ask(api: openai.AsyncOpenAI, question: str, started: asyncio.Event) -
         temperature=0,
         max_tokens=120,
         stream=True,
+        frequency_penalty=penalty,  # of what the engine that is gone has counted
         extra_body={"ignore_eos": True},
     ):
         text += chunk.choices[0].delta.content or ""
@@ -36,7 +39,8 @@ async def _everybody(server: Server, questions: list[str], kills: int) -> list[s
     ) as api:
         started = [asyncio.Event() for _ in questions]
         tasks = [
-            asyncio.create_task(_ask(api, q, s)) for q, s in zip(questions, started, strict=True)
+            asyncio.create_task(_ask(api, question, 2.0 * (index % 3 == 0), one))
+            for index, (question, one) in enumerate(zip(questions, started, strict=True))
         ]
         await asyncio.gather(*(event.wait() for event in started))
         for _ in range(kills):

@@ -114,6 +114,20 @@ def test_seeded_sampling_repeats(server):
     assert len({sampled(seed) for seed in range(6)}) > 1
 
 
+def test_penalties_change_what_is_said_again_and_neutral_ones_nothing(server):
+    def said(repetition: float = 1.0, **penalties: float) -> str:
+        answer = client(server).completions.create(
+            model="pipeinfer-demo", prompt="once upon", temperature=1.0, max_tokens=60, seed=3,
+            **penalties, extra_body={"ignore_eos": True, "repetition_penalty": repetition},
+        )  # fmt: skip
+        return answer.choices[0].text
+
+    usual = said()
+    assert said(frequency_penalty=0, presence_penalty=0) == usual
+    changed = {said(frequency_penalty=2), said(frequency_penalty=-2), said(repetition=1.5)}
+    assert len(changed | {usual}) == 4
+
+
 def test_stop_string_ends_the_text_before_it(server):
     whole = ask(server, "count from 3 to 12", max_tokens=60).choices[0].message.content
     assert " 7 " in whole
@@ -133,8 +147,10 @@ def test_errors_of_the_tokenizer_reach_the_client(server):
 
 
 def test_metrics_count_what_was_served(server):
+    question = copy_task(random.Random(13), 40)[0]
+    ask(server, question, max_tokens=5)
     before = server.metric("pipeinfer_generated_tokens_total")
-    answer = ask(server, "count from 1 to 9", max_tokens=40)
+    answer = ask(server, question, max_tokens=40)
     after = server.metric("pipeinfer_generated_tokens_total")
     # A stop token is billed but has no text: the counter counts ids that were delivered.
     assert after - before in (answer.usage.completion_tokens, answer.usage.completion_tokens - 1)

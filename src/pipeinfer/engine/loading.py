@@ -186,7 +186,7 @@ def _host_runner(
         return ModelRunner(model, pool, backend, settings.max_running)
     start, vocab = model.head.rows.start, model.head.rows.vocab_size
     sample = partial(sample_sharded, start=start, vocab=vocab, group=group)
-    return ModelRunner(Part(model), pool, backend, settings.max_running, sample)
+    return ModelRunner(Part(model), pool, backend, settings.max_running, sample, start)
 
 
 def _agreed(group: TorchGroup, pages: int) -> int:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.engine.step import SamplingRows
-from pipeinfer.messages import Admit
+from pipeinfer.engine.step import PenaltyRows, Said, SamplingRows
+from pipeinfer.messages import Admit, unpack
 
 _NOBODY = np.empty((0, 2), dtype=np.int64)
+NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
 
 
 class RequestTable:
@@ -25,6 +26,9 @@ class RequestTable:
         # Positions below this one must not get an id of `_suppress`; 0 where nothing is suppressed.
         self._free_from = np.zeros(max_slots, dtype=np.int64)
         self._suppress: list[tuple[int, ...]] = [()] * max_slots
+        self._factors = np.zeros((max_slots, len(NO_PENALTIES)), dtype=np.float32)
+        self._penalized = np.zeros(max_slots, dtype=bool)
+        self._said: dict[int, Said] = {}  # of slots that have not sampled yet
 
     def put(self, admit: Admit) -> None:
         """Takes the parameters of a request that enters `admit.slot`."""
@@ -38,6 +42,12 @@ class RequestTable:
         # Outputs are counted from the prompt's end, not from the admission: a request that was
         # preempted comes back with outputs among its known tokens.
         self._free_from[slot] = admit.prompt_len + params.min_tokens if admit.suppress else 0
+        factors = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        self._penalized[slot] = factors != NO_PENALTIES
+        if self._penalized[slot]:
+            ids = unpack(admit.token_ids)
+            self._factors[slot] = factors
+            self._said[slot] = Said(slot, ids[: admit.prompt_len], ids[admit.prompt_len :])
 
     def sampling_rows(self, slots: np.ndarray, positions: np.ndarray) -> SamplingRows:
         """The parameters of `slots` int32 [S]; `positions` int64 [S] are about to be sampled."""
@@ -49,7 +59,16 @@ class RequestTable:
             seeds=self._seeds[slots],
             positions=positions,
             suppress=self.suppressed(slots, positions),
+            penalties=self._penalties(slots),
         )
+
+    def _penalties(self, slots: np.ndarray) -> PenaltyRows | None:
+        rows = np.flatnonzero(self._penalized[slots])
+        if len(rows) == 0:
+            return None
+        chosen = slots[rows].astype(np.int64)
+        new = tuple(self._said.pop(slot) for slot in chosen.tolist() if slot in self._said)
+        return PenaltyRows(rows, chosen, self._factors[chosen], new)
 
     def suppressed(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """(row, id) pairs int64 [n, 2] that must not be sampled; arguments as sampling_rows's."""

@@ -16,6 +16,7 @@ import torch
 from pipeinfer.attention.interface import AttentionBackend
 from pipeinfer.attention.step_index import positions
 from pipeinfer.engine.marks import usual_marks
+from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.sampler import sample
 from pipeinfer.engine.step import LAST_TOKEN, SamplingRows, Step
@@ -53,8 +54,11 @@ class ModelRunner:
         backend: AttentionBackend,
         max_slots: int,
         sample: Sample = sample,
+        first_id: int = 0,
     ) -> None:
-        """`sample`: see engine/sampler.py, or sharded_sampler.py where `model` is a rank's part."""
+        """`sample`: see engine/sampler.py, or sharded_sampler.py where `model` is a rank's part,
+        which gives the logits of ids from `first_id` on.
+        """
         backend.bind(pool)
         self.pool = pool
         self.phases = Phases(usual_marks())
@@ -62,6 +66,7 @@ class ModelRunner:
         self._model = model
         self._backend = backend
         self._sample = sample
+        self._penalties = Penalties(max_slots, pool.device, first_id)
         self._device = pool.device
         self._last_token = torch.zeros(max_slots, dtype=torch.int64, device=pool.device)
 
@@ -93,7 +98,9 @@ class ModelRunner:
         if not step.samples.any():
             return np.empty(0, dtype=np.int32)
         with self.phases.span("sample", step.number):
-            ids = self._sample(logits, step.sampling)
+            penalties = step.sampling.penalties
+            ids = self._sample(self._penalties.apply(logits, penalties), step.sampling)
+            self._penalties.count(ids, penalties)
             slots = self._tensor(step.slots[step.samples].astype(np.int64))
             self._last_token[slots] = ids.to(self._device)
             return ids.numpy().astype(np.int32)

@@ -54,7 +54,8 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 def prepared(logits: torch.Tensor, rows: SamplingRows) -> np.ndarray:
     """float32 [S, vocab] after everything that changes logits before temperature.
 
-    Masks (grammars) and penalties belong here, in front of `suppress`. The input is left alone.
+    Masks (grammars) belong here, in front of `suppress`; penalties come before (penalties.py), as
+    they need what was sampled. The input is left alone.
     """
     values = logits.float().cpu().numpy()
     if len(rows.suppress):

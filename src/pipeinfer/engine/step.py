@@ -15,12 +15,36 @@ LAST_TOKEN = -1  # in Step.tokens: take the id that the previous step left in la
 
 
 @dataclass(frozen=True)
+class Said:
+    """What the request in `slot` has in its prompt and in its output so far: ids int32 [n] each."""
+
+    slot: int
+    prompt: np.ndarray
+    output: np.ndarray
+
+
+@dataclass(frozen=True)
+class PenaltyRows:
+    """The N of the rows that sample whose requests have penalties.
+
+    rows, slots: int64 [N], which of the sampling rows, and their slots. factors: float32 [N, 3] for
+    repetition (1 is off), frequency and presence (0 is off). new: of requests that sample in their
+    slot for the first time; what follows is counted where it is sampled.
+    """
+
+    rows: np.ndarray
+    slots: np.ndarray
+    factors: np.ndarray
+    new: tuple[Said, ...] = ()
+
+
+@dataclass(frozen=True)
 class SamplingRows:
     """Sampling parameters of the rows that sample, [S] each, in the order of those rows.
 
     temperature, top_p, min_p: float32; top_k: int32 (0 is off); seeds: uint64; positions: int64,
     the absolute position of the token being sampled. suppress: (row, id) pairs int64 [n, 2] of ids
-    that must not be sampled.
+    that must not be sampled. penalties: None where no row has any.
     """
 
     temperature: np.ndarray
@@ -30,6 +54,7 @@ class SamplingRows:
     seeds: np.ndarray
     positions: np.ndarray
     suppress: np.ndarray
+    penalties: PenaltyRows | None = None
 
 
 @dataclass(frozen=True)

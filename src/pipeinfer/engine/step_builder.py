@@ -6,6 +6,8 @@ decode rows, only over rows that compute admitted tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from pipeinfer.engine.requests import RequestTable
@@ -65,12 +67,15 @@ class StepBuilder:
         suppress = sampling.suppress
         if len(suppress):  # else all are past where anything was
             suppress = self._requests.suppressed(last.slots, positions)
+        penalties = sampling.penalties
+        if penalties is not None and penalties.new:
+            penalties = replace(penalties, new=())
         return Step(
             last.epoch, applied.number, last.decodes, last.slots, starts, last.counts,
             last.samples, last.tokens, self._pages(last, starts, growth),
             SamplingRows(
                 sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
-                sampling.seeds, positions, suppress,
+                sampling.seeds, positions, suppress, penalties,
             ),
             growth,
         )  # fmt: skip

@@ -5,14 +5,11 @@ As vLLM does, the values in generation_config.json are taken, do_sample aside. K
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from pipeinfer.models.generation import read_generation
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
 from pipeinfer.settings import ConfigurationError
-
-log = logging.getLogger(__name__)
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat has none
 
@@ -23,13 +20,6 @@ def sampling_defaults(folder: Path) -> SamplingParams:
     Raises ConfigurationError for a file that cannot be used.
     """
     given = read_generation(folder).sampling()
-    penalty = given.pop("repetition_penalty", None)
-    if penalty not in (None, 1.0):
-        log.warning(
-            "%s asks for a repetition_penalty of %s, which is not supported: it is left out",
-            folder / "generation_config.json",
-            penalty,
-        )
     try:
         return normalized(SamplingParams(**{"max_tokens": None, **given}))
     except InvalidParameter as error:

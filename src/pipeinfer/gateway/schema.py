@@ -27,9 +27,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "prompt_logprobs": (),
     "logit_bias": ({},),
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
     "suffix": ("",),
@@ -77,6 +74,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     top_k: Bounded | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     seed: int | None = None
     max_tokens: Bounded | None = None
     min_tokens: Bounded | None = None

@@ -94,7 +94,7 @@ class DecodePacker:
         )
         counted = ("positions", "lengths", "last_page", "store", "sample_positions")
         truncated = packing.truncated(step)
-        restricted = truncated or len(step.sampling.suppress) > 0
+        restricted = truncated or packing.changes_logits(step)
         packed = Packed(self._used_words(size, used), place[step.samples], restricted)
         counters = tuple(views[name][:rows] for name in counted)
         return _Kept((step.epoch, step.number + 1), size, used, place, truncated, packed, counters)
@@ -113,7 +113,7 @@ class DecodePacker:
             counter += 1
         if len(growth.rows):
             self._grow(kept, step, growth)
-        restricted = kept.truncated or len(step.sampling.suppress) > 0
+        restricted = kept.truncated or packing.changes_logits(step)
         if restricted != kept.packed.restricted:
             kept.packed = kept.packed._replace(restricted=restricted)
 

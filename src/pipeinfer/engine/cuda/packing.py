@@ -202,8 +202,13 @@ def _sampling(step: Step, views: Views) -> None:
 
 
 def restricted(step: Step) -> bool:
-    """Whether some row needs more than temperature: top-k, top-p, min-p or suppressed ids."""
-    return len(step.sampling.suppress) > 0 or truncated(step)
+    """Whether some row needs more than temperature: top-k, top-p, min-p, or other logits."""
+    return changes_logits(step) or truncated(step)
+
+
+def changes_logits(step: Step) -> bool:
+    """Whether some row has suppressed ids or penalties."""
+    return len(step.sampling.suppress) > 0 or step.sampling.penalties is not None
 
 
 def truncated(step: Step) -> bool:

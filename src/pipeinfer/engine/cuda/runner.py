@@ -29,6 +29,7 @@ from pipeinfer.engine.cuda.mixed_graphs import MixedGraphs, MixedSize
 from pipeinfer.engine.cuda.sampling import NONE, Sampler, WholeSampler
 from pipeinfer.engine.cuda.step_times import step_cost
 from pipeinfer.engine.marks import usual_marks
+from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.sampler import BadLogits
 from pipeinfer.engine.step import Step
@@ -93,6 +94,7 @@ class CudaRunner:
         self._limits = limits
         self._sampler = sampler or WholeSampler(model)
         device = pool.device
+        self._penalties = Penalties(limits.rows, device, self._sampler.first_id)
         self._forward = torch.cuda.Stream(device)
         self._prepare = torch.cuda.Stream(device)
         # One slot more than requests: padding rows and rows that do not sample write there.
@@ -182,8 +184,7 @@ class CudaRunner:
             logits = self._compute(step, views, plan)
         with span("sample", number):
             if logits is not None:
-                truncated = packing.truncated_rows(step)
-                ids = self._sampler.sample(logits, views, self._last_token, truncated)
+                ids = self._sampled(step, logits, views, np.arange(samples))
                 buffers.ids[:samples].copy_(ids, non_blocking=True)
         return Flight(buffers, timer, samples, None, self._end(buffers, timer, logits))
 
@@ -290,8 +291,15 @@ class CudaRunner:
         if len(pairs):
             pairs = np.stack((places[pairs[:, 0]], pairs[:, 1]), axis=1)
             self._sampler.suppress(captured.logits, pairs)
-        truncated = places[packing.truncated_rows(step)]
-        return self._sampler.sample(captured.logits, captured.views, self._last_token, truncated)
+        return self._sampled(step, captured.logits, captured.views, places)
+
+    def _sampled(self, step: Step, logits: torch.Tensor, views: Views, places: np.ndarray) -> Any:
+        """Ids of all rows of the logits, of which those at `places` are the step's."""
+        penalties, truncated = step.sampling.penalties, packing.truncated_rows(step)
+        logits = self._penalties.apply(logits, penalties, places)
+        ids = self._sampler.sample(logits, views, self._last_token, places[truncated])
+        self._penalties.count(ids, penalties, places)
+        return ids
 
     @torch.inference_mode()
     def capture(

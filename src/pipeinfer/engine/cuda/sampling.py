@@ -20,7 +20,12 @@ Views = dict[str, torch.Tensor]
 
 
 class Sampler(Protocol):
-    """From hidden states to ids; `logits` are this rank's part of them, which the others take."""
+    """From hidden states to ids; `logits` are this rank's part of them, which the others take.
+
+    first_id: the id of their first column.
+    """
+
+    first_id: int
 
     def logits(self, hidden: torch.Tensor, /) -> torch.Tensor:
         """[S, hidden] to [S, share]."""
@@ -47,6 +52,7 @@ class WholeSampler:
     """For one rank, whose model gives all logits."""
 
     def __init__(self, model: Any) -> None:
+        self.first_id = 0
         self.logits = model.logits
         self.sample = sample_rows
         self.suppress = suppress
@@ -76,7 +82,7 @@ class SplitSampler:
     def __init__(self, model: Any, ranks: Ranks) -> None:
         rows = model.head.rows
         self.logits = model.local_logits
-        self._start, self._held = rows.start, rows.stop - rows.start
+        self.first_id, self._held = rows.start, rows.stop - rows.start
         self._vocab = rows.vocab_size
         self._ranks = ranks
 
@@ -85,7 +91,7 @@ class SplitSampler:
 
     def suppress(self, logits: torch.Tensor, pairs: np.ndarray) -> None:
         if len(pairs):
-            column = pairs[:, 1] - self._start
+            column = pairs[:, 1] - self.first_id
             mine = (column >= 0) & (column < self._held)
             suppress(logits, np.stack((pairs[mine, 0], column[mine]), axis=1))
 
@@ -94,7 +100,7 @@ class SplitSampler:
     ) -> torch.Tensor:
         heat = views["temperature"]
         mine = offer(
-            logits[:, : self._held], heat, views["seeds"], views["sample_positions"], self._start
+            logits[:, : self._held], heat, views["seeds"], views["sample_positions"], self.first_id
         )
         ids = choose(self._ranks.collect(mine), heat, last_token, views["write_slots"])
         if len(truncated):

@@ -1,0 +1,94 @@
+"""What a request has said already becomes less likely: repetition, frequency and presence.
+
+Counts lie beside the logits, on their device, because the id of the step before may be known there
+only. Knows slots and rows, no request. As in vLLM: repetition counts prompt and output, the others
+count the output alone (https://arxiv.org/abs/1909.05858, section 4.1, and OpenAI's API).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pipeinfer.engine.step import PenaltyRows, Said
+
+AT_ONCE = 32  # rows, so that what is in between stays small
+IN_PROMPT, IN_OUTPUT = 1, 2  # of a count: the lowest bit, and all others
+
+
+class Penalties:
+    """Of one rank, whose logits are those of ids from `first_id` on.
+
+    Nothing is allocated before the first request that asks for one; then 4 bytes for each slot and
+    id of this rank.
+    """
+
+    def __init__(self, slots: int, device: torch.device | str, first_id: int = 0) -> None:
+        self._slots, self._device, self._first_id = slots, torch.device(device), first_id
+        self._counts: torch.Tensor | None = None
+
+    def apply(
+        self, logits: torch.Tensor, rows: PenaltyRows | None, places: np.ndarray | None = None
+    ) -> torch.Tensor:
+        """`logits` [R, ids]; with penalties a copy in float32.
+
+        places: int64 [S], which row of logits belongs to each row that samples; None: the same.
+        """
+        if rows is None:
+            return logits
+        counts = self._of(logits)
+        for said in rows.new:
+            self._begin(said, counts[said.slot])
+        logits = logits.to(torch.float32, copy=True)
+        at, slots = self._at(rows, places)
+        factors = torch.from_numpy(rows.factors).to(self._device)
+        for part in torch.arange(len(at), device=self._device).split(AT_ONCE):
+            before, seen = logits[at[part]], counts[slots[part]]
+            logits[at[part]] = penalized(before, seen, factors[part])
+        return logits
+
+    def count(
+        self, ids: torch.Tensor, rows: PenaltyRows | None, places: np.ndarray | None = None
+    ) -> None:
+        """Remembers `ids` [R], which were sampled from what `apply` gave."""
+        if rows is None or self._counts is None:
+            return
+        at, slots = self._at(rows, places)
+        column = ids.to(self._device)[at] - self._first_id
+        held = (column >= 0) & (column < self._counts.shape[1])
+        column = torch.where(held, column, 0)
+        self._counts[slots, column] += IN_OUTPUT * held.int()  # no slot stands twice
+
+    def _of(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._counts is None:
+            shape = self._slots, logits.shape[1]
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        return self._counts
+
+    def _begin(self, said: Said, counts: torch.Tensor) -> None:
+        """Sets `counts` int32 [ids] to those of one request."""
+        counts.zero_()
+        counts[self._columns(said.prompt, len(counts))] = IN_PROMPT
+        output = self._columns(said.output, len(counts))
+        counts.index_add_(0, output, torch.full_like(output, IN_OUTPUT, dtype=torch.int32))
+
+    def _columns(self, ids: np.ndarray, width: int) -> torch.Tensor:
+        """int64: where those of `ids` int32 stand that this rank has."""
+        column = ids.astype(np.int64) - self._first_id
+        return torch.from_numpy(column[(column >= 0) & (column < width)]).to(self._device)
+
+    def _at(
+        self, rows: PenaltyRows, places: np.ndarray | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [N] each: rows of the logits, and slots."""
+        at = rows.rows if places is None else places[rows.rows]
+        return tuple(torch.from_numpy(one).to(self._device) for one in (at, rows.slots))  # type: ignore
+
+
+def penalized(logits: torch.Tensor, counts: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """float32 [n, ids] of float32 [n, ids], counts int32 [n, ids] and factors float32 [n, 3]."""
+    repetition, frequency, presence = factors.split(1, dim=1)
+    again = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(counts > 0, again, logits)
+    outputs = counts // IN_OUTPUT
+    return logits - frequency * outputs - presence * (outputs > 0)

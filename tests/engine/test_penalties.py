@@ -1,0 +1,87 @@
+"""Penalties: what is counted, for whom, and that other rows and requests are left alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeinfer.engine.penalties import Penalties
+from pipeinfer.engine.step import PenaltyRows, Said
+
+VOCAB, SLOTS = 11, 4
+ids = st.lists(st.integers(0, VOCAB - 1), max_size=6)
+factors = st.tuples(st.sampled_from((0.5, 1.0, 1.3)), *[st.sampled_from((-2.0, 0.0, 0.7))] * 2)
+
+
+def expected(logits, prompt, output, repetition, frequency, presence):
+    """One row, one id at a time."""
+    made = []
+    for token, value in enumerate(logits):
+        if token in (*prompt, *output):
+            value = value / repetition if value > 0 else value * repetition
+        value -= frequency * output.count(token) + presence * (token in output)
+        made.append(value)
+    return np.array(made, dtype=np.float32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, VOCAB - 1))
+def test_rows_change_by_what_their_own_requests_have_said(data, split):
+    """On one rank with all ids and on two with a part each, step by step."""
+    whole = Penalties(SLOTS, "cpu")
+    parts = [Penalties(SLOTS, "cpu", first) for first in (0, split)]
+    said = {}
+    random = np.random.default_rng(0)
+    for _ in range(data.draw(st.integers(1, 5))):
+        new = []
+        for slot in data.draw(st.sets(st.integers(0, SLOTS - 1), max_size=2)):
+            said[slot] = data.draw(ids), data.draw(ids), data.draw(factors)
+            new.append(Said(slot, *(np.array(some, dtype=np.int32) for some in said[slot][:2])))
+        # Rows of the logits in any order, of which some belong to the slots that have penalties.
+        places = random.permutation(SLOTS + 2)[: max(len(said), 1)]
+        slots = np.array(sorted(said), dtype=np.int64)
+        hows = np.array([said[slot][2] for slot in slots], dtype=np.float32).reshape(-1, 3)
+        rows = PenaltyRows(np.arange(len(slots)), slots, hows, tuple(new))
+        logits = random.normal(size=(SLOTS + 2, VOCAB)).astype(np.float32)
+        given_logits = torch.from_numpy(logits.copy())
+        changed = whole.apply(given_logits, rows, places)
+        wanted = logits.copy()
+        for row, slot in enumerate(slots.tolist()):
+            prompt, output, how = said[slot]
+            wanted[places[row]] = expected(logits[places[row]], prompt, output, *how)
+        np.testing.assert_allclose(changed.numpy(), wanted, rtol=1e-6, atol=1e-6)
+        assert (given_logits.numpy() == logits).all()
+        ends = (slice(0, split), slice(split, None))
+        halves = [
+            part.apply(given_logits[:, end], rows, places)
+            for part, end in zip(parts, ends, strict=True)
+        ]
+        assert torch.equal(torch.cat(halves, 1), changed)
+        sampled = random.integers(0, VOCAB, SLOTS + 2)
+        for one in (whole, *parts):
+            one.count(torch.from_numpy(sampled), rows, places)
+        for row, slot in enumerate(slots.tolist()):
+            said[slot][1].append(int(sampled[places[row]]))
+
+
+def test_steps_without_penalties_are_not_touched_and_cost_no_memory():
+    penalties = Penalties(SLOTS, "cpu")
+    logits = torch.randn(3, VOCAB)
+    assert penalties.apply(logits, None) is logits
+    penalties.count(torch.zeros(3, dtype=torch.int64), None)
+    assert penalties._counts is None
+
+
+def test_an_impossible_id_stays_impossible_and_many_rows_are_as_few():
+    penalties, count = Penalties(100, "cpu"), 100
+    new = tuple(Said(slot, np.array([0, 1]), np.array([1], np.int32)) for slot in range(count))
+    every = np.arange(count)
+    rows = PenaltyRows(every, every, np.full((count, 3), [1.3, 0.5, 0.5], np.float32), new)
+    logits = torch.zeros((count, VOCAB), dtype=torch.bfloat16)
+    logits[:, 0] = float("-inf")
+    changed = penalties.apply(logits, rows)
+    assert changed.dtype == torch.float32
+    assert (changed[:, 0] == float("-inf")).all() and (changed[:, 1] == -1).all()
+    assert (changed[:, 2:] == 0).all()
