@@ -13,6 +13,7 @@ from simulated_clusters import tallied
 
 import servers
 from pipeinfer import LLM, SamplingParams
+from pipeinfer.messages import Work, unpack
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step_cost import StepCost
 from pipeinfer.trace.format import TraceHeader
@@ -185,12 +186,17 @@ def test_a_recording_is_compared_with_its_simulation(recorded, tmp_path):
 
 
 def test_a_simulation_of_the_recorded_requests_takes_as_many_steps_and_as_long(recorded):
-    (engine,) = (r for r in measured.recordings(recorded) if r.identity.name == "engine")
-    steps = list(measured.steps(engine))
+    found = measured.recordings(recorded)
+    steps = [step for one in found if measured.leads(one) for step in measured.steps(one)]
     model = fitting.fit(steps)
-    arriving = [Arrival(n, 0.0, np.full(20 + n, 7 + n % 200, np.int32), OUTPUT) for n in range(24)]
+    # When they came to the scheduler: on a busy machine hardly at the same moment.
+    works = [e for e in measured.entries(found, "scheduler") if isinstance(e.message, Work)]
+    arriving = [
+        Arrival(n, work.time - works[0].time, unpack(work.message.prompt_ids), OUTPUT)
+        for n, work in enumerate(works)
+    ]
+    assert len(arriving) == 24
     tally = tallied(FoldedGroup, Deployment(max_model_len=2048), arriving, model=model)
-    # Real requests do not come at the very same moment, so their first tokens lie further apart.
     assert tally.groups[0].steps == pytest.approx(len(steps), abs=12)
     assert tally.last == pytest.approx(sum(step.seconds for step in steps), rel=0.25)
 
