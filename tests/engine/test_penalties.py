@@ -15,6 +15,18 @@ ids = st.lists(st.integers(0, VOCAB - 1), max_size=6)
 factors = st.tuples(st.sampled_from((0.5, 1.0, 1.3)), *[st.sampled_from((-2.0, 0.0, 0.7))] * 2)
 
 
+def seen(penalties, logits, rows, places, ids):
+    """The logits from which it samples `ids`."""
+    given_logits = []
+
+    def sample(logits):
+        given_logits.append(logits)
+        return torch.from_numpy(ids)
+
+    assert penalties.sampled(logits, rows, sample, places).tolist() == ids.tolist()
+    return given_logits[0]
+
+
 def expected(logits, prompt, output, repetition, frequency, presence):
     """One row, one id at a time."""
     made = []
@@ -46,7 +58,8 @@ def test_rows_change_by_what_their_own_requests_have_said(data, split):
         rows = PenaltyRows(np.arange(len(slots)), slots, hows, tuple(new))
         logits = random.normal(size=(SLOTS + 2, VOCAB)).astype(np.float32)
         given_logits = torch.from_numpy(logits.copy())
-        changed = whole.apply(given_logits, rows, places)
+        sampled = random.integers(0, VOCAB, SLOTS + 2)
+        changed = seen(whole, given_logits, rows, places, sampled)
         wanted = logits.copy()
         for row, slot in enumerate(slots.tolist()):
             prompt, output, how = said[slot]
@@ -55,13 +68,10 @@ def test_rows_change_by_what_their_own_requests_have_said(data, split):
         assert (given_logits.numpy() == logits).all()
         ends = (slice(0, split), slice(split, None))
         halves = [
-            part.apply(given_logits[:, end], rows, places)
+            seen(part, given_logits[:, end], rows, places, sampled)
             for part, end in zip(parts, ends, strict=True)
         ]
         assert torch.equal(torch.cat(halves, 1), changed)
-        sampled = random.integers(0, VOCAB, SLOTS + 2)
-        for one in (whole, *parts):
-            one.count(torch.from_numpy(sampled), rows, places)
         for row, slot in enumerate(slots.tolist()):
             said[slot][1].append(int(sampled[places[row]]))
 
@@ -69,8 +79,7 @@ def test_rows_change_by_what_their_own_requests_have_said(data, split):
 def test_steps_without_penalties_are_not_touched_and_cost_no_memory():
     penalties = Penalties(SLOTS, "cpu")
     logits = torch.randn(3, VOCAB)
-    assert penalties.apply(logits, None) is logits
-    penalties.count(torch.zeros(3, dtype=torch.int64), None)
+    assert seen(penalties, logits, None, None, np.zeros(3, np.int64)) is logits
     assert penalties._counts is None
 
 
@@ -81,7 +90,7 @@ def test_an_impossible_id_stays_impossible_and_many_rows_are_as_few():
     rows = PenaltyRows(every, every, np.full((count, 3), [1.3, 0.5, 0.5], np.float32), new)
     logits = torch.zeros((count, VOCAB), dtype=torch.bfloat16)
     logits[:, 0] = float("-inf")
-    changed = penalties.apply(logits, rows)
+    changed = seen(penalties, logits, rows, None, every)
     assert changed.dtype == torch.float32
     assert (changed[:, 0] == float("-inf")).all() and (changed[:, 1] == -1).all()
     assert (changed[:, 2:] == 0).all()

@@ -7,6 +7,8 @@ count the output alone (https://arxiv.org/abs/1909.05858, section 4.1, and OpenA
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -27,43 +29,37 @@ class Penalties:
         self._slots, self._device, self._first_id = slots, torch.device(device), first_id
         self._counts: torch.Tensor | None = None
 
-    def apply(
-        self, logits: torch.Tensor, rows: PenaltyRows | None, places: np.ndarray | None = None
+    def sampled(
+        self,
+        logits: torch.Tensor,
+        rows: PenaltyRows | None,
+        sample: Callable[[torch.Tensor], torch.Tensor],
+        places: np.ndarray | None = None,
     ) -> torch.Tensor:
-        """`logits` [R, ids]; with penalties a copy in float32.
+        """Ids int64 [R] that `sample` takes from `logits` [R, ids]: from a copy in float32 where
+        there are penalties, and what it takes is counted.
 
         places: int64 [S], which row of logits belongs to each row that samples; None: the same.
         """
         if rows is None:
-            return logits
-        counts = self._of(logits)
+            return sample(logits)
+        if self._counts is None:
+            shape = self._slots, logits.shape[1]
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
         for said in rows.new:
-            self._begin(said, counts[said.slot])
+            self._begin(said, self._counts[said.slot])
+        at = self._tensor(rows.rows if places is None else places[rows.rows])
+        slots, factors = self._tensor(rows.slots), self._tensor(rows.factors)
         logits = logits.to(torch.float32, copy=True)
-        at, slots = self._at(rows, places)
-        factors = torch.from_numpy(rows.factors).to(self._device)
         for part in torch.arange(len(at), device=self._device).split(AT_ONCE):
-            before, seen = logits[at[part]], counts[slots[part]]
+            before, seen = logits[at[part]], self._counts[slots[part]]
             logits[at[part]] = penalized(before, seen, factors[part])
-        return logits
-
-    def count(
-        self, ids: torch.Tensor, rows: PenaltyRows | None, places: np.ndarray | None = None
-    ) -> None:
-        """Remembers `ids` [R], which were sampled from what `apply` gave."""
-        if rows is None or self._counts is None:
-            return
-        at, slots = self._at(rows, places)
+        ids = sample(logits)
         column = ids.to(self._device)[at] - self._first_id
         held = (column >= 0) & (column < self._counts.shape[1])
         column = torch.where(held, column, 0)
         self._counts[slots, column] += IN_OUTPUT * held.int()  # no slot stands twice
-
-    def _of(self, logits: torch.Tensor) -> torch.Tensor:
-        if self._counts is None:
-            shape = self._slots, logits.shape[1]
-            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        return self._counts
+        return ids
 
     def _begin(self, said: Said, counts: torch.Tensor) -> None:
         """Sets `counts` int32 [ids] to those of one request."""
@@ -75,14 +71,10 @@ class Penalties:
     def _columns(self, ids: np.ndarray, width: int) -> torch.Tensor:
         """int64: where those of `ids` int32 stand that this rank has."""
         column = ids.astype(np.int64) - self._first_id
-        return torch.from_numpy(column[(column >= 0) & (column < width)]).to(self._device)
+        return self._tensor(column[(column >= 0) & (column < width)])
 
-    def _at(
-        self, rows: PenaltyRows, places: np.ndarray | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [N] each: rows of the logits, and slots."""
-        at = rows.rows if places is None else places[rows.rows]
-        return tuple(torch.from_numpy(one).to(self._device) for one in (at, rows.slots))  # type: ignore
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
 
 
 def penalized(logits: torch.Tensor, counts: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:

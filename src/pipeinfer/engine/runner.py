@@ -98,9 +98,10 @@ class ModelRunner:
         if not step.samples.any():
             return np.empty(0, dtype=np.int32)
         with self.phases.span("sample", step.number):
-            penalties = step.sampling.penalties
-            ids = self._sample(self._penalties.apply(logits, penalties), step.sampling)
-            self._penalties.count(ids, penalties)
+            rows = step.sampling
+            ids = self._penalties.sampled(
+                logits, rows.penalties, lambda changed: self._sample(changed, rows)
+            )
             slots = self._tensor(step.slots[step.samples].astype(np.int64))
             self._last_token[slots] = ids.to(self._device)
             return ids.numpy().astype(np.int32)

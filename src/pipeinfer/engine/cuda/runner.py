@@ -295,11 +295,12 @@ class CudaRunner:
 
     def _sampled(self, step: Step, logits: torch.Tensor, views: Views, places: np.ndarray) -> Any:
         """Ids of all rows of the logits, of which those at `places` are the step's."""
-        penalties, truncated = step.sampling.penalties, packing.truncated_rows(step)
-        logits = self._penalties.apply(logits, penalties, places)
-        ids = self._sampler.sample(logits, views, self._last_token, places[truncated])
-        self._penalties.count(ids, penalties, places)
-        return ids
+        truncated = places[packing.truncated_rows(step)]
+
+        def sample(logits: torch.Tensor) -> torch.Tensor:
+            return self._sampler.sample(logits, views, self._last_token, truncated)
+
+        return self._penalties.sampled(logits, step.sampling.penalties, sample, places)
 
     @torch.inference_mode()
     def capture(
