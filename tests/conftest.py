@@ -1,4 +1,4 @@
-"""For every test: torch computes with one thread, and Ctrl-C is heard.
+"""For every test: torch computes with one thread, and Ctrl-C is heard; and what several share.
 
 The tests run several at a time on few cores, and torch's threads wait for each other by spinning:
 two of them on one busy core are tens of times slower than one. A shell's background jobs ignore
@@ -10,8 +10,18 @@ import signal
 import tempfile
 from pathlib import Path
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Stages that die in tests leave their flight recordings there, and not in somebody's home.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), "pipeinfer-tests-state"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def turns(monkeypatch):
+    """A list that grows with each turn of a loop that stays awake."""
+    made, really = [], os.sched_yield
+    monkeypatch.setattr(os, "sched_yield", lambda: made.append(really()))
+    return made

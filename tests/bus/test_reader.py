@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 
-import pytest
 import zmq
 
 from pipeinfer.bus import frames
@@ -42,14 +40,6 @@ class Pair:
     def close(self) -> None:
         self.reader.close()
         self._outbox.close(linger=0)
-
-
-@pytest.fixture
-def turns(monkeypatch):
-    """A list that grows with each turn of a loop that stays awake."""
-    made, really = [], os.sched_yield
-    monkeypatch.setattr(os, "sched_yield", lambda: made.append(really()))
-    return made
 
 
 async def test_it_stays_awake_after_frames_in_quick_succession_and_then_sleeps(turns):

@@ -95,10 +95,8 @@ def test_a_stages_process_does_what_is_set(setting, monkeypatch):
     assert given == [PATIENCE if setting == "always" else 0.0]
 
 
-async def test_a_callers_own_loop_stays_awake_only_if_that_is_asked_for(monkeypatch):
+async def test_a_callers_own_loop_stays_awake_only_if_that_is_asked_for(turns, monkeypatch):
     monkeypatch.setattr(wakefulness, "PATIENCE", 60.0)
-    turns, really = [], os.sched_yield
-    monkeypatch.setattr(os, "sched_yield", lambda: turns.append(really()))
     for setting in ("auto", "always"):
         assert not turns
         async with AsyncLLM(stay_awake=setting, kv_pages=64, log_level="error") as llm:

@@ -158,10 +158,8 @@ class Run:
 
     def streams(self) -> tuple[list[Stream], list[asyncio.Task[None]]]:
         """As many as asked for, and the tasks that read them."""
-        streams, length = (
-            [Stream() for _ in range(self.options.streams)],
-            self.options.stream_prompt,
-        )
+        streams = [Stream() for _ in range(self.options.streams)]
+        length = self.options.stream_prompt
         reading = (_follow(self.llm, self.prompt(length), self.limit, one) for one in streams)
         return streams, [asyncio.create_task(one) for one in reading]
 
