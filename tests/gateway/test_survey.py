@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def commas(value: Any) -> int:
 def in_pieces(body: bytes, cuts: list[int]) -> Survey:
     seen = Survey(WIDE)
     places = sorted({0, len(body), *(cut % (len(body) + 1) for cut in cuts)})
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in pairwise(places):
         seen.take(body[start:end])
     return seen
 
@@ -118,9 +119,9 @@ def test_what_was_exceeded_is_named(body: bytes, what: str) -> None:
 
 
 @pytest.mark.parametrize("unit", [b"a", b'"', b'"a",', b"[", b",", b'\\"', b'{"a":"\\\\"},'])
-def test_no_slice_of_32_mib_holds_a_loop_for_long(unit: bytes) -> None:
+def test_no_slice_holds_a_loop_for_long(unit: bytes) -> None:
     """Whatever the body is made of; 3 ms at most were measured."""
-    body = unit * (2**25 // len(unit))
+    body = unit * (2**22 // len(unit))
     turns, longest, before = 0, 0.0, time.thread_time()
     for _ in survey(body, WIDE):
         now = time.thread_time()

@@ -23,7 +23,7 @@ def size_of(call: Call) -> int:
     if call.prompt_ids is not None:
         return len(call.prompt_ids) // BYTES_PER_TOKEN
     occupied = 0
-    rest: list[Any] = [call.text or "", call.chat or (), call.template_arguments]
+    rest: list[Any] = [call.text] if call.chat is None else [call.chat, call.template_arguments]
     while rest:  # no recursion: a caller of AsyncLLM may nest as deeply as it likes
         value = rest.pop()
         if isinstance(value, str):
