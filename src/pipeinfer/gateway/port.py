@@ -70,11 +70,11 @@ class Port:
         batch = _Batch(sink)
         try:
             for index, call in enumerate(calls):
-                if index and index % SLICE == 0:
+                self._open(call, batch, index)
+                if index % SLICE == SLICE - 1:
                     await asyncio.sleep(0)
                 if batch.failed:
                     break
-                self._open(call, batch, index)
             yield
         finally:
             self._hang_up(batch)
