@@ -75,7 +75,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     drain_timeout: Annotated[float, Meta(ge=0)] = 30.0
     watchdog: Annotated[float, Meta(gt=0)] = 120.0  # seconds without a result that end an epoch
     max_queue: Positive = 10_000  # requests that may wait before new ones get 429
-    max_body_bytes: Positive = 32 * 2**20
+    max_body_mib: Positive = 32
+    max_prompts: Positive = 1024  # of one request
+    max_queue_tokens: NonNegative = 10_000_000  # of prompts that may wait; 0: without limit
+    request_timeout: Annotated[float, Meta(ge=0, le=86_400)] = 3600.0  # seconds; 0: none
 
     @property
     def model_name(self) -> str:

@@ -21,7 +21,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "api_key": ("KEY", "what clients must show under /v1"),
         "api_key_file": ("FILE", "a file with that key"),
         "max_queue": ("N", "requests that may wait; one more gets 429"),
-        "max_body_bytes": ("N", "a larger body gets 413"),
+        "max_queue_tokens": ("N", "prompt tokens that may wait; more get 429; 0: without limit"),
+        "max_body_mib": ("N", "a larger body gets 413"),
+        "max_prompts": ("N", "prompts of a request; more get 400"),
+        "request_timeout": ("SECONDS", "of requests that name no timeout; 0: none"),
         "drain_timeout": ("SECONDS", "that running requests have after SIGTERM or Ctrl-C"),
     },
     "scheduling": {

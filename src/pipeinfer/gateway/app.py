@@ -19,13 +19,13 @@ from aiohttp import web
 
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.intake import Intake
 from pipeinfer.gateway.metrics import CONTENT_TYPE, Metrics
 from pipeinfer.gateway.port import Port
-from pipeinfer.gateway.requests import Job, chat_job, completion_job
-from pipeinfer.gateway.schema import ChatRequest, CompletionRequest, decode
+from pipeinfer.gateway.requests import Job, Terms, chat_job, completion_job
+from pipeinfer.gateway.schema import ChatRequest, CompletionRequest, Request
 from pipeinfer.gateway.shapes import Answer
-from pipeinfer.gateway.streams import EventStream, WholeAnswer
-from pipeinfer.params import SamplingParams
+from pipeinfer.gateway.streams import EventStream, WholeAnswer, api_error
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Service:
     port: Port
     metrics: Metrics
     model: str
-    defaults: SamplingParams
+    terms: Terms
     api_key: str = ""
     max_body_bytes: int = 32 * 2**20
     context_length: int = 0
@@ -73,6 +73,7 @@ def build_app(service: Service) -> web.Application:
 class _Handlers:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._intake = Intake(service.max_body_bytes)
 
     # --------------------------------------------------------------------------------- middlewares
 
@@ -113,39 +114,52 @@ class _Handlers:
     # ------------------------------------------------------------------------------------- answers
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        body = decode(await request.read(), ChatRequest)
-        self._check_model(body.model)
         base = f"chatcmpl-{uuid.uuid4().hex}"
-        job = chat_job(body, base, self._service.defaults, _trace(request))
+        body = await self._body(request, ChatRequest)
+        job = chat_job(body, base, self._service.terms, _trace(request))
+        del body  # an answer takes minutes, in which the core has all that is needed
         return await self._answer(request, base, job, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = decode(await request.read(), CompletionRequest)
-        self._check_model(body.model)
         base = f"cmpl-{uuid.uuid4().hex}"
-        job = completion_job(body, base, self._service.defaults, _trace(request))
+        body = await self._body(request, CompletionRequest)
+        job = completion_job(body, base, self._service.terms, _trace(request))
+        del body
         return await self._answer(request, base, job, chat=False)
+
+    async def _body(self, request: web.Request, kind: type[Request]) -> Request:
+        """The checked body, read only if its request could be taken now."""
+        self._check_room(1)
+        body = await self._intake.take(request, kind)
+        self._check_model(body.model)
+        return body
 
     async def _answer(
         self, request: web.Request, base: str, job: Job, chat: bool
     ) -> web.StreamResponse:
+        self._check_room(job.choices)
         answer = Answer(chat, base, int(time.time()), self._service.model)
-        choices = len(job.calls)
         sink: EventStream | WholeAnswer = (
-            EventStream(answer, choices, job.include_usage)
+            EventStream(answer, job.choices, job.include_usage)
             if job.stream
-            else WholeAnswer(answer, choices)
+            else WholeAnswer(answer, job.choices)
         )
-        port = self._service.port
-        try:
-            port.open(job.calls, sink)
+        # Whatever still runs is hung up at the end, also when the handler is cancelled because the
+        # client is gone.
+        async with self._service.port.opened(job.calls, sink):
             return await sink.respond(request)
-        finally:  # also when the handler is cancelled because the client is gone
-            port.close(job.calls)
+
+    def _check_room(self, requests: int) -> None:
+        refusal = self._service.core.refusal(requests=requests)
+        if refusal is not None:
+            self._service.metrics.ended("refused")
+            raise api_error(refusal)
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self._service.model:
-            message = f"the model {model!r} does not exist; this server has {self._service.model!r}"
+            message = (
+                f"the model {model[:200]!r} does not exist; this server has {self._service.model!r}"
+            )
             raise ApiError(404, message, "model", "model_not_found")
 
     # -------------------------------------------------------------------------------------- models

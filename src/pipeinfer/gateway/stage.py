@@ -17,6 +17,7 @@ from pipeinfer.gateway.driver import HttpDriver
 from pipeinfer.gateway.health import Expected
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
+from pipeinfer.gateway.requests import Terms
 from pipeinfer.models.source import resolve_model
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
@@ -36,6 +37,7 @@ def build(context: StageContext) -> Stage:
         seed=settings.seed,
         max_queue=settings.max_queue,
         incarnation=context.incarnation,
+        max_queue_tokens=settings.max_queue_tokens,
     )
     metrics = Metrics(core.health)
     service = Service(
@@ -43,9 +45,9 @@ def build(context: StageContext) -> Stage:
         Port(metrics),
         metrics,
         settings.model_name,
-        sampling_defaults(folder),
+        _terms(settings, folder),
         _api_key(settings),
-        settings.max_body_bytes,
+        settings.max_body_mib * 2**20,
         _context_length(settings, folder),
     )
     others = [s for s in context.topology.ids() if s != context.identity.id]
@@ -57,6 +59,12 @@ def build(context: StageContext) -> Stage:
         (*((stage, "telemetry") for stage in others), *deaths(context.topology)),
         before_leave=lambda: driver.leave(settings.drain_timeout),
     )
+
+
+def _terms(settings: Settings, folder: Path) -> Terms:
+    """More prompts than may wait could never be taken together."""
+    most = min(settings.max_prompts, settings.max_queue)
+    return Terms(sampling_defaults(folder), most, settings.request_timeout)
 
 
 def _api_key(settings: Settings) -> str:
