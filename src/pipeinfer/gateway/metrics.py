@@ -17,6 +17,7 @@ from pipeinfer.gateway.health import Health
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
+KEY_OUTCOMES = ("ok", "limited", "refused", "error", "abort")
 
 
 class Metrics:
@@ -48,6 +49,25 @@ class Metrics:
             buckets=BETWEEN,
             registry=self.registry,
         )
+        self.bad_requests = Counter(
+            "pipeinfer_bad_requests",
+            "Requests that could not be read as HTTP.",
+            registry=self.registry,
+        )
+        self.refused_connections = Counter(
+            "pipeinfer_refused_connections",
+            "Connections beyond the bound: the new one, or an idle one, was closed.",
+            registry=self.registry,
+        )
+        self._key_requests = Counter(
+            "pipeinfer_key_requests",
+            "HTTP requests by API key.",
+            ["key", "outcome"],
+            registry=self.registry,
+        )
+        self._key_tokens = Counter(
+            "pipeinfer_key_tokens", "Tokens by API key.", ["key", "kind"], registry=self.registry
+        )
         self.registry.register(_Stages(health))
         for outcome in ("stop", "length", "abort", "error", "refused"):
             self._requests.labels(outcome)  # so that rates have a zero to start from
@@ -55,6 +75,16 @@ class Metrics:
     def ended(self, outcome: str) -> None:
         """Counts one request that is over."""
         self._requests.labels(outcome).inc()
+
+    def key_counters(self, key: str) -> tuple[Counter, Counter]:
+        """The counters of prompt and of output tokens of the key called `key`."""
+        for outcome in KEY_OUTCOMES:
+            self._key_requests.labels(key, outcome)
+        return self._key_tokens.labels(key, "prompt"), self._key_tokens.labels(key, "output")
+
+    def key_ended(self, key: str, outcome: str) -> None:
+        """Counts one HTTP request of a key that is over."""
+        self._key_requests.labels(key, outcome).inc()
 
     def exposition(self) -> bytes:
         """The text for a scrape, in CONTENT_TYPE."""
