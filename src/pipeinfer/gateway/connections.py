@@ -30,7 +30,7 @@ OTHER_FILES = 256  # open files of a gateway beside connections
 MOST = 65_536  # connections, however many files may be open: some 30 KiB each
 FEWEST = 16
 # Of a request whose headers are out: what sends something that a client must ignore.
-PROBE: web.RequestKey[Callable[[], None]] = web.RequestKey("probe", Callable)
+PROBE: web.RequestKey[Callable[[], None]] = web.RequestKey("probe")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # a client ignores one that it did not ask for
 TOO_MANY = ApiError(503, "too many connections", code="too_many_connections", retry_after=1)
 
@@ -130,9 +130,9 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        assert self.transport is not None
         if not self._connections.opened(self):
-            assert isinstance(transport, asyncio.WriteTransport)
-            transport.write(_raw(TOO_MANY))
+            self.transport.write(_raw(TOO_MANY))
             self.force_close()
             return
         place = transport.get_extra_info("socket")
@@ -146,6 +146,9 @@ class Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._messages:
+            if self._last is not None and not self._last[1].is_eof():
+                # The parser gave up in the middle of a body, which nobody else is told.
+                self._last[1].set_exception(web.RequestPayloadError("malformed"))
             self._last = self._messages[-1]
             self._busy, self.head_since = True, None
             self._connections.busy(self)
