@@ -107,11 +107,12 @@ async def test_a_broken_compressed_body_is_a_400(
     [
         ("gzip", gzip.compress(GOOD)),
         ("x-gzip", gzip.compress(GOOD)),
-        ("GZIP", gzip.compress(GOOD, mtime=0)),
+        ("GZIP", gzip.compress(GOOD)),
         ("deflate", zlib.compress(GOOD)),
         ("deflate", zlib.compress(GOOD)[2:-4]),  # bare, as some clients send it
         ("identity", GOOD),
     ],
+    ids=["gzip", "x-gzip", "GZIP", "deflate", "bare deflate", "identity"],
 )
 async def test_a_compressed_body_is_read(gateway: Gateway, encoding: str, body: bytes) -> None:
     async with httpx.AsyncClient() as http:

@@ -67,6 +67,11 @@ class Admission:
             self._clients = {}
             self.replace(keys)
 
+    @property
+    def keyed(self) -> bool:
+        """Whether a key is needed."""
+        return bool(self._keys)
+
     def replace(self, keys: Keys) -> None:
         """Other keys from now on. A name that stays keeps what it has used; requests of a key
         that is gone go on."""

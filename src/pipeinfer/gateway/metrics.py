@@ -28,15 +28,17 @@ class Metrics:
 
     def __init__(self, health: Health) -> None:
         self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "pipeinfer_requests", "Ended requests.", ["outcome"], registry=self.registry
+        count = self._counter
+        self._requests = count("requests", "Ended requests.", "outcome")
+        self.prompt_tokens = count("prompt_tokens", "Tokens of accepted prompts.")
+        self.generated_tokens = count("generated_tokens", "Output tokens delivered.")
+        self.bad_requests = count("bad_requests", "Requests that could not be read as HTTP.")
+        self.refused_connections = count(
+            "refused_connections",
+            "Connections beyond the bound: the new one, or an idle one, was closed.",
         )
-        self.prompt_tokens = Counter(
-            "pipeinfer_prompt_tokens", "Tokens of accepted prompts.", registry=self.registry
-        )
-        self.generated_tokens = Counter(
-            "pipeinfer_generated_tokens", "Output tokens delivered.", registry=self.registry
-        )
+        self._key_requests = count("key_requests", "HTTP requests by API key.", "key", "outcome")
+        self._key_tokens = count("key_tokens", "Tokens by API key.", "key", "kind")
         self.first_token = Histogram(
             "pipeinfer_time_to_first_token_seconds",
             "From a request's arrival to its first output.",
@@ -49,28 +51,12 @@ class Metrics:
             buckets=BETWEEN,
             registry=self.registry,
         )
-        self.bad_requests = Counter(
-            "pipeinfer_bad_requests",
-            "Requests that could not be read as HTTP.",
-            registry=self.registry,
-        )
-        self.refused_connections = Counter(
-            "pipeinfer_refused_connections",
-            "Connections beyond the bound: the new one, or an idle one, was closed.",
-            registry=self.registry,
-        )
-        self._key_requests = Counter(
-            "pipeinfer_key_requests",
-            "HTTP requests by API key.",
-            ["key", "outcome"],
-            registry=self.registry,
-        )
-        self._key_tokens = Counter(
-            "pipeinfer_key_tokens", "Tokens by API key.", ["key", "kind"], registry=self.registry
-        )
         self.registry.register(_Stages(health))
         for outcome in ("stop", "length", "abort", "error", "refused"):
             self._requests.labels(outcome)  # so that rates have a zero to start from
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"pipeinfer_{name}", text, labels, registry=self.registry)
 
     def ended(self, outcome: str) -> None:
         """Counts one request that is over."""

@@ -93,9 +93,10 @@ def _reload(settings: Settings, admission: Admission, certificate: Certificate |
     if settings.api_key_file and not settings.api_key:
         try:
             found = _keys(settings)
-            if not found:
+            if not found and admission.keyed:
                 raise ConfigurationError(f"--api-key-file {settings.api_key_file}: it is empty")
-            admission.replace(found)
+            if found:
+                admission.replace(found)
             log.info("read %d API keys again", len(found))
         except ConfigurationError as error:
             log.error("the API keys stay as they were: %s", error)
