@@ -15,23 +15,11 @@ import pytest
 from gateway_pipeline import Gateway, StartGateway
 from raw_http import RawClient, answers, post
 
+from certificates import make
 from pipeinfer.settings import ConfigurationError
 from waiting import until
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
-
-
-def make(folder: Path, name: str) -> tuple[str, str]:
-    """A self-signed certificate for 127.0.0.1, and its key."""
-    folder.mkdir(exist_ok=True)
-    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
-         "-nodes", "-days", "2", "-subj", f"/CN={name}", "-keyout", key, "-out", cert,
-         "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return cert, key
 
 
 @pytest.fixture(scope="module")
