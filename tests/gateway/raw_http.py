@@ -27,10 +27,6 @@ class RawClient:
         """Sends no more, and reads on."""
         self.writer.write_eof()
 
-    def reset(self) -> None:
-        """Leaves at once, and forgets what is under way."""
-        self.writer.transport.abort()
-
     async def all(self, patience: float = 10.0) -> bytes:
         """Everything until the server closes."""
         return await asyncio.wait_for(self.reader.read(), patience)

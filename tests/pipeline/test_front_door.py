@@ -1,4 +1,4 @@
-"""A whole server behind TLS with named keys: SIGHUP changes both, and no key is written anywhere."""
+"""A whole server behind TLS with named keys: SIGHUP changes both; no key is written anywhere."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_keys_and_certificate_change_on_sighup_under_a_running_stream(tmp_path: 
                 time.sleep(0.02)
             assert admitted(server.url, second[0], BOB)
             assert not admitted(server.url, second[0], ALICE)
-            last = [chunk for chunk in stream][-1]
+            last = list(stream)[-1]
             assert last.choices[0].finish_reason == "length", "what runs goes on"
         with httpx.Client(verify=ssl.create_default_context(cafile=second[0])) as http:
             metrics = http.get(f"{server.url}/metrics").text

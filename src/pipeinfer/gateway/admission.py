@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
+from prometheus_client import Counter
 
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta, Failed, Started
@@ -34,6 +35,12 @@ class Client:
     def __init__(self, name: str, account: Account, metrics: Metrics) -> None:
         self.name, self.account = name, account
         self.prompt, self.output = metrics.key_counters(name)
+
+    def use(self, counter: Counter, tokens: int, clock: Callable[[], float]) -> None:
+        """Counts tokens, and takes them from its minute's."""
+        counter.inc(tokens)
+        if self.account.limits.tokens:
+            self.account.use(tokens, clock())
 
 
 class Visit:
@@ -182,16 +189,14 @@ class _Metered:
         self._sink, self._client, self._clock = sink, client, clock
 
     def started(self, index: int, started: Started) -> None:
-        tokens = len(started.prompt_ids) // 4
-        self._client.prompt.inc(tokens)
-        self._client.account.use(tokens, self._clock())
+        client = self._client
+        client.use(client.prompt, len(started.prompt_ids) // 4, self._clock)
         self._sink.started(index, started)
 
     def delta(self, index: int, delta: Delta) -> None:
         if delta.ids:  # hot path: once for every token of every stream
-            tokens = len(delta.ids) // 4
-            self._client.output.inc(tokens)
-            self._client.account.use(tokens, self._clock())
+            client = self._client
+            client.use(client.output, len(delta.ids) // 4, self._clock)
         self._sink.delta(index, delta)
 
     def failed(self, index: int, failed: Failed) -> None:
