@@ -36,6 +36,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     served_model_name: str = ""
     api_key: str = ""
     api_key_file: str = ""
+    key_concurrent: NonNegative = 0  # of each key: requests at a time; 0: without limit
+    key_requests_per_minute: NonNegative = 0
+    key_tokens_per_minute: NonNegative = 0
+    tls_cert: str = ""
+    tls_key: str = ""
+    allowed_origins: str = ""
     chat_template: str = ""
     revision: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -125,8 +125,14 @@ class Pipeline:
 class Gateway:
     """A running gateway stage."""
 
-    def __init__(self, core: GatewayCore, driver: HttpDriver, pipeline: Pipeline) -> None:
-        self.core, self.driver, self.pipeline = core, driver, pipeline
+    def __init__(
+        self,
+        core: GatewayCore,
+        driver: HttpDriver,
+        pipeline: Pipeline,
+        reload: Callable[[], None] | None = None,
+    ) -> None:
+        self.core, self.driver, self.pipeline, self.reload = core, driver, pipeline, reload
         self._clients: list[openai.AsyncOpenAI] = []
 
     @property
