@@ -27,9 +27,10 @@ def body(size: int) -> bytes:
 
 
 @pytest.fixture
-async def send() -> AsyncIterator[Answers]:
+async def send(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Answers]:
     """send(body, bytes to send of it) -> (status, the open connection); 0 if none comes soon."""
-    intake = Intake(bodies.Bodies(LARGEST, together=MOST))
+    monkeypatch.setattr(bodies, "TOGETHER", MOST)
+    intake = Intake(bodies.Bodies(LARGEST))
 
     async def handler(request: web.Request) -> web.Response:
         try:

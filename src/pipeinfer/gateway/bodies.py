@@ -27,13 +27,11 @@ RETRY_SOON = 1  # seconds
 
 
 class Bodies:
-    """Reads bodies of at most `most` bytes each, after decompression. `together`: see TOGETHER."""
+    """Reads bodies of at most `most` bytes each, after decompression."""
 
-    def __init__(
-        self, most: int, stall: float = STALL, whole: float = WHOLE, together: int = TOGETHER
-    ) -> None:
-        self._most, self._stall, self._whole = most, stall, whole
-        self._together = max(together, most)
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._together = max(TOGETHER, most)
         self._held = 0  # bytes beyond SMALL of bodies that are being read
 
     @asynccontextmanager
@@ -57,7 +55,7 @@ class Bodies:
         self, body: bytearray, decoder: _Plain | _Compressed, request: web.Request
     ) -> None:
         try:
-            async with asyncio.timeout(self._whole):
+            async with asyncio.timeout(WHOLE):
                 while data := await self._next(request):
                     for part in decoder.parts(data):
                         self._add(body, part)
@@ -69,11 +67,11 @@ class Bodies:
         except (RequestPayloadError, HttpProcessingError):
             raise _broken("it ends early, or its chunks are malformed") from None
         except TimeoutError:
-            message = f"the body did not come within {self._stall:g} s without a byte"
+            message = f"the body did not come within {STALL:g} s without a byte"
             raise ApiError(408, message, code="body_timeout") from None
 
     async def _next(self, request: web.Request) -> bytes:
-        async with asyncio.timeout(self._stall):
+        async with asyncio.timeout(STALL):
             return await request.content.readany()
 
     def _add(self, body: bytearray, part: bytes) -> None:
