@@ -86,7 +86,7 @@ async def test_requests_a_minute_count_each_prompt_and_say_when_to_come_again(
     assert "x-ratelimit-limit-tokens" not in first.headers
     wait = limited(await ask(gateway, "k", ["a"] * 5))
     assert wait == 10, "one more of six a minute"
-    assert not [s for s in gateway.pipeline.submits if "-4" in s.request_id], "nothing was opened"
+    assert len(gateway.pipeline.submits) == 2, "nothing of it was opened"
     for _ in range(4):
         assert (await ask(gateway, "k")).status_code == 200
     last = await ask(gateway, "k")

@@ -42,13 +42,18 @@ class Bucket:
 
     def level(self, now: float) -> float:
         """What is there at `now` (seconds); a clock that goes back adds nothing."""
-        grown = max(0.0, now - self._at) * self.a_minute / MINUTE
-        return min(float(self.a_minute), self._level + grown)
+        passed = now - self._at  # hot path: once for every token of a key with such a limit
+        if passed <= 0:
+            return self._level
+        level = self._level + passed * self.a_minute / MINUTE
+        return level if level < self.a_minute else float(self.a_minute)
 
     def take(self, amount: float, now: float) -> None:
         """Takes `amount`, also if it is not there; a negative one gives back."""
-        self._level = min(float(self.a_minute), self.level(now) - amount)
-        self._at = max(self._at, now)
+        level = self.level(now) - amount
+        self._level = level if amount > 0 else min(float(self.a_minute), level)
+        if now > self._at:
+            self._at = now
 
     def wait(self, wanted: float, now: float) -> float:
         """Seconds until the level is `wanted`, 0 if it is; `wanted` is at most `a_minute`."""
