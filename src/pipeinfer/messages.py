@@ -110,11 +110,14 @@ class Begin(Message, frozen=True):
 class Release(Message, frozen=True):
     """The request in `slot` is over or preempted; the steps before this plan still read its pages.
     If `keep`, what was computed of (admitted tokens + `output_ids`) may enter the prefix cache, a
-    surplus token never. `output_ids`: confirmed ids sampled since the admission (int32 bytes)."""
+    surplus token never. `output_ids`: confirmed ids sampled since the admission (int32 bytes).
+    `forget`: its logits were bad; none of it enters, and what the cache has of these tokens goes,
+    from their end upward, as far as nobody else holds it or goes on from it."""
 
     slot: int
     keep: bool
     output_ids: bytes = b""
+    forget: bool = False
 
 
 class Admit(Message, frozen=True):
@@ -197,7 +200,8 @@ class Result(Message, frozen=True):
     `slots`, `starts`, `counts`: int32 bytes; `starts` is the first computed position, `counts` how
     many tokens were computed (0: deferred if listed in `deferred`, else nothing was left to do).
     `produced`: int32 bytes, how many ids of `token_ids` belong to each row (0 where it did not
-    sample). `free`, `evictable`: pages after it. `digest`: running hash of memory decisions."""
+    sample). `free`, `evictable`: pages after it. `digest`: running hash of memory decisions.
+    `bad`: int32 bytes, slots whose logits were not finite: such a row has produced nothing."""
 
     epoch: int
     number: int
@@ -211,6 +215,7 @@ class Result(Message, frozen=True):
     evictable: int
     digest: int
     step_seconds: float = 0.0  # differs between a run and its replay
+    bad: bytes = b""
 
 
 class Digests(Message, frozen=True):

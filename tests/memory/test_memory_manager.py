@@ -145,6 +145,42 @@ def test_surplus_token_never_enters_the_cache():
         memory.run({}, releases=[Release(1, False)])
 
 
+def test_a_forgotten_request_leaves_nothing_of_its_path_in_the_cache():
+    memory = Memory()
+    outputs = memory.run({0: 99}, [admit(0, PROMPT)])[1]
+    for _ in range(5):  # its prompt is shared meanwhile
+        outputs += memory.run({0: 1})[1]
+    memory.run({}, releases=[Release(0, False, pack(outputs[:5]), True)])
+    assert (memory.manager.free, memory.manager.evictable) == (32, 0)
+    applied, _ = memory.run({1: 99}, [admit(1, PROMPT)])
+    assert applied.cached.tolist() == [0]
+
+
+def test_forgetting_ends_where_somebody_else_goes_on():
+    memory = Memory()
+    other = [*PROMPT[:8], 1, 2, 3, 4, 5]
+    memory.run({0: 99}, [admit(0, other)])
+    memory.run({}, releases=[Release(0, True)])
+    memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, [*PROMPT, 9])])
+    memory.run({0: 1, 1: 1})  # slot 1 holds all of slot 0's prompt from here on
+    memory.run({}, releases=[Release(0, False, forget=True)])
+    assert memory.run({0: 99}, [admit(0, [*PROMPT, 9])])[0].cached.tolist() == [12]
+    memory.run({}, releases=[Release(0, False, forget=True), Release(1, False, forget=True)])
+    applied, _ = memory.run({0: 99, 1: 99}, [admit(0, [*PROMPT, 9]), admit(1, other)])
+    assert applied.cached.tolist() == [8, 12], "what the other one's path needs was left"
+
+
+def test_a_forgotten_prompt_that_another_request_left_is_gone_too():
+    """It was taken back before its logits were seen, so that its pages went into the cache."""
+    memory = Memory()
+    memory.run({0: 11}, [admit(0, PROMPT)])
+    memory.run({}, releases=[Release(0, True)])
+    memory.run({0: 99}, [admit(0, PROMPT)])
+    assert memory.manager.evictable + memory.manager.cache.locked == 2
+    memory.run({}, releases=[Release(0, False, forget=True)])
+    assert memory.manager.free == 32
+
+
 def test_confirmed_page_is_cached_even_if_surplus_was_computed_after_it():
     memory = Memory()
     outputs = memory.run({0: 99}, [admit(0, PROMPT)])[1]

@@ -110,13 +110,15 @@ class MemoryManager:
                 f"release of slot {slot} confirms {len(outputs)} outputs after {known} admitted "
                 f"tokens, but only {computed} tokens are computed"
             )
-        if release.keep:
+        tokens = np.concatenate((self.slots.known_tokens(slot), outputs))
+        if release.keep and not release.forget:
             # A surplus token is computed but not confirmed, the last output is confirmed but
             # perhaps not computed: neither has KV that anybody may reuse.
-            tokens = np.concatenate((self.slots.known_tokens(slot), outputs))
             self._share(slot, tokens[: min(computed, confirmed)], clock)
         self.cache.unlock(self.slots.node[slot])
         self._give(self.table.own(slot))
+        if release.forget:
+            self._give(self.cache.forget(tokens, self.slots.salt[slot]))
         self.table.clear(slot)
         self.slots.clear(slot)
 

@@ -71,7 +71,7 @@ class SchedulerCore:
         self._ledger, self._outbox = Ledger(detokenizers), Outbox(group)
         self._out: list[Send] = []
         self.counts = self._planner.counts
-        self.counts.update(epochs=0, finished=0)
+        self.counts.update(epochs=0, finished=0, bad_logits=0)
         self._handlers: dict[type[Message], Callable[[Any, float], None]] = {
             Work: self._on_work,
             Abort: self._on_abort,
@@ -356,7 +356,12 @@ class SchedulerCore:
             except Disagreement as error:
                 self._end_epoch(str(error), now)
 
-    def _accept(self, request: Request, tokens: list[int]) -> None:
+    def _accept(self, request: Request, tokens: list[int] | None) -> None:
+        if tokens is None:
+            request.spoiled = True
+            self.counts["bad_logits"] += 1
+            self._fail(request, "error", "the model's logits for this request are not finite")
+            return
         offset = len(request.outputs)
         finish, stop_token = request.accept(tokens)
         self._planner.probation.cleared(request)

@@ -66,8 +66,9 @@ class Flights:
                 request.cached = cached if request.cached < 0 else request.cached
                 request.rebase(cached)
 
-    def land(self, result: Result) -> Iterator[tuple[Request, list[int]]]:
-        """(request, new output ids) for each row that counts; raises OutOfOrder.
+    def land(self, result: Result) -> Iterator[tuple[Request, list[int] | None]]:
+        """(request, new output ids) for each row that counts, None for ids where its logits were
+        bad; raises OutOfOrder.
 
         The hot path of the scheduler: one pass over the rows. Rows of requests that have ended, or
         that were admitted anew since, are surplus: nobody ever sees them.
@@ -80,6 +81,7 @@ class Flights:
         produced, ids = unpack(result.produced).tolist(), unpack(result.token_ids).tolist()
         deferred = set(unpack(result.deferred).tolist())
         self.deferred += len(deferred)
+        bad = set(unpack(result.bad).tolist()) if result.bad else ()
         slots, at = unpack(result.slots).tolist(), 0
         rows = zip(flight.rows, slots, ends, produced, strict=True)
         for (request, admission), slot, end, many in rows:
@@ -90,6 +92,8 @@ class Flights:
             if request.slot >= 0:
                 request.confirm(end)
                 request.deferrals = request.deferrals + 1 if slot in deferred else 0
+                if slot in bad:  # one that waits to be admitted again is computed again
+                    yield request, None
             if tokens:
                 yield request, tokens
 
