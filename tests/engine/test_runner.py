@@ -140,13 +140,13 @@ def test_what_a_bad_request_left_in_a_page_does_not_reach_its_next_owner(checkpo
             Row(1, 0, [1, 2, 3], np.array([4, 0]), True),
             Row(2, 0, list(range(30)), np.array([5, 6]), True),
         ]
-        ids = [one.run(build_step(rows, 0, 2))]
+        first = one.run(build_step(rows, 0, 2))
         rows = [
             Row(0, 6, prompt[6:], np.array([3, 0]), True),
             Row(1, 3, None, np.array([4, 0]), True),
             Row(2, 30, None, np.array([5, 6]), True),
         ]
-        given.append(ids + [one.run(build_step(rows, 1, 2))])
+        given.append([first, one.run(build_step(rows, 1, 2))])
     for mine, theirs in zip(*given, strict=True):
         assert mine.bad.tolist() == []
         assert mine.ids.tolist() == theirs.ids.tolist()

@@ -91,8 +91,8 @@ class Executor:
     """Runs `run(step)` for each submitted step on a thread of its own, in order.
 
     `on_done(step, sampled, seconds)` or `on_error(step, error)` is called on `loop`, in order,
-    exactly once for each step; after an error later steps run as usual. `busy_seconds` is wall time inside
-    `run`, `idle_seconds` wall time between steps with none queued, both since the first step.
+    exactly once for each step; after an error later steps run as usual. `busy_seconds` is wall time
+    inside `run`, `idle_seconds` wall time between steps with none queued, both since the first one.
     """
 
     def __init__(
