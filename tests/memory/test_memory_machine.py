@@ -200,10 +200,10 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def check_forgotten(self, plan: Plan) -> None:
         """What is still cached of a forgotten request is others', too: somebody holds it, a longer
-        path goes on from there, or the same plan puts it back."""
+        path goes on from there."""
         forgotten, self.forgotten = self.forgotten, []
-        if self.cache == "naive" or any(release.keep for release in plan.releases):
-            return
+        if self.cache == "naive" or not all(release.forget for release in plan.releases):
+            return  # others, released later in the same plan, may leave what they held
         for sequence, tokens in forgotten:
             end = self.memory.cache._end_of(np.array(tokens, np.int32), sequence.salt)
             if end is not None and end.parent is not None and not end.children:

@@ -1,4 +1,4 @@
-"""What becomes of requests that end in unusual ways: bad logits, and memory of those that are over."""
+"""What becomes of requests that end otherwise than they should, and that those are let go."""
 
 from __future__ import annotations
 
