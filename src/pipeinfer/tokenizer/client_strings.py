@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 # What a template knows by name and may build a control token of, as in '<|' + role + '|>'.
 ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
-NODE = 32  # bytes of text that take as long to render as one more value takes by itself
+NODE = 8  # bytes of text that take as long to encode as one more value takes to render
 MANY = 10_000  # values that are looked at; counting more takes longer than short requests may wait
 HUGE = 1 << 40  # the weight of what was not looked at to its end
 
