@@ -43,6 +43,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tls_key: str = ""
     allowed_origins: str = ""
     chat_template: str = ""
+    control_tokens_in_messages: bool = False
     revision: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

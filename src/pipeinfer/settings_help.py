@@ -11,6 +11,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "served_model_name": ("NAME", "the model's id in /v1/models; default: MODEL"),
         "revision": ("REV", "branch, tag or commit of a hub id"),
         "chat_template": ("FILE", "a Jinja template, in place of the checkpoint's"),
+        "control_tokens_in_messages": ("", "let messages spell control tokens, as vLLM does"),
         "dtype": ("", "auto: float32 on a CPU, else the checkpoint's"),
         "load_format": ("", "dummy: random weights, no weight file is read"),
         "max_model_len": ("N", "tokens of prompt and output; default: what the checkpoint says"),

@@ -345,3 +345,22 @@ def test_the_stages_import_neither_torch_nor_transformers(folder: Path) -> None:
         [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("extra", [{}, {"min_tokens": 0}, {"ignore_eos": True}])
+def test_min_tokens_needs_a_token_that_does_not_end_the_answer(
+    core: TokenizerCore, extra: dict[str, Any]
+) -> None:
+    """All 264 of the configuration count, also those that the tokenizer does not have."""
+    most = tuple(token for token in range(264) if token != 257)  # 257 is the model's own end
+    params = {"min_tokens": 1, "stop_token_ids": most, **extra}
+    if extra:
+        assert work(core, submit(text="a", params=params))
+        params["stop_token_ids"] = tuple(range(264))
+        if "min_tokens" in extra:
+            return
+    refusal = refused(core, submit(text="a", params=params))
+    assert (refusal.status, refusal.param) == (400, "min_tokens")
+    assert "264" in refusal.message
+    # Named twice they are not more, and one that is left is enough.
+    assert work(core, submit(text="a", params=params | {"stop_token_ids": most[1:] * 2}))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer import AsyncLLM, SamplingParams
+from pipeinfer.offline.outputs import RequestError
 from pipeinfer.trace.reader import Trace
 
 WORDS = ("count", "from 3", "what is", "pipeinfer", "é 🙂", "copy: abc", "7 8 9", "the engine")
@@ -36,10 +37,20 @@ async def _one(llm: AsyncLLM, source: random.Random, index: int) -> None:
     await stream.aclose()
 
 
+async def _long(llm: AsyncLLM) -> None:
+    """Prompts that the tokenizer encodes in a process beside it: one is passed on, and is then too
+    long for the small memory; one is refused."""
+    for prompt, reason in (("<|reserved_0|>ab" * 600, "KV pool"), ("x" * 10_000, "context length")):
+        with pytest.raises(RequestError, match=reason):
+            async for _ in llm.generate(prompt, SamplingParams(max_tokens=4)):
+                continue
+
+
 async def _session(folder: Path, requests: int) -> None:
     source = random.Random(7)
     async with AsyncLLM(kv_pages=18, threads=1, max_running=12, record=str(folder)) as llm:
-        await asyncio.gather(*(_one(llm, source, index) for index in range(requests)))
+        short = (_one(llm, source, index) for index in range(requests))
+        await asyncio.gather(_long(llm), *short)
 
 
 @pytest.fixture(scope="session")

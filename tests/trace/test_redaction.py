@@ -18,6 +18,7 @@ from pipeinfer.engine.core import StepFailed
 from pipeinfer.gateway import events as gateway
 from pipeinfer.messages import CHANNELS, Message, Submit, Work, pack, unpack
 from pipeinfer.params import SamplingParams
+from pipeinfer.tokenizer import events as tokenizer
 from pipeinfer.trace import notes
 from pipeinfer.trace.permutation import Permutation
 from pipeinfer.trace.reader import Trace
@@ -51,7 +52,7 @@ def test_other_keys_rename_otherwise():
 
 def all_messages() -> set[str]:
     kinds = [kind for channel in CHANNELS.values() for kind in get_args(channel) or (channel,)]
-    for module in (local, gateway, notes):
+    for module in (local, gateway, tokenizer, notes):
         kinds += [
             v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Message)
         ]

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pipeinfer.core import Send
+import numpy as np
+
+from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.messages import (
     Abort,
@@ -28,12 +30,17 @@ from pipeinfer.messages import (
     unpack,
 )
 from pipeinfer.recovery import MOVED, REPEAT, RollCall, answer, number
+from pipeinfer.tokenizer.encoding import Encoding, Pending
+from pipeinfer.tokenizer.events import Encode, Encoded
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.ledger import Entry, Ledger
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
 from pipeinfer.tokenizer.routing import Router
 
 DETOKENIZER = 0  # there is one so far; a request stays with the one that it was given
+# Bytes of text up to which a prompt is encoded at once. That takes 2 to 3 ms for most texts of this
+# length and 8 ms for the worst (one-letter words); everything else waits meanwhile.
+AT_ONCE = 8 * 1024
 
 
 class TokenizerCore:
@@ -62,16 +69,16 @@ class TokenizerCore:
         self._eos_ids = eos_ids
         self._stage = stage
         self._ledger = Ledger(self._all_groups)
+        self._encoding = Encoding()
         self._roll_call = RollCall(stage, incarnation, gateways)
         self._draining = False
         self._left = False
-        self._accepted = 0
-        self._refused = 0
-        self._moved = 0
+        self._accepted = self._refused = self._moved = 0
         self._asked: dict[int, float] = {}  # when a group was asked to hand over what it has
         self._prompt_tokens = 0
         self._handlers: dict[type[Message], Callable[..., list[Send]]] = {
             Submit: self._on_submit,
+            Encoded: self._on_encoded,
             Abort: self._on_abort,
             Done: self._on_done,
             Recover: self._on_recover,
@@ -101,25 +108,63 @@ class TokenizerCore:
             "moved_total": self._moved,
             "prompt_tokens_total": self._prompt_tokens,
             "ledger": len(self._ledger),
+            "encoding": len(self._encoding),
             "groups_up": self._router.up,
         }
 
     def idle(self) -> bool:
-        return True  # every event is answered at once
+        return not len(self._encoding)
+
+    def encoding(self, request_id: str, attempt: int) -> Submit | None:
+        """For the driver: the request that it was told to encode, while somebody wants it."""
+        pending = self._encoding.get(request_id, attempt)
+        return None if pending is None else pending.submit
 
     def _on_submit(self, event: Submit, _now: float) -> list[Send]:
-        if self._left or self._ledger.knows(event.request_id, event.attempt):
+        name, attempt = event.request_id, event.attempt
+        known = self._ledger.knows(name, attempt) or self._encoding.knows(name, attempt)
+        if self._left or known:
             return []  # the gateway tells the successor; a repeated one was passed on before
-        gateway = f"gateway-{event.gateway}"
         if self._draining:
-            self._refused += 1
-            return [Send("text", gateway, _refusal(event, 503, "the server is shutting down"))]
+            return self._refuse(event, 503, "the server is shutting down")
+        # Until the gateways have told all, it may be one that was sent to a group nobody remembers.
+        alone = self._roll_call.complete
         try:
+            weight = self._encoder.weigh(event)
+            if weight > AT_ONCE:
+                self._encoding.put(Pending(event, alone))
+                return [Send(LOCAL, "", Encode(name, attempt, weight))]
             ids = self._encoder.encode(event)
         except Rejected as error:
-            self._refused += 1
-            refusal = _refusal(event, error.status, str(error), error.param, error.code)
-            return [Send("text", gateway, refusal)]
+            return self._refuse(event, error.status, str(error), error.param, error.code)
+        self._encoding.forget(name)
+        return self._pass_on(event, ids, alone)
+
+    def _on_encoded(self, event: Encoded, _now: float) -> list[Send]:
+        pending = self._encoding.get(event.request_id, event.attempt)
+        if pending is None:
+            return []  # it has ended meanwhile, or is the successor's
+        self._encoding.forget(event.request_id)
+        if event.status:
+            why = (event.status, event.message, event.param, event.code)
+            return self._refuse(pending.submit, *why)
+        return self._pass_on(pending.submit, unpack(event.prompt_ids), pending.alone)
+
+    def _refuse(
+        self,
+        event: Submit,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> list[Send]:
+        self._refused += 1
+        name, attempt, gateway = event.request_id, event.attempt, event.gateway
+        refusal = Refused(name, attempt, gateway, status, message, param, code)
+        return [Send("text", f"gateway-{gateway}", refusal)]
+
+    def _pass_on(self, event: Submit, ids: np.ndarray, alone: bool) -> list[Send]:
+        """To a group, with the prompt's `ids` int32 [n]. `alone`: as for Pending."""
         routed = event.group in self._all_groups
         request = (event.request_id, ids, event.params.max_tokens, event.cache_salt)
         group = (
@@ -129,10 +174,9 @@ class TokenizerCore:
         self._prompt_tokens += len(ids)
         raw = ids.tobytes()
         work = self._work(event, raw)
-        # Until the gateways have told all, it may be one that was sent to a group nobody remembers.
-        alone = self._roll_call.complete
         self._ledger.put(Entry(work, group, routed or alone, alone))
         accepted = Accepted(event.request_id, event.attempt, group, raw)
+        gateway = f"gateway-{event.gateway}"
         return [Send("text", gateway, accepted), Send("work", f"scheduler-{group}", work)]
 
     def _work(self, event: Submit, prompt_ids: bytes) -> Work:
@@ -155,6 +199,7 @@ class TokenizerCore:
 
     def _on_abort(self, event: Abort, _now: float) -> list[Send]:
         self._router.ended(event.request_id)
+        self._encoding.forget(event.request_id)
         groups = self._ledger.forget(event.request_id)
         if groups is None:  # of a gateway that died, or one that only the last tokenizer knew
             groups = self._all_groups
@@ -164,6 +209,7 @@ class TokenizerCore:
         ended: dict[int, list[str]] = {}
         for request_id in event.request_ids:
             self._router.ended(request_id)
+            self._encoding.forget(request_id)
             groups = self._ledger.forget(request_id)
             if groups is None:
                 # It was refused here; or, before the gateways have told all, it may run anywhere.
@@ -180,6 +226,7 @@ class TokenizerCore:
             known = (Send("work", event.stage, work) for work in works)
             return answer(self._stage, event, known)
         out: list[Send] = []
+        self._encoding.forget_gateway(number(event.stage))
         for work in self._ledger.of_gateway(number(event.stage)):
             gone = Abort(work.request_id, work.attempt, "its gateway was restarted")
             out += self._on_abort(gone, now)
@@ -240,10 +287,5 @@ class TokenizerCore:
 
     def _on_leave(self, _event: Leave, _now: float) -> list[Send]:
         self._left = True
+        self._encoding.clear()  # the gateways tell the successor of all that is unfinished
         return []
-
-
-def _refusal(
-    event: Submit, status: int, message: str, param: str | None = None, code: str | None = None
-) -> Refused:
-    return Refused(event.request_id, event.attempt, event.gateway, status, message, param, code)

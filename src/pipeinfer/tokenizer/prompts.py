@@ -11,6 +11,10 @@ from tokenizers import Tokenizer
 
 from pipeinfer.messages import Submit, unpack
 from pipeinfer.params import SamplingParams
+from pipeinfer.tokenizer.bounds import cover
+from pipeinfer.tokenizer.client_strings import weight
+from pipeinfer.tokenizer.control_texts import ControlTexts, NoMarks, Rendered
+from pipeinfer.tokenizer.standins import CannotTell, StandIns, folds
 from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
 
 
@@ -33,20 +37,47 @@ class PromptEncoder:
         templates: ChatTemplates,
         vocab_size: int,
         max_model_len: int,
+        eos_ids: tuple[int, ...] = (),
+        control_tokens: bool = False,
+        alone: bool = False,
     ) -> None:
-        """`tokenizer` None: only token ids are accepted. `max_model_len`: prompt plus output."""
+        """`tokenizer` None: only token ids are accepted. `max_model_len`: prompt plus output.
+
+        `eos_ids`: ids that end a request by themselves. `control_tokens`: messages may spell them.
+        `alone`: the process has nothing else to do, so the library may start threads.
+        """
         self._tokenizer = tokenizer
-        self._templates = templates
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
+        self._alone = alone
+        self._cover = None if tokenizer is None else cover(tokenizer)
+        self._stand_ins = None if tokenizer is None else StandIns(tokenizer)
+        texts = () if tokenizer is None or control_tokens else special_texts(tokenizer)
+        always = tokenizer is not None and not control_tokens and folds(tokenizer)
+        self._chats = ControlTexts(texts, templates, always)
+
+    def weigh(self, submit: Submit) -> int:
+        """About how many bytes `encode` has to look at one by one; token ids weigh nothing.
+
+        Raises Rejected for what can be seen without encoding anything.
+        """
+        self._check_ends(submit.params)
+        if submit.chat is not None:
+            return weight(submit.chat, submit.template_arguments)
+        if submit.text is None:
+            return 0
+        self._check_bytes(submit.text, "prompt")
+        return weight(submit.text)
 
     def encode(self, submit: Submit) -> np.ndarray:
         """The prompt's ids, int32 [n], 0 < n < max_model_len. Raises Rejected."""
         param = "prompt" if submit.chat is None else "messages"
+        self._check_ends(submit.params)
         if submit.chat is not None:
-            # The template has written the special tokens already.
-            ids = self._tokenize(self._render(submit), False, param)
+            ids = self._chat(submit)
         elif submit.text is not None:
+            self._check_bytes(submit.text, param)
             ids = self._tokenize(submit.text, submit.add_special_tokens, param)
         elif submit.prompt_ids is not None:
             ids = unpack(submit.prompt_ids)
@@ -55,16 +86,30 @@ class PromptEncoder:
         if not len(ids):
             raise Rejected("the prompt is empty", param)
         self._check_vocabulary(ids, param)
-        self._check_stop_tokens(submit.params.stop_token_ids)
         self._check_length(len(ids), submit.params, param)
         return ids
 
-    def _render(self, submit: Submit) -> str:
+    # ------------------------------------------------------------------------------------- encoding
+
+    def _chat(self, submit: Submit) -> np.ndarray:
         assert submit.chat is not None
         try:
-            return self._templates.render(submit.chat, submit.template_arguments)
-        except TemplateFailed as error:
+            rendered = self._chats.render(submit.chat, submit.template_arguments)
+            self._check_bytes(rendered.text, "messages")
+            if rendered.marked is None or self._stand_ins is None:
+                # The template has written the special tokens already.
+                return self._tokenize(rendered.text, False, "messages")
+            return self._apart(rendered, self._stand_ins)
+        except (TemplateFailed, NoMarks, CannotTell) as error:
             raise Rejected(str(error), "messages") from None
+
+    def _apart(self, rendered: Rendered, stand_ins: StandIns) -> np.ndarray:
+        """With the template's control tokens as tokens and the client's as text."""
+        assert rendered.marked is not None
+        text, first = stand_ins.write(rendered.marked.text)
+        if rendered.marked.marks is not None:
+            text = rendered.marked.marks.remove(text)
+        return stand_ins.encode(text, first, self._alone)
 
     def _tokenize(self, text: str, add_special_tokens: bool, param: str) -> np.ndarray:
         if self._tokenizer is None:
@@ -72,34 +117,60 @@ class PromptEncoder:
                 "the model has no tokenizer.json, so it takes prompts as token ids only", param
             )
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            if self._alone:  # several times as fast, and lets other threads run
+                (encoding,) = self._tokenizer.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )
+            else:
+                encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # the library raises bare Exception
             raise Rejected(f"the text cannot be tokenized: {error}", param) from None
         return np.asarray(encoding.ids, dtype="<i4")
+
+    # ------------------------------------------------------------------------------------- refusing
+
+    def _check_bytes(self, text: str, param: str) -> None:
+        """Refuses what has too many tokens however it is encoded."""
+        fewest = 0 if self._cover is None else self._cover.fewest(text)
+        if fewest >= self._max_model_len:
+            raise self._too_long(f"at least {fewest}", param)
 
     def _check_vocabulary(self, ids: np.ndarray, param: str) -> None:
         wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
         if len(wrong):
             raise self._unknown_token(int(wrong[0]), param)
 
-    def _check_stop_tokens(self, ids: tuple[int, ...]) -> None:
-        for token in ids:
+    def _check_ends(self, params: SamplingParams) -> None:
+        for token in params.stop_token_ids:
             if not 0 <= token < self._vocab_size:
                 raise self._unknown_token(token, "stop_token_ids")
+        if params.min_tokens > 0:
+            ends = frozenset(params.stop_token_ids)
+            if not params.ignore_eos:
+                ends |= self._eos_ids
+            if len(ends) >= self._vocab_size:
+                raise Rejected(
+                    f"min_tokens is {params.min_tokens}, but all {self._vocab_size} tokens of the "
+                    "vocabulary end the answer, so that none is left to begin it with",
+                    "min_tokens",
+                )
 
     def _unknown_token(self, token: int, param: str) -> Rejected:
         size = self._vocab_size
         return Rejected(f"token id {token} is not in the vocabulary of {size} tokens", param)
 
+    def _too_long(self, tokens: str, param: str) -> Rejected:
+        return Rejected(
+            f"This model's maximum context length is {self._max_model_len} tokens, and the prompt "
+            f"alone has {tokens}; at least one must be left for the completion.",
+            param,
+            "context_length_exceeded",
+        )
+
     def _check_length(self, length: int, params: SamplingParams, param: str) -> None:
         limit = self._max_model_len
         if length >= limit:
-            raise Rejected(
-                f"This model's maximum context length is {limit} tokens, and the prompt alone has "
-                f"{length}; at least one must be left for the completion.",
-                param,
-                "context_length_exceeded",
-            )
+            raise self._too_long(str(length), param)
         if params.max_tokens is not None and length + params.max_tokens > limit:
             raise Rejected(
                 f"This model's maximum context length is {limit} tokens, but the request asks for "
@@ -108,3 +179,9 @@ class PromptEncoder:
                 "max_tokens",
                 "context_length_exceeded",
             )
+
+
+def special_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The texts of the tokens that control a model: those that its tokenizer calls special."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    return tuple(token.content for token in added if token.special)

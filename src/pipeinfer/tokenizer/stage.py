@@ -1,27 +1,20 @@
-"""Builds the tokenizer stage from a checkpoint's tokenizer, chat template and configuration.
+"""Builds the tokenizer stage: its core, and beside it the lanes for long prompts.
 
-Knows files, settings and the clock of this host; everything that happens afterwards is the core's.
+Knows which other stages it listens to; what a checkpoint's files say is read in building.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from tokenizers import Tokenizer
-
-from pipeinfer.models.config import read_config
-from pipeinfer.models.generation import read_generation
 from pipeinfer.models.source import resolve_model
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import Settings
+from pipeinfer.tokenizer.building import make_encoder
 from pipeinfer.tokenizer.core import TokenizerCore
-from pipeinfer.tokenizer.loading import load_tokenizer, read_tokenizer_config, special_tokens
-from pipeinfer.tokenizer.prompts import PromptEncoder
+from pipeinfer.tokenizer.lanes import Lanes
 from pipeinfer.tokenizer.routing import Router
-from pipeinfer.tokenizer.templates import load_templates
 
 
 def build(context: StageContext) -> Stage:
@@ -37,7 +30,8 @@ def build(context: StageContext) -> Stage:
     groups = settings.dp > 1
     heard = [*topology.ids("scheduler"), *topology.ids("engine")] if groups else []
     listens = (*((stage, "telemetry") for stage in heard), *deaths(topology))
-    return Stage(core, listens=listens if groups else ())
+    lanes = Lanes(folder, settings, core.encoding)
+    return Stage(core, lanes, listens=listens if groups else ())
 
 
 def make_core(
@@ -51,34 +45,6 @@ def make_core(
 
     The rest is as for TokenizerCore.
     """
-    model = read_config(folder)
-    config = read_tokenizer_config(folder)
-    tokenizer = load_tokenizer(folder, config)
-    templates = load_templates(folder, config, settings.chat_template, _strftime_now)
-    encoder = PromptEncoder(
-        tokenizer, templates, model.vocab_size, settings.max_model_len or model.context_length
-    )
-    return TokenizerCore(
-        encoder,
-        Router(settings.routing, settings.dp),
-        settings.dp,
-        _eos_ids(folder, tokenizer, config),
-        stage,
-        incarnation,
-        gateways,
-    )
-
-
-def _eos_ids(folder: Path, tokenizer: Tokenizer | None, config: dict[str, Any]) -> tuple[int, ...]:
-    """The union of what config.json, generation_config.json and the tokenizer say."""
-    ids = dict.fromkeys(read_generation(folder).eos_ids)
-    text = special_tokens(config).get("eos_token")
-    token = tokenizer.token_to_id(text) if tokenizer is not None and text is not None else None
-    if token is not None:
-        ids[token] = None
-    return tuple(ids)
-
-
-def _strftime_now(template: str) -> str:
-    # Only templates that print today's date ask, so only their prompts depend on the day.
-    return datetime.now().strftime(template)
+    encoder, eos_ids = make_encoder(folder, settings)
+    router = Router(settings.routing, settings.dp)
+    return TokenizerCore(encoder, router, settings.dp, eos_ids, stage, incarnation, gateways)

@@ -33,6 +33,7 @@ class ChatTemplates:
         A template that does not compile fails the chats that need it, not the checkpoint.
         """
         environment = make_environment(strftime_now)
+        self.source = "\n".join((*sources.values(), *variables.values()))
         self._variables = variables
         self._templates: dict[str, Template] = {}
         self.problems: dict[str, str] = {}

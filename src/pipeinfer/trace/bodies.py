@@ -21,6 +21,7 @@ from pipeinfer.trace.notes import Crash, End, StepNote, Unencoded
 COMMON = ("Tick", "Drain", "Leave")  # of events.py, taken by every core
 LOCAL_IN = {
     "gateway": ("pipeinfer.gateway.events:Call", "pipeinfer.gateway.events:Hangup"),
+    "tokenizer": ("pipeinfer.tokenizer.events:Encoded",),
     "engine": (
         "pipeinfer.events:StepDone",
         "pipeinfer.events:NewEpoch",
@@ -32,6 +33,7 @@ LOCAL_OUT = {
         f"pipeinfer.gateway.events:{name}"
         for name in ("Started", "Delta", "Failed", "StatusChanged")
     ),
+    "tokenizer": ("pipeinfer.tokenizer.events:Encode",),
 }
 
 

@@ -36,6 +36,7 @@ FIELDS: dict[str, dict[str, str]] = {
     "TokenRow": {"ids": "ids", "stop_token": "one"},
     "Delivered": {"ids": "ids"},
     "Accepted": {"prompt_ids": "ids"},
+    "Encoded": {"prompt_ids": "ids", "message": "text"},
     "Started": {"prompt_ids": "ids"},
     "Text": {"rows": "nested"},
     "TextRow": {"text": "text", "ids": "ids", "stop_reason": "one", "error": "text"},
@@ -46,7 +47,8 @@ FIELDS: dict[str, dict[str, str]] = {
 AS_THEY_ARE = {
     "Abort", "Done", "Begin", "Hello", "Ready", "Admitted", "Digests", "Fault", "Refused",
     "StopHit", "Heartbeat", "GroupFault", "Recover", "Recovered", "Tick", "Drain", "Leave",
-    "NewEpoch", "StepFailed", "Hangup", "StatusChanged", "StepNote", "Unencoded", "Crash", "End",
+    "NewEpoch", "Encode", "StepFailed", "Hangup", "StatusChanged", "StepNote", "Unencoded", "Crash",
+    "End",
 }  # fmt: skip
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -1,0 +1,111 @@
+"""How few tokens a text can become, by its length alone: what cannot fit is not encoded at all.
+
+Certain, or there is no such bound: a tokenizer may drop white space, fold characters or swallow
+what surrounds a token, and then any length may fit. Knows no request.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+# NFC composes: the longest spelling of a character has 3.5 times the bytes of its composed form
+# (U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes). The library's table of Unicode may be
+# newer than Python's, in which that was counted.
+NFC_SHRINKS = 4
+WHOLE = frozenset(("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"))
+BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+
+
+class Cover(NamedTuple):
+    """A token covers at most `token_bytes` bytes of normalized text, and `shrinks` bytes of a text
+    become at least one byte of normalized text. ASCII never shrinks."""
+
+    token_bytes: int
+    shrinks: int
+
+    def fewest(self, text: str) -> int:
+        """No encoding of `text` has fewer tokens."""
+        if text.isascii():
+            return -(-len(text) // self.token_bytes)
+        size = len(text.encode("utf-8", "surrogatepass"))
+        return -(-size // (self.token_bytes * self.shrinks))
+
+
+def cover(tokenizer: Tokenizer) -> Cover | None:
+    """None where the tokenizer's parts are not known to keep every byte of a text."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):
+        return None  # it takes all white space around it, however much there is
+    shrinks = 1
+    for part in parts(tokenizer.normalizer, "normalizers"):
+        shrinks *= _shrinks(part)
+    splitters = parts(tokenizer.pre_tokenizer, "pretokenizers")
+    if not shrinks or not all(_keeps(part) for part in splitters):
+        return None
+    spelled = any(part["type"] == "ByteLevel" for part in splitters)
+    longest = _longest(tokenizer, spelled)
+    if not longest:
+        return None
+    for token in added:
+        texts = [token.content]
+        if tokenizer.normalizer is not None:
+            texts.append(tokenizer.normalizer.normalize_str(token.content))
+        longest = max(longest, *(len(text.encode()) for text in texts))
+    return Cover(longest, shrinks)
+
+
+def parts(component: Any, listed: str) -> list[dict[str, Any]]:
+    """What a normalizer or pre-tokenizer consists of, in the words of tokenizer.json; `listed`:
+    what the file calls the parts of a sequence."""
+    if component is None:
+        return []
+    waiting, parts = [json.loads(component.__getstate__())], []
+    while waiting:
+        part = waiting.pop(0)
+        if part["type"] == "Sequence":
+            waiting = [*part[listed], *waiting]
+        else:
+            parts.append(part)
+    return parts
+
+
+def _shrinks(part: dict[str, Any]) -> int:
+    """So many bytes become at least one; 0: any number may vanish."""
+    kind = part["type"]
+    if kind == "NFC":
+        return NFC_SHRINKS
+    if kind == "Prepend":
+        return 1
+    if kind == "Replace":
+        old, new = part["pattern"].get("String"), part["content"]
+        return int(bool(old) and len(new.encode()) >= len(old.encode()))
+    return 0
+
+
+def _keeps(part: dict[str, Any]) -> bool:
+    """Whether a pre-tokenizer passes on every character."""
+    if part["type"] in ("Split", "Punctuation"):
+        return part["behavior"] in WHOLE
+    return part["type"] in ("ByteLevel", "Metaspace", "Digits")
+
+
+def _longest(tokenizer: Tokenizer, spelled: bool) -> int:
+    """Bytes of the longest token of a vocabulary that has every byte; 0 if it has not.
+
+    `spelled`: a character of a token stands for one byte.
+    """
+    model = tokenizer.model
+    if not isinstance(model, models.BPE):
+        return 0  # others make one token of any run of unknown characters
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
+        return 0
+    tokens = tokenizer.get_vocab(with_added_tokens=False)
+    if spelled:
+        whole = all(character in tokens for character in pre_tokenizers.ByteLevel.alphabet())
+        return max(map(len, tokens)) if whole else 0
+    if not model.byte_fallback or any(token not in tokens for token in BYTE_TOKENS):
+        return 0
+    return max(len(token.encode()) for token in tokens)

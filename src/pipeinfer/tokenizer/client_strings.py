@@ -1,0 +1,86 @@
+"""The strings of a chat that its client wrote: messages and the template's arguments, nested.
+
+Finds them, weighs them, and makes a copy with others in their place. Knows no token and no
+template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+# What a template knows by name and may build a control token of, as in '<|' + role + '|>'.
+ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
+NODE = 8  # bytes of text that take as long to encode as one more value takes to render
+MANY = 10_000  # values that are looked at; counting more takes longer than short requests may wait
+HUGE = 1 << 40  # the weight of what was not looked at to its end
+
+# free: the whole text of a message's field. part: a string somewhere inside, which a template may
+# look up or compare ("type": "function"). key: the name of a value.
+Kind = Literal["free", "part", "key"]
+Write = Callable[[str, Kind], str]
+
+
+def weight(*values: Any) -> int:
+    """About how many bytes of text there are, in at most a millisecond; HUGE if that is too much
+    to count."""
+    waiting: list[Any] = list(values)
+    total = seen = 0
+    while waiting:
+        value = waiting.pop()
+        seen += 1
+        if isinstance(value, str):
+            total += _size(value)
+        elif isinstance(value, dict | list):
+            if seen + len(waiting) + 2 * len(value) > MANY:
+                return HUGE
+            waiting += value
+            waiting += value.values() if isinstance(value, dict) else ()
+    return total + NODE * seen
+
+
+def _size(text: str) -> int:
+    """Bytes; of a very long text its characters, so that it need not be copied."""
+    short = not text.isascii() and len(text) <= MANY
+    return len(text.encode("utf-8", "surrogatepass")) if short else len(text)
+
+
+def strings(chat: list[dict[str, Any]], arguments: dict[str, Any]) -> Iterator[tuple[str, Kind]]:
+    """All of them, but for the roles that templates know."""
+    found: list[tuple[str, Kind]] = []
+
+    def note(text: str, kind: Kind) -> str:
+        found.append((text, kind))
+        return text
+
+    rewritten(chat, arguments, note)
+    return iter(found)
+
+
+def rewritten(
+    chat: list[dict[str, Any]], arguments: dict[str, Any], write: Write
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(messages, arguments) with `write(text, kind)` in place of each string."""
+    return [_message(message, write) for message in chat], _nested(arguments, write)
+
+
+def _message(message: dict[str, Any], write: Write) -> dict[str, Any]:
+    copy = {}
+    for key, value in message.items():
+        if key == "role" and isinstance(value, str) and value in ROLES:
+            copy[key] = value
+        elif isinstance(value, str):
+            copy[write(key, "key")] = write(value, "free")
+        else:
+            copy[write(key, "key")] = _nested(value, write)
+    return copy
+
+
+def _nested(value: Any, write: Write) -> Any:
+    if isinstance(value, str):
+        return write(value, "part")
+    if isinstance(value, list):
+        return [_nested(one, write) for one in value]
+    if isinstance(value, dict):
+        return {write(key, "key"): _nested(one, write) for key, one in value.items()}
+    return value

@@ -1,0 +1,31 @@
+"""Local events of the tokenizer: a long prompt leaves for the lanes, and its ids come back.
+
+They never travel on the bus. Knows neither how prompts are encoded nor where.
+"""
+
+from __future__ import annotations
+
+from pipeinfer.messages import Message
+
+
+class Encode(Message, frozen=True):
+    """core -> driver: encode the prompt of this request, which the core still has.
+
+    `weight`: about how many bytes there are to render and to encode; the lightest goes first.
+    """
+
+    request_id: str
+    attempt: int
+    weight: int
+
+
+class Encoded(Message, frozen=True):
+    """driver -> core: its ids (int32 bytes), or if `status` is not 0 why it is refused."""
+
+    request_id: str
+    attempt: int
+    prompt_ids: bytes = b""
+    status: int = 0
+    message: str = ""
+    param: str | None = None
+    code: str | None = None
