@@ -182,10 +182,11 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def apply(self, plan: Plan) -> None:
         before = {slot: sequence.planned for slot, sequence in self.live.items()}
+        evicted = self.memory.evicted_pages
         applied = self.memory.apply(plan)
         self.number += 1
         self.memory.check_integrity()
-        self.check_forgotten(plan)
+        self.check_forgotten(plan, evicted)
         for admit, cached in zip(plan.admits, applied.cached.tolist(), strict=True):
             self.requests.put(admit)
             assert cached % self.page_size == 0 and cached < len(admit.token_ids) // 4
@@ -198,11 +199,13 @@ class MemoryMachine(RuleBasedStateMachine):
             assert pages[:used].all() and not pages[used:].any(), "padding is the dummy page"
         self.flights.append((step, [self.live[slot] for slot in step.slots.tolist()]))
 
-    def check_forgotten(self, plan: Plan) -> None:
+    def check_forgotten(self, plan: Plan, evicted: int) -> None:
         """What is still cached of a forgotten request is others', too: somebody holds it, a longer
         path goes on from there."""
         forgotten, self.forgotten = self.forgotten, []
-        if self.cache == "naive" or not all(release.forget for release in plan.releases):
+        if self.cache == "naive" or self.memory.evicted_pages != evicted:
+            return
+        if not all(release.forget for release in plan.releases):
             return  # others, released later in the same plan, may leave what they held
         for sequence, tokens in forgotten:
             end = self.memory.cache._end_of(np.array(tokens, np.int32), sequence.salt)
