@@ -66,7 +66,7 @@ torch.cuda.graph_pool_handle, torch.cuda.set_stream = lambda: None, lambda _: No
 torch.zeros = without_pins
 
 from overlapped import GpuCores  # noqa: E402
-from runner_requests import submit_all  # noqa: E402
+from runner_requests import good_ones, submit_all  # noqa: E402
 
 from pipeinfer.attention.paged import PagedKind  # noqa: E402
 from pipeinfer.distributed.group import join  # noqa: E402
@@ -187,7 +187,7 @@ def served(folder: str, derive: bool, group=None, **changes) -> GpuCores:
     )  # fmt: skip
     cores = GpuCores(Path(folder), settings, budget=48, group=group)
     cores.loaded.runner.derive = derive
-    submit_all(cores)
+    submit_all(cores, bad=True)
     cores.run()
     return cores
 
@@ -196,7 +196,7 @@ def rank(folder: str, address: str, rank: str, size: str) -> dict[str, Any]:
     group = join(address, int(rank), int(size), "cpu", 120)
     done = served(folder, True, group, tp=int(size))
     group.close()
-    return {"graphs": done.outputs, "step cost": msgspec.to_builtins(done.loaded.step_cost)}
+    return {"graphs": good_ones(done), "step cost": msgspec.to_builtins(done.loaded.step_cost)}
 
 
 if __name__ == "__main__":
@@ -207,9 +207,9 @@ if __name__ == "__main__":
     place = sys.argv[1]
     replayed = served(place, True)
     found = {
-        "graphs": replayed.outputs,
-        "derived on the device": served(place, True, no_cuda_graph=True).outputs,
-        "packed on the host": served(place, False, no_cuda_graph=True).outputs,
+        "graphs": good_ones(replayed),
+        "derived on the device": good_ones(served(place, True, no_cuda_graph=True)),
+        "packed on the host": good_ones(served(place, False, no_cuda_graph=True)),
         "step cost": msgspec.to_builtins(replayed.loaded.step_cost),
     }
     print(json.dumps(found))

@@ -10,8 +10,12 @@ LENGTHS = (3, 60, 17, 33)
 WANTED = 5
 
 
-def submit_all(cores) -> None:
-    """The same ones each time."""
+POISON = 261  # of a checkpoint made so: logits of whoever has this token are NaN
+BAD = [POISON], [*range(20), POISON, 5], [7] * 40 + [POISON]
+
+
+def submit_all(cores, bad: bool = False) -> None:
+    """The same ones each time; `bad`: between them some whose logits are NaN."""
     random = np.random.default_rng(0)
     for index, length in enumerate(LENGTHS):
         params = SamplingParams(
@@ -21,3 +25,14 @@ def submit_all(cores) -> None:
             frequency_penalty=-0.3 * (index == 3),
         )  # fmt: skip
         cores.submit(f"r{index}", random.integers(0, 250, length).tolist(), params, seed=index)
+        if bad and index < len(BAD):
+            knobs = {}, {"top_k": 5, "temperature": 0.8}, {"presence_penalty": 1.0}
+            cores.submit(f"bad{index}", BAD[index], SamplingParams(max_tokens=4, **knobs[index]))
+
+
+def good_ones(cores) -> dict[str, list[int]]:
+    """Tokens of the others, once all are served; the bad ones got none, and failed."""
+    bad = [f"bad{index}" for index in range(len(BAD))]
+    assert [cores.outputs[name] for name in bad] == [[]] * len(bad)
+    assert [cores.finished[name] for name in bad] == ["error"] * len(bad)
+    return {name: ids for name, ids in cores.outputs.items() if name not in bad}

@@ -1,4 +1,7 @@
-"""The CUDA runner's steps, through Triton's interpreter, give the tokens of the CPU's runner."""
+"""The CUDA runner's steps, through Triton's interpreter, give the tokens of the CPU's runner.
+
+There they are computed beside requests whose logits are NaN, which fail and disturb nobody.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from runner_requests import LENGTHS, submit_all
+from runner_requests import LENGTHS, POISON, submit_all
 
 from pipeinfer.settings import Settings
 from pipeinfer.step_cost import StepCost
@@ -23,7 +26,7 @@ PROGRAM = HERE / "interpreted_runner.py"
 
 @pytest.fixture(scope="module")
 def folder(checkpoint):
-    return checkpoint("Qwen3ForCausalLM")
+    return checkpoint("Qwen3ForCausalLM", poison=POISON)
 
 
 @pytest.fixture(scope="module")

@@ -110,6 +110,34 @@ def test_decode_attention_sees_its_window_only(window, cut):
     assert relative_error(case.run(cut, window), case.expected(window)) < 3e-6
 
 
+@pytest.mark.parametrize("cut", [WHOLE, PARTS])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("page", [1, 16])
+def test_what_a_former_owner_left_in_the_pages_is_not_read(page, window, cut):
+    """A weight of 0 times a NaN is NaN: what lies behind a row's end must not even be multiplied."""
+    case = Case(LENGTHS, page=page)
+    clean = case.run(cut, window)
+    owned = torch.zeros(case.k.shape[:2], dtype=torch.bool, device=DEVICE)
+    for row, length in enumerate(LENGTHS):
+        pages = case.indices[int(case.indptr[row]) : int(case.indptr[row + 1])].long()
+        begin = max(length - (window or length), 0)
+        for token in range(begin, length):
+            owned[pages[token // page], token % page] = True
+    for part in (case.k, case.v):
+        part[~owned] = float("nan")
+    assert torch.equal(case.run(cut, window), clean)
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_a_row_with_a_nan_of_its_own_spoils_no_other(part):
+    case = Case(LENGTHS)
+    clean = case.run(PARTS)
+    getattr(case, part)[case.indices[int(case.indptr[3])].long(), 2] = float("nan")
+    got = case.run(PARTS)
+    assert got[3].isnan().any(dim=-1).all()
+    assert torch.equal(got[[0, 1, 2, 4]], clean[[0, 1, 2, 4]])
+
+
 def test_parts_are_counted_anew_in_every_launch():
     case = Case(LENGTHS)
     first = case.run(PARTS)

@@ -11,6 +11,10 @@ from pipeinfer.engine.step import PenaltyRows, Said, SamplingRows
 from pipeinfer.messages import Admit, unpack
 
 _NOBODY = np.empty((0, 2), dtype=np.int64)
+_NO_IDS = np.empty(0, dtype=np.int64)
+# Whatever a request says, its parameters fit into these arrays: the API has bounds of its own.
+MOST_K, LAST_POSITION = 2**31 - 1, 2**62
+HOTTEST = float(np.finfo(np.float32).max)
 NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
 
 
@@ -25,7 +29,8 @@ class RequestTable:
         self._seeds = np.zeros(max_slots, dtype=np.uint64)
         # Positions below this one must not get an id of `_suppress`; 0 where nothing is suppressed.
         self._free_from = np.zeros(max_slots, dtype=np.int64)
-        self._suppress: list[tuple[int, ...]] = [()] * max_slots
+        self._suppress = [_NO_IDS] * max_slots
+        self._pairs = b"", _NOBODY  # as made last, and for which rows and slots
         self._factors = np.zeros((max_slots, len(NO_PENALTIES)), dtype=np.float32)
         self._penalized = np.zeros(max_slots, dtype=bool)
         self._said: dict[int, Said] = {}  # of slots that have not sampled yet
@@ -33,15 +38,17 @@ class RequestTable:
     def put(self, admit: Admit) -> None:
         """Takes the parameters of a request that enters `admit.slot`."""
         slot, params = admit.slot, admit.params
-        self._temperature[slot] = params.temperature
-        self._top_k[slot] = max(params.top_k, 0)
+        self._temperature[slot] = min(params.temperature, HOTTEST)
+        self._top_k[slot] = min(max(params.top_k, 0), MOST_K)
         self._top_p[slot] = params.top_p
-        self._min_p[slot] = params.min_p
+        self._min_p[slot] = min(params.min_p, 1.0)
         self._seeds[slot] = admit.seed & (2**64 - 1)
-        self._suppress[slot] = admit.suppress
+        self._suppress[slot] = np.array(admit.suppress, dtype=np.int64)
+        self._pairs = b"", _NOBODY
         # Outputs are counted from the prompt's end, not from the admission: a request that was
         # preempted comes back with outputs among its known tokens.
-        self._free_from[slot] = admit.prompt_len + params.min_tokens if admit.suppress else 0
+        free_from = min(admit.prompt_len + params.min_tokens, LAST_POSITION)
+        self._free_from[slot] = free_from if admit.suppress else 0
         factors = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self._penalized[slot] = factors != NO_PENALTIES
         if self._penalized[slot]:
@@ -71,10 +78,17 @@ class RequestTable:
         return PenaltyRows(rows, chosen, self._factors[chosen], new)
 
     def suppressed(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """(row, id) pairs int64 [n, 2] that must not be sampled; arguments as sampling_rows's."""
+        """(row, id) pairs int64 [n, 2] that must not be sampled; arguments as sampling_rows's.
+
+        The same array, which nobody writes to, as long as the same rows want the same.
+        """
         rows = np.flatnonzero(positions < self._free_from[slots])
         if len(rows) == 0:
             return _NOBODY
-        ids = [self._suppress[slot] for slot in slots[rows].tolist()]
-        row = np.repeat(rows, [len(some) for some in ids])
-        return np.stack((row, np.concatenate(ids).astype(np.int64)), axis=1)
+        chosen = slots[rows]
+        wanted = rows.tobytes() + chosen.tobytes()
+        if self._pairs[0] != wanted:
+            ids = [self._suppress[slot] for slot in chosen.tolist()]
+            row = np.repeat(rows, [len(some) for some in ids])
+            self._pairs = wanted, np.stack((row, np.concatenate(ids)), axis=1)
+        return self._pairs[1]
