@@ -66,6 +66,7 @@ class Shell:
         self._stop = asyncio.Event()
         self._drained_by = float("inf")
         self._leaving: asyncio.Task[None] | None = None
+        self._reload_when_built = False
         self._failure: BaseException | None = None
 
     async def run(self) -> None:
@@ -80,6 +81,8 @@ class Shell:
             for peer, channel in stage.listens:
                 self.bus.listen(peer, channel)
             self._stage = stage
+            if self._reload_when_built:
+                self.reload()
             self._tap.begin(stage.core, stage.facts)
             if stage.driver is not None:
                 await stage.driver.start(self.handle)
@@ -108,6 +111,20 @@ class Shell:
     def built(self) -> bool:
         """Whether there is a core: weights are loaded, ranks have met."""
         return self._stage is not None
+
+    def reload(self) -> None:
+        """Read again what the stage can read again; one that cannot ignores it.
+
+        Told while it is built, it reads once more: what it has read may be the old. A reload that
+        fails is logged, and the stage goes on with what it had.
+        """
+        if self._stage is None:
+            self._reload_when_built = True
+        elif self._stage.reload is not None and not self._stop.is_set():
+            try:
+                self._stage.reload()
+            except Exception:
+                log.exception("%s could not read anew", self.identity.id)
 
     def drain(self) -> None:
         """Finish what runs, then stop; called again, or after the drain timeout, stop at once."""
