@@ -28,7 +28,7 @@ from pipeinfer.settings import Settings
 from pipeinfer.trace.file import default_folder
 from pipeinfer.trace.format import Direction, TraceHeader
 from pipeinfer.trace.model import identify
-from pipeinfer.trace.notes import Crash
+from pipeinfer.trace.notes import Crash, Unencoded
 from pipeinfer.trace.recorder import Recorder
 from pipeinfer.trace.recording import Limits, Outcome, Recording
 from pipeinfer.trace.redact import redactor
@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 FLUSH = 0.5  # seconds between blocks; what a killed process loses at most, and a little
 LOOK = 0.05  # seconds after which it is seen whether there are
 MANY = 1000  # rows: a block that takes the interpreter from the loop for a fraction of a ms
+LONGEST = 366 * 86_400.0  # seconds of a recording; no timer takes "inf"
+UNNUMBERED = -1  # in place of the number of what was not sent
 FROM_THE_START = "--record"  # the name of the recording that the setting asks for
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -92,7 +94,14 @@ class Tap:
 
     def event(self, now: float, event: Message) -> None:
         """The core is about to take a local event."""
-        self.add((now, "in", LOCAL, "", 0, 0.0, _encode(event)))
+        try:
+            body = _encode(event)
+        except Exception as error:  # see bus/frames.encode; a recording is no reason to die
+            self._recorder.flush(now)
+            kind = type(event).__name__
+            self._recorder.gap(f"a {kind} cannot be recorded: {type(error).__name__}")
+            return
+        self.add((now, "in", LOCAL, "", 0, 0.0, body))
 
     def sent(self, channel: str, to: str, number: int, sent: float, body: bytes) -> None:
         """The core's output left over the bus."""
@@ -103,8 +112,16 @@ class Tap:
         note: Callable[[], Message] | None = getattr(message, "note", None)
         direction: Direction = "out" if note is None else "note"
         # Encoded at once: a row of plain values is nothing that the garbage collector must follow.
-        body = _encode(message if note is None else note())
+        try:
+            body = _encode(message if note is None else note())
+        except Exception:  # as above; it is only compared with what a replay gives
+            body = _encode(Unencoded(type(message).__name__))
         self.add((time.monotonic(), direction, LOCAL, "", 0, 0.0, body))
+
+    def unsent(self, channel: str, to: str, message: Message) -> None:
+        """The core's output that could not be sent: of what kind it was."""
+        body = _encode(Unencoded(type(message).__name__))
+        self.add((time.monotonic(), "out", channel, to, UNNUMBERED, 0.0, body))
 
     def heartbeat(self, number: int, sent: float, body: bytes) -> None:
         """The shell said how the stage is."""
@@ -175,7 +192,7 @@ class Tap:
         self._start(Recording(asked.recording, asked.out, limits, self._tell, rewriter), header)
         if asked.seconds > 0:
             stop = partial(self._stop, asked.recording, f"after {asked.seconds:g} s")
-            self._loop.call_later(asked.seconds, stop)
+            self._loop.call_later(min(asked.seconds, LONGEST), stop)
         if asked.fresh_epoch and self._identity.name == "engine":
             self._feed(NewEpoch())
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pipeinfer.core import Send
-from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -82,6 +82,7 @@ class TokenizerCore:
             Tick: self._on_tick,
             Drain: self._on_drain,
             Leave: self._on_leave,
+            Unsent: self._on_unsent,
         }
 
     def handle(self, event: Message, now: float) -> list[Send]:
@@ -151,6 +152,16 @@ class TokenizerCore:
             trace=event.trace,
         )
 
+    def _on_unsent(self, event: Unsent, _now: float) -> list[Send]:
+        """A scheduler or the gateway cannot be told of it; the gateway's Done ends what was."""
+        entry = self._ledger.get(event.request_id)
+        if entry is None or entry.work.attempt != event.attempt:
+            return []
+        self._refused += 1
+        message = f"the request cannot be passed on: {event.reason}"
+        refused = _refusal(entry.work, 500, message, code="request_failed")
+        return [Send("text", f"gateway-{entry.work.gateway}", refused)]
+
     # ---------------------------------------------------------------------------------- their end
 
     def _on_abort(self, event: Abort, _now: float) -> list[Send]:
@@ -175,12 +186,13 @@ class TokenizerCore:
     # ----------------------------------------------------------------------------------- recovery
 
     def _on_recover(self, event: Recover, now: float) -> list[Send]:
-        if event.stage.startswith("scheduler"):
-            works = self._ledger.of_group(number(event.stage))
+        group, gateway = number(event.stage, "scheduler"), number(event.stage, "gateway")
+        if group is not None:
+            works = self._ledger.of_group(group)
             known = (Send("work", event.stage, work) for work in works)
             return answer(self._stage, event, known)
         out: list[Send] = []
-        for work in self._ledger.of_gateway(number(event.stage)):
+        for work in () if gateway is None else self._ledger.of_gateway(gateway):
             gone = Abort(work.request_id, work.attempt, "its gateway was restarted")
             out += self._on_abort(gone, now)
         return out
@@ -244,6 +256,10 @@ class TokenizerCore:
 
 
 def _refusal(
-    event: Submit, status: int, message: str, param: str | None = None, code: str | None = None
+    event: Submit | Work,
+    status: int,
+    message: str,
+    param: str | None = None,
+    code: str | None = None,
 ) -> Refused:
     return Refused(event.request_id, event.attempt, event.gateway, status, message, param, code)

@@ -89,6 +89,12 @@ class Recorder:
         self._given += size
         self._work.put(partial(self._take, chunk, size, now))
 
+    def gap(self, reason: str) -> None:
+        """An input is missing from here on, and what comes after it cannot be replayed; flush
+        before. Recordings end; the ring begins again with its next segment."""
+        log.error("recordings end: %s", reason)
+        self._work.put(partial(self._break_off, reason, 1))
+
     def wants_segment(self, now: float) -> bool:
         """Whether the ring should be given a new beginning now, right after a flush."""
         if self.ring is None or self._asked or self._behind:
@@ -125,7 +131,7 @@ class Recorder:
         if not self._behind:
             self._behind = True
             log.error("recording stops: %d MiB wait to be written", MOST_WAITING >> 20)
-        self._work.put(self._fall_behind)
+        self._work.put(partial(self._break_off, "the disk did not keep up", self.lost))
 
     # ----------------------------------------------------------------------------- in the thread
 
@@ -185,10 +191,10 @@ class Recorder:
             recording.end(reason)
         self._forget_ended()
 
-    def _fall_behind(self) -> None:
-        """Rows were dropped: what comes after a gap could not be replayed."""
+    def _break_off(self, reason: str, lost: int) -> None:
+        """Rows are missing: what comes after a gap could not be replayed."""
         for recording in self._recordings:
-            recording.end("the disk did not keep up", self.lost)
+            recording.end(reason, lost)
         self._forget_ended()
         if self.ring is not None:
             self.ring.clear()
