@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,8 @@ def tool(*words: object, plant: Path | None = None, stdin: str = "", timeout: fl
     """Runs `python tools/replay WORDS`; `plant`: a folder whose sitecustomize.py has a bug."""
     environment = servers.environment()
     if plant is not None:
-        environment["PYTHONPATH"] = str(plant)
+        before = environment.get("PYTHONPATH", "")
+        environment["PYTHONPATH"] = f"{plant}{os.pathsep}{before}" if before else str(plant)
     return subprocess.run(
         [sys.executable, "tools/replay", *map(str, words)],
         cwd=ROOT, env=environment, capture_output=True, text=True, input=stdin, timeout=timeout,

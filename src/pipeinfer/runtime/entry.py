@@ -126,7 +126,8 @@ async def _run(
 
     context = zmq.Context.instance()
     awake = patience(settings, topology, identity)
-    shell = Shell(settings, topology, identity, context, build, awake)
+    forks = identity.name != "engine"  # which uses a GPU, or holds the weights
+    shell = Shell(settings, topology, identity, context, build, awake, forks)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, shell.drain)
     loop.add_signal_handler(signal.SIGUSR1, shell.leave)

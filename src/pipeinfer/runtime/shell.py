@@ -50,8 +50,10 @@ class Shell:
         context: zmq.Context[zmq.Socket[bytes]],
         build: Callable[[StageContext], Stage] | None = None,
         patience: float = 0.0,
+        forks: bool = False,
     ) -> None:
-        """`patience`: for how many seconds the loop stays awake after a frame; see Reader.start."""
+        """`patience`: for how many seconds the loop stays awake after a frame; see Reader.start.
+        `forks`: whether this process may be forked, for a copy of the core's state."""
         self.identity, self.settings = identity, settings
         self.incarnation = time.time_ns()
         self.bus = Bus(identity, self.incarnation, topology, context)
@@ -59,7 +61,7 @@ class Shell:
         self._build = build or builder(identity.name)
         self._takes = TAKES[identity.name]
         self._stages = frozenset(topology.ids())
-        self._patience = patience
+        self._patience, self._forks = patience, forks
         self._fence, self._unsent = Fence(), UnsentMessages()
         self._stage: Stage | None = None
         self._tap: Tap | None = None
@@ -76,7 +78,7 @@ class Shell:
         self._loop = asyncio.get_running_loop()
         self.bus.bind()
         whose = self.settings, self._topology, self.identity, self.incarnation
-        self._tap = Tap(*whose, self._answer, self.handle)
+        self._tap = Tap(*whose, self._answer, self.handle, self._forks)
         beat = self._loop.call_soon(self._heartbeat)
         try:
             stage = await self._built()

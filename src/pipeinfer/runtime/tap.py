@@ -33,7 +33,8 @@ from pipeinfer.trace.recorder import Recorder
 from pipeinfer.trace.recording import Limits, Outcome, Recording
 from pipeinfer.trace.redact import redactor
 from pipeinfer.trace.ring import Ring
-from pipeinfer.trace.snapshot import Unsnapshottable, snapshot
+from pipeinfer.trace.snapshot import Unsnapshottable
+from pipeinfer.trace.state_copy import Copied, Copier, StateLost
 from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Tap:
 
     active: whether rows are wanted; the shell asks before it makes one. Everything happens between
     events: `answer(state)` publishes what became of a recording, `feed(event)` is the shell's
-    `handle`.
+    `handle`. `forks`: whether this process may be forked, see Copier.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Tap:
         incarnation: int,
         answer: Callable[[RecordingState], None],
         feed: Callable[[Message], None],
+        forks: bool = False,
     ) -> None:
         self._settings, self._topology, self._identity = settings, topology, identity
         self._incarnation, self._answer, self._feed = incarnation, answer, feed
@@ -78,6 +80,7 @@ class Tap:
             restarts=engine,
         )
         self.add = self._recorder.add
+        self._copier = Copier(forks)
         self._core: Core | None = None
         self._facts: dict[str, object] = {}
         self._wanted = 0  # recordings that were begun and have not ended
@@ -135,10 +138,10 @@ class Tap:
         if self._settings.record:
             limits = Limits(bytes=self._settings.record_max_bytes)
             recording = Recording(FROM_THE_START, self._settings.record, limits, self._tell)
-            self._start(recording, self._header(None))
+            self._start(recording, None)
         if self._recorder.ring is not None:
             now = self._loop.time()
-            self._recorder.begin_segment(self._header(None, flight=True), now)
+            self._recorder.begin_segment(self._header(flight=True), now)
             self._activate()
 
     def control(self, message: Message) -> None:
@@ -180,26 +183,26 @@ class Tap:
         if self._core is None:
             self._refuse(asked.recording, "the stage is still being built")
             return
+        self._recorder.flush(self._loop.time())  # what came before the state
         try:
-            header = self._header(self._snapshot())
-        except Unsnapshottable as error:
+            state = self._copier.take(self._core)
+        except (Unsnapshottable, StateLost) as error:
             self._refuse(asked.recording, str(error))
             return
         rewriter = None
         if asked.redact:
             rewriter = partial(redactor, asked.redact, self._identity.name, self._settings.model)
         limits = Limits(asked.messages, asked.max_bytes)
-        self._start(Recording(asked.recording, asked.out, limits, self._tell, rewriter), header)
+        self._start(Recording(asked.recording, asked.out, limits, self._tell, rewriter), state)
         if asked.seconds > 0:
             stop = partial(self._stop, asked.recording, f"after {asked.seconds:g} s")
             self._loop.call_later(min(asked.seconds, LONGEST), stop)
         if asked.fresh_epoch and self._identity.name == "engine":
             self._feed(NewEpoch())
 
-    def _start(self, recording: Recording, header: TraceHeader) -> None:
+    def _start(self, recording: Recording, state: Copied | None) -> None:
         self._wanted += 1
-        self._recorder.flush(self._loop.time())
-        self._recorder.start(recording, header)
+        self._recorder.start(recording, self._header(), state)
         self._activate()
 
     def _stop(self, name: str, reason: str) -> None:
@@ -237,25 +240,24 @@ class Tap:
         if now >= self._due or self._recorder.waiting >= MANY:
             self._due = now + FLUSH
             self._recorder.flush(now)
-            if self._recorder.wants_segment(now):
+            if self._recorder.wants_segment(now, self._core is not None and self._core.idle()):
                 self._next_segment(now)
+        self.active = self._wanted > 0 or self._recorder.ring is not None
         self._timer = self._loop.call_later(LOOK, self._look) if self.active else None
 
     def _next_segment(self, now: float) -> None:
+        assert self._core is not None
         try:
-            header = self._header(self._snapshot(), flight=True)
+            state = self._copier.take(self._core)
+        except StateLost as error:
+            self._recorder.postpone_segment(now, str(error))
         except Unsnapshottable as error:
             log.error("no flight recorder from now on: %s", error)
             self._recorder.ring = None
-            self.active = self._wanted > 0
-            return
-        self._recorder.begin_segment(header, now)
+        else:
+            self._recorder.begin_segment(self._header(flight=True), now, state)
 
-    def _snapshot(self) -> bytes:
-        assert self._core is not None
-        return snapshot(self._core)
-
-    def _header(self, state: bytes | None, flight: bool = False) -> TraceHeader:
+    def _header(self, flight: bool = False) -> TraceHeader:
         who = self._identity
         settings = msgspec.structs.asdict(self._settings)
         del settings["api_key"]
@@ -265,7 +267,6 @@ class Tap:
             host=socket.gethostname(), settings=settings, stages=tuple(self._topology.ids()),
             seed=self._settings.seed, wall=time.time(), monotonic=time.monotonic(),
             facts=dict(self._facts), reason="flight" if flight else "record",
-            snapshot=state,
         )  # fmt: skip
 
     def _flight_folders(self) -> list[Path]:
