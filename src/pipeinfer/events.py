@@ -25,6 +25,17 @@ class Leave(Message, frozen=True):
     """
 
 
+class Unsent(Message, frozen=True):
+    """A message of this request could not be sent, and never can be: `reason` says why.
+
+    Nobody else was told anything in its place.
+    """
+
+    request_id: str
+    attempt: int
+    reason: str
+
+
 class NewEpoch(Message, frozen=True):
     """To an engine: end the epoch in good order, so that what follows begins with empty memory."""
 

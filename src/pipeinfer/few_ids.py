@@ -6,10 +6,12 @@ than its use. Knows no message.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pipeinfer.messages import unpack
 
 
-def pack_few(ids: list[int]) -> bytes:
+def pack_few(ids: Iterable[int]) -> bytes:
     """As `pack`."""
     return b"".join([token.to_bytes(4, "little", signed=True) for token in ids])
 

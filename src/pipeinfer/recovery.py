@@ -6,12 +6,14 @@ around an answer. Knows no stage and nothing of what is told between the bracket
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from pipeinfer.core import Send
 from pipeinfer.messages import Recover, Recovered
 
 MOVED = "moved"  # reason of an Abort: another group is to go on with it, who has it tells what
+DIGITS = re.compile("[0-9]{1,9}")
 REPEAT = 1.0  # seconds after which a peer that has not answered is asked again
 
 
@@ -68,6 +70,10 @@ def answer(stage: str, asked: Recover, known: Iterable[Send]) -> list[Send]:
     ]
 
 
-def number(stage: str) -> int:
-    """The group or index in a stage's id: 2 of "scheduler-2"."""
-    return int(stage.split("-")[1])
+def number(stage: str, name: str) -> int | None:
+    """The group or index in the id of a stage called `name`: 2 of "scheduler-2".
+
+    None for what is no such id: a peer may say anything.
+    """
+    kind, _, digits = stage.partition("-")
+    return int(digits) if kind == name and DIGITS.fullmatch(digits) else None

@@ -6,8 +6,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import zmq
 from torch.distributed.distributed_c10d import Store
 
+from pipeinfer.bus import addresses
 from pipeinfer.distributed.rendezvous import RendezvousError, meet
 
 
@@ -67,3 +69,17 @@ def test_a_rank_is_answered_again_until_the_group_is_formed(tmp_path):
 def test_a_missing_rank_0_is_an_error_that_names_its_address(tmp_path):
     with pytest.raises(RendezvousError, match=r"rank 0 at ipc://.*engine-0-0\.group .* in 1 s"):
         meet(f"ipc://{tmp_path}/engine-0-0", 1, 2, timeout=1)
+
+
+def test_questions_that_are_none_end_neither_rank(tmp_path):
+    address = f"ipc://{tmp_path}/engine-0-0"
+    store = meet(address, 0, 2, timeout=60)
+    store.set("key", "value")
+    with zmq.Context() as context:
+        for question in ([b"\x91" * 900], [b"\xff"], [b"\x92\x01\x02", b"another part"], [b""]):
+            with context.socket(zmq.REQ) as asker:
+                asker.linger, asker.rcvtimeo = 0, 10_000
+                asker.connect(addresses.derive(address, "group"))
+                asker.send_multipart(question)
+                assert b"no question" in asker.recv()
+    assert meet(address, 1, 2, timeout=20).get("key") == b"value"

@@ -17,8 +17,8 @@ def tool(*words: object, plant: Path | None = None, stdin: str = "", timeout: fl
     """Runs `python tools/replay WORDS`; `plant`: a folder whose sitecustomize.py has a bug."""
     environment = servers.environment()
     if plant is not None:
-        before = [environment["PYTHONPATH"]] if environment.get("PYTHONPATH") else []
-        environment["PYTHONPATH"] = os.pathsep.join([str(plant), *before])
+        before = environment.get("PYTHONPATH", "")
+        environment["PYTHONPATH"] = f"{plant}{os.pathsep}{before}" if before else str(plant)
     return subprocess.run(
         [sys.executable, "tools/replay", *map(str, words)],
         cwd=ROOT, env=environment, capture_output=True, text=True, input=stdin, timeout=timeout,

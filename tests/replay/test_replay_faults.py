@@ -65,13 +65,13 @@ def test_flight_recording_reproduces_the_fault(tmp_path, monkeypatch, bug):
     plant, flights = tmp_path / "plant", tmp_path / "flights"
     plant.mkdir()
     (plant / "sitecustomize.py").write_text(bug)
-    monkeypatch.setenv("PYTHONPATH", str(plant))
+    monkeypatch.setenv("PYTHONPATH", str(plant), prepend=os.pathsep)
     with servers.Server(*FLAGS, "--flight-dir", str(flights)) as server:
         body = {**BODY, "prompt": "x", "seed": 13, "max_tokens": 5}
         with streams(server.url, body):
             flight = server.wait(lambda: written(flights), "a flight recording")
             end(server)  # it would start the engine again and try the request alone
-    monkeypatch.delenv("PYTHONPATH")
+    monkeypatch.undo()
 
     same = tool("run", "engine", flight, "--json", plant=plant)
     assert same.returncode == 5, same.stdout + same.stderr

@@ -213,3 +213,47 @@ async def test_a_stage_told_to_stop_does_not_wait_for_its_builder(place, context
     with pytest.raises(StoppedWhileBuilding):
         await asyncio.wait_for(task, 20)
     release.set()
+
+
+async def test_sighup_has_a_stage_read_again_and_one_that_cannot_ignores_it(place, context, caplog):
+    read: list[str] = []
+
+    def broken() -> None:
+        read.append("again")
+        raise OSError("the file is gone")
+
+    builds = {
+        "gateway": lambda _: Stage(EchoCore(), tick=0.01, reload=lambda: read.append("gateway")),
+        "tokenizer": lambda _: Stage(EchoCore(), tick=0.01),
+        "detokenizer": lambda _: Stage(EchoCore(), tick=0.01, reload=broken),
+    }
+    shells = [
+        Shell(Settings(), place, Identity(name), context, build) for name, build in builds.items()
+    ]
+    tasks = [asyncio.create_task(one.run()) for one in shells]
+    await until(lambda: all(one.built for one in shells))
+    for one in shells:
+        one.reload()
+    assert read == ["gateway", "again"] and "could not read anew" in caplog.text
+    assert not any(task.done() for task in tasks)
+    for one in shells:
+        one.stop()
+    await asyncio.gather(*tasks)
+
+
+async def test_a_stage_told_to_reload_while_it_is_built_reads_once_more(place, context):
+    read, go = [], threading.Event()
+
+    def build(_context):
+        go.wait(30)
+        return Stage(EchoCore(), tick=0.01, reload=lambda: read.append("again"))
+
+    one = Shell(Settings(), place, Identity("gateway"), context, build)
+    task = asyncio.create_task(one.run())
+    await asyncio.sleep(0)
+    one.reload()
+    assert not read
+    go.set()
+    await until(lambda: read == ["again"])
+    one.stop()
+    await task

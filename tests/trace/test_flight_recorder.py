@@ -21,15 +21,11 @@ from pipeinfer.trace.reader import Trace
 from pipeinfer.trace.recorder import Recorder
 from pipeinfer.trace.restore import restore
 from pipeinfer.trace.ring import MINUTE, SEGMENT, Ring
-from pipeinfer.trace.snapshot import snapshot
+from pipeinfer.trace.state_copy import Copier
 from servers import STAGES, Server
 
 HEADER = TraceHeader(protocol=2, version="test", stage="s", name="scheduler", reason="flight")
 BLOCK = form.pack_records([(0.0, "in", "work", "p", 0, 0.0, bytes(range(250)))])
-
-
-def header(state: bytes | None) -> TraceHeader:
-    return msgspec.structs.replace(HEADER, snapshot=state)
 
 
 def test_the_last_minute_is_there_and_what_is_older_goes():
@@ -38,7 +34,7 @@ def test_the_last_minute_is_there_and_what_is_older_goes():
     for second in range(300):
         if ring.wants_segment(second):
             begun.append(second)
-            ring.begin(header(b"%d" % second), second)
+            ring.begin(HEADER, second, form.pack_state(b"%d" % second))
         ring.add(BLOCK, second)
         first = int(form.unpack_header(ring.file("")[0][16:], None).snapshot or b"0")
         assert first <= max(second - MINUTE, 0)
@@ -50,7 +46,7 @@ def test_memory_is_bounded_however_much_happens():
     ring = Ring(20 * len(BLOCK))
     for moment in range(500):
         if ring.wants_segment(0.001 * moment):
-            ring.begin(header(b"state"), 0.001 * moment)
+            ring.begin(HEADER, 0.001 * moment, form.pack_state(b"state"))
         ring.add(BLOCK, 0.001 * moment)
         assert ring.bytes <= 20 * len(BLOCK)
     assert ring.bytes > 15 * len(BLOCK)
@@ -59,7 +55,7 @@ def test_memory_is_bounded_however_much_happens():
 
 def test_an_engine_keeps_its_epoch_as_long_as_it_fits():
     ring = Ring(1 << 20, keep_all=True)
-    ring.begin(header(None), 0.0)
+    ring.begin(HEADER, 0.0)
     for second in range(1_000):
         assert not ring.wants_segment(second)
         ring.add(b"x" * 100, second)
@@ -75,8 +71,20 @@ def settle(recorder: Recorder, now: float) -> None:
         time.sleep(0)
 
 
+def test_a_stage_that_does_nothing_is_not_asked_for_its_state_again_and_again():
+    """Its segments go on until there is more in them than in a state, or they are too long."""
+    ring = Ring(1 << 30)
+    ring.begin(HEADER, 0.0, os.urandom(10 * len(BLOCK)))
+    seconds = 0.0
+    while not ring.wants_segment(seconds):
+        seconds += SEGMENT
+        ring.add(BLOCK, seconds)
+    assert 9 <= seconds / SEGMENT <= 11
+
+
+@pytest.mark.parametrize("forks", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_whatever_the_ring_has_dropped_the_rest_replays(recorded, stage, tmp_path):
+def test_whatever_the_ring_has_dropped_the_rest_replays(recorded, stage, forks, tmp_path):
     """A ring too small for the session: its file begins with a snapshot, and goes on from there."""
     trace = recorded[stage]
     raw = sum(len(record.body) for record in trace)
@@ -84,14 +92,14 @@ def test_whatever_the_ring_has_dropped_the_rest_replays(recorded, stage, tmp_pat
     ring = Ring(max(raw // 6, 1_000), keep_all=restarts)
     recorder = Recorder("s-0-0-1", ModelIdentity, ring, restarts=restarts)
     core, begun, now = fresh(trace), 0, 0.0
+    copier = Copier(forks)
+    copier._small = False  # were it left to itself, it would not fork for states of this size
     recorder.begin_segment(msgspec.structs.replace(trace.header, reason="flight"), now)
     for record in trace:
         if record.direction == "in":
             settle(recorder, now)
             if recorder.wants_segment(now):
-                recorder.begin_segment(
-                    msgspec.structs.replace(trace.header, snapshot=snapshot(core)), now
-                )
+                recorder.begin_segment(trace.header, now, copier.take(core))
                 begun += 1
             core.handle(trace.message(record), record.time)
             now += 0.1

@@ -91,7 +91,7 @@ class Cohort:
         request.projected = member.projected + steps
         self.contexts -= request.projected
         self._wanted -= seat.life.lacks + member.landed
-        request.outputs += [0] * landed
+        request.outputs.extend([0] * landed)
         request.pending = request.projected - request.computed
         request.inflight[:] = [1] * request.pending
         seat.computed = request.projected

@@ -13,20 +13,24 @@ from pathlib import Path
 import zmq
 
 from pipeinfer.bus import addresses, frames
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.frames import FRAME_BYTES, TELEMETRY_BYTES, Header
 from pipeinfer.bus.reader import Handler, Reader
 from pipeinfer.bus.wires import Wires
 from pipeinfer.control import CHANNEL as CONTROL
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import PROTOCOL
 from pipeinfer.runtime.topology import Identity, Topology
+from pipeinfer.settings import ConfigurationError
 
 LINGER_MS = 1_000  # how long closing waits for messages that were sent but have not left
 TELEMETRY_HWM = 1_000
 # Frames of one peer that wait to be read; then the peer waits with the others. None is dropped.
 INBOX_HWM = 1_000
-FRAME_BYTES = 256 << 20  # a larger frame cannot be right; whoever sends it is disconnected
 SUBSCRIPTION_BYTES = 1_024  # the same for what a subscriber says
+
+
+class NoSuchStage(ValueError):
+    """A message to a stage that the topology does not know: somebody named it wrongly."""
 
 
 class Bus:
@@ -77,6 +81,7 @@ class Bus:
     def listen(self, stage: str, channel: str) -> None:
         """Subscribes to what `stage` publishes on `channel` ("plan" or "telemetry")."""
         subscriber = self._socket(zmq.SUB)
+        subscriber.maxmsgsize = TELEMETRY_BYTES if channel == "telemetry" else FRAME_BYTES
         subscriber.subscribe(channel.encode())
         self._wires.connect(subscriber, stage, channel)
         self.reader.add(subscriber)
@@ -88,10 +93,13 @@ class Bus:
         self.reader.start(handler, patience)
 
     def send(self, send: Send) -> tuple[int, float, bytes]:
-        """Sends or publishes one message; never blocks. Returns its number, time and body."""
+        """Sends or publishes one message; never blocks. Returns its number, time and body.
+
+        Raises Unencodable or NoSuchStage; then nothing was sent, and the next message has its
+        number.
+        """
         key = (send.channel, send.to)
         number = self._sequence.get(key, 0)
-        self._sequence[key] = number + 1
         sent = self._clock()
         header = Header(PROTOCOL, self.identity.id, self.incarnation, number, sent)
         parts = frames.encode(send.channel, header, send.message)
@@ -99,6 +107,7 @@ class Bus:
             self._publishers[send.channel].send_multipart(parts, zmq.NOBLOCK)
         else:
             self._push(send.to, parts)
+        self._sequence[key] = number + 1
         return number, sent, parts[2]
 
     def close(self) -> None:
@@ -123,6 +132,10 @@ class Bus:
     def _outbox(self, stage: str) -> zmq.Socket[bytes]:
         outbox = self._outboxes.get(stage)
         if outbox is None:
+            try:
+                self._topology.address(stage)
+            except ConfigurationError as error:
+                raise NoSuchStage(str(error)) from None
             outbox = self._outboxes[stage] = self._socket(zmq.PUSH)
             self._wires.connect(outbox, stage, "inbox")
         return outbox

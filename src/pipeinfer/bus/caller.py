@@ -37,6 +37,7 @@ class Caller:
     def listen(self, stage: str) -> None:
         """Hears stage id `stage` from now on: its heartbeats and its answers."""
         ear = self._wires.socket(zmq.SUB)
+        ear.maxmsgsize = frames.TELEMETRY_BYTES
         ear.subscribe(b"telemetry")
         ear.subscribe(CHANNEL.encode())
         self._wires.connect(ear, stage, "telemetry")
@@ -44,7 +45,7 @@ class Caller:
         self._ears.append(ear)
 
     def ask(self, stage: str, message: Message) -> None:
-        """Sends `message` to the inbox of stage id `stage`."""
+        """Sends `message` to the inbox of stage id `stage`. Raises Unencodable."""
         mouth = self._mouths.get(stage)
         if mouth is None:
             mouth = self._mouths[stage] = self._wires.socket(zmq.PUSH)

@@ -1,6 +1,7 @@
 """Messages to frames and back: [channel, header, body], typed by channel, MessagePack throughout.
 
-Knows no sockets. A frame that does not decode raises BadFrame, which names channel and sender.
+Knows no sockets. A frame that does not decode raises BadFrame, which names channel and sender; a
+message that has no frame raises Unencodable.
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     sent: float
 
 
-# What decoding raises; the last one for text that is not UTF-8.
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
+# What decoding raises: MsgspecError and text that is not UTF-8 are ValueErrors, a map whose keys
+# cannot be keys is a TypeError, a date out of range an OverflowError, nesting a RecursionError.
+UNREADABLE = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
+# Bytes of one part; a larger one cannot be right, and whoever sends it is disconnected. The largest
+# that is: a request of --max-body-bytes (32 MiB) as MessagePack, which may take 9 bytes for 4.
+FRAME_BYTES = 256 << 20
+TELEMETRY_BYTES = 1 << 20  # the same for a heartbeat or an answer on `control`: a few kilobytes
 
 _encode = msgspec.msgpack.Encoder().encode
 _header = msgspec.msgpack.Decoder(Header).decode
@@ -36,9 +42,22 @@ class BadFrame(ValueError):
     """A frame that this process cannot or must not read."""
 
 
+class Unencodable(ValueError):
+    """A message that cannot be sent: too deep, too large, or of values that MessagePack lacks."""
+
+
 def encode(channel: str, header: Header, message: Message) -> list[bytes]:
-    """Three parts; the first is also the topic of PUB/SUB."""
-    return [channel.encode(), _encode(header), _encode(message)]
+    """Three parts; the first is also the topic of PUB/SUB. Raises Unencodable."""
+    try:
+        parts = [channel.encode(), _encode(header), _encode(message)]
+    except Exception as error:  # of as many kinds as there are values that cannot travel
+        text = f"{type(message).__name__}: {type(error).__name__}: {error}"
+        raise Unencodable(text.encode("ascii", "backslashreplace").decode()) from None
+    if len(parts[2]) > FRAME_BYTES:
+        raise Unencodable(
+            f"{type(message).__name__}: {len(parts[2])} bytes are more than {FRAME_BYTES}"
+        )
+    return parts
 
 
 def decode(parts: list[bytes]) -> tuple[str, Header, Message]:

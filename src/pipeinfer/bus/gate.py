@@ -84,7 +84,7 @@ class Gate:
                     self._answer(self._zap.recv_multipart())
                 elif socket is self._hears:
                     open_ = bool(self._hears.recv())
-                elif not self._hear(socket, peers[socket]):
+                elif not self._hear(socket.recv_multipart(), peers[socket]):
                     poller.unregister(socket)
                     del peers[socket]
                     socket.close(linger=0)
@@ -98,6 +98,11 @@ class Gate:
 
     def _answer(self, request: list[bytes]) -> None:
         """One ZAP request: version, id, domain, address, identity, mechanism, credentials."""
+        if len(request) < 6:  # libzmq asks otherwise; but without an answer nobody else gets one
+            self._refusals.note(f"a question of {len(request)} parts about nobody")
+            number = request[1] if len(request) > 1 else b""
+            self._zap.send_multipart([b"1.0", number, b"500", b"malformed", b"", b""])
+            return
         version, number, _, address, _, mechanism, *credentials = request
         key = credentials[0] if mechanism == b"CURVE" and credentials else b""
         if key in self._allowed:
@@ -108,9 +113,13 @@ class Gate:
             status, text = b"300", b"unknown key"
         self._zap.send_multipart([version, number, status, text, b"", b""])
 
-    def _hear(self, monitor: zmq.Socket[bytes], peer: str) -> bool:
+    def _hear(self, parts: list[bytes], peer: str) -> bool:
         """One event of a watched socket; False when it was the last."""
-        said = parse_monitor_message(monitor.recv_multipart())
+        try:
+            said = parse_monitor_message(parts)
+        except (RuntimeError, ValueError) as error:
+            self._refusals.note(f"an event of a socket that cannot be read: {error}")
+            return True
         event, place = said["event"], said["endpoint"].decode("ascii", "replace")
         if event == zmq.EVENT_MONITOR_STOPPED:
             return False

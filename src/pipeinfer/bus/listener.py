@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zmq
 
+from pipeinfer.bus.frames import TELEMETRY_BYTES
 from pipeinfer.bus.reader import Handler, Reader
 from pipeinfer.bus.wires import Wires
 from pipeinfer.runtime.topology import Topology
@@ -27,6 +28,7 @@ class Listener:
         self._wires.open()
         socket = self._wires.socket(zmq.SUB)
         socket.subscribe(b"telemetry")
+        socket.maxmsgsize = TELEMETRY_BYTES
         self._wires.connect(socket, stage, "telemetry")
         self._reader.add(socket)
 

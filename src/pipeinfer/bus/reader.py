@@ -29,7 +29,8 @@ Handler = Callable[[str, Header, Message], None]
 class Reader:
     """Calls `handler(channel, header, message)` for every frame of the sockets that were added.
 
-    A frame that does not decode is counted in `bad_frames`, logged and dropped. `body` is that of
+    A frame that does not decode is counted in `bad_frames`, logged and dropped; an exception of the
+    handler is logged, and ends nothing either. `body` is that of
     the frame that is being handled, as it came. `awake`: the loop does not sleep at present, since
     frames come so quickly one after another (see `start`).
     """
@@ -101,7 +102,10 @@ class Reader:
             self.body = parts[2]
             if self._patience and channel != "telemetry":  # which comes all the time, and can wait
                 self._stay_awake()
-            self._handler(channel, header, message)
+            try:
+                self._handler(channel, header, message)
+            except Exception:  # else the rest would lie there until the next frame comes, or longer
+                log.exception("a %s of %s", type(message).__name__, header.sender[:LETTERS])
         self._loop.call_soon(self._drain, socket)
 
     def _stay_awake(self) -> None:

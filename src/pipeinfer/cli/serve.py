@@ -16,13 +16,15 @@ import zmq
 
 from pipeinfer import settings as config
 from pipeinfer.runtime.entry import set_up_logging
+from pipeinfer.runtime.hangup import on_hangup
 from pipeinfer.runtime.inprocess import InProcess
 from pipeinfer.runtime.local import local_stages, prepare
 from pipeinfer.runtime.supervisor import Supervisor
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Serves until SIGINT or SIGTERM; returns the exit code."""
+    """Serves until SIGINT or SIGTERM; SIGHUP has the gateway read its keys again. Returns the exit
+    code."""
     flags = _flags(arguments)
     on = str(flags.pop("on"))
     settings = prepare(flags, lambda text: print(text, file=sys.stderr))
@@ -50,4 +52,5 @@ async def _run(service: Supervisor | InProcess) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, service.stop)
+    on_hangup(loop, service.reload, service.stop)
     return await service.run()

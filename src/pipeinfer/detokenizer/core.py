@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pipeinfer.core import Send
 from pipeinfer.detokenizer.incremental import DecoderFactory
 from pipeinfer.detokenizer.stream import Stream
-from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.messages import (
     Abort,
     Delivered,
@@ -78,6 +78,7 @@ class DetokenizerCore:
             Tick: self._on_tick,
             Drain: self._on_drain,
             Leave: self._on_leave,
+            Unsent: lambda event, now: [],
         }
 
     def handle(self, event: Message, now: float) -> list[Send]:
@@ -191,7 +192,10 @@ class DetokenizerCore:
     # ------------------------------------------------------------------------------------ recovery
 
     def _on_recover(self, event: Recover, _now: float) -> list[Send]:
-        told = self._delivered(number(event.stage))
+        group = number(event.stage, "scheduler")
+        if group is None:
+            return []
+        told = self._delivered(group)
         return answer(self._stage, event, (Send("recovery", event.stage, one) for one in told))
 
     def _delivered(self, group: int) -> Iterator[Delivered]:

@@ -20,6 +20,7 @@ from pipeinfer.bus.frames import UNREADABLE
 from pipeinfer.bus.wires import Wires
 
 ASK_AGAIN = 0.5  # seconds
+QUESTION_BYTES = 1_024  # two numbers; whoever sends more is disconnected
 
 Secure = Callable[[zmq.Socket[bytes], bool], None]  # (socket, whether it serves)
 
@@ -86,7 +87,10 @@ def _ask(place: str, rank: int, size: int, timeout: float, secure: Secure) -> in
                 continue  # it speaks no CURVE, or we do not; the deadline ends it
             socket.send(question)
             if socket.poll(int(1000 * ASK_AGAIN)):
-                answer = msgspec.msgpack.decode(socket.recv(), type=Answers)
+                try:
+                    answer = msgspec.msgpack.decode(b"".join(socket.recv_multipart()), type=Answers)
+                except UNREADABLE:
+                    continue  # not of our rank 0, which may still answer
                 if answer.refusal:
                     raise RendezvousError(answer.refusal)
                 return answer.port
@@ -101,7 +105,7 @@ def _serve(
     A rank that was told may ask again: it did not wait for an answer that came late.
     """
     socket = zmq.Context.instance().socket(zmq.REP)
-    socket.linger, socket.ipv6 = 1000, True
+    socket.linger, socket.ipv6, socket.maxmsgsize = 1000, True, QUESTION_BYTES
     secure(socket, True)
     socket.bind(place)
 
@@ -112,7 +116,8 @@ def _serve(
                 if not socket.poll(int(1000 * ASK_AGAIN)):
                     continue
                 try:
-                    asks = msgspec.msgpack.decode(socket.recv(), type=Asks)
+                    # All parts of it, or no answer can be sent; more than one are no question.
+                    asks = msgspec.msgpack.decode(b"".join(socket.recv_multipart()), type=Asks)
                 except UNREADABLE as error:
                     socket.send(msgspec.msgpack.encode(Answers(refusal=f"no question: {error}")))
                     continue

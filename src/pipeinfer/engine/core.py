@@ -17,7 +17,7 @@ from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step import Step
 from pipeinfer.engine.step_builder import StepBuilder
-from pipeinfer.events import Drain, Leave, NewEpoch, StepDone, Tick
+from pipeinfer.events import Drain, Leave, NewEpoch, StepDone, Tick, Unsent
 from pipeinfer.memory.applied import Applied
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
 from pipeinfer.memory.manager import MemoryManager
@@ -152,6 +152,8 @@ class EngineCore:
                 return self._new_epoch()
             case StepFailed():
                 raise DeviceError(f"step {event.number} of epoch {event.epoch}: {event.reason}")
+            case Unsent():
+                return []
             case _:
                 raise TypeError(f"an engine takes no {type(event).__name__}")
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from pipeinfer.core import LOCAL, Send
-from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.gateway.backlog import Backlog, size_of
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status, StatusChanged
 from pipeinfer.gateway.health import Expected, Health
@@ -94,6 +94,7 @@ class GatewayCore:
             GroupFault: self._ignore,
             Tick: self._tick,
             Drain: self._drain,
+            Unsent: self._unsent,
             Leave: self._drain,  # its connections cannot be handed over
         }
 
@@ -210,6 +211,15 @@ class GatewayCore:
             refused.request_id, refused.status, refused.message, refused.param, refused.code, retry
         )
         return [local(failed)]
+
+    def _unsent(self, unsent: Unsent, now: float) -> list[Send]:
+        """What the tokenizer must know of a request has no encoding."""
+        record = self._records.get(unsent.request_id)
+        if record is None or record.attempt != unsent.attempt:
+            return []
+        message = f"the request cannot be passed on: {unsent.reason}"
+        failed = Failed(unsent.request_id, 500, message, code="request_failed")
+        return [self._abort(record, "unsent", now), local(failed)]
 
     def _text(self, text: Text, now: float) -> list[Send]:
         out: list[Send] = []  # hot path: once for every token of every stream

@@ -53,6 +53,7 @@ class Child:
     _started: int = 0  # Unix time in ns
     _pid: int = 0  # of the stage itself, where the command is a wrapper around it
     _incarnation: int = 0  # of the latest that was heard
+    _reload_when_heard: bool = False
 
     async def start(
         self, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
@@ -81,6 +82,8 @@ class Child:
             return
         self._pid, self._incarnation = beat.pid, beat.incarnation
         self.heard.set()
+        if self._reload_when_heard:
+            self.reload()
         self.reason = beat.reason if beat.state == "failed" else self.reason
         self.checked = self.checked or beat.state in CHECKED
         if beat.state == "ready":
@@ -116,6 +119,15 @@ class Child:
         with suppress(ProcessLookupError):
             own = self._pid and os.getsid(self._pid) == self.process.pid
             os.kill(self._pid if own else self.process.pid, number)
+
+    def reload(self) -> None:
+        """Passes SIGHUP on; to a process that nothing was heard of, when it speaks.
+
+        Before that the signal would end it, since Python has not set its handler yet.
+        """
+        self._reload_when_heard = not self.heard.is_set()
+        if not self._reload_when_heard:
+            self.signal(signal.SIGHUP)
 
     def condemn(self) -> None:
         """Kills this process because its group starts anew: its end is no reason to kill others.

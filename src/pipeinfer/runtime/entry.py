@@ -26,6 +26,7 @@ from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.claim import Claim, claim
 from pipeinfer.runtime.deployment import deployed
 from pipeinfer.runtime.group_fault import end_on_group_fault
+from pipeinfer.runtime.hangup import on_hangup
 from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage, StageContext, builder
 from pipeinfer.runtime.topology import Identity, Topology
@@ -125,10 +126,12 @@ async def _run(
 
     context = zmq.Context.instance()
     awake = patience(settings, topology, identity)
-    shell = Shell(settings, topology, identity, context, build, awake)
+    forks = identity.name != "engine"  # which uses a GPU, or holds the weights
+    shell = Shell(settings, topology, identity, context, build, awake, forks)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, shell.drain)
     loop.add_signal_handler(signal.SIGUSR1, shell.leave)
+    on_hangup(loop, shell.reload, shell.drain)
     if options.child:
         _watch_parent(loop, shell, os.getppid())
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,13 +46,14 @@ def running_servers() -> list[Running]:
     found: list[tuple[float, Running]] = []
     for mark in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{MARK}"):
         try:
-            status = mark.stat()
-            if status.st_uid != os.getuid() or not _locked(mark):
-                continue
+            status = mark.lstat()
+            owners = {status.st_uid, mark.parent.lstat().st_uid}
+            if owners != {os.getuid()} or not stat.S_ISREG(status.st_mode) or not _locked(mark):
+                continue  # somebody else's, or made to look like ours
             file = mark.with_name(TOPOLOGY)
             running = Running(int(mark.read_text()), file, topologies.load(file))
-        except (OSError, ValueError, ConfigurationError):
-            continue  # it begins or ends just now
+        except (OSError, ValueError, RecursionError, ConfigurationError):
+            continue  # it begins or ends just now, or is no topology at all
         found.append((status.st_mtime, running))
     return [running for _, running in sorted(found, key=lambda pair: pair[0])]
 

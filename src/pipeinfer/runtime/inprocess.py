@@ -40,6 +40,11 @@ class InProcess:
         codes = await asyncio.gather(*tasks)
         return next((code for code in codes if code != ORDERLY), ORDERLY)
 
+    def reload(self) -> None:
+        """SIGHUP: each stage reads again what it can."""
+        for shell in self._shells:
+            shell.reload()
+
     def stop(self) -> None:
         """Drains the gateway, whose end ends the rest; called again, stops everything."""
         if self._stopping:

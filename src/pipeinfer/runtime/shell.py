@@ -11,20 +11,21 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 
 from pipeinfer import control
-from pipeinfer.bus.bus import Bus
-from pipeinfer.bus.frames import Header
+from pipeinfer.bus.bus import Bus, NoSuchStage
+from pipeinfer.bus.frames import Header, Unencodable
 from pipeinfer.core import EVERYONE, LOCAL, Send
-from pipeinfer.events import Drain, Leave, Tick
-from pipeinfer.messages import GroupFault, Heartbeat, Message, State
+from pipeinfer.events import Drain, Leave, Tick, Unsent
+from pipeinfer.messages import GroupFault, Heartbeat, Message, Recover, State
 from pipeinfer.runtime.fence import Fence
-from pipeinfer.runtime.stage import TAKES, Stage, StageContext, builder
+from pipeinfer.runtime.stage import TAKES, TAKES_NOT, Stage, StageContext, builder
 from pipeinfer.runtime.tap import Tap
 from pipeinfer.runtime.topology import Identity, Topology
+from pipeinfer.runtime.unsent import UnsentMessages
 from pipeinfer.settings import ConfigurationError, Settings
 
 log = logging.getLogger(__name__)
@@ -49,16 +50,19 @@ class Shell:
         context: zmq.Context[zmq.Socket[bytes]],
         build: Callable[[StageContext], Stage] | None = None,
         patience: float = 0.0,
+        forks: bool = False,
     ) -> None:
-        """`patience`: for how many seconds the loop stays awake after a frame; see Reader.start."""
+        """`patience`: for how many seconds the loop stays awake after a frame; see Reader.start.
+        `forks`: whether this process may be forked, for a copy of the core's state."""
         self.identity, self.settings = identity, settings
         self.incarnation = time.time_ns()
         self.bus = Bus(identity, self.incarnation, topology, context)
         self._topology = topology
         self._build = build or builder(identity.name)
         self._takes = TAKES[identity.name]
-        self._patience = patience
-        self._fence = Fence()
+        self._stages = frozenset(topology.ids())
+        self._patience, self._forks = patience, forks
+        self._fence, self._unsent = Fence(), UnsentMessages()
         self._stage: Stage | None = None
         self._tap: Tap | None = None
         self._progress: tuple[State, str] = ("starting", "")
@@ -66,6 +70,7 @@ class Shell:
         self._stop = asyncio.Event()
         self._drained_by = float("inf")
         self._leaving: asyncio.Task[None] | None = None
+        self._reload_when_built = False
         self._failure: BaseException | None = None
 
     async def run(self) -> None:
@@ -73,13 +78,15 @@ class Shell:
         self._loop = asyncio.get_running_loop()
         self.bus.bind()
         whose = self.settings, self._topology, self.identity, self.incarnation
-        self._tap = Tap(*whose, self._answer, self.handle)
+        self._tap = Tap(*whose, self._answer, self.handle, self._forks)
         beat = self._loop.call_soon(self._heartbeat)
         try:
             stage = await self._built()
             for peer, channel in stage.listens:
                 self.bus.listen(peer, channel)
             self._stage = stage
+            if self._reload_when_built:
+                self.reload()
             self._tap.begin(stage.core, stage.facts)
             if stage.driver is not None:
                 await stage.driver.start(self.handle)
@@ -108,6 +115,20 @@ class Shell:
     def built(self) -> bool:
         """Whether there is a core: weights are loaded, ranks have met."""
         return self._stage is not None
+
+    def reload(self) -> None:
+        """Read again what the stage can read again; one that cannot ignores it.
+
+        Told while it is built, it reads once more: what it has read may be the old. A reload that
+        fails is logged, and the stage goes on with what it had.
+        """
+        if self._stage is None:
+            self._reload_when_built = True
+        elif self._stage.reload is not None and not self._stop.is_set():
+            try:
+                self._stage.reload()
+            except Exception:
+                log.exception("%s could not read anew", self.identity.id)
 
     def drain(self) -> None:
         """Finish what runs, then stop; called again, or after the drain timeout, stop at once."""
@@ -157,14 +178,18 @@ class Shell:
         if self._stop.is_set() or self._stage is None:
             return
         driver, local = self._stage.driver, []
+        unsent: list[Unsent] = []
         try:
             for send in self._stage.core.handle(event, now):
                 if send.channel == LOCAL:
                     local.append(send.message)
-                self._send(send)
+                unsent += self._send(send)
             for message in local:  # last: a driver may feed the next event before it returns
                 assert driver is not None
                 driver.deliver(message)
+            if not isinstance(event, Unsent):  # that its answer cannot be sent either it knows
+                for one in unsent:
+                    self.handle(one)
         except Exception as error:  # a broken invariant ends the stage, with the reason in its log
             log.exception("%s failed on %s", self.identity.id, type(event).__name__)
             self._failure = error
@@ -205,7 +230,8 @@ class Shell:
             raise StoppedWhileBuilding(self.identity.id)
         return built.result()
 
-    def _send(self, send: Send) -> None:
+    def _send(self, send: Send) -> Sequence[Unsent]:
+        """Sends it; what the core must be told because that cannot be done."""
         if isinstance(send.message, GroupFault):
             # A supervisor hears it and acts; without one, this line is what tells a person.
             log.error("group %d is stuck: %s", send.message.group, send.message.reason)
@@ -213,10 +239,16 @@ class Shell:
         if send.channel == LOCAL:
             if tap is not None:
                 tap.delivered(send.message)
-            return
-        number, sent, body = self.bus.send(send)
+            return ()
+        try:
+            number, sent, body = self.bus.send(send)
+        except (Unencodable, NoSuchStage) as error:
+            if tap is not None:
+                tap.unsent(send.channel, send.to, send.message)
+            return self._unsent.note(send, error)
         if tap is not None:
             tap.sent(send.channel, send.to, number, sent, body)
+        return ()
 
     def _on_message(self, channel: str, header: Header, message: Message) -> None:
         if channel == control.CHANNEL and self._tap is not None:
@@ -224,8 +256,8 @@ class Shell:
             return
         if not self._fence.passes(header):
             return
-        if channel not in self._takes:
-            self.bus.reader.bad(f"{self.identity.name} takes no {channel}, {header.sender} sent it")
+        if trouble := self._trouble(channel, message):
+            self.bus.reader.bad(f"{self.identity.name} takes no {trouble}, {header.sender} sent it")
             return
         now = time.monotonic()
         if self._tap is not None and self._tap.active and not self._stop.is_set():
@@ -233,9 +265,29 @@ class Shell:
         self._pass(message, now)
         self._show_state()
 
+    def _trouble(self, channel: str, message: Message) -> str:
+        """Why the core must not be told of it, whoever made that mistake; "" if it may."""
+        if channel not in self._takes:
+            return channel
+        if channel == "recovery":
+            if isinstance(message, TAKES_NOT.get(self.identity.name, ())):
+                return type(message).__name__
+            if isinstance(message, Recover) and message.stage not in self._stages:
+                return f"Recover of {message.stage!r}"
+        return ""
+
     def _answer(self, state: control.RecordingState) -> None:
         if not self._stop.is_set():
-            self.bus.send(Send(control.CHANNEL, EVERYONE, state))
+            self._say(control.CHANNEL, state)
+
+    def _say(self, channel: str, message: Message) -> tuple[int, float, bytes] | None:
+        """Publishes what is the shell's own; None if it cannot be sent."""
+        send = Send(channel, EVERYONE, message)
+        try:
+            return self.bus.send(send)
+        except Unencodable as error:
+            self._unsent.note(send, error)
+            return None
 
     def _close_tap(self) -> None:
         assert self._tap is not None
@@ -296,6 +348,7 @@ class Shell:
             "bad_frames": float(self.bus.reader.bad_frames),
             "fenced": float(self._fence.dropped),
             "refused_handshakes_total": float(self.bus.refused),
+            "unsent_total": float(self._unsent.total),
         }
 
     def _publish_heartbeat(self) -> None:
@@ -308,8 +361,8 @@ class Shell:
             who.id, who.name, who.group, who.rank, who.index, os.getpid(), self.incarnation,
             state, reason, {**stats, **self._dropped()},
         )  # fmt: skip
-        said = self.bus.send(Send("telemetry", EVERYONE, beat))
-        if self._tap is not None and self._tap.active:
+        said = self._say("telemetry", beat)
+        if said is not None and self._tap is not None and self._tap.active:
             self._tap.heartbeat(*said)
         if who.name == "gateway":
             self.handle(beat)  # a gateway sees itself without a socket

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipeinfer.core import Core
-from pipeinfer.messages import Message, State
+from pipeinfer.messages import Delivered, Message, Recovered, State
 from pipeinfer.runtime.topology import SUPERVISOR, Identity, Topology
 from pipeinfer.settings import ConfigurationError, Settings
 
@@ -30,6 +30,11 @@ TAKES = {
     "engine": ("plan",),
     "detokenizer": ("tokens", "recovery"),
 }  # channels whose messages reach the core of each stage
+
+TAKES_NOT: dict[str, tuple[type[Message], ...]] = {
+    "gateway": (Recovered, Delivered),
+    "detokenizer": (Delivered,),
+}  # of these channels, what only others are told
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,11 @@ class Supervisor:
         # Only the gateway's own copies are left: it refuses requests, and then nobody listens.
         listening.close_all(self._sockets)
 
+    def reload(self) -> None:
+        """SIGHUP: the gateways read again what they can."""
+        for child in self._gateways():
+            child.reload()
+
     def _kill_all(self) -> None:
         self._ending = True
         for child in self._children.values():

@@ -181,8 +181,8 @@ class Swaps:
                 if asked.command:
                     child.command = Command(asked.command, asked.folder)
                 await self._start(child)
-        except OSError as error:
-            return f"cannot start {group[0].command}: {error.strerror or error}"
+        except (OSError, ValueError) as error:  # ValueError: a NUL in its words
+            return f"cannot start {group[0].command}: {getattr(error, 'strerror', '') or error}"
         if self._stopping and not all(child.running for child in group):
             return STOPPING
         self._say(asked, "starting", old=old, new=tuple(c.pid for c in group))

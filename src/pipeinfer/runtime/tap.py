@@ -28,12 +28,13 @@ from pipeinfer.settings import Settings
 from pipeinfer.trace.file import default_folder
 from pipeinfer.trace.format import Direction, TraceHeader
 from pipeinfer.trace.model import identify
-from pipeinfer.trace.notes import Crash
+from pipeinfer.trace.notes import Crash, Unencoded
 from pipeinfer.trace.recorder import Recorder
 from pipeinfer.trace.recording import Limits, Outcome, Recording
 from pipeinfer.trace.redact import redactor
 from pipeinfer.trace.ring import Ring
-from pipeinfer.trace.snapshot import Unsnapshottable, snapshot
+from pipeinfer.trace.snapshot import Unsnapshottable
+from pipeinfer.trace.state_copy import Copied, Copier, StateLost
 from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 FLUSH = 0.5  # seconds between blocks; what a killed process loses at most, and a little
 LOOK = 0.05  # seconds after which it is seen whether there are
 MANY = 1000  # rows: a block that takes the interpreter from the loop for a fraction of a ms
+LONGEST = 366 * 86_400.0  # seconds of a recording; no timer takes "inf"
+UNNUMBERED = -1  # in place of the number of what was not sent
 FROM_THE_START = "--record"  # the name of the recording that the setting asks for
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -50,7 +53,7 @@ class Tap:
 
     active: whether rows are wanted; the shell asks before it makes one. Everything happens between
     events: `answer(state)` publishes what became of a recording, `feed(event)` is the shell's
-    `handle`.
+    `handle`. `forks`: whether this process may be forked, see Copier.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Tap:
         incarnation: int,
         answer: Callable[[RecordingState], None],
         feed: Callable[[Message], None],
+        forks: bool = False,
     ) -> None:
         self._settings, self._topology, self._identity = settings, topology, identity
         self._incarnation, self._answer, self._feed = incarnation, answer, feed
@@ -76,6 +80,7 @@ class Tap:
             restarts=engine,
         )
         self.add = self._recorder.add
+        self._copier = Copier(forks)
         self._core: Core | None = None
         self._facts: dict[str, object] = {}
         self._wanted = 0  # recordings that were begun and have not ended
@@ -92,7 +97,14 @@ class Tap:
 
     def event(self, now: float, event: Message) -> None:
         """The core is about to take a local event."""
-        self.add((now, "in", LOCAL, "", 0, 0.0, _encode(event)))
+        try:
+            body = _encode(event)
+        except Exception as error:  # see bus/frames.encode; a recording is no reason to die
+            self._recorder.flush(now)
+            kind = type(event).__name__
+            self._recorder.gap(f"a {kind} cannot be recorded: {type(error).__name__}")
+            return
+        self.add((now, "in", LOCAL, "", 0, 0.0, body))
 
     def sent(self, channel: str, to: str, number: int, sent: float, body: bytes) -> None:
         """The core's output left over the bus."""
@@ -103,8 +115,16 @@ class Tap:
         note: Callable[[], Message] | None = getattr(message, "note", None)
         direction: Direction = "out" if note is None else "note"
         # Encoded at once: a row of plain values is nothing that the garbage collector must follow.
-        body = _encode(message if note is None else note())
+        try:
+            body = _encode(message if note is None else note())
+        except Exception:  # as above; it is only compared with what a replay gives
+            body = _encode(Unencoded(type(message).__name__))
         self.add((time.monotonic(), direction, LOCAL, "", 0, 0.0, body))
+
+    def unsent(self, channel: str, to: str, message: Message) -> None:
+        """The core's output that could not be sent: of what kind it was."""
+        body = _encode(Unencoded(type(message).__name__))
+        self.add((time.monotonic(), "out", channel, to, UNNUMBERED, 0.0, body))
 
     def heartbeat(self, number: int, sent: float, body: bytes) -> None:
         """The shell said how the stage is."""
@@ -118,10 +138,10 @@ class Tap:
         if self._settings.record:
             limits = Limits(bytes=self._settings.record_max_bytes)
             recording = Recording(FROM_THE_START, self._settings.record, limits, self._tell)
-            self._start(recording, self._header(None))
+            self._start(recording, None)
         if self._recorder.ring is not None:
             now = self._loop.time()
-            self._recorder.begin_segment(self._header(None, flight=True), now)
+            self._recorder.begin_segment(self._header(flight=True), now)
             self._activate()
 
     def control(self, message: Message) -> None:
@@ -163,26 +183,26 @@ class Tap:
         if self._core is None:
             self._refuse(asked.recording, "the stage is still being built")
             return
+        self._recorder.flush(self._loop.time())  # what came before the state
         try:
-            header = self._header(self._snapshot())
-        except Unsnapshottable as error:
+            state = self._copier.take(self._core)
+        except (Unsnapshottable, StateLost) as error:
             self._refuse(asked.recording, str(error))
             return
         rewriter = None
         if asked.redact:
             rewriter = partial(redactor, asked.redact, self._identity.name, self._settings.model)
         limits = Limits(asked.messages, asked.max_bytes)
-        self._start(Recording(asked.recording, asked.out, limits, self._tell, rewriter), header)
+        self._start(Recording(asked.recording, asked.out, limits, self._tell, rewriter), state)
         if asked.seconds > 0:
             stop = partial(self._stop, asked.recording, f"after {asked.seconds:g} s")
-            self._loop.call_later(asked.seconds, stop)
+            self._loop.call_later(min(asked.seconds, LONGEST), stop)
         if asked.fresh_epoch and self._identity.name == "engine":
             self._feed(NewEpoch())
 
-    def _start(self, recording: Recording, header: TraceHeader) -> None:
+    def _start(self, recording: Recording, state: Copied | None) -> None:
         self._wanted += 1
-        self._recorder.flush(self._loop.time())
-        self._recorder.start(recording, header)
+        self._recorder.start(recording, self._header(), state)
         self._activate()
 
     def _stop(self, name: str, reason: str) -> None:
@@ -220,25 +240,24 @@ class Tap:
         if now >= self._due or self._recorder.waiting >= MANY:
             self._due = now + FLUSH
             self._recorder.flush(now)
-            if self._recorder.wants_segment(now):
+            if self._recorder.wants_segment(now, self._core is not None and self._core.idle()):
                 self._next_segment(now)
+        self.active = self._wanted > 0 or self._recorder.ring is not None
         self._timer = self._loop.call_later(LOOK, self._look) if self.active else None
 
     def _next_segment(self, now: float) -> None:
+        assert self._core is not None
         try:
-            header = self._header(self._snapshot(), flight=True)
+            state = self._copier.take(self._core)
+        except StateLost as error:
+            self._recorder.postpone_segment(now, str(error))
         except Unsnapshottable as error:
             log.error("no flight recorder from now on: %s", error)
             self._recorder.ring = None
-            self.active = self._wanted > 0
-            return
-        self._recorder.begin_segment(header, now)
+        else:
+            self._recorder.begin_segment(self._header(flight=True), now, state)
 
-    def _snapshot(self) -> bytes:
-        assert self._core is not None
-        return snapshot(self._core)
-
-    def _header(self, state: bytes | None, flight: bool = False) -> TraceHeader:
+    def _header(self, flight: bool = False) -> TraceHeader:
         who = self._identity
         settings = msgspec.structs.asdict(self._settings)
         del settings["api_key"]
@@ -248,7 +267,6 @@ class Tap:
             host=socket.gethostname(), settings=settings, stages=tuple(self._topology.ids()),
             seed=self._settings.seed, wall=time.time(), monotonic=time.monotonic(),
             facts=dict(self._facts), reason="flight" if flight else "record",
-            snapshot=state,
         )  # fmt: skip
 
     def _flight_folders(self) -> list[Path]:

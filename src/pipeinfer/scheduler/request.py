@@ -6,9 +6,10 @@ request's tokens, K of which it was told at admission, has sampled c - K + 1 mor
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
-from pipeinfer.messages import Delivered, FinishReason, Work, unpack
+from pipeinfer.messages import Delivered, FinishReason, Work
 
 RESUMED = 1 << 40  # requests that ran elsewhere come before those that only waited, in their order
 TOKEN_BYTES = 4  # of packed ids
@@ -33,7 +34,7 @@ class Request:
     deadline: float
     max_total: int = 0
     prompt_len: int = 0
-    outputs: list[int] = field(default_factory=list[int])
+    outputs: array[int] = field(default_factory=lambda: array("i"))
     stops: frozenset[int] = frozenset()
     slot: int = -1
     admission: int = 0
@@ -60,7 +61,7 @@ class Request:
         return self.prompt_len + len(self.outputs)
 
     @property
-    def confirmed(self) -> list[int]:
+    def confirmed(self) -> array[int]:
         """Output ids accepted since the last admission."""
         return self.outputs[self.known - self.prompt_len :]
 
@@ -120,7 +121,7 @@ class Request:
 
         How much of its prompt was cached then is not known any more.
         """
-        self.outputs = unpack(delivered.ids).tolist()
+        self.outputs = array("i", delivered.ids)
         self.cached = 0
         self.arrival -= RESUMED
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pipeinfer.core import LOCAL, Send
-from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -89,6 +89,7 @@ class TokenizerCore:
             Tick: self._on_tick,
             Drain: self._on_drain,
             Leave: self._on_leave,
+            Unsent: self._on_unsent,
         }
 
     def handle(self, event: Message, now: float) -> list[Send]:
@@ -152,7 +153,7 @@ class TokenizerCore:
 
     def _refuse(
         self,
-        event: Submit,
+        event: Submit | Work,
         status: int,
         message: str,
         param: str | None = None,
@@ -195,6 +196,14 @@ class TokenizerCore:
             trace=event.trace,
         )
 
+    def _on_unsent(self, event: Unsent, _now: float) -> list[Send]:
+        """A scheduler or the gateway cannot be told of it; the gateway's Done ends what was."""
+        entry = self._ledger.get(event.request_id)
+        if entry is None or entry.work.attempt != event.attempt:
+            return []
+        message = f"the request cannot be passed on: {event.reason}"
+        return self._refuse(entry.work, 500, message, code="request_failed")
+
     # ---------------------------------------------------------------------------------- their end
 
     def _on_abort(self, event: Abort, _now: float) -> list[Send]:
@@ -221,13 +230,16 @@ class TokenizerCore:
     # ----------------------------------------------------------------------------------- recovery
 
     def _on_recover(self, event: Recover, now: float) -> list[Send]:
-        if event.stage.startswith("scheduler"):
-            works = self._ledger.of_group(number(event.stage))
+        group, gateway = number(event.stage, "scheduler"), number(event.stage, "gateway")
+        if group is not None:
+            works = self._ledger.of_group(group)
             known = (Send("work", event.stage, work) for work in works)
             return answer(self._stage, event, known)
         out: list[Send] = []
-        self._encoding.forget_gateway(number(event.stage))
-        for work in self._ledger.of_gateway(number(event.stage)):
+        if gateway is None:
+            return out
+        self._encoding.forget_gateway(gateway)
+        for work in self._ledger.of_gateway(gateway):
             gone = Abort(work.request_id, work.attempt, "its gateway was restarted")
             out += self._on_abort(gone, now)
         return out

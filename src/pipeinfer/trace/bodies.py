@@ -18,7 +18,7 @@ from pipeinfer.messages import CHANNELS, Heartbeat, Message
 from pipeinfer.trace.format import Record, UnreadableTrace
 from pipeinfer.trace.notes import Crash, End, StepNote, Unencoded
 
-COMMON = ("Tick", "Drain", "Leave")  # of events.py, taken by every core
+COMMON = ("Tick", "Drain", "Leave", "Unsent")  # of events.py, taken by every core
 LOCAL_IN = {
     "gateway": ("pipeinfer.gateway.events:Call", "pipeinfer.gateway.events:Hangup"),
     "tokenizer": ("pipeinfer.tokenizer.events:Encoded",),
@@ -63,7 +63,7 @@ class Bodies:
         if channel != LOCAL:
             if channel not in CHANNELS:
                 raise UnreadableTrace(f"there is no channel {channel!r}")
-            return CHANNELS[channel]
+            return Union[CHANNELS[channel], Unencoded] if direction == "out" else CHANNELS[channel]
         if direction == "in":
             common = [getattr(events, name) for name in COMMON]
             own = [_named(name) for name in LOCAL_IN.get(self._stage, ())]
@@ -72,7 +72,7 @@ class Bodies:
         names = LOCAL_OUT.get(self._stage)
         if not names:
             raise UnreadableTrace(f"a {self._stage} has no local outputs")
-        return Union[tuple(_named(name) for name in names)]
+        return Union[(Unencoded, *(_named(name) for name in names))]
 
 
 def _named(name: str) -> Any:

@@ -21,6 +21,13 @@ from pipeinfer.bus.frames import UNREADABLE
 MAGIC = b"PITRACE1"
 PREFIX = struct.Struct("<II")  # length and CRC-32 of a block's payload
 LARGEST = 1 << 30  # bytes of a block, packed or not; more is no block
+# Bytes that a block may expand to, for each that it has, and in any case. Recordings of sessions
+# have 4 to 30; so a small file stays small in memory, whoever made it. Behind what would expand to
+# more (a text of one letter, a million times) there is padding.
+RATIO, FLOOR = 200, 16 << 10
+DEPTH = 32  # of the settings and facts in a header, which are tables of plain values
+LARGE_STATE = 1 << 20  # bytes
+_MARK = b"here the state of the core begins"
 LEVEL = -1  # of zstd: a quarter less time than 1 takes, for a twentieth more bytes
 
 Direction = Literal["in", "out", "note"]
@@ -120,7 +127,8 @@ class Packer:
 
     def pack(self, rows: Sequence[Row]) -> bytes:
         """A block of records."""
-        return _block(self._compress(self._encode(rows)))
+        raw = self._encode(rows)
+        return _block(_readable(self._compress(raw), raw))
 
 
 def pack_records(rows: Sequence[Row]) -> bytes:
@@ -130,7 +138,29 @@ def pack_records(rows: Sequence[Row]) -> bytes:
 
 def pack_header(header: TraceHeader) -> bytes:
     """The beginning of a file: the magic and the header's block."""
-    return MAGIC + _block(zstandard.ZstdCompressor(level=LEVEL).compress(_encode(header)))
+    state = header.snapshot or b""
+    if len(state) < LARGE_STATE:
+        raw = _encode(header)
+        packed = zstandard.ZstdCompressor(level=LEVEL).compress(raw)
+        return MAGIC + _block(_readable(packed, raw))
+    # A large state goes past the encoder: that one would copy it while the stage's loop waits for
+    # the interpreter; compressing does not hold it.
+    with_mark = _encode(msgspec.structs.replace(header, snapshot=_MARK))
+    before, _, after = with_mark.partition(b"\xc4" + bytes((len(_MARK),)) + _MARK)
+    parts = (before, b"\xc6" + len(state).to_bytes(4, "big"), state, after)
+    packer = zstandard.ZstdCompressor(level=LEVEL).compressobj(size=sum(map(len, parts)))
+    packed = _readable(b"".join([*map(packer.compress, parts), packer.flush()]), *parts)
+    return b"".join((MAGIC, PREFIX.pack(len(packed), zlib.crc32(packed)), packed))
+
+
+def pack_state(state: bytes) -> bytes:
+    """A snapshot as one zstd frame."""
+    return zstandard.ZstdCompressor(level=LEVEL).compress(state)
+
+
+def unpack_state(packed: bytes) -> bytes:
+    """What `pack_state` packed."""
+    return zstandard.ZstdDecompressor().decompress(packed)
 
 
 def unpack_records(payload: bytes) -> list[Record]:
@@ -146,13 +176,16 @@ def unpack_header(payload: bytes, protocol: int | None) -> TraceHeader:
     try:
         raw = _decompressed(payload)
         found = _version(raw).protocol
-        if protocol is not None and found != protocol:
-            raise OtherProtocol(
-                f"it was recorded with protocol {found}, this pipeinfer speaks {protocol}"
-            )
-        return _header(raw)
+        header = _header(raw) if protocol in (None, found) else None
     except (*UNREADABLE, zstandard.ZstdError) as error:
         raise UnreadableTrace(f"the header cannot be decoded: {error}") from None
+    if header is None:
+        raise OtherProtocol(
+            f"it was recorded with protocol {found}, this pipeinfer speaks {protocol}"
+        )
+    if not _is_shallow([header.settings, header.facts]):
+        raise UnreadableTrace(f"its header is nested more than {DEPTH} deep")
+    return header
 
 
 def checked(payload: bytes, crc: int) -> bytes:
@@ -167,7 +200,38 @@ def _block(payload: bytes) -> bytes:
 
 
 def _decompressed(payload: bytes) -> bytes:
+    """At most what so many bytes may stand for, whatever they say of themselves."""
+    most = _allowed(len(payload))
     size = zstandard.frame_content_size(payload)
-    if not 0 <= size <= LARGEST:
-        raise UnreadableTrace(f"a block of {size} bytes")
-    return zstandard.ZstdDecompressor().decompress(payload)
+    if size > most:
+        raise UnreadableTrace(f"a block of {len(payload)} bytes that expands to {size}")
+    # Where it does not say its size (-1), or another one, that is found out within `most`.
+    return zstandard.ZstdDecompressor().decompress(payload, max_output_size=most)
+
+
+def _allowed(packed: int) -> int:
+    return min(RATIO * packed + FLOOR, LARGEST)
+
+
+def _readable(packed: bytes, *raw: bytes) -> bytes:
+    """`packed`, with a frame behind it that readers skip (RFC 8878) if it would be too small."""
+    padding = sum(map(len, raw)) // RATIO - len(packed)
+    if padding <= 0:
+        return packed
+    return b"".join((packed, b"\x50\x2a\x4d\x18", padding.to_bytes(4, "little"), bytes(padding)))
+
+
+def _is_shallow(value: Any) -> bool:
+    """Whether containers lie in one another at most DEPTH deep."""
+    level: list[Any] = [value]
+    for _ in range(DEPTH):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner += one.values()
+            elif isinstance(one, (list, tuple)):
+                inner += one
+        if not inner:
+            return True
+        level = inner
+    return False

@@ -27,7 +27,7 @@ class StepNote(Message, frozen=True):
 
 
 class Unencoded(Message, frozen=True):
-    """A local output that has no encoding: its type's name."""
+    """An output that has no encoding, or that nobody could be sent: its type's name."""
 
     kind: str
 

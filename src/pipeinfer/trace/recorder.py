@@ -22,11 +22,14 @@ from pipeinfer.trace.file import FLIGHT, TraceFile, prune
 from pipeinfer.trace.format import ModelIdentity, Row, TraceHeader
 from pipeinfer.trace.recording import Recording
 from pipeinfer.trace.ring import Ring
+from pipeinfer.trace.snapshot import Unsnapshottable
+from pipeinfer.trace.state_copy import Copied, StateLost
 
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 64 << 20  # bytes that may wait for the thread before recording gives up
 ROW_BYTES = 150  # of a row beside its body, about
+AGAIN = 10.0  # seconds after which a state that could not be taken is asked for again
 JOIN = 10.0  # seconds that the thread has to write what is left
 BEGIN = b"\xa5Begin"  # as an encoded message begins, behind the array's first byte
 
@@ -54,6 +57,8 @@ class Recorder:
         self.lost = 0  # rows that were dropped because the thread could not keep up
         self._behind = False
         self._asked = False  # a segment was sent to the ring and has not arrived
+        self._not_before = 0.0  # when a segment may be begun again
+        self._closing = threading.Event()
         self._given = self._done = 0  # bytes handed to the thread, and worked off by it
         self._recordings: list[Recording] = []
         self._packer = form.Packer()
@@ -89,20 +94,32 @@ class Recorder:
         self._given += size
         self._work.put(partial(self._take, chunk, size, now))
 
-    def wants_segment(self, now: float) -> bool:
+    def gap(self, reason: str) -> None:
+        """An input is missing from here on, and what comes after it cannot be replayed; flush
+        before. Recordings end; the ring begins again with its next segment."""
+        log.error("recordings end: %s", reason)
+        self._work.put(partial(self._break_off, reason, 1))
+
+    def wants_segment(self, now: float, idle: bool = False) -> bool:
         """Whether the ring should be given a new beginning now, right after a flush."""
-        if self.ring is None or self._asked or self._behind:
+        ring = self.ring
+        if ring is None or self._asked or self._behind or now < self._not_before:
             return False
-        return self.ring.wants_segment(now)
+        return ring.wants_segment(now, idle)
 
-    def begin_segment(self, header: TraceHeader, now: float) -> None:
-        """The ring's next segment begins here."""
+    def postpone_segment(self, now: float, reason: str) -> None:
+        """There is no state to begin with: the ring's current segment goes on."""
+        log.warning("the flight recorder goes on with an older state: %s", reason)
+        self._not_before = now + AGAIN
+
+    def begin_segment(self, header: TraceHeader, now: float, state: Copied | None = None) -> None:
+        """The ring's next segment begins here, with `state`, taken just now, or a fresh core."""
         self._asked = True
-        self._work.put(partial(self._begin_segment, header, now))
+        self._work.put(partial(self._begin_segment, header, now, state))
 
-    def start(self, recording: Recording, header: TraceHeader) -> None:
-        """`recording` gets what is added from now on; flush before."""
-        self._work.put(partial(self._start, recording, header))
+    def start(self, recording: Recording, header: TraceHeader, state: Copied | None = None) -> None:
+        """`recording` gets what is added from now on; flush before. `state`: as above."""
+        self._work.put(partial(self._start, recording, header, state))
 
     def stop(self, name: str, reason: str) -> None:
         """Ends the recording called `name`, if it runs; flush before."""
@@ -114,6 +131,7 @@ class Recorder:
 
     def close(self, reason: str) -> None:
         """Ends all recordings and waits until everything is written; flush before."""
+        self._closing.set()  # a state that is still on its way is of no use any more
         self._work.put(partial(self._end_all, reason))
         self._work.put(None)
         self._thread.join(JOIN)
@@ -125,7 +143,7 @@ class Recorder:
         if not self._behind:
             self._behind = True
             log.error("recording stops: %d MiB wait to be written", MOST_WAITING >> 20)
-        self._work.put(self._fall_behind)
+        self._work.put(partial(self._break_off, "the disk did not keep up", self.lost))
 
     # ----------------------------------------------------------------------------- in the thread
 
@@ -164,12 +182,28 @@ class Recorder:
             wall = header.wall + now - header.monotonic
             self.ring.begin(msgspec.structs.replace(header, wall=wall, monotonic=now), now)
 
-    def _begin_segment(self, header: TraceHeader, now: float) -> None:
-        self._asked = False
-        if self.ring is not None:
-            self.ring.begin(self._named(header), now)
+    def _begin_segment(self, header: TraceHeader, now: float, state: Copied | None) -> None:
+        try:
+            packed = None if state is None else state.packed(self._closing.is_set)
+            if self.ring is not None:
+                self.ring.begin(self._named(header), now, packed)
+        except StateLost as error:
+            if not self._closing.is_set():
+                self.postpone_segment(now, str(error))
+        except Unsnapshottable as error:
+            log.error("no flight recorder from now on: %s", error)
+            self.ring = None
+        finally:
+            self._asked = False
 
-    def _start(self, recording: Recording, header: TraceHeader) -> None:
+    def _start(self, recording: Recording, header: TraceHeader, state: Copied | None) -> None:
+        try:
+            if state is not None:
+                snapshot = form.unpack_state(state.packed(self._closing.is_set))
+                header = msgspec.structs.replace(header, snapshot=snapshot)
+        except (StateLost, Unsnapshottable) as error:
+            recording.fail(str(error))
+            return
         recording.begin(self._stem, self._named(header))
         if not recording.ended:
             self._recordings.append(recording)
@@ -185,10 +219,10 @@ class Recorder:
             recording.end(reason)
         self._forget_ended()
 
-    def _fall_behind(self) -> None:
-        """Rows were dropped: what comes after a gap could not be replayed."""
+    def _break_off(self, reason: str, lost: int) -> None:
+        """Rows are missing: what comes after a gap could not be replayed."""
         for recording in self._recordings:
-            recording.end("the disk did not keep up", self.lost)
+            recording.end(reason, lost)
         self._forget_ended()
         if self.ring is not None:
             self.ring.clear()

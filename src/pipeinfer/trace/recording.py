@@ -97,6 +97,10 @@ class Recording:
         log.info("recording into %s", self._file.path)
         self._on_change(self._outcome("recording"))
 
+    def fail(self, reason: str) -> None:
+        """It cannot begin."""
+        self._settle("failed", reason)
+
     def take(self, rows: Sequence[Row], block: bytes | None) -> None:
         """The next rows, whole events; `block` has them packed already, None if nobody has."""
         if self.ended:

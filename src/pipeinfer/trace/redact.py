@@ -42,6 +42,7 @@ FIELDS: dict[str, dict[str, str]] = {
     "TextRow": {"text": "text", "ids": "ids", "stop_reason": "one", "error": "text"},
     "Delta": {"text": "text", "ids": "ids", "stop_reason": "one"},
     "Failed": {"message": "text"},
+    "Unsent": {"reason": "text"},
 }  # fmt: skip
 # Names, numbers and what stages say of themselves: nothing of a client's but its request's id.
 AS_THEY_ARE = {

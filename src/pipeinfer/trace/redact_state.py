@@ -40,9 +40,13 @@ def redact_state(state: bytes, message: Callable[[Any], Any], names: Permutation
 
     Raises ValueError for a part of the state that may hold ids and is not known to.
     """
-    version, nodes = msgspec.msgpack.decode(state, type=tuple[int, list[list[Any]]])
-    places = _places(nodes)
-    return _encode([version, [_node(n, places[i], message, names) for i, n in enumerate(nodes)]])
+    try:
+        version, nodes = msgspec.msgpack.decode(state, type=tuple[int, list[list[Any]]])
+        places = _places(nodes)
+        rewritten = [_node(n, places[i], message, names) for i, n in enumerate(nodes)]
+        return _encode([version, rewritten])
+    except (LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"the state is none: {type(error).__name__}: {error}") from None
 
 
 def _places(nodes: list[list[Any]]) -> list[Place]:
@@ -76,6 +80,8 @@ def _node(
     if kind == "struct":
         decoded = msgspec.msgpack.decode(node[2], type=known_class(node[1]))
         return [kind, node[1], _encode(message(decoded))]
+    if place in IDS and kind == "ints":
+        return [kind, names.ids(node[1])]
     if place in IDS:
         if kind not in _SEQUENCES or not all(type(token) is int for token in node[1]):
             raise ValueError(f"{'.'.join(place)} was expected to hold token ids")
@@ -85,6 +91,6 @@ def _node(
         if type(raw) is bytes:
             raise ValueError(f"{'.'.join(inner)} may hold token ids: it cannot be redacted")
     numbers = kind in (*_SEQUENCES, *_MAPPINGS) and node[1] and all(type(v) is int for v in node[1])
-    if (numbers or kind in ("array", "bytearray")) and place not in NUMBERS:
+    if (numbers or kind in ("array", "bytearray", "ints")) and place not in NUMBERS:
         raise ValueError(f"{'.'.join(place)} may hold token ids: it cannot be redacted")
     return node

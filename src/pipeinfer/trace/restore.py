@@ -7,7 +7,9 @@ whatever a file says. Knows no stage.
 
 from __future__ import annotations
 
+import array
 import random
+import re
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -33,7 +35,8 @@ def restore(core: object, state: bytes) -> None:
     except RestoreError:
         raise
     except (
-        msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError, RecursionError,
+        LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError,
+        MemoryError,
     ) as error:  # fmt: skip
         raise RestoreError(f"the snapshot does not fit: {type(error).__name__}: {error}") from None
 
@@ -89,12 +92,14 @@ class _Builder:
             case ["outside", path]:
                 return self._outside[path]
             case ["array", dtype, shape, raw, writeable]:
-                array = np.frombuffer(raw, np.dtype(dtype)).reshape(shape)
-                return array.copy() if writeable else array
+                values = np.frombuffer(raw, _dtype(dtype)).reshape(shape)
+                return values.copy() if writeable else values
             case ["bytearray", raw]:
                 return bytearray(raw)
+            case ["ints", raw]:
+                return array.array("i", raw)
             case ["scalar", dtype, raw]:
-                return np.frombuffer(raw, np.dtype(dtype))[0]
+                return np.frombuffer(raw, _dtype(dtype))[0]
             case ["random", version, state, gauss]:
                 made = random.Random()
                 made.setstate((version, tuple(state), gauss))
@@ -129,6 +134,13 @@ class _Builder:
                 raise RestoreError(f"{class_name(type(made))}.{name} is not part of a state")
             present = getattr(made, name, None) if same else None
             object.__setattr__(made, name, self._value(raw, present))
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    """Of plain numbers; NumPy itself would take a whole language."""
+    if not re.fullmatch("[<>|=][biuf][1248]", name):
+        raise RestoreError(f"numbers of type {name!r}")
+    return np.dtype(name)
 
 
 def known_class(name: str) -> type:

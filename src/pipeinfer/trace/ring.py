@@ -10,7 +10,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
-import zstandard
 
 from pipeinfer.trace import format as form
 from pipeinfer.trace.format import TraceHeader
@@ -18,6 +17,7 @@ from pipeinfer.trace.format import TraceHeader
 MINUTE = 60.0  # seconds that must be there, if they fit
 SEGMENT = 30.0  # seconds after which a new segment begins
 PARTS = 8  # of the budget: the largest share of a segment
+KEEPING_PARTS = 2  # the same where all is kept, and the stage has better things to do
 
 
 @dataclass
@@ -29,6 +29,11 @@ class _Segment:
     begun: float
     blocks: list[bytes] = field(default_factory=list[bytes])
     bytes: int = 0
+
+    @property
+    def blocks_bytes(self) -> int:
+        """Without its snapshot."""
+        return self.bytes - len(self.snapshot or b"")
 
 
 class Ring:
@@ -43,12 +48,8 @@ class Ring:
         self._segments: deque[_Segment] = deque()
         self.bytes = 0
 
-    def begin(self, header: TraceHeader, now: float) -> None:
-        """A new segment, from the header's snapshot or, without one, from a fresh core."""
-        packed = None
-        if header.snapshot is not None:
-            packed = zstandard.ZstdCompressor(level=form.LEVEL).compress(header.snapshot)
-            header = msgspec.structs.replace(header, snapshot=None)
+    def begin(self, header: TraceHeader, now: float, packed: bytes | None = None) -> None:
+        """A new segment: from a state, `packed` by zstd, or without one from a fresh core."""
         size = len(packed or b"")
         self._segments.append(_Segment(header, packed, now, [], size))
         self.bytes += size
@@ -73,13 +74,19 @@ class Ring:
         self._segments.clear()
         self.bytes = 0
 
-    def wants_segment(self, now: float) -> bool:
-        """Whether a new segment should begin: the current one is long, or there is none."""
+    def wants_segment(self, now: float, idle: bool = False) -> bool:
+        """Whether a new segment should begin: the current one is long, or there is none.
+
+        One that is old and has less in it than a state takes goes on: of a stage that does nothing
+        no state is taken, again and again. idle: taking it disturbs nobody.
+        """
         try:
             current = self._segments[-1]
         except IndexError:
             return True
-        aged = not self._keep_all and now - current.begun >= SEGMENT
+        if self._keep_all:
+            return current.bytes >= self._budget // (PARTS if idle else KEEPING_PARTS)
+        aged = now - current.begun >= SEGMENT and current.blocks_bytes >= current.bytes / 2
         return aged or current.bytes >= self._budget // PARTS
 
     def file(self, error: str) -> list[bytes]:
@@ -89,7 +96,7 @@ class Ring:
         first = self._segments[0]
         snapshot = None
         if first.snapshot is not None:
-            snapshot = zstandard.ZstdDecompressor().decompress(first.snapshot)
+            snapshot = form.unpack_state(first.snapshot)
         header = msgspec.structs.replace(first.header, snapshot=snapshot, error=error)
         blocks = [block for segment in self._segments for block in segment.blocks]
         return [form.pack_header(header), *blocks]

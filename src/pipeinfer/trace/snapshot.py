@@ -7,6 +7,7 @@ Knows no stage and no file.
 
 from __future__ import annotations
 
+import array
 import functools
 import itertools
 import random
@@ -25,9 +26,10 @@ PACKAGE = "pipeinfer."
 CALLABLES = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type,
 )  # fmt: skip
-CONTAINERS = frozenset((list, tuple, set, frozenset, deque, bytearray, np.ndarray))
+CONTAINERS = frozenset((list, tuple, set, frozenset, deque, bytearray, np.ndarray, array.array))
 MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _UNSET = object()
+_ALL = 1 << 62
 _NOTHING: dict[str, Any] = {}
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -36,9 +38,16 @@ class Unsnapshottable(ValueError):
     """The state holds something that cannot be written down; the text says where."""
 
 
-def snapshot(core: object) -> bytes:
-    """The state of `core`, between two events. Raises Unsnapshottable."""
-    walker = _Walker(externals(core))
+class TooLarge(Exception):
+    """The state has more values than were asked for."""
+
+
+def snapshot(core: object, most: int = 0) -> bytes:
+    """The state of `core`, between two events. Raises Unsnapshottable.
+
+    most: TooLarge beyond so many values, found out in the time that these take; 0: all there are.
+    """
+    walker = _Walker(externals(core), most or _ALL)
     try:
         return _encode([FORMAT, walker.walk(core)])
     except (OverflowError, TypeError) as error:
@@ -115,7 +124,8 @@ def _outside(path: str, value: object) -> dict[str, object]:
 class _Walker:
     """Numbers what it meets and writes it down; breadth first: trees are deeper than a stack."""
 
-    def __init__(self, outside: dict[str, object]) -> None:
+    def __init__(self, outside: dict[str, object], most: int = _ALL) -> None:
+        self._left = most
         self._paths = {id(value): path for path, value in outside.items()}
         self._numbers: dict[int, int] = {}
         self._found: list[Any] = []  # keeps alive what `_numbers` knows by its address
@@ -126,8 +136,14 @@ class _Walker:
         self._value(core)
         nodes: list[Any] = []
         for value in self._found:  # grows while it is walked
+            self._spend(1)
             nodes.append(self._node(value))
         return nodes
+
+    def _spend(self, values: int) -> None:
+        self._left -= values
+        if self._left < 0:
+            raise TooLarge
 
     def _value(self, value: Any) -> Any:
         if type(value) in ATOMS:
@@ -149,6 +165,8 @@ class _Walker:
         if path is not None:
             return ["outside", path]
         kind: Any = type(value)
+        if kind in CONTAINERS or kind in MAPPINGS:
+            self._spend(len(value))
         if kind is list or kind is tuple:
             return [kind.__name__, self._values(value)]
         if kind is set or kind is frozenset:
@@ -166,6 +184,8 @@ class _Walker:
             return ["array", value.dtype.str, value.shape, value.tobytes(), value.flags.writeable]
         if issubclass(kind, np.generic) and value.dtype.kind in "biuf":
             return ["scalar", value.dtype.str, value.tobytes()]
+        if kind is array.array and value.typecode == "i":
+            return ["ints", value.tobytes()]
         if kind is random.Random:
             version, state, gauss = value.getstate()
             return ["random", version, state, gauss]

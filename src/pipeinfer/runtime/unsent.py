@@ -1,0 +1,44 @@
+"""Counts and logs the messages of a stage that could not be sent, and says whose request each was.
+
+Knows no socket: why a message cannot leave is the bus's to say (bus/frames.py, bus/bus.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from pipeinfer.bus.bus import NoSuchStage
+from pipeinfer.core import Send
+from pipeinfer.events import Unsent
+
+log = logging.getLogger(__name__)
+
+LETTERS = 300  # of a reason; some of it is a client's
+LINES = 100  # of the log, each about another kind of message or another receiver
+
+
+class UnsentMessages:
+    """`total`: messages that could not be sent, since the start."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._logged: set[tuple[str, str, str]] = set()
+
+    def note(self, send: Send, error: Exception) -> Sequence[Unsent]:
+        """One more; what the core is told, if the message belongs to a request.
+
+        Of a receiver that there is not a core is told nothing: whoever named it so made it up.
+        """
+        self.total += 1
+        reason, message = str(error)[:LETTERS], send.message
+        kind = (type(message).__name__, send.channel, send.to)
+        if kind not in self._logged and len(self._logged) < LINES:
+            self._logged.add(kind)
+            to = send.to or "everyone"
+            log.error("%s for %s was not sent (said once): %s", kind[0], to, reason)
+        request_id: object = getattr(message, "request_id", None)
+        attempt: object = getattr(message, "attempt", None)
+        if isinstance(error, NoSuchStage) or not isinstance(attempt, int):
+            return ()
+        return (Unsent(str(request_id), attempt, reason),)
