@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
         streams.settle()
         began = time.monotonic()
         time.sleep(options.calm)
-        calm = streams.between(began, time.monotonic())
+        calm = streams.told.between(began, time.monotonic())
         _say("calm", "", calm.gap, calm.first, 0.0, calm.pieces / (time.monotonic() - began), "")
         found = []
         for case in cases:
@@ -85,7 +85,7 @@ def _suffered(
     began, said = _attack(case, server.url, seconds)
     settled = streams.settle()
     ended = time.monotonic()
-    during = streams.between(began, ended)
+    during = streams.told.between(began, ended)
     now = _pids(server)
     restarts = sum(now.get(place) != pid for place, pid in pids.items())
     broken = [f"unexpected answer: {text}" for text in said["unexpected"]]

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
             rows, samples = asyncio.run(_watched(server, gateway, offering))
         pids = server.pids()
         alive = pids[("gateway", 0, 0)] == gateway.pid
-    metrics = _metrics(rows, samples, options)
+    metrics = judged(rows, samples, options)
     metrics["gateway_calm_mib"] = calm >> 20
     if not alive:
         metrics["broken"].append("the gateway is another process now")
@@ -102,7 +102,8 @@ async def _look(place: wire.Place, samples: Samples) -> None:
     samples.statuses[answer.status] += 1
 
 
-def _metrics(rows: list[Row], samples: Samples, options: argparse.Namespace) -> dict[str, Any]:
+def judged(rows: list[Row], samples: Samples, options: argparse.Namespace) -> dict[str, Any]:
+    """The metrics, "broken" among them."""
     refused = [row for row in rows if row[3] == 429]
     accepted = [row for row in rows if row[3] == 200]
     since_sent = _milliseconds([row[2] - row[1] for row in refused])

@@ -30,43 +30,15 @@ class Calm:
     failed: tuple[str, ...]
 
 
-class Streams:
-    """Eight clients in a process of their own, as a context manager."""
+class Told:
+    """Events of clients, each in the order of time, and what they say."""
 
-    def __init__(self, url: str, clients: int = 8, key: str = "") -> None:
-        words = ["watch", "--url", url, "--clients", str(clients), *(["--key", key] if key else [])]
-        self._process = subprocess.Popen(
-            [sys.executable, TOOL, *words], stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, clients: int) -> None:
         self._events: list[list[tuple[str, float]]] = [[] for _ in range(clients)]
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
 
-    def __enter__(self) -> Streams:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._reader.join()
-
-    def settle(self) -> bool:
-        """Waits until each stream has moved for a while without a long gap; False if that never
-        comes. What was sent before is over then, in every stage."""
-        began = time.monotonic()
-        while time.monotonic() < began + PATIENCE:
-            time.sleep(QUIET)
-            now = time.monotonic()
-            if self._process.poll() is not None:
-                raise RuntimeError(f"the watching clients ended: {self._process.returncode}")
-            calm = self.between(now - QUIET, now)
-            moved = all(any(_moved(event, now - QUIET) for event in one) for one in self._recent())
-            if moved and max(calm.gap, calm.first) < SHORT and not calm.failed:
-                return True
-        return False
-
-    def _recent(self) -> list[list[tuple[str, float]]]:
-        return [one[-RECENT:] for one in self._events]
+    def note(self, client: int, kind: str, at: float) -> None:
+        """One event: "ask", "piece", "end" or "fail: ...", in monotonic seconds."""
+        self._events[client].append((kind, at))
 
     def between(self, since: float, until: float) -> Calm:
         """What touches that time."""
@@ -87,12 +59,51 @@ class Streams:
                 before = event
         return Calm(round(gap, 3), round(first, 3), pieces, tuple(failed))
 
+    def quiet(self, since: float, until: float) -> bool:
+        """Whether each stream moved in that time, and none waited for long."""
+        calm = self.between(since, until)
+        moved = all(
+            any(kind == "piece" and since < at <= until for kind, at in events[-RECENT:])
+            for events in self._events
+        )
+        return moved and max(calm.gap, calm.first) < SHORT and not calm.failed
+
+
+class Streams:
+    """Eight clients in a process of their own, as a context manager. `told`: by them, so far."""
+
+    def __init__(self, url: str, clients: int = 8, key: str = "") -> None:
+        words = ["watch", "--url", url, "--clients", str(clients), *(["--key", key] if key else [])]
+        self._process = subprocess.Popen(
+            [sys.executable, TOOL, *words], stdout=subprocess.PIPE, text=True
+        )
+        self.told = Told(clients)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Streams:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+
+    def settle(self) -> bool:
+        """Waits until each stream has moved for a while without a long gap; False if that never
+        comes. What was sent before is over then, in every stage."""
+        began = time.monotonic()
+        while time.monotonic() < began + PATIENCE:
+            time.sleep(QUIET)
+            now = time.monotonic()
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the watching clients ended: {self._process.returncode}")
+            if self.told.quiet(now - QUIET, now):
+                return True
+        return False
+
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             for client, kind, at in json.loads(line):
-                self._events[client].append((kind, at))
-
-
-def _moved(event: tuple[str, float], since: float) -> bool:
-    return event[0] == "piece" and event[1] > since
+                self.told.note(client, kind, at)

@@ -80,7 +80,9 @@ def mutated(body: bytes, source: Random) -> bytes:
             return body
         if source.random() < 0.3:
             fields = (*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__)
-            value[source.choice((*fields, *NOT_BUILT))] = source.choice((*values.ATOMS, *HUGE))
+            value[source.choice((*fields, *NOT_BUILT))] = source.choice(
+                source.choice((values.ATOMS, values.ATOMS, HUGE))
+            )
             return encode(value)
         return encode(values.mutated(value, source, raw))
     except (ValueError, TypeError, OverflowError, RecursionError):

@@ -150,11 +150,13 @@ class Http:
         self._runs += 1
         if self._runs % BEATS == 0:
             self._loop.run_until_complete(self._beat())
-        self._loop.run_until_complete(self._exchange(data[0] % WAYS, data[1] % 2, data[2:]))
-        errors, self._errors.found = self._errors.found, []
-        failures, self._gateway.failures = self._gateway.failures, []
-        if failures:
-            raise failures[0]
+        try:
+            self._loop.run_until_complete(self._exchange(data[0] % WAYS, data[1] % 2, data[2:]))
+        finally:
+            errors, self._errors.found = self._errors.found, []
+            failures, self._gateway.failures = self._gateway.failures, []
+            if failures:
+                raise failures[0] from None  # the reason of whatever the client saw
         if errors:
             raise Wrong(errors[0])
 
@@ -182,7 +184,10 @@ class Http:
             if half:
                 writer.write_eof()
             while True:
-                async with asyncio.timeout(CANARY if sure and not answers else PATIENCE):
+                async with asyncio.timeout(
+                    CANARY if sure and not answers else PATIENCE
+                ) as patience:
+                    self._gateway.on_failure = lambda: patience.reschedule(0)
                     answer = await wire.answer(reader)
                 _check(answer)
                 answers += 1
@@ -195,6 +200,7 @@ class Http:
             if sure and not answers:
                 raise Wrong("a well-formed request gets no answer, the connection ends") from None
         finally:
+            self._gateway.on_failure = lambda: None
             writer.transport.abort()
 
     async def _canary(self) -> None:

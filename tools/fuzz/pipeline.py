@@ -7,6 +7,7 @@ as the gateway's driver does.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from pipeinfer.bus import frames
@@ -47,6 +48,7 @@ class Gateway:
         self._core, self._driver = stage.core, stage.driver
         self._gone: set[str] = set()
         self.failures: list[Exception] = []
+        self.on_failure: Callable[[], None] = lambda: None
 
     async def start(self) -> str:
         """Its URL, when it serves."""
@@ -85,6 +87,7 @@ class Gateway:
                 self._driver.deliver(message)
         except Exception as error:
             self.failures.append(error)
+            self.on_failure()  # its client may wait for ever
 
     def _travel(self, channel: str, message: Message) -> None:
         parts = frames.encode(channel, Header(PROTOCOL, "gateway-0", 1, 0, 0.0), message)
