@@ -35,7 +35,7 @@ def test_a_planted_fault_is_found_and_its_input_shows_it_again(name, tmp_path):
     words = ("--engine", "mutate", "--seed", str(CHOSEN[name]), "--seconds", "60")
     words += ("--first", plant.found, "--out", str(tmp_path / "out"), "--json", str(out))
     done = fuzz(plant.target, "--plant", name, *words)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 1 and out.exists(), done.stderr
     metrics = json.loads(out.read_text())["metrics"]
     [finding] = [one for one in metrics["findings"] if plant.found in one["signature"]]
     assert metrics["executions"] > 0 and finding["after_executions"] > 1, "not the first input"

@@ -102,6 +102,7 @@ def signature(error: BaseException) -> str:
 
 
 def last_input(out: Path, worker: int) -> bytes:
-    """What a worker ran when its process ended."""
-    raw = (out / f"worker-{worker}.last").read_bytes()
+    """What a worker ran when its process ended; nothing if that was before its first input."""
+    file = out / f"worker-{worker}.last"
+    raw = file.read_bytes() if file.exists() else b""
     return raw[4 : 4 + int.from_bytes(raw[:4], "little")]
