@@ -64,6 +64,7 @@ def make_checkpoint(
     max_shard_size: str | int = "5GB",
     tokenizer: bool = True,
     router_gain: float = 1.0,
+    poison: int | None = None,
     **overrides: Any,
 ) -> Path:
     """Writes a random checkpoint of `architecture` into `folder` and returns the folder.
@@ -71,9 +72,11 @@ def make_checkpoint(
     `router_gain` scales the routers of experts: trained ones are decisive, random ones choose at
     near ties, where any rounding takes other experts. `overrides` are fields of the transformers
     configuration (rope_parameters, sliding_window ...). Norm weights and biases are random too, so
-    that leaving one out shows.
+    that leaving one out shows. `poison`: whoever has that token id gets logits that are NaN.
     """
     model = _random_model(architecture, seed, dtype, router_gain, overrides)
+    if poison is not None:
+        model.get_input_embeddings().weight.data[poison] = float("nan")
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     generation = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "eos_token_id": [*EOS_IDS]}
     (folder / "generation_config.json").write_text(json.dumps(generation))

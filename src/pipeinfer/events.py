@@ -30,9 +30,11 @@ class NewEpoch(Message, frozen=True):
 
 
 class StepDone(Message, frozen=True):
-    """The device finished step `number`: `token_ids` int32 bytes, one for each row that sampled."""
+    """The device finished step `number`: `token_ids` int32 bytes, one for each row that sampled.
+    `bad`: int32 bytes, those of these rows whose logits were not finite; their ids mean nothing."""
 
     epoch: int
     number: int
     token_ids: bytes
     seconds: float = 0.0  # differs between a run and its replay
+    bad: bytes = b""

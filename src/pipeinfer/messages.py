@@ -39,7 +39,6 @@ def unpack(raw: bytes) -> np.ndarray:
 
 class Submit(Message, frozen=True):
     """A client's request. Exactly one of `text`, `prompt_ids` and `chat` is given. `seed` is final.
-
     `timeout`: seconds until it is aborted, 0: never. `cache_salt` separates prefix caches. `trace`:
     W3C traceparent, or empty. `group`: where it runs already, if it was tokenized before; else -1.
     """
@@ -100,7 +99,6 @@ class Work(Message, frozen=True):
 
 class Begin(Message, frozen=True):
     """A new epoch: forget all slots and the whole prefix tree, then answer Ready(epoch).
-
     Only the listed incarnations take part, others say Hello; plan numbers start at 0 again."""
 
     epoch: int
@@ -110,11 +108,13 @@ class Begin(Message, frozen=True):
 class Release(Message, frozen=True):
     """The request in `slot` is over or preempted; the steps before this plan still read its pages.
     If `keep`, what was computed of (admitted tokens + `output_ids`) may enter the prefix cache, a
-    surplus token never. `output_ids`: confirmed ids sampled since the admission (int32 bytes)."""
+    surplus token never. `output_ids`: confirmed ids sampled since the admission (int32 bytes).
+    `forget`: its logits were bad; what the cache has of it goes, as far as it is nobody else's."""
 
     slot: int
     keep: bool
     output_ids: bytes = b""
+    forget: bool = False
 
 
 class Admit(Message, frozen=True):
@@ -193,11 +193,11 @@ class Admitted(Message, frozen=True):
 
 class Result(Message, frozen=True):
     """What step `number` did, one row for each row of its plan, in the plan's order.
-
     `slots`, `starts`, `counts`: int32 bytes; `starts` is the first computed position, `counts` how
     many tokens were computed (0: deferred if listed in `deferred`, else nothing was left to do).
     `produced`: int32 bytes, how many ids of `token_ids` belong to each row (0 where it did not
-    sample). `free`, `evictable`: pages after it. `digest`: running hash of memory decisions."""
+    sample). `free`, `evictable`: pages after it. `digest`: running hash of memory decisions.
+    `bad`: int32 bytes, slots whose logits were not finite: such a row has produced nothing."""
 
     epoch: int
     number: int
@@ -211,6 +211,7 @@ class Result(Message, frozen=True):
     evictable: int
     digest: int
     step_seconds: float = 0.0  # differs between a run and its replay
+    bad: bytes = b""
 
 
 class Digests(Message, frozen=True):
@@ -249,9 +250,8 @@ class Open(Message, frozen=True):
 
 
 class TokenRow(msgspec.Struct, frozen=True, array_like=True):
-    """New output ids of one request, gapless; `offset`: index of the first among its outputs.
-    `finish`: None while it goes on. With "stop" by a token, `stop_token` is that id and is the last
-    of `ids`; it has no text and is not part of the result."""
+    """New output ids of one request, gapless; `offset`: of the first. `finish`: None if it goes on.
+    With "stop" by a token, `stop_token` is the last of `ids`, has no text, is not in the result."""
 
     request_id: str
     offset: int

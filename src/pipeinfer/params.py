@@ -6,25 +6,34 @@ HTTP, no tokenizer and no torch; names and defaults are those of vLLM's Sampling
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
-MAX_STOP_STRINGS = 16
+MOST_INT = 2**31 - 1  # counts and ids are int32 on the device
+# Above it the logits of any model differ by less than the noise: all tokens are as likely. What is
+# far larger is infinite in float32.
+MOST_TEMPERATURE = 100.0
 MOST_PENALTY = 2  # OpenAI's
+# Logits are float32: divided or multiplied by these they stay finite, and what is a hundred times
+# rarer or more frequent is never or always chosen already.
+LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0
+# float32's smallest normal number. Below it devices may take a number for 0, which is no top_p.
+LEAST_TOP_P = 2.0**-126
+MAX_STOP_STRINGS = 16
+MOST_STOP_LETTERS = 1024  # of each: all that comes out is searched for it, beside everybody's text
+MOST_STOP_TOKENS = 1024  # as OpenAI's limit of logit_bias; each row with min_tokens masks them
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How to choose tokens and when to stop.
 
-    temperature: 0 is greedy. top_k: 0 or -1 turns it off. top_p, min_p: in [0, 1].
+    temperature: 0 is greedy, at most 100. top_k: 0 or -1 turns it off. top_p, min_p: in [0, 1].
     seed: None lets the server choose one. max_tokens: None means as many as fit.
     stop: strings that end the text, not part of it unless include_stop_str_in_output.
     stop_token_ids: ids that end it beside the model's own; ignore_eos ignores only the model's own.
     min_tokens: no stop token of either kind is sampled before that many output tokens.
-    repetition_penalty: what prompt and output hold is divided by it where its logit is positive,
-    else multiplied; above 1 makes it rarer. presence_penalty, frequency_penalty: in [-2, 2], taken
-    off the logits of what the output holds, once, or as often as it does.
+    repetition_penalty: in [0.01, 100]; what prompt and output hold is divided by it where its logit
+    is positive, else multiplied; above 1 makes it rarer. presence_penalty, frequency_penalty: in
+    [-2, 2], taken off the logits of what the output holds, once, or as often as it does.
     """
 
     temperature: float = 1.0
@@ -53,61 +62,75 @@ class InvalidParameter(ValueError):
 
 
 def normalized(params: SamplingParams) -> SamplingParams:
-    """`params` with tuples for `stop` and `stop_token_ids`; raises InvalidParameter."""
+    """`params` with tuples for `stop` and `stop_token_ids`, `top_k` 0 where it is off, and a
+    `top_p` that float32 can tell from 0; raises InvalidParameter."""
     stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
     params = msgspec.structs.replace(
         params,
         stop=stop,
         stop_token_ids=tuple(params.stop_token_ids or ()),
-        top_k=max(params.top_k, 0) if params.top_k >= -1 else params.top_k,
+        top_k=0 if params.top_k == -1 else params.top_k,
+        top_p=LEAST_TOP_P if 0 < params.top_p < LEAST_TOP_P else params.top_p,
     )
     _check_sampling(params)
     _check_penalties(params)
-    _check_end(params)
+    _check_lengths(params)
+    _check_stops(params)
     return params
 
 
 def _check_sampling(params: SamplingParams) -> None:
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise InvalidParameter("temperature", f"temperature must be >= 0, not {params.temperature}")
-    if params.top_k < 0:
-        raise InvalidParameter("top_k", f"top_k must be -1, 0 or positive, not {params.top_k}")
+    _check_within("temperature", params.temperature, 0, MOST_TEMPERATURE)
+    if not 0 <= params.top_k <= MOST_INT:
+        raise InvalidParameter(
+            "top_k", f"top_k must be -1, 0 or positive, at most {MOST_INT}, not {params.top_k}"
+        )
     if not 0 < params.top_p <= 1:
         raise InvalidParameter("top_p", f"top_p must be in (0, 1], not {params.top_p}")
-    if not 0 <= params.min_p <= 1:
-        raise InvalidParameter("min_p", f"min_p must be in [0, 1], not {params.min_p}")
+    _check_within("min_p", params.min_p, 0, 1)
     if params.seed is not None and not -(2**63) <= params.seed < 2**64:
         raise InvalidParameter("seed", f"seed must fit into 64 bits, not {params.seed}")
 
 
 def _check_penalties(params: SamplingParams) -> None:
-    repetition = params.repetition_penalty
-    if not (math.isfinite(repetition) and repetition > 0):
-        raise InvalidParameter(
-            "repetition_penalty", f"repetition_penalty must be above 0, not {repetition}"
-        )
+    _check_within(
+        "repetition_penalty", params.repetition_penalty, LEAST_REPETITION, MOST_REPETITION
+    )
     for name in ("presence_penalty", "frequency_penalty"):
-        value = getattr(params, name)
-        if not -MOST_PENALTY <= value <= MOST_PENALTY:
-            raise InvalidParameter(name, f"{name} must be in [-2, 2], not {value}")
+        _check_within(name, getattr(params, name), -MOST_PENALTY, MOST_PENALTY)
 
 
-def _check_end(params: SamplingParams) -> None:
-    if params.max_tokens is not None and params.max_tokens < 1:
-        raise InvalidParameter(
-            "max_tokens", f"max_tokens must be at least 1, not {params.max_tokens}"
-        )
-    if params.min_tokens < 0:
-        raise InvalidParameter("min_tokens", f"min_tokens must be >= 0, not {params.min_tokens}")
+def _check_lengths(params: SamplingParams) -> None:
+    if params.max_tokens is not None:
+        _check_within("max_tokens", params.max_tokens, 1, MOST_INT)
+    _check_within("min_tokens", params.min_tokens, 0, MOST_INT)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise InvalidParameter(
             "min_tokens", f"min_tokens {params.min_tokens} is above max_tokens {params.max_tokens}"
         )
+
+
+def _check_stops(params: SamplingParams) -> None:
     if len(params.stop) > MAX_STOP_STRINGS:
         raise InvalidParameter(
             "stop", f"at most {MAX_STOP_STRINGS} stop strings, not {len(params.stop)}"
         )
-    if any(not text for text in params.stop):
-        raise InvalidParameter("stop", "a stop string must not be empty")
-    if any(token < 0 for token in params.stop_token_ids):
-        raise InvalidParameter("stop_token_ids", "stop_token_ids must not be negative")
+    for text in params.stop:
+        if not text:
+            raise InvalidParameter("stop", "a stop string must not be empty")
+        if len(text) > MOST_STOP_LETTERS:
+            raise InvalidParameter(
+                "stop", f"at most {MOST_STOP_LETTERS} letters a stop string, not {len(text)}"
+            )
+    if len(params.stop_token_ids) > MOST_STOP_TOKENS:
+        count = len(params.stop_token_ids)
+        raise InvalidParameter(
+            "stop_token_ids", f"at most {MOST_STOP_TOKENS} stop_token_ids, not {count}"
+        )
+    for token in params.stop_token_ids:
+        _check_within("stop_token_ids", token, 0, MOST_INT)
+
+
+def _check_within(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:  # also where it is NaN
+        raise InvalidParameter(name, f"{name} must be from {least:g} to {most:.10g}, not {value}")

@@ -36,6 +36,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     served_model_name: str = ""
     api_key: str = ""
     api_key_file: str = ""
+    key_concurrent: NonNegative = 0  # of each key: requests at a time; 0: without limit
+    key_requests_per_minute: NonNegative = 0
+    key_tokens_per_minute: NonNegative = 0
+    tls_cert: str = ""
+    tls_key: str = ""
+    allowed_origins: str = ""
     chat_template: str = ""
     revision: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -75,7 +81,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     drain_timeout: Annotated[float, Meta(ge=0)] = 30.0
     watchdog: Annotated[float, Meta(gt=0)] = 120.0  # seconds without a result that end an epoch
     max_queue: Positive = 10_000  # requests that may wait before new ones get 429
-    max_body_bytes: Positive = 32 * 2**20
+    max_body_mib: Positive = 32
+    max_prompts: Positive = 1024  # of one request
+    max_queue_tokens: NonNegative = 10_000_000  # of prompts that may wait; 0: without limit
+    request_timeout: Annotated[float, Meta(ge=0, le=86_400)] = 3600.0  # seconds; 0: none
 
     @property
     def model_name(self) -> str:

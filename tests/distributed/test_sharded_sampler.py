@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.engine.sampler import BadLogits, sample
+from pipeinfer.engine.sampler import BAD, sample
 from pipeinfer.engine.sharded_sampler import sample_sharded
 from pipeinfer.engine.step import SamplingRows
 
@@ -100,10 +100,17 @@ def test_plain_rows_cost_three_numbers_a_rank_whatever_the_vocabulary():
     assert group.exchanged == 5 * 3
 
 
-def test_bad_logits_of_one_rank_raise_on_all():
-    logits = np.zeros((2, 16), dtype=np.float32)
-    logits[1, 13] = np.nan
-    params = rows(2, np.random.default_rng(0), [0, 1])
-    with pytest.raises(BadLogits) as raised:
-        split(logits, params, 4, Threads(4))
-    assert raised.value.row == 1
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_a_row_that_is_bad_on_one_rank_is_bad_on_all_and_leaves_the_others_alone(value, kind):
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((6, 160)).astype(np.float32)
+    params = rows(6, rng, [0, kind, 1, 2, kind, 2])
+    expected = sample(torch.from_numpy(logits), params).tolist()
+    if value == -np.inf:
+        logits[1] = logits[4] = value
+    else:
+        logits[1, 130] = logits[4, 3] = value
+    expected[1] = expected[4] = BAD
+    assert split(logits, params, 4, Threads(4)) == [expected] * 4

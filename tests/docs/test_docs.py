@@ -28,7 +28,8 @@ from servers import STAGES, environment
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *ROOT.glob("stages/*.md")]
+    [ROOT / n for n in ("README.md", "CHANGELOG.md", "SECURITY.md")]
+    + [*ROOT.glob("docs/*.md"), *ROOT.glob("stages/*.md")]
 )
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 every_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)

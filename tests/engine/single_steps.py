@@ -103,7 +103,7 @@ class Driver:
         rows = [self._row(request, chunk) for request in active]
         step = build_step(rows, self.steps, self.max_pages)
         by_slot = {request.slot: request for request in active}
-        ids = self.runner.run(step)
+        ids = self.runner.run(step).ids
         for slot, token in zip(step.slots[step.samples], ids, strict=True):
             by_slot[int(slot)].outputs.append(int(token))
         for row in rows:

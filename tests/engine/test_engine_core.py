@@ -235,6 +235,7 @@ def test_admitted_is_said_before_the_step_with_the_cached_tokens():
     prompt = list(range(12))
     first = engine.plan({0: 99}, [admit(0, prompt)])
     assert first == [Admitted(1, 0, pack([0]), pack([0]), free=29, evictable=0)]
+    engine.plan({})
     second = engine.plan({}, [admit(3, [*prompt, 5])])[0]
     assert (unpack(second.slots).tolist(), unpack(second.cached).tolist()) == ([3], [12])
 
@@ -261,6 +262,32 @@ def test_decodes_take_the_token_that_lies_on_the_device():
     assert len(engine.queue) == 6 and engine.queue[1].tokens.tolist() == [-1]
     got = [fields(engine.work()[0])["token_ids"][0] for _ in range(6)]
     assert got == continuation([1, 2, 3], 0, 6)
+
+
+@pytest.mark.parametrize("bad", [[0], [1, 2], [0, 1, 2]])
+@pytest.mark.parametrize("decodes", [False, True])
+def test_rows_of_bad_logits_have_produced_nothing_and_are_named_by_their_slots(bad, decodes):
+    engine = Engine()
+    prompts = {5: [1] * 6, 2: [2], 7: [3] * 9}
+    engine.plan(dict.fromkeys(prompts, 99), [admit(slot, ids) for slot, ids in prompts.items()])
+    for _ in range(4 * decodes):
+        engine.plan(dict.fromkeys(prompts, 1))
+    while len(engine.queue) > 1:
+        engine.work()
+    step = engine.queue.pop()
+    assert (step.growth is not None) == decodes
+    ids = engine.device.run(step)
+    done = StepDone(step.epoch, step.number, pack(ids), bad=pack(bad))
+    [result] = engine.handle(done)
+    slots = step.slots[step.samples].tolist()
+    wrong = {slots[row] for row in bad}
+    assert set(unpack(result.bad).tolist()) == wrong and len(result.bad) == 4 * len(bad)
+    expected = {slot: int(token) for slot, token in zip(slots, ids, strict=True)}
+    assert fields(result)["produced"] == [int(slot not in wrong) for slot in prompts]
+    assert fields(result)["token_ids"] == [expected[s] for s in prompts if s not in wrong]
+    stats = engine.core.stats()
+    assert stats["bad_rows_total"] == len(bad)
+    assert stats["sampled_tokens_total"] == 3 * (1 + 4 * decodes) - len(bad)
 
 
 def test_plan_with_nothing_to_compute_answers_in_its_turn():
@@ -365,11 +392,12 @@ def test_statistics_count_prompts_and_hits_but_not_resumptions():
     engine = Engine()
     prompt = list(range(12))
     engine.plan({0: 99}, [admit(0, prompt)])
+    engine.plan({})
     engine.plan({1: 99}, [admit(1, prompt)])
     engine.plan({2: 99}, [admit(2, [*prompt, 1, 2], prompt_len=12)])
     stats = engine.core.stats()
     assert (stats["prompt_tokens_total"], stats["cached_tokens_total"]) == (24, 8)
-    assert (stats["slots_used"], stats["steps_in_flight"]) == (3, 3)
+    assert (stats["slots_used"], stats["steps_in_flight"]) == (3, 4)
     assert stats["pages_total"] == PAGES - 1
     assert stats["pages_free"] + stats["pages_evictable"] < PAGES - 1
     assert stats["computed_tokens_total"] == 12 + 4 + 2

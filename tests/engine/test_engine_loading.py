@@ -37,7 +37,7 @@ def test_the_asked_dtype_is_that_of_weights_and_pool(folder, dtype):
     row = Row(0, 0, [1, 2, 3], np.array([1]), True)
     step = build_step([row], 0, 1)
     assert str(engine.runner.logits(step).dtype) == f"torch.{dtype}"
-    assert 0 <= engine.runner.run(step)[0] < 264
+    assert 0 <= engine.runner.run(step).ids[0] < 264
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.engine.penalties import Penalties
+from pipeinfer.engine.penalties import IN_OUTPUT, IN_PROMPT, Penalties, penalized
 from pipeinfer.engine.step import PenaltyRows, Said
 
 VOCAB, SLOTS = 11, 4
@@ -94,3 +94,19 @@ def test_an_impossible_id_stays_impossible_and_many_rows_are_as_few():
     assert changed.dtype == torch.float32
     assert (changed[:, 0] == float("-inf")).all() and (changed[:, 1] == -1).all()
     assert (changed[:, 2:] == 0).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.floats(width=32, allow_nan=True), min_size=1, max_size=8),
+    st.sampled_from([0.0, 1e-38, 0.01, 1.0, 100.0, 3e38, float("inf")]),
+    st.sampled_from([-2.0, 0.0, 2.0]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 3),
+)
+def test_no_penalty_makes_a_finite_logit_bad_or_a_bad_one_finite(values, often, less, dtype, said):
+    logits = torch.tensor([values]).to(dtype).float()
+    counts = torch.full_like(logits, said * IN_OUTPUT + IN_PROMPT, dtype=torch.int32)
+    changed = penalized(logits, counts, torch.tensor([[often, less, less]]))
+    assert changed.isfinite()[logits.isfinite()].all()
+    assert not changed.isfinite()[~logits.isfinite()].any() or often in (0.0, float("inf"))

@@ -9,7 +9,6 @@ from single_steps import Driver, Row, build_step, empty_step
 
 from checkpoints import ARCHITECTURES, load_reference
 from pipeinfer.engine.loading import load_engine
-from pipeinfer.engine.sampler import BadLogits
 from pipeinfer.settings import Settings
 
 PROMPTS = [
@@ -94,29 +93,60 @@ def test_seeded_tokens_do_not_depend_on_the_batch_or_on_chunks(checkpoint):
 
 
 def test_a_step_without_rows_gives_no_ids(checkpoint):
-    ids = load(checkpoint("LlamaForCausalLM")).run(empty_step())
+    ids = load(checkpoint("LlamaForCausalLM")).run(empty_step()).ids
     assert ids.shape == (0,)
     assert ids.dtype == np.int32
 
 
 def test_a_chunk_that_does_not_sample_gives_no_id_and_leaves_last_token_alone(checkpoint):
     runner = load(checkpoint("LlamaForCausalLM"))
-    first = runner.run(build_step([Row(3, 0, [5, 6, 7], np.array([1]), True)], 0, 1))
+    first = runner.run(build_step([Row(3, 0, [5, 6, 7], np.array([1]), True)], 0, 1)).ids
     assert first.shape == (1,)
     chunk = Row(3, 0, [9] * 8, np.array([2]), False)
-    assert runner.run(build_step([chunk], 1, 1)).shape == (0,)
+    assert runner.run(build_step([chunk], 1, 1)).ids.shape == (0,)
     from_device = runner.run(build_step([Row(3, 3, None, np.array([1]), True)], 2, 1))
     given = runner.run(build_step([Row(3, 3, [int(first[0])], np.array([1]), True)], 3, 1))
-    assert from_device.tolist() == given.tolist()
+    assert from_device.ids.tolist() == given.ids.tolist()
 
 
-def test_nan_from_the_model_names_the_row_instead_of_sampling_nonsense(checkpoint):
-    runner = load(checkpoint("LlamaForCausalLM"))
-    runner.pool.k[0][7] = float("nan")
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_nan_from_the_model_makes_its_row_bad_and_no_other(checkpoint, part):
+    runner, undisturbed = (load(checkpoint("LlamaForCausalLM")) for _ in range(2))
+    getattr(runner.pool, part)[0][7] = float("nan")
     rows = [
         Row(0, 0, [1, 2], np.array([1, 2]), True),
         Row(1, 16, [3, 4], np.array([7, 3]), True),
     ]
-    with pytest.raises(BadLogits) as caught:
-        runner.run(build_step(rows, 0, 2))
-    assert caught.value.row == 1
+    sampled = runner.run(build_step(rows, 0, 2))
+    assert sampled.bad.tolist() == [1] and sampled.ids[1] == 0
+    assert sampled.ids[0] == undisturbed.run(build_step(rows, 0, 2)).ids[0]
+    # The step in flight meanwhile goes on from an id that exists.
+    both = [Row(0, 2, None, np.array([1, 2]), True), Row(1, 18, None, np.array([7, 3]), True)]
+    following = runner.run(build_step(both, 1, 2))
+    assert following.bad.tolist() == [1]
+    assert following.ids[0] == undisturbed.run(build_step(both, 1, 2)).ids[0]
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_what_a_bad_request_left_in_a_page_does_not_reach_its_next_owner(checkpoint, architecture):
+    """The page is only partly written anew: what follows the last token stays as it was."""
+    runner, undisturbed = (load(checkpoint(architecture)) for _ in range(2))
+    prompt, given = [5, 6, 7, 8, 9, 10, 11], []
+    for part in (*runner.pool.k, *runner.pool.v):
+        part[1:] = float("nan")
+    for one in (runner, undisturbed):
+        rows = [
+            Row(0, 0, prompt[:6], np.array([3, 0]), False),
+            Row(1, 0, [1, 2, 3], np.array([4, 0]), True),
+            Row(2, 0, list(range(30)), np.array([5, 6]), True),
+        ]
+        first = one.run(build_step(rows, 0, 2))
+        rows = [
+            Row(0, 6, prompt[6:], np.array([3, 0]), True),
+            Row(1, 3, None, np.array([4, 0]), True),
+            Row(2, 30, None, np.array([5, 6]), True),
+        ]
+        given.append([first, one.run(build_step(rows, 1, 2))])
+    for mine, theirs in zip(*given, strict=True):
+        assert mine.bad.tolist() == []
+        assert mine.ids.tolist() == theirs.ids.tolist()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeinfer.engine import sampler
-from pipeinfer.engine.sampler import BadLogits, sample
+from pipeinfer.engine.sampler import BAD, sample
 from pipeinfer.engine.step import SamplingRows
 from pipeinfer.engine.truncation import thresholds
 
@@ -205,14 +205,30 @@ def test_suppressed_ids_are_never_sampled_and_the_logits_stay_as_they_were():
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_bad_logits_raise_and_name_the_row(bad, temperature):
-    logits = torch.zeros(4, 10)
-    logits[2, 5] = bad
-    with pytest.raises(BadLogits, match="row 2") as caught:
-        sample(logits, rows(4, temperature))
-    assert caught.value.row == 2
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), [float("-inf")] * 300])
+@pytest.mark.parametrize("how", [{"temperature": 0}, {}, {"top_k": 3}, {"top_p": 0.9}])
+def test_a_row_of_bad_logits_gets_no_id_and_leaves_the_others_as_they_were(bad, how):
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(1)) * 3
+    params = rows(5, **how)
+    expected = sample(logits, params).tolist()
+    logits[2, 5 if isinstance(bad, float) else slice(None)] = torch.tensor(bad)
+    expected[2] = BAD
+    assert sample(logits, params).tolist() == expected
+
+
+def test_a_row_of_which_everything_is_suppressed_gets_no_id():
+    logits = torch.zeros(2, 4)
+    assert sample(logits, rows(2, suppress=[(0, id) for id in range(4)])).tolist()[0] == BAD
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1e-46, 1e-45, 1e-30])
+def test_a_top_p_too_small_for_float32_leaves_the_best_candidate(top_p):
+    logits = torch.randn(400, 700, generator=torch.Generator().manual_seed(2))
+    assert kept(logits[0].numpy(), top_p=top_p) == [int(logits[0].argmax())]
+    assert kept(logits[0].numpy(), top_k=5, top_p=top_p) == [int(logits[0].argmax())]
+    drawn = sample(logits, rows(400, temperature=5, top_p=top_p))
+    assert torch.equal(drawn, logits.argmax(-1))
 
 
 def test_half_precision_logits_are_sampled_in_float32():

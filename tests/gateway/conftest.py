@@ -38,7 +38,7 @@ async def start_gateway() -> AsyncIterator[StartGateway]:
         core, driver = stage.core, stage.driver
         assert isinstance(core, GatewayCore) and isinstance(driver, HttpDriver)
         pipeline = Pipeline(core, driver)
-        started.append(Gateway(core, driver, pipeline))
+        started.append(Gateway(core, driver, pipeline, stage.reload))
         await driver.start(pipeline.feed)
         if ready:
             pipeline.beat()

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import openai
 
+from pipeinfer.bus import frames
 from pipeinfer.core import LOCAL
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.driver import HttpDriver
@@ -60,6 +61,7 @@ class Pipeline:
         self.submits: list[Submit] = []
         self.aborts: asyncio.Queue[Abort] = asyncio.Queue()
         self.gone: set[str] = set()
+        self.refuses_all = False  # unread, but encoded as for the bus, which takes its time
 
     def feed(self, event: Message) -> None:
         for send in self._core.handle(event, self._loop.time()):
@@ -70,6 +72,9 @@ class Pipeline:
                 self.aborts.put_nowait(send.message)
             elif not isinstance(send.message, Done | Recover):
                 assert isinstance(send.message, Submit)
+                if self.refuses_all:
+                    self._refuse(send.message)
+                    continue
                 self.submits.append(send.message)
                 self._loop.call_soon(self._answer, send.message)
 
@@ -79,6 +84,11 @@ class Pipeline:
 
     def rows(self, *rows: TextRow) -> None:
         self.feed(Text(rows))
+
+    def _refuse(self, submit: Submit) -> None:
+        assert frames.encode("requests", frames.Header(1, "gateway-0", 1, 1, 0.0), submit)
+        refused = Refused(submit.request_id, submit.attempt, 0, 400, "too long", "prompt", "length")
+        self._loop.call_soon(self.feed, refused)
 
     def _answer(self, submit: Submit) -> None:
         words = words_of(submit)
@@ -115,8 +125,14 @@ class Pipeline:
 class Gateway:
     """A running gateway stage."""
 
-    def __init__(self, core: GatewayCore, driver: HttpDriver, pipeline: Pipeline) -> None:
-        self.core, self.driver, self.pipeline = core, driver, pipeline
+    def __init__(
+        self,
+        core: GatewayCore,
+        driver: HttpDriver,
+        pipeline: Pipeline,
+        reload: Callable[[], None] | None = None,
+    ) -> None:
+        self.core, self.driver, self.pipeline, self.reload = core, driver, pipeline, reload
         self._clients: list[openai.AsyncOpenAI] = []
 
     @property

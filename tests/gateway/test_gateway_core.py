@@ -236,10 +236,58 @@ def test_queue_limit_counts_only_requests_without_output() -> None:
     assert isinstance(harness.do(Call("t", PARAMS, text="x"))[0].message, Submit)
 
 
+def test_queue_limit_counts_the_prompt_tokens_that_wait() -> None:
+    harness = Harness(max_queue_tokens=100)
+    for name, ids in (("r", 60), ("s", 40)):
+        assert isinstance(
+            harness.do(Call(name, PARAMS, prompt_ids=pack(range(ids))))[0].message, Submit
+        )
+    for call in (
+        Call("t", PARAMS, prompt_ids=pack([1])),
+        Call("t", PARAMS, text="x"),
+        Call("t", PARAMS, chat=[{"role": "user", "content": "x"}]),
+    ):
+        [failed] = harness.local(call)
+        assert isinstance(failed, Failed)
+        assert (failed.status, failed.code, failed.retry_after) == (429, "queue_full", 1)
+    assert harness.core.refusal() is not None, "before a request is read"
+    harness.do(Accepted("r", 1, 0, pack(range(60))))
+    harness.do(Text((row("a", 0, 0),)))
+    assert harness.core.stats()["waiting_tokens"] == 40
+    assert harness.core.refusal() is None
+    assert isinstance(harness.do(Call("t", PARAMS, text="x" * 230))[0].message, Submit)
+    assert isinstance(harness.local(Call("u", PARAMS, text="x" * 10))[0], Failed)
+    harness.do(Hangup("s"))
+    assert isinstance(harness.do(Call("u", PARAMS, text="x" * 10))[0].message, Submit)
+
+
+def test_a_prompt_counts_as_many_tokens_as_it_turned_out_to_have() -> None:
+    harness = Harness(max_queue_tokens=1000)
+    harness.do(Call("r", PARAMS, text="x"))
+    harness.do(Call("s", PARAMS, text="x" * 400))
+    before = harness.core.stats()["waiting_tokens"]
+    harness.do(Accepted("r", 1, 0, pack(range(900))))
+    harness.do(Accepted("s", 1, 0, pack(range(5))))
+    after = harness.core.stats()["waiting_tokens"]
+    assert 880 < after - before < 900, "few tokens do not make a long text small"
+    assert isinstance(harness.local(Call("t", PARAMS, text="x" * 400))[0], Failed)
+    for name in "rs":
+        harness.do(Hangup(name))
+    assert harness.core.stats()["waiting_tokens"] == 0
+
+
+def test_a_prompt_larger_than_all_that_may_wait_is_taken_when_nothing_waits() -> None:
+    harness = Harness(max_queue_tokens=10)
+    harness.do(Call("r", PARAMS, prompt_ids=pack(range(50))))
+    assert isinstance(harness.local(Call("s", PARAMS, prompt_ids=pack([1])))[0], Failed)
+
+
 def test_drain_refuses_new_requests_and_finishes_running_ones() -> None:
     harness = Harness()
     harness.running()
     assert harness.local(Drain()) == [StatusChanged("draining", False, "")]
+    early = harness.core.refusal()
+    assert early is not None and (early.status, early.code) == (503, "draining")
     [failed] = harness.local(Call("t", PARAMS, text="x"))
     assert isinstance(failed, Failed) and (failed.status, failed.code) == (503, "draining")
     assert not harness.core.idle() and harness.core.state()[0] == "draining"

@@ -264,10 +264,10 @@ async def test_the_api_key_guards_v1_only(start_gateway: StartGateway) -> None:
 
 
 async def test_limits_of_body_and_queue(start_gateway: StartGateway) -> None:
-    gateway = await start_gateway(max_body_bytes=1000, max_queue=1)
+    gateway = await start_gateway(max_body_mib=1, max_queue=1)
     client = gateway.client()
     with pytest.raises(openai.APIStatusError) as caught:
-        await client.completions.create(model="test", prompt="x" * 1000)
+        await client.completions.create(model="test", prompt="x" * 2**20)
     assert caught.value.status_code == 413
     waiting = asyncio.create_task(client.completions.create(model="test", prompt="hang"))
     while not gateway.pipeline.submits:

@@ -10,8 +10,15 @@ import pytest
 from pipeinfer.gateway.defaults import sampling_defaults
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.requests import Job, chat_job, completion_job
-from pipeinfer.gateway.schema import NOT_BUILT, ChatRequest, CompletionRequest, decode
+from pipeinfer.gateway.requests import Terms, chat_job, completion_job
+from pipeinfer.gateway.schema import (
+    NOT_BUILT,
+    ChatRequest,
+    CompletionRequest,
+    Request,
+    decode,
+    surveyed,
+)
 from pipeinfer.messages import Submit, pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import ConfigurationError
@@ -20,14 +27,27 @@ DEFAULTS = SamplingParams(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, max_t
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def chat(**fields: object) -> Job:
+TERMS = Terms(DEFAULTS, most_prompts=4)
+
+
+def read(body: bytes, kind: type[Request]) -> Request:
+    """What the HTTP side does with a body."""
+    for _ in surveyed(body, kind):
+        pass
+    return decode(body, kind)
+
+
+def chat(**fields: object) -> list[Call]:
     body = json.dumps({"messages": HELLO, **fields}).encode()
-    return chat_job(decode(body, ChatRequest), "id", DEFAULTS, "")
+    return list(chat_job(read(body, ChatRequest), "id", TERMS, "").calls)
 
 
-def completion(**fields: object) -> Job:
+def completion(**fields: object) -> list[Call]:
     body = json.dumps({"prompt": "hello", **fields}).encode()
-    return completion_job(decode(body, CompletionRequest), "id", DEFAULTS, "")
+    job = completion_job(read(body, CompletionRequest), "id", TERMS, "")
+    calls = list(job.calls)
+    assert len(calls) == job.choices
+    return calls
 
 
 def refused(make: object, **fields: object) -> ApiError:
@@ -38,21 +58,20 @@ def refused(make: object, **fields: object) -> ApiError:
 
 
 def test_checkpoint_defaults_fill_what_the_client_leaves_open() -> None:
-    params = chat().calls[0].params
+    params = chat()[0].params
     assert params == DEFAULTS
-    params = chat(temperature=0, top_p=None, top_k=-1, min_p=0.0).calls[0].params
+    params = chat(temperature=0, top_p=None, top_k=-1, min_p=0.0)[0].params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 0.9, 0, 0.0)
 
 
 def test_every_supported_parameter_reaches_the_call() -> None:
-    job = chat(
+    [call] = chat(
         stop="a", stop_token_ids=[7], seed=5, max_tokens=9, min_tokens=2, ignore_eos=True,
         skip_special_tokens=False, include_stop_str_in_output=True, priority=-3, timeout=1.5,
         cache_salt="salt", chat_template_kwargs={"enable_thinking": False},
         add_generation_prompt=False, add_special_tokens=True, repetition_penalty=1.1,
         presence_penalty=-2, frequency_penalty=0.5,
     )  # fmt: skip
-    [call] = job.calls
     assert call.params == SamplingParams(
         temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, stop=("a",), stop_token_ids=(7,), seed=5,
         max_tokens=9, min_tokens=2, ignore_eos=True, skip_special_tokens=False,
@@ -65,17 +84,17 @@ def test_every_supported_parameter_reaches_the_call() -> None:
 
 
 def test_max_tokens_defaults_to_all_that_fits_in_a_chat_and_16_otherwise() -> None:
-    assert chat().calls[0].params.max_tokens is None
-    assert chat(max_tokens=3).calls[0].params.max_tokens == 3
-    assert chat(max_tokens=3, max_completion_tokens=4).calls[0].params.max_tokens == 4
-    assert completion().calls[0].params.max_tokens == 16
-    assert completion(max_tokens=None).calls[0].params.max_tokens == 16
+    assert chat()[0].params.max_tokens is None
+    assert chat(max_tokens=3)[0].params.max_tokens == 3
+    assert chat(max_tokens=3, max_completion_tokens=4)[0].params.max_tokens == 4
+    assert completion()[0].params.max_tokens == 16
+    assert completion(max_tokens=None)[0].params.max_tokens == 16
 
 
 def test_templates_add_special_tokens_to_chats_and_the_tokenizer_to_texts() -> None:
-    assert not chat().calls[0].add_special_tokens
-    assert completion().calls[0].add_special_tokens
-    assert not completion(add_special_tokens=False).calls[0].add_special_tokens
+    assert not chat()[0].add_special_tokens
+    assert completion()[0].add_special_tokens
+    assert not completion(add_special_tokens=False)[0].add_special_tokens
 
 
 @pytest.mark.parametrize(
@@ -90,9 +109,7 @@ def test_templates_add_special_tokens_to_chats_and_the_tokenizer_to_texts() -> N
 )
 def test_each_prompt_makes_one_call(prompt: object, calls: list[tuple[object, ...]]) -> None:
     expected = [(name, text, None if ids is None else pack(ids)) for name, text, ids in calls]
-    assert [(c.request_id, c.text, c.prompt_ids) for c in completion(prompt=prompt).calls] == (
-        expected
-    )
+    assert [(c.request_id, c.text, c.prompt_ids) for c in completion(prompt=prompt)] == (expected)
 
 
 def test_message_content_may_be_parts_of_text() -> None:
@@ -101,7 +118,7 @@ def test_message_content_may_be_parts_of_text() -> None:
     [call] = chat(
         messages=[{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts},
                   tool, {"role": "tool", "content": "4", "tool_call_id": "1"}]
-    ).calls  # fmt: skip
+    )  # fmt: skip
     assert call.chat == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "a\nb"},
@@ -133,7 +150,19 @@ def test_message_content_may_be_parts_of_text() -> None:
         ({"stop": [""]}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"temperature": 1e300}, "temperature"),
+        ({"temperature": 100.5}, "temperature"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-38}, "repetition_penalty"),
+        ({"repetition_penalty": 0.0099}, "repetition_penalty"),
+        ({"repetition_penalty": 101}, "repetition_penalty"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"stop": ["x", "x" * 312_000]}, "stop"),
+        ({"stop_token_ids": list(range(1025))}, "stop_token_ids"),
+        ({"cache_salt": "x" * 1025}, "cache_salt"),
         ({"timeout": -1}, "timeout"),
+        ({"timeout": 86_400.5}, "timeout"),
+        ({"messages": HELLO * 10_001}, "messages"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"messages": []}, "messages"),
@@ -152,7 +181,47 @@ def test_message_content_may_be_parts_of_text() -> None:
 def test_a_wrong_chat_field_is_named(fields: dict[str, object], param: str) -> None:
     error = refused(chat, **fields)
     assert error.param == param
-    assert param.split("[")[0] in error.message
+    assert param.split("[")[0].replace("_", " ") in error.message.replace("_", " ")
+    assert len(error.body()) < 3000
+
+
+def test_the_largest_allowed_values_pass() -> None:
+    [call] = chat(
+        messages=HELLO * 10_000, temperature=100, repetition_penalty=0.01, top_k=2**31 - 1,
+        max_tokens=2**31 - 1, min_tokens=2**31 - 1, stop=["é" * 1024] * 16, timeout=86_400,
+        stop_token_ids=[2**31 - 1] * 1024,
+    )  # fmt: skip
+    assert call.chat is not None and len(call.chat) == 10_000
+    assert call.timeout == 86_400
+
+
+def test_the_number_of_prompts_is_bounded_before_any_is_made() -> None:
+    most = TERMS.most_prompts
+    assert len(completion(prompt=["a"] * most)) == most
+    for prompt in (["a"] * (most + 1), [[1]] * (most + 1)):
+        error = refused(completion, prompt=prompt)
+        assert error.param == "prompt" and "at most 4 prompts" in error.message
+    assert len(completion(prompt=[1] * 1000)) == 1, "ids are one prompt"
+
+
+def test_a_call_is_built_when_its_turn_comes() -> None:
+    body = decode(b'{"prompt": ["a", "b", "c"]}', CompletionRequest)
+    job = completion_job(body, "id", TERMS, "")
+    assert job.choices == 3
+    calls = iter(job.calls)
+    assert (next(calls).text, next(calls).text) == ("a", "b")
+
+
+def test_a_request_without_a_timeout_gets_the_servers() -> None:
+    def timeout(terms: Terms, **fields: object) -> float:
+        body = decode(json.dumps({"prompt": "a", **fields}).encode(), CompletionRequest)
+        [call] = completion_job(body, "id", terms, "").calls
+        return call.timeout
+
+    assert timeout(Terms(DEFAULTS, timeout=60.0)) == 60.0
+    assert timeout(Terms(DEFAULTS, timeout=60.0), timeout=90) == 90.0
+    assert timeout(Terms(DEFAULTS, timeout=60.0), timeout=0) == 60.0, "0 is as not given"
+    assert timeout(Terms(DEFAULTS, timeout=0.0)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -179,7 +248,7 @@ def test_a_wrong_prompt_is_named(prompt: object, param: str) -> None:
 
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(ApiError) as caught:
-        decode(b"{}", ChatRequest)
+        read(b"{}", ChatRequest)
     assert caught.value.param == "messages"
 
 
@@ -193,38 +262,87 @@ def test_a_missing_field_is_named() -> None:
         b"\xff",
         b'{"model": "\xff"}',
         b'{"messages": []}x',
-        b'{"messages": [], "chat_template_kwargs": {"a": ' + b"[" * 100_000,
     ],
-    ids=range(8),
+    ids=range(7),
 )
 def test_what_is_not_json_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        decode(body, ChatRequest)
+        read(body, ChatRequest)
     assert caught.value.status == 400 and caught.value.code == "invalid_json"
+
+
+def nested(levels: int) -> bytes:
+    """A chat whose template arguments make it that deep in all."""
+    inner = b"[" * (levels - 2) + b"]" * (levels - 2)
+    return b'{"messages": [%s], "chat_template_kwargs": {"a": %s}}' % (
+        b'{"role": "user", "content": "hello"}', inner,
+    )  # fmt: skip
+
+
+def test_nesting_is_bounded_before_anything_is_built() -> None:
+    assert chat_job(read(nested(64), ChatRequest), "id", TERMS, "").choices == 1
+    for levels in (65, 978, 980, 100_000):
+        with pytest.raises(ApiError, match="nested deeper than 64") as caught:
+            read(nested(levels), ChatRequest)
+        assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [], "chat_template_kwargs": {"a": ' + b"[" * 100_000,
+        b'{"messages": [{"role": "assistant", "tool_calls": [{"a": ' + b'{"a":' * 70,
+        b'{"tools": ' + b"[" * 70 + b"]" * 70 + b"}",
+        b'{"whatever": ' + b"[" * 70 + b"]" * 70 + b"}",
+        b'{"chat_template_kwargs": {"a": [' + b"1," * 100_000 + b"1]}}",
+        b'{"chat_template_kwargs": {"a": [' + b"{}," * 50_000 + b"{}]}}",
+    ],
+    ids=range(6),
+)
+def test_what_is_too_deep_or_too_much_is_refused_wherever_it_stands(body: bytes) -> None:
+    with pytest.raises(ApiError, match=r"nested deeper|more than 100000") as caught:
+        read(body, ChatRequest)
+    assert caught.value.status == 400
+
+
+def test_a_million_values_are_the_most_of_a_completion() -> None:
+    def ids(count: int) -> bytes:
+        return b'{"prompt": [' + b"7," * (count - 1) + b"7]}"
+
+    [call] = completion_job(read(ids(999_998), CompletionRequest), "id", TERMS, "").calls
+    assert call.prompt_ids == pack([7]) * 999_998
+    with pytest.raises(ApiError, match="more than 1000000 values"):
+        read(ids(999_999), CompletionRequest)
 
 
 @pytest.mark.parametrize("body", [b"[]", b"null", b'"text"', b"1", b"[" * 100_000], ids=range(5))
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        decode(body, ChatRequest)
+        read(body, ChatRequest)
     assert caught.value.status == 400
 
 
 @pytest.mark.parametrize("name", NOT_BUILT)
 def test_what_is_not_built_is_refused_by_name_but_its_neutral_value_passes(name: str) -> None:
     for neutral in (None, *NOT_BUILT[name]):
-        assert chat(**{name: neutral}).calls
-    error = refused(chat, **{name: 3})
-    assert error.param == name and "not supported" in error.message
+        assert chat(**{name: neutral})
+    for asked in (3, ["x" * 100] * 100, {"a": [1]}):
+        error = refused(chat, **{name: asked})
+        assert error.param == name and "not supported" in error.message
+
+
+def test_a_number_that_no_float_holds_is_refused_where_nothing_is_built() -> None:
+    with pytest.raises(ApiError, match="n is not supported"):
+        read(b'{"messages": [{"role": "user", "content": "a"}], "n": 1e999}', ChatRequest)
 
 
 def test_asking_for_zero_log_probs_is_not_the_same_as_asking_for_none() -> None:
-    assert completion(logprobs=False).calls
+    assert completion(logprobs=False)
     assert refused(completion, logprobs=0).param == "logprobs"
 
 
 def test_harmless_unknown_fields_are_ignored() -> None:
-    assert chat(user="me", metadata={"a": 1}, store=True, service_tier="auto", whatever=[1]).calls
+    assert chat(user="me", metadata={"a": 1}, store=True, service_tier="auto", whatever=[1])
 
 
 def test_a_call_has_every_field_of_a_submit_that_a_client_decides() -> None:

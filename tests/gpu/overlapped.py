@@ -10,8 +10,7 @@ from collections import defaultdict
 
 from cores import Cores
 
-from pipeinfer.events import StepDone
-from pipeinfer.messages import pack
+from pipeinfer.engine.driver import step_done
 from pipeinfer.settings import Settings
 
 
@@ -44,16 +43,16 @@ class GpuCores(Cores):
                 self._flights[step.number] = runner.launch(step)
         step, names = item
         flight = self._flights.pop(step.number)
-        ids, busy, idle = runner.wait(flight)
+        sampled, busy, idle = runner.wait(flight)
         self.busy, self.idle, self.steps = self.busy + busy, self.idle + idle, self.steps + 1
         kind = (
             "mixed" if step.decodes < len(step.slots) else f"decode{-(-len(step.slots) // 64) * 64}"
         )
         self.kinds[kind][0] += 1
         self.kinds[kind][1] += busy
-        if runner.keep_logits and len(ids):
+        if runner.keep_logits and len(sampled.ids):
             self._remember(step, names, flight)
-        self._to_engine(StepDone(step.epoch, step.number, pack(ids)))
+        self._to_engine(step_done(step, sampled))
 
     def _remember(self, step, names, flight) -> None:
         values = flight.logits[: flight.count].float().cpu().numpy()

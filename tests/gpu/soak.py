@@ -23,8 +23,8 @@ from cores import Cores  # noqa: E402
 from overlapped import GpuCores  # noqa: E402
 
 from bench.shapes import shape  # noqa: E402
-from pipeinfer.events import StepDone  # noqa: E402
-from pipeinfer.messages import Abort, pack  # noqa: E402
+from pipeinfer.engine.driver import step_done  # noqa: E402
+from pipeinfer.messages import Abort  # noqa: E402
 from pipeinfer.params import SamplingParams  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 
@@ -46,8 +46,7 @@ class HostCores(Cores):
     def _run_step(self, item) -> None:
         step, _ = item
         self.steps += 1
-        ids = self.loaded.runner.run(step)
-        self._to_engine(StepDone(step.epoch, step.number, pack(ids)))
+        self._to_engine(step_done(step, self.loaded.runner.run(step)))
 
 
 class Soak:

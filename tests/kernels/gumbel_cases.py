@@ -252,3 +252,11 @@ def test_min_p_of_one_leaves_the_maximum():
     assert torch.equal(
         sample(logits, *parameters(6, temperature=3, min_p=1)), logits.float().argmax(-1)
     )
+
+
+def test_a_top_p_too_small_for_float32_leaves_the_maximum(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 64)
+    logits = randn(9, 8, 300)
+    top_p, top_k = [0, 1e-46, 1e-45, 1e-30] * 2, [0] * 4 + [9] * 4
+    knobs = parameters(8, temperature=5, top_p=top_p, top_k=top_k)
+    assert torch.equal(assert_all_agree(logits, knobs), logits.argmax(-1))

@@ -64,6 +64,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.live: dict[int, Sequence] = {}
         self.preempted: list[Sequence] = []
         self.finished: list[list[int]] = []
+        self.forgotten: list[tuple[Sequence, list[int]]] = []  # by the plan that is drawn
         self.flights: list[tuple[Step, list[Sequence]]] = []
 
     # ------------------------------------------------------------------------------- what to plan
@@ -89,13 +90,17 @@ class MemoryMachine(RuleBasedStateMachine):
             flying = any(sequence in sequences for _, sequences in self.flights)
             preempt = not flying and data.draw(st.booleans(), "preempt")
             keep = preempt or data.draw(st.booleans(), "keep")
+            forget = not keep and data.draw(st.booleans(), "forget")
             outputs = sequence.tokens[sequence.known :]
             if preempt:
                 self.preempted.append(sequence)
             else:
                 outputs = outputs[: data.draw(st.integers(0, len(outputs)), "confirmed")]
                 self.finished.append(sequence.tokens[: sequence.known] + outputs)
-            releases.append(Release(slot, keep, pack(outputs) if keep else b""))
+            told = pack(outputs) if keep or forget else b""
+            releases.append(Release(slot, keep, told, forget))
+            if forget:
+                self.forgotten.append((sequence, sequence.tokens[: sequence.known] + outputs))
         return releases
 
     def draw_admits(self, data: st.DataObject) -> list[Admit]:
@@ -180,6 +185,7 @@ class MemoryMachine(RuleBasedStateMachine):
         applied = self.memory.apply(plan)
         self.number += 1
         self.memory.check_integrity()
+        self.check_forgotten(plan)
         for admit, cached in zip(plan.admits, applied.cached.tolist(), strict=True):
             self.requests.put(admit)
             assert cached % self.page_size == 0 and cached < len(admit.token_ids) // 4
@@ -191,6 +197,17 @@ class MemoryMachine(RuleBasedStateMachine):
             used = -(-int(step.starts[row] + step.counts[row]) // self.page_size)
             assert pages[:used].all() and not pages[used:].any(), "padding is the dummy page"
         self.flights.append((step, [self.live[slot] for slot in step.slots.tolist()]))
+
+    def check_forgotten(self, plan: Plan) -> None:
+        """What is still cached of a forgotten request is others', too: somebody holds it, a longer
+        path goes on from there."""
+        forgotten, self.forgotten = self.forgotten, []
+        if self.cache == "naive" or not all(release.forget for release in plan.releases):
+            return  # others, released later in the same plan, may leave what they held
+        for sequence, tokens in forgotten:
+            end = self.memory.cache._end_of(np.array(tokens, np.int32), sequence.salt)
+            if end is not None and end.parent is not None and not end.children:
+                assert end.locks, "an unlocked end of a forgotten path was left in the tree"
 
     def check_rows(self, plan: Plan, rows: Rows, before: dict[int, int]) -> None:
         """Each row that was not deferred advanced exactly as the plan said."""

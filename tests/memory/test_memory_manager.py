@@ -145,6 +145,42 @@ def test_surplus_token_never_enters_the_cache():
         memory.run({}, releases=[Release(1, False)])
 
 
+def test_a_forgotten_request_leaves_nothing_of_its_path_in_the_cache():
+    memory = Memory()
+    outputs = memory.run({0: 99}, [admit(0, PROMPT)])[1]
+    for _ in range(5):  # its prompt is shared meanwhile
+        outputs += memory.run({0: 1})[1]
+    memory.run({}, releases=[Release(0, False, pack(outputs[:5]), True)])
+    assert (memory.manager.free, memory.manager.evictable) == (32, 0)
+    applied, _ = memory.run({1: 99}, [admit(1, PROMPT)])
+    assert applied.cached.tolist() == [0]
+
+
+def test_forgetting_ends_where_somebody_else_goes_on():
+    memory = Memory()
+    other = [*PROMPT[:8], 1, 2, 3, 4, 5]
+    memory.run({0: 99}, [admit(0, other)])
+    memory.run({}, releases=[Release(0, True)])
+    memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, [*PROMPT, 9])])
+    memory.run({0: 1, 1: 1})  # slot 1 holds all of slot 0's prompt from here on
+    memory.run({}, releases=[Release(0, False, forget=True)])
+    assert memory.run({0: 99}, [admit(0, [*PROMPT, 9])])[0].cached.tolist() == [12]
+    memory.run({}, releases=[Release(0, False, forget=True), Release(1, False, forget=True)])
+    applied, _ = memory.run({0: 99, 1: 99}, [admit(0, [*PROMPT, 9]), admit(1, other)])
+    assert applied.cached.tolist() == [8, 12], "what the other one's path needs was left"
+
+
+def test_a_forgotten_prompt_that_another_request_left_is_gone_too():
+    """It was taken back before its logits were seen, so that its pages went into the cache."""
+    memory = Memory()
+    memory.run({0: 11}, [admit(0, PROMPT)])
+    memory.run({}, releases=[Release(0, True)])
+    memory.run({0: 99}, [admit(0, PROMPT)])
+    assert memory.manager.evictable + memory.manager.cache.locked == 2
+    memory.run({}, releases=[Release(0, False, forget=True)])
+    assert memory.manager.free == 32
+
+
 def test_confirmed_page_is_cached_even_if_surplus_was_computed_after_it():
     memory = Memory()
     outputs = memory.run({0: 99}, [admit(0, PROMPT)])[1]
@@ -174,19 +210,35 @@ def test_half_computed_prompt_is_cached_as_far_as_it_goes():
     assert applied.cached.tolist() == [8]
 
 
-def test_completed_prompt_is_shared_from_the_next_plan_on():
+def test_completed_prompt_is_shared_from_the_plan_after_the_next_one_on():
     memory = Memory()
     memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, PROMPT)])
     assert memory.manager.free == 32 - 6, "in one plan the second cannot see the first"
     applied, _ = memory.run({2: 99}, [admit(2, [*PROMPT, 1])])
+    assert applied.cached.tolist() == [0], "its result may be unknown yet"
+    applied, _ = memory.run({3: 99}, [admit(3, [*PROMPT, 1])])
     assert applied.cached.tolist() == [12]
-    assert memory.manager.free == 32 - 3 - 1, "the duplicates are freed"
+    assert memory.manager.free == 32 - 3 - 4 - 1, "the duplicates are freed"
+
+
+def test_a_completed_prompt_that_turned_out_bad_is_never_shared():
+    memory = Memory()
+    memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, PROMPT)])
+    memory.run({0: 1, 1: 1})  # planned before anybody knew
+    release = Release(0, False, forget=True), Release(1, False, forget=True)
+    # The slot's next request has tokens that nobody has computed yet.
+    other = [*PROMPT[:4], *range(8)]
+    applied, _ = memory.run({0: 1}, [admit(0, other), admit(2, PROMPT)], release)
+    assert applied.cached.tolist() == [0, 0]
+    memory.run({0: 1})
+    assert memory.manager.evictable + memory.manager.cache.locked == 0
 
 
 def test_duplicates_are_repointed_and_freed():
     memory = Memory()
     admits = [admit(slot, PROMPT) for slot in range(3)]
     outputs = [memory.run({0: 99, 1: 99, 2: 99}, admits)[1]]
+    outputs.append(memory.run({0: 1, 1: 1, 2: 1})[1])
     applied = memory.plan({0: 1, 1: 1, 2: 1})
     step = memory.step(applied)
     assert (step.pages[:, :3] == step.pages[0, :3]).all()
@@ -195,7 +247,7 @@ def test_duplicates_are_repointed_and_freed():
         assert memory.holds(step, row, PROMPT)
     memory.device.run(step)
     for row, slot in enumerate(step.slots.tolist()):
-        assert memory.holds(step, row, [*PROMPT, outputs[0][slot]])
+        assert memory.holds(step, row, [*PROMPT, outputs[0][slot], outputs[1][slot]])
     memory.run({}, releases=[Release(slot, False) for slot in range(3)])
     assert (memory.manager.free, memory.manager.evictable) == (29, 3)
 
@@ -203,6 +255,7 @@ def test_duplicates_are_repointed_and_freed():
 def test_salts_do_not_share():
     memory = Memory()
     memory.run({0: 99}, [admit(0, PROMPT, cache_salt="a")])
+    memory.run({})
     later = [admit(1, PROMPT), admit(2, PROMPT, cache_salt="b"), admit(3, PROMPT, cache_salt="a")]
     applied, _ = memory.run({}, later)
     assert applied.cached.tolist() == [0, 0, 8]
@@ -322,6 +375,7 @@ def test_digest_tells_different_decisions_apart_and_repeats():
     def digests(second_prompt: list[int]) -> list[int]:
         memory = Memory()
         plans = [memory.run({0: 99}, [admit(0, PROMPT)])[0]]
+        memory.run({0: 1})
         plans.append(memory.run({0: 1, 1: 99}, [admit(1, second_prompt)])[0])
         plans.append(memory.run({1: 1}, releases=[Release(0, True)])[0])
         return [applied.digest for applied in plans]

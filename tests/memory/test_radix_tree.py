@@ -112,6 +112,19 @@ class RadixMachine(RuleBasedStateMachine):
         for page in pages:
             self.check_victim(page)
 
+    @rule(salt=salts, blocks=blocks, extra=st.integers(0, 3))
+    def forget(self, salt: str, blocks: list[int], extra: int):
+        tail = np.full(min(extra, self.page_size - 1), 9, np.int32)
+        expected = []
+        for key in reversed(self.prefixes(salt, blocks)):
+            inner = {(salt, blocks[:-1]) for salt, blocks in self.model}
+            if key in self.model and (key in inner or self.model[key].locks):
+                break
+            if key in self.model:
+                expected.append(self.model.pop(key).page)
+        given = self.tree.forget(np.concatenate((self.ids(blocks), tail)), salt)
+        assert given.tolist() == expected
+
     def check_victim(self, page: int) -> None:
         """Page by page, the tree gives up an unlocked leaf that no other was used before."""
         inner = {(salt, blocks[:-1]) for salt, blocks in self.model}
@@ -213,7 +226,7 @@ def test_naive_cache_takes_nothing():
     cache = NaiveCache(4)
     assert cache.insert(ids(1, 2, 3, 4), pages(1), "", 1).node is None
     assert len(cache.match(ids(1, 2, 3, 4), "", 2).pages) == 0
-    assert len(cache.evict(5)) == 0
+    assert len(cache.evict(5)) == len(cache.forget(ids(1, 2, 3, 4), "")) == 0
 
 
 def test_unknown_cache_is_refused_with_the_names_there_are():

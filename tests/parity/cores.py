@@ -11,8 +11,9 @@ from collections import deque
 import numpy as np
 
 from pipeinfer.engine.core import Compute, EngineCore
+from pipeinfer.engine.driver import step_done
 from pipeinfer.engine.loading import load_engine
-from pipeinfer.events import StepDone, Tick
+from pipeinfer.events import Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Plan, Tokens, Work, pack, unpack
 from pipeinfer.params import SamplingParams
@@ -116,12 +117,12 @@ class Cores:
     def _run_step(self, item) -> None:
         step, names = item
         logits = self.loaded.runner.logits(step)
-        ids = self.loaded.runner._sampled(step, logits)
+        sampled = self.loaded.runner._sampled(step, logits)
         ends = (step.starts + step.counts).tolist()
         sampling = np.flatnonzero(step.samples).tolist()
         for row, place in enumerate(sampling):
             self.logits[names[place], ends[place]] = logits[row].float().numpy().copy()
-        self._to_engine(StepDone(step.epoch, step.number, pack(ids)))
+        self._to_engine(step_done(step, sampled))
 
     def _run_one_result(self) -> bool:
         if not self._results:

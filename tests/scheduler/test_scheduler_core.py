@@ -7,9 +7,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from model_engine import ModelEngine, expected_outputs
+from msgspec import structs
 
 from pipeinfer.events import Tick
-from pipeinfer.messages import Abort, Begin, Open, Plan, StopHit, Tokens, Work, pack, unpack
+from pipeinfer.messages import Abort, Begin, Done, Open, Plan, StopHit, Tokens, Work, pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 
@@ -252,7 +253,7 @@ def test_request_larger_than_the_pool_is_refused_with_an_error():
     assert p.core.idle()
 
 
-def test_request_that_came_before_the_engine_fails_when_it_cannot_fit():
+def test_request_that_came_before_the_engine_is_refused_as_any_when_it_cannot_fit():
     p = pipeline(pages=10, page_size=4)
     params = SamplingParams(max_tokens=20)
     (send,) = p.core.handle(Work("big", 1, 0, 0, pack([1] * 30), params, 0), 0.0)
@@ -261,9 +262,11 @@ def test_request_that_came_before_the_engine_fails_when_it_cannot_fit():
     (begin,) = p.core.handle(Tick(), 0.0)
     p.engine.receive(begin.message)
     out = p.core.handle(p.engine.outbox.pop(), 0.0)
-    (row,) = out[-1].message.rows
-    assert row.finish == "error"
-    assert "max_tokens 20" in row.error
+    p.core.handle(Done(("big",)), 0.0)
+    (expected,) = p.core.handle(Work("big too", 1, 0, 0, pack([1] * 30), params, 0), 0.0)
+    assert out[-1].message == structs.replace(expected.message, request_id="big")
+    assert out[-1].message.status == 400 and out[-1].message.param == "max_tokens"
+    assert p.core.idle()
 
 
 def test_poisoned_request_fails_alone_and_the_others_go_on():

@@ -23,21 +23,22 @@ class PageCounts:
         self.cache = make_cache(cache, page_size)
         self.evicted = 0
         self._names = np.zeros(pages, np.int32)  # for the cache, which wants pages with names
-        self._prompts_done: list[Seat] = []
+        self._prompts_done: tuple[list[Seat], list[Seat]] = [], []  # by the last two plans
 
     def begin(self, releases: Sequence[tuple[Seat, int]], clock: int) -> None:
         """The first half of a plan: releases of (seat, outputs confirmed since its admission), then
-        the prompts that the plan before completed."""
+        the prompts that were completed two plans before."""
         for seat, confirmed in releases:
             tokens = min(seat.computed, seat.known + confirmed)
             self._share(seat, seat.ids(tokens), clock)
             self.cache.unlock(seat.node)
             self.free += seat.held - seat.shared
             seat.gone = True
-        for seat in self._prompts_done:
+        done, later = self._prompts_done
+        for seat in done:
             if not seat.gone:
                 self._share(seat, seat.ids(seat.known), clock)
-        self._prompts_done.clear()
+        self._prompts_done = later, []
 
     def admit(self, seat: Seat, clock: int) -> int:
         """Locks the cached prefix of the seat's tokens; returns how many tokens it has."""
@@ -81,7 +82,7 @@ class PageCounts:
             seat.computed = row.end
             row.samples = row.count > 0 and row.end >= seat.known
             if row.samples and row.prompt:
-                self._prompts_done.append(seat)
+                self._prompts_done[1].append(seat)
 
     def fits(self, count: int) -> bool:
         """Whether so many pages are free or evictable."""

@@ -68,6 +68,7 @@ def _findings(flags: dict[str, object]) -> Iterator[Finding]:
     yield _model(settings)
     yield from _gpu_count(settings, gpus)
     yield _sockets(settings)
+    yield from _front(settings)
     yield _port(settings)
     yield _open_files(settings)
     for server in running_servers():
@@ -141,6 +142,23 @@ def _sockets(settings: Settings) -> Finding:
     except ConfigurationError as error:
         return "bad", "sockets", str(error)
     return "ok", "sockets", f"in {folder.parent}"
+
+
+def _front(settings: Settings) -> Iterator[Finding]:
+    """Whether the gateway could read what the settings name for it."""
+    from pipeinfer.gateway import cors, keys, tls
+    from pipeinfer.gateway.limits import Limits
+
+    try:
+        cors.read_origins(settings.allowed_origins)
+        if tls.certificate(settings) is not None:
+            yield "ok", "TLS", settings.tls_cert
+        if settings.api_key_file and not settings.api_key:
+            found = len(keys.read(settings.api_key_file, Limits()))
+            mark: Mark = "ok" if found else "note"
+            yield mark, "API keys", f"{found} in {settings.api_key_file}"
+    except ConfigurationError as error:
+        yield "bad", "HTTP", str(error)
 
 
 def _port(settings: Settings) -> Finding:

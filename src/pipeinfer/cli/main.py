@@ -19,6 +19,7 @@ COMMANDS = {
     "record": ("pipeinfer.cli.record", "record what stages of a running server take and give"),
     "chat": ("pipeinfer.cli.chat", "talk to a model on the terminal"),
     "keys": ("pipeinfer.cli.keys", "make keys for stages on several hosts"),
+    "api-key": ("pipeinfer.cli.api_key", "make an API key for a client"),
     "topology": ("pipeinfer.cli.topology", "check and draw which stage runs where"),
     "doctor": ("pipeinfer.cli.doctor", "say whether a model could be served on this host"),
     "top": ("pipeinfer.cli.top", "show what the stages of a running server do"),

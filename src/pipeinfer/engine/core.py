@@ -124,6 +124,7 @@ class EngineCore:
                 "cached_tokens_total",
                 "computed_tokens_total",
                 "sampled_tokens_total",
+                "bad_rows_total",
                 "faults_total",
             ),
             0,
@@ -329,7 +330,9 @@ class EngineCore:
             return self._fault(
                 f"step {done.number} sampled {sampled} ids for {len(waiting.sampled)} rows"
             )
-        self._totals["sampled_tokens_total"] += sampled
+        bad = len(done.bad) // 4
+        self._totals["sampled_tokens_total"] += sampled - bad
+        self._totals["bad_rows_total"] += bad
         waiting.done = done
         return self._finished() + self._farewell()
 
@@ -347,22 +350,28 @@ class EngineCore:
 
 
 def _result(applied: Applied, sampled: np.ndarray, done: StepDone) -> Result:
-    rows, token_ids = applied.rows, done.token_ids
-    if rows.growth is None:
+    rows, token_ids, produced = applied.rows, done.token_ids, applied.rows.samples
+    bad = b""
+    if done.bad:
+        at = sampled[unpack(done.bad)]
+        bad, produced = pack(rows.slots[at]), produced.copy()
+        produced[at] = False
+    if rows.growth is None or bad:
         ids = np.zeros(len(rows.slots), dtype=np.int32)
         ids[sampled] = unpack(token_ids)
-        token_ids = pack(ids[rows.samples])
+        token_ids = pack(ids[produced])
     return Result(
         epoch=done.epoch,
         number=done.number,
         slots=pack(rows.slots),
         starts=pack(rows.starts),
         counts=pack(rows.counts),
-        produced=pack(rows.samples),
+        produced=pack(produced),
         token_ids=token_ids,
         deferred=pack(rows.slots[rows.deferred]),
         free=applied.free,
         evictable=applied.evictable,
         digest=applied.digest,
         step_seconds=done.seconds,
+        bad=bad,
     )

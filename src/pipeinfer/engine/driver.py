@@ -11,11 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-
 from pipeinfer.engine.core import Compute, StepFailed
 from pipeinfer.engine.phases import Phases
-from pipeinfer.engine.step import Step
+from pipeinfer.engine.step import Sampled, Step
 from pipeinfer.events import StepDone
 from pipeinfer.messages import Message, pack
 
@@ -36,7 +34,7 @@ class StepExecutor(Protocol):
 
 
 StartExecutor = Callable[
-    [Callable[[Step, np.ndarray, float], None], Callable[[Step, Exception], None]], StepExecutor
+    [Callable[[Step, Sampled, float], None], Callable[[Step, Exception], None]], StepExecutor
 ]
 
 
@@ -82,12 +80,12 @@ class DeviceDriver:
             **self._phases.statistics(),
         }
 
-    def _done(self, step: Step, ids: np.ndarray, seconds: float) -> None:
+    def _done(self, step: Step, sampled: Sampled, seconds: float) -> None:
         assert self._feed is not None
         self._pending -= 1
         self._quiet_since = time.monotonic()
         with self._phases.span("result", step.number):
-            self._feed(StepDone(step.epoch, step.number, pack(ids), seconds))
+            self._feed(step_done(step, sampled, seconds))
         self._phases.done(step.number, len(step.slots), step.decodes)
 
     def _failed(self, step: Step, error: Exception) -> None:
@@ -95,3 +93,9 @@ class DeviceDriver:
         self._pending -= 1
         log.error("step %d of epoch %d", step.number, step.epoch, exc_info=error)
         self._feed(StepFailed(step.epoch, step.number, str(error)))
+
+
+def step_done(step: Step, sampled: Sampled, seconds: float = 0.0) -> StepDone:
+    """What the core is told of a step that gave `sampled`."""
+    bad = pack(sampled.bad) if len(sampled.bad) else b""
+    return StepDone(step.epoch, step.number, pack(sampled.ids), seconds, bad)

@@ -12,9 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
-
-from pipeinfer.engine.step import Step
+from pipeinfer.engine.step import Sampled, Step
 
 # Steps submitted and not yet finished. The overlap loop needs two; of several ranks, one that is
 # not rank 0 may be told of a third: plans go by the results of rank 0.
@@ -36,13 +34,13 @@ class Watch(Protocol):
 class Reports:
     """Counts the steps that an executor owes a report, and brings each report to the loop.
 
-    `on_done(step, ids, seconds)` or `on_error(step, error)` is called on `loop`, in the order of
-    `done` and `failed`, which any one thread may call.
+    `on_done(step, sampled, seconds)` or `on_error(step, error)` is called on `loop`, in the order
+    of `done` and `failed`, which any one thread may call.
     """
 
     def __init__(
         self,
-        on_done: Callable[[Step, np.ndarray, float], None],
+        on_done: Callable[[Step, Sampled, float], None],
         on_error: Callable[[Step, Exception], None],
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
@@ -68,9 +66,9 @@ class Reports:
         self._expected += 1
         self.pending += 1
 
-    def done(self, step: Step, ids: np.ndarray, seconds: float) -> None:
-        """From the executor's thread: the step gave `ids`."""
-        self._report(self._on_done, step, ids, seconds)
+    def done(self, step: Step, sampled: Sampled, seconds: float) -> None:
+        """From the executor's thread: the step gave `sampled`."""
+        self._report(self._on_done, step, sampled, seconds)
 
     def failed(self, step: Step, error: Exception) -> None:
         """From the executor's thread: the step raised."""
@@ -92,15 +90,15 @@ class Reports:
 class Executor:
     """Runs `run(step)` for each submitted step on a thread of its own, in order.
 
-    `on_done(step, ids, seconds)` or `on_error(step, error)` is called on `loop`, in order, exactly
-    once for each step; after an error later steps run as usual. `busy_seconds` is wall time inside
-    `run`, `idle_seconds` wall time between steps with none queued, both since the first step.
+    `on_done(step, sampled, seconds)` or `on_error(step, error)` is called on `loop`, in order,
+    exactly once for each step; after an error later steps run as usual. `busy_seconds` is wall time
+    inside `run`, `idle_seconds` wall time between steps with none queued, both since the first one.
     """
 
     def __init__(
         self,
-        run: Callable[[Step], np.ndarray],
-        on_done: Callable[[Step, np.ndarray, float], None],
+        run: Callable[[Step], Sampled],
+        on_done: Callable[[Step, Sampled, float], None],
         on_error: Callable[[Step, Exception], None],
         loop: asyncio.AbstractEventLoop | None = None,
         watch: Watch | None = None,
@@ -148,11 +146,11 @@ class Executor:
             try:
                 if self._watch is not None:
                     self._watch.before(step)
-                ids = self._run(step)
+                sampled = self._run(step)
             except Exception as error:  # whatever it is, it belongs to this step's owner
                 self._reports.failed(step, error)
             else:
-                self._reports.done(step, ids, time.perf_counter() - begin)
+                self._reports.done(step, sampled, time.perf_counter() - begin)
             ended = time.perf_counter()
             self.steps += 1
             self.busy_seconds += ended - begin

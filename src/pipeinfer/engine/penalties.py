@@ -78,9 +78,14 @@ class Penalties:
 
 
 def penalized(logits: torch.Tensor, counts: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """float32 [n, ids] of float32 [n, ids], counts int32 [n, ids] and factors float32 [n, 3]."""
+    """float32 [n, ids] of float32 [n, ids], counts int32 [n, ids] and factors float32 [n, 3].
+
+    What is finite stays finite, whatever the factors: only the model makes logits bad.
+    """
+    finite = logits.isfinite()
     repetition, frequency, presence = factors.split(1, dim=1)
     again = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(counts > 0, again, logits)
     outputs = counts // IN_OUTPUT
-    return logits - frequency * outputs - presence * (outputs > 0)
+    changed = logits - frequency * outputs - presence * (outputs > 0)
+    return torch.where(finite, changed.nan_to_num(), changed)

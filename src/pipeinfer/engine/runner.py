@@ -19,7 +19,7 @@ from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.sampler import sample
-from pipeinfer.engine.step import LAST_TOKEN, SamplingRows, Step
+from pipeinfer.engine.step import LAST_TOKEN, Sampled, SamplingRows, Step
 from pipeinfer.memory.pool import KVPool
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -70,11 +70,8 @@ class ModelRunner:
         self._device = pool.device
         self._last_token = torch.zeros(max_slots, dtype=torch.int64, device=pool.device)
 
-    def run(self, step: Step) -> np.ndarray:
-        """Ids int32 [S] of the rows that sample, in their order; also kept in last_token.
-
-        Raises BadLogits if the model gave NaN.
-        """
+    def run(self, step: Step) -> Sampled:
+        """What the rows that sample gave; their ids are also kept in last_token."""
         return self._sampled(step, self.logits(step))
 
     @torch.inference_mode()
@@ -94,17 +91,18 @@ class ModelRunner:
             return self._model.logits(hidden[self._tensor(last)]) if len(last) else hidden[:0]
 
     @torch.inference_mode()
-    def _sampled(self, step: Step, logits: torch.Tensor) -> np.ndarray:
+    def _sampled(self, step: Step, logits: torch.Tensor) -> Sampled:
         if not step.samples.any():
-            return np.empty(0, dtype=np.int32)
+            return Sampled(np.empty(0, dtype=np.int32))
         with self.phases.span("sample", step.number):
             rows = step.sampling
             ids = self._penalties.sampled(
                 logits, rows.penalties, lambda changed: self._sample(changed, rows)
             )
             slots = self._tensor(step.slots[step.samples].astype(np.int64))
-            self._last_token[slots] = ids.to(self._device)
-            return ids.numpy().astype(np.int32)
+            # A bad row may be part of one more step: it goes on from an id that exists.
+            self._last_token[slots] = ids.clamp(min=0).to(self._device)
+            return Sampled.of(ids.numpy())
 
     def _known(self, ids: np.ndarray, slots: np.ndarray) -> torch.Tensor:
         """int64 [T] ids, LAST_TOKEN replaced by what the slot's previous step sampled."""

@@ -18,29 +18,21 @@ from pipeinfer.kernels import noise
 
 GREEDY_BELOW = 1e-5  # such a temperature is greedy, as in vLLM
 BLOCK_VALUES = 1 << 18  # logits handled at a time, so that the passes over them stay in the cache
+BAD = -1  # in place of an id: the row has a NaN, an infinity, or nothing left to sample
 SPARSE = 6  # noise for single ids costs that many times more than for a whole row
-
-
-class BadLogits(ArithmeticError):
-    """The model gave NaN or infinity; `row` is the first such row among the sampling rows."""
-
-    def __init__(self, row: int) -> None:
-        super().__init__(f"the logits of sampling row {row} have no finite maximum")
-        self.row = row
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """Token ids, int64 [S] on the host, for float logits [S, vocab] on any device.
 
-    Of equal best candidates the lowest id wins. Raises BadLogits.
+    Of equal best candidates the lowest id wins. A bad row gets BAD and leaves the others alone.
     """
     values = prepared(logits, rows)
     ids = values.argmax(axis=-1)
     peaks = np.take_along_axis(values, ids[:, None], axis=-1)
-    finite = np.isfinite(peaks[:, 0])
-    if not finite.all():
-        raise BadLogits(int(np.flatnonzero(~finite)[0]))
-    random = rows.temperature >= GREEDY_BELOW
+    finite = np.isfinite(peaks[:, 0])  # a row with a NaN has it at its argmax
+    ids[~finite] = BAD
+    random = (rows.temperature >= GREEDY_BELOW) & finite
     if random.any():
         truncated = (rows.top_k > 0) & (rows.top_k < values.shape[1])
         truncated |= (rows.top_p < 1) | (rows.min_p > 0)

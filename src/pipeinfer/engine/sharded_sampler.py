@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pipeinfer.engine.sampler import GREEDY_BELOW, BadLogits, over_kept, prepared
+from pipeinfer.engine.sampler import BAD, GREEDY_BELOW, over_kept, prepared
 from pipeinfer.engine.step import SamplingRows
 from pipeinfer.kernels import noise
 
@@ -32,14 +32,14 @@ def sample_sharded(
     sample from the whole.
 
     logits: float [S, share], those of ids start .. start + share - 1, where ids from `vocab` on do
-    not exist. Of equal best candidates the lowest id wins. Raises BadLogits.
+    not exist. Of equal best candidates the lowest id wins. A bad row gets BAD, on all ranks.
     """
     values = prepared(logits, _local(rows, start, logits.shape[1]))
     values = values[:, : max(vocab - start, 0)]
     truncated = (rows.top_k > 0) & (rows.top_k < vocab) | (rows.top_p < 1) | (rows.min_p > 0)
     truncated &= rows.temperature >= GREEDY_BELOW
     ids = _best(values, rows, start, group)
-    whole = np.flatnonzero(truncated)
+    whole = np.flatnonzero(truncated & (ids != BAD))  # the same on all ranks, as the ids are
     if len(whole):
         ids[whole] = _truncated(values[whole], _rows(rows, whole), logits.shape[1], vocab, group)
     return torch.from_numpy(ids)
@@ -64,11 +64,9 @@ def _best(values: np.ndarray, rows: SamplingRows, start: int, group: Collector) 
         mine[:, 1] = local + start
     everybody = group.collect(torch.from_numpy(mine)).numpy()
     bad = ~np.isfinite(everybody[:, :, 2].max(axis=0, initial=-np.inf))
-    if bad.any():
-        raise BadLogits(int(np.flatnonzero(bad)[0]))
     scores, candidates = everybody[:, :, 0], everybody[:, :, 1]
     candidates = np.where(scores == scores.max(axis=0), candidates, np.inf)
-    return candidates.min(axis=0).astype(np.int64)
+    return np.where(bad, BAD, candidates.min(axis=0)).astype(np.int64)
 
 
 def _truncated(
@@ -79,8 +77,9 @@ def _truncated(
     padded[:, : values.shape[1]] = values
     parts = group.collect(torch.from_numpy(padded)).numpy()
     whole = np.concatenate(list(parts), axis=-1)[:, :vocab]
-    whole -= whole.max(axis=-1, keepdims=True)
-    whole /= rows.temperature[:, None]
+    with np.errstate(over="ignore"):  # as in sampler.py
+        whole -= whole.max(axis=-1, keepdims=True)
+        whole /= rows.temperature[:, None]
     return over_kept(whole, rows, np.arange(len(values)))
 
 

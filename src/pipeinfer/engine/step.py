@@ -5,7 +5,7 @@ Knows no plan, no policy and no torch. Rows are requests, tokens are the flatten
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -55,6 +55,29 @@ class SamplingRows:
     positions: np.ndarray
     suppress: np.ndarray
     penalties: PenaltyRows | None = None
+
+
+_NONE = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a step gave, for the S rows that sample, in their order.
+
+    ids: int32 [S]. bad: int32, ascending, the rows whose logits have no finite maximum or a NaN;
+    such a row has id 0 and has produced nothing.
+    """
+
+    ids: np.ndarray
+    bad: np.ndarray = field(default_factory=lambda: _NONE)
+
+    @classmethod
+    def of(cls, ids: np.ndarray) -> Sampled:
+        """Out of what a sampler gives: ids, any integers [S], with -1 in bad rows."""
+        if len(ids) == 0 or ids.min() >= 0:
+            return cls(ids.astype(np.int32))
+        bad = np.flatnonzero(ids < 0).astype(np.int32)
+        return cls(np.maximum(ids, 0).astype(np.int32), bad)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ def _nucleus(x: np.ndarray, values: np.ndarray, kth: np.ndarray, top_p: np.ndarr
     weights[values < kth] = 0
     before = np.cumsum(weights, axis=-1) - weights
     inside = ((before < need) & (weights > 0)).sum(axis=-1)
+    inside = np.maximum(inside, 1)  # a top_p that is 0 in float32 needs none; the best one stays
     limit = np.take_along_axis(values, inside[:, None] - 1, axis=-1)
     return np.where(np.isfinite(top_p), limit, -np.inf).astype(np.float32)
 

@@ -5,35 +5,34 @@ Knows the schema, the port and the health table; the pipeline behind the port is
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
+from pipeinfer.gateway.admission import Admission
+from pipeinfer.gateway.bodies import Bodies
 from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.cors import Cors
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.intake import Intake
 from pipeinfer.gateway.metrics import CONTENT_TYPE, Metrics
 from pipeinfer.gateway.port import Port
-from pipeinfer.gateway.requests import Job, chat_job, completion_job
-from pipeinfer.gateway.schema import ChatRequest, CompletionRequest, decode
+from pipeinfer.gateway.requests import Job, Terms, chat_job, completion_job
+from pipeinfer.gateway.responses import Handler, error_response, json_response, of_http
+from pipeinfer.gateway.schema import ChatRequest, CompletionRequest, Request
 from pipeinfer.gateway.shapes import Answer
-from pipeinfer.gateway.streams import EventStream, WholeAnswer
-from pipeinfer.params import SamplingParams
+from pipeinfer.gateway.streams import EventStream, WholeAnswer, api_error
 
 log = logging.getLogger(__name__)
 
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 REQUEST_ID = "x-request-id"
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
@@ -44,21 +43,29 @@ class Service:
     port: Port
     metrics: Metrics
     model: str
-    defaults: SamplingParams
-    api_key: str = ""
+    terms: Terms
+    admission: Admission
+    cors: Cors
     max_body_bytes: int = 32 * 2**20
     context_length: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 def build_app(service: Service) -> web.Application:
-    """The application. Its runner must be made with handler_cancellation=True."""
+    """The application. Its runner must be made with handler_cancellation=True, and its connections
+    with auto_decompress=False: bodies are decompressed here, within their bound."""
     handlers = _Handlers(service)
     app = web.Application(
         client_max_size=service.max_body_bytes,
-        middlewares=[handlers.errors, handlers.authentication],
+        middlewares=[
+            handlers.errors,
+            service.cors.middleware(),
+            service.admission.middleware(),
+        ],
     )
     app.on_response_prepare.append(_name_response)
+    app.on_response_prepare.append(service.cors.say_allowed)
+    app.on_response_prepare.append(service.admission.say_limits)
     app.router.add_get("/health", handlers.health)
     app.router.add_get("/health/live", handlers.live)
     app.router.add_get("/health/ready", handlers.ready)
@@ -73,6 +80,7 @@ def build_app(service: Service) -> web.Application:
 class _Handlers:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._intake = Intake(Bodies(service.max_body_bytes))
 
     # --------------------------------------------------------------------------------- middlewares
 
@@ -83,81 +91,81 @@ class _Handlers:
             try:
                 return await handler(request)
             except ApiError as error:
-                return _error_response(error)
+                return error_response(error)
             except web.HTTPException as error:
-                response = _error_response(_of_http(request, error))
+                response = error_response(of_http(request, error))
                 if "Allow" in error.headers:
                     response.headers["Allow"] = error.headers["Allow"]
                 return response
             except Exception:
                 log.exception("%s %s failed", request.method, request.path)
-                return _error_response(ApiError(500, "internal error"))
+                return error_response(ApiError(500, "internal error"))
 
         return errors
-
-    @property
-    def authentication(self) -> Any:
-        key = self._service.api_key.encode()
-
-        @web.middleware
-        async def authentication(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if key and request.path.startswith("/v1"):
-                scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-                given = token.strip().encode(errors="surrogateescape")
-                if not hmac.compare_digest(given, key) or scheme.lower() != "bearer":
-                    raise ApiError(401, "wrong or missing API key", code="invalid_api_key")
-            return await handler(request)
-
-        return authentication
 
     # ------------------------------------------------------------------------------------- answers
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        body = decode(await request.read(), ChatRequest)
-        self._check_model(body.model)
         base = f"chatcmpl-{uuid.uuid4().hex}"
-        job = chat_job(body, base, self._service.defaults, _trace(request))
+        body = await self._body(request, ChatRequest)
+        job = chat_job(body, base, self._service.terms, _trace(request))
+        del body  # an answer takes minutes, in which the core has all that is needed
         return await self._answer(request, base, job, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = decode(await request.read(), CompletionRequest)
-        self._check_model(body.model)
         base = f"cmpl-{uuid.uuid4().hex}"
-        job = completion_job(body, base, self._service.defaults, _trace(request))
+        body = await self._body(request, CompletionRequest)
+        job = completion_job(body, base, self._service.terms, _trace(request))
+        del body
         return await self._answer(request, base, job, chat=False)
+
+    async def _body(self, request: web.Request, kind: type[Request]) -> Request:
+        """The checked body, read only if its request could be taken now."""
+        self._check_room(1)
+        body = await self._intake.take(request, kind)
+        self._check_model(body.model)
+        return body
 
     async def _answer(
         self, request: web.Request, base: str, job: Job, chat: bool
     ) -> web.StreamResponse:
+        self._check_room(job.choices)
         answer = Answer(chat, base, int(time.time()), self._service.model)
-        choices = len(job.calls)
         sink: EventStream | WholeAnswer = (
-            EventStream(answer, choices, job.include_usage)
+            EventStream(answer, job.choices, job.include_usage)
             if job.stream
-            else WholeAnswer(answer, choices)
+            else WholeAnswer(answer, job.choices)
         )
-        port = self._service.port
-        try:
-            port.open(job.calls, sink)
+        admission = self._service.admission
+        admission.prompts(request, job.choices)
+        # Whatever still runs is hung up at the end, also when the handler is cancelled because the
+        # client is gone.
+        async with self._service.port.opened(job.calls, admission.metered(request, sink)):
             return await sink.respond(request)
-        finally:  # also when the handler is cancelled because the client is gone
-            port.close(job.calls)
+
+    def _check_room(self, requests: int) -> None:
+        refusal = self._service.core.refusal(requests=requests)
+        if refusal is not None:
+            self._service.metrics.ended("refused")
+            raise api_error(refusal)
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self._service.model:
-            message = f"the model {model!r} does not exist; this server has {self._service.model!r}"
+            message = (
+                f"the model {model[:200]!r} does not exist; this server has {self._service.model!r}"
+            )
             raise ApiError(404, message, "model", "model_not_found")
 
     # -------------------------------------------------------------------------------------- models
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         self._check_answering()
-        return _json_response({"object": "list", "data": [self._model()]})
+        return json_response({"object": "list", "data": [self._model()]})
 
     async def one_model(self, request: web.Request) -> web.StreamResponse:
         self._check_model(request.match_info["model"])
         self._check_answering()
-        return _json_response(self._model())
+        return json_response(self._model())
 
     def _check_answering(self) -> None:
         core = self._service.core
@@ -180,12 +188,12 @@ class _Handlers:
     # -------------------------------------------------------------------------------------- health
 
     async def live(self, request: web.Request) -> web.StreamResponse:
-        return _json_response({"status": "live"})
+        return json_response({"status": "live"})
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
         core = self._service.core
         status = 200 if core.answering() else 503
-        return _json_response({"status": core.status, "reason": core.health.reason()}, status)
+        return json_response({"status": core.status, "reason": core.health.reason()}, status)
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         core = self._service.core
@@ -201,7 +209,7 @@ class _Handlers:
             for row in core.health.rows.values()
         ]
         status = 200 if core.status in ("ready", "degraded") else 503
-        return _json_response({"status": core.status, "stages": stages}, status)
+        return json_response({"status": core.status, "stages": stages}, status)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         exposition = self._service.metrics.exposition()
@@ -211,32 +219,9 @@ class _Handlers:
 async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
     given = request.headers.get(REQUEST_ID, "")
     response.headers[REQUEST_ID] = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    del response.headers["Server"]  # what software answers is nobody's business
 
 
 def _trace(request: web.Request) -> str:
     given = request.headers.get("traceparent", "")
     return given if TRACEPARENT.fullmatch(given) else ""
-
-
-def _json_response(content: Any, status: int = 200) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(content), status=status, content_type="application/json"
-    )
-
-
-def _error_response(error: ApiError) -> web.Response:
-    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else None
-    return web.Response(
-        body=error.body(), status=error.status, content_type="application/json", headers=headers
-    )
-
-
-def _of_http(request: web.Request, error: web.HTTPException) -> ApiError:
-    """What aiohttp itself refuses, in words that name the request."""
-    if isinstance(error, web.HTTPNotFound):
-        return ApiError(404, f"there is no {request.path}", code="not_found")
-    if isinstance(error, web.HTTPMethodNotAllowed):
-        return ApiError(405, f"{request.path} does not take {request.method}")
-    if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return ApiError(413, f"the body is too large: {error.text}", code="body_too_large")
-    return ApiError(error.status, error.reason)

@@ -15,6 +15,7 @@ import msgspec
 
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.gateway.backlog import Backlog, size_of
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status, StatusChanged
 from pipeinfer.gateway.health import Expected, Health
 from pipeinfer.gateway.ledger import REMEMBERED, End, Endings, Hole, Record
@@ -64,17 +65,17 @@ class GatewayCore:
         seed: int = 0,
         max_queue: int | None = None,
         incarnation: int = 0,
+        max_queue_tokens: int = 0,
     ) -> None:
         self.health = Health(expected)
         self.status: Status = "starting"
         self._index = index
         self._introduction: Recover | None = Recover(f"gateway-{index}", incarnation)
         self._random = random.Random(seed + index)
-        self._max_queue = max_queue
         self._tokenizers = [e.stage for e in expected if e.name == "tokenizer"]
         self._dispatched = 0
         self._records: dict[str, Record] = {}
-        self._waiting = 0  # records of which nothing was delivered
+        self._backlog = Backlog(max_queue, max_queue_tokens)
         self._endings = Endings()
         self._done: dict[str, list[str]] = {}  # ended in this event, by tokenizer
         self._deadlines: list[tuple[float, str]] = []
@@ -116,10 +117,12 @@ class GatewayCore:
         return "waiting", self.health.reason()
 
     def stats(self) -> dict[str, float]:
-        """running, waiting: requests with and without output; rows dropped; requests repeated."""
+        """running, waiting: requests with and without output; waiting_tokens: of the latter's
+        prompts, as far as is known; rows dropped; requests repeated."""
         return {
-            "running": float(len(self._records) - self._waiting),
-            "waiting": float(self._waiting),
+            "running": float(len(self._records) - self._backlog.requests),
+            "waiting": float(self._backlog.requests),
+            "waiting_tokens": float(self._backlog.tokens),
             "late_rows": float(self._late_rows),
             "stray_rows": float(self._stray_rows),
             "resubmitted": float(self._resubmitted),
@@ -138,7 +141,8 @@ class GatewayCore:
     def _call(self, call: Call, now: float) -> list[Send]:
         if call.request_id in self._records:
             raise ValueError(f"request id {call.request_id!r} is in use")
-        refusal = self._refusal(call)
+        size = size_of(call)
+        refusal = self.refusal(call.request_id, tokens=size)
         if refusal is not None:
             return [local(refusal)]
         drawn = self._random.getrandbits(63)  # always, so that seeds depend on the order alone
@@ -150,23 +154,26 @@ class GatewayCore:
         )  # fmt: skip
         tokenizer = self._tokenizers[self._dispatched % len(self._tokenizers)]
         self._dispatched += 1
-        self._records[call.request_id] = record = Record(submit, tokenizer, now)
-        self._waiting += 1
+        self._records[call.request_id] = record = Record(submit, tokenizer, now, size)
+        self._backlog.add(size)
         if call.timeout > 0:
             heapq.heappush(self._deadlines, (record.deadline, call.request_id))
         return [Send("requests", tokenizer, submit)]
 
-    def _refusal(self, call: Call) -> Failed | None:
-        name = call.request_id
+    def refusal(self, name: str = "", requests: int = 1, tokens: int = 0) -> Failed | None:
+        """What so many more requests would be refused with; None if they would be taken.
+
+        To be asked before a request is read, so that those who come to a full server cost little.
+        """
         if self._draining:
             message = "the server is shutting down"
             return Failed(name, 503, message, code="draining", retry_after=RETRY_LATER)
         if not self._was_ready:
             message = f"the server is starting: {self.health.reason()}"
             return Failed(name, 503, message, code="starting", retry_after=RETRY_SOON)
-        if self._max_queue is not None and self._waiting >= self._max_queue:
-            message = f"{self._waiting} requests are waiting already"
-            return Failed(name, 429, message, code="queue_full", retry_after=RETRY_SOON)
+        reason = self._backlog.no_room(requests, tokens)
+        if reason:
+            return Failed(name, 429, reason, code="queue_full", retry_after=RETRY_SOON)
         return None
 
     def _hangup(self, hangup: Hangup, now: float) -> list[Send]:
@@ -185,6 +192,7 @@ class GatewayCore:
         out = []
         if record.prompt_tokens < 0:
             record.prompt_tokens = len(accepted.prompt_ids) // 4
+            self._found_larger(record)
             out = [local(Started(accepted.request_id, accepted.group, accepted.prompt_ids))]
         early, record.early = record.early, []
         for row in early:
@@ -344,7 +352,14 @@ class GatewayCore:
     def _begin(self, record: Record) -> None:
         if not record.started:
             record.started = True
-            self._waiting -= 1
+            self._backlog.remove(record.size)
+
+    def _found_larger(self, record: Record) -> None:
+        """Its tokens are known: they count if they are more than what it occupies."""
+        more = record.prompt_tokens - record.size
+        if more > 0 and not record.started:
+            record.size += more
+            self._backlog.grow(more)
 
     def _complete(self, record: Record, now: float) -> None:
         """Its client has all of it; the pipeline hears so when this event was handled."""
@@ -358,7 +373,8 @@ class GatewayCore:
 
     def _end(self, record: Record, reason: str, now: float) -> None:
         del self._records[record.request_id]
-        self._waiting -= not record.started
+        if not record.started:
+            self._backlog.remove(record.size)
         end = End(record.tokenizer, record.attempt, reason, now)
         self._endings.add(record.request_id, end)
 

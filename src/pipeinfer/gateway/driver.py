@@ -14,8 +14,11 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from pipeinfer.gateway.app import Handler, Service, build_app
+from pipeinfer.gateway.app import Service, build_app
+from pipeinfer.gateway.connections import Connections, most_connections
 from pipeinfer.gateway.events import StatusChanged
+from pipeinfer.gateway.responses import Handler
+from pipeinfer.gateway.tls import Certificate
 from pipeinfer.messages import Message
 from pipeinfer.runtime.listening import BACKLOG, close_all
 
@@ -23,21 +26,28 @@ LAST_BYTES = 5.0  # seconds that handlers have to finish when the server stops
 QUIET = 2.0  # seconds without a request after which idle connections may be closed
 LEAVE_CHECK = 0.01  # seconds
 FIRST_BEATS = 1.0  # seconds within which the stages that are there have been heard
+HANDSHAKE = 10.0  # seconds for that of TLS
 
 
 class HttpDriver:
     """Serves `service` on the sockets that `listen()` gives, which it closes. start() sets `url`.
 
-    `host` is the name under which a user knows them.
+    `host` is the name under which a user knows them; with a `certificate` they speak TLS.
     """
 
     def __init__(
-        self, service: Service, host: str, listen: Callable[[], list[socket.socket]]
+        self,
+        service: Service,
+        host: str,
+        listen: Callable[[], list[socket.socket]],
+        certificate: Certificate | None = None,
     ) -> None:
-        self._service = service
+        self._service, self._certificate = service, certificate
         self._host, self._listen = host, listen
         self._sockets: list[socket.socket] = []
         self._runner: web.AppRunner | None = None
+        self._connections: Connections | None = None
+        self._servers: list[asyncio.Server] = []
         self._ready = asyncio.Event()
         self._accepting: asyncio.Task[None] | None = None
         self._open = self._announced = self._leaving = False
@@ -52,18 +62,21 @@ class HttpDriver:
         """
         self._service.port.bind(feed)
         self._sockets = self._listen()
-        runner = web.AppRunner(
-            self._app(),
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=LAST_BYTES,
-        )
+        runner = web.AppRunner(self._app(), handler_cancellation=True, shutdown_timeout=LAST_BYTES)
         await runner.setup()
+        assert runner.server is not None
         self._runner = runner
+        metrics = self._service.metrics
+        self._connections = Connections(
+            runner.server,
+            most_connections(),
+            metrics.bad_requests.inc,
+            metrics.refused_connections.inc,
+        )
         port = self._sockets[0].getsockname()[1]
         host = f"[{self._host}]" if ":" in self._host else self._host
-        self.url = f"http://{host}:{port}"
-        self._accepting = asyncio.create_task(self._accept(runner))
+        self.url = f"{'https' if self._certificate else 'http'}://{host}:{port}"
+        self._accepting = asyncio.create_task(self._accept(self._connections))
 
     def deliver(self, message: Message) -> None:
         """Takes the core's local outputs."""
@@ -85,8 +98,7 @@ class HttpDriver:
         deadline = clock() + seconds
         self._leaving = True
         await self._end_accepting()
-        for site in self._runner.sites:
-            await site.stop()
+        self._close_servers()
         quiet_since = clock()
         while clock() < min(quiet_since + QUIET, deadline):
             await asyncio.sleep(LEAVE_CHECK)
@@ -100,6 +112,9 @@ class HttpDriver:
         """Ends running streams with an error, sends what is left, closes all connections."""
         self._service.port.fail_all(503, "the server is shutting down")
         await self._end_accepting()
+        self._close_servers()
+        if self._connections is not None:
+            self._connections.stop()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -127,13 +142,27 @@ class HttpDriver:
         app.on_response_prepare.append(end_connection)
         return app
 
-    async def _accept(self, runner: web.AppRunner) -> None:
+    async def _accept(self, connections: Connections) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ready.wait(), FIRST_BEATS)
+        loop, certificate = asyncio.get_running_loop(), self._certificate
         for one in self._sockets:
-            await web.SockSite(runner, one, backlog=BACKLOG).start()
+            server = await loop.create_server(
+                connections,
+                sock=one,
+                backlog=BACKLOG,
+                ssl=certificate.context if certificate else None,
+                ssl_handshake_timeout=HANDSHAKE if certificate else None,
+            )
+            self._servers.append(server)
         self._open = True
         self._announce()
+
+    def _close_servers(self) -> None:
+        """Takes no connection any more; those that are there stay."""
+        for server in self._servers:
+            server.close()
+        self._servers = []
 
     async def _end_accepting(self) -> None:
         if self._accepting is not None:

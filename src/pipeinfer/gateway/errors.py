@@ -19,6 +19,7 @@ TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+MOST_LETTERS = 2000  # of a message: it may quote what the client sent
 PLACE = re.compile(r"^(?P<what>.*) - at `(?P<path>.*)`$", re.DOTALL)
 
 
@@ -33,6 +34,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int = 0,
     ) -> None:
+        message = _shortened(message)
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after = retry_after
@@ -52,13 +54,22 @@ class ApiError(Exception):
 
 def from_validation(error: msgspec.ValidationError) -> ApiError:
     """400 for what msgspec found, with its `$.stop[0]` as the parameter `stop[0]`."""
-    found = PLACE.match(str(error))
+    text = _shortened(str(error))
+    found = PLACE.match(text)
     if found is None:  # the body as a whole, or a missing field, whose name msgspec quotes
-        missing = re.search(r"missing required field `(\w+)`", str(error))
-        return ApiError(400, str(error), missing[1] if missing else None, "invalid_type")
+        missing = re.search(r"missing required field `(\w+)`", text)
+        return ApiError(400, text, missing[1] if missing else None, "invalid_type")
     path = found["path"].removeprefix("$").removeprefix(".") or None
     missing = re.search(r"missing required field `(\w+)`", found["what"])
     if missing:
         path = f"{path}.{missing[1]}" if path else missing[1]
     message = f"{path}: {found['what']}" if path else found["what"]
     return ApiError(400, message, path, "invalid_type")
+
+
+def _shortened(text: str) -> str:
+    """Without its middle, if it is long: what matters stands at its ends."""
+    if len(text) <= MOST_LETTERS:
+        return text
+    half = MOST_LETTERS // 2 - 2
+    return f"{text[:half]} … {text[-half:]}"

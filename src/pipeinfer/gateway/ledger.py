@@ -26,7 +26,8 @@ class Record:
 
     `submit` is kept to the end, for a tokenizer that was started again. `early` holds rows that
     overtook Accepted: they come from another stage, on another socket. `tokens` and `bytes` count
-    what was delivered (output ids, UTF-8 bytes of text).
+    what was delivered (output ids, UTF-8 bytes of text). `size`: prompt tokens that it counts for
+    while it waits.
     """
 
     __slots__ = (
@@ -38,6 +39,7 @@ class Record:
         "group",
         "prompt_tokens",
         "request_id",
+        "size",
         "started",
         "submit",
         "timeout",
@@ -45,10 +47,11 @@ class Record:
         "tokens",
     )
 
-    def __init__(self, submit: Submit, tokenizer: str, now: float) -> None:
+    def __init__(self, submit: Submit, tokenizer: str, now: float, size: int = 0) -> None:
         self.request_id = submit.request_id
         self.submit = submit
         self.attempt = submit.attempt
+        self.size = size
         self.tokenizer = tokenizer
         self.timeout = submit.timeout
         self.deadline = now + submit.timeout if submit.timeout > 0 else float("inf")

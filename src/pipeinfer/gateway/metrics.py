@@ -17,6 +17,7 @@ from pipeinfer.gateway.health import Health
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
+KEY_OUTCOMES = ("ok", "limited", "refused", "error", "abort")
 
 
 class Metrics:
@@ -27,15 +28,17 @@ class Metrics:
 
     def __init__(self, health: Health) -> None:
         self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "pipeinfer_requests", "Ended requests.", ["outcome"], registry=self.registry
+        count = self._counter
+        self._requests = count("requests", "Ended requests.", "outcome")
+        self.prompt_tokens = count("prompt_tokens", "Tokens of accepted prompts.")
+        self.generated_tokens = count("generated_tokens", "Output tokens delivered.")
+        self.bad_requests = count("bad_requests", "Requests that could not be read as HTTP.")
+        self.refused_connections = count(
+            "refused_connections",
+            "Connections beyond the bound: the new one, or an idle one, was closed.",
         )
-        self.prompt_tokens = Counter(
-            "pipeinfer_prompt_tokens", "Tokens of accepted prompts.", registry=self.registry
-        )
-        self.generated_tokens = Counter(
-            "pipeinfer_generated_tokens", "Output tokens delivered.", registry=self.registry
-        )
+        self._key_requests = count("key_requests", "HTTP requests by API key.", "key", "outcome")
+        self._key_tokens = count("key_tokens", "Tokens by API key.", "key", "kind")
         self.first_token = Histogram(
             "pipeinfer_time_to_first_token_seconds",
             "From a request's arrival to its first output.",
@@ -52,9 +55,22 @@ class Metrics:
         for outcome in ("stop", "length", "abort", "error", "refused"):
             self._requests.labels(outcome)  # so that rates have a zero to start from
 
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"pipeinfer_{name}", text, labels, registry=self.registry)
+
     def ended(self, outcome: str) -> None:
         """Counts one request that is over."""
         self._requests.labels(outcome).inc()
+
+    def key_counters(self, key: str) -> tuple[Counter, Counter]:
+        """The counters of prompt and of output tokens of the key called `key`."""
+        for outcome in KEY_OUTCOMES:
+            self._key_requests.labels(key, outcome)
+        return self._key_tokens.labels(key, "prompt"), self._key_tokens.labels(key, "output")
+
+    def key_ended(self, key: str, outcome: str) -> None:
+        """Counts one HTTP request of a key that is over."""
+        self._key_requests.labels(key, outcome).inc()
 
     def exposition(self) -> bytes:
         """The text for a scrape, in CONTENT_TYPE."""

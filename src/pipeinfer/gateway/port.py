@@ -5,8 +5,10 @@ Knows the local events and the metrics, no HTTP. It is used on the event loop on
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Protocol
 
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
@@ -24,11 +26,25 @@ class Sink(Protocol):
     def failed(self, index: int, failed: Failed) -> None: ...
 
 
-class _Route:
-    __slots__ = ("first", "index", "last", "sink")
+SLICE = 16  # calls between two turns of the loop: a request may bring a thousand
 
-    def __init__(self, sink: Sink, index: int, now: float) -> None:
-        self.sink, self.index = sink, index
+
+class _Batch:
+    """The calls of one HTTP request: `live` has the ids of those that run, in order."""
+
+    __slots__ = ("failed", "live", "sink")
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.live: dict[str, None] = {}
+        self.failed = False
+
+
+class _Route:
+    __slots__ = ("batch", "first", "index", "last", "sink")
+
+    def __init__(self, batch: _Batch, index: int, now: float) -> None:
+        self.batch, self.sink, self.index = batch, batch.sink, index
         self.last = now
         self.first = True
 
@@ -44,24 +60,41 @@ class Port:
     def bind(self, feed: Callable[[Message], None]) -> None:
         self._feed = feed
 
-    def open(self, calls: Iterable[Call], sink: Sink) -> None:
-        """Sends the calls; call i delivers to `sink` as choice i, until the first that fails."""
-        assert self._feed is not None
-        failed = False
-        for index, call in enumerate(calls):
-            self._routes[call.request_id] = _Route(sink, index, self._clock())
-            self._feed(call)  # may deliver a refusal before it returns
-            failed = call.request_id not in self._routes
-            if failed:
-                return
+    @contextlib.asynccontextmanager
+    async def opened(self, calls: Iterable[Call], sink: Sink) -> AsyncIterator[None]:
+        """Sends the calls, a few in each turn of the loop; call i delivers to `sink` as choice i.
 
-    def close(self, calls: Iterable[Call]) -> None:
-        """Hangs up those that still run."""
+        No more are sent, or even built, once one has failed. At the end of the context, also of one
+        that is cancelled while calls are sent, those that still run are hung up.
+        """
+        batch = _Batch(sink)
+        try:
+            for index, call in enumerate(calls):
+                self._open(call, batch, index)
+                if index % SLICE == SLICE - 1:
+                    await asyncio.sleep(0)
+                if batch.failed:
+                    break
+            yield
+        finally:
+            self._hang_up(batch)
+
+    def _open(self, call: Call, batch: _Batch, index: int) -> None:
         assert self._feed is not None
-        for call in calls:
-            if self._routes.pop(call.request_id, None) is not None:
-                self._metrics.ended("abort")
-                self._feed(Hangup(call.request_id))
+        self._routes[call.request_id] = _Route(batch, index, self._clock())
+        batch.live[call.request_id] = None
+        self._feed(call)  # may deliver a refusal before it returns
+
+    def _hang_up(self, batch: _Batch) -> None:
+        assert self._feed is not None
+        for request_id in list(batch.live):
+            self._close(request_id, "abort")
+            self._feed(Hangup(request_id))
+
+    def _close(self, request_id: str, outcome: str) -> None:
+        route = self._routes.pop(request_id)
+        del route.batch.live[request_id]
+        self._metrics.ended(outcome)
 
     def deliver(self, message: Started | Delta | Failed) -> None:
         """Hands an output of the core to its sink; what nobody waits for is dropped."""
@@ -71,15 +104,14 @@ class Port:
         if isinstance(message, Delta):
             self._measure(route, message)
             if message.finish is not None:
-                del self._routes[message.request_id]
-                self._metrics.ended(message.finish)
+                self._close(message.request_id, message.finish)
             route.sink.delta(route.index, message)
         elif isinstance(message, Started):
             self._metrics.prompt_tokens.inc(len(message.prompt_ids) // 4)
             route.sink.started(route.index, message)
         else:
-            del self._routes[message.request_id]
-            self._metrics.ended(_outcome(message))
+            route.batch.failed = True
+            self._close(message.request_id, _outcome(message))
             route.sink.failed(route.index, message)
 
     def fail_all(self, status: int, message: str) -> None:

@@ -5,7 +5,9 @@ Knows the schema and the core's events, and nothing about HTTP or tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -13,7 +15,13 @@ import msgspec
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.schema import ChatMessage, ChatRequest, CompletionRequest, Generation
+from pipeinfer.gateway.schema import (
+    MOST_MESSAGES,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+)
 from pipeinfer.messages import pack
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
 
@@ -36,73 +44,86 @@ PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a li
 )
 
 
+MOST_PROMPTS = 1024
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the server grants: `sampling` of requests that leave it open, the most prompts of a
+    request, and the `timeout` (seconds, 0 is never) of one that names none."""
+
+    sampling: SamplingParams
+    most_prompts: int = MOST_PROMPTS
+    timeout: float = 0.0
+
+
 @dataclass(frozen=True)
 class Job:
-    """What one HTTP request asks for; calls[i] makes choice i."""
+    """What one HTTP request asks for. `calls`: one for each choice, in order, to be gone through
+    once; each is built when its turn comes."""
 
-    calls: list[Call]
+    calls: Iterable[Call]
+    choices: int
     stream: bool
     include_usage: bool
 
 
-def chat_job(request: ChatRequest, base: str, defaults: SamplingParams, trace: str) -> Job:
+def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     """The one call of a chat; `base` becomes its request id. ApiError 400."""
-    if not request.messages:
-        raise ApiError(400, "messages must not be empty", "messages", "invalid_value")
     limit, field = request.max_tokens, "max_tokens"
     if limit is None:
-        limit = defaults.max_tokens
+        limit = terms.sampling.max_tokens
     if request.max_completion_tokens is not None:
         limit, field = request.max_completion_tokens, "max_completion_tokens"
-    chat = [_message(i, message) for i, message in enumerate(request.messages)]
-    _check_sendable("messages", chat)
+    params = _params(request, terms.sampling, limit, field)
+    chat = _chat(request.messages)
     arguments = dict(request.chat_template_kwargs or {})
     _check_sendable("chat_template_kwargs", arguments)
     if request.add_generation_prompt is not None:
         arguments["add_generation_prompt"] = request.add_generation_prompt
     call = Call(
         base,
-        _params(request, defaults, limit, field),
+        params,
         chat=chat,
         template_arguments=arguments,
         add_special_tokens=bool(request.add_special_tokens),
-        **_common(request, trace),
+        **_common(request, terms, trace),
     )
-    return _job(request, [call])
+    return _job(request, [call], 1)
 
 
-def completion_job(
-    request: CompletionRequest, base: str, defaults: SamplingParams, trace: str
-) -> Job:
+def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: str) -> Job:
     """One call for each prompt, with ids `base`-0, -1 ... if there are several. ApiError 400."""
+    prompts = _prompts(request.prompt, terms.most_prompts)
     limit = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    params = _params(request, defaults, limit, "max_tokens")
+    params = _params(request, terms.sampling, limit, "max_tokens")
     special = request.add_special_tokens is not False
-    common = _common(request, trace)
-    prompts = _prompts(request.prompt)
-    calls = []
-    for i, prompt in enumerate(prompts):
-        name = base if len(prompts) == 1 else f"{base}-{i}"
-        if isinstance(prompt, str):
-            calls.append(Call(name, params, text=prompt, add_special_tokens=special, **common))
-        else:
-            calls.append(Call(name, params, prompt_ids=pack(prompt), **common))
-    return _job(request, calls)
+    common = _common(request, terms, trace)
+
+    def calls() -> Iterator[Call]:
+        for i, prompt in enumerate(prompts):
+            name = base if len(prompts) == 1 else f"{base}-{i}"
+            if isinstance(prompt, str):
+                yield Call(name, params, text=prompt, add_special_tokens=special, **common)
+            else:
+                yield Call(name, params, prompt_ids=pack(prompt), **common)
+
+    return _job(request, calls(), len(prompts))
 
 
-def _job(request: Generation, calls: list[Call]) -> Job:
+def _job(request: Generation, calls: Iterable[Call], choices: int) -> Job:
     stream = bool(request.stream)
     if request.stream_options is not None and not stream:
         message = "stream_options is only allowed with stream: true"
         raise ApiError(400, message, "stream_options", "invalid_value")
     usage = request.stream_options is not None and bool(request.stream_options.include_usage)
-    return Job(calls, stream, usage)
+    return Job(calls, choices, stream, usage)
 
 
-def _common(request: Generation, trace: str) -> dict[str, Any]:
+def _common(request: Generation, terms: Terms, trace: str) -> dict[str, Any]:
     return {
         "priority": request.priority or 0,
-        "timeout": request.timeout or 0.0,
+        "timeout": request.timeout or terms.timeout,  # 0 is as not given
         "cache_salt": request.cache_salt or "",
         "trace": trace,
     }
@@ -121,26 +142,38 @@ def _params(
         raise ApiError(400, message, param, "invalid_value") from None
 
 
-def _prompts(prompt: str | list[int | str | list[int]]) -> list[str] | list[list[int]]:
-    """The prompts, all texts or all lists of ids; none of them empty."""
-    listed: list[Any] = [prompt]
-    if isinstance(prompt, list):
-        listed = [prompt] if all(isinstance(item, int) for item in prompt) else prompt
-    if len({type(item) for item in listed}) > 1:
+def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str] | list[list[int]]:
+    """The prompts, all texts or all lists of ids; none of them empty, and at most `most`."""
+    kinds = set(map(type, prompt)) if isinstance(prompt, list) else {str}  # of perhaps a million
+    if len(kinds) > 1:
         message = "prompt must be a text, a list of token ids, or a list of only one of these"
         raise ApiError(400, message, "prompt", "invalid_type")
-    for i, item in enumerate(listed):
+    single = isinstance(prompt, str) or kinds == {int}
+    listed: list[Any] = [prompt] if single else list(islice(prompt, most + 1))
+    if len(listed) > most:
+        message = f"at most {most} prompts a request, not {len(prompt)}"
+        raise ApiError(400, message, "prompt", "invalid_value")
+    for i, item in enumerate(listed or [""]):
         if not item:
-            param = "prompt" if listed[0] is prompt else f"prompt[{i}]"
+            param = "prompt" if single or not listed else f"prompt[{i}]"
             raise ApiError(400, f"{param} must not be empty", param, "invalid_value")
     return listed
 
 
+def _chat(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """The conversation as chat templates want it."""
+    if not 0 < len(messages) <= MOST_MESSAGES:
+        reason = f"be at most {MOST_MESSAGES}, not {len(messages)}" if messages else "not be empty"
+        raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
+    _check_sendable("messages", [m.tool_calls for m in messages if m.tool_calls])
+    return [_message(i, message) for i, message in enumerate(messages)]
+
+
 def _check_sendable(param: str, value: Any) -> None:
-    """Free-form JSON may hold what the bus cannot carry; one client must not end the stage."""
+    """Free-form JSON may hold numbers that the bus cannot carry."""
     try:
         msgspec.msgpack.encode(value)
-    except (OverflowError, RecursionError) as error:
+    except OverflowError as error:
         raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
 
 
@@ -165,7 +198,7 @@ def _joined(i: int, message: ChatMessage) -> str:
     for j, part in enumerate(message.content):
         place = f"messages[{i}].content[{j}]"
         if part.type != "text":
-            text = f"{place}.type: {part.type!r} is not supported, only 'text' is"
+            text = f"{place}.type: {part.type[:100]!r} is not supported, only 'text' is"
             raise ApiError(400, text, f"{place}.type", "unsupported_parameter")
         if part.text is None:
             raise ApiError(400, f"{place}.text must be given", f"{place}.text", "invalid_value")

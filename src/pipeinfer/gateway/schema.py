@@ -6,14 +6,23 @@ value only), or absent (harmless, ignored). Knows no tokenizer and no HTTP libra
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from pipeinfer.gateway.errors import ApiError, from_validation
+from pipeinfer.gateway.survey import CHAT, COMPLETION, Bounds, TooMuch, survey
 
 INT32 = 2**31 - 1
+# Seconds. The ledgers of three stages keep a request until its time is up; a day is longer than
+# any answer takes, and short enough that what nobody waits for is forgotten.
+MOST_TIMEOUT = 24 * 3600.0
+MOST_SALT = 1024  # letters; enough for any hash or name, and every stage copies the salt
+# Chat templates go over messages one by one in an interpreter, a tenth of a millisecond each.
+MOST_MESSAGES = 10_000
+LONGEST_NEUTRAL = 64  # bytes of JSON that may be a neutral value of NOT_BUILT
 
 TokenId = Annotated[int, Meta(ge=0, le=INT32)]
 Bounded = Annotated[int, Meta(ge=-INT32, le=INT32)]  # signs are checked with the other ranges
@@ -86,8 +95,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Bounded | None = None
-    timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    timeout: Annotated[float, Meta(ge=0, le=MOST_TIMEOUT)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=MOST_SALT)] | None = None
     add_special_tokens: bool | None = None
 
 
@@ -124,30 +133,59 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
     prompt: str | list[TokenId | str | list[TokenId]]
 
 
-Unsupported = msgspec.defstruct("Unsupported", [(name, Any, None) for name in NOT_BUILT])
 Request = TypeVar("Request", ChatRequest, CompletionRequest)
+
+_BOUNDS: dict[type[Any], Bounds] = {ChatRequest: CHAT, CompletionRequest: COMPLETION}
+
+
+def _with_unbuilt(kind: type[Any]) -> type[Any]:
+    """`kind` with the fields of NOT_BUILT as raw JSON, so that one pass reads all, and builds
+    nothing that will be refused."""
+    fields = [(name, msgspec.Raw, msgspec.Raw()) for name in NOT_BUILT]
+    return msgspec.defstruct(kind.__name__, fields, bases=(kind,), frozen=True, kw_only=True)
+
+
+_BODIES = {kind: _with_unbuilt(kind) for kind in _BOUNDS}
+
+
+def surveyed(body: bytes, kind: type[Request]) -> Iterator[None]:
+    """Checks the bounds of depth and size of a `body` of `kind`, a slice each time it is asked to
+    go on; to be done before decode(). ApiError 400."""
+    try:
+        yield from survey(body, _BOUNDS[kind])
+    except TooMuch as error:
+        raise ApiError(400, str(error), code="invalid_value") from None
 
 
 def decode(body: bytes, kind: type[Request]) -> Request:
-    """The typed request in `body`; ApiError 400 says which field is wrong and why."""
+    """The typed request in a surveyed `body`; ApiError 400 says which field is wrong and why."""
     if not body.strip():
         raise ApiError(400, "the body is empty; it must be a JSON object", code="invalid_json")
     try:
-        request = msgspec.json.decode(body, type=kind)
-        unsupported = msgspec.json.decode(body, type=Unsupported)
+        request = msgspec.json.decode(body, type=_BODIES[kind])
     except msgspec.ValidationError as error:
         raise from_validation(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
-    except RecursionError:
-        message = "the body is nested too deeply"
-        raise ApiError(400, message, code="invalid_json") from None
     for name, neutral in NOT_BUILT.items():
-        value = getattr(unsupported, name)
-        if value is not None and not any(_same(value, other) for other in neutral):
+        if not _neutral(getattr(request, name), neutral):
             message = f"{name} is not supported by this server"
             raise ApiError(400, message, name, "unsupported_parameter")
     return request
+
+
+def _neutral(raw: msgspec.Raw, neutral: tuple[Any, ...]) -> bool:
+    """Whether a field that is not built was left out, is null, or has a value that asks nothing."""
+    size = memoryview(raw).nbytes
+    if size == 0:
+        return True
+    if size > LONGEST_NEUTRAL:
+        return False
+    try:
+        value = msgspec.json.decode(raw)
+    except msgspec.DecodeError:  # a number that no float can hold
+        return False
+    return value is None or any(_same(value, other) for other in neutral)
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -5,23 +5,33 @@ Reads the settings and two small files of the checkpoint's folder; loads no mode
 
 from __future__ import annotations
 
+import logging
 import socket
 from pathlib import Path
 
 import msgspec
 
+from pipeinfer.gateway import keys, tls
+from pipeinfer.gateway.admission import Admission
 from pipeinfer.gateway.app import Service
 from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.cors import read_origins
 from pipeinfer.gateway.defaults import sampling_defaults
 from pipeinfer.gateway.driver import HttpDriver
 from pipeinfer.gateway.health import Expected
+from pipeinfer.gateway.keys import Keys
+from pipeinfer.gateway.limits import Limits
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
+from pipeinfer.gateway.requests import Terms
+from pipeinfer.gateway.tls import Certificate
 from pipeinfer.models.source import resolve_model
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.runtime.topology import Topology
 from pipeinfer.settings import ConfigurationError, Settings
+
+log = logging.getLogger(__name__)
 
 TICK = 0.1  # seconds; how late a timeout or a silent stage may be noticed
 
@@ -36,37 +46,74 @@ def build(context: StageContext) -> Stage:
         seed=settings.seed,
         max_queue=settings.max_queue,
         incarnation=context.incarnation,
+        max_queue_tokens=settings.max_queue_tokens,
     )
     metrics = Metrics(core.health)
+    certificate = tls.certificate(settings)
+    admission = Admission(_keys(settings), _limits(settings), metrics)
     service = Service(
         core,
         Port(metrics),
         metrics,
         settings.model_name,
-        sampling_defaults(folder),
-        _api_key(settings),
-        settings.max_body_bytes,
+        _terms(settings, folder),
+        admission,
+        read_origins(settings.allowed_origins),
+        settings.max_body_mib * 2**20,
         _context_length(settings, folder),
     )
     others = [s for s in context.topology.ids() if s != context.identity.id]
-    driver = HttpDriver(service, settings.host, lambda: _listen(context))
+    driver = HttpDriver(service, settings.host, lambda: _listen(context), certificate)
     return Stage(
         core,
         driver,
         TICK,
         (*((stage, "telemetry") for stage in others), *deaths(context.topology)),
         before_leave=lambda: driver.leave(settings.drain_timeout),
+        reload=lambda: _reload(settings, admission, certificate),
     )
 
 
-def _api_key(settings: Settings) -> str:
-    """From the file where one is named, else the setting; "" lets everybody in."""
-    if not settings.api_key_file or settings.api_key:
-        return settings.api_key
-    try:
-        return Path(settings.api_key_file).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--api-key-file {settings.api_key_file}: {error}") from None
+def _terms(settings: Settings, folder: Path) -> Terms:
+    """More prompts than may wait could never be taken together."""
+    most = min(settings.max_prompts, settings.max_queue)
+    return Terms(sampling_defaults(folder), most, settings.request_timeout)
+
+
+def _limits(settings: Settings) -> Limits:
+    """Of each key that has none of its own."""
+    return Limits(
+        settings.key_concurrent, settings.key_requests_per_minute, settings.key_tokens_per_minute
+    )
+
+
+def _keys(settings: Settings) -> Keys:
+    """The setting's key, else those of the file where one is named; none lets everybody in."""
+    if settings.api_key:
+        return keys.plain(settings.api_key, _limits(settings))
+    if settings.api_key_file:
+        return keys.read(settings.api_key_file, _limits(settings))
+    return Keys()
+
+
+def _reload(settings: Settings, admission: Admission, certificate: Certificate | None) -> None:
+    """Reads keys and certificate again; what cannot be read stays as it was."""
+    if settings.api_key_file and not settings.api_key:
+        try:
+            found = _keys(settings)
+            if not found and admission.keyed:
+                raise ConfigurationError(f"--api-key-file {settings.api_key_file}: it is empty")
+            if found:
+                admission.replace(found)
+            log.info("read %d API keys again", len(found))
+        except ConfigurationError as error:
+            log.error("the API keys stay as they were: %s", error)
+    if certificate is not None:
+        try:
+            certificate.reload()
+            log.info("read the TLS certificate again")
+        except ConfigurationError as error:
+            log.error("the TLS certificate stays as it was: %s", error)
 
 
 def _listen(context: StageContext) -> list[socket.socket]:

@@ -12,6 +12,7 @@ import contextlib
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
+from pipeinfer.gateway.connections import PROBE
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta, Failed, Started
 from pipeinfer.gateway.shapes import DONE, Answer, Choice, Chunks, Usage, body
@@ -125,12 +126,18 @@ class EventStream:
         await response.prepare(request)
         self._chunked = request.version >= HttpVersion11
         self._transport = request.transport
+        request[PROBE] = self._comment
         held, self._held = self._held, []
         self._write(b"".join(held))
         await self._ended
         with contextlib.suppress(ConnectionResetError):  # the client left during the last chunk
             await response.write_eof()
         return response
+
+    def _comment(self) -> None:
+        """A line that says nothing: whoever is gone answers it with a reset."""
+        if not self._ended.done():
+            self._write(b":\n\n")
 
     def _finish(self, delta: Delta) -> bytes:
         """What follows the last chunk of a choice."""

@@ -49,7 +49,7 @@ class MemoryManager:
         self.cache.reset()
         self.table.reset()
         self.slots = Slots(self.slots.count)
-        self._prompts_done = _NONE
+        self._prompts_done = _NONE, _NONE  # slots, by the plan before the last one, and by that
         self._run: DecodeRun | None = None  # of the plan before, if it was nothing but decodes
         self.evicted_pages = 0  # since the cache was empty
         self._digest = RunningDigest()
@@ -86,7 +86,7 @@ class MemoryManager:
             admitted = np.array([admit.slot for admit in plan.admits], np.int32)
             rows = self._advance(slots, counts)
             self._run = None
-            if DecodeRun.begins(plan, rows):
+            if DecodeRun.begins(plan, rows) and not any(map(len, self._prompts_done)):
                 self._run = DecodeRun(plan, rows, self.slots, self.table, self.page_size)
         check_balance(self.allocator, self.cache, self.table)
         self._note(cached, rows.starts, rows.counts, rows.deferred)
@@ -110,26 +110,30 @@ class MemoryManager:
                 f"release of slot {slot} confirms {len(outputs)} outputs after {known} admitted "
                 f"tokens, but only {computed} tokens are computed"
             )
-        if release.keep:
+        tokens = np.concatenate((self.slots.known_tokens(slot), outputs))
+        if release.keep and not release.forget:
             # A surplus token is computed but not confirmed, the last output is confirmed but
             # perhaps not computed: neither has KV that anybody may reuse.
-            tokens = np.concatenate((self.slots.known_tokens(slot), outputs))
             self._share(slot, tokens[: min(computed, confirmed)], clock)
+        older, newer = self._prompts_done
+        self._prompts_done = older[older != slot], newer[newer != slot]
         self.cache.unlock(self.slots.node[slot])
         self._give(self.table.own(slot))
+        if release.forget:
+            self._give(self.cache.forget(tokens, self.slots.salt[slot]))
         self.table.clear(slot)
         self.slots.clear(slot)
 
     def _insert_prompts(self, clock: int) -> None:
-        """Lets others share the prompts that the plan before completed.
+        """Lets others share the prompts that were completed two plans before.
 
-        One plan late on purpose: whoever matches them now computes in a step after the one that
-        writes them, and a request that ends with its prompt is inserted only once.
+        Late on purpose: whoever matches them now computes in a step after the one that writes them,
+        and a request that ends with its prompt is inserted only once. With at most two steps in
+        flight a prompt's own result has been seen by now, and one that gave bad logits is released:
+        attention may have carried its NaN back into keys and values that others would share.
         """
-        for slot in self._prompts_done.tolist():
-            if self.slots.active[slot]:
-                self._share(slot, self.slots.known_tokens(slot), clock)
-        self._prompts_done = _NONE
+        for slot in self._prompts_done[0].tolist():
+            self._share(slot, self.slots.known_tokens(slot), clock)
 
     def _share(self, slot: int, tokens: np.ndarray, clock: int) -> None:
         """Hands the whole pages of `tokens`, the slot's first and all computed, to the cache."""
@@ -198,7 +202,7 @@ class MemoryManager:
         ends = starts + takes
         self.slots.computed[slots] = ends
         samples = (takes > 0) & (ends >= known)
-        self._prompts_done = slots[samples & (left > 0)]
+        self._prompts_done = self._prompts_done[1], slots[samples & (left > 0)]
         return Rows(slots, starts, takes, samples, left > 0, deferred)
 
     def _go_on(self, plan: Plan) -> Rows | None:

@@ -43,6 +43,10 @@ class NaiveCache:
         """Has nothing to give up."""
         return _NO_PAGES
 
+    def forget(self, tokens: np.ndarray, salt: str) -> np.ndarray:
+        """Has nothing to give up."""
+        return _NO_PAGES
+
     def reset(self) -> None:
         """Nothing to forget."""
 

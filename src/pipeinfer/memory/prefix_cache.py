@@ -58,6 +58,12 @@ class PrefixCache(Protocol):
         """Gives up at most `count` pages, least recently used first; int32, now the caller's."""
         ...
 
+    def forget(self, tokens: np.ndarray, salt: str) -> np.ndarray:
+        """Gives up the pages of `tokens` (int32 [n]), from the last cached one backwards, as far as
+        nobody has locked them and no other tokens follow; int32, now the caller's.
+        """
+        ...
+
     def reset(self) -> None:
         """Forgets everything, locks included."""
         ...

@@ -127,6 +127,18 @@ class RadixCache:
                 self._remove(leaf)
         return np.concatenate(given) if given else _NO_PAGES
 
+    def forget(self, tokens: np.ndarray, salt: str) -> np.ndarray:
+        """Takes the end of the path of `tokens` out of the tree, as far as it is theirs alone."""
+        given: list[np.ndarray] = [_NO_PAGES]
+        node = self._end_of(tokens, salt)
+        while node is not None and node.parent is not None and not (node.children or node.locks):
+            above = node.parent
+            self.evictable -= len(node.pages)
+            given.append(node.pages[::-1])
+            self._remove(node)
+            node = above
+        return np.concatenate(given)
+
     def check_integrity(self, holders: Sequence[Node]) -> np.ndarray:
         """Walks the whole tree; raises IntegrityError, returns all its pages."""
         own = Counter(map(id, holders))
@@ -168,6 +180,17 @@ class RadixCache:
             found.append(node.pages)
             at += same * size
         return node, found
+
+    def _end_of(self, tokens: np.ndarray, salt: str) -> Node | None:
+        """The last node all of whose pages `tokens` have; None if there is no such salt. A page
+        that tokens fill in part, or that others follow in the same node, is not of their path."""
+        node, at = self._roots.get(salt), 0
+        while node is not None:
+            child = node.children.get(tokens[at : at + self.page_size].tobytes())
+            if child is None or not np.array_equal(child.key, tokens[at : at + len(child.key)]):
+                break
+            node, at = child, at + len(child.key)
+        return node
 
     def _split(self, node: Node, pages: int) -> Node:
         """Puts the first `pages` of `node` into a new parent. `node` keeps its end, so whoever

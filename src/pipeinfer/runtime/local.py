@@ -58,6 +58,8 @@ def prepare(given: Mapping[str, Any], say: Callable[[str], None]) -> Settings:
         chat_template=_absolute(settings.chat_template),
         record=_absolute(settings.record),
         api_key_file=_absolute(settings.api_key_file),
+        tls_cert=_absolute(settings.tls_cert),
+        tls_key=_absolute(settings.tls_key),
         profile_dir=_absolute(settings.profile_dir),
     )
 

@@ -72,7 +72,8 @@ class Stage:
     """A built stage. `tick`: seconds between Tick events. `listens`: (stage id, channel) pairs.
 
     `facts`: what the builder found out beyond the settings, for the header of recordings.
-    `before_leave`: what to wait for before the core is told to leave.
+    `before_leave`: what to wait for before the core is told to leave. `reload`: reads again what
+    SIGHUP asks for, on the shell's loop; a stage without one ignores the signal.
     """
 
     core: Core
@@ -81,6 +82,7 @@ class Stage:
     listens: tuple[tuple[str, str], ...] = ()
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     before_leave: Callable[[], Awaitable[None]] | None = None
+    reload: Callable[[], None] | None = None
 
 
 def deaths(topology: Topology) -> tuple[tuple[str, str], ...]:

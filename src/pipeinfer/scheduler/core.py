@@ -26,7 +26,6 @@ from pipeinfer.messages import (
     Ready,
     Recover,
     Recovered,
-    Refused,
     Result,
     State,
     StopHit,
@@ -35,13 +34,14 @@ from pipeinfer.messages import (
 )
 from pipeinfer.recovery import MOVED, RollCall, answer
 from pipeinfer.scheduler.agreement import Agreement, Disagreement
+from pipeinfer.scheduler.awake import AwakeClock
 from pipeinfer.scheduler.deadlines import Deadlines
 from pipeinfer.scheduler.epochs import Epochs, Torn
 from pipeinfer.scheduler.flights import OutOfOrder, Overdue
 from pipeinfer.scheduler.ledger import Ledger
 from pipeinfer.scheduler.limits import TooLong, max_total
 from pipeinfer.scheduler.options import SchedulerOptions
-from pipeinfer.scheduler.outbox import Outbox, home, last_row, next_row
+from pipeinfer.scheduler.outbox import Outbox, home, last_row, next_row, refusal
 from pipeinfer.scheduler.planner import Planner
 from pipeinfer.scheduler.request import Request, from_work
 
@@ -53,53 +53,43 @@ class SchedulerCore:
     """
 
     def __init__(
-        self,
-        options: SchedulerOptions,
-        group: int = 0,
-        incarnation: int = 0,
-        tokenizers: Sequence[str] = (),
-        detokenizers: Sequence[str] = (),
-    ) -> None:
+        self, options: SchedulerOptions, group: int = 0, incarnation: int = 0,
+        tokenizers: Sequence[str] = (), detokenizers: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.options, self.group = options, group
         self._stage, self._planner = f"scheduler-{group}", Planner(options)
         self._epochs, self._agreement = Epochs(options.tp, incarnation), Agreement(options.tp)
         self._live: dict[str, Request] = {}
         self._arrivals = 0
         self._deadlines, self._tokenizers = Deadlines(), tuple(tokenizers)
+        self._awake, self._now = AwakeClock(), 0.0
         self._draining = self._left = False
         self._roll_call = RollCall(self._stage, incarnation, (*tokenizers, *detokenizers))
         self._ledger, self._outbox = Ledger(detokenizers), Outbox(group)
         self._out: list[Send] = []
         self.counts = self._planner.counts
-        self.counts.update(epochs=0, finished=0)
+        self.counts.update(epochs=0, finished=0, bad_logits=0)
         self._handlers: dict[type[Message], Callable[[Any, float], None]] = {
-            Work: self._on_work,
-            Abort: self._on_abort,
-            Done: self._on_done,
-            StopHit: self._on_stop_hit,
-            Hello: self._on_hello,
-            Ready: self._on_ready,
-            Admitted: self._on_admitted,
-            Result: self._on_result,
-            Digests: self._on_digests,
-            Fault: self._on_fault,
-            Recover: self._on_recover,
-            Recovered: self._on_recovered,
-            Delivered: self._on_delivered,
-            Tick: self._on_tick,
-            Drain: self._on_drain,
-            Leave: self._on_leave,
-            Heartbeat: self._on_heartbeat,
-        }
+            Work: self._on_work, Abort: self._on_abort, Done: self._on_done,
+            StopHit: self._on_stop_hit, Hello: self._on_hello, Ready: self._on_ready,
+            Admitted: self._on_admitted, Result: self._on_result, Digests: self._on_digests,
+            Fault: self._on_fault, Recover: self._on_recover, Recovered: self._on_recovered,
+            Delivered: self._on_delivered, Tick: self._on_tick, Drain: self._on_drain,
+            Leave: self._on_leave, Heartbeat: self._on_heartbeat,
+        }  # fmt: skip
 
     def handle(self, event: Message, now: float) -> list[Send]:
-        """One event; see core.Core."""
+        """One event; see core.Core. Deadlines go by `now`; all else by a clock that stands still
+        while the stage does, because what others say meanwhile waits to be read."""
         handler = self._handlers.get(type(event))
         if handler is None:
             return []  # e.g. telemetry of others
-        handler(event, now)
+        if isinstance(event, Tick):
+            self._awake.tick(now)
+        self._now, awake = now, self._awake.at(now)
+        handler(event, awake)
         if self._roll_call.complete and not self._left:
-            self._pump(now)
+            self._pump(awake)
         self._outbox.flush(self._out)
         out, self._out = self._out, []
         return out
@@ -131,7 +121,7 @@ class SchedulerCore:
 
     # -------------------------------------------------------------------------------- requests
 
-    def _on_work(self, work: Work, now: float) -> None:
+    def _on_work(self, work: Work, _now: float) -> None:
         known = self._live.get(work.request_id)
         if known is not None:
             if work.attempt <= known.work.attempt:
@@ -140,7 +130,7 @@ class SchedulerCore:
         if self._left or self._ledger.settled(work.request_id):
             return
         self._arrivals += 1
-        request = from_work(work, self._arrivals, now)
+        request = from_work(work, self._arrivals, self._now)
         if self._draining:
             self._refuse(request, 503, "the server is shutting down", None)
             return
@@ -202,8 +192,7 @@ class SchedulerCore:
         self._ledger.keep(request, last_row(request, None))
 
     def _refuse(self, request: Request, status: int, message: str, param: str | None) -> None:
-        work = request.work
-        refused = Refused(work.request_id, work.attempt, work.gateway, status, message, param)
+        refused = refusal(request, status, message, param)
         self._out.append(Send("tokens", home(request), refused))
         self._ledger.keep(request, refused)
 
@@ -222,6 +211,7 @@ class SchedulerCore:
         """It runs no more; its slot is released with the next plan."""
         request.done = True
         del self._live[request.id]
+        self._deadlines.forget(request)
         self._planner.drop(request)
 
     # -------------------------------------------------------------------------------- recovery
@@ -293,7 +283,11 @@ class SchedulerCore:
         try:
             request.max_total = max_total(request, self._epochs.shape)
         except TooLong as error:
-            self._fail(request, "error", str(error))
+            if request.outputs:  # its client has read some of it
+                self._fail(request, "error", str(error))
+            else:
+                self._drop(request)
+                self._refuse(request, 400, str(error), error.param)
             return
         if request.length >= request.max_total:
             self._finish(request, TokenRow(request.id, len(request.outputs), b"", "length"))
@@ -356,7 +350,12 @@ class SchedulerCore:
             except Disagreement as error:
                 self._end_epoch(str(error), now)
 
-    def _accept(self, request: Request, tokens: list[int]) -> None:
+    def _accept(self, request: Request, tokens: list[int] | None) -> None:
+        if tokens is None:
+            request.spoiled = True
+            self.counts["bad_logits"] += 1
+            self._fail(request, "error", "the model's logits for this request are not finite")
+            return
         offset = len(request.outputs)
         finish, stop_token = request.accept(tokens)
         self._planner.probation.cleared(request)
@@ -373,7 +372,7 @@ class SchedulerCore:
         if self._roll_call.complete:
             self._out += [Send("tokens", to, abort) for to, abort in self._ledger.lost(now)]
         self._begin(now)
-        for request in self._deadlines.over(now):
+        for request in self._deadlines.over(self._now):
             self._fail(request, "abort", "the request's timeout is over")
         try:
             self._planner.flights.check(now, self.options.watchdog)

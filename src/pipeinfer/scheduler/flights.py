@@ -23,10 +23,11 @@ class Overdue(Exception):
 
 @dataclass(slots=True)
 class Flight:
-    """One plan: its rows as (request, admission of that request)."""
+    """One plan: its rows as (request, admission of that request), and the slots they had then."""
 
     number: int
     rows: list[tuple[Request, int]]
+    slots: list[int]
     published: float
 
 
@@ -42,7 +43,8 @@ class Flights:
 
     def launch(self, number: int, rows: list[tuple[Request, int]], now: float) -> int:
         """Plan `number` was published with these (request, count) rows; returns its tokens."""
-        self._flights.append(Flight(number, [(r, r.admission) for r, _ in rows], now))
+        slots = [request.slot for request, _ in rows]
+        self._flights.append(Flight(number, [(r, r.admission) for r, _ in rows], slots, now))
         return sum(request.take(count) for request, count in rows)
 
     def check(self, now: float, seconds: float) -> None:
@@ -57,17 +59,21 @@ class Flights:
                 break
         else:
             return
-        by_slot = {request.slot: request for request, _ in flight.rows}
+        by_slot = dict(zip(flight.slots, flight.rows, strict=True))
         slots, hits = unpack(admitted.slots).tolist(), unpack(admitted.cached).tolist()
         for slot, cached in zip(slots, hits, strict=True):
-            request = by_slot.get(slot)
-            if request is not None:
+            request, admission = by_slot.get(slot, (None, 0))
+            if request is None:
+                continue
+            if request.cached < 0:  # also if it was taken back since: then its next hit is its own
+                request.cached = cached
+            if request.slot == slot and request.admission == admission:
                 request.hit = cached
-                request.cached = cached if request.cached < 0 else request.cached
                 request.rebase(cached)
 
-    def land(self, result: Result) -> Iterator[tuple[Request, list[int]]]:
-        """(request, new output ids) for each row that counts; raises OutOfOrder.
+    def land(self, result: Result) -> Iterator[tuple[Request, list[int] | None]]:
+        """(request, new output ids) for each row that counts, None for ids where its logits were
+        bad; raises OutOfOrder.
 
         The hot path of the scheduler: one pass over the rows. Rows of requests that have ended, or
         that were admitted anew since, are surplus: nobody ever sees them.
@@ -80,6 +86,7 @@ class Flights:
         produced, ids = unpack(result.produced).tolist(), unpack(result.token_ids).tolist()
         deferred = set(unpack(result.deferred).tolist())
         self.deferred += len(deferred)
+        bad = set(unpack(result.bad).tolist()) if result.bad else ()
         slots, at = unpack(result.slots).tolist(), 0
         rows = zip(flight.rows, slots, ends, produced, strict=True)
         for (request, admission), slot, end, many in rows:
@@ -90,6 +97,8 @@ class Flights:
             if request.slot >= 0:
                 request.confirm(end)
                 request.deferrals = request.deferrals + 1 if slot in deferred else 0
+                if slot in bad:  # one that waits to be admitted again is computed again
+                    yield request, None
             if tokens:
                 yield request, tokens
 

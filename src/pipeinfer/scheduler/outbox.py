@@ -65,6 +65,12 @@ def home(request: Request) -> str:
     return f"detokenizer-{request.work.detokenizer}"
 
 
+def refusal(request: Request, status: int, message: str, param: str | None) -> Refused:
+    """Instead of any row: the request cannot be served, and nothing of it was delivered."""
+    work = request.work
+    return Refused(work.request_id, work.attempt, work.gateway, status, message, param)
+
+
 def next_row(
     request: Request, offset: int, finish: FinishReason | None, stop_token: int | None
 ) -> TokenRow:

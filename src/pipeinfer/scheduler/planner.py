@@ -78,6 +78,7 @@ class Planner:
             self.slots.release(request)
         else:
             self._queue.forget(request)
+            self.probation.forget(request)
 
     def plan(self, epoch: int, now: float) -> Plan | None:
         """The next step; None if enough are in flight or nothing is left to do."""

@@ -60,5 +60,10 @@ class Probation:
             request.lone_crashes = 0
             self.tried = None
 
+    def forget(self, request: Request) -> None:
+        """`request` is over: nobody asks any more whether it was to blame."""
+        if self._suspects:
+            self._suspects = deque(one for one in self._suspects if one is not request)
+
     def __len__(self) -> int:
         return sum(not r.done for r in self._suspects) + (self.tried is not None)

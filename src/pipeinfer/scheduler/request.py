@@ -24,7 +24,8 @@ class Request:
     will be computed once the steps in flight are done, if none is deferred. inflight: planned
     counts of those steps, oldest first. pending: steps in flight, also after it lost its slot.
     cached: tokens from the prefix cache at the first admission, hit: at the last.
-    admission: how often it was admitted; rows of older admissions are stale.
+    admission: how often it was admitted; rows of older admissions are stale. spoiled: its logits
+    were bad, so that nobody may reuse what was computed of it.
     """
 
     work: Work
@@ -47,6 +48,7 @@ class Request:
     lone_crashes: int = 0
     queued: bool = False
     done: bool = False
+    spoiled: bool = False
 
     @property
     def id(self) -> str:

@@ -59,7 +59,8 @@ class Slots:
         """Takes the slot back with the next plan; what was computed may stay in the prefix cache,
         as far as it was confirmed. count_pages: False if a board has counted them already."""
         del self.running[request.id]
-        self._releases.append(Release(request.slot, True, pack(request.confirmed)))
+        ids, spoiled = pack(request.confirmed), request.spoiled
+        self._releases.append(Release(request.slot, not spoiled, ids, spoiled))
         if count_pages:
             self.released_pages += max(self.credits.between(request.hit, request.computed), 0)
         request.leave()

@@ -13,11 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-
 from pipeinfer.engine.cuda.buffers import PARITIES
 from pipeinfer.engine.executor import Watch
-from pipeinfer.engine.step import Step
+from pipeinfer.engine.step import Sampled, Step
 
 
 class Launcher(Protocol):
@@ -31,8 +29,8 @@ class Launcher(Protocol):
         """Whether `wait` would return at once."""
         ...
 
-    def wait(self, flight: Any, /) -> tuple[np.ndarray, float, float]:
-        """Ids int32 [S]; seconds that the device computed; seconds that it idled before."""
+    def wait(self, flight: Any, /) -> tuple[Sampled, float, float]:
+        """What it gave; seconds that the device computed; seconds that it idled before."""
         ...
 
 
@@ -45,7 +43,7 @@ class StreamExecutor:
     def __init__(
         self,
         launcher: Launcher,
-        on_done: Callable[[Step, np.ndarray, float], None],
+        on_done: Callable[[Step, Sampled, float], None],
         on_error: Callable[[Step, Exception], None],
         loop: asyncio.AbstractEventLoop | None = None,
         watch: Watch | None = None,
@@ -122,12 +120,12 @@ class StreamExecutor:
         outcome = flight
         if not isinstance(flight, Exception):
             try:
-                ids, busy, idle = self._launcher.wait(flight)
+                sampled, busy, idle = self._launcher.wait(flight)
             except Exception as error:  # a fault of a kernel shows only here
                 outcome = error
             else:
                 self.steps += 1
                 self.busy_seconds += busy
                 self.idle_seconds += idle
-                outcome = ids, busy
+                outcome = sampled, busy
         self._ended.append((step, outcome))

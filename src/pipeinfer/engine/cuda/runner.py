@@ -31,8 +31,7 @@ from pipeinfer.engine.cuda.step_times import step_cost
 from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
-from pipeinfer.engine.sampler import BadLogits
-from pipeinfer.engine.step import Step
+from pipeinfer.engine.step import Sampled, Step
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.step_cost import StepCost
 
@@ -126,8 +125,8 @@ class CudaRunner:
 
     # ---------------------------------------------------------------------------------------- steps
 
-    def run(self, step: Step) -> np.ndarray:
-        """Launches the step and waits for it: ids int32 [S]."""
+    def run(self, step: Step) -> Sampled:
+        """Launches the step and waits for it."""
         return self.wait(self.launch(step))[0]
 
     @torch.inference_mode()
@@ -149,19 +148,16 @@ class CudaRunner:
         """Whether `wait` would return at once."""
         return flight.buffers.done.query()
 
-    def wait(self, flight: Flight) -> tuple[np.ndarray, float, float]:
-        """Ids int32 [S], seconds computed, seconds idle before. Raises BadLogits."""
+    def wait(self, flight: Flight) -> tuple[Sampled, float, float]:
+        """What the step gave, seconds computed, seconds idle before."""
         with self.phases.range("wait for results"):
             flight.buffers.done.synchronize()
         ids = flight.buffers.ids.numpy()[: flight.count]
-        ids = (ids if flight.rows is None else ids[flight.rows]).astype(np.int32)
+        sampled = Sampled.of(ids if flight.rows is None else ids[flight.rows])
         busy = flight.timer.began.elapsed_time(flight.timer.ended) / 1e3
         idle = 0.0 if self._ended is None else self._ended.elapsed_time(flight.timer.began) / 1e3
         self._ended = flight.timer.ended
-        bad = np.flatnonzero(ids < 0)
-        if len(bad):
-            raise BadLogits(int(bad[0]))
-        return ids, busy, max(idle, 0.0)
+        return sampled, busy, max(idle, 0.0)
 
     def _timer(self) -> Timer:
         self._launched += 1

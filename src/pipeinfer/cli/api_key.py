@@ -1,0 +1,47 @@
+"""`pipeinfer api-key NAME`: makes an API key for one client, and the line for the file of keys.
+
+Knows what to print; what a key is, is gateway/keys.py's business. Writes no file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from pipeinfer.gateway import keys
+
+
+def run(arguments: Sequence[str]) -> int:
+    """0; ConfigurationError for a name that cannot be. The line alone goes to stdout."""
+    options = _parser().parse_args(arguments)
+    text, line = keys.fresh(options.name)
+    limits = [f"{name}={n}" for name in keys.LIMITS if (n := getattr(options, name)) is not None]
+    print(f"the key, shown only now: {text}", file=sys.stderr)
+    print("the line for the file of --api-key-file:", file=sys.stderr, flush=True)
+    print(" ".join([line, *limits]))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pipeinfer api-key",
+        description="Makes a random API key. The key goes to stderr, once; the line for the file "
+        "of --api-key-file, which has its hash only, goes to stdout. A running server reads the "
+        "file again on SIGHUP.",
+        epilog="Example: pipeinfer api-key alice --requests 60 >> keys.txt",
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", metavar="NAME", help="whose it is; stands in metrics")
+    parser.add_argument("--concurrent", type=_count, metavar="N", help="requests at a time; 0: any")
+    parser.add_argument("--requests", type=_count, metavar="N", help="a minute; 0: any")
+    parser.add_argument(
+        "--tokens", type=_count, metavar="N", help="of prompt and output a minute; 0: any"
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    if keys.COUNT.fullmatch(text) is None:
+        raise argparse.ArgumentTypeError("a whole number, 0 or more")
+    return int(text)

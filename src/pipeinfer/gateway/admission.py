@@ -1,0 +1,203 @@
+"""Who may ask, and how much: API keys and their limits in front of the HTTP handlers.
+
+Knows keys, limits and requests as HTTP sees them; what is asked is not its business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import Counter
+
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.events import Delta, Failed, Started
+from pipeinfer.gateway.keys import Keys
+from pipeinfer.gateway.limits import Account, Excess, Limits
+from pipeinfer.gateway.metrics import Metrics
+from pipeinfer.gateway.port import Sink
+from pipeinfer.gateway.responses import Handler
+
+ANONYMOUS = "anonymous"  # whose limits count where no key is needed: everybody's together
+GUARDED = "/v1"
+PREFIX = "x-ratelimit-"  # as OpenAI's servers call them
+
+
+class Client:
+    """What is kept of one key: its account and its counters."""
+
+    __slots__ = ("account", "name", "output", "prompt")
+
+    def __init__(self, name: str, account: Account, metrics: Metrics) -> None:
+        self.name, self.account = name, account
+        self.prompt, self.output = metrics.key_counters(name)
+
+    def use(self, counter: Counter, tokens: int, clock: Callable[[], float]) -> None:
+        """Counts tokens, and takes them from its minute's."""
+        counter.inc(tokens)
+        if self.account.limits.tokens:
+            self.account.use(tokens, clock())
+
+
+class Visit:
+    """One HTTP request of a client. `entered`: as how many requests it runs."""
+
+    __slots__ = ("client", "entered", "limited")
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.entered = 0
+        self.limited = False
+
+
+VISIT = web.RequestKey("visit", Visit)
+
+
+class Admission:
+    """Checks keys and limits. `anonymous`: the limits where there is no key."""
+
+    def __init__(
+        self,
+        keys: Keys,
+        anonymous: Limits,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._metrics, self._clock = metrics, clock
+        self._keys = Keys()
+        self._clients = {ANONYMOUS: Client(ANONYMOUS, Account(anonymous, clock()), metrics)}
+        if keys:
+            self._clients = {}
+            self.replace(keys)
+
+    @property
+    def keyed(self) -> bool:
+        """Whether a key is needed."""
+        return bool(self._keys)
+
+    def replace(self, keys: Keys) -> None:
+        """Other keys from now on. A name that stays keeps what it has used; requests of a key
+        that is gone go on."""
+        now, before = self._clock(), self._clients
+        self._keys, self._clients = keys, {}
+        for key in keys:
+            client = before.get(key.name)
+            if client is None:
+                client = Client(key.name, Account(key.limits, now), self._metrics)
+            client.account.limit(key.limits, now)
+            self._clients[key.name] = client
+
+    def middleware(self) -> Any:
+        """What stands before every handler: key, then limits, before anything of a body is read."""
+
+        @web.middleware
+        async def admission(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if not request.path.startswith(GUARDED):
+                return await handler(request)
+            client = self._client(request)
+            if request.method != "POST":
+                return await handler(request)
+            visit = request[VISIT] = Visit(client)
+            outcome = "abort"  # its client went away
+            try:
+                self._check(visit, client.account.enter(self._clock()))
+                visit.entered = 1
+                response = await handler(request)
+                outcome = _outcome(visit, response.status)
+                return response
+            except ApiError as error:
+                outcome = _outcome(visit, error.status)
+                raise
+            except web.HTTPException as error:
+                outcome = _outcome(visit, error.status)
+                raise
+            except asyncio.CancelledError:
+                raise
+            except Exception:
+                outcome = "error"
+                raise
+            finally:
+                client.account.leave(visit.entered)
+                self._metrics.key_ended(client.name, outcome)
+
+        return admission
+
+    def prompts(self, request: web.Request, count: int) -> None:
+        """Counts a request as that many, one for each prompt, before any of them is sent on.
+
+        Raises ApiError 429 if that is more than the client may have.
+        """
+        visit = request[VISIT]
+        if count > visit.entered:
+            further = count - visit.entered
+            self._check(visit, visit.client.account.enter_more(further, self._clock()))
+            visit.entered = count
+
+    def metered(self, request: web.Request, sink: Sink) -> Sink:
+        """`sink`, with its tokens taken from the client's as they become known."""
+        return _Metered(sink, request[VISIT].client, self._clock)
+
+    async def say_limits(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Puts the client's limits, where it has any, into the headers of a response."""
+        visit = request.get(VISIT)
+        if visit is None:
+            return
+        account = visit.client.account
+        left = account.left(self._clock())
+        limits = account.limits.requests, account.limits.tokens
+        for name, limit, remaining in zip(("requests", "tokens"), limits, left, strict=True):
+            if limit:
+                response.headers[f"{PREFIX}limit-{name}"] = str(limit)
+                response.headers[f"{PREFIX}remaining-{name}"] = str(remaining)
+
+    def _client(self, request: web.Request) -> Client:
+        if not self._keys:
+            return self._clients[ANONYMOUS]
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        key = self._keys.find(token.strip().encode(errors="surrogateescape"))
+        if key is None or scheme.lower() != "bearer":
+            raise ApiError(401, "wrong or missing API key", code="invalid_api_key")
+        return self._clients[key.name]
+
+    @staticmethod
+    def _check(visit: Visit, excess: Excess | None) -> None:
+        if excess is not None:
+            visit.limited = True
+            raise ApiError(
+                429, excess.reason, code="rate_limit_exceeded", retry_after=math.ceil(excess.wait)
+            )
+
+
+def _outcome(visit: Visit, status: int) -> str:
+    if visit.limited:
+        return "limited"
+    if status < 400:
+        return "ok"
+    return "error" if status >= 500 and status != 503 else "refused"
+
+
+class _Metered:
+    """A sink in front of another."""
+
+    __slots__ = ("_client", "_clock", "_sink")
+
+    def __init__(self, sink: Sink, client: Client, clock: Callable[[], float]) -> None:
+        self._sink, self._client, self._clock = sink, client, clock
+
+    def started(self, index: int, started: Started) -> None:
+        client = self._client
+        client.use(client.prompt, len(started.prompt_ids) // 4, self._clock)
+        self._sink.started(index, started)
+
+    def delta(self, index: int, delta: Delta) -> None:
+        if delta.ids:  # hot path: once for every token of every stream
+            client = self._client
+            client.use(client.output, len(delta.ids) // 4, self._clock)
+        self._sink.delta(index, delta)
+
+    def failed(self, index: int, failed: Failed) -> None:
+        self._sink.failed(index, failed)

@@ -1,0 +1,74 @@
+"""What waits in the pipeline, as requests and as prompt tokens, and whether there is room for more.
+
+Sizes are bounded below by what a request occupies, so a bound of tokens is one of memory as well.
+Knows no client and no time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeinfer.gateway.events import Call
+
+BYTES_PER_TOKEN = 4  # of ids exactly, of English text about
+VALUE_BYTES = 64  # that a value of a conversation or of template arguments occupies beside its text
+
+
+def size_of(call: Call) -> int:
+    """Prompt tokens of a call, as far as can be told before it is tokenized.
+
+    The number of its ids; else a quarter of the bytes that its text or chat occupies, with four for
+    each letter of a text that is not all ASCII. It takes no time that grows with a text's length.
+    """
+    if call.prompt_ids is not None:
+        return len(call.prompt_ids) // BYTES_PER_TOKEN
+    occupied = 0
+    rest: list[Any] = [call.text] if call.chat is None else [call.chat, call.template_arguments]
+    while rest:  # no recursion: a caller of AsyncLLM may nest as deeply as it likes
+        value = rest.pop()
+        if isinstance(value, str):
+            occupied += len(value) * (1 if value.isascii() else 4)
+            continue
+        occupied += VALUE_BYTES
+        if isinstance(value, dict):
+            rest += value.keys()
+            rest += value.values()
+        elif isinstance(value, list | tuple):
+            rest += value
+    return occupied // BYTES_PER_TOKEN + 1
+
+
+class Backlog:
+    """Counts the requests of which nothing was delivered. None and 0 tokens are no limit."""
+
+    def __init__(self, most_requests: int | None, most_tokens: int = 0) -> None:
+        self._most_requests, self._most_tokens = most_requests, most_tokens
+        self.requests = self.tokens = 0
+
+    def add(self, tokens: int) -> None:
+        """A request begins to wait."""
+        self.requests += 1
+        self.tokens += tokens
+
+    def grow(self, tokens: int) -> None:
+        """One that waits turned out to be larger by so many."""
+        self.tokens += tokens
+
+    def remove(self, tokens: int) -> None:
+        """A request waits no more."""
+        self.requests -= 1
+        self.tokens -= tokens
+
+    def no_room(self, requests: int = 1, tokens: int = 0) -> str:
+        """Why so many more cannot wait; "" if they can.
+
+        One that alone has more tokens than may wait has room where no other waits.
+        """
+        most = self._most_requests
+        if most is not None and self.requests + requests > most:
+            return f"{self.requests} requests are waiting already"
+        if not self._most_tokens or not self.requests:
+            return ""
+        if self.tokens >= self._most_tokens or self.tokens + tokens > self._most_tokens:
+            return f"requests with {self.tokens} prompt tokens are waiting already"
+        return ""

@@ -1,0 +1,139 @@
+"""Reads the bodies of requests: within bounds of size, time and memory, decompressed if need be.
+
+Knows HTTP bodies and nothing of what is in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestPayloadError
+
+from pipeinfer.gateway.errors import ApiError
+
+STALL = 30.0  # seconds without a byte after which a client is not waited for
+WHOLE = 600.0  # seconds for a whole body: 32 MiB over a line of 0.5 Mbit/s
+SMALL = 64 * 2**10  # bytes of a body that are never refused for what others send
+# Bytes beyond that of all bodies that are being read or checked. A body and what is made of it take
+# about three times its size for a moment, so the process stays under 1 GiB.
+TOGETHER = 256 * 2**20
+SLICE = 256 * 2**10  # bytes that are decompressed at a time: well under a millisecond
+RETRY_SOON = 1  # seconds
+
+
+class Bodies:
+    """Reads bodies of at most `most` bytes each, after decompression."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._together = max(TOGETHER, most)
+        self._held = 0  # bytes beyond SMALL of bodies that are being read
+
+    @asynccontextmanager
+    async def reading(self, request: web.Request) -> AsyncIterator[bytearray]:
+        """The whole body, which counts as being read until the caller is through with it.
+
+        ApiError: 400 if it is broken, 408 if it does not come, 413 if it is too large, 415 for an
+        unknown Content-Encoding, 503 if others send too much at the moment.
+        """
+        decoder = _decoder(request)
+        if (request.content_length or 0) > self._most:
+            raise self._too_large()
+        body = bytearray()
+        try:
+            await self._fill(body, decoder, request)
+            yield body
+        finally:
+            self._held -= max(0, len(body) - SMALL)
+
+    async def _fill(
+        self, body: bytearray, decoder: _Plain | _Compressed, request: web.Request
+    ) -> None:
+        try:
+            async with asyncio.timeout(WHOLE):
+                while data := await self._next(request):
+                    for part in decoder.parts(data):
+                        self._add(body, part)
+                        if len(part) == SLICE:
+                            await asyncio.sleep(0)  # there is more to decompress; others first
+            decoder.end()
+        except zlib.error:
+            raise _broken("it cannot be decompressed") from None
+        except (RequestPayloadError, HttpProcessingError):
+            raise _broken("it ends early, or its chunks are malformed") from None
+        except TimeoutError:
+            message = f"the body did not come within {STALL:g} s without a byte"
+            raise ApiError(408, message, code="body_timeout") from None
+
+    async def _next(self, request: web.Request) -> bytes:
+        async with asyncio.timeout(STALL):
+            return await request.content.readany()
+
+    def _add(self, body: bytearray, part: bytes) -> None:
+        if len(body) + len(part) > self._most:
+            raise self._too_large()
+        before = max(0, len(body) - SMALL)
+        body += part
+        self._held += max(0, len(body) - SMALL) - before
+        if self._held > self._together:
+            message = "too many large bodies are being read"
+            raise ApiError(503, message, code="overloaded", retry_after=RETRY_SOON)
+
+    def _too_large(self) -> ApiError:
+        message = f"the body is too large: more than {self._most} bytes"
+        return ApiError(413, message, code="body_too_large")
+
+
+def _broken(why: str) -> ApiError:
+    return ApiError(400, f"the body is broken: {why}", code="invalid_body")
+
+
+class _Plain:
+    """A body that is not compressed."""
+
+    def parts(self, data: bytes) -> tuple[bytes]:
+        return (data,)
+
+    def end(self) -> None:
+        """Whatever came is whole."""
+
+
+class _Compressed:
+    """A gzip or deflate body; "deflate" with zlib's header, or without, as some clients send it."""
+
+    def __init__(self, encoding: str) -> None:
+        self._gzip = encoding != "deflate"
+        self._stream = zlib.decompressobj(16 + zlib.MAX_WBITS) if self._gzip else None
+
+    def parts(self, data: bytes) -> Iterator[bytes]:
+        """What `data` decompresses to, at most SLICE bytes at a time. zlib.error if broken."""
+        if self._stream is None:
+            bare = data[0] & 0x0F != 8
+            self._stream = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS)
+        full = False
+        while data or full:
+            if self._stream.eof and data:
+                raise zlib.error("more after its end")
+            part = self._stream.decompress(data, SLICE)
+            yield part
+            full = len(part) == SLICE
+            data = self._stream.unconsumed_tail or self._stream.unused_data
+
+    def end(self) -> None:
+        if self._stream is None or not self._stream.eof:
+            raise zlib.error("it ends early")
+
+
+def _decoder(request: web.Request) -> _Plain | _Compressed:
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding in ("", "identity"):
+        return _Plain()
+    if encoding in ("gzip", "x-gzip", "deflate"):
+        return _Compressed(encoding)
+    message = "the body's Content-Encoding is not supported; gzip and deflate are"
+    raise ApiError(415, message, code="unsupported_encoding")

@@ -1,0 +1,250 @@
+"""The connections of HTTP clients: how many, how long they may wait, and what their ends mean.
+
+Extends aiohttp's protocol where it would let one client harm others. Knows no endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http import HttpVersion11
+
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.half_closed import watch
+from pipeinfer.gateway.responses import Unroutable, error_response, of_http
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE = 620.0  # seconds without a request; load balancers keep connections for up to 600
+HEAD = 30.0  # seconds from the first byte of a request's head to its end
+UNREAD = 300.0  # seconds for which a client may leave what was sent unread, its window closed
+LINGER = 10.0  # seconds for which the rest of a refused body is taken in, so that it reads why
+SWEEP = 5.0  # seconds between looks at connections that wait
+OTHER_FILES = 256  # open files of a gateway beside connections
+MOST = 65_536  # connections, however many files may be open: some 30 KiB each
+FEWEST = 16
+# Of a request whose headers are out: what sends something that a client must ignore.
+PROBE: web.RequestKey[Callable[[], None]] = web.RequestKey("probe")
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # a client ignores one that it did not ask for
+TOO_MANY = ApiError(503, "too many connections", code="too_many_connections", retry_after=1)
+
+
+def most_connections() -> int:
+    """So many that files for everything else can still be opened."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST if soft == resource.RLIM_INFINITY else max(FEWEST, min(soft - OTHER_FILES, MOST))
+
+
+class Connections:
+    """Makes a protocol for each connection, at most `most` at a time.
+
+    One more takes the place of one that waits: first of those that never had a request, then of
+    those whose last one is longest ago. Where all are busy it is told 503. `bad()` is called for
+    each request that could not be read, `refused()` for each connection that was not taken.
+    """
+
+    def __init__(
+        self,
+        server: web.Server,
+        most: int,
+        bad: Callable[[], None],
+        refused: Callable[[], None],
+    ) -> None:
+        self.server, self.bad = server, bad
+        self._most, self._refused = most, refused
+        self._all: set[Connection] = set()
+        self._fresh: dict[Connection, float] = {}  # since when they wait, oldest first
+        self._kept: dict[Connection, float] = {}
+        self._loop = asyncio.get_running_loop()
+        self._sweeper = self._loop.call_later(SWEEP, self._sweep)
+
+    def __call__(self) -> Connection:
+        return Connection(self, self._loop)
+
+    def opened(self, connection: Connection) -> bool:
+        """Whether it may stay."""
+        if len(self._all) >= self._most:
+            waiting = next(iter(self._fresh or self._kept), None)
+            self._refused()
+            if waiting is None:
+                return False
+            waiting.force_close()
+            self.closed(waiting)
+        self._all.add(connection)
+        self._fresh[connection] = self._loop.time()
+        return True
+
+    def closed(self, connection: Connection) -> None:
+        """It counts no more."""
+        self._all.discard(connection)
+        self.busy(connection)
+
+    def busy(self, connection: Connection) -> None:
+        """It has a request."""
+        self._fresh.pop(connection, None)
+        self._kept.pop(connection, None)
+
+    def idle(self, connection: Connection) -> None:
+        """It waits for its next request."""
+        if connection in self._all:
+            self._kept[connection] = self._loop.time()
+
+    def stop(self) -> None:
+        """No more looking; those that are open are the server's to close."""
+        self._sweeper.cancel()
+
+    def _sweep(self) -> None:
+        now = self._loop.time()
+        for waiting in (self._fresh, self._kept):
+            for connection, since in list(waiting.items()):
+                begun = connection.head_since
+                if now - since > KEEP_ALIVE or (begun is not None and now - begun > HEAD):
+                    connection.force_close()
+        self._sweeper = self._loop.call_later(SWEEP, self._sweep)
+
+
+class Connection(web.RequestHandler):
+    """One connection. `head_since`: when the first byte of an unfinished head came, or None."""
+
+    def __init__(self, connections: Connections, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(
+            connections.server,
+            loop=loop,
+            keepalive_timeout=KEEP_ALIVE,
+            lingering_time=LINGER,
+            auto_decompress=False,
+            access_log=None,  # type: ignore[arg-type]
+        )
+        self._connections = connections
+        self.head_since: float | None = None
+        self._busy = False  # requests have come that are not answered
+        self._answering = False  # the last bytes of an answer are on their way
+        self._half_closed = False
+        self._last: tuple[Any, Any] | None = None  # the latest message and its body
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert self.transport is not None
+        if not self._connections.opened(self):
+            self.transport.write(_raw(TOO_MANY))
+            self.force_close()
+            return
+        place = transport.get_extra_info("socket")
+        if place is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            place.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD * 1000))
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._connections.closed(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._messages:
+            if self._last is not None and not self._last[1].is_eof():
+                # The parser gave up in the middle of a body, which nobody else is told.
+                self._last[1].set_exception(web.RequestPayloadError("malformed"))
+            self._last = self._messages[-1]
+            self._busy, self.head_since = True, None
+            self._connections.busy(self)
+        elif data and not self._busy and self.head_since is None:
+            self.head_since = self._loop.time()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. True keeps the connection, until what came is answered."""
+        if self._half_closed:
+            return True
+        transport = self.transport
+        if not self._answerable() or transport is None:
+            return False
+        self._half_closed = True
+        watch(transport, lambda: self._busy, self._probe)
+        return True
+
+    def _answerable(self) -> bool:
+        """Whether all that came is whole, by a client that can be asked whether it is there.
+
+        Over TLS there is no half-closing, and HTTP/1.0 knows nothing that could be sent before an
+        answer: there the end of what is sent is the end of the client.
+        """
+        if not self._busy or self._last is None or self.ssl_context is not None:
+            return False
+        message, body = self._last
+        unreadable = not hasattr(message, "version")
+        return body.is_eof() and (unreadable or message.version >= HttpVersion11)
+
+    def _probe(self) -> None:
+        request, transport = self._current_request, self.transport
+        if transport is None or self._answering:
+            return  # what is on its way is a probe, too
+        probe = request.get(PROBE) if request is not None else None
+        if probe is not None:
+            probe()
+        elif request is None or request.writer.output_size == 0:
+            transport.write(CONTINUE)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        if isinstance(resp, web.HTTPException):  # from outside of the application's middlewares
+            resp = error_response(of_http(request, resp))
+        if self._half_closed and not self._messages:
+            resp.force_close()
+        self._answering = True
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self._answering = False
+            if not self._messages:
+                self._busy = False
+                self._connections.idle(self)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What aiohttp could not read is the client's fault: a line in the log and an error."""
+        if status >= 500:
+            super().handle_error(request, status, exc, message)  # the log gets the traceback
+            return Unroutable.of(ApiError(status, "internal error"))
+        self._note(exc)
+        return Unroutable.of(ApiError(status, f"no HTTP request: {_what(exc)}", code="bad_request"))
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        exc = kw.get("exc_info")
+        if isinstance(exc, web.RequestPayloadError):  # in a body that nobody wanted any more
+            self._note(exc)
+        else:
+            super().log_exception(*args, **kw)
+
+    def _note(self, exc: BaseException | None) -> None:
+        self._connections.bad()
+        peer = self.peername
+        host = peer[0] if isinstance(peer, tuple) else peer
+        log.info("bad request from %s: %s", host, _what(exc))
+
+
+def _what(exc: BaseException | None) -> str:
+    """The parser's words, but nothing of what it quotes: that may be a key."""
+    words = str(getattr(exc, "message", "")).partition("\n")[0].rstrip(":")
+    quotes = not words or "'" in words or '"' in words or len(words) > 80
+    return type(exc).__name__ if quotes else words
+
+
+def _raw(error: ApiError) -> bytes:
+    """A whole response, where there is no request to answer."""
+    body = error.body()
+    head = (
+        f"HTTP/1.1 {error.status} Service Unavailable\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nRetry-After: {error.retry_after}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode() + body

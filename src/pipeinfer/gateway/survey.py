@@ -1,0 +1,113 @@
+"""How deep a JSON text is nested and how many values it holds, found before anything is built.
+
+A survey goes over the raw bytes piece by piece, so that whoever runs an event loop may give others
+a turn between two pieces. It does not judge the JSON: the decoder says later what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+# Deep enough for any conversation and any schema of a tool; far from what recursive decoders,
+# encoders and chat templates can take. They fail at about a thousand.
+MOST_DEPTH = 64
+# Token ids of several prompts of 100,000 each fit; decoding that many takes some 40 ms, in which
+# nobody else has a turn.
+MOST_VALUES = 1_000_000
+# Lists and objects cost ten times as much as an id.
+MOST_CONTAINERS = 100_000
+# Chats carry texts. What is free-form in them (arguments of templates, tool calls) is built value
+# by value in this stage and again in the next.
+MOST_CHAT_VALUES = 100_000
+
+SLICE = 128 * 1024  # bytes between two turns of the loop; the worst take 5 ms
+
+_OPENING, _CLOSING = b"[{", b"]}"
+_NOT_STRUCTURE = bytes(c for c in range(256) if c not in b"[]{},")
+_STEPS = np.zeros(256, dtype=np.int8)
+_STEPS[list(_OPENING)], _STEPS[list(_CLOSING)] = 1, -1
+
+
+class Bounds(NamedTuple):
+    """The most that a body may hold: levels of nesting, values, and lists with objects."""
+
+    depth: int = MOST_DEPTH
+    values: int = MOST_VALUES
+    containers: int = MOST_CONTAINERS
+
+
+CHAT = Bounds(values=MOST_CHAT_VALUES)
+COMPLETION = Bounds()
+
+
+class TooMuch(ValueError):
+    """A bound was exceeded; the text says which, for the client."""
+
+
+class Survey:
+    """What was seen so far.
+
+    `depth`: the deepest level of nesting. `containers`: lists and objects that were opened.
+    `values`: one, and one more for each comma and each container; so an empty list counts twice.
+    In what is no valid JSON all three are what brackets and commas outside of strings amount to.
+    """
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self.depth = self.containers = 0
+        self.values = 1
+        self._level = 0
+        self._in_string = False
+        self._escaping = False  # the last byte was a backslash that escapes the next one
+
+    def take(self, piece: bytes) -> None:
+        """Goes on with the next bytes, cut anywhere. Raises TooMuch at the first bound exceeded."""
+        structure = self._structure(piece)
+        commas = structure.count(b",")
+        brackets = structure.replace(b",", b"") if commas else structure
+        self.values += commas
+        if brackets:
+            levels = np.cumsum(_STEPS[np.frombuffer(brackets, np.uint8)], dtype=np.int64)
+            self.depth = max(self.depth, self._level + int(levels.max()))
+            opened = sum(brackets.count(c) for c in (b"[", b"{"))
+            self._level += int(levels[-1])
+            self.containers += opened
+            self.values += opened
+        self._check()
+
+    def _check(self) -> None:
+        bounds = self._bounds
+        if self.depth > bounds.depth:
+            raise TooMuch(f"the body is nested deeper than {bounds.depth} levels")
+        if self.containers > bounds.containers:
+            raise TooMuch(f"the body holds more than {bounds.containers} lists and objects")
+        if self.values > bounds.values:
+            raise TooMuch(f"the body holds more than {bounds.values} values")
+
+    def _structure(self, piece: bytes) -> bytes:
+        """The brackets and commas of `piece` that are outside of strings."""
+        if self._escaping:
+            piece = b"\\" + piece
+            self._escaping = False
+        if b"\\" in piece:  # outside of strings it is an error, which the decoder finds
+            piece = piece.replace(b"\\\\", b"")
+            self._escaping = piece.endswith(b"\\")
+            piece = piece.replace(b'\\"', b"")
+        if b'"' not in piece:
+            return b"" if self._in_string else piece.translate(None, _NOT_STRUCTURE)
+        parts = piece.split(b'"')  # turn by turn outside and inside
+        outside = parts[1::2] if self._in_string else parts[::2]
+        self._in_string ^= len(parts) % 2 == 0
+        return b"".join(outside).translate(None, _NOT_STRUCTURE)
+
+
+def survey(body: bytes, bounds: Bounds) -> Iterator[None]:
+    """Surveys all of `body`, a slice each time it is asked to go on. Raises TooMuch."""
+    seen = Survey(bounds)
+    for start in range(0, len(body), SLICE):
+        seen.take(body[start : start + SLICE])
+        if start + SLICE < len(body):
+            yield

@@ -1,0 +1,89 @@
+"""What waits is counted so that a bound of tokens is a bound of memory."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.gateway.backlog import Backlog, size_of
+from pipeinfer.gateway.events import Call
+from pipeinfer.messages import pack
+from pipeinfer.params import SamplingParams
+
+PARAMS = SamplingParams()
+FREE = st.recursive(
+    st.none() | st.integers() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)
+)
+
+
+def call(**fields: Any) -> Call:
+    return Call("r", PARAMS, **fields)
+
+
+def text_bytes(value: Any) -> int:
+    """Of all texts in a free-form value, as Python keeps them."""
+    if isinstance(value, str):
+        return sys.getsizeof(value) - sys.getsizeof("")
+    if isinstance(value, dict):
+        return sum(map(text_bytes, (*value.keys(), *value.values())))
+    return sum(map(text_bytes, value)) if isinstance(value, list) else 0
+
+
+def test_ids_count_each_and_english_text_a_quarter_of_its_letters() -> None:
+    assert size_of(call(prompt_ids=pack(range(1000)))) == 1000
+    assert 1000 <= size_of(call(text="lorem ip" * 500)) <= 1100
+    assert size_of(call(text="é" * 4000)) >= 4000, "a letter may be a token then"
+
+
+@given(st.lists(st.dictionaries(st.text(), FREE)), st.dictionaries(st.text(), FREE))
+def test_the_size_of_a_chat_is_at_least_a_quarter_of_what_its_texts_occupy(
+    chat: list[dict[str, Any]], arguments: dict[str, Any]
+) -> None:
+    size = size_of(call(chat=chat, template_arguments=arguments))
+    assert 4 * size >= text_bytes(chat) + text_bytes(arguments)
+
+
+def test_values_without_text_count_as_well() -> None:
+    assert size_of(call(chat=[], template_arguments={"a": [0] * 100_000})) > 1_000_000
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert size_of(call(chat=[{"role": "user", "content": nested}])) > 1_000_000
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(0, 100),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 60)), max_size=40),
+)
+def test_what_waits_never_exceeds_its_bounds(
+    most_requests: int, most_tokens: int, steps: list[tuple[bool, int]]
+) -> None:
+    backlog = Backlog(most_requests, most_tokens)
+    waiting: list[int] = []
+    for comes, tokens in steps:
+        if comes:
+            reason = backlog.no_room(tokens=tokens)
+            fits = sum(waiting) + tokens <= most_tokens or not most_tokens or not waiting
+            room = sum(waiting) < most_tokens or not most_tokens or not waiting
+            assert (not reason) == (len(waiting) < most_requests and fits and room)
+            if not reason:
+                waiting.append(tokens)
+                backlog.add(tokens)
+        elif waiting:
+            backlog.remove(waiting.pop(tokens % len(waiting)))
+        assert (backlog.requests, backlog.tokens) == (len(waiting), sum(waiting))
+        assert len(waiting) <= most_requests
+        assert not most_tokens or len(waiting) <= 1 or sum(waiting) <= most_tokens
+
+
+@pytest.mark.parametrize(("waiting", "more", "room"), [(0, 4, True), (1, 3, True), (1, 4, False)])
+def test_each_prompt_of_a_request_needs_room(waiting: int, more: int, room: bool) -> None:
+    backlog = Backlog(4)
+    for _ in range(waiting):
+        backlog.add(1)
+    assert (not backlog.no_room(more)) == room

@@ -1,0 +1,98 @@
+"""Bodies that are under way are bounded in memory, and small ones never wait for large ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from aiohttp import web
+
+from pipeinfer.gateway import bodies
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.intake import SMALL, Intake
+from pipeinfer.gateway.schema import CompletionRequest
+
+LARGEST = 8 * SMALL
+MOST = 9 * SMALL  # beyond what counts of none, which is half of SMALL
+
+Answers = Callable[[bytes, int], Awaitable[tuple[int, asyncio.StreamWriter]]]
+
+
+def body(size: int) -> bytes:
+    """A request of so many bytes."""
+    bare = b'{"prompt": ""}'
+    return b'{"prompt": "%s"}' % (b"a" * (size - len(bare)))
+
+
+@pytest.fixture
+async def send(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Answers]:
+    """send(body, bytes to send of it) -> (status, the open connection); 0 if none comes soon."""
+    monkeypatch.setattr(bodies, "TOGETHER", MOST)
+    intake = Intake(bodies.Bodies(LARGEST))
+
+    async def handler(request: web.Request) -> web.Response:
+        try:
+            taken = await intake.take(request, CompletionRequest)
+        except ApiError as error:
+            return web.Response(status=error.status, body=error.body())
+        return web.Response(text=json.dumps(len(taken.prompt)))
+
+    app = web.Application()
+    app.router.add_post("/", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    writers: list[asyncio.StreamWriter] = []
+
+    async def one(content: bytes, sent: int) -> tuple[int, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writers.append(writer)
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content))
+        writer.write(content[:sent])
+        await writer.drain()
+        try:
+            async with asyncio.timeout(30 if sent == len(content) else 0.3):
+                return int((await reader.readuntil(b"\r\n")).split()[1]), writer
+        except TimeoutError:
+            return 0, writer
+
+    yield one
+    for writer in writers:
+        writer.close()
+    await runner.cleanup()
+
+
+async def test_large_bodies_that_hang_are_bounded_together_and_small_ones_pass(
+    send: Answers,
+) -> None:
+    large, small = body(6 * SMALL), body(bodies.SMALL)
+    status, hanging = await send(large, 5 * SMALL)
+    assert status == 0
+    assert (await send(large, len(large)))[0] == 503, "4.5 and 5.5 are more than 9"
+    assert (await send(body(4 * SMALL), 4 * SMALL))[0] == 200
+    status, _ = await send(body(5 * SMALL), 5 * SMALL - 1)
+    assert status == 0
+    assert (await send(body(2 * SMALL), 2 * SMALL))[0] == 503
+    assert (await send(small, len(small)))[0] == 200
+    hanging.write(large[5 * SMALL :])
+    hanging.close()
+    async with asyncio.timeout(10):
+        while (await send(body(2 * SMALL), 2 * SMALL))[0] != 200:
+            await asyncio.sleep(0.01)
+
+
+async def test_bodies_that_were_taken_or_refused_are_not_counted_any_more(send: Answers) -> None:
+    for _ in range(5):
+        assert (await send(body(LARGEST), LARGEST))[0] == 200
+        broken = b"[" * LARGEST
+        assert (await send(broken, LARGEST))[0] == 400
+
+
+async def test_many_large_bodies_at_once_are_all_answered(send: Answers) -> None:
+    answers = await asyncio.gather(*(send(body(3 * SMALL), 3 * SMALL) for _ in range(20)))
+    statuses = [status for status, _ in answers]
+    assert set(statuses) <= {200, 503} and statuses.count(200) >= 3

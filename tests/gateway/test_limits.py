@@ -1,0 +1,123 @@
+"""Limits of a key, against models that know every request and token by its time."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.gateway.limits import Account, Bucket, Limits
+
+steps = st.lists(
+    st.tuples(st.integers(0, 40_000), st.integers(1, 12)), max_size=60
+)  # (milliseconds since the last, amount)
+
+
+class ExactBucket:
+    """The same in fractions, refilled millisecond by millisecond."""
+
+    def __init__(self, a_minute: int) -> None:
+        self.size, self.level = Fraction(a_minute), Fraction(a_minute)
+
+    def pass_time(self, ms: int) -> None:
+        self.level = min(self.size, self.level + self.size * ms / 60_000)
+
+
+@given(st.integers(1, 100), steps)
+def test_a_bucket_is_what_its_definition_says(a_minute: int, taken: list[tuple[int, int]]) -> None:
+    now, bucket, exact = 1000.0, Bucket(a_minute, 1000.0), ExactBucket(a_minute)
+    for ms, amount in taken:
+        now += ms / 1000
+        exact.pass_time(ms)
+        assert abs(bucket.level(now) - exact.level) < 1e-6
+        bucket.take(amount, now)
+        exact.level -= amount
+    wait = bucket.wait(1, now)
+    assert bucket.level(now + wait) >= 1 - 1e-5, "after that wait there is one"
+    assert wait == 0 or bucket.level(now + wait * 0.9) < 1
+
+
+@given(st.integers(1, 20), st.integers(0, 5), steps)
+def test_no_minute_has_more_requests_than_two_buckets_and_no_moment_more_than_may_run(
+    a_minute: int, concurrent: int, asked: list[tuple[int, int]]
+) -> None:
+    """Each request asks for some prompts and ends when the next comes."""
+    now, account = 0.0, Account(Limits(concurrent, a_minute, 0), 0.0)
+    let_in: list[tuple[float, int]] = []
+    for ms, prompts in asked:
+        now += ms / 1000
+        before = account.left(now)[0]
+        excess = account.enter(now)
+        if excess is not None:
+            prompts = 1  # no more is known of it yet
+        elif prompts > 1:
+            excess = account.enter_more(prompts - 1, now)
+            if excess is not None:
+                account.leave()
+        if excess is None:
+            let_in.append((now, prompts))
+            assert account.running == prompts
+            assert not concurrent or prompts <= concurrent
+            account.leave(prompts)
+        else:
+            assert account.left(now)[0] == before, "what was refused cost nothing"
+            if excess.wait:
+                later = now + excess.wait + 1e-6
+                again = Account(Limits(0, a_minute, 0), 0.0)
+                for at, count in let_in:
+                    again.enter(at)
+                    again.enter_more(count - 1, at)
+                assert again.enter(later) is None
+                assert prompts == 1 or again.enter_more(prompts - 1, later) is None
+            else:
+                assert prompts > a_minute or (concurrent and prompts > concurrent)
+        assert account.running == 0
+        last_minute = sum(count for at, count in let_in if now - at < 60)
+        assert last_minute <= 2 * a_minute, "a full bucket, and what refilled meanwhile"
+
+
+@given(st.integers(1, 500), steps)
+def test_tokens_are_taken_as_they_come_and_later_requests_wait(
+    tokens: int, used: list[tuple[int, int]]
+) -> None:
+    now, account, exact = 0.0, Account(Limits(0, 0, tokens), 0.0), ExactBucket(tokens)
+    for ms, amount in used:
+        now += ms / 1000
+        exact.pass_time(ms)
+        excess = account.enter(now)
+        if exact.level > Fraction(1, 10**6):
+            assert excess is None
+            account.leave()
+        elif exact.level < -Fraction(1, 10**6):
+            assert excess is not None and excess.wait > 0
+            assert account.left(now) == (None, 0)
+        account.use(50 * amount, now)  # of requests that run: also below zero
+        exact.level -= 50 * amount
+    excess = account.enter(now)
+    if excess is not None:
+        assert account.enter(now + excess.wait) is None
+
+
+def test_concurrent_requests_make_room_when_they_end() -> None:
+    account = Account(Limits(concurrent=2), 0.0)
+    assert account.enter(0.0) is None and account.enter(0.0) is None
+    excess = account.enter(0.0)
+    assert excess is not None and excess.wait == 1.0
+    account.leave()
+    assert account.enter(0.0) is None
+    excess = account.enter_more(1, 0.0)
+    assert excess is not None and excess.wait == 1.0, "it could run later"
+    excess = account.enter_more(2, 0.0)
+    assert excess is not None and excess.wait == 0, "three prompts never can"
+    assert account.running == 2
+
+
+@given(st.integers(1, 50), st.integers(0, 60), st.integers(1, 50))
+def test_other_limits_keep_what_was_used(before: int, used: int, after: int) -> None:
+    account = Account(Limits(tokens=before), 0.0)
+    account.use(used, 0.0)
+    account.limit(Limits(tokens=after, requests=5), 0.0)
+    assert account.left(0.0) == (5, max(0, after - used))
+    account.limit(Limits(), 0.0)
+    assert account.left(0.0) == (None, None) and account.enter(0.0) is None

@@ -1,0 +1,209 @@
+"""What becomes of requests that end otherwise than they should, and that those are let go."""
+
+from __future__ import annotations
+
+import gc
+
+import msgspec
+import pytest
+from test_scheduler_core import Pipeline, pipeline
+
+from pipeinfer.events import Tick
+from pipeinfer.messages import Done, Plan, Refused, Release, Result, Work, pack, unpack
+from pipeinfer.params import SamplingParams
+from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
+from pipeinfer.scheduler.request import Request
+
+
+class Spoiled(Pipeline):
+    """The engine's logits for the requests in `bad` are no numbers. Releases are remembered."""
+
+    def __init__(self, options, engine) -> None:
+        super().__init__(options, engine)
+        self.bad: set[str] = set()
+        self.releases: list[Release] = []
+        receive = engine.receive
+
+        def watched(message) -> None:
+            if isinstance(message, Plan):
+                self.releases += message.releases
+            receive(message)
+
+        engine.receive = watched
+
+    def feed(self, message) -> None:
+        super().feed(self._spoiled(message) if isinstance(message, Result) else message)
+
+    def _spoiled(self, result: Result) -> Result:
+        """As an engine says it: such a row has produced nothing."""
+        produced, ids = unpack(result.produced).tolist(), unpack(result.token_ids).tolist()
+        slots, bad, kept = unpack(result.slots).tolist(), [], []
+        for row, slot in enumerate(slots):
+            its, ids = ids[: produced[row]], ids[produced[row] :]
+            names = [r.id for r, _ in self.core._planner.flights._flights[0].rows]
+            if its and names[row] in self.bad:
+                bad.append(slot)
+                produced[row], its = 0, []
+            kept += its
+        return msgspec.structs.replace(
+            result, produced=pack(produced), token_ids=pack(kept), bad=pack(bad)
+        )
+
+
+def spoiled(**options) -> Spoiled:
+    plain = pipeline(**options)
+    made = Spoiled(plain.core.options, plain.engine)
+    made.engine.outbox.popleft()  # one hello is enough
+    made.deliver()
+    made.deliver()
+    return made
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_request_with_bad_logits_fails_alone_and_leaves_nothing_to_reuse(depth, after):
+    p = spoiled(depth=depth, pages=200)
+    names = [p.submit([30 + i] * 9, 12) for i in range(3)]
+    bad = p.clients[names[1]]
+    while len(bad.outputs) < after:
+        assert p.deliver()
+    p.bad.add(names[1])
+    p.settle()
+    assert bad.finish == "error" and len(bad.outputs) == after
+    assert all(p.clients[name].outputs == p.clients[name].expected for name in names[::2])
+    forgotten = [release for release in p.releases if release.forget]
+    assert [(r.keep, r.output_ids) for r in forgotten] == [(False, pack(bad.outputs))]
+    assert p.core.counts["bad_logits"] == 1 and p.core.counts["epochs"] == 1
+    assert all(client.finish for client in p.clients.values())
+
+
+def test_the_client_hears_whose_fault_it_was():
+    p = spoiled()
+    p.bad.add("r0")
+    rows = []
+    take = p._take
+    p._take = lambda tokens: (rows.extend(tokens.rows), take(tokens))
+    p.submit([5] * 4, 3)
+    p.settle()
+    assert rows[-1].finish == "error" and "not finite" in rows[-1].error
+
+
+def test_one_that_was_taken_back_meanwhile_is_computed_again_and_fails_then():
+    p = spoiled(pages=10, page_size=4, slots=4, budget=64)
+    for i in range(4):
+        p.submit([30 + i] * 8, 20)
+    p.bad.add("r3")
+    p.bad.add("r1")
+    p.settle()
+    assert p.core.counts["preemptions"] > 0
+    assert [c.finish == "error" for c in p.clients.values()] == [False, True, False, True]
+    assert sum(release.forget for release in p.releases) == 2
+
+
+class TakesBack:
+    """The policy `inner`, which takes a request back before the plan of that number."""
+
+    def __init__(self, inner, at: int) -> None:
+        self._inner, self._at = inner, at
+
+    def compose(self, board) -> None:
+        if self._at == 0:
+            board.relieve()
+        self._at -= 1
+        self._inner.compose(board)
+
+
+def test_cached_tokens_are_those_of_the_first_admission_however_early_it_was_taken_back():
+    p = pipeline(pages=200, slots=4, budget=64)
+    p.deliver()
+    p.deliver()
+    first = p.submit([7] * 6, 30)
+    for _ in range(3):
+        p.deliver()
+    planner = p.core._planner
+    # The plan that admits it is published; the next one takes it back, before any answer came.
+    planner._policy = TakesBack(planner._policy, 1)
+    late = p.submit([40 + i for i in range(17)], 8)
+    while not planner.slots.running.get(late):
+        assert p.deliver()
+    request = p.core._live[late]
+    while request.slot >= 0:
+        assert request.cached == -1, "its hits are told already: no test of what it is for"
+        assert p.deliver()
+    while request.admission < 2 or request.hit == 0:
+        assert p.deliver()
+    assert request.hit >= 16, "it finds its own prompt again"
+    assert request.cached == 0, "which is no hit that its client ever had"
+    p.settle()
+    assert p.clients[first].finish and p.clients[late].finish
+
+
+def alive() -> int:
+    gc.collect()
+    return sum(isinstance(one, Request) for one in gc.get_objects())
+
+
+def test_requests_with_a_deadline_are_let_go_when_they_end():
+    p = pipeline(slots=8, pages=400, budget=64)
+    p.deliver()
+    p.deliver()
+    before = alive()
+    for number in range(300):
+        name = f"t{number}"
+        p.clients[name] = client = type("Any", (), {"outputs": [], "finish": None, "cut": 0})()
+        client.expected = []
+        params = SamplingParams(max_tokens=1)
+        p._take = lambda tokens: None
+        p.feed(Work(name, 1, 0, 0, pack([9, 8]), params, 0, timeout=1e9))
+    while p.engine.outbox:
+        p.deliver()
+    p.feed(Done(tuple(p.clients)))
+    assert p.core.idle() and not p.core._live
+    assert alive() - before <= 8, "whoever holds the last flights"
+    assert len(p.core._deadlines._heap) <= 100
+
+
+def test_a_request_that_starts_over_has_its_new_deadline():
+    core = SchedulerCore(SchedulerOptions())
+    for attempt, timeout in ((1, 5.0), (2, 50.0)):
+        core.handle(Work("r", attempt, 0, 0, pack([1]), SamplingParams(), 0, timeout=timeout), 0.0)
+    for second in range(49):
+        assert not any(s.channel == "tokens" for s in core.handle(Tick(), float(second)))
+    [send] = [s for s in core.handle(Tick(), 50.5) if s.channel == "tokens"]
+    assert send.message.rows[0].finish == "abort"
+
+
+def test_suspects_that_end_are_let_go_although_nobody_is_tried_any_more():
+    p = pipeline(slots=8, pages=400, budget=64)
+    p.deliver()
+    p.deliver()
+    names = [p.submit([30 + i] * 6, 30) for i in range(6)]
+    for _ in range(5):
+        p.deliver()
+    p.engine.crash()
+    p.deliver()
+    assert len(p.core._planner.probation) > 3
+    for name in names:
+        p.clients[name].cut = 0
+    p.feed(Done(tuple(names)))
+    assert not p.core._planner.probation._suspects
+
+
+def test_what_cannot_fit_and_has_output_already_still_ends_with_an_error():
+    """An engine with a smaller pool took over: its client has read some of it."""
+    p = pipeline(pages=200, page_size=4)
+    p.deliver()
+    p.deliver()
+    name = p.submit([1, 2, 3], 60)
+    while not p.clients[name].outputs:
+        p.deliver()
+    p.engine.pages = 4
+    p.engine.crash()
+    told = []
+    while p.engine.outbox:
+        for send in p.core.handle(p.engine.outbox.popleft(), p.now):
+            told.append(send.message)
+            if send.channel == "plan":
+                p.engine.receive(send.message)
+    assert not any(isinstance(message, Refused) for message in told)
+    assert [row.finish for m in told if hasattr(m, "rows") for row in m.rows] == ["error"]
