@@ -14,8 +14,20 @@ from typing import Any
 
 from chaos import sending, wire
 from chaos.sending import Way
+from pipeinfer.gateway.requests import MOST_PROMPTS
+from pipeinfer.gateway.schema import MOST_MESSAGES
+from pipeinfer.gateway.survey import MOST_DEPTH
+from pipeinfer.params import (
+    LEAST_REPETITION,
+    LEAST_TOP_P,
+    MAX_STOP_STRINGS,
+    MOST_REPETITION,
+    MOST_STOP_LETTERS,
+    MOST_STOP_TOKENS,
+    MOST_TEMPERATURE,
+)
 
-CONTEXT, VOCABULARY = 2048, 264
+CONTEXT, VOCABULARY, LONGEST_TOKEN = 2048, 264, 13
 MEGABYTES = 5_000_000
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -26,19 +38,26 @@ Build = Callable[[], list[bytes]]
 class Case:
     """`build`: the requests, sent in turn on each of `connections`. `expected`: what may come back
     ("429" always may): statuses, "closed", "0" where nobody waits for one, and "cut" where all may
-    still be under way when the time is over."""
+    still be under way when the time is over. `unlimited`: by a key without limits."""
 
     name: str
     build: Build
     expected: frozenset[str]
     send: Way = sending.whole
     connections: int = 4
+    unlimited: bool = False
 
 
 def _case(
-    name: str, build: Build, expected: str, send: Way = sending.whole, connections: int = 4
+    name: str,
+    build: Build,
+    expected: str,
+    send: Way = sending.whole,
+    connections: int = 4,
+    unlimited: bool = False,
 ) -> Case:
-    return Case(name, build, frozenset((*expected.split(), "429")), send, connections)
+    statuses = frozenset((*expected.split(), "429"))
+    return Case(name, build, statuses, send, connections, unlimited)
 
 
 def chat(headers: Mapping[str, str] | None = None, **fields: Any) -> bytes:
@@ -87,8 +106,8 @@ def _each(*contents: bytes) -> Build:
 
 
 def _stops(letters: int) -> list[str]:
-    """16 strings that almost match a text of one letter, at every place."""
-    return ["a" * (letters - 2) + chr(ord("b") + n) + "a" for n in range(16)]
+    """Strings that almost match a text of one letter, at every place."""
+    return ["a" * (letters - 2) + chr(ord("b") + n) + "a" for n in range(MAX_STOP_STRINGS)]
 
 
 def _gzip(body: bytes, cut: int = 0) -> bytes:
@@ -119,23 +138,33 @@ MALFORMED = (
     b"GET /health HTTP/1.1\r\nno colon here\r\n\r\n",
 )
 
+DEPTH = MOST_DEPTH - 2  # within a value of an object of the body's
+LETTERS = MOST_STOP_LETTERS
+
 CASES: tuple[Case, ...] = (
     # ------------------------------------------------------------------------------- nested JSON
-    _case("nested at the bound", lambda: [chat(chat_template_kwargs={"a": nested(60)})], "200"),
-    _case("nested beyond", lambda: [_deep("chat_template_kwargs", n) for n in (65, 980)], "400"),
+    _case("nested at the bound", lambda: [chat(chat_template_kwargs={"a": nested(DEPTH)})], "200"),
     _case(
-        "nested near the stack",
+        "nested beyond the bound",
+        lambda: [_deep("chat_template_kwargs", n) for n in (DEPTH + 1, 980)], "400",
+    ),
+    _case(
+        "nested near the stack's end",
         lambda: [_deep("chat_template_kwargs", n) for n in range(970, 985)], "400",
     ),
     _case(
-        "tool_calls near the stack",
+        "tool_calls near the stack's end",
         lambda: [_deep("tool_calls", n) for n in range(965, 985)], "400",
     ),
     _case("nested far beyond", lambda: [_deep("chat_template_kwargs", 100_000)], "400"),
-    _case("nested somewhere", lambda: [_deep("tool_calls", 900_000)], "400"),
+    _case("nested 900,000 deep", lambda: [_deep("tool_calls", 900_000)], "400"),
     _case(
         "wide arguments",
-        lambda: [chat(chat_template_kwargs={f"k{n}": n for n in range(200_000)})], "200 400",
+        lambda: [chat(chat_template_kwargs={f"k{n}": n for n in range(90_000)})], "200 400",
+    ),
+    _case(
+        "wider arguments",
+        lambda: [chat(chat_template_kwargs={f"k{n}": n for n in range(300_000)})], "400",
     ),
     # -------------------------------------------------------------------------------- parameters
     _case(
@@ -143,75 +172,97 @@ CASES: tuple[Case, ...] = (
         lambda: [chat(repetition_penalty=p) for p in (1e-300, 1e-38, 5e-324, 1e-20)], "400",
     ),
     _case(
-        "repetition_penalty as it may be",
+        "repetition_penalty at its bounds",
         lambda: [
             chat(repetition_penalty=p, max_tokens=200, ignore_eos=True)
-            for p in (0.01, 0.1, 2.0, 10.0, 100.0)
-        ], "200 400",
+            for p in (LEAST_REPETITION, MOST_REPETITION)
+        ], "200",
     ),
     _case(
         "large repetition_penalty",
-        lambda: [chat(repetition_penalty=p) for p in (1e300, 1e38)], "200 400",
+        lambda: [chat(repetition_penalty=p) for p in (1e300, 1e38)], "400",
     ),
     _case(
-        "edges of sampling",
+        "parameters at their edges",
         lambda: [
-            chat(temperature=1e-300), chat(temperature=1e300), chat(top_p=1e-46, temperature=1.0),
+            chat(temperature=1e-300), chat(temperature=MOST_TEMPERATURE), chat(top_p=LEAST_TOP_P),
             chat(top_p=5e-324, temperature=1.0), chat(top_k=2**31 - 1, temperature=1.0),
             chat(min_p=1.0, temperature=1.0), chat(seed=2**64 - 1), chat(seed=-(2**63)),
             chat(presence_penalty=2, frequency_penalty=-2), chat(priority=2**31 - 1),
-            chat(priority=-(2**31) + 1), chat(timeout=1e9), chat(cache_salt="s" * 1024),
-        ], "200 400",
+            chat(priority=-(2**31) + 1), chat(timeout=24 * 3600), chat(cache_salt="s" * 1024),
+        ], "200",
+    ),
+    _case(
+        "parameters beyond their edges",
+        lambda: [
+            chat(temperature=1e300), chat(top_p=0), chat(top_k=2**31), chat(min_p=1.1),
+            chat(seed=2**64), chat(timeout=1e9), chat(cache_salt="s" * 1025),
+            chat(min_tokens=2**63), chat(presence_penalty=3), chat(max_tokens=2**31),
+            chat(priority=2**70),
+        ], "400",
     ),
     _case(
         "short timeouts", lambda: [
             chat(timeout=t, max_tokens=500, ignore_eos=True) for t in (1e-9, 0.01, 0.1)
-        ], "200 408 504",
+        ], "200 408",
     ),
     chats("all ids stop", "400", min_tokens=16, stop_token_ids=list(range(VOCABULARY))),
     chats(
         "all ids but one stop", "200 cut", connections=16,
         min_tokens=500, max_tokens=500, stop_token_ids=list(range(1, VOCABULARY)), temperature=1.0,
     ),
+    chats(
+        "as many stop ids as may be", "200 400",
+        min_tokens=8, stop_token_ids=list(range(256, 256 + MOST_STOP_TOKENS)),
+    ),
     chats("a million stop ids", "400", min_tokens=8, stop_token_ids=list(range(10**6))),
-    chats("stop ids again and again", "200 400", min_tokens=8, stop_token_ids=[97] * 10**6),
+    chats("one stop id a million times", "400", min_tokens=8, stop_token_ids=[97] * 10**6),
     # --------------------------------------------------------------------------- lists of prompts
     completions("5 MB of prompts", "400", prompt=["a"] * (MEGABYTES // 4)),
     completions("32 MB of prompts", "400 413", prompt=["a"] * (32 * 2**20 // 5)),
-    completions("prompts at the bound", "200", prompt=["a"] * 128, max_tokens=1),
-    completions("prompts at the bound, long", "200 cut", prompt=["a" * 1900] * 128, max_tokens=1),
+    _case(
+        "prompts at the bound",
+        lambda: [completion(prompt=["a"] * MOST_PROMPTS, max_tokens=1)], "200 cut", unlimited=True,
+    ),
+    _case(
+        "long prompts at the bound",
+        lambda: [completion(prompt=["a" * (CONTEXT - 8)] * MOST_PROMPTS, max_tokens=1)],
+        "200 cut", connections=2, unlimited=True,
+    ),
+    completions("prompts beyond the bound", "400", prompt=["a"] * (MOST_PROMPTS + 1)),
     completions("prompts of ids", "400", prompt=[[1]] * 500_000),
     completions("empty prompts", "400", prompt=[""] * 500_000),
     # -------------------------------------------------------------------------------- long texts
     chats("text of 5 MB", "400", messages=[{"role": "user", "content": "a" * MEGABYTES}]),
     completions("prompt of 5 MB", "400", prompt="ab " * (MEGABYTES // 3)),
-    completions("text that just may fit", "200 400", prompt="a" * (CONTEXT * 13)),
-    completions("text that just fits", "200", prompt="a" * (CONTEXT - 5)),
+    completions("prompt that just may fit", "400", prompt="a" * (CONTEXT * LONGEST_TOKEN)),
+    completions("prompt that just fits", "200 cut", prompt="a" * (CONTEXT - 5)),
     completions("control tokens", "200 400", prompt="<|im_end|>" * 2000),
     completions("5 MB of token ids", "400", prompt=[97] * (MEGABYTES // 4)),
     chats(
-        "10,000 messages", "400",
-        messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 5000,
+        "as many messages as may be", "400",
+        messages=[{"role": "user", "content": "a"}] * MOST_MESSAGES,
     ),
-    chats("100,000 parts", "400", messages=[
-        {"role": "user", "content": [{"type": "text", "text": "a"}] * 100_000}]),
+    chats(
+        "100,000 parts of a message", "400",
+        messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 100_000}],
+    ),
     chats("half a character", "200 400", messages=[{"role": "user", "content": "\ud800" * 50}]),
     # -------------------------------------------------------------------------------------- stops
     completions(
         "stop strings at the bound", "200 cut", connections=8,
-        prompt="a" * 900, max_tokens=500, ignore_eos=True, stop=_stops(1024),
+        prompt="a" * 900, max_tokens=500, ignore_eos=True, stop=_stops(LETTERS),
     ),
-    completions(
-        "stop strings of 5 MB", "400", prompt="a" * 900, max_tokens=500, stop=_stops(312_000)
-    ),
-    completions("17 stop strings", "400", stop=["x"] * 17),
+    completions("stop strings beyond the bound", "400", stop=_stops(LETTERS + 1)),
+    completions("stop strings of 5 MB", "400", prompt="a" * 900, stop=_stops(312_000)),
+    completions("17 stop strings", "400", stop=["x"] * (MAX_STOP_STRINGS + 1)),
     completions("a million stop strings", "400", stop=["x"] * 10**6),
     # --------------------------------------------------------------------------------- below JSON
     _case("broken gzip", _broken_gzip, "400"),
     _case("gzip bomb", lambda: [_gzip(b" " * (200 << 20))], "400 413"),
-    _case("malformed requests", lambda: list(MALFORMED), "400 closed 404 200 505", connections=2),
+    _case("malformed requests", lambda: list(MALFORMED), "400 401 200 closed", connections=2),
     _case("half-closed", lambda: [chat()], "200", sending.half_closed),
-    _case("slow bodies", lambda: [chat()], "200 408 closed cut", sending.slow, 64),
+    _case("slow requests", lambda: [chat()], "408 closed cut", sending.slow, 64),
     _case("dropped connections", _each(b""), "0 closed", sending.dropped, 64),
     _case(
         "dropped requests", lambda: [chat(max_tokens=1000, ignore_eos=True, stream=True)],
@@ -219,7 +270,7 @@ CASES: tuple[Case, ...] = (
     ),
     _case(
         "unread streams", lambda: [chat(max_tokens=1000, ignore_eos=True, stream=True)],
-        "200 closed", sending.unread, 16,
+        "200 closed cut", sending.unread, 16,
     ),
     _case("pipelined", lambda: [chat(max_tokens=1) * 200], "200"),
     # ------------------------------------------------------------------------------- simply much

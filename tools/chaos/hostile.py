@@ -11,14 +11,18 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from chaos.cases import CASES, Case
 from chaos.serving import Serving
-from chaos.streams import TOOL, Streams
+from chaos.streams import TOOL, Calm, Streams
+from pipeinfer.gateway.keys import fresh
 
 BEYOND = 0.5  # seconds
 STARTING = 60.0  # seconds for a case's requests to be built
@@ -47,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="for each case")
     parser.add_argument("--calm", type=float, default=10.0, help="seconds without any of them")
     parser.add_argument("--streams", type=int, default=8)
+    said = "requests that the hostile client's key may have at a time"
+    parser.add_argument("--concurrent", type=int, default=16, help=said)
     parser.add_argument("--only", default="", help="the cases whose names contain this")
     parser.add_argument("--list", action="store_true", help="names the cases, and does nothing")
 
@@ -57,7 +63,9 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
     if options.list:
         print("\n".join(case.name for case in cases))
         return {"broken": []}
-    with Serving({**ENGINE, **settings}) as server, Streams(server.url, options.streams) as streams:
+    with _keys(options.concurrent) as (file, good, bad), ExitStack() as stack:  # good: no limits
+        server = stack.enter_context(Serving({**ENGINE, "api_key_file": file, **settings}))
+        streams = stack.enter_context(Streams(server.url, options.streams, good))
         streams.settle()
         began = time.monotonic()
         time.sleep(options.calm)
@@ -65,7 +73,8 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
         _say("calm", "", calm.gap, calm.first, 0.0, calm.pieces / (time.monotonic() - began), "")
         found = []
         for case in cases:
-            found.append(_suffered(case, server, streams, options.seconds, calm.gap, calm.first))
+            key = good if case.unlimited else bad
+            found.append(_suffered(case, server, streams, (options.seconds, key), calm))
             if server.process.poll() is not None:
                 break
     return {
@@ -77,12 +86,23 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
     }
 
 
+@contextmanager
+def _keys(concurrent: int) -> Iterator[tuple[str, str, str]]:
+    """(a file of two keys, the key of the eight, the key of the hostile client)."""
+    good, good_line = fresh("good")
+    bad, bad_line = fresh("bad")
+    with tempfile.TemporaryDirectory(prefix="pipeinfer-chaos-") as folder:
+        file = Path(folder, "keys.txt")
+        file.write_text(f"{good_line}\n{bad_line} concurrent={concurrent}\n")
+        yield str(file), good, bad
+
+
 def _suffered(
-    case: Case, server: Serving, streams: Streams, seconds: float, calm: float, calm_first: float
+    case: Case, server: Serving, streams: Streams, attack: tuple[float, str], calm: Calm
 ) -> Found:
     """Sends a case, and looks at everybody else."""
     pids, tracebacks = server.pids(), server.tracebacks()
-    began, said = _attack(case, server.url, seconds)
+    began, said = _attack(case, server.url, *attack)
     settled = streams.settle()
     ended = time.monotonic()
     during = streams.told.between(began, ended)
@@ -92,10 +112,10 @@ def _suffered(
     broken += [f"a stream failed: {text}" for text in during.failed[:3]]
     if not settled:
         broken.append("a stream never went on")
-    if during.gap > calm + BEYOND:
-        broken.append(f"a gap of {during.gap:.2f} s; in calm it is {calm:.2f} s")
-    if during.first > calm_first + BEYOND:
-        broken.append(f"a first token after {during.first:.2f} s; in calm it is {calm_first:.2f} s")
+    if during.gap > calm.gap + BEYOND:
+        broken.append(f"a gap of {during.gap:.2f} s; in calm it is {calm.gap:.2f} s")
+    if during.first > calm.first + BEYOND and not case.unlimited:
+        broken.append(f"a first token after {during.first:.2f} s; in calm {calm.first:.2f} s")
     if restarts:
         broken.append(f"{restarts} processes are others now")
     found = Found(
@@ -109,9 +129,10 @@ def _suffered(
     return found
 
 
-def _attack(case: Case, url: str, seconds: float) -> tuple[float, dict[str, Any]]:
+def _attack(case: Case, url: str, seconds: float, key: str) -> tuple[float, dict[str, Any]]:
     """(when it began, what it did) of an `attack` in a process of its own."""
     words = ["attack", "--url", url, "--case", case.name, "--seconds", str(seconds)]
+    words += ["--key", key]
     with subprocess.Popen(
         [sys.executable, TOOL, *words], stdout=subprocess.PIPE, text=True
     ) as process:

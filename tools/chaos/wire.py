@@ -61,14 +61,17 @@ async def connect(place: Place) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 
 
 async def head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """(status, headers) of the answer that begins here. Raises Closed."""
-    try:
-        raw = await reader.readuntil(b"\r\n\r\n")
-    except (asyncio.IncompleteReadError, ConnectionError) as error:
-        raise Closed(f"no answer: {error}") from None
-    first, *lines = raw.decode("latin-1").split("\r\n")
-    pairs = (line.partition(":") for line in lines if line)
-    return int(first.split(" ", 2)[1]), {name.lower(): value.strip() for name, _, value in pairs}
+    """(status, headers) of the answer that begins here, after any 100 Continue. Raises Closed."""
+    while True:
+        try:
+            raw = await reader.readuntil(b"\r\n\r\n")
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise Closed(f"no answer: {error}") from None
+        first, *lines = raw.decode("latin-1").split("\r\n")
+        status = int(first.split(" ", 2)[1])
+        if status >= 200:
+            pairs = (line.partition(":") for line in lines if line)
+            return status, {name.lower(): value.strip() for name, _, value in pairs}
 
 
 async def answer(reader: asyncio.StreamReader) -> Answer:
