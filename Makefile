@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 WORKERS ?= 2
 PORT ?= 8000
 
-.PHONY: serve test lint format clean
+.PHONY: serve test quick lint format clean
 
 serve: $(VENV)/serve.stamp
 	@( \
@@ -25,6 +25,14 @@ test: $(VENV)/test.stamp
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# What one runs while working: no test that starts a process or loads a model.
+quick: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest --quick -n $(WORKERS) --dist loadfile
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -12,11 +12,24 @@ from pathlib import Path
 
 import pytest
 
+from quick_rule import is_quick
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Stages that die in tests leave their flight recordings there, and not in somebody's home.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), "pipeinfer-tests-state"))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser):
+    text = "only test modules that start no process and load no model"
+    parser.addoption("--quick", action="store_true", help=text)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Left out before they are imported: torch alone takes seconds."""
+    module = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    return True if config.getoption("quick") and module and not is_quick(collection_path) else None
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 
 import zmq
 
@@ -11,33 +13,16 @@ from pipeinfer.messages import Heartbeat
 from pipeinfer.runtime.find import running_servers
 from servers import Server
 
-EMPTY = {
-    "gateway": ("running", "waiting"),
-    "tokenizer": ("ledger",),
-    "scheduler": ("running", "waiting", "kept", "orphans", "in_flight"),
-    "engine": ("slots_used", "steps_in_flight"),
-    "detokenizer": ("running", "kept"),
-}
-PATIENCE = 120.0  # seconds; what a scheduler's death took with it may be remembered for one minute
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from chaos import leftovers as every_stage
+
+PATIENCE = 120.0  # seconds
 
 
 def leftovers(server: Server) -> dict[str, float]:
     """{stage and statistic: value} of what is not empty at last, of every stage that serves."""
-    topology = next(s.topology for s in running_servers() if s.pid == server.process.pid)
-    latest: dict[str, Heartbeat] = {}
-    deadline = time.monotonic() + PATIENCE
-    with zmq.Context() as context, Caller(topology, context) as caller:
-        for stage in topology.ids():
-            caller.listen(stage)
-        while True:
-            for _, beat in caller.hear(0.2):
-                if isinstance(beat, Heartbeat):
-                    latest[beat.stage] = beat
-            left = _left(latest)
-            whole = set(latest) == set(topology.ids())
-            if (whole and not left) or time.monotonic() > deadline:
-                assert whole, f"only {sorted(latest)} were heard"
-                return left
+    return every_stage.leftovers(server.process.pid)
 
 
 def statistics(server: Server, stage: str) -> dict[str, float]:
@@ -51,17 +36,3 @@ def statistics(server: Server, stage: str) -> dict[str, float]:
                 if isinstance(beat, Heartbeat) and beat.stage == stage:
                     return beat.stats
     raise AssertionError(f"{stage} is silent")
-
-
-def _left(latest: dict[str, Heartbeat]) -> dict[str, float]:
-    left: dict[str, float] = {}
-    for stage, beat in latest.items():
-        stats = beat.stats
-        if beat.state != "ready":
-            left[f"{stage} is {beat.state}"] = 1
-            continue
-        left |= {f"{stage} {name}": stats[name] for name in EMPTY[beat.name] if stats[name]}
-        if beat.name == "engine":
-            kept = stats["pages_total"] - stats["pages_free"] - stats["pages_evictable"]
-            left |= {f"{stage} pages": kept} if kept else {}
-    return left

@@ -1,0 +1,25 @@
+"""The storm of `tools/chaos kills`, in short: ranks of two groups die, and no text is another."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from chaos.kills import POOL, Storm, drawn
+
+
+def test_no_text_changes_while_ranks_of_two_groups_are_killed():
+    storm = Storm(streams=8, tokens=60, seed=5)
+    storm.serve({**POOL, "tp": 2, "dp": 2, "log_level": "warning"}, kills=2, only="engine")
+    assert sum(map(len, storm.pauses.values())) == 2, "both kills hit streams under way"
+    assert storm.answers >= 8
+
+
+def test_victims_are_of_every_kind_alike():
+    places = [("tokenizer", 0, 0), ("detokenizer", 0, 0), ("scheduler", 0, 0), ("scheduler", 1, 0)]
+    places += [("engine", group, rank) for group in range(2) for rank in range(4)]
+    victims = drawn(places, 200, random.Random(3))
+    assert Counter(name for name, _, _ in victims) == dict.fromkeys(
+        ("tokenizer", "detokenizer", "scheduler", "engine"), 50
+    )
+    assert set(victims) == set(places)

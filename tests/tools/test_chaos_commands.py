@@ -1,0 +1,95 @@
+"""Hostile clients and overload, in short, as a user runs them; and that they see what is broken."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import servers
+from chaos.cases import CASES
+from chaos.overload import Samples, judged
+from chaos.streams import Told
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def chaos(tmp_path):
+    """Runs a command in a process of its own; gives its exit code and its metrics."""
+
+    def run(*arguments: str) -> tuple[int, dict]:
+        out = tmp_path / "result.json"
+        done = subprocess.run(
+            [sys.executable, "tools/chaos", *arguments, "--json", str(out)],
+            cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=250,
+        )  # fmt: skip
+        assert done.returncode in (0, 1), done.stderr
+        result = json.loads(out.read_text())
+        assert set(result) == {"schema", "command", "commit", "hardware", "date", "metrics"}
+        return done.returncode, result["metrics"]
+
+    return run
+
+
+def test_a_hostile_client_is_answered_as_its_case_says_and_nobody_is_restarted(chaos):
+    """Gaps are left out: here other tests run beside it."""
+    code, metrics = chaos("hostile", "--seconds", "1", "--calm", "1", "--only", "stop strings")
+    names = [case.name for case in CASES if "stop strings" in case.name]
+    assert [case["case"] for case in metrics["cases"]] == names and len(names) > 2
+    for case in metrics["cases"]:
+        assert case["sent"] == sum(case["statuses"].values()) > 0
+        assert case["pieces"] > 0 and case["restarts"] == 0
+        assert not [text for text in case["broken"] if "answer" in text or "failed" in text]
+    assert metrics["calm"]["pieces"] > 8 and metrics["calm"]["failed"] == []
+    assert code == bool(metrics["broken"])
+
+
+def test_under_overload_every_request_is_accepted_or_refused(chaos):
+    words = ("--rate", "150", "--seconds", "2", "--tokens", "40")
+    code, metrics = chaos("overload", *words, "--max-running", "2", "--max-queue", "2")
+    assert metrics["offered"] == 300 == sum(metrics["statuses"].values())
+    assert set(metrics["statuses"]) == {"200", "429"}
+    assert metrics["health_samples"] > 10 and metrics["gateway_mib"] > 10
+    assert code == bool(metrics["broken"])
+
+
+def test_the_longest_gap_is_found_in_whichever_stream_it_is():
+    told = Told(2)
+    for at in range(10):
+        told.note(0, "piece", at / 10)
+        if at not in (4, 5, 6):
+            told.note(1, "piece", at / 10 + 0.01)
+    told.note(0, "end", 0.91)
+    told.note(0, "ask", 0.92)
+    told.note(0, "piece", 1.22)
+    calm = told.between(0.0, 2.0)
+    assert (calm.gap, calm.first) == (pytest.approx(0.4), pytest.approx(0.3))
+    assert told.between(0.0, 0.2).gap == pytest.approx(0.1), "before it"
+    assert told.between(0.5, 0.6).gap == pytest.approx(0.4), "within it"
+    assert not told.quiet(0.5, 0.6), "a stream did not move"
+    assert not told.quiet(0.0, 1.3) or calm.gap < 0.4
+    told.note(1, "fail: Closed()", 1.3)
+    assert told.between(1.2, 1.4).failed == ("fail: Closed()",)
+
+
+GOOD = [(0.0, 0.0, 0.01, 429, True)] * 99 + [(0.0, 0.0, 5.0, 200, True)]
+WELL = Samples(health=[0.001] * 10, statuses=Counter({200: 10}), rss=100 << 20)
+
+
+def broken(rows=GOOD, samples=WELL) -> list[str]:
+    return judged(rows, samples, Namespace(seconds=1.0))["broken"]
+
+
+def test_each_promise_of_overload_is_seen_when_it_is_broken():
+    assert broken() == []
+    assert "429 takes" in broken([(0.0, 0.0, 0.5, 429, True)] * 5 + GOOD)[0]
+    assert "not whole" in broken([*GOOD, (0.0, 0.0, 5.0, 200, False)])[0]
+    assert "statuses" in broken([*GOOD, (0.0, 0.0, 0.1, 500, True)])[0]
+    assert "MiB" in broken(samples=Samples([0.001], Counter({200: 1}), 0, 2 << 30))[0]
+    assert "/health" in broken(samples=Samples([0.001], Counter({200: 1}), 1, 1 << 20))[0]

@@ -1,0 +1,286 @@
+"""The worst that one client may send, as a table: a name, the requests, and what may be answered.
+
+Made for the demo model: 264 token ids, a token for each byte, a context of 2,048 tokens. A bound of
+the server has two cases here, at it and beyond it. Knows no server.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from chaos import sending, wire
+from chaos.sending import Way
+from pipeinfer.gateway.requests import MOST_PROMPTS
+from pipeinfer.gateway.schema import MOST_MESSAGES
+from pipeinfer.gateway.survey import MOST_DEPTH
+from pipeinfer.params import (
+    LEAST_REPETITION,
+    LEAST_TOP_P,
+    MAX_STOP_STRINGS,
+    MOST_REPETITION,
+    MOST_STOP_LETTERS,
+    MOST_STOP_TOKENS,
+    MOST_TEMPERATURE,
+)
+
+CONTEXT, VOCABULARY, LONGEST_TOKEN = 2048, 264, 13
+MEGABYTES = 5_000_000
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+Build = Callable[[], list[bytes]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`build`: the requests, sent in turn on each of `connections`. `expected`: what may come back
+    ("429" always may): statuses, "closed", "0" where nobody waits for one, and "cut" where all may
+    still be under way when the time is over. `unlimited`: by a key without limits."""
+
+    name: str
+    build: Build
+    expected: frozenset[str]
+    send: Way = sending.whole
+    connections: int = 4
+    unlimited: bool = False
+
+
+def _case(
+    name: str,
+    build: Build,
+    expected: str,
+    send: Way = sending.whole,
+    connections: int = 4,
+    unlimited: bool = False,
+) -> Case:
+    statuses = frozenset((*expected.split(), "429"))
+    return Case(name, build, statuses, send, connections, unlimited)
+
+
+def chat(headers: Mapping[str, str] | None = None, **fields: Any) -> bytes:
+    """A chat request of 16 tokens, with `fields` in its body."""
+    body = {"messages": [{"role": "user", "content": "Copy: abc"}], "max_tokens": 16, **fields}
+    return wire.request(CHAT, json.dumps(body).encode(), headers)
+
+
+def completion(**fields: Any) -> bytes:
+    """A completion of 4 tokens, with `fields` in its body."""
+    body = json.dumps({"prompt": "abc", "max_tokens": 4, **fields})
+    return wire.request(COMPLETION, body.encode())
+
+
+def chats(name: str, expected: str, connections: int = 4, **fields: Any) -> Case:
+    """A case of one chat request."""
+    return _case(name, lambda: [chat(**fields)], expected, connections=connections)
+
+
+def completions(name: str, expected: str, connections: int = 4, **fields: Any) -> Case:
+    """A case of one completion request."""
+    return _case(name, lambda: [completion(**fields)], expected, connections=connections)
+
+
+def nested(depth: int) -> Any:
+    """`depth` lists within each other."""
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def _deep(field: str, depth: int) -> bytes:
+    """A chat with `depth` lists in `field`, put in as text: no encoder goes so deep."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    if field == "tool_calls":
+        body["messages"].insert(0, {"role": "assistant", "tool_calls": [{"a": "HERE"}]})
+    else:
+        body[field] = {"a": "HERE"}
+    value = "[" * depth + "]" * depth
+    return wire.request(CHAT, json.dumps(body).replace('"HERE"', value).encode())
+
+
+def _each(*contents: bytes) -> Build:
+    return lambda: list(contents)
+
+
+def _stops(letters: int) -> list[str]:
+    """Strings that almost match a text of one letter, at every place."""
+    return ["a" * (letters - 2) + chr(ord("b") + n) + "a" for n in range(MAX_STOP_STRINGS)]
+
+
+def _gzip(body: bytes, cut: int = 0) -> bytes:
+    packed = gzip.compress(body, 1)
+    return wire.request(CHAT, packed[: len(packed) - cut], {"Content-Encoding": "gzip"})
+
+
+def _broken_gzip() -> list[bytes]:
+    good = gzip.compress(json.dumps({"messages": []}).encode())
+    bodies = (b"this is no gzip", good[:10], good[:-4], good[:15] + b"\xff" * 9, b"\x1f\x8b")
+    return [wire.request(CHAT, body, {"Content-Encoding": "gzip"}) for body in bodies]
+
+
+MALFORMED = (
+    b"GET\r\n\r\n",
+    b"GET /health\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",  # TLS
+    b"GET /health HTTP/9.9\r\n\r\n",
+    b"G\x00T /health HTTP/1.1\r\n\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n{}",
+    b"POST /v1/chat/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n",
+    b"POST /v1/chat/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n"
+    b"Content-Length: 4\r\n\r\n0\r\n\r\n",
+    b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
+    b"GET /health HTTP/1.1\r\n" + b"".join(b"X%d: 1\r\n" % n for n in range(5000)) + b"\r\n",
+    b"GET /health HTTP/1.1\r\nno colon here\r\n\r\n",
+)
+
+DEPTH = MOST_DEPTH - 2  # within a value of an object of the body's
+LETTERS = MOST_STOP_LETTERS
+
+CASES: tuple[Case, ...] = (
+    # ------------------------------------------------------------------------------- nested JSON
+    _case("nested at the bound", lambda: [chat(chat_template_kwargs={"a": nested(DEPTH)})], "200"),
+    _case(
+        "nested beyond the bound",
+        lambda: [_deep("chat_template_kwargs", n) for n in (DEPTH + 1, 980)], "400",
+    ),
+    _case(
+        "nested near the stack's end",
+        lambda: [_deep("chat_template_kwargs", n) for n in range(970, 985)], "400",
+    ),
+    _case(
+        "tool_calls near the stack's end",
+        lambda: [_deep("tool_calls", n) for n in range(965, 985)], "400",
+    ),
+    _case("nested far beyond", lambda: [_deep("chat_template_kwargs", 100_000)], "400"),
+    _case("nested 900,000 deep", lambda: [_deep("tool_calls", 900_000)], "400"),
+    _case(
+        "wide arguments",
+        lambda: [chat(chat_template_kwargs={f"k{n}": n for n in range(90_000)})], "200 400",
+    ),
+    _case(
+        "wider arguments",
+        lambda: [chat(chat_template_kwargs={f"k{n}": n for n in range(300_000)})], "400",
+    ),
+    # -------------------------------------------------------------------------------- parameters
+    _case(
+        "small repetition_penalty",
+        lambda: [chat(repetition_penalty=p) for p in (1e-300, 1e-38, 5e-324, 1e-20)], "400",
+    ),
+    _case(
+        "repetition_penalty at its bounds",
+        lambda: [
+            chat(repetition_penalty=p, max_tokens=200, ignore_eos=True)
+            for p in (LEAST_REPETITION, MOST_REPETITION)
+        ], "200",
+    ),
+    _case(
+        "large repetition_penalty",
+        lambda: [chat(repetition_penalty=p) for p in (1e300, 1e38)], "400",
+    ),
+    _case(
+        "parameters at their edges",
+        lambda: [
+            chat(temperature=1e-300), chat(temperature=MOST_TEMPERATURE), chat(top_p=LEAST_TOP_P),
+            chat(top_p=5e-324, temperature=1.0), chat(top_k=2**31 - 1, temperature=1.0),
+            chat(min_p=1.0, temperature=1.0), chat(seed=2**64 - 1), chat(seed=-(2**63)),
+            chat(presence_penalty=2, frequency_penalty=-2), chat(priority=2**31 - 1),
+            chat(priority=-(2**31) + 1), chat(timeout=24 * 3600), chat(cache_salt="s" * 1024),
+        ], "200",
+    ),
+    _case(
+        "parameters beyond their edges",
+        lambda: [
+            chat(temperature=1e300), chat(top_p=0), chat(top_k=2**31), chat(min_p=1.1),
+            chat(seed=2**64), chat(timeout=1e9), chat(cache_salt="s" * 1025),
+            chat(min_tokens=2**63), chat(presence_penalty=3), chat(max_tokens=2**31),
+            chat(priority=2**70),
+        ], "400",
+    ),
+    _case(
+        "short timeouts", lambda: [
+            chat(timeout=t, max_tokens=500, ignore_eos=True) for t in (1e-9, 0.01, 0.1)
+        ], "200 408",
+    ),
+    chats("all ids stop", "400", min_tokens=16, stop_token_ids=list(range(VOCABULARY))),
+    chats(
+        "all ids but one stop", "200 cut", connections=16,
+        min_tokens=500, max_tokens=500, stop_token_ids=list(range(1, VOCABULARY)), temperature=1.0,
+    ),
+    chats(
+        "as many stop ids as may be", "200 400",
+        min_tokens=8, stop_token_ids=list(range(256, 256 + MOST_STOP_TOKENS)),
+    ),
+    chats("a million stop ids", "400", min_tokens=8, stop_token_ids=list(range(10**6))),
+    chats("one stop id a million times", "400", min_tokens=8, stop_token_ids=[97] * 10**6),
+    # --------------------------------------------------------------------------- lists of prompts
+    completions("5 MB of prompts", "400", prompt=["a"] * (MEGABYTES // 4)),
+    completions("32 MB of prompts", "400 413", prompt=["a"] * (32 * 2**20 // 5)),
+    _case(
+        "prompts at the bound",
+        lambda: [completion(prompt=["a"] * MOST_PROMPTS, max_tokens=1)], "200 cut", unlimited=True,
+    ),
+    _case(
+        "long prompts at the bound",
+        lambda: [completion(prompt=["a" * (CONTEXT - 8)] * MOST_PROMPTS, max_tokens=1)],
+        "200 cut", connections=2, unlimited=True,
+    ),
+    completions("prompts beyond the bound", "400", prompt=["a"] * (MOST_PROMPTS + 1)),
+    completions("prompts of ids", "400", prompt=[[1]] * 500_000),
+    completions("empty prompts", "400", prompt=[""] * 500_000),
+    # -------------------------------------------------------------------------------- long texts
+    chats("text of 5 MB", "400", messages=[{"role": "user", "content": "a" * MEGABYTES}]),
+    completions("prompt of 5 MB", "400", prompt="ab " * (MEGABYTES // 3)),
+    completions("prompt that just may fit", "400", prompt="a" * (CONTEXT * LONGEST_TOKEN)),
+    completions("prompt that just fits", "200 cut", prompt="a" * (CONTEXT - 5)),
+    completions("control tokens", "200 400", prompt="<|im_end|>" * 2000),
+    completions("5 MB of token ids", "400", prompt=[97] * (MEGABYTES // 4)),
+    chats(
+        "as many messages as may be", "400",
+        messages=[{"role": "user", "content": "a"}] * MOST_MESSAGES,
+    ),
+    chats(
+        "100,000 parts of a message", "400",
+        messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 100_000}],
+    ),
+    chats("half a character", "200 400", messages=[{"role": "user", "content": "\ud800" * 50}]),
+    # -------------------------------------------------------------------------------------- stops
+    completions(
+        "stop strings at the bound", "200 cut", connections=8,
+        prompt="a" * 900, max_tokens=500, ignore_eos=True, stop=_stops(LETTERS),
+    ),
+    completions("stop strings beyond the bound", "400", stop=_stops(LETTERS + 1)),
+    completions("stop strings of 5 MB", "400", prompt="a" * 900, stop=_stops(312_000)),
+    completions("17 stop strings", "400", stop=["x"] * (MAX_STOP_STRINGS + 1)),
+    completions("a million stop strings", "400", stop=["x"] * 10**6),
+    # --------------------------------------------------------------------------------- below JSON
+    _case("broken gzip", _broken_gzip, "400"),
+    _case("gzip bomb", lambda: [_gzip(b" " * (200 << 20))], "400 413"),
+    _case("malformed requests", lambda: list(MALFORMED), "400 401 200 closed", connections=2),
+    _case("half-closed", lambda: [chat()], "200", sending.half_closed),
+    _case("slow requests", lambda: [chat()], "408 closed cut", sending.slow, 64),
+    _case("dropped connections", _each(b""), "0 closed", sending.dropped, 64),
+    _case(
+        "dropped requests", lambda: [chat(max_tokens=1000, ignore_eos=True, stream=True)],
+        "0 closed", sending.dropped, 32,
+    ),
+    _case(
+        "unread streams", lambda: [chat(max_tokens=1000, ignore_eos=True, stream=True)],
+        "200 closed cut", sending.unread, 16,
+    ),
+    _case("pipelined", lambda: [chat(max_tokens=1) * 200], "200"),
+    # ------------------------------------------------------------------------------- simply much
+    chats("small requests", "200", max_tokens=1, connections=32),
+    chats("whole contexts", "200 cut", connections=64, max_tokens=2000, ignore_eos=True),
+    completions(
+        "long prompts", "200 cut", connections=32, prompt="a" * (CONTEXT - 5),
+    ),
+    _case(
+        "salts", lambda: [completion(prompt="a" * 1000, cache_salt=f"s{n}") for n in range(500)],
+        "200", connections=8,
+    ),
+)  # fmt: skip

@@ -1,0 +1,76 @@
+"""How a case is sent: as one request, half-closed, slowly, or dropped on the way.
+
+Each way takes a server's place and the bytes, and gives the answer; `DROPPED` where the client
+did not wait for one. Knows no case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from chaos import wire
+from chaos.wire import Answer, Place
+
+Way = Callable[[Place, bytes], Awaitable[Answer]]
+DROPPED = Answer(0, {}, b"")
+SIP = 0.1  # seconds between two pieces of a slow request
+HELD = 0.05  # seconds that a connection lives which is then dropped
+
+
+async def whole(place: Place, content: bytes) -> Answer:
+    """Everything at once, then the whole answer."""
+    reader, writer = await wire.connect(place)
+    try:
+        writer.write(content)
+        return await wire.answer(reader)
+    finally:
+        writer.close()
+
+
+async def half_closed(place: Place, content: bytes) -> Answer:
+    """The sending side ends before the answer, as with `nc -N` or shutdown(SHUT_WR)."""
+    reader, writer = await wire.connect(place)
+    try:
+        writer.write(content)
+        writer.write_eof()
+        return await wire.answer(reader)
+    finally:
+        writer.close()
+
+
+async def slow(place: Place, content: bytes) -> Answer:
+    """A byte at a time, ten a second."""
+    reader, writer = await wire.connect(place)
+    try:
+        for at in range(len(content)):
+            writer.write(content[at : at + 1])
+            await writer.drain()
+            await asyncio.sleep(SIP)
+        return await wire.answer(reader)
+    finally:
+        writer.close()
+
+
+async def dropped(place: Place, content: bytes) -> Answer:
+    """Sent, and left alone at once: nobody reads the answer."""
+    _, writer = await wire.connect(place)
+    try:
+        writer.write(content)
+        await asyncio.sleep(HELD)
+    finally:
+        writer.transport.abort()
+    return DROPPED
+
+
+async def unread(place: Place, content: bytes) -> Answer:
+    """Sent, and held open for a second without reading."""
+    reader, writer = await wire.connect(place)
+    try:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(content)
+        await asyncio.sleep(1.0)
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        return await wire.answer(reader)
+    finally:
+        writer.transport.abort()

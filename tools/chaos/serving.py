@@ -1,0 +1,91 @@
+"""A server under attack: its processes, what it says of its stages, and what it logs.
+
+Knows `pipeinfer serve`, its ready line and /health; nothing of what is done to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bench import processes
+
+Place = tuple[str, int, int]  # name, group and rank of a stage
+PATIENCE = 120.0  # seconds for a stage to come back
+TRACEBACK = "Traceback (most recent call last)"
+
+
+class Serving:
+    """`pipeinfer serve` with `settings` on a free port, as a context manager.
+
+    url: set when it is ready. words: further words of the command line.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], *words: str) -> None:
+        handle, self._log = tempfile.mkstemp(prefix="pipeinfer-chaos-", suffix=".log")
+        command = [sys.executable, "-m", "pipeinfer.cli", "serve"]
+        command += [*processes.flags({**settings, "port": 0}), *words]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=handle, text=True)
+        os.close(handle)
+        self.url = ""
+
+    def __enter__(self) -> Serving:
+        try:
+            self.url = processes.wait_ready(self.process)
+        except BaseException:
+            print(self.log(), file=sys.stderr)
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        processes.stop(self.process)
+        Path(self._log).unlink()
+
+    def stop(self) -> int:
+        """Tells it to stop; the exit code."""
+        processes.stop(self.process)
+        return self.process.returncode
+
+    def log(self) -> str:
+        """What it and its stages have logged so far."""
+        return Path(self._log).read_text(errors="replace")
+
+    def tracebacks(self) -> int:
+        """How many of them stand in the log."""
+        return self.log().count(TRACEBACK)
+
+    def health(self) -> dict[str, Any]:
+        """GET /health; OSError if nobody answers."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:  # 503: it says who is missing
+            return json.load(error)
+
+    def pids(self) -> dict[Place, int]:
+        """The process of each stage."""
+        return {(s["name"], s["group"], s["rank"]): s["pid"] for s in self.health()["stages"]}
+
+    def wait(self, condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
+        """Looks again and again; TimeoutError names `what`."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise TimeoutError(f"never happened: {what}\n{self.log()}")
+            time.sleep(0.03)

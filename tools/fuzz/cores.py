@@ -1,0 +1,103 @@
+"""Messages that are well typed and make no sense, a few in a row, to the core of a stage.
+
+An input names a stage and is a sequence of (channel, message). Whatever ids, stages and numbers
+they hold, a core takes them or drops them. Peers have keys and are of the same version, so what
+this finds is less urgent than what strangers reach.
+"""
+
+from __future__ import annotations
+
+import logging
+from random import Random
+
+from fuzz import mutation, wire_values
+from pipeinfer.bus import frames
+from pipeinfer.bus.frames import Header
+from pipeinfer.core import Core
+from pipeinfer.events import Tick
+from pipeinfer.messages import PROTOCOL
+from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.stage import TAKES, StageContext, builder
+from pipeinfer.runtime.topology import Identity
+from pipeinfer.settings import Settings
+
+STAGES = ("gateway", "tokenizer", "scheduler", "detokenizer")
+MOST = 12  # messages of an input
+
+
+def make() -> Cores:
+    """The target."""
+    return Cores()
+
+
+def fresh(name: str) -> Core:
+    """The core of a stage of the demo model, as its builder makes it."""
+    settings = Settings(port=0, served_model_name="fuzz")
+    topology = topologies.local(settings, "inproc://fuzz-")
+    context = StageContext(settings, topology, Identity(name), 1, lambda *_: None)
+    return builder(name)(context).core
+
+
+class Cores:
+    """See Target."""
+
+    instrumented = (
+        "pipeinfer.gateway.core", "pipeinfer.tokenizer.core", "pipeinfer.scheduler.core",
+        "pipeinfer.detokenizer.core", "pipeinfer.scheduler.epochs", "pipeinfer.scheduler.board",
+        "pipeinfer.tokenizer.prompts",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        logging.getLogger("pipeinfer").setLevel(logging.CRITICAL)
+        for name in STAGES:
+            fresh(name)  # what is loaded at the first time is no part of an input
+
+    def seeds(self) -> list[bytes]:
+        """For each stage one message of each kind."""
+        source, found = Random(2), []
+        for number, name in enumerate(STAGES):
+            pieces = [bytes([number])]
+            for channel in TAKES[name]:
+                for info in wire_values.kinds(channel):
+                    value = wire_values.examples.drawn(info, source)
+                    pieces += [channel.encode(), wire_values.encode(value)]
+            found.append(mutation.joined(pieces))
+        return found
+
+    def mutated(self, data: bytes, source: Random) -> bytes:
+        """Another message in it, or one more."""
+        number = source.randrange(len(STAGES))
+        pieces = mutation.parts(data) or [bytes([number])]
+        number = (pieces[0] or b"\0")[0] % len(STAGES)
+        if len(pieces) > 2 and source.random() < 0.5:
+            at = source.randrange((len(pieces) - 1) // 2) * 2 + 2
+            pieces[at] = wire_values.mutated(pieces[at], source)
+        else:
+            channel = source.choice(TAKES[STAGES[number]])
+            body = wire_values.encode(wire_values.example(channel, source))
+            pieces += [channel.encode(), body]
+        return mutation.joined(pieces[: 1 + 2 * MOST])
+
+    def one(self, data: bytes) -> None:
+        """A fresh core takes the messages, each followed by a tick."""
+        pieces = mutation.parts(data)
+        if not pieces or not pieces[0]:
+            return
+        name = STAGES[pieces[0][0] % len(STAGES)]
+        header = wire_values.encode(Header(PROTOCOL, "gateway-0", 1, 0, 0.0))
+        core, now = None, 0.0
+        for channel, body in zip(pieces[1::2], pieces[2::2], strict=False):
+            try:
+                heard, _, message = frames.decode([channel, header, body])
+            except frames.BadFrame:
+                continue
+            if heard in TAKES[name]:
+                core = core or fresh(name)
+                now += 0.2
+                core.handle(message, now)
+                core.handle(Tick(), now)
+                core.state()
+                core.stats()
+
+    def close(self) -> None:
+        """Nothing was started."""

@@ -1,0 +1,278 @@
+"""Requests as strangers may send them, on the socket of a real gateway whose stages are played.
+
+An input says how its last part is sent: as raw bytes, or as a body in a well-formed request, whole,
+chunked, packed, twice in a row or half-closed. No 5xx, no line at ERROR in the log, every body that
+comes back is an answer or an error in its form, the loop never stands still, and the next client
+is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import logging
+import time
+import zlib
+from random import Random
+
+import uvloop
+
+from chaos import wire
+from fuzz import bodies, mutation
+from fuzz.bodies import CHAT, COMPLETION
+from fuzz.pipeline import MODEL, Gateway
+from fuzz.target import Wrong
+
+RAW, WHOLE, CHUNKED, PACKED, TWICE, HALF, PATH, HEADERS = range(8)
+WAYS = 8
+PATIENCE = 0.02  # seconds for an answer to what is perhaps no whole request
+CANARY = 5.0  # for one that is
+STALL = 0.5  # seconds in which the loop does nothing else
+EVERY = 0.005  # seconds between looks at the clock
+BEATS = 200  # inputs between two heartbeats
+PATHS = (CHAT, COMPLETION)
+
+
+def make() -> Http:
+    """The target."""
+    return Http()
+
+
+class Errors(logging.Handler):
+    """Keeps what is logged at ERROR."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raised = record.exc_info[0] if record.exc_info else None
+        said = record.getMessage().split("\n")[0]
+        self.found.append(f"logged at ERROR: {said} ({raised.__name__ if raised else 'no error'})")
+
+
+class Watch:
+    """`longest`: seconds between two turns of the running loop, which has one every few ms."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.longest, self._last = 0.0, time.monotonic()
+        self._next = self._loop.call_later(EVERY, self._turn)
+
+    def _turn(self) -> None:
+        self._note()
+        self._next = self._loop.call_later(EVERY, self._turn)
+
+    def _note(self) -> None:
+        now = time.monotonic()
+        self.longest, self._last = max(self.longest, now - self._last), now
+
+    def end(self) -> None:
+        """No more turns."""
+        self._note()
+        self._next.cancel()
+
+
+class Http:
+    """See Target."""
+
+    instrumented = (
+        "pipeinfer.gateway.schema", "pipeinfer.gateway.requests", "pipeinfer.gateway.app",
+        "pipeinfer.gateway.core", "pipeinfer.gateway.errors", "pipeinfer.params",
+        "pipeinfer.gateway.port", "pipeinfer.gateway.streams",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._errors = Errors()
+        logging.getLogger().handlers[:] = [self._errors]
+        logging.getLogger().setLevel(logging.ERROR)
+        self._loop = uvloop.new_event_loop()
+        asyncio.set_event_loop(self._loop)
+        self._gateway = Gateway()
+        self._runs = 0
+        self._place = wire.Place.of(self._loop.run_until_complete(self._gateway.start()))
+        self._loop.run_until_complete(self._listening())
+
+    async def _listening(self) -> None:
+        deadline = time.monotonic() + CANARY
+        while True:
+            try:
+                await self._canary()
+                return
+            except (OSError, Wrong):
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.05)
+
+    def seeds(self) -> list[bytes]:
+        """Both endpoints, each way of sending, whole and streamed; other paths; raw requests."""
+        found = []
+        source = Random(5)
+        for place, path in enumerate(PATHS):
+            for way in range(1, 6):
+                for stream in (False, True):
+                    body = {**bodies.example(path, source), "stream": stream}
+                    found.append(_input(way, place, bodies.encode(body)))
+        for path in (
+            "/health",
+            "/v1/models",
+            f"/v1/models/{MODEL}",
+            "/metrics",
+            "/v1/models/a%20b",
+        ):
+            found.append(_input(PATH, 0, path.encode()))
+            found.append(_input(RAW, 0, wire.request(path, method="GET")))
+        found.append(_input(HEADERS, 0, b"Authorization: Bearer x\r\nX-Request-Id: a"))
+        found.append(_input(RAW, 0, wire.request(CHAT, bodies.encode(bodies.plain(CHAT)))))
+        return found
+
+    def mutated(self, data: bytes, source: Random) -> bytes:
+        """Another body, another way of sending it, or other bytes in a header or a path."""
+        if len(data) < 2:
+            return _input(WHOLE, 0, bodies.encode(bodies.plain(CHAT)))
+        way, place, body = data[0] % WAYS, data[1] % 2, data[2:]
+        kind = source.randrange(10)
+        if kind == 0:
+            way = source.randrange(1, 6)
+        elif kind < 3 and way in (WHOLE, CHUNKED, PACKED, TWICE, HALF):
+            body = bodies.encode(bodies.example(PATHS[place], source))
+        elif kind == 3 or way in (RAW, PATH, HEADERS):
+            body = mutation.mutated(body, source)
+        else:
+            body = bodies.mutated(body, source)
+        return _input(way, place, body)
+
+    def one(self, data: bytes) -> None:
+        """Sends it, and then a canary."""
+        if len(data) < 2:
+            return
+        self._runs += 1
+        if self._runs % BEATS == 0:
+            self._loop.run_until_complete(self._beat())
+        try:
+            self._loop.run_until_complete(self._exchange(data[0] % WAYS, data[1] % 2, data[2:]))
+        finally:
+            errors, self._errors.found = self._errors.found, []
+            failures, self._gateway.failures = self._gateway.failures, []
+            if failures:
+                raise failures[0] from None  # the reason of whatever the client saw
+        if errors:
+            raise Wrong(errors[0])
+
+    async def _beat(self) -> None:
+        self._gateway.beat()
+
+    async def _exchange(self, way: int, place: int, body: bytes) -> None:
+        content, sure = _request(way, PATHS[place], body)
+        watch = Watch()
+        try:
+            await self._send(content, half=way == HALF, sure=sure)
+        finally:
+            watch.end()
+        if watch.longest > STALL:
+            raise Wrong(f"the loop stood still for {watch.longest:.1f} s")
+        if zlib.crc32(body) % 4 == 0 or self._runs == 1:
+            await self._canary()
+
+    async def _send(self, content: bytes, half: bool, sure: bool) -> None:
+        """Sends, and looks at every answer until none comes any more."""
+        reader, writer = await wire.connect(self._place)
+        answers = 0
+        try:
+            writer.write(content)
+            if half:
+                writer.write_eof()
+            while True:
+                async with asyncio.timeout(
+                    CANARY if sure and not answers else PATIENCE
+                ) as patience:
+                    self._gateway.on_failure = lambda: patience.reschedule(0)
+                    answer = await wire.answer(reader)
+                _check(answer)
+                answers += 1
+                if sure:
+                    return
+        except TimeoutError:
+            if sure:
+                raise Wrong("a well-formed request gets no answer") from None
+        except OSError:
+            if sure and not answers:
+                raise Wrong("a well-formed request gets no answer, the connection ends") from None
+        finally:
+            self._gateway.on_failure = lambda: None
+            writer.transport.abort()
+
+    async def _canary(self) -> None:
+        """A good request is answered as it should be."""
+        reader, writer = await wire.connect(self._place)
+        try:
+            writer.write(wire.request(COMPLETION, bodies.encode({"prompt": "one two"})))
+            async with asyncio.timeout(CANARY):
+                answer = await wire.answer(reader)
+        except TimeoutError:
+            raise Wrong("the next client is not answered") from None
+        finally:
+            writer.transport.abort()
+        if answer.status != 200 or json.loads(answer.body)["choices"][0]["text"] != "one two ":
+            raise Wrong(f"the next client gets {answer.status}: {answer.body[:200]!r}")
+
+    def close(self) -> None:
+        """Stops the gateway."""
+        self._loop.run_until_complete(self._gateway.stop())
+        self._loop.close()
+
+
+def _input(way: int, place: int, body: bytes) -> bytes:
+    return bytes([way, place]) + body
+
+
+def _request(way: int, path: str, body: bytes) -> tuple[bytes, bool]:
+    """(bytes, whether a server must answer them)."""
+    if way == RAW:
+        return body, False
+    if way == CHUNKED:
+        half = len(body) // 2
+        chunks = [chunk for chunk in (body[:half], body[half:]) if chunk]
+        packed = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks)
+        head = {"Content-Type": "application/json", "Transfer-Encoding": "chunked"}
+        return wire.request(path, packed + b"0\r\n\r\n", head), True
+    if way == PACKED:
+        packed = gzip.compress(body, 1) if len(body) % 4 else body
+        return wire.request(path, packed, {"Content-Encoding": "gzip"}), bool(packed)
+    if way == TWICE:
+        return wire.request(path, body) * 2, bool(body)
+    if way == PATH:
+        return b"GET " + body + b" HTTP/1.1\r\nHost: server\r\n\r\n", False
+    if way == HEADERS:
+        plain = bodies.encode(bodies.plain(path))
+        head = b"POST %s HTTP/1.1\r\nHost: server\r\nContent-Length: %d\r\n%s\r\n\r\n"
+        return head % (path.encode(), len(plain), body) + plain, False
+    return wire.request(path, body), bool(body)  # also of who says that it will send no more
+
+
+def _check(answer: wire.Answer) -> None:
+    """An answer in its form; what aiohttp itself refuses is in its own."""
+    if answer.status >= 500:
+        raise Wrong(f"status {answer.status}: {answer.body[:300]!r}")
+    kind = answer.headers.get("content-type", "")
+    if kind.startswith("application/json"):
+        content = json.loads(answer.body)
+        if answer.status >= 400:
+            error = content["error"]
+            if not (isinstance(error["message"], str) and {"type", "param", "code"} <= set(error)):
+                raise Wrong(f"an error in another form: {answer.body[:300]!r}")
+    elif kind.startswith("text/event-stream"):
+        _check_stream(answer.body)
+    elif answer.status == 200 and not kind.startswith("text/plain"):
+        raise Wrong(f"an answer of type {kind!r}")
+
+
+def _check_stream(body: bytes) -> None:
+    *events, rest = body.split(b"\n\n")
+    if rest or not events:
+        raise Wrong(f"a stream that ends with {body[-100:]!r}")
+    for event in events[:-1]:
+        json.loads(event.removeprefix(b"data: "))
+    if events[-1] != b"data: [DONE]" and "error" not in json.loads(events[-1][6:]):
+        raise Wrong(f"a stream that ends with {events[-1]!r}")

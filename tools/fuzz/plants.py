@@ -1,0 +1,167 @@
+"""Faults to be found: each is plausible, is put in at run time, and is not hit by the first input.
+
+A fuzzer that finds nothing proves little unless it is known to find something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import zstandard
+
+
+def _unknown_tag() -> None:
+    """frames: an unknown tag on `result` looks its name up in a table that lacks it."""
+    from pipeinfer.bus import frames
+
+    decoder = frames._decoders["result"]
+    names = {"Hello": 1, "Ready": 2, "Admitted": 3, "Result": 4, "Digests": 5, "Fault": 6}
+
+    class Decoder:
+        def decode(self, body: bytes) -> Any:
+            value = msgspec.msgpack.decode(body)
+            if isinstance(value, list) and value and isinstance(value[0], str):
+                _ = names[value[0]]
+            return decoder.decode(body)
+
+    frames._decoders["result"] = Decoder()  # type: ignore[assignment]
+
+
+def _deep_frame() -> None:
+    """frames: what is nested too deeply raises RecursionError, and the reader stops."""
+    from pipeinfer.bus import frames
+
+    really = frames.decode
+
+    def decode(parts: list[bytes]) -> Any:
+        try:
+            return really(parts)
+        except frames.BadFrame as error:
+            if "recursion" in str(error):
+                raise RecursionError(str(error)) from None
+            raise
+
+    frames.decode = decode
+
+
+def _trusted_length() -> None:
+    """traces: the size that a block says of itself is believed."""
+    from pipeinfer.trace import format as form
+
+    def decompressed(payload: bytes, *_: Any) -> bytes:
+        return zstandard.ZstdDecompressor().decompress(payload)
+
+    form._decompressed = decompressed
+
+
+def _unhashable() -> None:
+    """traces: the errors that a snapshot may cause are listed, and one is missing."""
+    from pipeinfer.trace import restore
+
+    really = restore.restore
+
+    def restored(core: object, state: bytes) -> None:
+        try:
+            really(core, state)
+        except restore.RestoreError as error:
+            if "TypeError" in str(error):
+                raise TypeError(str(error)) from None
+            raise
+
+    restore.restore = restored
+
+
+def _bound_left_out() -> None:
+    """http: `priority` may be any integer, and some do not fit on the bus."""
+    from pipeinfer.gateway import app, schema
+
+    really = schema.decode
+    loose = {
+        kind: msgspec.defstruct(kind.__name__, [("priority", int | None, None)], bases=(kind,),
+                                frozen=True, kw_only=True)
+        for kind in (schema.ChatRequest, schema.CompletionRequest)
+    }  # fmt: skip
+
+    def decode(body: bytes, kind: Any, *rest: Any) -> Any:
+        return really(body, loose[kind], *rest)
+
+    app.decode = decode
+
+
+def _error_by_hand() -> None:
+    """http: the error for an unknown model is put together as text, without escaping."""
+    from pipeinfer.gateway.errors import ApiError
+
+    really = ApiError.body
+
+    def body(self: ApiError) -> bytes:
+        if self.code != "model_not_found":
+            return really(self)
+        text = f'{{"error":{{"message":"{self.message}","type":"not_found_error",'
+        return (text + '"param":"model","code":"model_not_found"}}').encode()
+
+    ApiError.body = body
+
+
+def _split_forgets_locks() -> None:
+    """radix: a node that is split where several paths go on from it hands on one lock, not all."""
+    from pipeinfer.memory.radix import RadixCache
+
+    really = RadixCache._split
+
+    def split(self: Any, node: Any, pages: int) -> Any:
+        forks = len(node.children) > 1
+        head = really(self, node, pages)
+        if forks:
+            head.locks = min(head.locks, 1)
+        return head
+
+    RadixCache._split = split
+
+
+def _one_too_many() -> None:
+    """radix: what a request leaves to others includes its last token, which was never computed."""
+    from pipeinfer.memory.manager import MemoryManager
+
+    def release(self: Any, release: Any, clock: int) -> None:
+        slot = self._active(release.slot, "release")
+        if release.keep:
+            outputs = np.frombuffer(release.output_ids, "<i4")
+            tokens = np.concatenate((self.slots.known_tokens(slot), outputs))
+            self._share(slot, tokens[: int(self.slots.computed[slot]) + 1], clock)
+        self.cache.unlock(self.slots.node[slot])
+        self._give(self.table.own(slot))
+        self.table.clear(slot)
+        self.slots.clear(slot)
+
+    MemoryManager._release = release
+
+
+@dataclass(frozen=True)
+class Plant:
+    """`found`: what stands in the signature of the finding that it is found by."""
+
+    target: str
+    put: Callable[[], None]
+    found: str
+
+
+PLANTS: dict[str, Plant] = {
+    "unknown-tag": Plant("frames", _unknown_tag, "KeyError at fuzz/plants.py"),
+    "deep-frame": Plant("frames", _deep_frame, "RecursionError"),
+    "trusted-length": Plant("traces", _trusted_length, "MiB"),
+    "unhashable": Plant("traces", _unhashable, "TypeError at fuzz/plants.py"),
+    "bound-left-out": Plant("http", _bound_left_out, "bus/frames.py"),
+    "error-by-hand": Plant("http", _error_by_hand, "JSONDecodeError"),
+    "split-forgets-locks": Plant("radix", _split_forgets_locks, "memory/radix.py"),
+    "one-too-many": Plant("radix", _one_too_many, "reads page"),
+}
+
+
+def plant(name: str) -> None:
+    """Puts the fault into this process."""
+    PLANTS[name].put()
