@@ -24,9 +24,7 @@ BAD = ([POISON], [*SHARED, POISON, 7], [*SHARED[:20], POISON, *range(60)])
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    folder = make_checkpoint(
-        tmp_path_factory.mktemp("poisoned"), "Qwen3ForCausalLM", poison=POISON
-    )
+    folder = make_checkpoint(tmp_path_factory.mktemp("poisoned"), "Qwen3ForCausalLM", poison=POISON)
     with Server(
         str(folder), "--served-model-name", "poisoned", "--tp", "2", "--threads", "1",
         "--kv-pages", "400", "--watchdog", str(WATCHDOG), "--page-size", "16",
