@@ -114,7 +114,7 @@ def test_decode_attention_sees_its_window_only(window, cut):
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("page", [1, 16])
 def test_what_a_former_owner_left_in_the_pages_is_not_read(page, window, cut):
-    """A weight of 0 times a NaN is NaN: what lies behind a row's end must not be multiplied."""
+    """A weight of 0 times a NaN is NaN: what lies behind a row must not even be multiplied."""
     case = Case(LENGTHS, page=page)
     clean = case.run(cut, window)
     owned = torch.zeros(case.k.shape[:2], dtype=torch.bool, device=DEVICE)

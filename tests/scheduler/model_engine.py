@@ -179,9 +179,20 @@ class ModelEngine:
             raise Panic(f"confirmed ids {told} differ from what was sampled {slot.tokens}")
         for prefix in slot.shared:
             self.cache[prefix] -= 1
+        if release.forget:
+            if release.keep:
+                raise Panic("a release that forgets what it keeps")
+            self._forget_prefix(told)
         if release.keep and self.caching:
             for prefix in self._prefixes(told, min(len(told), slot.computed)):
                 self.cache.setdefault(prefix, 0)
+
+    def _forget_prefix(self, tokens: list[int]) -> None:
+        for prefix in reversed(self._prefixes(tokens, len(tokens))):
+            longer = any(p[: len(prefix)] == prefix and p != prefix for p in self.cache)
+            if longer or self.cache.get(prefix):
+                break
+            self.cache.pop(prefix, None)
 
     def _admit(self, admit: Admit) -> None:
         if admit.slot in self.slots or not 0 <= admit.slot < self.max_slots:

@@ -140,7 +140,7 @@ def test_cached_tokens_are_those_of_the_first_admission_however_early_it_was_tak
 
 def alive() -> int:
     gc.collect()
-    return sum(isinstance(one, Request) for one in gc.get_objects())
+    return sum(type(one) is Request for one in gc.get_objects())
 
 
 def test_requests_with_a_deadline_are_let_go_when_they_end():
@@ -207,3 +207,18 @@ def test_what_cannot_fit_and_has_output_already_still_ends_with_an_error():
                 p.engine.receive(send.message)
     assert not any(isinstance(message, Refused) for message in told)
     assert [row.finish for m in told if hasattr(m, "rows") for row in m.rows] == ["error"]
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_prompt_whose_client_left_before_any_token_is_not_kept(after):
+    """Nobody has seen its logits: whatever it computed might spoil others."""
+    p = spoiled(pages=200, budget=64)
+    name = p.submit([30] * 9, 40)
+    client = p.clients[name]
+    while len(client.outputs) < after:
+        assert p.deliver()
+    client.cut = 0
+    p.feed(Done((name,)))
+    p.settle()
+    [release] = p.releases
+    assert release.keep == bool(after) and not release.forget

@@ -22,6 +22,7 @@ IDS: frozenset[Place] = frozenset((_REQUEST, name) for name in ("outputs", "stop
 NUMBERS: frozenset[Place] = frozenset(
     (
         (_REQUEST, "inflight"),
+        ("pipeinfer.scheduler.flights:Flight", "slots"),
         ("pipeinfer.scheduler.slots:Slots", "_free"),
         ("pipeinfer.scheduler.credits:Credits", "_planned"),
         ("pipeinfer.scheduler.epochs:Epochs", "_steps"),
