@@ -78,8 +78,7 @@ class GatewayCore:
         self._endings = Endings()
         self._done: dict[str, list[str]] = {}  # ended in this event, by tokenizer
         self._deadlines: list[tuple[float, str]] = []
-        self._draining = False
-        self._was_ready = False
+        self._draining = self._was_ready = False
         self._told: StatusChanged | None = None
         self._late_rows = self._stray_rows = self._resubmitted = 0
         self._handlers: dict[type[Message], Callable[[Any, float], list[Send]]] = {
