@@ -94,9 +94,10 @@ class ContainerHost:
         secrets = self._secrets(described, self._home(name) / "secrets")
         given = {k: str(v).replace(SECRETS, secrets) for k, v in described["environment"].items()}
         home = str(self._home(name))  # a container has a folder for temporary files of its own
-        slim = {"PYTHONPATH": f"{self.folder}/slim"} if described["image"].endswith("slim") else {}
+        slim = [f"{self.folder}/slim"] if described["image"].endswith("slim") else []
+        path = {"PYTHONPATH": os.pathsep.join([*slim, str(ROOT / "src")])}
         # Two cores for everybody; an image has no such limit.
-        return {"PATH": os.defpath, "HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1", **slim,
+        return {"PATH": os.defpath, "HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1", **path,
                 **given}  # fmt: skip
 
     def _secrets(self, described: dict[str, Any], folder: Path) -> str:

@@ -157,3 +157,13 @@ def test_online_replays_a_trace_against_a_running_server(bench, tmp_path):
     (point,) = metrics["points"]
     assert (point["requests"], point["failed"]) == (3, 1)
     assert point["good_share"] <= 2 / 3
+
+
+def test_snapshot_command_takes_the_state_of_each_stage_elsewhere(bench):
+    metrics, said = bench("snapshot", "--sizes", "20x10")
+    assert set(metrics) == {f"{stage} 20x10" for stage in ("scheduler", "gateway", "detokenizer")}
+    for found in metrics.values():
+        assert found["process_mb"] > found["state_mb"] > 0
+        assert 0 < found["fork_ms"] <= found["fork_max_ms"] <= found["copied_ms"] * 20
+        assert found["at_once_ms"] > 0
+    assert said.count("20x10") == 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -62,15 +63,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics; prints them too."""
-    print(f"{'':27}{'state':>10}{'at once':>12}{'fork':>18}{'its CPU':>11}{'copied':>11}")
+    print(f"{'':27}{'process':>9}{'state':>10}{'at once':>12}{'fork':>18}{'CPU':>11}{'copied':>11}")
     results: dict[str, Any] = {}
     for stage in options.stages:
         for size in options.sizes:
             found = results[f"{stage} {size}"] = _in_a_process(stage, size)
             fork = f"{found['fork_ms']:.2f}, {found['fork_max_ms']:.2f} ms"
+            sizes = f"{found['process_mb']:6.0f} MB{found['state_mb']:7.1f} MB"
             print(
-                f"{stage:14}{size:>13}{found['state_mb']:7.1f} MB{found['at_once_ms']:9.1f} ms"
-                f"{fork:>18}{found['fork_cpu_ms']:8.2f} ms{found['copied_ms']:8.0f} ms"
+                f"{stage:14}{size:>13}{sizes}{found['at_once_ms']:9.1f} ms{fork:>18}"
+                f"{found['fork_cpu_ms']:8.2f} ms{found['copied_ms']:8.0f} ms"
             )
     return results
 
@@ -93,9 +95,6 @@ def alone(stage: str, size: str) -> None:
     core, events = CORES[stage](requests, outputs)
     gc.collect()
     gc.freeze()  # as a stage does when it is built
-    begun = time.perf_counter()
-    state = Copier(forks=False).take(core)
-    at_once = time.perf_counter() - begun
     walls, processor, copied = [], [], []
     for _ in range(ROUNDS):
         core.handle(events(), 2.0)  # dirties what a stage at work has dirtied since the last one
@@ -103,7 +102,12 @@ def alone(stage: str, size: str) -> None:
         walls.append(wall)
         processor.append(cpu)
         copied.append(whole)
+    memory = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    begun = time.perf_counter()  # last, since it makes the process larger
+    state = Copier(forks=False).take(core)
+    at_once = time.perf_counter() - begun
     parts = {
+        "process_mb": memory / 1e6,
         "state_mb": len(unpack_state(state.packed(lambda: False))) / 1e6,
         "at_once_ms": at_once * 1e3,
         "fork_ms": statistics.median(walls),

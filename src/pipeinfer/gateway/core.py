@@ -343,11 +343,11 @@ class GatewayCore:
 
     def _tell(self, out: list[Send]) -> None:
         """Tells the driver the status whenever it differs from what it was told."""
-        missing = self.health.missing()
-        self._was_ready = self._was_ready or not missing
+        complete = self.health.complete()
+        self._was_ready = self._was_ready or complete
         if self._draining:
             self.status = "draining"
-        elif not missing:
+        elif complete:
             self.status = "ready"
         else:
             self.status = "degraded" if self._was_ready else "starting"

@@ -5,6 +5,8 @@ Fed with heartbeats and the time; knows no sockets and no clients.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -12,6 +14,7 @@ from pipeinfer.messages import Heartbeat
 
 SILENCE = 5.0  # seconds without a heartbeat after which a stage counts as lost
 PER_GROUP = ("scheduler", "engine")
+NAMED = 8  # stages that a reason names; the others it counts
 
 
 @dataclass(frozen=True)
@@ -41,43 +44,75 @@ class Row:
 
 
 class Health:
-    """The health table. Gateways are shown in it, but nothing waits for them."""
+    """The health table. Gateways are shown in it, but nothing waits for them.
+
+    What follows from it is kept up to date with every change, since a heartbeat may not cost more
+    the more stages there are: which rows are missing (not ready), by their place in the topology,
+    and how many of each group.
+    """
 
     def __init__(self, expected: Iterable[Expected]) -> None:
         self.rows = {e.stage: Row(e.stage, e.name, e.group, e.rank) for e in expected}
+        self._order = list(self.rows.values())
+        self._places = {row.stage: place for place, row in enumerate(self._order)}
+        self._missing = [place for place, row in enumerate(self._order) if row.name != "gateway"]
+        per_group = [row for row in self._order if row.name in PER_GROUP]
+        self._of_group = Counter(row.group for row in per_group)
+        self._whole = 0  # groups with nobody missing
+        self._common = len(self._missing) - len(per_group)  # of the missing that are in no group
 
     def beat(self, beat: Heartbeat, now: float) -> None:
         """Takes a heartbeat; stages outside the topology and earlier incarnations are ignored."""
         row = self.rows.get(beat.stage)
         if row is None or beat.incarnation < row.incarnation:
             return
-        row.state, row.reason, row.pid = beat.state, beat.reason, beat.pid
+        row.reason, row.pid = beat.reason, beat.pid
         row.incarnation, row.seen, row.stats = beat.incarnation, now, beat.stats
+        self._becomes(row, beat.state)
 
     def check(self, now: float) -> None:
         """Marks the stages that have been silent for too long."""
-        for row in self.rows.values():
+        for row in self._order:
             if row.seen is not None and now - row.seen > SILENCE and row.state != "lost":
-                row.state, row.reason = "lost", f"silent for more than {SILENCE:g} s"
+                row.reason = f"silent for more than {SILENCE:g} s"
+                self._becomes(row, "lost")
+
+    def _becomes(self, row: Row, state: str) -> None:
+        was, row.state = row.state, state
+        if row.name == "gateway" or (was == "ready") == (state == "ready"):
+            return
+        place, more = self._places[row.stage], 1 if was == "ready" else -1
+        at = bisect_left(self._missing, place)
+        if more > 0:
+            self._missing.insert(at, place)
+        else:
+            del self._missing[at]
+        if row.name not in PER_GROUP:
+            self._common += more
+            return
+        before = self._of_group[row.group]
+        self._of_group[row.group] = before + more
+        self._whole += (before + more == 0) - (before == 0)
 
     def missing(self) -> list[Row]:
         """The stages that are not ready, in the topology's order."""
-        return [r for r in self.rows.values() if r.name != "gateway" and r.state != "ready"]
+        return [self._order[place] for place in self._missing]
+
+    def complete(self) -> bool:
+        """Whether every stage is ready."""
+        return not self._missing
 
     def answering(self) -> bool:
         """Whether a request would be answered: the common stages and one whole group are ready."""
-        missing = self.missing()
-        if any(row.name not in PER_GROUP for row in missing):
-            return False
-        groups = {row.group for row in self.rows.values() if row.name in PER_GROUP}
-        return bool(groups - {row.group for row in missing})
+        return self._common == 0 and self._whole > 0
 
     def reason(self) -> str:
-        """One line about what is missing; empty if nothing is."""
-        return "; ".join(
-            f"{row.stage} is {row.state}" + (f" ({row.reason})" if row.reason else "")
-            for row in self.missing()
-        )
+        """One line about what is missing; empty if nothing is. The first NAMED are named."""
+        named = [self._order[place] for place in self._missing[:NAMED]]
+        told = [f"{r.stage} is {r.state}" + (f" ({r.reason})" if r.reason else "") for r in named]
+        if len(self._missing) > NAMED:
+            told.append(f"and {len(self._missing) - NAMED} more")
+        return "; ".join(told)
 
     def total(self, name: str, stat: str) -> float:
         """Sum of a statistic over the groups; of ranks, which all say the same, rank 0 counts."""

@@ -6,7 +6,10 @@ say who is taken, and end with their process. Knows no stage's business.
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import IO
@@ -22,18 +25,20 @@ class Claim:
 
     def __init__(self, identity: Identity, lock: IO[str]) -> None:
         self.identity, self._lock = identity, lock
-        note().write_text(identity.id)
+        with _ours(note()) as file:
+            file.truncate()
+            file.write(identity.id)
 
 
 def claim(topology: Topology, name: str, on: str, folder: Path) -> Claim:
     """A stage called `name` on host `on` ("" for any) that no other process has claimed.
 
     folder: of the locks, the same for all processes of the host. ConfigurationError if there is
-    none left.
+    none left, or if something of somebody else lies where a lock or the note belongs.
     """
     mine = [e for e in topology.entries if e.name == name and (not on or e.host == on)]
     for entry in mine:
-        lock = (folder / f"{entry.identity.id}.lock").open("w")
+        lock = _ours(folder / f"{entry.identity.id}.lock")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -51,3 +56,26 @@ def claim(topology: Topology, name: str, on: str, folder: Path) -> Claim:
 def note() -> Path:
     """The file with the id of the stage that was claimed here; each container has its own."""
     return Path(tempfile.gettempdir(), NOTE)
+
+
+def noted() -> str:
+    """The id of the stage that was claimed here. OSError, or ConfigurationError if the note is not
+    ours, so that nobody else can say how this stage is."""
+    with _ours(note(), os.O_RDONLY) as file:
+        return file.read()
+
+
+def _ours(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> IO[str]:
+    """Opens a plain file of this user's, and no link to another one: folders for temporary files
+    are shared, and whoever comes first chooses what lies there. Raises ConfigurationError."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        raise ConfigurationError(f"cannot open {path}: {reason}") from None
+    status = os.fstat(descriptor)
+    mine = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
+    if not mine:
+        os.close(descriptor)
+        raise ConfigurationError(f"{path} is not a plain file of this user's")
+    return os.fdopen(descriptor, "r" if flags == os.O_RDONLY else "r+")

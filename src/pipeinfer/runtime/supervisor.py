@@ -213,6 +213,8 @@ class Supervisor:
 
     def _look(self) -> None:
         """Whether the engines' configurations are known to be valid."""
+        if self._checked.is_set():
+            return
         engines = [c for c in self._children.values() if c.identity.name == "engine"]
         if all(engine.checked for engine in engines):
             self._checked.set()

@@ -250,10 +250,10 @@ class TokenizerCore:
 
     # ---------------------------------------------------------------------------- to another group
 
-    def _take_over(self, now: float) -> list[Send]:
+    def _take_over(self, now: float, deserted: Sequence[int]) -> list[Send]:
         """Asks groups without engines for their requests, while there is another to take them."""
         out: list[Send] = []
-        for group in self._watch.deserted() if self._router.up else ():
+        for group in deserted if self._router.up else ():
             if now < self._asked.get(group, float("-inf")) + REPEAT:
                 continue
             self._asked[group] = now
@@ -282,16 +282,22 @@ class TokenizerCore:
     # ------------------------------------------------------------------------------ time and stop
 
     def _on_heartbeat(self, event: Heartbeat, now: float) -> list[Send]:
-        report = self._watch.heartbeat(event, now)
-        if report is None or event.group not in self._all_groups:
+        if not 0 <= event.group < len(self._all_groups):
             return []
+        report = self._watch.heartbeat(event, now)
+        if report is None:
+            return []
+        before = self._router.up
         self._router.report(event.group, report)
-        return self._take_over(now)
+        if not before:
+            return self._take_over(now, self._watch.deserted())
+        # One group: a heartbeat may not cost more the more of them there are.
+        return self._take_over(now, [event.group] * self._watch.is_deserted(event.group))
 
     def _on_tick(self, _event: Tick, now: float) -> list[Send]:
         for group, report in self._watch.silent(now):
             self._router.report(group, report)
-        return [*self._roll_call.ask(now), *self._take_over(now)]
+        return [*self._roll_call.ask(now), *self._take_over(now, self._watch.deserted())]
 
     def _on_drain(self, _event: Drain, _now: float) -> list[Send]:
         self._draining = True

@@ -5,6 +5,7 @@ Knows names of statistics and how long silence may last; sends nothing.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pipeinfer.messages import Heartbeat, State
@@ -31,10 +32,24 @@ class _Stage:
     def ready(self) -> bool:
         return self.state == "ready" and not self.silent
 
+    @property
+    def waits(self) -> bool:
+        """A scheduler that is there without engines."""
+        return self.name == "scheduler" and self.state == "waiting" and not self.silent
+
+    @property
+    def gone(self) -> bool:
+        """An engine whose process has ended."""
+        return self.name == "engine" and self.state in GONE and not self.silent
+
 
 @dataclass
 class _Group:
-    """Its stages that were ever heard, and the latest statistics that matter; tokens all."""
+    """Its stages that were ever heard, and the latest statistics that matter; tokens all.
+
+    unready, waits, gone: how many of the stages are so; a heartbeat may not cost more the more
+    stages there are.
+    """
 
     stages: dict[str, _Stage]
     requests: int = 0
@@ -42,16 +57,23 @@ class _Group:
     epoch: int = 0
     capacity: int = 0
     evicted: int = 0
+    unready: int = 0
+    waits: int = 0
+    gone: int = 0
 
     @property
     def deserted(self) -> bool:
         """Its scheduler is there and has no engines, for a rank has ended."""
-        here = [stage for stage in self.stages.values() if not stage.silent]
-        waits = any(s.name == "scheduler" and s.state == "waiting" for s in here)
-        return waits and any(s.name == "engine" and s.state in GONE for s in here)
+        return self.waits > 0 and self.gone > 0
+
+    def count(self, stage: _Stage, sign: int) -> None:
+        """Puts a stage into the counts, or takes it out of them (-1) before it changes."""
+        self.unready += sign * (not stage.ready)
+        self.waits += sign * stage.waits
+        self.gone += sign * stage.gone
 
     def report(self) -> Report:
-        up = all(stage.ready for stage in self.stages.values())
+        up = self.unready == 0
         return Report(up, self.left, self.capacity, self.evicted, self.epoch, self.requests)
 
 
@@ -63,25 +85,31 @@ class GroupWatch:
 
     def __init__(self) -> None:
         self._groups: dict[int, _Group] = {}
+        self._deserted: set[int] = set()
 
     def heartbeat(self, beat: Heartbeat, now: float) -> Report | None:
         """The group's report if `beat` is one of its stages'. `now`: monotonic seconds."""
         if beat.name not in ("scheduler", "engine"):
             return None
-        group = self._groups.setdefault(beat.group, _Group({}))
+        group = self._groups.get(beat.group)
+        if group is None:
+            group = self._groups[beat.group] = _Group({})
         known = group.stages.get(beat.stage)
-        if known is not None and beat.incarnation < known.incarnation:
-            return None  # the last words of a process that has ended
-        group.stages[beat.stage] = _Stage(beat.name, now, beat.state, beat.incarnation)
-        stats = {name: int(value) for name, value in beat.stats.items()}
+        if known is not None:
+            if beat.incarnation < known.incarnation:
+                return None  # the last words of a process that has ended
+            group.count(known, -1)
+        stage = group.stages[beat.stage] = _Stage(beat.name, now, beat.state, beat.incarnation)
+        group.count(stage, 1)
+        self._note(beat.group, group)
         if beat.name == "scheduler":
-            group.requests = stats.get("running", 0) + stats.get("waiting", 0)
-            group.left = stats.get("tokens_left", 0)
-            group.epoch = stats.get("epochs_total", 0)
-        elif beat.rank == 0 and "page_tokens" in stats:
-            tokens = stats["page_tokens"]
-            group.capacity = stats["pages_total"] * tokens
-            group.evicted = stats["pages_evicted"] * tokens
+            group.requests = _number(beat, "running") + _number(beat, "waiting")
+            group.left = _number(beat, "tokens_left")
+            group.epoch = _number(beat, "epochs_total")
+        elif beat.rank == 0 and "page_tokens" in beat.stats:
+            tokens = _number(beat, "page_tokens")
+            group.capacity = _number(beat, "pages_total") * tokens
+            group.evicted = _number(beat, "pages_evicted") * tokens
         return group.report()
 
     def silent(self, now: float) -> list[tuple[int, Report]]:
@@ -91,11 +119,27 @@ class GroupWatch:
             late = [s for s in group.stages.values() if now - s.heard > SILENCE and not s.silent]
             lost = [stage for stage in late if stage.ready]
             for stage in late:
+                group.count(stage, -1)
                 stage.silent = True
+                group.count(stage, 1)
+            self._note(number, group)
             if lost:
                 gone.append((number, group.report()))
         return gone
 
+    def is_deserted(self, group: int) -> bool:
+        """Whether the scheduler of `group` has no engines, and can hand its requests over."""
+        return group in self._deserted
+
     def deserted(self) -> list[int]:
-        """Groups whose scheduler has no engines, and can hand its requests over."""
-        return [number for number, group in self._groups.items() if group.deserted]
+        """All such groups."""
+        return sorted(self._deserted)
+
+    def _note(self, number: int, group: _Group) -> None:
+        (self._deserted.add if group.deserted else self._deserted.discard)(number)
+
+
+def _number(beat: Heartbeat, name: str) -> int:
+    """A statistic; 0 for one that is missing, or that is no number."""
+    value = beat.stats.get(name, 0.0)
+    return int(value) if math.isfinite(value) else 0

@@ -51,6 +51,7 @@ class Groups:
 
     def __init__(self, count: int) -> None:
         self.reports = [Report(up=True) for _ in range(count)]
+        self.up_count = count  # of those that are up
         self.prefixes = [Prefixes() for _ in range(count)]
         # By the first key of a chain: of no other group is any of the prompt believed cached.
         self._holders: dict[bytes, set[int]] = {}
@@ -88,6 +89,7 @@ class Groups:
 
     def report(self, group: int, report: Report) -> None:
         before, self.reports[group] = self.reports[group], report
+        self.up_count += report.up - before.up
         # By their number: of its own requests it is known here what they cost, and their tokens as
         # the group tells them would hide that behind prompts that are cached.
         foreign = max(report.requests - self.open[group], 0)
@@ -215,7 +217,7 @@ class Router:
     @property
     def up(self) -> int:
         """How many groups may get requests, as far as is known here."""
-        return sum(report.up for report in self._groups.reports)
+        return self._groups.up_count
 
     def loads(self) -> list[int]:
         """Tokens that each group still has to compute, as far as is known here."""

@@ -1,0 +1,85 @@
+"""What follows from heartbeats is kept with each of them, and is what all rows together say."""
+
+from __future__ import annotations
+
+import sys
+from typing import get_args
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.gateway.health import NAMED, PER_GROUP, SILENCE, Expected, Health
+from pipeinfer.messages import Heartbeat, State
+
+
+def expected(groups: int, ranks: int) -> list[Expected]:
+    found = [Expected("gateway-0", "gateway"), Expected("tokenizer-0", "tokenizer")]
+    for group in range(groups):
+        found.append(Expected(f"scheduler-{group}", "scheduler", group))
+        found += [Expected(f"engine-{group}-{r}", "engine", group, r) for r in range(ranks)]
+    return [*found, Expected("detokenizer-0", "detokenizer")]
+
+
+def beat(stage: Expected, state: State, incarnation: int = 1, reason: str = "") -> Heartbeat:
+    return Heartbeat(
+        stage.stage, stage.name, stage.group, stage.rank, 0, 1, incarnation, state, reason
+    )
+
+
+STAGES = expected(3, 2)
+events = st.one_of(
+    st.floats(0.1, SILENCE + 1),
+    st.tuples(st.sampled_from(STAGES), st.sampled_from(get_args(State)), st.integers(1, 3)),
+    # Mostly ready, or nothing would ever be answered.
+    st.tuples(st.sampled_from(STAGES), st.just("ready"), st.just(3)),
+)
+
+
+@given(st.booleans(), st.lists(events, max_size=60))
+def test_what_is_missing_and_whether_requests_are_answered_follows_from_all_rows(ready, done):
+    health, now = Health(STAGES), 0.0
+    for stage in STAGES if ready else ():
+        health.beat(beat(stage, "ready"), now)
+    for event in done:
+        if isinstance(event, float):
+            now += event
+            health.check(now)
+        else:
+            stage, state, incarnation = event
+            health.beat(beat(stage, state, incarnation, f"it is {state}"), now)
+        rows = list(health.rows.values())
+        missing = [r for r in rows if r.name != "gateway" and r.state != "ready"]
+        assert health.missing() == missing and health.complete() == (not missing)
+        common = any(row.name not in PER_GROUP for row in missing)
+        groups = {row.group for row in rows if row.name in PER_GROUP}
+        assert health.answering() == (not common and bool(groups - {r.group for r in missing}))
+        named = [f"{r.stage} is {r.state}" for r in missing[:NAMED]]
+        assert [part.split(" (")[0] for part in health.reason().split("; ") if part][
+            : len(named)
+        ] == named
+        rest = len(missing) - NAMED
+        assert health.reason().endswith(f"and {rest} more") == (rest > 0)
+
+
+def lines(groups: int, ranks: int) -> int:
+    """Lines of Python that a heartbeat costs, with all that a gateway asks after it."""
+    stages = expected(groups, ranks)
+    health, counted = Health(stages), 0
+    for stage in stages:
+        health.beat(beat(stage, "loading"), 0.0)
+
+    def count(_frame, event, _argument):
+        nonlocal counted
+        counted += event in ("line", "call")
+        return count
+
+    sys.settrace(count)
+    for state in ("ready", "loading"):
+        health.beat(beat(stages[3], state), 1.0)
+        assert not health.answering() and not health.complete() and health.reason()
+    sys.settrace(None)
+    return counted
+
+
+def test_a_heartbeat_costs_the_same_however_many_stages_there_are():
+    assert lines(64, 8) == lines(4, 3)
