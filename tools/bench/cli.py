@@ -22,6 +22,7 @@ COMMANDS = {
     "pipeline": "CPU time per streamed token and stage, with an engine that answers at once",
     "storm": "time between tokens of running streams while long prompts arrive",
     "record": "what recordings and the flight recorder cost",
+    "snapshot": "how long a stage's loop stops when its state is taken",
     "startup": "from process start to ready and to the first token",
     "compare": "two result files side by side",
 }

@@ -10,11 +10,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pipeinfer.messages import Heartbeat
+from pipeinfer.runtime.report import DESCRIPTOR, Report, Reports
 from pipeinfer.runtime.topology import Identity
 
 CHECKED = ("loading", "waiting", "ready")  # states of a stage whose configuration is valid
@@ -36,7 +37,8 @@ class Child:
     """A stage process, and those before it.
 
     `checked`: one of them got past its configuration; `reason`: why it failed; `deaths`: since one
-    was ready; `swapping`: somebody else than its watcher cares for its end.
+    was ready; `swapping`: somebody else than its watcher cares for its end. `told`: called when the
+    process has said something through its pipe.
     """
 
     identity: Identity
@@ -53,7 +55,9 @@ class Child:
     _started: int = 0  # Unix time in ns
     _pid: int = 0  # of the stage itself, where the command is a wrapper around it
     _incarnation: int = 0  # of the latest that was heard
+    told: Callable[[], object] = lambda: None
     _reload_when_heard: bool = False
+    _reports: Reports | None = None
 
     async def start(
         self, arguments: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
@@ -63,32 +67,61 @@ class Child:
         self.heard.clear()
         self.process = None  # so that a late word of the old one is not taken for the new one's
         self._started, self._pid, self.reason = time.time_ns(), 0, ""
-        self.process = await asyncio.create_subprocess_exec(
-            *self.command.words,
-            *arguments,
-            env=environment,
-            cwd=self.command.folder or None,
-            stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=tuple(descriptors),
-            start_new_session=True,  # Ctrl-C is for this process, which drains them in order
-        )
+        self.end_reports()
+        reports = self._reports = Reports()
+        try:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command.words,
+                *arguments,
+                env={**environment, DESCRIPTOR: reports.name},
+                cwd=self.command.folder or None,
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(*descriptors, reports.sink),
+                start_new_session=True,  # Ctrl-C is for this process, which drains them in order
+            )
+        finally:
+            reports.close_sink()
+        asyncio.get_running_loop().add_reader(reports.source, self.read_reports)
         return self.process
+
+    def read_reports(self) -> None:
+        """Takes what the process said through its pipe, also if it has ended since."""
+        if self._reports is None:
+            return
+        reports = self._reports.read()
+        if self._reports.ended:
+            self.end_reports()
+        for report in reports:
+            self._take(report)
+        if reports:
+            self.told()
+
+    def end_reports(self) -> None:
+        """Nothing is to be heard of the process that ran."""
+        if self._reports is not None:
+            asyncio.get_running_loop().remove_reader(self._reports.source)
+            self._reports.close()
+            self._reports = None
 
     def hear(self, beat: Heartbeat) -> None:
         """Takes a heartbeat; a last word of an earlier process does not count."""
+        if self._take(beat) and beat.state == "ready":
+            self.ready.set()  # other stages hear it now, too: a swap is over
+
+    def _take(self, said: Heartbeat | Report) -> bool:
+        """What a heartbeat and a report have in common; False if it is an earlier process's."""
         if self.process is None:
-            return
-        if beat.pid != self.process.pid and beat.incarnation < self._started:
-            return
-        self._pid, self._incarnation = beat.pid, beat.incarnation
+            return False
+        if said.pid != self.process.pid and said.incarnation < self._started:
+            return False
+        self._pid, self._incarnation = said.pid, said.incarnation
         self.heard.set()
         if self._reload_when_heard:
             self.reload()
-        self.reason = beat.reason if beat.state == "failed" else self.reason
-        self.checked = self.checked or beat.state in CHECKED
-        if beat.state == "ready":
-            self.deaths = 0
-            self.ready.set()
+        self.reason = said.reason if said.state == "failed" else self.reason
+        self.checked = self.checked or said.state in CHECKED
+        self.deaths = 0 if said.state == "ready" else self.deaths
+        return True
 
     def last_word(self, reason: str) -> Heartbeat | None:
         """What it cannot say itself: that its process ended; None if it was never heard.

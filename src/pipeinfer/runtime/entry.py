@@ -27,6 +27,7 @@ from pipeinfer.runtime.claim import Claim, claim
 from pipeinfer.runtime.deployment import deployed
 from pipeinfer.runtime.group_fault import end_on_group_fault
 from pipeinfer.runtime.hangup import on_hangup
+from pipeinfer.runtime.report import reporter
 from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage, StageContext, builder
 from pipeinfer.runtime.topology import Identity, Topology
@@ -128,6 +129,9 @@ async def _run(
     awake = patience(settings, topology, identity)
     forks = identity.name != "engine"  # which uses a GPU, or holds the weights
     shell = Shell(settings, topology, identity, context, build, awake, forks)
+    told = reporter(os.environ, shell.incarnation)
+    if told is not None:
+        shell.tell = told.say
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, shell.drain)
     loop.add_signal_handler(signal.SIGUSR1, shell.leave)

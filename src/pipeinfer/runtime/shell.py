@@ -40,7 +40,10 @@ class StoppedWhileBuilding(Exception):
 
 
 class Shell:
-    """Runs one stage on the current event loop until it is told to stop."""
+    """Runs one stage on the current event loop until it is told to stop.
+
+    tell: called as `tell(state, reason)` at every change of state, beside the heartbeat.
+    """
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Shell:
         self._takes = TAKES[identity.name]
         self._stages = frozenset(topology.ids())
         self._patience, self._forks = patience, forks
+        self.tell: Callable[[State, str], object] = lambda state, reason: None
         self._fence, self._unsent = Fence(), UnsentMessages()
         self._stage: Stage | None = None
         self._tap: Tap | None = None
@@ -354,7 +358,10 @@ class Shell:
     def _publish_heartbeat(self) -> None:
         if self._stop.is_set():
             return
-        state, reason = self._shown = self._state()
+        was, (state, reason) = self._shown, self._state()
+        self._shown = state, reason
+        if was is None or was[0] != state:
+            self.tell(state, reason)
         stats = self._stats()
         who = self.identity
         beat = Heartbeat(

@@ -45,6 +45,8 @@ class Supervisor:
     ) -> None:
         self._settings, self._topology_file = settings, topology_file
         self._children = {i.id: Child(i) for i in identities}
+        for child in self._children.values():
+            child.told = self._look
         self._listener = Listener(topology, context)
         self._swaps: Swaps | None = None
         if topology.supervisor:
@@ -169,6 +171,8 @@ class Supervisor:
 
     async def _on_end(self, child: Child, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
+        if process is child.process:
+            child.read_reports()  # its last words, before anything is made of its end
         if child.swapping or not self._wanted(child):
             return
         name = child.identity.id
@@ -205,9 +209,13 @@ class Supervisor:
                 child.condemn()
         elif isinstance(message, Heartbeat) and header.sender in self._children:
             self._children[header.sender].hear(message)
-            engines = [c for c in self._children.values() if c.identity.name == "engine"]
-            if all(engine.checked for engine in engines):
-                self._checked.set()
+            self._look()
+
+    def _look(self) -> None:
+        """Whether the engines' configurations are known to be valid."""
+        engines = [c for c in self._children.values() if c.identity.name == "engine"]
+        if all(engine.checked for engine in engines):
+            self._checked.set()
 
     def _give_up(self, reason: str, code: int) -> None:
         log.error("%s; stopping", reason)

@@ -79,8 +79,8 @@ class SchedulerCore:
         }  # fmt: skip
 
     def handle(self, event: Message, now: float) -> list[Send]:
-        """One event; see core.Core. Deadlines go by `now`; all else by a clock that stands still
-        while the stage does, because what others say meanwhile waits to be read."""
+        """One event; see core.Core. What is expected of engines goes by a clock that stands still
+        while this stage does, because what they say meanwhile waits to be read."""
         handler = self._handlers.get(type(event))
         if handler is None:
             return []  # e.g. telemetry of others
@@ -216,12 +216,12 @@ class SchedulerCore:
 
     # -------------------------------------------------------------------------------- recovery
 
-    def _on_delivered(self, delivered: Delivered, now: float) -> None:
+    def _on_delivered(self, delivered: Delivered, _now: float) -> None:
         request = self._live.get(delivered.request_id)
         if request is not None:
             self._resume(request, delivered)
             return
-        abort = self._ledger.put(delivered, now)
+        abort = self._ledger.put(delivered, self._now)
         if abort is not None:
             self._out += [Send("tokens", to, abort) for to in self._ledger.detokenizers]
 
@@ -246,9 +246,9 @@ class SchedulerCore:
                 known += self._outbox.whole(request, last)
         self._out += answer(self._stage, asked, known)
 
-    def _on_recovered(self, told: Recovered, now: float) -> None:
+    def _on_recovered(self, told: Recovered, _now: float) -> None:
         if self._roll_call.hear(told):
-            self._ledger.complete(now)
+            self._ledger.complete(self._now)
 
     # ------------------------------------------------------------------------------ the engine
 
@@ -370,7 +370,7 @@ class SchedulerCore:
     def _on_tick(self, _tick: Tick, now: float) -> None:
         self._out += self._roll_call.ask(now)
         if self._roll_call.complete:
-            self._out += [Send("tokens", to, abort) for to, abort in self._ledger.lost(now)]
+            self._out += [Send("tokens", to, abort) for to, abort in self._ledger.lost(self._now)]
         self._begin(now)
         for request in self._deadlines.over(self._now):
             self._fail(request, "abort", "the request's timeout is over")

@@ -57,10 +57,12 @@ class Slots:
 
     def release(self, request: Request, count_pages: bool = True) -> None:
         """Takes the slot back with the next plan; what was computed may stay in the prefix cache,
-        as far as it was confirmed. count_pages: False if a board has counted them already."""
+        as far as it was confirmed. A prompt that nothing was sampled from before its client left
+        does not: its logits may be bad. count_pages: False if a board has counted them already."""
         del self.running[request.id]
-        ids, spoiled = pack(request.confirmed), request.spoiled
-        self._releases.append(Release(request.slot, not spoiled, ids, spoiled))
+        ids = pack(request.confirmed)
+        keep = not request.spoiled and (bool(ids) or not request.done)
+        self._releases.append(Release(request.slot, keep, ids, request.spoiled))
         if count_pages:
             self.released_pages += max(self.credits.between(request.hit, request.computed), 0)
         request.leave()

@@ -1,0 +1,102 @@
+"""What a stage tells the process that started it, through a pipe: its state, whenever that changes.
+
+What decides whether a stage that ended had been ready must not get lost, or come after its end, as
+a heartbeat may; what lies in a pipe outlives its writer. Knows no process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import MutableMapping
+from contextlib import suppress
+
+import msgspec
+
+from pipeinfer.messages import State
+
+# In the environment and not among the arguments: a stage of an older version does not mind it.
+DESCRIPTOR = "PIPEINFER_REPORT_FD"
+CHUNK = 1 << 16
+LETTERS = 2_000  # of a reason: a pipe takes a page at once or not at all
+
+
+log = logging.getLogger(__name__)
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True):
+    """As in a heartbeat; `pid`: of the stage itself, where something is wrapped around it."""
+
+    state: State
+    reason: str
+    pid: int
+    incarnation: int
+
+
+def reporter(environ: MutableMapping[str, str], incarnation: int) -> Reporter | None:
+    """For whoever started this process, if it wants to be told; further processes are not ours."""
+    sink, _, inode = environ.pop(DESCRIPTOR, "").partition(":")
+    try:
+        if sink and os.fstat(int(sink)).st_ino == int(inode):
+            return Reporter(int(sink), incarnation)
+    except (OSError, ValueError, OverflowError) as error:
+        log.debug("%s=%s: %s", DESCRIPTOR, sink, error)
+    return None  # a command around us has closed it, and may have put its own there: heartbeats do
+
+
+class Reporter:
+    """The stage's end, the descriptor `sink`; it never waits."""
+
+    def __init__(self, sink: int, incarnation: int) -> None:
+        self._sink, self._incarnation = sink, incarnation
+        os.set_blocking(sink, False)
+        os.set_inheritable(sink, False)
+
+    def say(self, state: State, reason: str) -> None:
+        """Nobody may read it any more, or so seldom that the pipe is full: then it is not said."""
+        reason = reason[:LETTERS].encode("utf-8", "replace").decode()
+        line = msgspec.json.encode(Report(state, reason, os.getpid(), self._incarnation)) + b"\n"
+        with suppress(OSError):
+            os.write(self._sink, line)
+
+
+class Reports:
+    """The other end. `sink`: for the stage to inherit; close it here when it has. `ended`: nobody
+    has it open any more."""
+
+    def __init__(self) -> None:
+        self.source, self.sink = os.pipe()
+        os.set_blocking(self.source, False)
+        self.ended = False
+        self._rest = b""
+
+    @property
+    def name(self) -> str:
+        """Of the sink, for DESCRIPTOR: its number, and what it is."""
+        return f"{self.sink}:{os.fstat(self.sink).st_ino}"
+
+    def close_sink(self) -> None:
+        os.close(self.sink)
+
+    def read(self) -> list[Report]:
+        """What was said since the last time, also by a process that has ended."""
+        while not self.ended:
+            try:
+                chunk = os.read(self.source, CHUNK)
+            except BlockingIOError:
+                break
+            self.ended = not chunk
+            self._rest += chunk
+        *lines, self._rest = self._rest.split(b"\n")
+        return [report for line in lines if (report := _decoded(line)) is not None]
+
+    def close(self) -> None:
+        os.close(self.source)
+
+
+def _decoded(line: bytes) -> Report | None:
+    """A command around the stage may write into it what it likes."""
+    try:
+        return msgspec.json.decode(line, type=Report)
+    except (ValueError, RecursionError):
+        return None

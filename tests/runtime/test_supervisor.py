@@ -1,0 +1,135 @@
+"""What the supervisor makes of the end of a stage: whether it had been ready must not get lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import zmq
+
+from pipeinfer.runtime import topology as topologies
+from pipeinfer.runtime.child import Command
+from pipeinfer.runtime.entry import FAILED, MISCONFIGURED, ORDERLY
+from pipeinfer.runtime.report import DESCRIPTOR, LETTERS, Reporter, Reports, reporter
+from pipeinfer.runtime.supervisor import RESTARTS, Supervisor
+from pipeinfer.runtime.topology import Identity
+from pipeinfer.settings import Settings
+from waiting import until
+
+# A stage as far as a supervisor sees it. It has no sockets: all its heartbeats are lost.
+STAGE = """
+import os, signal, sys, time
+from pathlib import Path
+from pipeinfer.runtime.report import reporter
+
+note, says, end, lives = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+with note.open("a") as file:
+    file.write("begun\\n")
+told = reporter(os.environ, time.time_ns())
+for state in filter(None, says.split(",")):
+    told.say(state, "")
+if note.read_text().count("begun") <= lives:
+    os.kill(os.getpid(), signal.SIGKILL) if end == "killed" else os._exit(int(end))
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+while True:
+    time.sleep(60)
+"""
+
+
+class Server:
+    """A supervisor of one stage that is played by STAGE."""
+
+    def __init__(self, folder: Path, context: zmq.Context, says: str, end: str, lives: int) -> None:
+        self.note, script = folder / "note", folder / "stage.py"
+        script.write_text(STAGE)
+        place = topologies.local(Settings(), f"ipc://{folder}/")
+        self.supervisor = Supervisor(
+            Settings(), place, str(folder / "none.toml"), [Identity("tokenizer")], context
+        )
+        self.child = self.supervisor._children["tokenizer-0"]
+        words = (sys.executable, str(script), str(self.note), says, end, str(lives))
+        self.child.command = Command(words)
+        self.reasons: list[str] = []
+        self.supervisor.on_give_up = self.reasons.append
+
+    def begun(self) -> int:
+        return self.note.read_text().count("begun") if self.note.exists() else 0
+
+
+@pytest.fixture
+def server(tmp_path):
+    with zmq.Context() as context:
+        yield lambda says, end, lives: Server(tmp_path, context, says, end, lives)
+
+
+@pytest.mark.parametrize("end", ["1", "killed", "0"])
+async def test_a_stage_that_ends_just_after_it_was_ready_is_started_again(server, end):
+    """As often as that happens: being ready in between, none of its ends is its sixth."""
+    one = server("starting,loading,ready", end, RESTARTS + 3)
+    task = asyncio.create_task(one.supervisor.run())
+    await until(lambda: one.begun() == RESTARTS + 4 or task.done(), 60)
+    assert not task.done() and not one.reasons
+    await until(lambda: one.child.checked and one.child.deaths == 0)
+    one.supervisor.stop()
+    assert await asyncio.wait_for(task, 60) == ORDERLY
+
+
+@pytest.mark.parametrize(
+    ("says", "end", "code", "reason"),
+    [
+        ("starting", "1", FAILED, "tokenizer-0 ended while it started (code 1)"),
+        ("", "0", FAILED, "tokenizer-0 ended while it started (code 0)"),
+        ("starting", "2", MISCONFIGURED, "tokenizer-0 cannot start"),
+        ("loading", "1", FAILED, f"died {RESTARTS + 1} times and was never ready between"),
+    ],
+)
+async def test_a_stage_that_never_was_ready_ends_the_server(server, says, end, code, reason):
+    one = server(says, end, RESTARTS + 3)
+    assert await asyncio.wait_for(one.supervisor.run(), 60) == code
+    assert len(one.reasons) == 1 and reason in one.reasons[0]
+    assert one.begun() == (RESTARTS + 1 if says == "loading" else 1)
+
+
+def test_what_was_said_is_read_after_the_end_of_who_said_it():
+    reports = Reports()
+    child = os.fork()
+    if not child:
+        Reporter(reports.sink, 7).say("loading", "x" * 3 * LETTERS)
+        Reporter(reports.sink, 7).say("ready", "")
+        os._exit(0)
+    os.waitpid(child, 0)
+    reports.close_sink()
+    first, last = reports.read()
+    assert (first.state, first.pid, first.incarnation) == ("loading", child, 7)
+    assert len(first.reason) == LETTERS and last.state == "ready" and reports.ended
+    reports.close()
+
+
+def test_a_stage_does_not_wait_for_who_reads_nothing_or_has_gone():
+    reports = Reports()
+    told = Reporter(reports.sink, 1)
+    for _ in range(5_000):
+        told.say("waiting", "for the engine " * 20)
+    assert all(report.state == "waiting" for report in reports.read())
+    reports.close()
+    told.say("ready", "")
+    reports.close_sink()
+
+
+@pytest.mark.parametrize("named", ["", "none", "9999:1", "-1:1", "9" * 30 + ":1", "0:x", "1:7"])
+def test_a_command_around_a_stage_may_have_closed_the_pipe(named):
+    environment = {DESCRIPTOR: named} if named else {}
+    assert reporter(environment, 1) is None and DESCRIPTOR not in environment
+
+
+def test_what_a_command_around_the_stage_writes_is_no_report():
+    reports = Reports()
+    os.write(reports.sink, b"hello\n" + b"[" * 5_000 + b"\n{}\n\xff\n")
+    Reporter(reports.sink, 1).say("ready", "")
+    os.write(reports.sink, b'["ready')
+    assert [report.state for report in reports.read()] == ["ready"]
+    reports.close_sink()
+    reports.close()
