@@ -92,9 +92,12 @@ class ManagerModel:
             one = self._live.pop(slot)
             outputs = one.tokens[one.known :]
             kept = outputs[: program.below(len(outputs) + 1)] if len(outputs) < 255 else []
-            found.append(
-                Release(slot, True, pack(kept)) if program.below(2) else Release(slot, False)
+            ways = (
+                Release(slot, True, pack(kept)),
+                Release(slot, False),
+                Release(slot, False, pack(outputs[: one.computed + 1 - one.known]), forget=True),
             )
+            found.append(ways[program.below(3)])
         return tuple(found)
 
     def _admits(self, program: Numbers) -> tuple[Admit, ...]:

@@ -35,14 +35,14 @@ from pipeinfer.settings import Settings
 MODEL = "fuzz"
 STAGES = ("tokenizer-0", "scheduler-0", "engine-0-0", "detokenizer-0")
 MOST_WORDS = 8
-BODY = 1 << 20  # bytes; a bound that an input can reach
+BODY = 1  # MiB; little enough for an input to reach
 
 
 class Gateway:
     """A gateway's core and driver. `failures`: what a core or a frame raised, since last asked."""
 
     def __init__(self) -> None:
-        settings = Settings(port=0, served_model_name=MODEL, max_body_bytes=BODY)
+        settings = Settings(port=0, served_model_name=MODEL, max_body_mib=BODY)
         topology = topologies.local(settings, "inproc://fuzz-")
         stage = build(StageContext(settings, topology, Identity("gateway"), 1, lambda *_: None))
         self._core, self._driver = stage.core, stage.driver

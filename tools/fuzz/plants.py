@@ -77,19 +77,13 @@ def _unhashable() -> None:
 
 def _bound_left_out() -> None:
     """http: `priority` may be any integer, and some do not fit on the bus."""
-    from pipeinfer.gateway import app, schema
+    from pipeinfer.gateway import schema
 
-    really = schema.decode
-    loose = {
-        kind: msgspec.defstruct(kind.__name__, [("priority", int | None, None)], bases=(kind,),
-                                frozen=True, kw_only=True)
-        for kind in (schema.ChatRequest, schema.CompletionRequest)
-    }  # fmt: skip
-
-    def decode(body: bytes, kind: Any, *rest: Any) -> Any:
-        return really(body, loose[kind], *rest)
-
-    app.decode = decode
+    for kind, bounded in schema._BODIES.items():
+        loose = [("priority", int | None, None)]
+        schema._BODIES[kind] = msgspec.defstruct(
+            kind.__name__, loose, bases=(bounded,), frozen=True, kw_only=True
+        )
 
 
 def _error_by_hand() -> None:
@@ -127,18 +121,23 @@ def _one_too_many() -> None:
     """radix: what a request leaves to others includes its last token, which was never computed."""
     from pipeinfer.memory.manager import MemoryManager
 
-    def release(self: Any, release: Any, clock: int) -> None:
-        slot = self._active(release.slot, "release")
-        if release.keep:
-            outputs = np.frombuffer(release.output_ids, "<i4")
-            tokens = np.concatenate((self.slots.known_tokens(slot), outputs))
-            self._share(slot, tokens[: int(self.slots.computed[slot]) + 1], clock)
-        self.cache.unlock(self.slots.node[slot])
-        self._give(self.table.own(slot))
-        self.table.clear(slot)
-        self.slots.clear(slot)
+    release, share = MemoryManager._release, MemoryManager._share
+    leaving: list[np.ndarray] = []
 
-    MemoryManager._release = release
+    def releasing(self: Any, message: Any, clock: int) -> None:
+        outputs = np.frombuffer(message.output_ids, "<i4")
+        leaving.append(np.concatenate((self.slots.known_tokens(message.slot), outputs)))
+        try:
+            release(self, message, clock)
+        finally:
+            leaving.pop()
+
+    def sharing(self: Any, slot: int, tokens: np.ndarray, clock: int) -> None:
+        if leaving and len(tokens) % self.page_size:  # that token has a place already
+            tokens = leaving[-1][: len(tokens) + 1]
+        share(self, slot, tokens, clock)
+
+    MemoryManager._release, MemoryManager._share = releasing, sharing
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,9 @@ class Page:
 def run(program: Numbers) -> None:
     """Operations until the program is over. Raises Wrong, or what the tree raises."""
     model = TreeModel(SIZES[program.below(len(SIZES))])
-    steps = (model.match, model.insert, model.insert, model.unlock, model.evict)
+    steps = (
+        model.match, model.insert, model.insert, model.unlock, model.evict, model.forget,
+    )  # fmt: skip
     while not program.over:
         steps[program.below(len(steps))](program)
         model.check()
@@ -99,6 +101,22 @@ class TreeModel:
             if key is None or leaves[key].used > min(page.used for page in leaves.values()):
                 raise Wrong(f"page {number} was evicted")
             del self._pages[key]
+
+    def forget(self, program: Numbers) -> None:
+        """The end of a path goes, as far as nobody holds it and it is nobody else's."""
+        salt, blocks = self._key(program)
+        chain = [(salt, tuple(blocks[:n])) for n in range(1, len(blocks) + 1)]
+        given = self._tree.forget(self._ids(blocks), salt).tolist()
+        while chain and chain[-1] not in self._pages:
+            chain.pop()
+        expected = []
+        while chain and not self._pages[chain[-1]].locks and not self._continues(chain[-1]):
+            expected.append(self._pages.pop(chain.pop()).number)
+        if given != expected:
+            raise Wrong(f"{given} were forgotten instead of {expected}")
+
+    def _continues(self, key: Prefix) -> bool:
+        return any((salt, blocks[:-1]) == key for salt, blocks in self._pages)
 
     def check(self) -> None:
         """The tree holds what the dictionary holds, and its invariants are true."""
