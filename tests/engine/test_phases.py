@@ -16,6 +16,7 @@ from pipeinfer.engine.core import Compute
 from pipeinfer.engine.driver import DeviceDriver
 from pipeinfer.engine.executor import Executor
 from pipeinfer.engine.phases import HOST, PHASES, Phases
+from pipeinfer.engine.step import Sampled
 
 
 class Noted:
@@ -111,7 +112,7 @@ async def driven():
 
     def run(step):
         with phases.span("forward", step.number):
-            return np.arange(len(step.slots), dtype=np.int32)
+            return Sampled(np.arange(len(step.slots), dtype=np.int32))
 
     driver = DeviceDriver(lambda *reports: Executor(run, *reports), phases)
     await driver.start(fed.put_nowait)
