@@ -133,3 +133,49 @@ def test_what_a_command_around_the_stage_writes_is_no_report():
     assert [report.state for report in reports.read()] == ["ready"]
     reports.close_sink()
     reports.close()
+
+
+# Until it has set its handler, SIGHUP would end it.
+SLOW_STAGE = """
+import os, signal, sys, time
+from pathlib import Path
+from pipeinfer.runtime.report import reporter
+
+note, name = Path(sys.argv[1]), sys.argv[2]
+def say(text):
+    with note.open("a") as file:
+        file.write(f"{name} {text}\\\\n")
+say("begun")
+while name == "gateway" and not note.with_name("go").exists():
+    time.sleep(0.01)
+signal.signal(signal.SIGHUP, lambda *_: say("reads again"))
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+reporter(os.environ, time.time_ns()).say("ready", "")
+while True:
+    time.sleep(60)
+"""
+
+
+async def test_sighup_is_passed_on_to_the_gateway_alone_and_not_before_it_can_take_it(tmp_path):
+    note, script = tmp_path / "note", tmp_path / "stage.py"
+    script.write_text(SLOW_STAGE)
+    place = topologies.local(Settings(), f"ipc://{tmp_path}/")
+    settings, names = Settings(port=0), ("tokenizer", "gateway")
+    with zmq.Context() as context:
+        supervisor = Supervisor(
+            settings, place, str(tmp_path / "none.toml"), [Identity(n) for n in names], context
+        )
+        for child in supervisor._children.values():
+            words = (sys.executable, str(script), str(note), child.identity.name)
+            child.command = Command(words)
+        task = asyncio.create_task(supervisor.run())
+        await until(lambda: note.exists() and "gateway begun" in note.read_text(), 60)
+        supervisor.reload()
+        (tmp_path / "go").touch()
+        await until(lambda: "gateway reads again" in note.read_text(), 60)
+        supervisor.reload()
+        await until(lambda: note.read_text().count("gateway reads again") == 2, 60)
+        assert not task.done() and "tokenizer reads" not in note.read_text()
+        assert note.read_text().count("begun") == 2
+        supervisor.stop()
+        assert await asyncio.wait_for(task, 60) == ORDERLY
