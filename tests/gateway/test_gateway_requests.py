@@ -336,6 +336,11 @@ def test_a_number_that_no_float_holds_is_refused_where_nothing_is_built() -> Non
         read(b'{"messages": [{"role": "user", "content": "a"}], "n": 1e999}', ChatRequest)
 
 
+def test_bytes_that_are_no_text_are_refused_where_nothing_is_built() -> None:
+    with pytest.raises(ApiError, match="n is not supported"):
+        read(b'{"messages": [{"role": "user", "content": "a"}], "n": "\xff\xfe"}', ChatRequest)
+
+
 def test_asking_for_zero_log_probs_is_not_the_same_as_asking_for_none() -> None:
     assert completion(logprobs=False)
     assert refused(completion, logprobs=0).param == "logprobs"

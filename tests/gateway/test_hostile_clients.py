@@ -13,10 +13,13 @@ import zlib
 
 import httpx
 import pytest
+from aiohttp import web
 from gateway_pipeline import Gateway, StartGateway
 from raw_http import RawClient, answers, post
 
 from pipeinfer.gateway import bodies, connections
+from pipeinfer.gateway.streams import EventStream
+from pipeinfer.messages import TextRow, pack
 from waiting import until
 
 GOOD = json.dumps({"prompt": "a b"}).encode()
@@ -322,3 +325,26 @@ async def test_no_response_says_what_software_it_is_from(start_gateway: StartGat
             assert "server" not in response.headers, (method, path, response.status_code)
             if response.status_code >= 400:
                 assert set(response.json()) == {"error"}
+
+
+async def test_a_client_that_leaves_just_before_its_stream_begins_is_no_error_in_the_log(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    asked, really = [], EventStream.respond
+
+    async def respond(stream: EventStream, request: web.Request) -> web.StreamResponse:
+        asked.append(request.transport)
+        return await really(stream, request)
+
+    monkeypatch.setattr(EventStream, "respond", respond)
+    client = await RawClient.connect(gateway)
+    client.send(post({"prompt": "hang", "stream": True}))
+    await until(lambda: asked and gateway.pipeline.submits)
+    [submit] = gateway.pipeline.submits
+    # In one turn of the loop: the handler goes on before anybody has heard that the client left.
+    gateway.pipeline.rows(TextRow(submit.request_id, submit.attempt, "a", 0, 0, pack([1])))
+    asked[0].abort()
+    await until(lambda: gateway.pipeline.gone)
+    await client.close()
+    quiet(caplog)

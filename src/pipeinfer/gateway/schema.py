@@ -183,7 +183,7 @@ def _neutral(raw: msgspec.Raw, neutral: tuple[Any, ...]) -> bool:
         return False
     try:
         value = msgspec.json.decode(raw)
-    except msgspec.DecodeError:  # a number that no float can hold
+    except (msgspec.DecodeError, UnicodeDecodeError):  # a number that no float can hold; no UTF-8
         return False
     return value is None or any(_same(value, other) for other in neutral)
 

@@ -123,7 +123,10 @@ class EventStream:
         """Streams until the end; raises ApiError if the request fails before its first chunk."""
         await self._begun
         response = web.StreamResponse(headers=HEADERS)
-        await response.prepare(request)
+        try:
+            await response.prepare(request)
+        except ConnectionResetError:  # the client has left; aiohttp finds that out once more
+            return response
         self._chunked = request.version >= HttpVersion11
         self._transport = request.transport
         request[PROBE] = self._comment
