@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -150,3 +152,17 @@ def test_what_a_bad_request_left_in_a_page_does_not_reach_its_next_owner(checkpo
     for mine, theirs in zip(*given, strict=True):
         assert mine.bad.tolist() == []
         assert mine.ids.tolist() == theirs.ids.tolist()
+
+
+def test_pages_are_zeroed_before_a_step_that_says_so_computes(checkpoint):
+    runner, undisturbed = (load(checkpoint("LlamaForCausalLM")) for _ in range(2))
+    for part in (*runner.pool.k, *runner.pool.v):
+        part[1:] = float("nan")
+    step = build_step([Row(0, 0, [1, 2, 3], np.array([4, 0]), True)], 0, 2)
+    cleared = runner.run(replace(step, cleared=np.array([4, 9], np.int32)))
+    assert cleared.ids.tolist() == undisturbed.run(step).ids.tolist()
+    for mine, theirs in zip(
+        (*runner.pool.k, *runner.pool.v), (*undisturbed.pool.k, *undisturbed.pool.v), strict=True
+    ):
+        assert torch.equal(mine[[4, 9]], theirs[[4, 9]])
+        assert mine[5].isnan().all()

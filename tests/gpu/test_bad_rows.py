@@ -107,8 +107,14 @@ def test_one_row_of_a_step_is_bad_and_the_others_sample_what_they_would(runner, 
 
 @pytest.mark.parametrize("where", ["behind the rows' ends", "in the dummy page"])
 @pytest.mark.parametrize("kind", ["decodes", "mixed"])
-def test_what_nobody_owns_may_be_nan(runner, kind, where):
-    """A page is reused, and its last tokens are not written yet; padding rows store somewhere."""
+def test_what_nobody_owns_may_be_nan(engine, runner, kind, where):
+    """A page is reused, and its last tokens are not written yet; padding rows store somewhere.
+
+    FlashAttention-3 multiplies that by 0 all the same: there pages are zeroed before their reuse.
+    """
+    attention = engine[1].settings.attention
+    if attention == "fa3" or (attention == "hybrid" and kind == "mixed"):
+        pytest.skip("FlashAttention-3 reads behind a row's end")
     step = step_of(kind)
     fill(runner.pool, step)
     clean = runner.run(step)

@@ -181,6 +181,31 @@ def test_a_forgotten_prompt_that_another_request_left_is_gone_too():
     assert memory.manager.free == 32
 
 
+def test_pages_that_are_freed_unseen_are_zeroed_before_the_next_step_that_computes():
+    memory = Memory(pages=12)
+    memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, [7] * 8)])
+    owned = set(memory.manager.table.row(0).tolist())
+    kept = memory.plan({}, releases=[Release(1, True)])
+    assert kept.unseen.tolist() == [] and memory.step(kept).cleared.tolist() == []
+    freed = memory.plan({}, releases=[Release(0, False)])
+    assert set(freed.unseen.tolist()) == owned
+    assert len(memory.step(freed).slots) == 0, "nothing is computed, so nothing is zeroed"
+    later = memory.step(memory.plan({2: 99}, [admit(2, [5] * 30)]))
+    assert set(later.cleared.tolist()) == owned
+    assert owned & set(later.pages[0].tolist()), "and they are somebody's again"
+    assert memory.step(memory.plan({2: 1})).cleared.tolist() == []
+
+
+def test_pages_of_requests_that_an_epoch_ends_under_are_zeroed_in_the_next():
+    memory = Memory()
+    memory.run({0: 99}, [admit(0, PROMPT)])
+    owned = set(memory.manager.table.row(0).tolist())
+    memory.manager.reset()
+    memory.number = 0
+    step = memory.step(memory.plan({1: 99}, [admit(1, [5] * 8)]))
+    assert set(step.cleared.tolist()) == owned
+
+
 def test_confirmed_page_is_cached_even_if_surplus_was_computed_after_it():
     memory = Memory()
     outputs = memory.run({0: 99}, [admit(0, PROMPT)])[1]

@@ -66,3 +66,22 @@ def test_others_get_the_tokens_that_they_get_without_it(folder, changes):
     assert stats["slots_used"] == 0 and scheduled["epochs_total"] == 1
     assert scheduled["bad_logits_total"] == 32 <= stats["bad_rows_total"]
     assert stats["pages_free"] + stats["pages_evictable"] == stats["pages_total"]
+
+
+@pytest.mark.parametrize("ends", ["aborted", "bad"])
+def test_no_nan_stays_in_a_free_page(folder, ends):
+    """Attention kernels there are that multiply what a page's former owner left behind a row."""
+    from pipeinfer.messages import Abort
+
+    made = cores(folder)
+    for number in range(4):
+        made.submit(f"b{number}", [number, POISON, *range(40)], PLAIN)
+        if ends == "aborted":
+            made.run(lambda: made.engine.stats()["computed_tokens_total"] > 10)
+            made._to_scheduler(Abort(f"b{number}", 1))
+        made.run()
+    made.submit("g", [1, 2, 3], PLAIN)
+    made.run()
+    assert made.finished["g"] == "length"
+    pool = made.loaded.runner.pool
+    assert not any(part.isnan().any() for part in (*pool.k, *pool.v))

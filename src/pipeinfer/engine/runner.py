@@ -79,6 +79,8 @@ class ModelRunner:
         """Computes the step's tokens; logits [S, vocab] of the rows that sample, no sampling."""
         if len(step.counts) == 0:
             return torch.empty((0, 0), device=self._device)
+        if len(step.cleared):
+            self.pool.clear(step.cleared)
         with self.phases.span("attention_plan", step.number):
             slots = np.repeat(step.slots.astype(np.int64), step.counts)
             tokens = self._known(step.tokens, slots)

@@ -90,7 +90,7 @@ class Step:
     pages: int32 [R, P], this step's private copy of the page table: position p of row r lies in
     page pages[r, p // page_size] at offset p % page_size. Page 0 is a dummy that no request owns.
     growth: how it differs from step `number - 1`, where that had the same rows and both only
-    decode; else None.
+    decode; else None. cleared: int32 [n], pages to be zeroed before anything is computed.
     """
 
     epoch: int
@@ -104,3 +104,4 @@ class Step:
     pages: np.ndarray
     sampling: SamplingRows
     growth: Growth | None = None
+    cleared: np.ndarray = field(default_factory=lambda: _NONE)

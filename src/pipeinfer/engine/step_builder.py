@@ -24,6 +24,7 @@ class StepBuilder:
     def __init__(self, memory: MemoryManager, requests: RequestTable) -> None:
         self._memory, self._requests = memory, requests
         self._last: tuple[Step, np.ndarray] | None = None
+        self._unseen: list[np.ndarray] = []  # pages, since the last step that computes anything
 
     def build(self, epoch: int, applied: Applied) -> tuple[Step, np.ndarray]:
         """The step of the plan that the memory applied last, and where its sampled ids belong.
@@ -37,7 +38,17 @@ class StepBuilder:
             self._last = self._whole(epoch, applied)
         else:
             self._last = self._next(last[0], applied, growth), last[1]
-        return self._last
+        return self._last if not (len(applied.unseen) or self._unseen) else self._clearing(applied)
+
+    def _clearing(self, applied: Applied) -> tuple[Step, np.ndarray]:
+        """The last step, which zeroes what was freed unseen, if it computes anything."""
+        assert self._last is not None
+        step, sampled = self._last
+        self._unseen.append(applied.unseen)
+        if not len(step.slots):
+            return self._last
+        cleared, self._unseen = np.concatenate(self._unseen), []
+        return replace(step, cleared=cleared), sampled
 
     def _whole(self, epoch: int, applied: Applied) -> tuple[Step, np.ndarray]:
         rows = applied.rows

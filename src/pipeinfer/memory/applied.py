@@ -46,7 +46,8 @@ class Applied:
     """The outcome of plan `number`.
 
     admitted, cached: int32 [admits], slots and tokens found in the prefix cache. free, evictable:
-    pages after the plan. digest: 64-bit hash of all decisions since the reset.
+    pages after the plan. digest: 64-bit hash of all decisions since the reset. unseen: int32 [n],
+    pages that were freed and hold what no finite logits came from: see KVPool.clear.
     """
 
     number: int
@@ -56,3 +57,4 @@ class Applied:
     free: int
     evictable: int
     digest: int
+    unseen: np.ndarray

@@ -41,10 +41,14 @@ class MemoryManager:
         self.cache = make_cache(cache, page_size)
         self.table = PageTable(max_slots, -(-max_model_len // page_size))
         self.slots = Slots(max_slots)
+        self._unseen: list[np.ndarray] = []  # pages, since the last plan
         self.reset()
 
     def reset(self) -> None:
         """Empty slots, empty cache, all pages free, digest 0."""
+        self._unseen += [
+            self.table.own(slot) for slot in np.flatnonzero(self.slots.active).tolist()
+        ]
         self.allocator.reset()
         self.cache.reset()
         self.table.reset()
@@ -90,9 +94,11 @@ class MemoryManager:
                 self._run = DecodeRun(plan, rows, self.slots, self.table, self.page_size)
         check_balance(self.allocator, self.cache, self.table)
         self._note(cached, rows.starts, rows.counts, rows.deferred)
+        unseen, self._unseen = self._unseen, []
         return Applied(
-            plan.number, rows, admitted, cached, self.free, self.evictable, self._digest.close()
-        )
+            plan.number, rows, admitted, cached, self.free, self.evictable, self._digest.close(),
+            np.concatenate(unseen) if unseen else _NONE,
+        )  # fmt: skip
 
     def check_integrity(self) -> None:
         """Checks every invariant, at the cost of walking everything; raises IntegrityError."""
@@ -118,9 +124,13 @@ class MemoryManager:
         older, newer = self._prompts_done
         self._prompts_done = older[older != slot], newer[newer != slot]
         self.cache.unlock(self.slots.node[slot])
-        self._give(self.table.own(slot))
+        given = [self.table.own(slot)]
         if release.forget:
-            self._give(self.cache.forget(tokens, self.slots.salt[slot]))
+            given.append(self.cache.forget(tokens, self.slots.salt[slot]))
+        if not release.keep:
+            self._unseen += given
+        for pages in given:
+            self._give(pages)
         self.table.clear(slot)
         self.slots.clear(slot)
 

@@ -50,6 +50,16 @@ class KVPool:
         self.k = [_zeros(size, dtype, self.device) for size in sizes]
         self.v = [_zeros(size, dtype, self.device) for size in sizes]
 
+    def clear(self, pages: np.ndarray) -> None:
+        """Zeroes `pages` int32 [n], of a request that may have left NaN there.
+
+        Whoever gets such a page fills it token by token, and FlashAttention-3 multiplies what lies
+        behind a row's end, too (https://github.com/Dao-AILab/flash-attention/issues/2374).
+        """
+        at = torch.from_numpy(pages.astype(np.int64)).to(self.device)
+        for part in (*self.k, *self.v):
+            part.index_fill_(0, at, 0)
+
     @property
     def bytes_per_page(self) -> int:
         """Bytes of one page over all layers, K and V together."""

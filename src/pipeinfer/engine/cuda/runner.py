@@ -137,6 +137,9 @@ class CudaRunner:
         with self.phases.range("wait for buffers"):
             buffers.done.synchronize()  # what this parity's last step reads is free now
         rows = len(step.slots)
+        if len(step.cleared):  # rare: it waits for a copy
+            with torch.cuda.stream(self._forward):
+                self.pool.clear(step.cleared)
         with self.phases.range(f"step {step.number}: {step.decodes} of {rows} rows decode"):
             for graphs in self._graphs or ():
                 size: Any = graphs.fitting(step)
