@@ -348,3 +348,18 @@ async def test_a_client_that_leaves_just_before_its_stream_begins_is_no_error_in
     await until(lambda: gateway.pipeline.gone)
     await client.close()
     quiet(caplog)
+
+
+async def test_the_request_behind_a_body_that_was_refused_is_read(
+    start_gateway: StartGateway,
+) -> None:
+    """Its head comes with the end of that body, and its own body later."""
+    gateway = await start_gateway(max_body_mib=1)
+    client = await RawClient.connect(gateway)
+    head, end, body = post({"prompt": "a b"}, "Connection: close").partition(b"\r\n\r\n")
+    client.send(post({"prompt": "x" * 2**20}) + head + end)
+    assert b"413" in await client.reader.readuntil(b"}}")
+    await asyncio.sleep(0.1)
+    client.send(body)
+    [(status, _, answer)] = answers(await client.all())
+    assert status == 200 and json.loads(answer)["choices"][0]["text"] == "a b "

@@ -146,10 +146,11 @@ class Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._messages:
-            if self._last is not None and not self._last[1].is_eof():
+            newest = self._messages[-1]  # perhaps not looked at since its last bytes came
+            if self._last not in (None, newest) and not self._last[1].is_eof():
                 # The parser gave up in the middle of a body, which nobody else is told.
                 self._last[1].set_exception(web.RequestPayloadError("malformed"))
-            self._last = self._messages[-1]
+            self._last = newest
             self._busy, self.head_since = True, None
             self._connections.busy(self)
         elif data and not self._busy and self.head_since is None:
