@@ -16,8 +16,11 @@ from pipeinfer.params import SamplingParams
 
 PARAMS = SamplingParams()
 FREE = st.recursive(
-    st.none() | st.integers() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)
+    st.none() | st.integers() | st.text(),
+    lambda s: st.lists(s, max_size=4) | st.dictionaries(st.text(), s, max_size=3),
+    max_leaves=8,
 )
+OBJECT = st.dictionaries(st.text(), FREE, max_size=4)
 
 
 def call(**fields: Any) -> Call:
@@ -39,7 +42,7 @@ def test_ids_count_each_and_english_text_a_quarter_of_its_letters() -> None:
     assert size_of(call(text="é" * 4000)) >= 4000, "a letter may be a token then"
 
 
-@given(st.lists(st.dictionaries(st.text(), FREE)), st.dictionaries(st.text(), FREE))
+@given(st.lists(OBJECT, max_size=4), OBJECT)
 def test_the_size_of_a_chat_is_at_least_a_quarter_of_what_its_texts_occupy(
     chat: list[dict[str, Any]], arguments: dict[str, Any]
 ) -> None:
