@@ -49,7 +49,7 @@ def test_streamed_text_is_the_same_text_and_a_refusal_ends_with_1() -> None:
     ("arguments", "said"),
     [
         ((), "PROMPT"),
-        (("--temperature", "-1", "a"), "temperature must be >= 0"),
+        (("--temperature", "-1", "a"), "temperature must be from 0 to 100"),
         (("--kv-pages", "many", "a"), "--kv-pages"),
         (("--model", "/no/such/folder", "a"), "/no/such/folder"),
         (("--json", "--stream", "a"), "not allowed with"),

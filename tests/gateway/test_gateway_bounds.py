@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -15,6 +17,7 @@ from gateway_pipeline import Gateway, StartGateway
 
 from pipeinfer.events import Drain
 from pipeinfer.messages import TextRow, pack
+from pipeinfer.runtime.entry import COLLECTIONS
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 HELLO = [{"role": "user", "content": "hello"}]
@@ -88,6 +91,20 @@ async def _talk(gateway: Gateway, name: str) -> None:
         await asyncio.sleep(TURN)
 
 
+@pytest.fixture
+def collector_of_a_stage() -> Iterator[None]:
+    """The garbage collector as a stage's process sets it: this one holds all that other tests have
+    imported, which it would walk again and again."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECTIONS)
+    yield
+    gc.set_threshold(*before)
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("collector_of_a_stage")
 async def test_a_stream_goes_on_while_one_client_sends_the_worst_bodies_in_a_loop(
     gateway: Gateway,
 ) -> None:

@@ -49,6 +49,7 @@ def test_a_terminal_that_is_closed_ends_it_and_one_that_is_there_does_not():
     keyboard, terminal = pty.openpty()
 
     def take_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it
         os.setsid()
         os.close(os.open(os.ttyname(terminal), os.O_RDWR))  # the first one opened is ours
 
