@@ -18,11 +18,13 @@ SIP = 0.1  # seconds between two pieces of a slow request
 HELD = 0.05  # seconds that a connection lives which is then dropped
 
 
-async def whole(place: Place, content: bytes) -> Answer:
+async def whole(place: Place, content: bytes, half_close: bool = False) -> Answer:
     """Everything at once, then the whole answer."""
     reader, writer = await wire.connect(place)
     try:
         writer.write(content)
+        if half_close:
+            writer.write_eof()
         return await wire.answer(reader)
     finally:
         writer.close()
@@ -30,13 +32,7 @@ async def whole(place: Place, content: bytes) -> Answer:
 
 async def half_closed(place: Place, content: bytes) -> Answer:
     """The sending side ends before the answer, as with `nc -N` or shutdown(SHUT_WR)."""
-    reader, writer = await wire.connect(place)
-    try:
-        writer.write(content)
-        writer.write_eof()
-        return await wire.answer(reader)
-    finally:
-        writer.close()
+    return await whole(place, content, half_close=True)
 
 
 async def slow(place: Place, content: bytes) -> Answer:

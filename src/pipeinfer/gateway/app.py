@@ -56,7 +56,6 @@ def build_app(service: Service) -> web.Application:
     with auto_decompress=False: bodies are decompressed here, within their bound."""
     handlers = _Handlers(service)
     app = web.Application(
-        client_max_size=service.max_body_bytes,
         middlewares=[
             handlers.errors,
             service.cors.middleware(),
