@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rebuilt import comparable, events, fresh, outputs
 
+from pipeinfer.memory.radix import RadixCache
 from pipeinfer.messages import Abort, Plan, StopHit
 from pipeinfer.trace.restore import restore
 from pipeinfer.trace.snapshot import snapshot
@@ -54,4 +56,18 @@ def test_a_core_restored_from_a_snapshot_goes_on_exactly_like_the_original(recor
     for event, _ in all_events[point:]:
         assert outputs(copy, event) == outputs(original, event)
     assert copy.stats() == original.stats() and copy.idle() == original.idle()
+    assert snapshot(copy) == snapshot(original)
+
+
+def test_a_constant_that_a_state_refers_to_may_come_back_as_a_copy():
+    """The roots of a tree share a module's empty array; a restored root has one of its own."""
+
+    def grown(cache: RadixCache, salt: str) -> None:
+        cache.insert(np.arange(8, dtype=np.int32), np.arange(2, dtype=np.int32), salt, 1)
+
+    original, copy = RadixCache(page_size=4), RadixCache(page_size=4)
+    grown(original, "one")
+    restore(copy, snapshot(original))
+    for cache in (original, copy):
+        grown(cache, "another")
     assert snapshot(copy) == snapshot(original)

@@ -128,6 +128,7 @@ class _Walker:
         self._left = most
         self._paths = {id(value): path for path, value in outside.items()}
         self._numbers: dict[int, int] = {}
+        self._empty: dict[tuple[Any, ...], int] = {}
         self._found: list[Any] = []  # keeps alive what `_numbers` knows by its address
         self._fixed: set[int] = set()  # objects that the fresh core has at the same place
 
@@ -149,10 +150,19 @@ class _Walker:
         if type(value) in ATOMS:
             return value
         number = self._numbers.get(id(value))
-        if number is None:
-            number = self._numbers[id(value)] = len(self._found)
-            self._found.append(value)
-        return [number]
+        return [self._new(value) if number is None else number]
+
+    def _new(self, value: Any) -> int:
+        number = len(self._found)
+        if type(value) is np.ndarray and value.size == 0:
+            # Which empty array it is makes no difference; a module's constant, say, is no part of
+            # a state, but a state that was restored would have one of its own.
+            kind = value.dtype.str, value.shape, value.flags.writeable
+            if self._empty.setdefault(kind, number) != number:
+                return self._empty[kind]
+        self._numbers[id(value)] = number
+        self._found.append(value)
+        return number
 
     def _values(self, values: Any) -> list[Any]:
         some = list(values)
