@@ -55,6 +55,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_running: Positive = 256
     max_step_tokens: NonNegative = 0  # 0: 2,048 on the CPU, 8,192 on a GPU
     mixed_step_tokens: NonNegative = 0  # 0: as measured, or a sixteenth of the budget
+    itl_target: Annotated[float, Meta(ge=0, le=60)] = 0.025  # seconds of a step; 0: no bound
+    ttft_target: Annotated[float, Meta(ge=0, le=3600)] = 0.5  # seconds; 0: none
     policy: str = "mixed"
     overlap_depth: Annotated[int, Meta(ge=1, le=2)] = 2
     cache: str = "radix"

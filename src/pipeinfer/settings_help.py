@@ -42,6 +42,8 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "N",
             "tokens of a step in which requests decode; default: measured on a GPU",
         ),
+        "itl_target": ("SECONDS", "longest step beside running streams while prompts wait; 0: any"),
+        "ttft_target": ("SECONDS", "that a prompt should wait at most, by longer steps; 0: any"),
         "overlap_depth": ("N", "steps in flight, 1 or 2"),
         "watchdog": ("SECONDS", "without a result after which an engine counts as hung"),
         "seed": ("N", "start of the seeds of requests that bring none"),

@@ -1,14 +1,15 @@
 """How many tokens of prompts a step holds in which requests decode.
 
-Few enough that the streams hardly notice, enough that the weights are not read for a few tokens.
-Knows numbers only.
+So few that the streams hardly notice, while prompts need not wait for it. The more of them wait,
+the longer a step may take, up to a target: then prompts are computed at the GPU's rate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeinfer.step_cost import StepCost
+from pipeinfer.step_cost import PER_SECOND, Prompt, StepCost
 
 PART = 16  # of a step's budget
 LEAST = 128
@@ -23,38 +24,104 @@ FEWEST = 128  # tokens of prompts, however long they take: with less, hardly any
 # But the matrix kernels of a GPU take steps: where a few tokens less take far less time, prompts
 # get those, and at least so many. A token is worth so many percent of the least that one can take.
 ROOM, WORTH = 32, 75
-MOST_MEASURED = 1024  # tokens of a step: with more, the time for each hardly falls
+MOST_SPARED = 1024  # tokens of such a step: with more, the time for each hardly falls
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Seconds. itl: the longest step that streams should feel; 0: no bound. ttft: how long a prompt
+    should wait at most; 0: as long as it takes."""
+
+    itl: float = 0.0
+    ttft: float = 0.0
 
 
 @dataclass(frozen=True)
 class MixedBudget:
-    """Of the steps of one epoch. tokens: of a step with its decodes, where no `cost` is known."""
+    """Of the steps of one epoch. tokens: of a step with its decodes, where no `cost` is known;
+    small: of that the sizes that are spared for prompts whatever waits.
+    """
 
     tokens: int
     cost: StepCost | None = None
+    small: StepCost | None = None
+    targets: Targets = Targets()
 
-    def prompts(self, rows: int, context: int, depth: int) -> int:
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it matters which prompts wait behind the first."""
+        return self.cost is not None and self.targets.ttft > 0
+
+    def prompts(
+        self, rows: int, context: int, waiting: Sequence[Prompt] = (), behind: int = 0
+    ) -> int:
         """Tokens of prompts, at least 1, beside `rows` decodes that have `context` tokens before
-        all of them; the first prompt has `depth` before.
+        all of them. `waiting`: prompts in the order in which they will be computed, the first of
+        them at least, and `behind` them so many more tokens.
         """
-        if self.cost is None:
+        if self.cost is None or self.small is None:
             return max(self.tokens - rows, self.tokens // LEAST_PROMPT_PART, 1)
-        own = self.cost.tokens_within(SLOWER, rows, context, depth)
-        # However deep the prompt: fewer tokens at a time would only make it disturb for longer.
-        short = min(self.cost.tokens_within(SHORT_SLOWER, SHORT_ROWS, 0, 0), SHORT_TOKENS)
-        most = max(own, short, rows + FEWEST)
-        return self.cost.worthwhile(most, rows, ROOM, WORTH) - rows
+        spared = _spared(self.small, rows, context, waiting[0].before if waiting else 0)
+        if not self.looks_ahead:
+            return spared
+        wanted = self._in_time(self.cost, rows, context, waiting, behind)
+        return max(spared, wanted - rows)
+
+    def _in_time(
+        self, cost: StepCost, rows: int, context: int, waiting: Sequence[Prompt], behind: int
+    ) -> int:
+        """Tokens of the shortest step with which all prompts meet their target, if all steps were
+        like it, or else of the fastest; of those within the target of streams. 0: there is none."""
+        pace = self._pace(waiting, behind) / PER_SECOND
+        longest = self.targets.itl * PER_SECOND or float("inf")
+        shortest, enough = float("inf"), 0
+        fastest, most = 0.0, 0
+        for tokens, time in cost.steps(rows, context, waiting):
+            if time > longest:
+                continue
+            rate = (tokens - rows) / time
+            if rate >= pace and time < shortest:
+                shortest, enough = time, tokens
+            if rate > fastest:
+                fastest, most = rate, tokens
+        return enough or most
+
+    def _pace(self, waiting: Sequence[Prompt], behind: int) -> float:
+        """Tokens a second with which every prompt is computed in time; infinite if one is late."""
+        target, pace, before = self.targets.ttft, 0.0, 0
+        for prompt in waiting:
+            before += prompt.tokens
+            left = target - prompt.age
+            if left <= 0:
+                return float("inf")
+            pace = max(pace, before / left)
+        # Of those behind the age is not known: as if they had just come.
+        return max(pace, (before + behind) / target) if behind else pace
 
 
-def mixed_budget(asked: int, budget: int, cost: StepCost | None = None) -> MixedBudget:
+def mixed_budget(
+    asked: int, budget: int, cost: StepCost | None = None, targets: Targets = Targets()
+) -> MixedBudget:
     """`asked` (--mixed-step-tokens) comes first, then what the engine measured; without either it
     is a part of `budget`, the most tokens of any step, and never more than that.
     """
     if asked:
         return MixedBudget(min(asked, budget))
-    return MixedBudget(min(max(budget // PART, LEAST), budget), cost)
+    tokens = min(max(budget // PART, LEAST), budget)
+    small = None if cost is None else cost.up_to(MOST_SPARED)
+    return MixedBudget(tokens, cost, small, targets)
+
+
+def _spared(cost: StepCost, rows: int, context: int, depth: int) -> int:
+    """Tokens that streams hardly notice, beside `rows` decodes; the first prompt has `depth` tokens
+    before."""
+    own = cost.tokens_within(SLOWER, rows, context, depth)
+    # However deep the prompt: fewer tokens at a time would only make it disturb for longer.
+    short = min(cost.tokens_within(SHORT_SLOWER, SHORT_ROWS, 0, 0), SHORT_TOKENS)
+    most = max(own, short, rows + FEWEST)
+    return cost.worthwhile(most, rows, ROOM, WORTH) - rows
 
 
 def most_tokens(asked: int, budget: int) -> int:
     """Of a step that decodes, where its device is measured: what graphs are to be captured for."""
-    return min(asked or MOST_MEASURED, budget)
+    return min(asked or budget, budget)

@@ -6,16 +6,31 @@ neither who measured nor what is decided by it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 import msgspec
+
+
+PER_SECOND = 10**12  # picoseconds
+
+
+class Prompt(NamedTuple):
+    """A prompt that waits, or a part of one: `tokens` of it to compute, `before` them as many as
+    were computed, and its `age` in seconds."""
+
+    tokens: int
+    before: int = 0
+    age: float = 0.0
 
 
 class StepCost(msgspec.Struct, frozen=True, array_like=True):
     """Picoseconds. Steps and prompts are at their beginning: with hardly any context.
 
     decodes: (rows, time) of steps of decodes alone. mixed: (tokens, time, more) of steps of so many
-    tokens, of which a few are decodes and the rest is of a prompt; `more` for each token of that
-    prompt that was computed before. Both ascend in their first number, and neither is empty.
-    kv_token: for each token of context that a decode reads.
+    tokens, up to the most of any step, of which a few are decodes and the rest is of a prompt;
+    `more` for each token of that prompt that was computed before. Both ascend in their first
+    number, and neither is empty. kv_token: for each token of context that a decode reads.
     """
 
     decodes: tuple[tuple[int, int], ...]
@@ -31,6 +46,11 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
         )
         context = _ms(1000 * self.kv_token)
         return f"decodes {decodes}, {context} per 1,000 tokens of context; with prompts {mixed}"
+
+    def up_to(self, tokens: int) -> StepCost:
+        """Of these, the sizes of at most `tokens` tokens, or the smallest if all have more."""
+        few = tuple(size for size in self.mixed if size[0] <= tokens)
+        return msgspec.structs.replace(self, mixed=few or self.mixed[:1])
 
     def alone(self, rows: int) -> int:
         """Of that many decodes: as measured with the most rows that are not more, if any are."""
@@ -51,6 +71,31 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
         fitting = (tokens for tokens, time, more in self.mixed if time + more * depth <= most)
         return max(fitting, default=0)
 
+    def steps(
+        self, rows: int, context: int, prompts: Sequence[Prompt]
+    ) -> Iterator[tuple[int, int]]:
+        """(tokens, time) of each size that holds `rows` decodes, with `context` tokens before all
+        of them, and what else has room of `prompts`, in their order; up to the size that holds all.
+        """
+        reading = context * self.kv_token
+        waiting = iter(prompts)
+        held = pairs = left = before = 0
+        for tokens, time, more in self.mixed:
+            while held < tokens - rows:
+                if not left:
+                    left, before, _ = next(waiting, _NOBODY)
+                    if not left:
+                        break
+                part = min(left, tokens - rows - held)
+                pairs += part * before + part * part // 2
+                held, left, before = held + part, left - part, before + part
+            if held:
+                # As measured, all tokens are of one prompt that begins.
+                apart = pairs - tokens * tokens // 2
+                yield tokens, time + reading + more * apart // tokens
+            if held < tokens - rows:
+                return
+
     def worthwhile(self, most: int, rows: int, room: int, percent: int) -> int:
         """The size of at most `most` tokens in which prompts beside `rows` decodes, at least `room`
         tokens, gain most; `most` if they gain in none.
@@ -66,6 +111,9 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
             if rows + room <= tokens <= most and gain > best:
                 best, found = gain, tokens
         return found
+
+
+_NOBODY = Prompt(0)
 
 
 def _ms(picoseconds: int) -> str:

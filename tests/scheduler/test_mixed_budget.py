@@ -20,11 +20,10 @@ from pipeinfer.step_budget import (
     SHORT_SLOWER,
     SHORT_TOKENS,
     SLOWER,
-    MixedBudget,
     mixed_budget,
     most_tokens,
 )
-from pipeinfer.step_cost import StepCost
+from pipeinfer.step_cost import Prompt, StepCost
 from pipeinfer.trace.restore import restore
 from pipeinfer.trace.snapshot import snapshot
 
@@ -146,7 +145,7 @@ def test_the_budget_of_mixed_steps_follows_that_of_all_steps():
 
 @given(costs, *decodes, depths)
 def test_a_step_with_prompts_takes_at_most_the_promised_part_longer(cost, rows, context, depth):
-    prompts = mixed_budget(0, 8192, cost).prompts(rows, context, depth)
+    prompts = mixed_budget(0, 8192, cost).prompts(rows, context, [Prompt(1, depth)])
     assert ROOM <= prompts <= max(SIZES[-1] - rows, FEWEST)
     times = {tokens: time + more * depth for tokens, time, more in cost.mixed}
     alone = {rows: max(time for size, time in cost.decodes if size <= rows)
@@ -163,10 +162,10 @@ def test_a_step_with_prompts_takes_at_most_the_promised_part_longer(cost, rows, 
 def test_prompts_get_more_beside_longer_contexts_and_less_at_their_ends(
     cost, rows, context, depth, more
 ):
-    budget = MixedBudget(0, cost)
-    found = budget.prompts(rows, context, depth)
-    assert budget.prompts(rows, context + more, depth) >= found
-    assert budget.prompts(rows, context, depth + more) <= found
+    budget = mixed_budget(0, 8192, cost)
+    found = budget.prompts(rows, context, [Prompt(1, depth)])
+    assert budget.prompts(rows, context + more, [Prompt(1, depth)]) >= found
+    assert budget.prompts(rows, context, [Prompt(1, depth + more)]) <= found
 
 
 @pytest.mark.parametrize(
@@ -181,7 +180,7 @@ def test_prompts_get_more_beside_longer_contexts_and_less_at_their_ends(
     ],
 )
 def test_what_prompts_get_beside_the_decodes_of_a_small_model(rows, context, depth, prompts):
-    assert mixed_budget(0, 8192, SMALL).prompts(rows, context, depth) == prompts
+    assert mixed_budget(0, 8192, SMALL).prompts(rows, context, [Prompt(1, depth)]) == prompts
 
 
 # Of 14B on an H200, as measured, in microseconds: products of 257 to 320 rows take half as long
@@ -201,11 +200,11 @@ LARGE = StepCost(
     [(8, 248), (64, 192), (150, 106), (200, 56), (224, 32), (225, 448 - 225), (256, 512 - 256)],
 )
 def test_steps_end_where_the_device_takes_far_longer_for_a_few_tokens_more(rows, prompts):
-    assert mixed_budget(0, 8192, LARGE).prompts(rows, rows * 700, 0) == prompts
+    assert mixed_budget(0, 8192, LARGE).prompts(rows, rows * 700) == prompts
 
 
 def test_what_a_user_asks_for_comes_before_what_was_measured():
-    assert mixed_budget(300, 8192, SMALL).prompts(64, 10**6, 0) == 300 - 64
+    assert mixed_budget(300, 8192, SMALL).prompts(64, 10**6) == 300 - 64
 
 
 @settings(max_examples=20, deadline=None)
@@ -220,7 +219,9 @@ def test_each_step_is_cut_by_what_its_own_rows_read(running, before, kv_token, m
     whole = [plan for plan in plans if plan.prompts]
     assert whole
     for plan in whole[:-1]:  # the last has what is left
-        wanted = MixedBudget(0, cost).prompts(plan.decodes, plan.context, plan.depth)
+        wanted = mixed_budget(0, 2048, cost).prompts(
+            plan.decodes, plan.context, [Prompt(1, plan.depth)]
+        )
         assert plan.prompts == wanted, plan
 
 

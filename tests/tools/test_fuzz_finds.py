@@ -55,3 +55,6 @@ def test_any_bytes_are_an_input_of_several_parts():
     ]  # fmt: skip
     assert mutation.parts(b"\0\0\5ab") == [b"ab"]
     assert mutation.parts(b"\0") == [b""] and mutation.parts(b"") == []
+    huge = bytes(mutation.LONGEST_PART + 3)  # as one grew within an hour
+    cut = mutation.parts(mutation.joined([huge, b"x"]))
+    assert [len(part) for part in cut] == [mutation.LONGEST_PART, 1]

@@ -36,7 +36,7 @@ class Arrival:
         """As request.from_work makes it, but for the prompt's ids, for which nobody asks."""
         params = SamplingParams(temperature=0.0, max_tokens=self.output, ignore_eos=True)
         work = Work(self.id, 1, 0, 0, b"", params, 0)
-        return Request(work, place, float("inf"), prompt_len=len(self.prompt))
+        return Request(work, place, float("inf"), prompt_len=len(self.prompt), since=self.at)
 
 
 OUTPUT_IDS = 1 << 30  # prompts use ids below

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pipeinfer.messages import PROTOCOL, Hello
 from pipeinfer.scheduler.options import SchedulerOptions
+from pipeinfer.step_budget import Targets
 from pipeinfer.step_cost import StepCost
 
 
@@ -23,6 +24,8 @@ class Deployment:
     max_running: int = 256
     max_step_tokens: int = 2048
     mixed_step_tokens: int = 0
+    itl_target: float = 0.025
+    ttft_target: float = 0.5
     policy: str = "mixed"
     overlap_depth: int = 2
     cache: str = "radix"
@@ -33,6 +36,7 @@ class Deployment:
         return SchedulerOptions(
             self.policy, self.overlap_depth, self.max_running, self.max_step_tokens, float("inf"),
             mixed_step_tokens=self.mixed_step_tokens,
+            targets=Targets(self.itl_target, self.ttft_target),
         )  # fmt: skip
 
     @property

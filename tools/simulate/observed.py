@@ -76,6 +76,8 @@ def deployment(found: Sequence[Recording]) -> tuple[Deployment, int, str]:
         max_running=min(settings["max_running"], facts["max_slots"]),
         max_step_tokens=settings["max_step_tokens"] or facts["step_tokens"],
         mixed_step_tokens=settings["mixed_step_tokens"],
+        itl_target=settings["itl_target"],
+        ttft_target=settings["ttft_target"],
         policy=settings["policy"],
         overlap_depth=settings["overlap_depth"],
         cache=settings["cache"],

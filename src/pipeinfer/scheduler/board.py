@@ -31,10 +31,10 @@ class Board:
         budget: int,
         nothing_in_flight: bool,
         released_pages: int = 0,
-        beside: Callable[[list[Row], int], int] | None = None,
+        beside: Callable[[list[Row], list[Request]], int] | None = None,
     ) -> None:
-        """`beside`: how many tokens of prompts may go beside these decodes, if so many were
-        computed of the first before; None: any number."""
+        """`beside`: how many tokens of prompts may go beside these decodes, where these are
+        half-computed; None: any number."""
         self.rows: list[Row] = []
         self.admitted: list[Request] = []
         self.preempted: list[Request] = []
@@ -71,12 +71,11 @@ class Board:
         self.rows += [(request, 1) for request in decodes]
 
     def spare_decodes(self) -> None:
-        """After decode_all: prompts get as much as hardly slows the decodes down, but never
-        nothing, however many requests run.
+        """After decode_all: prompts get what they need, as far as the decodes can bear it, and
+        never nothing, however many requests run. See step_budget.py.
         """
         if self.rows and self._beside is not None and self.prompts_wait:
-            depth = self._prompts[0].projected if self._prompts else 0
-            self._budget = min(self._budget, self._beside(self.rows, depth))
+            self._budget = min(self._budget, self._beside(self.rows, self._prompts))
 
     def continue_prompts(self) -> None:
         """The next chunk of every half-computed prompt, oldest first."""

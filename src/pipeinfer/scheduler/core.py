@@ -121,7 +121,7 @@ class SchedulerCore:
 
     # -------------------------------------------------------------------------------- requests
 
-    def _on_work(self, work: Work, _now: float) -> None:
+    def _on_work(self, work: Work, now: float) -> None:
         known = self._live.get(work.request_id)
         if known is not None:
             if work.attempt <= known.work.attempt:
@@ -130,7 +130,7 @@ class SchedulerCore:
         if self._left or self._ledger.settled(work.request_id):
             return
         self._arrivals += 1
-        request = from_work(work, self._arrivals, self._now)
+        request = from_work(work, self._arrivals, self._now, now)
         if self._draining:
             self._refuse(request, 503, "the server is shutting down", None)
             return

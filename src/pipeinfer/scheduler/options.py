@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeinfer.step_budget import Targets
+
 DEFAULT_STEP_TOKENS = 2048
 
 
@@ -14,7 +16,8 @@ DEFAULT_STEP_TOKENS = 2048
 class SchedulerOptions:
     """What the core needs of the settings. max_step_tokens: token budget of a step; 0 leaves it to
     the engine, and an engine that says nothing gets DEFAULT_STEP_TOKENS. mixed_step_tokens: the
-    budget of a step that also decodes, where the policy mixes; 0: see step_budget.py.
+    budget of a step that also decodes, where the policy mixes; 0: see step_budget.py, as for
+    `targets`.
     """
 
     policy: str = "mixed"
@@ -24,3 +27,4 @@ class SchedulerOptions:
     watchdog: float = 120.0
     tp: int = 1
     mixed_step_tokens: int = 0
+    targets: Targets = Targets()

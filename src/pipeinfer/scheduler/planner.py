@@ -6,6 +6,8 @@ nothing of what becomes of a request's tokens.
 
 from __future__ import annotations
 
+from functools import partial
+
 from pipeinfer.messages import Hello, Plan, pack
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.board import Board, Row
@@ -17,7 +19,9 @@ from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
 from pipeinfer.scheduler.slots import Slots
 from pipeinfer.step_budget import MixedBudget, mixed_budget
+from pipeinfer.step_cost import Prompt
 
+AHEAD = 64  # prompts in the queue that are looked at one by one
 DEFERRALS = 2  # of one request in a row, after which somebody else must give way
 
 
@@ -45,7 +49,8 @@ class Planner:
         """An epoch begins, on engines of this `shape`."""
         self._budget = self._options.max_step_tokens or shape.step_tokens or DEFAULT_STEP_TOKENS
         asked = self._options.mixed_step_tokens
-        self._mixed_budget = mixed_budget(asked, self._budget, shape.step_cost)
+        targets = self._options.targets
+        self._mixed_budget = mixed_budget(asked, self._budget, shape.step_cost, targets)
         slots = min(shape.max_slots, self._options.max_running, self._budget)
         self.slots.begin(slots, Credits(shape.page_size, shape.pages))
         self._number = 0
@@ -87,8 +92,7 @@ class Planner:
         slots = self.slots
         board = Board(
             list(slots.running.values()), self._queue, slots.credits, slots.free, self._budget,
-            not len(self.flights), slots.released_pages,
-            self._beside,
+            not len(self.flights), slots.released_pages, partial(self._beside, now),
         )  # fmt: skip
         if not self._compose(board):
             return None
@@ -96,9 +100,14 @@ class Planner:
             return None
         return self._written(board, epoch, now)
 
-    def _beside(self, decodes: list[Row], depth: int) -> int:
-        """Tokens of prompts that go with these decodes; `depth`: see MixedBudget.prompts."""
-        return self._mixed_budget.prompts(len(decodes), self.slots.context(decodes), depth)
+    def _beside(self, now: float, decodes: list[Row], prompts: list[Request]) -> int:
+        """Tokens of prompts that go with these decodes; `prompts` are half-computed."""
+        context, queue = self.slots.context(decodes), self._queue
+        coming = queue.first(AHEAD) if self._mixed_budget.looks_ahead else []
+        waiting = [Prompt(r.known - r.projected, r.projected, now - r.since) for r in prompts]
+        waiting += [Prompt(r.length, 0, now - r.since) for r in coming]
+        behind = queue.tokens - sum(r.queued for r in coming)
+        return self._mixed_budget.prompts(len(decodes), context, waiting, behind)
 
     def _compose(self, board: Board) -> bool:
         """Fills the board; False if the steps in flight must report first."""

@@ -1,52 +1,73 @@
 """Requests that wait for a slot, in the order of admission.
 
 Knows no engine. Priority first (lower is earlier, as in vLLM), then arrival; a preempted request
-keeps its arrival and so returns to the head of its priority. Every operation is O(log n).
+keeps its arrival and so returns to the head of its priority.
 """
 
 from __future__ import annotations
 
-import heapq
+from bisect import insort
 
 from pipeinfer.scheduler.request import Request
 
+LOOKED_AT = 4  # entries for each that is asked for: most may be gone
+FEW_GONE = 64
+
 
 class WaitingQueue:
-    """A heap with lazy deletion: a request that is `done` is skipped when it comes up."""
+    """A sorted list. Nearly all come at its end and leave at its front, which moves the pointers
+    behind; a request that is `done` stays until it comes up, or until most are.
+
+    tokens: of all that wait, as long as they were when they came.
+    """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Request]] = []
+        self.tokens = 0
+        self._order: list[tuple[int, int, Request]] = []
         self._gone = 0
 
     def push(self, request: Request) -> None:
-        request.queued = True
-        heapq.heappush(self._heap, (request.work.priority, request.arrival, request))
+        request.queued = request.length
+        self.tokens += request.queued
+        insort(self._order, (request.work.priority, request.arrival, request))
 
     def head(self) -> Request | None:
         """The next request, still in the queue; None if there is none."""
-        while self._heap and self._heap[0][2].done:
-            heapq.heappop(self._heap)
-            self._gone -= 1
-        return self._heap[0][2] if self._heap else None
+        gone = 0
+        while gone < len(self._order) and self._order[gone][2].done:
+            gone += 1
+        if gone:
+            del self._order[:gone]
+            self._gone -= gone
+        return self._order[0][2] if self._order else None
+
+    def first(self, count: int) -> list[Request]:
+        """At most `count` that come next; fewer also where most of the next are gone."""
+        near = self._order[: count * LOOKED_AT]
+        return [request for _, _, request in near if not request.done][:count]
 
     def pop(self) -> Request:
         """Removes and returns the head; IndexError if there is none."""
         request = self.head()
         if request is None:
             raise IndexError("pop from an empty queue")
-        heapq.heappop(self._heap)
-        request.queued = False
+        del self._order[0]
+        self._leave(request)
         return request
 
     def forget(self, request: Request) -> None:
         """`request` was marked done; if it waits here it leaves when it comes up, or with many."""
         if not request.queued:
             return
+        self._leave(request)
         self._gone += 1
-        if self._gone > 64 and self._gone > len(self._heap) // 2:
-            self._heap = [entry for entry in self._heap if not entry[2].done]
-            heapq.heapify(self._heap)
+        if self._gone > FEW_GONE and self._gone > len(self._order) // 2:
+            self._order = [one for one in self._order if not one[2].done]
             self._gone = 0
 
     def __len__(self) -> int:
-        return len(self._heap) - self._gone
+        return len(self._order) - self._gone
+
+    def _leave(self, request: Request) -> None:
+        self.tokens -= request.queued
+        request.queued = 0

@@ -21,6 +21,8 @@ class Request:
     """State of a live request; see `SchedulerCore` for who changes what.
 
     The prompt stays as it came, in `work`: nobody looks at single ids of it.
+    since: when it came, by the clock that plans are made by. queued: the tokens as which it counts
+    in the queue, 0 if it is not there.
     known: tokens told at the last admission (K). computed: confirmed by results. projected: what
     will be computed once the steps in flight are done, if none is deferred. inflight: planned
     counts of those steps, oldest first. pending: steps in flight, also after it lost its slot.
@@ -47,9 +49,10 @@ class Request:
     hit: int = 0
     deferrals: int = 0
     lone_crashes: int = 0
-    queued: bool = False
+    queued: int = 0
     done: bool = False
     spoiled: bool = False
+    since: float = 0.0
 
     @property
     def id(self) -> str:
@@ -144,12 +147,13 @@ class Request:
         self.inflight.clear()
 
 
-def from_work(work: Work, arrival: int, now: float) -> Request:
+def from_work(work: Work, arrival: int, now: float, since: float = 0.0) -> Request:
     """A request in its first state. Deadline: `now` + timeout, or never."""
     return Request(
         work=work,
         arrival=arrival,
         deadline=now + work.timeout if work.timeout > 0 else float("inf"),
+        since=since,
         prompt_len=len(work.prompt_ids) // TOKEN_BYTES,
         stops=frozenset(work.eos_ids) | frozenset(work.params.stop_token_ids),
     )

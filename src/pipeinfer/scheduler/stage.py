@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
+from pipeinfer.step_budget import Targets
 
 
 def build(context: StageContext) -> Stage:
@@ -18,6 +19,7 @@ def build(context: StageContext) -> Stage:
         max_running=settings.max_running,
         max_step_tokens=settings.max_step_tokens,
         mixed_step_tokens=settings.mixed_step_tokens,
+        targets=Targets(settings.itl_target, settings.ttft_target),
         watchdog=settings.watchdog,
         tp=settings.tp,
     )
