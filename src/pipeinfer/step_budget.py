@@ -36,6 +36,9 @@ class Targets:
     ttft: float = 0.0
 
 
+NO_TARGETS = Targets()
+
+
 @dataclass(frozen=True)
 class MixedBudget:
     """Of the steps of one epoch. tokens: of a step with its decodes, where no `cost` is known;
@@ -45,7 +48,7 @@ class MixedBudget:
     tokens: int
     cost: StepCost | None = None
     small: StepCost | None = None
-    targets: Targets = Targets()
+    targets: Targets = NO_TARGETS
 
     @property
     def looks_ahead(self) -> bool:
@@ -100,7 +103,7 @@ class MixedBudget:
 
 
 def mixed_budget(
-    asked: int, budget: int, cost: StepCost | None = None, targets: Targets = Targets()
+    asked: int, budget: int, cost: StepCost | None = None, targets: Targets = NO_TARGETS
 ) -> MixedBudget:
     """`asked` (--mixed-step-tokens) comes first, then what the engine measured; without either it
     is a part of `budget`, the most tokens of any step, and never more than that.

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import msgspec
 
-
 PER_SECOND = 10**12  # picoseconds
 
 

@@ -171,6 +171,9 @@ def cuda_runner(settings, choices, model, group):
         for part in (*pool.k, *pool.v):
             assert not part[1:].any(), "what is captured and measured belongs to the dummy page"
         assert not runner._last_token[:-1].any(), "and to the dummy slot"
+    runner.measure()
+    for part in (*pool.k, *pool.v):
+        assert not part[1:].any(), "what is measured belongs to the dummy page, too"
     return runner
 
 
@@ -206,10 +209,12 @@ if __name__ == "__main__":
         sys.exit()
     place = sys.argv[1]
     replayed = served(place, True)
+    eager = served(place, True, no_cuda_graph=True)
     found = {
         "graphs": good_ones(replayed),
-        "derived on the device": good_ones(served(place, True, no_cuda_graph=True)),
+        "derived on the device": good_ones(eager),
         "packed on the host": good_ones(served(place, False, no_cuda_graph=True)),
         "step cost": msgspec.to_builtins(replayed.loaded.step_cost),
+        "step cost without graphs": msgspec.to_builtins(eager.loaded.step_cost),
     }
     print(json.dumps(found))

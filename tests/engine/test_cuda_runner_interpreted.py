@@ -82,3 +82,10 @@ def test_an_engine_with_graphs_says_what_its_steps_take(found):
     assert [tokens for tokens, _, _ in cost.mixed] == [8, 48]
     assert all(0 < time < 10**14 for _, time, *_ in (*cost.decodes, *cost.mixed))
     assert cost.mixed[1][1] > cost.mixed[0][1], "48 tokens take longer than 8"
+
+
+def test_an_engine_without_graphs_measures_its_steps_kernel_by_kernel(found):
+    cost = msgspec.convert(found["step cost without graphs"], StepCost)
+    assert [rows for rows, _ in cost.decodes] == [1, 3], "up to all that may run"
+    assert [tokens for tokens, _, _ in cost.mixed] == [48], "up to the largest step"
+    assert all(0 < time < 10**14 for _, time, *_ in (*cost.decodes, *cost.mixed))

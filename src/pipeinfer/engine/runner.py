@@ -30,9 +30,14 @@ class Model(Protocol):
     """What the runner needs of a model; see models/causal_lm.py."""
 
     def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, /
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        rows: torch.Tensor | None = None,
+        /,
     ) -> torch.Tensor:
-        """tokens, positions int64 [T]: hidden states [T, hidden]."""
+        """tokens, positions int64 [T]: hidden states [T, hidden], or of `rows` int64 [S] alone."""
         ...
 
     def logits(self, hidden: torch.Tensor, /) -> torch.Tensor:
@@ -87,10 +92,11 @@ class ModelRunner:
             places = self._tensor(positions(step))
             attend = partial(self._attend, self._backend.plan(step))
         with self.phases.span("forward", step.number):
-            hidden = self._model(tokens, places, attend)
             last = np.cumsum(step.counts, dtype=np.int64)[step.samples] - 1
-            # Without a sampling row there is nothing to multiply the vocabulary with.
-            return self._model.logits(hidden[self._tensor(last)]) if len(last) else hidden[:0]
+            if not len(last):  # nothing to multiply the vocabulary with
+                return self._model(tokens, places, attend)[:0]
+            hidden = self._model(tokens, places, attend, self._tensor(last))
+            return self._model.logits(hidden)
 
     @torch.inference_mode()
     def _sampled(self, step: Step, logits: torch.Tensor) -> Sampled:

@@ -73,14 +73,18 @@ class SelfAttention:
         x: torch.Tensor,
         rotation: Rotation | TableRotation,
         attend: Attend | MergedAttend,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor | Pending:
-        """`attend` is a MergedAttend, and `rotation` a table's, exactly on a GPU."""
+        """`attend` is a MergedAttend, and `rotation` a table's, exactly on a GPU. rows: int64 [S],
+        whose output is wanted; None: all.
+        """
         qkv = self.qkv(x)
         if self._merged:
             out = attend.merged(self.layer, qkv, self.num_heads, self.norm, rotation)  # type: ignore
         else:
             out = attend(self.layer, *self._parts(qkv, rotation))  # type: ignore
-        return self.output(out.flatten(1))
+        out = out.flatten(1)
+        return self.output(out if rows is None else out[rows])
 
     def _parts(
         self, qkv: torch.Tensor, rotation: Rotation

@@ -47,13 +47,17 @@ class DecoderLayer:
         residual: torch.Tensor,
         rotation: Rotation | TableRotation,
         attend: Attend | MergedAttend,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | Pending, torch.Tensor]:
-        """(what is to be added to the residual, the residual [T, hidden], changed in place)."""
+        """(what is to be added to the residual, the residual [T, hidden], changed in place), or of
+        `rows` alone, int64 [S]."""
         if x is None:
             x = self.input_norm(residual)
         else:
             x, residual = self.input_norm.add(x, residual)
-        x = self.attention(x, rotation, attend)
+        x = self.attention(x, rotation, attend, rows)
+        if rows is not None:
+            residual = residual[rows]
         x, residual = self.middle_norm.add(x, residual)
         return self.mlp(x), residual
 
@@ -83,14 +87,21 @@ class CausalLM:
         self.rope = Rope(config.rope, config.head_dim, placement.dtype, placement.device, longest)
 
     def __call__(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend | MergedAttend
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend | MergedAttend,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """tokens, positions: int64 [T], or int32 on a GPU. Hidden states [T, hidden], normed."""
+        """tokens, positions: int64 [T], or int32 on a GPU. Hidden states [T, hidden], normed; or of
+        `rows` alone, int64 [S]: of the other tokens, the last layer computes keys and values only.
+        """
         rotation = self.rope(positions)
         residual = self.embedding(tokens)
         x = None
-        for layer in self.layers:
-            x, residual = layer(x, residual, rotation, attend)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            x, residual = layer(x, residual, rotation, attend, rows if index == last else None)
         return self.norm(residual) if x is None else self.norm.add(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

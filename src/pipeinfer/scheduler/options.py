@@ -5,7 +5,7 @@ Knows names and defaults only; what they mean is said where they are used.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeinfer.step_budget import Targets
 
@@ -27,4 +27,4 @@ class SchedulerOptions:
     watchdog: float = 120.0
     tp: int = 1
     mixed_step_tokens: int = 0
-    targets: Targets = Targets()
+    targets: Targets = field(default_factory=Targets)

@@ -14,9 +14,10 @@ import torch
 from pipeinfer.attention import registry
 from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.engine.cuda.graphs import ladder
+from pipeinfer.engine.cuda.layout import Limits
 from pipeinfer.engine.cuda.memory import free_for_pages, warm_up
 from pipeinfer.engine.cuda.mixed_graphs import ladder as mixed_ladder
-from pipeinfer.engine.cuda.runner import CudaRunner, Limits
+from pipeinfer.engine.cuda.runner import CudaRunner
 from pipeinfer.engine.cuda.sampling import Ranks, SplitSampler
 from pipeinfer.memory.pool import KVPool, bytes_per_page
 from pipeinfer.settings import ConfigurationError, Settings
@@ -61,6 +62,9 @@ def build_runner(
     runner.bind(KVPool(shapes, pages, page_size, dtype, device))
     if not settings.no_cuda_graph:
         _capture(runner, settings, limits, progress)
+    runner.measure()
+    if runner.step_cost is not None:
+        log.info("what steps take, in ms: %s", runner.step_cost)
     return runner
 
 
@@ -74,8 +78,6 @@ def _capture(
     budget = most_tokens(settings.mixed_step_tokens, limits.tokens)
     mixed = mixed_ladder(limits.tokens, limits.rows, max(sizes, default=0), budget)
     runner.capture(sizes, mixed, progress, choose=settings.tp == 1)
-    if runner.step_cost is not None:
-        log.info("what steps take, in ms: %s", runner.step_cost)
 
 
 def _pages(

@@ -53,6 +53,23 @@ class Region:
     dtype: Any
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The largest step: rows, tokens, and pages of one row."""
+
+    rows: int
+    tokens: int
+    pages: int
+
+    @property
+    def sizes(self) -> Sizes:
+        """Of any step: a graph has decode rows and prefill rows, as many as may be of each."""
+        indices = self.rows * self.pages + self.rows
+        return Sizes(
+            2 * self.rows, self.tokens, self.rows, self.pages, indices, table_rows=self.rows
+        )
+
+
 class Layout:
     """Regions by name for given sizes. words: what the buffer must hold."""
 

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from pipeinfer.engine.cuda.artificial import artificial_step
-from pipeinfer.engine.cuda.runner import CudaRunner, Limits
+from pipeinfer.engine.cuda.layout import Limits
+from pipeinfer.engine.cuda.runner import CudaRunner
 from pipeinfer.engine.step import Step
 
 LARGE_TOP_K = 20

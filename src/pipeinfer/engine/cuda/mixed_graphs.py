@@ -20,11 +20,16 @@ from pipeinfer.engine.cuda.decode_packing import Packed
 from pipeinfer.engine.cuda.layout import Layout, Sizes
 from pipeinfer.engine.step import Step
 
-# Beyond these, a step's kernels run longer than it takes to launch them. Matrix kernels compute
-# whole tiles of 64 or 128 rows.
-TOKENS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
+# Matrix kernels compute whole tiles of 64 or 128 rows. Kernels of steps beyond 2,048 run longer
+# than it takes to launch them; but in a graph, both kinds of attention run at once.
+TOKENS = (
+    64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
+    12_288, 16_384,
+)  # fmt: skip
 FEW, SOME = 8, 32  # prompts in a step: alone, and beside decodes
+PROMPT, MANY = 64, 128  # in large steps, one for so many tokens, up to so many prompts
 DECODES = 64  # the smallest class of decode rows, each other has twice as many
+LARGE = 1024  # tokens of a step: beyond it rows that are not there cost nothing, and one class does
 MOST_PADDING = 128  # tokens, or
 PADDING_SHARE = 4  # that part of a graph's
 
@@ -55,17 +60,37 @@ def ladder(
     doubled = (DECODES << power for power in range(most_decodes.bit_length()))
     classes = sorted({*(rows for rows in doubled if rows < most_decodes), most_decodes})
     largest = max(mixed, most_decodes + mixed // PADDING_SHARE)
-    alone = [(tokens, 0, min(FEW, most_rows)) for tokens in TOKENS]
-    some = min(SOME, most_rows)
-    # Of each size also one with as many decodes as it has room for.
-    beside = [
-        (tokens, decodes, some)
-        for tokens in TOKENS
-        for decodes in {*classes, min(max(tokens - some, classes[0]), most_decodes)}
-        if tokens < largest + DECODES
-    ]
+    every = steps_up_to(most_tokens)
+    alone = [(tokens, 0, min(_prompts(tokens, FEW), most_rows)) for tokens in every]
+    beside: list[tuple[int, int, int]] = []
+    for tokens in every:
+        some = min(_prompts(tokens, SOME), most_rows)
+        # Of each size also one with as many decodes as it has room for.
+        full = min(max(tokens - some, classes[0]), most_decodes)
+        if tokens < largest + DECODES:
+            rows = {*classes, full} if tokens <= LARGE else {most_decodes}
+            beside += [(tokens, decodes, some) for decodes in rows]
     sizes = (MixedSize(*one) for one in (*alone, *beside))
     return tuple(sorted(size for size in sizes if size.rows <= size.tokens <= most_tokens))
+
+
+def steps_up_to(most: int) -> tuple[int, ...]:
+    """Tokens of the steps that are captured or measured, `most` itself among them if it is not
+    larger than all."""
+    sizes = {tokens for tokens in TOKENS if tokens <= most}
+    return tuple(sorted(sizes | {most} if most < TOKENS[-1] else sizes))
+
+
+def unaided(most_tokens: int, most_rows: int) -> tuple[MixedSize, ...]:
+    """Sizes to be measured where no prompts are captured: of one prompt beside a few decodes."""
+    decodes = min(DECODES, most_rows - 1)
+    sizes = (MixedSize(tokens, decodes, 1) for tokens in steps_up_to(most_tokens))
+    return tuple(size for size in sizes if decodes > 0 and size.rows < size.tokens)
+
+
+def _prompts(tokens: int, few: int) -> int:
+    """That a step of so many tokens has room for, at least `few`."""
+    return max(few, min(tokens // PROMPT, MANY)) if tokens > LARGE else few
 
 
 class MixedGraphs:

@@ -18,16 +18,15 @@ import torch
 
 from pipeinfer.attention.interface import AttentionBackend
 from pipeinfer.attention.paged import PagedBackend, PagedPlan, PagedRows
-from pipeinfer.engine.cuda import packing
+from pipeinfer.engine.cuda import packing, step_times
 from pipeinfer.engine.cuda.artificial import empty_step
 from pipeinfer.engine.cuda.attend import PagedAttend, PlainAttend
 from pipeinfer.engine.cuda.buffers import PARITIES, StepBuffers
 from pipeinfer.engine.cuda.expansion import Expansion
 from pipeinfer.engine.cuda.graphs import Captured, DecodeGraphs, Frame, row_arrays
-from pipeinfer.engine.cuda.layout import Layout, Sizes
+from pipeinfer.engine.cuda.layout import Layout, Limits, Sizes
 from pipeinfer.engine.cuda.mixed_graphs import MixedGraphs, MixedSize
 from pipeinfer.engine.cuda.sampling import NONE, Sampler, WholeSampler
-from pipeinfer.engine.cuda.step_times import step_cost
 from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
@@ -37,15 +36,6 @@ from pipeinfer.step_cost import StepCost
 
 Views = dict[str, torch.Tensor]
 TIMERS = 8  # more than steps in flight: a step's end is also read for the step after it
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The largest step: rows, tokens, and pages of one row."""
-
-    rows: int
-    tokens: int
-    pages: int
 
 
 @dataclass(frozen=True)
@@ -86,7 +76,7 @@ class CudaRunner:
         self.pool = pool
         self.phases = Phases(usual_marks())
         self.keep_logits = False
-        self.step_cost: StepCost | None = None  # as measured with the graphs
+        self.step_cost: StepCost | None = None  # as measured
         self.derive = True  # on the device, what mixed steps index with; False: on the host
         self._model = model
         self._backend = backend
@@ -99,7 +89,7 @@ class CudaRunner:
         # One slot more than requests: padding rows and rows that do not sample write there.
         self._dummy_slot = limits.rows
         self._last_token = torch.zeros(limits.rows + 1, dtype=torch.int64, device=device)
-        largest = _largest(limits)
+        largest = limits.sizes
         words = Layout(largest).words
         self._buffers = [StepBuffers(words, limits.rows, device) for _ in range(PARITIES)]
         self._expansion = Expansion(limits.rows, limits.tokens, largest.indices, device)
@@ -221,10 +211,11 @@ class CudaRunner:
             attend = PlainAttend(backend, self.pool, backend.plan(step))
         else:
             attend = PagedAttend(backend, self.pool, plan, places)
-        hidden = self._model(tokens, positions, attend)
-        if not len(views["last"]):
+        last = views["last"]
+        hidden = self._model(tokens, positions, attend, last if len(last) else None)
+        if not len(last):
             return None
-        logits = self._sampler.logits(hidden[views["last"]])
+        logits = self._sampler.logits(hidden)
         self._sampler.suppress(logits, step.sampling.suppress)
         return logits
 
@@ -312,8 +303,8 @@ class CudaRunner:
         """Captures decode steps of these sizes, and steps with prompts where the backend's part for
         them can be captured; progress(done, total).
 
-        Then `step_cost` is measured. `choose`: small sizes that measure slower than the next are
-        left out; not where ranks must agree.
+        `choose`: small sizes that measure slower than the next are left out; not where ranks must
+        agree.
         """
         backend = self._backend
         if not isinstance(backend, PagedBackend) or not sizes:
@@ -334,9 +325,21 @@ class CudaRunner:
                 graphs.capture(padding, body, self._forward, memory, count)
             if choose:
                 decodes.drop_slower_small_ones(partial(self._padding, decodes))
-            self.step_cost = step_cost(decodes, beside, frame, self.pool.pages, self._planned)
             torch.cuda.synchronize()
         self._graphs = decodes, beside
+
+    @torch.inference_mode()
+    def measure(self) -> None:
+        """Finds out `step_cost`, once all graphs there are to be are captured."""
+        if not isinstance(self._backend, PagedBackend):
+            return
+        limits, frame = self._limits, self._frame(self._backend)
+        with torch.cuda.stream(self._forward):
+            self.step_cost = step_times.measured(
+                self._graphs, (limits.rows, limits.tokens), frame, self.pool.pages, self._planned,
+                lambda step: self.wait(self.launch(step))[1],
+            )  # fmt: skip
+        torch.cuda.synchronize()
 
     def _frame(self, backend: PagedBackend) -> Frame:
         return Frame(
@@ -371,8 +374,8 @@ class CudaRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a graph holds; see graphs.py. `last`: tokens with logits, all if None."""
         attend = PagedAttend(self._backend, self.pool, plan, views["store"])  # type: ignore
-        hidden = self._model(self._known(views), views["positions"], attend)
-        logits = self._sampler.logits(hidden if last is None else hidden[last])
+        hidden = self._model(self._known(views), views["positions"], attend, last)
+        logits = self._sampler.logits(hidden)
         return logits, self._sampler.sample(logits, views, self._last_token, NONE)
 
     def _mixed_body(self, plan: PagedPlan, views: Views) -> tuple[torch.Tensor, torch.Tensor]:
@@ -382,14 +385,6 @@ class CudaRunner:
 def _timer() -> Timer:
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     return Timer(began, ended)
-
-
-def _largest(limits: Limits) -> Sizes:
-    """Of any step: a graph has decode rows and prefill rows, as many as there may be of each."""
-    indices = limits.rows * limits.pages + limits.rows
-    return Sizes(
-        2 * limits.rows, limits.tokens, limits.rows, limits.pages, indices, table_rows=limits.rows
-    )
 
 
 def _counter(total: int, progress: Callable[[int, int], None] | None) -> Callable[[], None]:

@@ -1,51 +1,77 @@
-"""What steps take on this GPU: captured graphs are replayed with artificial steps, and timed.
+"""What steps take on this GPU: artificial ones of all sizes, by graphs or without, are timed.
 
-All ranks of a group measure the same replays in the same order, because graphs hold collectives.
+All ranks of a group measure the same steps in the same order, because steps hold collectives.
 Knows sizes and arrays of steps; no request, and not what the times are for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeinfer.engine.cuda.artificial import deep_decodes, deep_prompts
 from pipeinfer.engine.cuda.graphs import DecodeGraphs, Frame, replay_seconds
-from pipeinfer.engine.cuda.mixed_graphs import DECODES, MixedGraphs, MixedSize
+from pipeinfer.engine.cuda.mixed_graphs import DECODES, MixedGraphs, MixedSize, unaided
 from pipeinfer.engine.step import Step
-from pipeinfer.step_cost import StepCost
+from pipeinfer.step_cost import PER_SECOND, StepCost
 
 REPLAYS = 3
 ROWS = frozenset((1, 8, 16, 32, 64, 96, 128, 192))  # of decodes alone, and as many as there may be
 CONTEXT = 1024  # tokens before each decode where their price is measured
 DEPTH = 2048  # tokens of a prompt before those that are measured
-PER_SECOND = 10**12
 
+# Seconds of a step of that size.
+Seconds = Callable[[Step, int | MixedSize], float]
 # Packs a step for the graph of that size, and plans it.
-Prepare = Callable[[Any, "int | MixedSize", Step], object]
+Prepare = Callable[[Any, int | MixedSize, Step], object]
+
+
+def measured(
+    graphs: tuple[DecodeGraphs, MixedGraphs] | None,
+    limits: tuple[int, int],
+    frame: Frame,
+    pages: int,
+    prepare: Prepare,
+    run: Callable[[Step], float],
+) -> StepCost | None:
+    """As step_cost(): of graphs where there are some, else of steps up to `limits` (rows, tokens),
+    which `run` runs kernel by kernel and says the device's seconds of.
+    """
+    decodes, beside = graphs or (None, None)
+    most_rows, most_tokens = limits
+    few = tuple(sorted({*(rows for rows in ROWS if rows < most_rows), most_rows}))
+    rows = decodes.sizes if decodes is not None else few
+    sizes = beside.sizes if beside is not None else ()
+
+    def seconds(step: Step, size: int | MixedSize) -> float:
+        captured: Any = beside if isinstance(size, MixedSize) else decodes
+        if captured is None or size not in captured.sizes:
+            return min(run(step) for _ in range(REPLAYS))
+        prepare(captured, size, step)
+        return replay_seconds(captured[size], REPLAYS)
+
+    return step_cost(rows, sizes or unaided(most_tokens, most_rows), frame, pages, seconds)
 
 
 def step_cost(
-    decodes: DecodeGraphs, mixed: MixedGraphs, frame: Frame, pages: int, prepare: Prepare
+    rows: Sequence[int], sizes: Sequence[MixedSize], frame: Frame, pages: int, seconds: Seconds
 ) -> StepCost | None:
-    """Measured on the current stream; `pages`: of the pool, the dummy included.
+    """Measured on the current stream. rows: of steps of decodes alone; sizes: with prompts. Both
+    ascend. pages: of the pool, the dummy included.
 
-    None without graphs of prompts beside decodes, or where a row has only one page.
+    None without sizes of prompts beside decodes, or where a row has only one page.
     """
-    beside = [size for size in mixed.sizes if size.decodes]
+    beside = [size for size in sizes if size.decodes]
     longest = (frame.pages - 1) * frame.page_size
     if not beside or not longest:
         return None
 
-    def time(graphs: Any, size: int | MixedSize, step: Step) -> int:
-        prepare(graphs, size, step)
-        return round(replay_seconds(graphs[size], REPLAYS) * PER_SECOND)
-
     def alone(rows: int, deep: int) -> int:
-        return time(decodes, rows, deep_decodes(rows, deep, frame.page_size, frame.dummy_slot))
+        step = deep_decodes(rows, deep, frame.page_size, frame.dummy_slot)
+        return round(seconds(step, rows) * PER_SECOND)
 
     def amid(size: MixedSize, depth: int) -> int:
-        return time(mixed, size, amid_prompts(size, longest, depth, frame))
+        return round(seconds(amid_prompts(size, longest, depth, frame), size) * PER_SECOND)
 
     fewest = {size.tokens: size for size in reversed(beside)}  # decodes, of each number of tokens
     together: list[tuple[int, int, int]] = []
@@ -53,18 +79,18 @@ def step_cost(
         begun, depth = amid(size, 0), max(min(DEPTH, longest - tokens), 0)
         more = max(amid(size, depth) - begun, 0) // depth if depth else 0
         together.append((tokens, begun, more))
-    sizes = [rows for rows in decodes.sizes if rows in ROWS or rows == decodes.sizes[-1]]
-    shallow = {rows: alone(rows, 0) for rows in sizes}
-    rows = max((rows for rows in sizes if rows <= DECODES), default=sizes[0])
-    deep = min(frame.pages - 1, (pages - 1) // rows, -(-CONTEXT // frame.page_size))
-    more = max(alone(rows, deep) - shallow[rows], 0)
-    each = more // (rows * deep * frame.page_size) if deep else 0
+    measured = [some for some in rows if some in ROWS or some == rows[-1]]
+    shallow = {some: alone(some, 0) for some in measured}
+    many = max((some for some in measured if some <= DECODES), default=measured[0])
+    deep = min(frame.pages - 1, (pages - 1) // many, -(-CONTEXT // frame.page_size))
+    more = max(alone(many, deep) - shallow[many], 0)
+    each = more // (many * deep * frame.page_size) if deep else 0
     return StepCost(tuple(shallow.items()), tuple(together), each)
 
 
 def amid_prompts(size: MixedSize, longest: int, depth: int, frame: Frame) -> Step:
-    """A step that fills a graph of `size`, with as few prompts as it takes, each after `depth`
-    tokens; `longest`: tokens of a row at most.
+    """A step of `size` tokens, with as few prompts as it takes, each after `depth` tokens;
+    `longest`: tokens of a row at most.
     """
     prompts = -(-size.tokens // longest)
     decodes = max(size.decodes - prompts, 0)
