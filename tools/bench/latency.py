@@ -14,7 +14,8 @@ import numpy as np
 
 @dataclass
 class Timeline:
-    """One request: when it was due, when each piece of its stream came, how many tokens it got.
+    """One request: when it was due, when each piece of its stream came, how many tokens it got, and
+    how many its prompt had.
 
     Times are seconds of one monotonic clock. `due` is the arrival that was planned: a client that
     sends late, or waits in a queue, does not make the server look faster.
@@ -23,6 +24,7 @@ class Timeline:
     due: float
     pieces: list[float] = field(default_factory=list)
     tokens: int = 0
+    prompt: int = 0
     error: str = ""
 
     @property
@@ -74,15 +76,18 @@ def summary(lines: Sequence[Timeline], target: Target) -> dict[str, Any]:
     complete = [line for line in lines if line.complete]
     ends = [line.pieces[-1] for line in complete]
     seconds = max(ends) - min(line.due for line in lines) if ends else 0.0
+    gaps = [gap for line in complete for gap in line.gaps]
     good = sum(target.met(line) for line in lines)
     return {
         "requests": len(lines),
         "failed": len(lines) - len(complete),
         "seconds": seconds,
         "tokens_per_s": sum(line.tokens for line in complete) / seconds if seconds else 0.0,
+        "prompt_tokens_per_s": sum(line.prompt for line in complete) / seconds if seconds else 0.0,
         "goodput_per_s": good / seconds if seconds else 0.0,
         "good_share": good / len(lines),
         "ttft_ms": percentiles([line.first for line in complete]),
-        "itl_ms": percentiles([gap for line in complete for gap in line.gaps]),
+        "itl_ms": percentiles(gaps),
+        "longest_gap_ms": max(gaps, default=0.0) * 1e3,
         "e2e_ms": percentiles([line.whole for line in complete]),
     }

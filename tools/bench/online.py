@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command; MODEL is a setting."""
     add = parser.add_argument
     add("--url", help="a running server; without it one is started")
-    add("--rates", type=_rates, default=[1.0, 2.0, 4.0], metavar="R,R", help="requests a second")
+    add("--rates", type=_rates, default=[1.0, 2.0, 4.0], metavar="R,R",
+        help="requests a second; inf: all at once")  # fmt: skip
     add("--requests", type=int, default=64, help="at each rate")
     add("--prompt-tokens", type=Span.parse, default=Span(16, 256), metavar="LOW:HIGH")
     add("--output-tokens", type=Span.parse, default=Span(16, 128), metavar="LOW:HIGH")
@@ -36,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--work-seed", type=int, default=0)
     add("--trace", type=Path, help="JSON lines: timestamp, input_length, output_length")
     add("--speed", type=float, default=1.0, help="of the trace")
-    add("--ttft-target", type=float, default=1000.0, metavar="MS")
-    add("--itl-target", type=float, default=100.0, metavar="MS", help="mean of a request")
+    add("--good-ttft", type=float, default=1000.0, metavar="MS")
+    add("--good-itl", type=float, default=100.0, metavar="MS", help="mean of a request")
     add("--plot", type=Path, metavar="OUT.png")
 
 
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
     """The metrics; prints them too. The latencies at the top are those of the last point."""
     if options.url and settings:
         raise ConfigurationError("--url measures a server that has its settings already")
-    target = Target(options.ttft_target / 1e3, options.itl_target / 1e3)
+    target = Target(options.good_ttft / 1e3, options.good_itl / 1e3)
     points: list[dict[str, Any]] = []
     lines: list[list[Timeline]] = []
     server = nullcontext() if options.url else Server(settings)
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
         plot.latencies(options.plot, points)
     last = points[-1]
     return {name: last[name] for name in ("tokens_per_s", "ttft_ms", "itl_ms", "e2e_ms")} | {
-        "targets_ms": {"ttft": options.ttft_target, "itl": options.itl_target},
+        "targets_ms": {"ttft": options.good_ttft, "itl": options.good_itl},
         "points": points,
     }
 
@@ -82,7 +83,7 @@ def _plan(options: argparse.Namespace, rate: float | None) -> list[Arrival]:
         return traces.recorded(options.trace, highest, seed, options.speed)
     rate = rate or 1.0
     # Another seed at each rate: no prompt is in the prefix cache.
-    seed = round(seed * 1e9 + rate * 1e3)
+    seed = round(seed * 1e9 + min(rate, 1e5) * 1e3)
     spans = options.prompt_tokens, options.output_tokens
     return traces.poisson(rate, options.requests, *spans, highest, seed)
 
@@ -107,8 +108,9 @@ async def _send(url: str, arrivals: Sequence[Arrival]) -> list[Timeline]:
 def _show(point: Mapping[str, Any], lines: Sequence[Timeline]) -> None:
     rate = "trace" if point["rate"] is None else f"{point['rate']:g}/s"
     print(
-        f"{rate:>8}: {point['tokens_per_s']:8.1f} tokens/s, goodput "
-        f"{point['goodput_per_s']:.2f}/s ({point['good_share']:.0%}), {point['failed']} failed"
+        f"{rate:>8}: {point['tokens_per_s']:8.1f} tokens/s, prompts "
+        f"{point['prompt_tokens_per_s']:.0f}, goodput {point['goodput_per_s']:.2f}/s "
+        f"({point['good_share']:.0%}), {point['failed']} failed"
     )
     for name in ("ttft_ms", "itl_ms", "e2e_ms"):
         if point[name]:

@@ -49,7 +49,7 @@ async def stream(
 
     The clock is time.perf_counter().
     """
-    line = Timeline(due)
+    line = Timeline(due, prompt=len(prompt))
     body = {
         "model": None, "prompt": list(prompt), "max_tokens": tokens, "ignore_eos": True,
         "temperature": temperature, "stream": True, "stream_options": {"include_usage": True},
