@@ -24,6 +24,7 @@ FEWEST = 128  # tokens of prompts, however long they take: with less, hardly any
 # But the matrix kernels of a GPU take steps: where a few tokens less take far less time, prompts
 # get those, and at least so many. A token is worth so many percent of the least that one can take.
 ROOM, WORTH = 32, 75
+STREAMS, CONTEXT = 64, 1000  # beside which is said what the targets allow, and their lengths
 MOST_SPARED = 1024  # tokens of such a step: with more, the time for each hardly falls
 
 
@@ -70,6 +71,18 @@ class MixedBudget:
         wanted = self._in_time(self.cost, rows, context, waiting, behind)
         return max(spared, wanted - rows)
 
+    def allows(self, rows: int = STREAMS, context: int = STREAMS * CONTEXT) -> tuple[int, float]:
+        """(tokens, prompt tokens a second) of the fastest steps within the target of streams, for
+        prompts that begin; 0 and 0.0 where step times are not known, or no step is within it."""
+        if self.cost is None:
+            return 0, 0.0
+        longest = self.targets.itl * PER_SECOND or float("inf")
+        beside = self.cost.steps(rows, context, [Prompt(self.cost.mixed[-1][0])])
+        within = ((tokens, time) for tokens, time in beside if time <= longest)
+        rates = ((PER_SECOND * (tokens - rows) / time, tokens) for tokens, time in within)
+        rate, tokens = max(rates, default=(0.0, 0))
+        return tokens, rate
+
     def _in_time(
         self, cost: StepCost, rows: int, context: int, waiting: Sequence[Prompt], behind: int
     ) -> int:
@@ -100,6 +113,24 @@ class MixedBudget:
             pace = max(pace, before / left)
         # Of those behind the age is not known: as if they had just come.
         return max(pace, (before + behind) / target) if behind else pace
+
+
+def said(targets: Targets, tokens: float, rate: float) -> str:
+    """For a person; tokens, rate: see MixedBudget.allows()."""
+    if not targets.ttft:
+        return "no --ttft-target: steps beside streams are short, however many prompts wait"
+    itl = f"{1e3 * targets.itl:g} ms" if targets.itl else "no bound"
+    return f"{measured(tokens, rate)} (--itl-target {itl}, --ttft-target {targets.ttft:g} s)"
+
+
+def measured(tokens: float, rate: float) -> str:
+    """The same without the targets."""
+    if not tokens:
+        return "the target leaves prompts nothing more, or step times were not measured"
+    return (
+        f"while prompts wait, steps of up to {tokens:,.0f} tokens beside {STREAMS} streams, "
+        f"{rate:,.0f} prompt tokens a second"
+    )
 
 
 def mixed_budget(

@@ -12,20 +12,28 @@ import platform
 import resource
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+import zmq
+
 from pipeinfer import settings as config
+from pipeinfer.bus.caller import Caller
+from pipeinfer.messages import Heartbeat
 from pipeinfer.runtime import listening
 from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.find import PREFIX, running_servers
 from pipeinfer.runtime.local import prepare
+from pipeinfer.runtime.topology import Topology
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.step_budget import Targets, measured
 from pipeinfer.version import __version__
 
 GPU_PACKAGES = ("flashinfer-python", "sglang-kernel", "triton")
 GPU_TOOLS = ("nvcc", "ninja", "c++")  # for kernels that are built at the first start
+HEARD = 3.0  # seconds in which a stage of a running server says something
 FILES_BESIDE_STREAMS = 256  # that a gateway has open
 
 Mark = Literal["ok", "note", "bad"]
@@ -69,10 +77,12 @@ def _findings(flags: dict[str, object]) -> Iterator[Finding]:
     yield from _gpu_count(settings, gpus)
     yield _sockets(settings)
     yield from _front(settings)
+    yield _steps(settings)
     yield _port(settings)
     yield _open_files(settings)
     for server in running_servers():
         yield "note", "running", f"a server, process {server.pid}, {server.file}"
+        yield from _targets(server.topology)
 
 
 def _devices() -> Iterator[Finding]:
@@ -130,6 +140,34 @@ def _gpu_count(settings: Settings, gpus: int) -> Iterator[Finding]:
     wanted = settings.tp * settings.dp
     if gpus and settings.device != "cpu" and not settings.topology and wanted > gpus:
         yield "bad", "GPU", f"--tp {settings.tp} --dp {settings.dp} take {wanted}, here are {gpus}"
+
+
+def _steps(settings: Settings) -> Finding:
+    """The targets that are asked for; what they allow, engines measure."""
+    targets = Targets(settings.itl_target, settings.ttft_target)
+    if not targets.ttft:
+        return "ok", "steps", "no --ttft-target: those beside streams are short"
+    itl = f"up to {1e3 * targets.itl:g} ms" if targets.itl else "as long as it takes"
+    text = f"beside streams {itl}, so that prompts wait at most {targets.ttft:g} s"
+    return "ok", "steps", text
+
+
+def _targets(topology: Topology) -> Iterator[Finding]:
+    """What the targets for steps allow the groups of a running server, as their engines measured
+    at their start."""
+    stages = topology.ids("scheduler")
+    heard: dict[str, Mapping[str, float]] = {}
+    with Caller(topology, zmq.Context.instance()) as caller:
+        for stage in stages:
+            caller.listen(stage)
+        deadline = time.monotonic() + HEARD
+        while len(heard) < len(stages) and time.monotonic() < deadline:
+            for _, message in caller.hear(0.1):
+                if isinstance(message, Heartbeat) and message.stage in stages:
+                    heard[message.stage] = message.stats
+    for stage, stats in sorted(heard.items()):
+        tokens, rate = stats.get("target_step_tokens", 0), stats.get("target_prompt_rate", 0)
+        yield "note", "targets", f"{stage}: {measured(tokens, rate)}"
 
 
 def _sockets(settings: Settings) -> Finding:

@@ -92,6 +92,16 @@ class _Stages(Collector):
             ("requests_waiting", "Requests in the queue.", total("scheduler", "waiting")),
             ("pages_free", "Free KV pages.", total("engine", "pages_free")),
             ("pages_total", "All KV pages.", total("engine", "pages_total")),
+            (
+                "target_step_tokens",
+                "Tokens of a step beside 64 streams within --itl-target.",
+                total("scheduler", "target_step_tokens"),
+            ),
+            (
+                "target_prompt_tokens_per_second",
+                "Prompt tokens a second by such steps.",
+                total("scheduler", "target_prompt_rate"),
+            ),
             ("prefix_cache_hit_ratio", "Prompt tokens found in the prefix cache.", hit),
         ):
             yield GaugeMetricFamily(f"pipeinfer_{name}", help_text, value)

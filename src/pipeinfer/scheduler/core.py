@@ -113,6 +113,8 @@ class SchedulerCore:
             "in_flight": len(flights),
             "deferred_total": flights.deferred,
             "agreed_plans": self._agreement.compared,
+            "target_step_tokens": self._planner.allowed[0],
+            "target_prompt_rate": self._planner.allowed[1],
             **{f"{name}_total": count for name, count in self.counts.items()},
         }
 

@@ -21,7 +21,7 @@ from pipeinfer.engine.cuda.runner import CudaRunner
 from pipeinfer.engine.cuda.sampling import Ranks, SplitSampler
 from pipeinfer.memory.pool import KVPool, bytes_per_page
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.step_budget import most_tokens
+from pipeinfer.step_budget import Targets, mixed_budget, most_tokens, said
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,9 @@ def build_runner(
     runner.measure()
     if runner.step_cost is not None:
         log.info("what steps take, in ms: %s", runner.step_cost)
+        targets = Targets(settings.itl_target, settings.ttft_target)
+        budget = mixed_budget(settings.mixed_step_tokens, tokens, runner.step_cost, targets)
+        log.info("%s", said(targets, *budget.allows()))
     return runner
 
 
