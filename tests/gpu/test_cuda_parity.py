@@ -52,14 +52,15 @@ def again(made, folder, **changes):
     return GpuCores(folder, settings, budget=settings.max_step_tokens, loaded=made.loaded)
 
 
-def generate(made, wanted=40, temperature=0.0, tag="", **knobs):
+def generate(made, wanted=40, temperature=0.0, tag="", asked=None, **knobs):
     """Request to tokens; `tag` keeps apart what one engine is asked twice."""
-    for index, prompt in enumerate(prompts()):
+    asked = asked or prompts()
+    for index, prompt in enumerate(asked):
         params = SamplingParams(temperature=temperature, max_tokens=wanted, **knobs)
         made.submit(f"r{index}{tag}", prompt, params, seed=index)
     made.run()
     assert set(made.finished.values()) == {"length"}
-    return {f"r{index}": made.outputs[f"r{index}{tag}"] for index in range(len(prompts()))}
+    return {f"r{index}": made.outputs[f"r{index}{tag}"] for index in range(len(asked))}
 
 
 class Compared(NamedTuple):
@@ -78,13 +79,13 @@ class Compared(NamedTuple):
         assert self.agreement >= AGREEMENT
 
 
-def compare(folder, made) -> Compared:
+def compare(folder, made, asked=None) -> Compared:
     """Teacher-forced, over all that was generated."""
     reference = load_reference(folder).cuda()
     rounded = load_reference(folder, torch.bfloat16).cuda()
     error = norm = usual = 0.0
     clear = equal = equal_usual = 0
-    for index, prompt in enumerate(prompts()):
+    for index, prompt in enumerate(asked or prompts()):
         name = f"r{index}"
         ids = prompt + made.outputs[name]
         with torch.inference_mode():
@@ -169,6 +170,22 @@ def test_sliding_windows_and_qk_norm_hold_on_every_backend(gpu_checkpoints, back
     made = cores(folder, attention=backend)
     generate(made)
     compare(folder, made).check()
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_long_prompts_beside_decodes_in_large_steps(gpu_checkpoints, graphs):
+    """In graphs of 2,048 tokens and more, decodes attend while prompts do."""
+    folder = gpu_checkpoints("Qwen3ForCausalLM", 128, max_position_embeddings=8192)
+    asked = prompts(5) + [[(7 * i + n) % 1024 for i in range(2500 + 300 * n)] for n in range(6)]
+    made = cores(
+        folder, 8192, mixed_step_tokens=4096, kv_pages=600, no_cuda_graph=not graphs,
+        attention="hybrid",
+    )  # fmt: skip
+    generate(made, wanted=12, asked=asked)
+    large = [size for size in (made.loaded.runner._graphs or ((), ()))[1].sizes if size.decodes
+             and size.tokens > 2048] if graphs else [None]  # fmt: skip
+    assert large and made.kinds["mixed"][0] >= 5
+    compare(folder, made, asked).check()
 
 
 def flips(one, other):
