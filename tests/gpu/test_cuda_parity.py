@@ -184,7 +184,7 @@ def test_long_prompts_beside_decodes_in_large_steps(gpu_checkpoints, graphs):
     generate(made, wanted=12, asked=asked)
     large = [size for size in (made.loaded.runner._graphs or ((), ()))[1].sizes if size.decodes
              and size.tokens > 2048] if graphs else [None]  # fmt: skip
-    assert large and made.kinds["mixed"][0] >= 5
+    assert large and made.kinds["mixed"][0] >= 3
     compare(folder, made, asked).check()
 
 
