@@ -14,15 +14,10 @@ from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.attention.paged import PagedKind, PagedRows
 from pipeinfer.memory.pool import KVPool
 
-# With so many tokens prompts keep all multiprocessors busy, one for each block, until they are
-# through; decodes that attend meanwhile, and wait for memory, get a few for themselves.
-MANY, MARGIN = 2048, 0
-
 
 @dataclass(frozen=True)
 class Fa3Plan:
-    """Rows begin..end-1 of a step: queries from q_indptr, keys from the table. margin:
-    multiprocessors that are left to others.
+    """Rows begin..end-1 of a step: queries from q_indptr, keys from the table.
 
     schedules: of prefill rows, the kernel's own list of work, by shape. The first layer of a shape
     has it made on the device, the others read it.
@@ -32,7 +27,6 @@ class Fa3Plan:
     lengths: torch.Tensor
     table: torch.Tensor
     longest_query: int
-    margin: int = 0
     schedules: dict[AttentionShape, torch.Tensor] = field(default_factory=dict)
 
 
@@ -59,13 +53,12 @@ class Fa3Part:
         self._k, self._v = pool.k, pool.v
 
     def plan(self, rows: PagedRows, begin: int, end: int) -> Fa3Plan:
-        device, beside = rows.device, rows.fixed and 0 < begin == rows.decodes
+        device = rows.device
         return Fa3Plan(
             device.queries(begin, end),
             device.lengths[begin:end],
             device.page_table(begin, end),
             1 if end <= rows.decodes else rows.longest_query,
-            MARGIN if beside and rows.longest_query >= MANY else 0,
         )
 
     def refresh(self, rows: PagedRows, begin: int, end: int) -> None:
@@ -89,7 +82,6 @@ class Fa3Part:
             window_size=_window(shape),
             num_splits=1 if prefill else 0,  # many queries fill the GPU unsplit
             scheduler_metadata=plan.schedules.get(shape),
-            sm_margin=plan.margin,
             out=out,
         )
 
@@ -110,7 +102,6 @@ class Fa3Part:
             causal=True,
             window_size=_window(shape),
             num_splits=1,
-            sm_margin=plan.margin,
         )
 
 
