@@ -56,53 +56,45 @@ class MixedBudget:
         """Whether it matters which prompts wait behind the first."""
         return self.cost is not None and self.targets.ttft > 0
 
-    def prompts(
-        self, rows: int, context: int, waiting: Sequence[Prompt] = (), behind: int = 0
-    ) -> int:
+    def prompts(self, rows: int, context: int, waiting: Sequence[Prompt] = ()) -> int:
         """Tokens of prompts, at least 1, beside `rows` decodes that have `context` tokens before
-        all of them. `waiting`: prompts in the order in which they will be computed, the first of
-        them at least, and `behind` them so many more tokens.
+        all of them. `waiting`: all prompts, in the order in which they will be computed; the first
+        is enough if nothing is looked ahead.
         """
         if self.cost is None or self.small is None:
             return max(self.tokens - rows, self.tokens // LEAST_PROMPT_PART, 1)
         spared = _spared(self.small, rows, context, waiting[0].before if waiting else 0)
         if not self.looks_ahead:
             return spared
-        wanted = self._in_time(self.cost, rows, context, waiting, behind)
+        wanted = self._in_time(self.cost, rows, context, waiting)
         return max(spared, wanted - rows)
 
     def allows(self, rows: int = STREAMS, context: int = STREAMS * CONTEXT) -> tuple[int, float]:
-        """(tokens, prompt tokens a second) of the fastest steps within the target of streams, for
+        """(tokens, prompt tokens a second) of the longest steps within the target of streams, for
         prompts that begin; 0 and 0.0 where step times are not known, or no step is within it."""
         if self.cost is None:
             return 0, 0.0
         longest = self.targets.itl * PER_SECOND or float("inf")
         beside = self.cost.steps(rows, context, [Prompt(self.cost.mixed[-1][0])])
-        within = ((tokens, time) for tokens, time in beside if time <= longest)
-        rates = ((PER_SECOND * (tokens - rows) / time, tokens) for tokens, time in within)
-        rate, tokens = max(rates, default=(0.0, 0))
-        return tokens, rate
+        within = (one for one in beside if one[1] <= longest)
+        tokens, time = max(within, default=(0, 1))
+        return tokens, PER_SECOND * max(tokens - rows, 0) / time
 
-    def _in_time(
-        self, cost: StepCost, rows: int, context: int, waiting: Sequence[Prompt], behind: int
-    ) -> int:
+    def _in_time(self, cost: StepCost, rows: int, context: int, waiting: Sequence[Prompt]) -> int:
         """Tokens of the shortest step with which all prompts meet their target, if all steps were
-        like it, or else of the fastest; of those within the target of streams. 0: there is none."""
-        pace = self._pace(waiting, behind) / PER_SECOND
+        like it, or else of the longest; of those within the target of streams. 0: there is none."""
+        pace = self._pace(waiting) / PER_SECOND
         longest = self.targets.itl * PER_SECOND or float("inf")
-        shortest, enough = float("inf"), 0
-        fastest, most = 0.0, 0
+        shortest, enough, most = float("inf"), 0, 0
         for tokens, time in cost.steps(rows, context, waiting):
             if time > longest:
                 continue
-            rate = (tokens - rows) / time
-            if rate >= pace and time < shortest:
+            most = tokens
+            if tokens - rows >= pace * time and time < shortest:
                 shortest, enough = time, tokens
-            if rate > fastest:
-                fastest, most = rate, tokens
         return enough or most
 
-    def _pace(self, waiting: Sequence[Prompt], behind: int) -> float:
+    def _pace(self, waiting: Sequence[Prompt]) -> float:
         """Tokens a second with which every prompt is computed in time; infinite if one is late."""
         target, pace, before = self.targets.ttft, 0.0, 0
         for prompt in waiting:
@@ -111,8 +103,7 @@ class MixedBudget:
             if left <= 0:
                 return float("inf")
             pace = max(pace, before / left)
-        # Of those behind the age is not known: as if they had just come.
-        return max(pace, (before + behind) / target) if behind else pace
+        return pace
 
 
 def said(targets: Targets, tokens: float, rate: float) -> str:

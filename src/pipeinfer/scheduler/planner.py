@@ -108,12 +108,23 @@ class Planner:
 
     def _beside(self, now: float, decodes: list[Row], prompts: list[Request]) -> int:
         """Tokens of prompts that go with these decodes; `prompts` are half-computed."""
-        context, queue = self.slots.context(decodes), self._queue
-        coming = queue.first(AHEAD) if self._mixed_budget.looks_ahead else []
         waiting = [Prompt(r.known - r.projected, r.projected, now - r.since) for r in prompts]
-        waiting += [Prompt(r.length, 0, now - r.since) for r in coming]
-        behind = queue.tokens - sum(r.queued for r in coming)
-        return self._mixed_budget.prompts(len(decodes), context, waiting, behind)
+        if self._mixed_budget.looks_ahead:
+            waiting += self._coming(now)
+        context = self.slots.context(decodes)
+        return self._mixed_budget.prompts(len(decodes), context, waiting)
+
+    def _coming(self, now: float) -> list[Prompt]:
+        """The queue; of what is far behind only the mean length is known, and no age."""
+        queue = self._queue
+        near = queue.first(AHEAD)
+        coming = [Prompt(r.length, 0, now - r.since) for r in near]
+        behind, tokens = len(queue) - len(near), queue.tokens - sum(r.queued for r in near)
+        if behind > 0:
+            mean, many = max(tokens // behind, 1), min(behind, AHEAD)
+            coming += [Prompt(mean)] * many
+            coming.append(Prompt(max(tokens - mean * many, 0)))
+        return coming
 
     def _compose(self, board: Board) -> bool:
         """Fills the board; False if the steps in flight must report first."""
