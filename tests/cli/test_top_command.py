@@ -65,3 +65,17 @@ def test_a_stage_that_says_nothing_is_shown_and_is_an_error(server):
         os.kill(pid, signal.SIGCONT)
     assert code == 1
     assert lines["detokenizer-0"] == "silent"
+
+
+def test_doctor_says_what_the_targets_allow_the_server_that_runs(server):
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeinfer.cli", "doctor", "--port", "0", "--itl-target", "0.04"],
+        env=environment(), capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert any(line.split(maxsplit=2)[1:] == [
+        "steps", "beside streams up to 40 ms, so that prompts wait at most 0.5 s"
+    ] for line in lines), done.stdout  # fmt: skip
+    [at] = [n for n, line in enumerate(lines) if f"process {server.process.pid}," in line]
+    # An engine on a CPU measures nothing.
+    assert "targets    scheduler-0: the target leaves prompts nothing more, or" in lines[at + 1]

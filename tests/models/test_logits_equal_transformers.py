@@ -214,3 +214,22 @@ def test_everything_but_attention_is_bitwise_equal_in_any_batch(
         part = model(tokens[first:last], positions[first:last], attend)
         assert torch.equal(part, whole[first:last]), (first, last)
         assert torch.equal(model.logits(part), logits[first:last]), (first, last)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.inference_mode()
+def test_rows_that_are_asked_for_are_those_of_the_whole(
+    checkpoint: CheckpointCache, architecture: str
+) -> None:
+    """The last layer computes no others, and keys and values of all."""
+    model = loaded(checkpoint(architecture))
+    tokens, positions, rows = prompt(90), torch.arange(90), torch.tensor([2, 40, 41, 89])
+    causal, stored = dense_causal(model.attention_shapes()), []
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        stored.append((len(q), len(k), len(v)))
+        return causal(layer, q, k, v)
+
+    whole = model(tokens, positions, causal)
+    torch.testing.assert_close(model(tokens, positions, attend, rows), whole[rows])
+    assert stored == [(90, 90, 90)] * len(model.layers)

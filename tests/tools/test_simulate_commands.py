@@ -148,3 +148,40 @@ def test_simulating_is_fast():
     each = (time.process_time() - begin) / len(arriving)
     assert sum(group.finished for group in tally.groups) == len(arriving)
     assert each < 3e-3, f"{1e3 * each:.2f} ms a request"
+
+
+def test_a_simulation_knows_the_targets_once_engines_measure_their_steps(simulate_tool, tmp_path):
+    """64 prompts of about 8,000 tokens at once, at the step times of a GPU."""
+    words = [
+        "--model", "qwen3-0.6b-h200", "--groups", "1", "--routing", "round-robin", "--workload",
+        "batch", "--requests", "64", "--prompt-tokens", "7000:9000", "--output-tokens", "64:128",
+        "--max-step-tokens", "8192", "--page-size", "64",
+    ]  # fmt: skip
+    found = {}
+    for name, more in (
+        ("targets", ["--measured-steps"]),
+        ("short", ["--measured-steps", "--itl-target", "0.008"]),
+        ("none", ["--measured-steps", "--ttft-target", "0"]),
+    ):
+        found[name] = simulate_tool(*words, *more)["round-robin"]
+    seconds = {name: one["seconds"] for name, one in found.items()}
+    assert seconds["targets"] < seconds["short"] < seconds["none"], seconds
+    assert seconds["targets"] * 1.3 < seconds["none"]
+    assert found["targets"]["itl_ms"]["p90"] < 26 and found["short"]["itl_ms"]["p90"] < 9
+    assert found["none"]["itl_ms"]["p90"] < 6
+
+
+def test_what_the_targets_allow_is_a_table_and_a_picture(tmp_path):
+    plot, out = tmp_path / "targets.png", tmp_path / "targets.json"
+    done = subprocess.run(
+        [sys.executable, "tools/simulate", "targets", "--plot", str(plot), "--json", str(out),
+         "--itl-target", "0.02"],
+        cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    found = json.loads(out.read_text())["metrics"]
+    times = [one["ms"] for one in found["chosen"]]
+    assert times == sorted(times) and times[0] < 6 and 15 < times[-1] <= 20
+    assert found["chosen"][-1]["rate"] > 2 * found["chosen"][0]["rate"]
+    assert "prompt tokens/s" in done.stdout

@@ -18,6 +18,7 @@ SCHEMA = "pipeinfer-simulation/1"
 COMMANDS = {
     "run": "throughput, latency, hits and balance of a cluster for each routing policy",
     "against": "a recorded run beside the same requests simulated",
+    "targets": "how long steps beside streams may take, the more prompts wait",
     "fit": "a step-time model from recordings of a real engine",
 }
 

@@ -1,4 +1,4 @@
-"""Routing policies side by side, as a picture.
+"""Routing policies side by side, and steps by their targets, as pictures.
 
 Knows the metrics of runs; matplotlib is needed only here.
 """
@@ -54,3 +54,37 @@ def _computed(axis: Any, found: Mapping[str, Mapping[str, Any]]) -> None:
     axis.set_ylim(bottom=0)
     axis.set_title("tokens computed by each group, in order")
     axis.legend()
+
+
+def targets(path: Path, found: Mapping[str, Any]) -> None:
+    """Writes a picture of what `simulate targets` found: what steps take, and which are chosen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    itl, steps, chosen = found["targets_ms"]["itl"], found["steps"], found["chosen"]
+    left.plot([one["tokens"] for one in steps], [one["ms"] for one in steps], marker="o")
+    left.axhline(found["decodes_ms"], color="gray", linestyle=":", label="decodes alone")
+    left.set_xlabel("tokens of a step")
+    left.set_title(f"what a step takes beside {found['streams']} streams, ms")
+    right.step(
+        [one["waiting"] for one in chosen], [one["ms"] for one in chosen], where="mid", marker="o"
+    )
+    right.set_xlabel("prompt tokens that wait, all just come")
+    right.set_title("the step that is chosen, ms")
+    for axis in (left, right):
+        if itl:
+            axis.axhline(itl, color="tab:red", linestyle="--", label="--itl-target")
+        axis.legend()
+        axis.set_ylim(bottom=0)
+    rate = right.twinx()
+    rate.plot(
+        [one["waiting"] for one in chosen], [one["rate"] / 1e3 for one in chosen],
+        color="tab:green", label="thousand prompt tokens a second",
+    )  # fmt: skip
+    rate.set_ylim(bottom=0)
+    rate.legend(loc="lower right")
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)

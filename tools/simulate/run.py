@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.workload import Span
+from pipeinfer.scheduler.options import DEFAULT_STEP_TOKENS
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.tokenizer.routing import POLICIES, Router
-from simulate import metrics, plot, step_model, workloads
+from simulate import metrics, plot, step_model, step_times, workloads
 from simulate.arrivals import Arrival
 from simulate.cluster import Cluster
 from simulate.deployment import Deployment
@@ -55,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--work-seed", type=int, default=0)
     add("--noise-seed", type=int, default=0, help="of the scatter of steps and messages")
+    add("--measured-steps", action="store_true",
+        help="engines measure their steps first, as on a GPU, so that targets count")  # fmt: skip
     add("--stepwise", action="store_true", help="whole cores and real messages; much slower")
     add("--plot", type=Path, metavar="OUT.png", help="or .svg")
     for field in SETTINGS:
@@ -77,7 +80,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigurationError("--groups and --requests must be at least 1, --rate above 0")
     model = step_model.load(options.model)
     values = {field.name: getattr(options, field.name) for field in SETTINGS}
-    deployment = Deployment(**values)
+    cost = None
+    if options.measured_steps:
+        cost = step_times.step_cost(model, options.max_step_tokens or DEFAULT_STEP_TOKENS)
+    deployment = Deployment(**values, step_cost=cost)
     arrive = _workload(options)
     kind = StepwiseGroup if options.stepwise else FoldedGroup
     found: dict[str, Any] = {}
