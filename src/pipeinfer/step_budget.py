@@ -144,6 +144,10 @@ def _spared(cost: StepCost, rows: int, context: int, depth: int) -> int:
     # However deep the prompt: fewer tokens at a time would only make it disturb for longer.
     short = min(cost.tokens_within(SHORT_SLOWER, SHORT_ROWS, 0, 0), SHORT_TOKENS)
     most = max(own, short, rows + FEWEST)
+    if not short and not cost.tokens_within(SLOWER, rows, 0, 0):
+        # Even the fewest take longer, as where kernels are launched one by one: then as many as
+        # take hardly longer than those.
+        most = max(most, cost.like(rows + FEWEST, SLOWER))
     return cost.worthwhile(most, rows, ROOM, WORTH) - rows
 
 

@@ -70,6 +70,12 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
         fitting = (tokens for tokens, time, more in self.mixed if time + more * depth <= most)
         return max(fitting, default=0)
 
+    def like(self, tokens: int, percent: int) -> int:
+        """The most tokens of a step that takes at most `percent` of what one of `tokens` takes; 0
+        if all that were measured have fewer."""
+        least = next((time for size, time, _ in self.mixed if size >= tokens), 0) * percent // 100
+        return max((size for size, time, _ in self.mixed if time <= least), default=0)
+
     def steps(
         self, rows: int, context: int, prompts: Sequence[Prompt]
     ) -> Iterator[tuple[int, int]]:
