@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -30,9 +32,22 @@ USUAL = Span(100, 1024), Span(100, 400)
 ANY = Span(100, 8000), Span(64, 256)
 
 
-async def measured(url: str, arrivals: list[traces.Arrival]) -> list[latency.Timeline]:
+def measured(
+    url: str, arrivals: list[traces.Arrival], clients: Executor, many: int
+) -> list[latency.Timeline]:
+    """By `many` processes, each with its share of the requests."""
+    begin = time.perf_counter() + 0.3  # the clock is the same in all processes
+    shares = [arrivals[first::many] for first in range(many)]
+    found = clients.map(sent, [url] * many, shares, [begin] * many)
+    return [line for lines in found for line in lines]
+
+
+def sent(url: str, arrivals: list[traces.Arrival], begin: float) -> list[latency.Timeline]:
+    return asyncio.run(_sent(url, arrivals, begin))
+
+
+async def _sent(url: str, arrivals: list[traces.Arrival], begin: float) -> list[latency.Timeline]:
     async with streaming.session() as client:
-        begin = time.perf_counter() + 0.1
 
         async def one(arrival: traces.Arrival) -> latency.Timeline:
             due = begin + arrival.at
@@ -50,6 +65,7 @@ def show(tree: str, load: str, lines: list[latency.Timeline]) -> None:
     gaps = [max(line.gaps, default=0.0) for line in lines if line.complete]
     apart = [line.per_token for line in lines if line.complete]
     firsts = sorted((round(line.first * 1e3), round(line.due, 3)) for line in lines if line.pieces)
+    start = min(line.due for line in lines)
     found |= {
         "tree": tree,
         "load": load,
@@ -60,7 +76,7 @@ def show(tree: str, load: str, lines: list[latency.Timeline]) -> None:
         )
         / len(lines),
         "longest_of_each_ms": latency.percentiles(gaps),
-        "slowest_firsts": [(ms, round(due - lines[0].due, 2)) for ms, due in firsts[-6:]],
+        "slowest_firsts": [(ms, round(due - start, 2)) for ms, due in firsts[-6:]],
         "errors": sorted({line.error for line in lines if line.error})[:2],
     }
     print(json.dumps(found, default=str), flush=True)
@@ -108,11 +124,16 @@ def main() -> None:
     parser.add_argument("--rates", type=lambda text: [float(word) for word in text.split(",")],
                         default=[], help="of prompts of 100 to 8,000 tokens")  # fmt: skip
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--clients", type=int, default=4, help="processes that send requests")
     parser.add_argument("--out", type=Path, default=Path("/tmp"), help="for the servers' logs")
     parser.add_argument("--record", type=Path, help="of the last TREE")
     parser.add_argument("--settings", default="", help="of all servers, with spaces between")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(options.clients, spawn) as clients,
+    ):
         shapes.write_folder(Path(folder), shapes.shape(options.config))
         for number, tree in enumerate(options.trees):
             arguments = [folder, "--load-format", "dummy", "--device", "cuda", "--max-model-len",
@@ -125,7 +146,7 @@ def main() -> None:
                 url = wait_ready(server)
                 print(json.dumps({"tree": str(tree), "ready_s": time.perf_counter() - began}))
                 for load, arrivals in loads(options):
-                    lines = asyncio.run(measured(url, arrivals))
+                    lines = measured(url, arrivals, clients, options.clients)
                     if load != "warm":
                         show(str(tree), load, lines)
             finally:
