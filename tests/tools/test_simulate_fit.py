@@ -14,7 +14,8 @@ from simulated_clusters import tallied
 import servers
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.messages import Work, unpack
-from pipeinfer.settings import ConfigurationError
+from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.step_budget import Targets
 from pipeinfer.step_cost import StepCost
 from pipeinfer.trace.format import TraceHeader
 from replay.recording import Recording
@@ -201,6 +202,13 @@ def test_a_simulation_of_the_recorded_requests_takes_as_many_steps_and_as_long(r
     assert tally.last == pytest.approx(sum(step.seconds for step in steps), rel=0.25)
 
 
+def test_a_batch_was_recorded_without_targets_for_its_steps(recorded):
+    group, _, _ = observed.deployment(measured.recordings(recorded))
+    assert (group.itl_target, group.ttft_target) == (0.0, 0.0)
+    usual = Settings()
+    assert (usual.itl_target, usual.ttft_target) == (0.025, 0.5), "a server has them"
+
+
 def test_fit_without_recordings_says_so(tmp_path):
     done = subprocess.run(
         [sys.executable, "tools/simulate", "fit", str(tmp_path), "--out", "x.json"],
@@ -234,8 +242,12 @@ def test_a_deployment_has_the_budgets_that_a_gpu_engine_measured():
     assert (group.max_step_tokens, group.mixed_step_tokens) == (8192, 0)
     cost = StepCost(((1, 900), (64, 1000)), ((128, 1500, 7), (256, 2000, 8)), 3)
     assert group.step_cost == group.hello.step_cost == cost
-    chosen = settings | {"max_step_tokens": 4096, "mixed_step_tokens": 100}
+    assert group.ttft_target == 0.0, "recorded before there were targets"
+    chosen = settings | {
+        "max_step_tokens": 4096, "mixed_step_tokens": 100, "itl_target": 0.01, "ttft_target": 0.2,
+    }  # fmt: skip
     group, _, _ = observed.deployment([recording_of("scheduler", chosen, {}), engine])
     assert (group.max_step_tokens, group.mixed_step_tokens) == (4096, 100)
+    assert group.options.targets == Targets(0.01, 0.2)
     with pytest.raises(ConfigurationError, match="no recording of a scheduler"):
         observed.deployment([engine])
