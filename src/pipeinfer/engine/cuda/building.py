@@ -22,6 +22,7 @@ from pipeinfer.engine.cuda.sampling import Ranks, SplitSampler
 from pipeinfer.memory.pool import KVPool, bytes_per_page
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets, mixed_budget, most_tokens, said
+from pipeinfer.step_cost import StepCost
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +65,16 @@ def build_runner(
         _capture(runner, settings, limits, progress)
     runner.measure()
     if runner.step_cost is not None:
-        log.info("what steps take, in ms: %s", runner.step_cost)
-        targets = Targets(settings.itl_target, settings.ttft_target)
-        budget = mixed_budget(settings.mixed_step_tokens, tokens, runner.step_cost, targets)
-        log.info("%s", said(targets, *budget.allows()))
+        _tell(runner.step_cost, settings, tokens)
     return runner
+
+
+def _tell(cost: StepCost, settings: Settings, tokens: int) -> None:
+    """What was measured, and what the targets for steps of up to `tokens` tokens make of it."""
+    targets = Targets(settings.itl_target, settings.ttft_target)
+    budget = mixed_budget(settings.mixed_step_tokens, tokens, cost, targets)
+    log.info("what steps take, in ms: %s", cost)
+    log.info("%s", said(targets, *budget.allows()))
 
 
 def _capture(
