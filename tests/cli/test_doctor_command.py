@@ -45,6 +45,21 @@ def test_what_is_in_the_way_is_said_in_the_words_of_serve(capsys, asked):
     assert f"error: {bad[0].split(maxsplit=2)[2]}\n" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ([], "beside streams up to 25 ms, so that prompts wait at most 0.5 s"),
+        (["--itl-target", "0"], "beside streams as long as it takes, so that"),
+        (["--ttft-target", "0"], "no --ttft-target: those beside streams are short"),
+        (["--mixed-step-tokens", "500"], "beside streams of 500 tokens, without targets"),
+        (["--policy", "decode-first"], "as the policy decode-first composes them"),
+    ],
+)
+def test_how_long_steps_beside_streams_may_be_is_said(capsys, asked, said):
+    assert main(["doctor", *asked, "--port", "0", "--device", "cpu"]) == 0
+    assert re.search(rf"^ok +steps +{said}", capsys.readouterr().out, re.M)
+
+
 def test_a_port_that_is_taken_is_in_the_way(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

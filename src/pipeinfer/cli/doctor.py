@@ -144,7 +144,11 @@ def _gpu_count(settings: Settings, gpus: int) -> Iterator[Finding]:
 
 def _steps(settings: Settings) -> Finding:
     """The targets that are asked for; what they allow, engines measure."""
-    targets = Targets(settings.itl_target, settings.ttft_target)
+    targets, fixed = Targets(settings.itl_target, settings.ttft_target), settings.mixed_step_tokens
+    if settings.policy != "mixed":
+        return "ok", "steps", f"as the policy {settings.policy} composes them, without targets"
+    if fixed:
+        return "ok", "steps", f"beside streams of {fixed:,} tokens, without targets"
     if not targets.ttft:
         return "ok", "steps", "no --ttft-target: those beside streams are short"
     itl = f"up to {1e3 * targets.itl:g} ms" if targets.itl else "as long as it takes"

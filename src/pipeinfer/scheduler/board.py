@@ -74,7 +74,7 @@ class Board:
         """After decode_all: prompts get what they need, as far as the decodes can bear it, and
         never nothing, however many requests run. See step_budget.py.
         """
-        if self.rows and self._beside is not None and self.prompts_wait:
+        if self.rows and self._beside is not None and (self._prompts or self._admissible()):
             self._budget = min(self._budget, self._beside(self.rows, self._prompts))
 
     def continue_prompts(self) -> None:
@@ -87,12 +87,8 @@ class Board:
 
     def admit_while_possible(self) -> None:
         """New prompts in the queue's order, never out of it."""
-        while self._budget > 0 and self._free_slots > 0:
-            request = self._queue.head()
-            if request is None or not self._may_admit(request):
-                return
-            self._queue.pop()
-            self._admit(request)
+        while self._budget > 0 and self._admissible():
+            self._admit(self._queue.pop())
 
     def leave_out(self, request: Request) -> None:
         """It holds a slot and has no part in this step."""
@@ -128,6 +124,11 @@ class Board:
         victim = self._victim()
         if victim is not None:
             self._preempt(victim)
+
+    def _admissible(self) -> bool:
+        """Whether the queue's head gets a slot and pages."""
+        request = self._queue.head() if self._free_slots > 0 else None
+        return request is not None and self._may_admit(request)
 
     def _may_admit(self, request: Request) -> bool:
         """Pages for the whole prompt, and one more for each running request to grow into."""

@@ -71,10 +71,10 @@ def build_runner(
 
 def _tell(cost: StepCost, settings: Settings, tokens: int) -> None:
     """What was measured, and what the targets for steps of up to `tokens` tokens make of it."""
-    targets = Targets(settings.itl_target, settings.ttft_target)
-    budget = mixed_budget(settings.mixed_step_tokens, tokens, cost, targets)
     log.info("what steps take, in ms: %s", cost)
-    log.info("%s", said(targets, *budget.allows()))
+    if not settings.mixed_step_tokens:
+        targets = Targets(settings.itl_target, settings.ttft_target)
+        log.info("%s", said(targets, *mixed_budget(0, tokens, cost, targets).allows()))
 
 
 def _capture(
