@@ -83,22 +83,21 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
         of them, and what else has room of `prompts`, in their order; up to the size that holds all.
         """
         reading = context * self.kv_token
-        waiting = iter(prompts)
+        waiting, all_of_them = iter(prompts), sum([prompt.tokens for prompt in prompts])
         held = pairs = left = before = 0
         for tokens, time, more in self.mixed:
-            while held < tokens - rows:
+            room = min(tokens - rows, all_of_them)
+            while held < room:
                 if not left:
-                    left, before, _ = next(waiting, _NOBODY)
-                    if not left:
-                        break
-                part = min(left, tokens - rows - held)
+                    left, before, _ = next(waiting)
+                part = min(left, room - held)
                 pairs += part * before + part * part // 2
                 held, left, before = held + part, left - part, before + part
             if held:
                 # As measured, all tokens are of one prompt that begins.
                 apart = pairs - tokens * tokens // 2
                 yield tokens, time + reading + more * apart // tokens
-            if held < tokens - rows:
+            if held == all_of_them:
                 return
 
     def worthwhile(self, most: int, rows: int, room: int, percent: int) -> int:
@@ -116,9 +115,6 @@ class StepCost(msgspec.Struct, frozen=True, array_like=True):
             if rows + room <= tokens <= most and gain > best:
                 best, found = gain, tokens
         return found
-
-
-_NOBODY = Prompt(0)
 
 
 def _ms(picoseconds: int) -> str:
