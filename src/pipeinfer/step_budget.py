@@ -36,6 +36,11 @@ class Targets:
     itl: float = 0.0
     ttft: float = 0.0
 
+    @property
+    def longest(self) -> float:
+        """Picoseconds of a step beside streams."""
+        return self.itl * PER_SECOND or float("inf")
+
 
 NO_TARGETS = Targets()
 
@@ -74,9 +79,8 @@ class MixedBudget:
         prompts that begin; 0 and 0.0 where step times are not known, or no step is within it."""
         if self.cost is None:
             return 0, 0.0
-        longest = self.targets.itl * PER_SECOND or float("inf")
         beside = self.cost.steps(rows, context, [Prompt(self.cost.mixed[-1][0])])
-        within = (one for one in beside if one[1] <= longest)
+        within = (one for one in beside if one[1] <= self.targets.longest)
         tokens, time = max(within, default=(0, 1))
         return tokens, PER_SECOND * max(tokens - rows, 0) / time
 
@@ -84,7 +88,7 @@ class MixedBudget:
         """Tokens of the shortest step with which all prompts meet their target, if all steps were
         like it, or else of the longest; of those within the target of streams. 0: there is none."""
         pace = self._pace(waiting) / PER_SECOND
-        longest = self.targets.itl * PER_SECOND or float("inf")
+        longest = self.targets.longest
         shortest, enough, most = float("inf"), 0, 0
         for tokens, time in cost.steps(rows, context, waiting):
             if time > longest:

@@ -12,6 +12,19 @@ from typing import NamedTuple
 import msgspec
 
 PER_SECOND = 10**12  # picoseconds
+# Tokens of the steps with prompts that engines measure, and capture. Matrix kernels compute whole
+# tiles of 64 or 128 rows. Kernels of steps beyond 2,048 run longer than it takes to launch them;
+# but in a graph, both kinds of attention run at once.
+TOKENS = (
+    64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
+    12_288, 16_384,
+)  # fmt: skip
+
+
+def steps_up_to(most: int) -> tuple[int, ...]:
+    """Those of TOKENS up to `most`, and `most` itself if it is not larger than all."""
+    sizes = {tokens for tokens in TOKENS if tokens <= most}
+    return tuple(sorted(sizes | {most} if most < TOKENS[-1] else sizes))
 
 
 class Prompt(NamedTuple):

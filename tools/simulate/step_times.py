@@ -5,17 +5,12 @@ Knows the step model, and the sizes that engines measure.
 
 from __future__ import annotations
 
-from pipeinfer.step_cost import PER_SECOND, StepCost
+from pipeinfer.step_cost import PER_SECOND, StepCost, steps_up_to
 from simulate.step_model import StepModel
 
 ROWS = 1, 8, 16, 32, 64, 96, 128, 192, 256  # of decodes alone
 BESIDE = 64  # decodes without context in a step with a prompt, at most half of its tokens
 DEPTH = 2048  # tokens of the prompt before those whose price is measured
-# Those of engine/cuda/mixed_graphs.py, which a simulation does not load: it needs no torch.
-TOKENS = (
-    64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
-    12_288, 16_384,
-)  # fmt: skip
 
 
 def step_cost(model: StepModel, most: int) -> StepCost:
@@ -27,10 +22,9 @@ def step_cost(model: StepModel, most: int) -> StepCost:
         pairs = prompt * before + prompt * (prompt + 1) // 2
         return round(model.seconds(decodes, decodes, prompt, pairs) * PER_SECOND)
 
-    sizes = sorted({tokens for tokens in TOKENS if tokens < most} | {most})
     mixed = tuple(
         (tokens, amid(tokens, 0), (amid(tokens, DEPTH) - amid(tokens, 0)) // DEPTH)
-        for tokens in sizes
+        for tokens in steps_up_to(most)
     )
     decodes = tuple((rows, round(model.seconds(rows, rows) * PER_SECOND)) for rows in ROWS)
     return StepCost(decodes, mixed, round(model.context * PER_SECOND))

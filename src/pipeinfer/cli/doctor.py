@@ -12,8 +12,7 @@ import platform
 import resource
 import shutil
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +20,7 @@ import zmq
 
 from pipeinfer import settings as config
 from pipeinfer.bus.caller import Caller
-from pipeinfer.messages import Heartbeat
+from pipeinfer.cli.top import Seen, listen
 from pipeinfer.runtime import listening
 from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.find import PREFIX, running_servers
@@ -159,19 +158,15 @@ def _steps(settings: Settings) -> Finding:
 def _targets(topology: Topology) -> Iterator[Finding]:
     """What the targets for steps allow the groups of a running server, as their engines measured
     at their start."""
-    stages = topology.ids("scheduler")
-    heard: dict[str, Mapping[str, float]] = {}
+    seen = {stage: Seen() for stage in topology.ids("scheduler")}
     with Caller(topology, zmq.Context.instance()) as caller:
-        for stage in stages:
+        for stage in seen:
             caller.listen(stage)
-        deadline = time.monotonic() + HEARD
-        while len(heard) < len(stages) and time.monotonic() < deadline:
-            for _, message in caller.hear(0.1):
-                if isinstance(message, Heartbeat) and message.stage in stages:
-                    heard[message.stage] = message.stats
-    for stage, stats in sorted(heard.items()):
-        tokens, rate = stats.get("target_step_tokens", 0), stats.get("target_prompt_rate", 0)
-        yield "note", "targets", f"{stage}: {measured(tokens, rate)}"
+        listen(caller, seen, HEARD, lambda: all(one.now is not None for one in seen.values()))
+    for stage, one in seen.items():
+        if one.now is not None:
+            text = measured(one.value("target_step_tokens"), one.value("target_prompt_rate"))
+            yield "note", "targets", f"{stage}: {text}"
 
 
 def _sockets(settings: Settings) -> Finding:

@@ -77,14 +77,14 @@ def run(arguments: Sequence[str]) -> int:
         for stage in seen:
             caller.listen(stage)
         try:
-            _listen(caller, seen, FIRST, lambda: all(one.measured for one in seen.values()))
+            listen(caller, seen, FIRST, lambda: all(one.measured for one in seen.values()))
             while True:
                 print("\n".join(_lines(seen, options.once or not sys.stdout.isatty())), flush=True)
                 if options.once:
                     return 0 if all(one.now is not None for one in seen.values()) else 1
                 for one in seen.values():
                     one.next()
-                _listen(caller, seen, options.seconds)
+                listen(caller, seen, options.seconds)
         except KeyboardInterrupt:
             return 0
 
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _listen(
+def listen(
     caller: Caller, seen: dict[str, Seen], seconds: float, enough: Callable[[], bool] | None = None
 ) -> None:
     """Takes heartbeats for `seconds`, or until there are enough."""

@@ -29,7 +29,7 @@ class Planner:
     """Plans of one group. Raises ConfigurationError for an unknown policy.
 
     `slots` and `flights` are those of the running epoch; `probation` holds who is suspected of its
-    crashes; `counts` go into the statistics.
+    crashes; `counts` go into the statistics, and `allowed`, what MixedBudget.allows says.
     """
 
     def __init__(self, options: SchedulerOptions) -> None:
@@ -39,7 +39,7 @@ class Planner:
         self._options = options
         self._policy = policies.create(options.policy)
         self._budget = 0  # tokens of a step, known when an epoch begins, as is the next
-        self._mixed_budget, self._allowed = MixedBudget(0), (0, 0.0)
+        self._mixed_budget, self.allowed = MixedBudget(0), (0, 0.0)
         self._queue = WaitingQueue()
         self.probation = Probation()
         self._others = False  # whether the last step was one of those who are no suspects
@@ -51,15 +51,10 @@ class Planner:
         asked = self._options.mixed_step_tokens
         targets = self._options.targets
         self._mixed_budget = mixed_budget(asked, self._budget, shape.step_cost, targets)
-        self._allowed = self._mixed_budget.allows()
+        self.allowed = self._mixed_budget.allows()
         slots = min(shape.max_slots, self._options.max_running, self._budget)
         self.slots.begin(slots, Credits(shape.page_size, shape.pages))
         self._number = 0
-
-    @property
-    def allowed(self) -> tuple[int, float]:
-        """What the target of streams leaves to prompts; see MixedBudget.allows."""
-        return self._allowed
 
     def lose(self, blameless: bool) -> Request | None:
         """The epoch is over; returns a request that must fail because of it.

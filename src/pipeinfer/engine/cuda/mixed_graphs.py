@@ -19,13 +19,8 @@ from pipeinfer.engine.cuda import graphs, packing
 from pipeinfer.engine.cuda.decode_packing import Packed
 from pipeinfer.engine.cuda.layout import Layout, Sizes
 from pipeinfer.engine.step import Step
+from pipeinfer.step_cost import steps_up_to
 
-# Matrix kernels compute whole tiles of 64 or 128 rows. Kernels of steps beyond 2,048 run longer
-# than it takes to launch them; but in a graph, both kinds of attention run at once.
-TOKENS = (
-    64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
-    12_288, 16_384,
-)  # fmt: skip
 FEW, SOME = 8, 32  # prompts in a step: alone, and beside decodes
 PROMPT, MANY = 64, 128  # in large steps, one for so many tokens, up to so many prompts
 DECODES = 64  # the smallest class of decode rows, each other has twice as many
@@ -72,13 +67,6 @@ def ladder(
             beside += [(tokens, decodes, some) for decodes in rows]
     sizes = (MixedSize(*one) for one in (*alone, *beside))
     return tuple(sorted(size for size in sizes if size.rows <= size.tokens <= most_tokens))
-
-
-def steps_up_to(most: int) -> tuple[int, ...]:
-    """Tokens of the steps that are captured or measured, `most` itself among them if it is not
-    larger than all."""
-    sizes = {tokens for tokens in TOKENS if tokens <= most}
-    return tuple(sorted(sizes | {most} if most < TOKENS[-1] else sizes))
 
 
 def unaided(most_tokens: int, most_rows: int) -> tuple[MixedSize, ...]:
