@@ -69,17 +69,19 @@ def picture(
     zero = min((r.begin for r in ordered if r.entries), default=0.0)
     drawn = Picture()
     for recording in ordered:
-        spans = [
-            span
-            for span in _spans(recording, zero)
-            if span.end >= begin and span.start <= end
-            and (request is None or request in span.requests)
-        ]  # fmt: skip
+        spans = list(_spans(recording, zero))
         for row in ROWS:
             mine = [span for span in spans if span.row == row]
-            if mine:
+            placed = _in_turn(mine) if row == "forward" else _apart(mine)
+            shown = [
+                span
+                for span in placed  # as they are drawn: apart, they may end before they did
+                if span.end >= begin and span.start <= end
+                and (request is None or request in span.requests)
+            ]  # fmt: skip
+            if shown:
                 drawn.rows.append((recording.stage, row))
-                drawn.spans += _in_turn(mine) if row == "forward" else _apart(mine)
+                drawn.spans += shown
     inside = {(span.stage, seq) for span in drawn.spans for seq in span.seqs}
     for journey in journeys(ordered).values():
         if request in (None, journey.request_id):
