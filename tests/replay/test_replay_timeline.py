@@ -187,8 +187,8 @@ def test_part_shows_what_touches_it_as_it_is_drawn(session):
     recordings = load_merged(list(session.values()))
     whole = picture(recordings)
     drawn = set(whole.spans)
-    for begin in (whole.seconds * n / 40 for n in range(40)):
-        end = begin + whole.seconds / 40
+    for begin in (whole.seconds * n / 12 for n in range(12)):
+        end = begin + whole.seconds / 12
         part = picture(recordings, begin, end).spans
         assert set(part) == {s for s in drawn if s.end >= begin and s.start <= end}
 
