@@ -114,7 +114,7 @@ FAMILIES = {
 
 def read_config(folder: Path) -> ModelConfig:
     """The configuration of the checkpoint in `folder`; raises ConfigurationError in one line."""
-    fields = read_json(folder / "config.json")
+    fields = read_json(folder, "config.json")
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
     if fields.raw.get("quantization_config"):

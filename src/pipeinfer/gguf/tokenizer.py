@@ -1,0 +1,6 @@
+def tokenizer_json(metadata):
+    return {}
+
+
+def tokenizer_config(metadata):
+    return {}
