@@ -72,7 +72,7 @@ values = st.one_of(
     st.booleans(),
     st.integers(0, 2**32 - 1),
     st.floats(width=32, allow_nan=False),
-    st.text(),
+    st.text(min_size=1),
     st.lists(st.text(), min_size=1),
     st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1),
     st.lists(st.floats(width=32, allow_nan=False), min_size=1),
