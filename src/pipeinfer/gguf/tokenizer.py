@@ -1,6 +1,0 @@
-def tokenizer_json(metadata):
-    return {}
-
-
-def tokenizer_config(metadata):
-    return {}
