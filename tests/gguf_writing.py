@@ -47,6 +47,7 @@ KINDS = {
     "Qwen3MoeForCausalLM": "qwen3moe",
     "Gemma3ForCausalLM": "gemma3",
 }
+MERGE = ("\u0100", "\u0101")  # of the bytes 0 and 1: the form wants one, and no text has it
 EXPERT = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -134,6 +135,7 @@ def tokenizer(folder: Path) -> dict[str, Any]:
     control = {token["content"]: token["id"] for token in written["added_tokens"]}
     ids = written["model"]["vocab"] | control
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    ids["".join(MERGE)] = len(ids)
     texts = {number: text for text, number in ids.items()}
     tokens = [texts.get(number, f"[PAD{number}]") for number in range(vocab)]
     types = [
@@ -144,7 +146,7 @@ def tokenizer(folder: Path) -> dict[str, Any]:
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.merges": [" ".join(MERGE)],
         "tokenizer.ggml.eos_token_id": control[settings["eos_token"]],
         "tokenizer.ggml.padding_token_id": control[settings["pad_token"]],
         "tokenizer.ggml.add_bos_token": False,
