@@ -11,9 +11,9 @@ from pipeinfer.attention.triton_decode import CUTS, MANY, cut
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_fewer_programs_are_cut_smaller(kv_heads):
     most = CUTS[-1][0]
-    assert cut(1, kv_heads) == CUTS[0][1]
-    assert cut(most // kv_heads, kv_heads) == CUTS[-1][1]
-    assert cut(most // kv_heads + 1, kv_heads) == MANY
+    assert cut(1, kv_heads, 128) == CUTS[0][1]
+    assert cut(most // kv_heads, kv_heads, 128) == CUTS[-1][1]
+    assert cut(most // kv_heads + 1, kv_heads, 64) == MANY
 
 
 def test_every_head_size_of_the_hybrid_backend_is_one_that_the_kernel_takes():

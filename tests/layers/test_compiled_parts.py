@@ -38,7 +38,7 @@ def test_what_torch_compiles_computes_what_the_layers_do_for_any_number_of_rows(
     norm.weight.normal_()
     for rows in (5, 17):
         x, residual, merged = torch.randn(rows, 48), torch.randn(rows, 48), torch.randn(rows, 80)
-        found = ops.add_rms_norm(x, residual, norm.weight, 1e-6)
+        found = ops.norm.add(x, residual, norm.weight, 1e-6)
         activated = ops.silu_and_multiply(merged)
         torch.testing.assert_close(found, norm.add(x, residual), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(activated, silu_and_multiply(merged), rtol=1e-5, atol=1e-5)
