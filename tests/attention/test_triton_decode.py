@@ -16,5 +16,13 @@ def test_fewer_programs_are_cut_smaller(kv_heads):
     assert cut(most // kv_heads + 1, kv_heads, 64) == MANY
 
 
+@pytest.mark.parametrize("rows", [1, 20, 50, 100, 300, 1000])
+def test_large_heads_take_no_more_shared_memory_and_registers(rows):
+    usual, large = cut(rows, 1, 128), cut(rows, 1, 256)
+    assert large.block * 256 <= usual.block * 128 and large.stages == usual.stages
+    assert 256 / large.warps == 128 / usual.warps
+    assert large.block >= 16 and large.least % large.block == 0
+
+
 def test_every_head_size_of_the_hybrid_backend_is_one_that_the_kernel_takes():
     assert all(dim >= 16 and dim & (dim - 1) == 0 for dim in HEAD_DIMS["hybrid"])
