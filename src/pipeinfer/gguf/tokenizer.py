@@ -17,6 +17,7 @@ from pipeinfer.settings import ConfigurationError
 MODEL = "tokenizer.ggml.model"
 BYTE_LEVEL, SENTENCE_PIECE = "gpt2", "llama"
 ADD_BOS, ADD_EOS = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"
+PREFIX, TRIM = "tokenizer.ggml.add_space_prefix", "tokenizer.ggml.remove_extra_whitespaces"
 TEMPLATE = "tokenizer.chat_template"
 SPACE = "\u2581"  # what SentencePiece writes for a space
 # Ids of SentencePiece files that do not say them.
@@ -78,7 +79,22 @@ def _vocabulary(metadata: Metadata, model: str) -> Vocabulary:
         return vocabulary
     size = len(vocabulary.tokens)
     usual = {name: number for name, number in SENTENCE_PIECE_IDS.items() if number < size}
-    return vocabulary._replace(named={**usual, **vocabulary.named})
+    vocabulary = vocabulary._replace(named={**usual, **vocabulary.named})
+    return vocabulary if read_flag(metadata, PREFIX, True) else _spelled(vocabulary)
+
+
+def _spelled(vocabulary: Vocabulary) -> Vocabulary:
+    """Spaces in users' tokens, as in Gemma's tokens for indentation, written as in all others.
+
+    The file has them as spaces; SentencePiece looks for them after it replaced the text's.
+    """
+    tokens = list(vocabulary.tokens)
+    for number in vocabulary.of_kinds(frozenset((Kind.USER_DEFINED,))):
+        spelled = tokens[number].replace(" ", SPACE)
+        if spelled not in vocabulary.ids:
+            tokens[number] = spelled
+    ids = {token: number for number, token in enumerate(tokens)}
+    return vocabulary._replace(tokens=tokens, ids=ids) if len(ids) == len(tokens) else vocabulary
 
 
 def _templates(metadata: Metadata) -> dict[str, str]:
@@ -100,9 +116,9 @@ def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> Part:
     model = _bpe(vocabulary, listed_merges(metadata, vocabulary))
     model["ignore_merges"] = rule.whole_words
     return _tokenizer(
-        vocabulary,
-        ends,
         model,
+        _added(vocabulary, replaced=False),
+        _template(vocabulary, ends),
         normalizer={"type": "NFC"} if rule.nfc else None,
         pre_tokenizer=_splits(rule),
         decoder=_BYTES,
@@ -118,44 +134,51 @@ _BYTES: Part = {
 
 
 def _splits(rule: PreTokenizer) -> Part:
-    splits: list[Part] = [
-        {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
-        for split in rule.splits
-    ]
+    isolated: Part = {"type": "Split", "behavior": "Isolated", "invert": False}
+    splits: list[Part] = [{**isolated, "pattern": {"Regex": split}} for split in rule.splits]
     return {"type": "Sequence", "pretokenizers": [*splits, _BYTES]}
 
 
 def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> Part:
-    prefix = read_flag(metadata, "tokenizer.ggml.add_space_prefix", True)
-    trim = read_flag(metadata, "tokenizer.ggml.remove_extra_whitespaces", False)
+    prefix = read_flag(metadata, PREFIX, True)
+    trim = read_flag(metadata, TRIM, False)
     ends = _ends(metadata, vocabulary, add_bos=True)
     _check_bytes(vocabulary)
     model = _bpe(vocabulary, scored_merges(metadata, vocabulary))
     model |= {"byte_fallback": True, "fuse_unk": True}
     if "unk_token" in vocabulary.named:
         model["unk_token"] = vocabulary.tokens[vocabulary.named["unk_token"]]
-    normalizers: list[Part] = []
-    if trim:
-        normalizers += [{"type": "Strip", "strip_left": True, "strip_right": True}]
-        normalizers += [{"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]
-    if prefix:
-        normalizers += [{"type": "Prepend", "prepend": SPACE}]
-    normalizers += [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
-    decoders: list[Part] = [
-        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    if prefix:
-        decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
     return _tokenizer(
-        vocabulary,
-        ends,
         model,
-        normalizer={"type": "Sequence", "normalizers": normalizers},
+        # The prefix would be looked for in front of the token, not of the text.
+        _added(vocabulary, replaced=not prefix),
+        _template(vocabulary, ends),
+        normalizer={"type": "Sequence", "normalizers": _normalizers(prefix, trim)},
         pre_tokenizer=None,
-        decoder={"type": "Sequence", "decoders": decoders},
+        decoder={"type": "Sequence", "decoders": _decoders(prefix)},
     )
+
+
+def _normalizers(prefix: bool, trim: bool) -> list[Part]:
+    parts: list[Part] = []
+    if trim:
+        parts += [{"type": "Strip", "strip_left": True, "strip_right": True}]
+        parts += [_replace({"Regex": " {2,}"}, " ")]
+    if prefix:
+        parts += [{"type": "Prepend", "prepend": SPACE}]
+    return [*parts, _replace({"String": " "}, SPACE)]
+
+
+def _decoders(prefix: bool) -> list[Part]:
+    parts: list[Part] = [_replace({"String": SPACE}, " ")]
+    parts += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    if prefix:
+        parts += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+    return parts
+
+
+def _replace(pattern: dict[str, str], content: str) -> Part:
+    return {"type": "Replace", "pattern": pattern, "content": content}
 
 
 def _check_bytes(vocabulary: Vocabulary) -> None:
@@ -183,9 +206,9 @@ def _bpe(vocabulary: Vocabulary, merges: list[Merge]) -> Part:
 
 
 def _tokenizer(
-    vocabulary: Vocabulary,
-    ends: _Ends,
     model: Part,
+    added: list[Part],
+    post_processor: Part | None,
     normalizer: Part | None,
     pre_tokenizer: Part | None,
     decoder: Part,
@@ -194,17 +217,18 @@ def _tokenizer(
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": _added(vocabulary),
+        "added_tokens": added,
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer,
-        "post_processor": _template(vocabulary, ends),
+        "post_processor": post_processor,
         "decoder": decoder,
         "model": model,
     }
 
 
-def _added(vocabulary: Vocabulary) -> list[Part]:
-    """Tokens that are looked for in the text as it came. Only those of users are shown to them."""
+def _added(vocabulary: Vocabulary, replaced: bool) -> list[Part]:
+    """Tokens that are looked for in the text as it came, and those of users that spell a space
+    after spaces were `replaced`. Only those of users are shown to users."""
     return [
         {
             "id": number,
@@ -212,7 +236,9 @@ def _added(vocabulary: Vocabulary) -> list[Part]:
             "single_word": False,
             "lstrip": False,
             "rstrip": False,
-            "normalized": False,
+            "normalized": replaced
+            and vocabulary.kinds[number] == Kind.USER_DEFINED
+            and SPACE in vocabulary.tokens[number],
             "special": vocabulary.kinds[number] != Kind.USER_DEFINED,
         }
         for number in vocabulary.of_kinds(ADDED)

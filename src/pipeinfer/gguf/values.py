@@ -85,7 +85,7 @@ def read_numbers(metadata: Metadata, key: str, size: int) -> list[float]:
     """A list of `size` numbers, none of them NaN. Raises ConfigurationError, also where the key
     is absent."""
     value = _list(metadata, key)
-    numbers = [
+    numbers: list[float] = [
         item for item in value if isinstance(item, float | int) and not isinstance(item, bool)
     ]
     if len(numbers) != len(value) or any(number != number for number in numbers):
