@@ -77,7 +77,9 @@ def hostile_texts(count: int, seed: int = 0, controls: Sequence[str] = CONTROLS)
 def _planes(chance: random.Random, controls: Sequence[str]) -> str:
     del controls
     ranges = chance.choices(RANGES, k=chance.randint(1, 3))
-    return "".join(chr(chance.randint(*chance.choice(ranges))) for _ in range(chance.randint(1, 30)))
+    return "".join(
+        chr(chance.randint(*chance.choice(ranges))) for _ in range(chance.randint(1, 30))
+    )
 
 
 def _mixed(chance: random.Random, controls: Sequence[str]) -> str:

@@ -10,13 +10,13 @@ import sys
 import time
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import checkpoints
+import gguf
 import gguf_writing
 from pipeinfer.gguf.header import read_header
 from pipeinfer.gguf.names import packed_tensors
@@ -244,17 +244,21 @@ def test_tensors_may_not_lie_on_each_other(tmp_path):
 
 HYPERPARAMETERS = {
     "split": ({"split.count": 3}, "one part of several"),
-    "layers": ({".block_count": 2**31}, "block_count is"),
+    "layers": ({".block_count": 9999}, "block_count is"),
+    "huge": ({".feed_forward_length": 2**31}, "feed_forward_length must be"),
     "no layers": ({".block_count": None}, "llama.block_count is missing"),
-    "context": ({".context_length": 2**30}, "context_length 1,073,741,824 is above"),
-    "heads": ({".attention.head_count": [4, 4]}, "head_count must be a whole number"),
-    "wide": ({".attention.head_count": 2**31, ".attention.key_length": None}, "not a multiple"),
+    "context": (
+        {".context_length": 2**30},
+        "context_length must be a whole number from 1 to 16,777,216",
+    ),
+    "heads": ({".attention.head_count": [4, 4]}, "head_count must be a whole number from 1"),
+    "wide": ({".attention.head_count": 3, ".attention.key_length": None}, "not a multiple"),
     "eps": ({".attention.layer_norm_rms_epsilon": float("nan")}, "must be a positive number"),
     "base": ({".rope.freq_base": float("inf")}, "must be a positive number"),
     "part": ({".rope.dimension_count": 1}, "dimension_count 1 is not the key length"),
     "scaling": ({".rope.scaling.type": "longrope"}, "'longrope' is not supported"),
     "experts": ({".expert_count": 8}, "mixtures of experts of the llama"),
-    "hidden": ({".embedding_length": 2**31}, "has shape"),
+    "hidden": ({".embedding_length": 16}, "has shape"),
 }
 
 

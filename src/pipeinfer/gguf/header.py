@@ -16,12 +16,15 @@ from pathlib import Path
 
 from pipeinfer.gguf.quantization import BLOCKS, TYPES
 from pipeinfer.gguf.scalars import Broken, Cursor, Value
+from pipeinfer.gguf.values import shown
 from pipeinfer.settings import ConfigurationError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = "general.alignment"
 DIMENSIONS = 4  # at most, of a tensor
+MOST_VALUES = 1 << 48  # of a tensor: their bytes can be counted in 64 bits
+LONGEST_NAME = 64  # bytes of a tensor's; llama.cpp's own bound
 LEAST_PAIR = 8 + 4 + 1  # bytes of an empty key, a type and the smallest value
 LEAST_TENSOR = 8 + 4 + 8 + 4 + 8  # of an empty name, one dimension, type and offset
 
@@ -121,12 +124,14 @@ def _places(cursor: Cursor, pairs: int) -> Iterator[tuple[str, tuple[int, int]]]
         try:
             cursor.skip(kind)
         except Broken as error:
-            raise Broken(f"{key}: {error}") from None
+            raise Broken(f"{shown(key)}: {error}") from None
 
 
 def _tensor(cursor: Cursor) -> Tensor:
     """The next of the list; its offset counts from where the weights begin."""
     name = cursor.string()
+    if len(name.encode()) > LONGEST_NAME or not name.isprintable():
+        raise Broken(f"{shown(name)} is no name of a tensor")
     dimensions = cursor.u32()
     if not 1 <= dimensions <= DIMENSIONS:
         raise Broken(f"{name} has {dimensions} dimensions")
@@ -136,7 +141,7 @@ def _tensor(cursor: Cursor) -> Tensor:
     kind = TYPES.get(number, f"of type {number}")
     # Of a type that cannot be decoded the size is not known; who asks for the tensor is told.
     values, size = BLOCKS.get(kind, (1, 0))
-    if shape[-1] % values or 0 in shape:
+    if shape[-1] % values or not 0 < math.prod(shape) <= MOST_VALUES:
         raise Broken(f"{name} is {kind} with the shape {list(shape)}")
     return Tensor(name, kind, shape, offset, math.prod(shape) // values * size)
 

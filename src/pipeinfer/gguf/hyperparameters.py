@@ -12,9 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeinfer.gguf.header import Header
+from pipeinfer.gguf.values import shown
 
-# Tokens; what is sized by it are tables of angles. The longest contexts today are 10 million.
-LONGEST_CONTEXT = 1 << 24
+# Of all sizes: three of them multiplied, in bytes, can be counted in 64 bits.
+LARGEST = 1 << 19
+# Tokens; what is sized by them are tables of angles. The longest contexts today are 10 million.
+MOST = {"context_length": 1 << 24, "rope.scaling.original_context_length": 1 << 24}
 # Control tokens that end a turn, where the file names only the end of a text: llama.cpp knows them
 # by their text too.
 ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<EOT>")
@@ -38,8 +41,9 @@ class Keys:
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive whole number; required if there is no default."""
         value = self._header.metadata.get(f"{self.architecture}.{name}", default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._wrong(name, value, "a whole number >= 1")
+        most = MOST.get(name, LARGEST)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise self._wrong(name, value, f"a whole number from 1 to {most:,}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -67,8 +71,8 @@ class Keys:
         return self.integer("attention.head_count_kv", self.heads)
 
     def _wrong(self, name: str, value: object, wanted: str) -> Exception:
-        said = "is missing" if value is None else f"must be {wanted}, not {str(value)[:50]}"
-        return self._header.error(f"{self.architecture}.{name} {said}")
+        said = "is missing" if value is None else f"must be {wanted}, not {shown(str(value))}"
+        return self._header.error(f"{shown(self.architecture)[1:-1]}.{name} {said}")
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def config_json(header: Header) -> dict[str, object]:
     kind = KINDS.get(keys.architecture)
     if kind is None:
         raise header.error(
-            f"unsupported architecture {keys.architecture[:50]!r}; supported: {', '.join(KINDS)}"
+            f"unsupported architecture {shown(keys.architecture)}; supported: {', '.join(KINDS)}"
         )
     if header.metadata.get("split.count", 1) not in (0, 1):
         raise header.error("it is one part of several; llama-gguf-split --merge makes one file")
@@ -98,8 +102,6 @@ def config_json(header: Header) -> dict[str, object]:
         raise header.error(f"block_count is {layers} with {len(header.tensors)} tensors")
     head_dim = _head_dim(header, keys, hidden, heads)
     context = keys.integer("context_length")
-    if context > LONGEST_CONTEXT:
-        raise header.error(f"context_length {context:,} is above {LONGEST_CONTEXT:,}")
     return {
         "architectures": [kind.architecture],
         "vocab_size": _vocab_size(header),
@@ -161,7 +163,7 @@ def _rope_scaling(header: Header, keys: Keys, head_dim: int) -> dict[str, object
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
-        raise header.error(f"RoPE scaling {kind[:50]!r} is not supported, only linear and yarn")
+        raise header.error(f"RoPE scaling {shown(kind)} is not supported, only linear and yarn")
     scaling: dict[str, object] = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
     if kind == "yarn":
         name = "rope.scaling.original_context_length"
