@@ -32,7 +32,6 @@ MODELS = {
         {
             "num_hidden_layers": 3,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "tie_word_embeddings": True,
         },
     ),
 }

@@ -17,19 +17,18 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024
-# 0.5 (1 + tanh z) is sigmoid(2 z), and z is SLOPE / 2 times (x + CUBIC x^3).
-SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
-CUBIC = tl.constexpr(0.044715)
+SLOPE = 2 * math.sqrt(2 / math.pi)
 
 
 @triton.jit
-def _geglu(merged, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _geglu(merged, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, SLOPE: tl.constexpr):
+    """With weights 0.5 (1 + tanh z), which is sigmoid(2 z)."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < SIZE
     gate = tl.load(merged + row * stride + lane, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(merged + row * stride + SIZE + lane, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.sigmoid(SLOPE * (gate + CUBIC * gate * gate * gate))
+    weight = tl.sigmoid(SLOPE * (gate + 0.044715 * gate * gate * gate))
     tl.store(out + row * SIZE + lane, gate * weight * up, mask=inside)
 
 
@@ -40,8 +39,9 @@ def geglu(merged: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor
     if tokens:
         block = min(BLOCK, triton.next_power_of_2(size))
         _geglu[(tokens, triton.cdiv(size, block))](
-            merged, out, merged.stride(0), SIZE=size, BLOCK=block, num_warps=max(block // 256, 1)
-        )
+            merged, out, merged.stride(0), SIZE=size, BLOCK=block, SLOPE=SLOPE,
+            num_warps=max(block // 256, 1),
+        )  # fmt: skip
     return out
 
 

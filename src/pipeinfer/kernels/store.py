@@ -123,12 +123,11 @@ def turn_and_store(
 ) -> torch.Tensor:
     """Queries [T, num_heads, head_dim], normed and turned; keys and values go into their pages.
 
-    qkv [T, (num_heads + 2 kv_heads) * head_dim], rows may be strided: queries, keys, values.
-    cos, sin, any float dtype: [T, head_dim / 2] (or [T, 1, ..]) of the tokens; with `positions`
-    [T] a table [longest, head_dim / 2] that these index. places int [T]: where in the caches,
-    [pages, page_size, kv_heads, head_dim]; negative: nowhere. q_norm, k_norm [head_dim]: RMSNorm
-    of each head, by these weights plus `offset`. out: contiguous. Raises ValueError for a layout
-    it cannot write.
+    qkv [T, (num_heads + 2 kv_heads) * head_dim], rows may be strided: queries, keys, values. cos,
+    sin, any float dtype: [T, head_dim / 2] (or [T, 1, ..]) of the tokens; with `positions` [T] a
+    table [longest, head_dim / 2] that these index. places int [T]: where in the caches, [pages,
+    page_size, kv_heads, head_dim]; negative: nowhere. q_norm, k_norm [head_dim]: RMSNorm of each
+    head, `offset` added. out: contiguous. Raises ValueError for a layout it cannot write.
     """
     kv_heads, dim = k_cache.shape[2:]
     _check(qkv, k_cache, v_cache, num_heads)
@@ -136,9 +135,8 @@ def turn_and_store(
     queries = qkv.new_empty(tokens, num_heads, dim) if out is None else out
     block = triton.next_power_of_2(dim // 2)
     group = max(min(ELEMENTS // (2 * block), triton.next_power_of_2(num_heads)), 1)
-    groups = triton.cdiv(num_heads, group) + 2 * triton.cdiv(kv_heads, group)
     if tokens:
-        _store[(tokens, groups)](
+        _store[(tokens, triton.cdiv(num_heads, group) + 2 * triton.cdiv(kv_heads, group))](
             qkv, queries, k_cache, v_cache, cos, sin, positions, places, q_norm, k_norm, eps,
             qkv.stride(0), cos.stride(0), k_cache.stride(1), v_cache.stride(1),
             HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, GROUP=group, BLOCK=block,
