@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from gguf_models import gemma, metadata_of, smollm2
+from pipeinfer.gguf.loading import load_tokenizer as load_gguf
 from pipeinfer.gguf.tokenizer import tokenizer_config, tokenizer_json
 from pipeinfer.tokenizer.bounds import cover
 from pipeinfer.tokenizer.loading import load_tokenizer, read_tokenizer_config, special_tokens
@@ -78,6 +79,12 @@ def test_gemma_has_the_ids_that_transformers_finds() -> None:
     (runs,) = _all_ids(tokenizer, [" " * 40])
     assert [tokenizer.id_to_token(number) for number in runs] == ["▁" * 31, "▁" * 9]
     assert tokenizer.encode("Hi").tokens == ["<bos>", "Hi"]
+
+
+def test_what_is_loaded_is_what_the_json_says() -> None:
+    for metadata in (metadata_of(smollm2()), sentence_piece(True), sentence_piece(False)):
+        loaded = json.loads(load_gguf(metadata).to_str())
+        assert loaded == json.loads(build(metadata).to_str())
 
 
 @pytest.mark.parametrize("prefix", [True, False])

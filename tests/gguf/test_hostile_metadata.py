@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from small_metadata import byte_level, sentence_piece
 from tokenizers import Tokenizer
 
+from pipeinfer.gguf.loading import load_tokenizer
 from pipeinfer.gguf.tokenizer import tokenizer_config, tokenizer_json
 from pipeinfer.settings import ConfigurationError
 
@@ -87,7 +88,8 @@ def test_any_metadata_gives_a_tokenizer_or_one_line(metadata: dict[str, Any]) ->
             assert "tokenizer." in str(error)
             continue
         if read is tokenizer_json:
-            tokenizer = Tokenizer.from_str(value)
+            tokenizer = load_tokenizer(metadata)
+            assert json.loads(Tokenizer.from_str(value).to_str()) == json.loads(tokenizer.to_str())
             ids = tokenizer.encode("<s> aba  b\n", "x").ids
             tokenizer.decode(ids)
             assert tokenizer.get_vocab_size() == len(metadata["tokenizer.ggml.tokens"])
@@ -129,29 +131,32 @@ def test_what_is_wrong_is_named(kind: str, key: str, value: object, words: str) 
     assert KEY + key in str(caught.value) and words in str(caught.value)
 
 
-def _with_pieces(pieces: list[str]) -> dict[str, Any]:
+def _with_pieces(pieces: list[str], kind: int) -> dict[str, Any]:
     metadata: dict[str, Any] = sentence_piece(prefix=False)
     size = len(pieces)
     metadata["tokenizer.ggml.tokens"] = ["<unk>", "<s>", "</s>", *pieces]
-    metadata["tokenizer.ggml.token_type"] = [2, 3, 3] + [1] * size
+    metadata["tokenizer.ggml.token_type"] = [2, 3, 3] + [kind] * size
     metadata["tokenizer.ggml.scores"] = [0.0] * (size + 3)
     return metadata
 
 
 @pytest.mark.parametrize(
-    ("pieces", "words"),
+    ("pieces", "kind", "words"),
     [
-        (["x" * 10_000_000], "3 has 10000000 characters, more than 512"),
-        (["x" * length for length in range(1, 513)], "pairs of tokens make another token"),
-        ([format(n, "b") for n in range(1 << 12)], "characters"),
+        (["x" * 10_000_000], 1, "3 has 10000000 characters, more than 512"),
+        (["x" * 10_000_000], 3, "3 has 10000000 characters, more than 512"),
+        (["x" * length for length in range(1, 513)], 1, "pairs of tokens make another token"),
+        ([f"{number:0500}" for number in range(4000)], 4, "exceed 1048576 characters"),
     ],
+    ids=["long", "long control", "every pair", "many"],
 )
-def test_vocabularies_made_to_cost_much_are_refused_at_once(pieces: list[str], words: str) -> None:
+def test_vocabularies_made_to_cost_much_are_refused_at_once(
+    pieces: list[str], kind: int, words: str
+) -> None:
+    metadata = _with_pieces(pieces, kind)
     started = time.monotonic()
-    try:
-        tokenizer_json(_with_pieces(pieces))
-    except ConfigurationError as error:
-        assert words in str(error)
+    with pytest.raises(ConfigurationError, match=words):
+        tokenizer_json(metadata)
     assert time.monotonic() - started < 5
 
 

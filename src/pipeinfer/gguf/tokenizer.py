@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pipeinfer.gguf.merges import Merge, listed_merges, scored_merges
 from pipeinfer.gguf.pre_tokenizers import PreTokenizer, read_pre_tokenizer
 from pipeinfer.gguf.values import Metadata, read_flag, read_text, shown, wrong
-from pipeinfer.gguf.vocabulary import ADDED, NAMED, TYPES, Kind, Vocabulary, read_vocabulary
+from pipeinfer.gguf.vocabulary import NAMED, TYPES, Kind, Vocabulary, read_vocabulary
 from pipeinfer.settings import ConfigurationError
 
 MODEL = "tokenizer.ggml.model"
@@ -240,7 +240,7 @@ def _added(vocabulary: Vocabulary, replaced: bool) -> list[Part]:
             and SPACE in vocabulary.tokens[number],
             "special": vocabulary.kinds[number] != Kind.USER_DEFINED,
         }
-        for number in vocabulary.of_kinds(ADDED)
+        for number in vocabulary.added()
     ]
 
 
