@@ -131,6 +131,13 @@ def test_what_is_wrong_is_named(kind: str, key: str, value: object, words: str) 
     assert KEY + key in str(caught.value) and words in str(caught.value)
 
 
+def test_a_key_that_is_no_name_stays_on_one_line() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"^the GGUF file's '.*x\\nx': not a text but int$"
+    ):
+        tokenizer_config(_tiny("gpt2") | {"tokenizer.chat_template.x\nx": 1})
+
+
 def _with_pieces(pieces: list[str], kind: int) -> dict[str, Any]:
     metadata: dict[str, Any] = sentence_piece(prefix=False)
     size = len(pieces)
