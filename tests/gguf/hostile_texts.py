@@ -1,5 +1,6 @@
 """Texts that tell tokenizers apart: all planes of Unicode, long runs, code, control tokens."""
 
+# ruff: noqa: RUF001
 from __future__ import annotations
 
 import random
@@ -53,7 +54,8 @@ SPACES = (" ", "  ", "\n", "\n\n", "\t", "\r\n", "\r", "\u00a0", "\u3000", "\u20
 WORDS = (
     "the", "Hello", "World", "HTTPServer", "camelCase", "snake_case", "it's", "WE'LL", "I'd",
     "2024", "3.14", "1,000,000", "foo()", "==", "!=", "{}", "...", "—", "¿Qué?", "été", "Größe",
-    "日本語", "한국어", "русский", "العربية", "हिन्दी", "ภาษาไทย", "👩‍💻", "🇯🇵", "e\u0301", "▁", "<0x0A>",
+    "日本語", "한국어", "русский", "العربية", "हिन्दी", "ภาษาไทย", "👩‍💻", "🇯🇵",
+    "e\u0301", "▁", "<0x0A>",
     "http://a.b/c?d=e&f", "/usr/bin", "C:\\x", "#include", "//", "ſ", "ǅ", "Ⅳ", "½",
 )  # fmt: skip
 RANGES = (

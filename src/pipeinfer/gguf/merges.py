@@ -10,9 +10,7 @@ from pipeinfer.gguf.vocabulary import ORDINARY, TOKENS, Vocabulary
 
 MERGES = "tokenizer.ggml.merges"
 SCORES = "tokenizer.ggml.scores"
-# Bounds on the work that a lying file can ask for. SentencePiece's tokens have 16 characters unless
-# its trainer was told otherwise, and the known vocabularies about two merges a token.
-LONGEST = 512  # characters
+# Bounds the memory that a lying file can ask for; the known vocabularies have two merges a token.
 MERGES_A_TOKEN = 32
 
 Merge = tuple[str, str]
@@ -44,8 +42,8 @@ def scored_merges(metadata: Metadata, vocabulary: Vocabulary) -> list[Merge]:
 
     Source: SentencePiece's BPE (https://aclanthology.org/D18-2012/), which takes the pair that
     makes the token with the highest score. Only ordinary tokens take part: text cannot become a
-    control or byte token by merging. Time: linear in the characters of the vocabulary, each at
-    most LONGEST times. Raises ConfigurationError.
+    control or byte token by merging. Time: linear in the characters of the vocabulary, each
+    copied at most vocabulary.LONGEST times. Raises ConfigurationError.
     """
     scores = read_numbers(metadata, SCORES, len(vocabulary.tokens))
     order = vocabulary.of_kinds(ORDINARY)
@@ -55,8 +53,7 @@ def scored_merges(metadata: Metadata, vocabulary: Vocabulary) -> list[Merge]:
     most = MERGES_A_TOKEN * len(vocabulary.tokens)
     merges: list[Merge] = []
     for number, token in zip(order, known, strict=True):
-        if len(token) > LONGEST:
-            raise wrong(TOKENS, f"{number} has {len(token)} characters, more than {LONGEST}")
+        vocabulary.check_length(number)
         for cut in range(len(token) - 1, 0, -1):
             left = known.get(token[:cut])
             if left is not None:

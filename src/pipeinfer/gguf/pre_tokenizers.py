@@ -18,7 +18,7 @@ _ANY_ENDINGS = rf"(?i:{_ENDINGS})"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-# Words in which capitals come first: "HTTPServer" is two.
+# Words in which capitals come first: "camelCase" is two.
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LEAD = r"[^\r\n\p{L}\p{N}]?"
 _CAPITALS = rf"{_LEAD}{_UPPER}*{_LOWER}+%s|{_LEAD}{_UPPER}+{_LOWER}*%s"

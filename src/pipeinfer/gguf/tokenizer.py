@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pipeinfer.gguf.merges import Merge, listed_merges, scored_merges
 from pipeinfer.gguf.pre_tokenizers import PreTokenizer, read_pre_tokenizer
 from pipeinfer.gguf.values import Metadata, read_flag, read_text, shown, wrong
-from pipeinfer.gguf.vocabulary import ADDED, NAMED, TOKENS, Kind, Vocabulary, read_vocabulary
+from pipeinfer.gguf.vocabulary import NAMED, TYPES, Kind, Vocabulary, read_vocabulary
 from pipeinfer.settings import ConfigurationError
 
 MODEL = "tokenizer.ggml.model"
@@ -162,19 +162,18 @@ def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> Part:
 def _normalizers(prefix: bool, trim: bool) -> list[Part]:
     parts: list[Part] = []
     if trim:
-        parts += [{"type": "Strip", "strip_left": True, "strip_right": True}]
-        parts += [_replace({"Regex": " {2,}"}, " ")]
+        parts.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        parts.append(_replace({"Regex": " {2,}"}, " "))
     if prefix:
-        parts += [{"type": "Prepend", "prepend": SPACE}]
+        parts.append({"type": "Prepend", "prepend": SPACE})
     return [*parts, _replace({"String": " "}, SPACE)]
 
 
 def _decoders(prefix: bool) -> list[Part]:
-    parts: list[Part] = [_replace({"String": SPACE}, " ")]
-    parts += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    parts: list[Part] = [{"type": "ByteFallback"}, {"type": "Fuse"}]
     if prefix:
-        parts += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
-    return parts
+        parts.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return [_replace({"String": SPACE}, " "), *parts]
 
 
 def _replace(pattern: dict[str, str], content: str) -> Part:
@@ -187,7 +186,7 @@ def _check_bytes(vocabulary: Vocabulary) -> None:
     for number in vocabulary.of_kinds(frozenset((Kind.BYTE,))):
         if vocabulary.tokens[number] not in texts:
             text = shown(vocabulary.tokens[number])
-            raise wrong(TOKENS, f"{number} is a byte but reads {text}")
+            raise wrong(TYPES, f"{number} is a byte but reads {text}")
 
 
 def _bpe(vocabulary: Vocabulary, merges: list[Merge]) -> Part:
@@ -241,7 +240,7 @@ def _added(vocabulary: Vocabulary, replaced: bool) -> list[Part]:
             and SPACE in vocabulary.tokens[number],
             "special": vocabulary.kinds[number] != Kind.USER_DEFINED,
         }
-        for number in vocabulary.of_kinds(ADDED)
+        for number in vocabulary.added()
     ]
 
 
@@ -270,7 +269,7 @@ def _template(vocabulary: Vocabulary, ends: _Ends) -> Part | None:
     if ends.bos is None and ends.eos is None:
         return None
     sequence: list[Part] = [{"Sequence": {"id": "A", "type_id": 0}}]
-    single = [*_special(ends.bos), *sequence, *_special(ends.eos)]
+    single = _special(ends.bos) + sequence + _special(ends.eos)
     texts = {text for text in ends if text is not None}
     return {
         "type": "TemplateProcessing",

@@ -16,7 +16,8 @@ SHOWN = 60  # characters of a wrong value that an error repeats
 
 def wrong(key: str, problem: str) -> ConfigurationError:
     """An error of one line that names the key of the file."""
-    return ConfigurationError(f"the GGUF file's {key}: {problem}")
+    name = key if key.isprintable() and len(key) <= SHOWN else shown(key)
+    return ConfigurationError(f"the GGUF file's {name}: {problem}")
 
 
 def shown(text: str) -> str:

@@ -23,6 +23,10 @@ NAMED = {
     "cls_token": "tokenizer.ggml.cls_token_id",
     "mask_token": "tokenizer.ggml.mask_token_id",
 }
+# Bounds on the work and memory that a lying file can ask for. SentencePiece's tokens have 16
+# characters unless its trainer was told otherwise, and a vocabulary some thousand added tokens.
+LONGEST = 512  # characters of a token that is looked for, or made from others
+MOST_ADDED = 1 << 20  # characters of all tokens that are looked for
 
 
 class Kind(IntEnum):
@@ -55,6 +59,22 @@ class Vocabulary(NamedTuple):
     def of_kinds(self, kinds: frozenset[Kind]) -> list[int]:
         """The ids of all tokens of one of these kinds, ascending."""
         return [number for number, kind in enumerate(self.kinds) if kind in kinds]
+
+    def added(self) -> list[int]:
+        """The ids of the tokens that are looked for in a text. Raises ConfigurationError where
+        they are too long to be meant."""
+        numbers = self.of_kinds(ADDED)
+        for number in numbers:
+            self.check_length(number)
+        if sum(len(self.tokens[number]) for number in numbers) > MOST_ADDED:
+            raise wrong(TYPES, f"control and user-defined tokens exceed {MOST_ADDED} characters")
+        return numbers
+
+    def check_length(self, number: int) -> None:
+        """Raises ConfigurationError for a token of more than LONGEST characters."""
+        size = len(self.tokens[number])
+        if size > LONGEST:
+            raise wrong(TOKENS, f"{number} has {size} characters, more than {LONGEST}")
 
 
 def read_vocabulary(metadata: Metadata) -> Vocabulary:
