@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import checkpoints
-import gguf_writing
 import openai
 import pytest
 
+import checkpoints
+import gguf_writing
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.trace.model import identify
 from servers import Server

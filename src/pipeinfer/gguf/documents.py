@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeinfer.gguf.header import Header, read_header
 from pipeinfer.gguf.hyperparameters import config_json
-from pipeinfer.gguf.tokenizer import tokenizer_config, tokenizer_json
+from pipeinfer.gguf.tokenizer import MODEL, tokenizer_config
+from pipeinfer.gguf.values import Metadata
 from pipeinfer.settings import ConfigurationError
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 SUFFIX = ".gguf"
-MODEL = "tokenizer.ggml.model"
+Made = TypeVar("Made")
 
 
 def is_gguf(checkpoint: Path) -> bool:
@@ -32,15 +36,18 @@ def document(path: Path, name: str) -> dict[str, Any] | None:
     return None if make is None else make(read_header(path))
 
 
-def _tokenizer(header: Header) -> dict[str, Any] | None:
-    return _named(header, tokenizer_json)
+def tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer of a file, None where it has none. Raises ConfigurationError."""
+    from pipeinfer.gguf.loading import load_tokenizer  # most who read a file need none
+
+    return _of_vocabulary(read_header(path), load_tokenizer)
 
 
 def _tokenizer_config(header: Header) -> dict[str, Any] | None:
-    return _named(header, tokenizer_config)
+    return _of_vocabulary(header, tokenizer_config)
 
 
-def _named(header: Header, make: Callable[..., dict[str, Any]]) -> dict[str, Any] | None:
+def _of_vocabulary(header: Header, make: Callable[[Metadata], Made]) -> Made | None:
     if header.metadata.get(MODEL, "none") in ("none", "no_vocab"):
         return None
     try:
@@ -52,6 +59,5 @@ def _named(header: Header, make: Callable[..., dict[str, Any]]) -> dict[str, Any
 
 DOCUMENTS: dict[str, Callable[[Header], dict[str, Any] | None]] = {
     "config.json": config_json,
-    "tokenizer.json": _tokenizer,
     "tokenizer_config.json": _tokenizer_config,
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from pipeinfer.gguf.documents import document, is_gguf
+from pipeinfer.gguf.documents import document, is_gguf, tokenizer
 from pipeinfer.settings import ConfigurationError
 
 NAMED_TOKENS = (
@@ -74,14 +74,11 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer | None:
 
 
 def _read(folder: Path) -> Tokenizer | None:
+    if is_gguf(folder):
+        return tokenizer(folder)
     path = folder / "tokenizer.json"
     try:
-        if is_gguf(folder):
-            written = document(folder, path.name)
-            return None if written is None else Tokenizer.from_str(json.dumps(written))
         return Tokenizer.from_file(str(path)) if path.exists() else None
-    except ConfigurationError:
-        raise
     except Exception as error:  # the library raises bare Exception
         raise ConfigurationError(f"cannot read {path}: {error}") from None
 
