@@ -30,7 +30,7 @@ def _norm(
     lane = tl.arange(0, BLOCK)
     inside = lane < SIZE
     factor = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
-    if OFFSET:
+    if OFFSET != 0:
         factor += OFFSET
     if EARLY:
         gdc_wait()  # for all that the kernel before it writes

@@ -41,13 +41,14 @@ def _turned(
     if NORM:
         squares = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)
         scale = tl.rsqrt(squares / DIM + eps)[:, None]
-        left_weight = tl.load(norm + lane, mask=lane < half, other=0.0).to(tl.float32)
-        right_weight = tl.load(norm + half + lane, mask=lane < half, other=0.0).to(tl.float32)
-        if OFFSET:
-            left_weight += OFFSET
-            right_weight += OFFSET
-        left *= scale * left_weight
-        right *= scale * right_weight
+        weight = tl.load(norm + lane, mask=lane < half, other=0.0).to(tl.float32)
+        if OFFSET != 0:
+            weight += OFFSET
+        left *= scale * weight
+        weight = tl.load(norm + half + lane, mask=lane < half, other=0.0).to(tl.float32)
+        if OFFSET != 0:
+            weight += OFFSET
+        right *= scale * weight
     c = tl.load(cos + angles + lane, mask=lane < half, other=0.0).to(tl.float32)
     s = tl.load(sin + angles + lane, mask=lane < half, other=0.0).to(tl.float32)
     tl.store(target + at, left * c - right * s, mask=inside)
