@@ -18,6 +18,7 @@ from pipeinfer.settings import ConfigurationError
 
 COMMANDS = {
     "offline": "throughput of a batch of requests through the offline class",
+    "llama": "a GGUF file on a CPU, beside llama.cpp, in turns",
     "online": "latency over HTTP under Poisson arrivals or a recorded trace",
     "pipeline": "CPU time per streamed token and stage, with an engine that answers at once",
     "storm": "time between tokens of running streams while long prompts arrive",

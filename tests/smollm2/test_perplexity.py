@@ -1,0 +1,76 @@
+"""How likely the model finds 20,000 tokens of text is what transformers says, token by token."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from smollm2_prompts import docs
+from smollm2_reference import Reference, chosen
+
+from pipeinfer import settings as config
+from pipeinfer.engine.loading import LoadedEngine, load_engine
+from pipeinfer.engine.step import SamplingRows, Step
+
+WINDOW, WINDOWS = 2_048, 10
+STEP = 1_024  # tokens of a step: the second reads from pages what the first wrote
+PAGE = 16
+
+
+class EveryPosition:
+    """A model that gives all positions of a step instead of those that sample."""
+
+    def __init__(self, model) -> None:
+        self._model, self.logits = model, model.logits
+
+    def __call__(self, tokens, positions, attend, rows=None):
+        return self._model(tokens, positions, attend)
+
+
+@pytest.fixture(scope="module")
+def engine(model) -> LoadedEngine:
+    settings = config.build(
+        {"model": str(model), "dtype": "float32", "page_size": PAGE, "kv_pages": WINDOW // PAGE}
+    )
+    engine = load_engine(settings, model)
+    engine.runner._model = EveryPosition(engine.runner._model)
+    return engine
+
+
+def whole_row(ids: list[int], start: int, number: int) -> Step:
+    """A step of one request in slot 0, whose pages are 1, 2, 3 ..."""
+    none = np.zeros(1, dtype=np.float32)
+    return Step(
+        epoch=0, number=number, decodes=0, slots=np.zeros(1, dtype=np.int32),
+        starts=np.array([start], dtype=np.int32), counts=np.array([len(ids)], dtype=np.int32),
+        samples=np.ones(1, dtype=bool), tokens=np.array(ids, dtype=np.int32),
+        pages=np.arange(1, WINDOW // PAGE + 1, dtype=np.int32)[None],
+        sampling=SamplingRows(
+            temperature=none, top_k=none.astype(np.int32), top_p=none + 1, min_p=none,
+            seeds=none.astype(np.uint64), positions=np.array([start + len(ids)], dtype=np.int64),
+            suppress=np.empty((0, 2), dtype=np.int64),
+        ),
+    )  # fmt: skip
+
+
+def likelihoods(engine: LoadedEngine, ids: list[int], number: int) -> torch.Tensor:
+    """[len(ids) - 1], as Reference.likelihoods."""
+    parts = []
+    for start in range(0, len(ids), STEP):
+        step = whole_row(ids[start : start + STEP], start, number + start)
+        parts.append(engine.runner.logits(step))
+    return chosen(torch.cat(parts), ids)
+
+
+def test_text_is_as_likely_as_in_transformers(model, engine):
+    theirs = Reference(model)
+    ids = theirs.tokenizer(docs())["input_ids"][: WINDOW * WINDOWS]
+    assert len(ids) == WINDOW * WINDOWS, "the pages of docs/ have become too short"
+    windows = [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
+    a = torch.cat([likelihoods(engine, window, n * WINDOW) for n, window in enumerate(windows)])
+    b = torch.cat([theirs.likelihoods(window) for window in windows])
+    assert (a - b).abs().max() < 1e-2
+    assert abs(a.mean() - b.mean()) < 1e-5
+    assert 5 < math.exp(-a.mean()) < 50, "this model has read such pages before"
