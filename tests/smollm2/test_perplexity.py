@@ -64,6 +64,7 @@ def likelihoods(engine: LoadedEngine, ids: list[int], number: int) -> torch.Tens
     return chosen(torch.cat(parts), ids)
 
 
+@pytest.mark.timeout(900)  # a minute where nothing else runs
 def test_text_is_as_likely_as_in_transformers(model, engine):
     theirs = Reference(model)
     ids = theirs.tokenizer(docs())["input_ids"][: WINDOW * WINDOWS]
