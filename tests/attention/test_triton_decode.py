@@ -11,9 +11,17 @@ from pipeinfer.attention.triton_decode import CUTS, MANY, cut
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_fewer_programs_are_cut_smaller(kv_heads):
     most = CUTS[-1][0]
-    assert cut(1, kv_heads) == CUTS[0][1]
-    assert cut(most // kv_heads, kv_heads) == CUTS[-1][1]
-    assert cut(most // kv_heads + 1, kv_heads) == MANY
+    assert cut(1, kv_heads, 128) == CUTS[0][1]
+    assert cut(most // kv_heads, kv_heads, 128) == CUTS[-1][1]
+    assert cut(most // kv_heads + 1, kv_heads, 64) == MANY
+
+
+@pytest.mark.parametrize("rows", [1, 20, 50, 100, 300, 1000])
+def test_large_heads_take_no_more_shared_memory_and_registers(rows):
+    usual, large = cut(rows, 1, 128), cut(rows, 1, 256)
+    assert large.block * 256 <= usual.block * 128 and large.stages == usual.stages
+    assert 256 / large.warps == 128 / usual.warps
+    assert large.block >= 16 and large.least % large.block == 0
 
 
 def test_every_head_size_of_the_hybrid_backend_is_one_that_the_kernel_takes():

@@ -30,6 +30,7 @@ OVERRIDES = {
     "Qwen2ForCausalLM": {"num_key_value_heads": 1},
     "Qwen3ForCausalLM": {"tie_word_embeddings": True, "vocab_size": 263},
     "Qwen3MoeForCausalLM": {},
+    "Gemma3ForCausalLM": {"tie_word_embeddings": True, "vocab_size": 263},
 }
 # Experts split over the ranks one by one, and dealt out whole.
 WAYS = {"Qwen3MoeForCausalLM": ({}, {"enable_expert_parallel": True})}

@@ -139,7 +139,8 @@ class TorchPart:
         wide = q.shape[1] // kv[0].shape[2]
         k, v = (part.flatten(0, 1)[:length].repeat_interleave(wide, 1) for part in kv)
         scores = torch.einsum("qhd,khd->hqk", q, k) * self._shapes[layer].scale
-        seen = torch.arange(length)[None] <= torch.arange(length - len(q), length)[:, None]
+        back = torch.arange(length - len(q), length)[:, None] - torch.arange(length)[None]
+        seen = (back >= 0) & (back < (self._shapes[layer].sliding_window or length))
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v)
 
@@ -153,7 +154,10 @@ def cuda_runner(settings, choices, model, group):
     for layer in model.layers:
         layer.attention._merged = True
     config = model.config
-    model.rope = Rope(config.rope, config.head_dim, choices.dtype, torch.device("cpu"), 512)
+    model.ropes = [
+        Rope(rope, config.head_dim, choices.dtype, torch.device("cpu"), 512)
+        for rope in dict.fromkeys(config.ropes)
+    ]
     shapes = model.attention_shapes()
     pool = KVPool(shapes, 1 + settings.kv_pages, choices.page_size, choices.dtype, "cpu")
     limits = Limits(settings.max_running, settings.max_step_tokens, 512 // choices.page_size)

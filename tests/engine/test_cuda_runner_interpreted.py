@@ -24,9 +24,23 @@ sys.path.insert(0, str(HERE.parent / "parity"))
 PROGRAM = HERE / "interpreted_runner.py"
 
 
-@pytest.fixture(scope="module")
-def folder(checkpoint):
-    return checkpoint("Qwen3ForCausalLM", poison=POISON)
+# Of the latter: layers with a window, layers without, and a RoPE for each.
+MODELS = {
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(checkpoint, request):
+    architecture, overrides = MODELS[request.param]
+    return checkpoint(architecture, poison=POISON, **overrides)
 
 
 @pytest.fixture(scope="module")

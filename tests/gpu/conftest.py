@@ -33,6 +33,10 @@ def gpu_checkpoints(tmp_path_factory):
         if architecture == "Qwen3MoeForCausalLM":
             sizes |= {"moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4}
             sizes |= {"router_gain": 8.0}
+        if architecture == "Gemma3ForCausalLM":
+            kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+            sizes |= {"layer_types": kinds, "sliding_window": 100}
+            sizes |= {"query_pre_attn_scalar": head_dim}
         return cache(architecture, dtype=torch.bfloat16, tokenizer=False, **(sizes | overrides))
 
     return make

@@ -28,7 +28,7 @@ APART = 0.02  # of the range of the logits: two candidates that are not a near t
 AGREEMENT = 0.99
 ARCHITECTURES = (
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
+    "Qwen3MoeForCausalLM", "Gemma3ForCausalLM",
 )  # fmt: skip
 BACKENDS = ("flashinfer", "fa3", "hybrid")
 
@@ -107,9 +107,13 @@ def compare(folder, made, asked=None) -> Compared:
     )
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+CASES = [
+    *((name, backend, dim) for name in ARCHITECTURES for backend in BACKENDS for dim in (64, 128)),
+    ("Gemma3ForCausalLM", "flashinfer", 256),
+]
+
+
+@pytest.mark.parametrize(("architecture", "backend", "head_dim"), CASES)
 def test_logits_are_those_of_float32_within_bfloat16(
     gpu_checkpoints, architecture, backend, head_dim
 ):

@@ -29,8 +29,24 @@ from kernels.norm_cases import *  # noqa: E402, F403
 from kernels.offers_cases import *  # noqa: E402, F403
 from kernels.skinny_cases import *  # noqa: E402, F403
 from kernels.store_cases import *  # noqa: E402, F403
+from kernels.triton_cases import TOLERANCE, relative_error  # noqa: E402
+from pipeinfer.attention.triton_decode import cut  # noqa: E402
+from pipeinfer.kernels.decode_pieces import most_pieces, room_for  # noqa: E402
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("rows", [1, 40, 100, 300, 600])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_every_cut_of_decode_rows_finds_shared_memory_and_is_right(dim, rows):
+    lengths = [(37 * row) % 900 + 1 for row in range(rows)]
+    case = attention.Case(lengths, torch.bfloat16, heads=4, kv_heads=1, dim=dim, page=64)
+    how = cut(rows, 1, dim)
+    case.pieces = room_for(most_pieces(rows, how), case.q.device)
+    case.scratch = attention.Scratch(rows, len(case.pieces), 4, 1, dim, case.q.device)
+    for window in (None, 512):
+        expected = case.expected(window)
+        assert relative_error(case.run(how, window), expected) < 3 * TOLERANCE[torch.bfloat16]
 
 
 def test_kernels_that_start_early_read_nothing_too_early():

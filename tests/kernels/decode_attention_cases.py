@@ -97,7 +97,9 @@ def test_decode_attention_is_that_of_the_reference(cut, dtype):
 
 
 @pytest.mark.parametrize("cut", [WHOLE, PARTS])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "page"), [(5, 1, 64, 1), (32, 2, 16, 64)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page"), [(5, 1, 64, 1), (32, 2, 16, 64), (4, 1, 256, 16)]
+)
 def test_decode_attention_takes_all_groups_and_pages(heads, kv_heads, dim, page, cut):
     case = Case([3, 70], heads=heads, kv_heads=kv_heads, dim=dim, page=page)
     assert relative_error(case.run(cut), case.expected()) < 3e-6
@@ -161,8 +163,9 @@ def test_a_row_without_keys_writes_nothing():
     assert torch.equal(got[1], full[1])
 
 
-def test_layers_with_windows_of_their_own_share_a_plan():
-    windows, heads, kv_heads, dim, page = [None, 20, None, 20], 4, 2, 32, 16
+@pytest.mark.parametrize(("kv_heads", "dim"), [(2, 32), (1, 256)])
+def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim):
+    windows, heads, page = [None, 20, None, 20], 4, 16
     shapes = [AttentionShape(heads, kv_heads, dim, dim**-0.5, window) for window in windows]
     device = torch.device(DEVICE)
     pool = KVPool(shapes, 16, page, torch.float32, device)

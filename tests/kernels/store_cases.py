@@ -44,14 +44,16 @@ def assert_same(got, expected, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", [None, 0.0, 1.0])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(4, 2, 64), (5, 1, 128), (16, 8, 128), (3, 3, 80), (2, 1, 8)]
+    ("heads", "kv_heads", "dim"),
+    [(4, 2, 64), (5, 1, 128), (16, 8, 128), (3, 3, 80), (2, 1, 8), (4, 1, 256)],
 )
 def test_queries_and_pages_are_those_of_the_reference(heads, kv_heads, dim, norm, dtype):
     options = {}
-    if norm:
-        options = {"q_norm": randn(4, dim, dtype=dtype), "k_norm": randn(5, dim, dtype=dtype)}
+    if norm is not None:
+        weights = {"q_norm": randn(4, dim, dtype=dtype), "k_norm": randn(5, dim, dtype=dtype)}
+        options = weights | {"offset": norm}
     got, expected = both(*inputs(7, heads, kv_heads, dim, dtype), heads, **options)
     assert_same(got, expected, dtype)
 
@@ -99,6 +101,20 @@ def test_a_cache_without_a_uniform_token_stride_is_refused():
         turn_and_store(qkv, cos, sin, places, swapped, v_cache, 4)
     with pytest.raises(ValueError, match="qkv"):
         turn_and_store(qkv, cos, sin, places, k_cache, v_cache, 5)
+
+
+def test_an_offset_is_added_to_the_weights_in_float32():
+    qkv, cos, sin, places, k_cache, v_cache = inputs(6, 4, 1, 256, torch.bfloat16)
+    weight = randn(4, 256, dtype=torch.bfloat16) * 1e-3  # lost if one were added to it in bfloat16
+    options = {"q_norm": weight, "k_norm": weight, "offset": 1.0}
+    exact = {"q_norm": 1 + weight.float(), "k_norm": 1 + weight.float()}
+    cos, sin = torch.ones_like(cos), torch.zeros_like(sin)  # so that nothing else rounds
+    got, _ = both(qkv, cos, sin, places, k_cache, v_cache, 4, **options)
+    expected, _ = both(qkv, cos, sin, places, k_cache, v_cache, 4, **exact)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+    plain, _ = both(qkv, cos, sin, places, k_cache, v_cache, 4, q_norm=weight * 0 + 1,
+                    k_norm=weight * 0 + 1)  # fmt: skip
+    assert not torch.equal(got[0], plain[0])
 
 
 @pytest.mark.parametrize("norm", [False, True])

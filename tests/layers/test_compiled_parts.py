@@ -38,15 +38,16 @@ def test_what_torch_compiles_computes_what_the_layers_do_for_any_number_of_rows(
     norm.weight.normal_()
     for rows in (5, 17):
         x, residual, merged = torch.randn(rows, 48), torch.randn(rows, 48), torch.randn(rows, 80)
-        found = ops.add_rms_norm(x, residual, norm.weight, 1e-6)
+        found = ops.norm.add(x, residual, norm.weight, 1e-6)
         activated = ops.silu_and_multiply(merged)
         torch.testing.assert_close(found, norm.add(x, residual), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(activated, silu_and_multiply(merged), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma3ForCausalLM"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_with_it_computes_the_same_logits(not_compiled, tmp_path, dtype):
-    folder = CheckpointCache(tmp_path)("Qwen3ForCausalLM", tokenizer=False)
+def test_an_engine_with_it_computes_the_same_logits(not_compiled, tmp_path, dtype, architecture):
+    folder = CheckpointCache(tmp_path)(architecture, tokenizer=False)
     plain, other = (
         load_engine(Settings(compile=chosen, kv_pages=4, dtype=dtype), folder).runner.logits(STEP)
         for chosen in (False, True)
@@ -67,11 +68,21 @@ def test_without_it_nothing_is_replaced_on_a_cpu():
     assert fused_ops(CPU, torch.float32, compiled=True) is compiled.compiled_ops()
 
 
-def test_a_compiler_that_fails_is_a_configuration_error(not_compiled, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("architecture", "function"),
+    [
+        ("Qwen3ForCausalLM", "_silu_and_multiply"),
+        ("Gemma3ForCausalLM", "_gelu_and_multiply"),
+        ("Gemma3ForCausalLM", "_add_offset_rms_norm"),
+    ],
+)
+def test_a_compiler_that_fails_is_a_configuration_error(
+    not_compiled, monkeypatch, tmp_path, architecture, function
+):
     def fails(*_):
         raise RuntimeError("no C++ compiler\nfurther lines")
 
-    monkeypatch.setattr(compiled, "_silu_and_multiply", fails)
-    folder = CheckpointCache(tmp_path)("Qwen3ForCausalLM", tokenizer=False)
+    monkeypatch.setattr(compiled, function, fails)
+    folder = CheckpointCache(tmp_path)(architecture, tokenizer=False)
     with pytest.raises(ConfigurationError, match=r"--compile: .*no C\+\+ compiler$"):
         load_engine(Settings(compile=True, kv_pages=4), folder)

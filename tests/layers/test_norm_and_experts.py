@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
-from pipeinfer.layers.mlp import silu_and_multiply
+from pipeinfer.layers.mlp import gelu_and_multiply, silu_and_multiply
 from pipeinfer.layers.moe import SparseMLP
-from pipeinfer.layers.norm import HeadNorm, RMSNorm
+from pipeinfer.layers.norm import OFFSET, HeadNorm, RMSNorm
 from pipeinfer.layers.placement import Placement, Shard
 
 ALONE = Placement(Shard(), torch.float32, torch.device("cpu"))
@@ -46,6 +46,19 @@ def test_norm_of_small_half_precision_values_does_not_underflow() -> None:
     torch.testing.assert_close(norm(x), torch.ones_like(x), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offset_norm_takes_one_plus_the_weight_and_rounds_once(dtype: torch.dtype) -> None:
+    norm = RMSNorm("n", 64, 1e-5, Placement(Shard(), dtype, torch.device("cpu")), OFFSET)
+    norm.weight.normal_(0, 1e-3)  # lost if one were added to it in bfloat16
+    x, residual = torch.randn(5, 64).to(dtype), torch.randn(5, 64).to(dtype)
+    total = x + residual
+    expected = rms(total.float(), 1 + norm.weight.float(), 1e-5).to(dtype)
+    torch.testing.assert_close(norm(total), expected, rtol=1e-6, atol=1e-7)
+    normed, stream = norm.add(x, residual)
+    assert torch.equal(stream, total)
+    torch.testing.assert_close(normed, expected, rtol=1e-6, atol=1e-7)
+
+
 def test_head_norm_gives_queries_and_keys_their_own_weights() -> None:
     norm = HeadNorm(4, 2, 8, 1e-6, ALONE)
     stored = {"q_norm.weight": torch.randn(8), "k_norm.weight": torch.randn(8)}
@@ -63,6 +76,13 @@ def test_gated_activation() -> None:
     x = torch.randn(3, 10)
     gate, up = x[:, :5].clone(), x[:, 5:].clone()
     torch.testing.assert_close(silu_and_multiply(x), gate * gate.sigmoid() * up)
+
+
+def test_gated_activation_by_tanh() -> None:
+    x = torch.randn(3, 10)
+    gate, up = x[:, :5], x[:, 5:]
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    torch.testing.assert_close(gelu_and_multiply(x), 0.5 * gate * (1 + inner.tanh()) * up)
 
 
 @pytest.mark.parametrize("normalize", [True, False])

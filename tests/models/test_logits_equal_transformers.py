@@ -147,6 +147,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe with one expert each": ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 1}),
     "head size of its own": ("Qwen3ForCausalLM", {"head_dim": 32}),
     "odd vocabulary": ("LlamaForCausalLM", {"vocab_size": 259}),
+    "gemma with linear scaling": (
+        "Gemma3ForCausalLM",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+    "gemma by layer type": (
+        "Gemma3ForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "gemma without full layers": ("Gemma3ForCausalLM", {"num_hidden_layers": 2}),
+    "gemma biases": ("Gemma3ForCausalLM", {"attention_bias": True, "num_key_value_heads": 1}),
+    "gemma with large heads": ("Gemma3ForCausalLM", {"head_dim": 256, "num_hidden_layers": 6}),
     "several files": ("Qwen3ForCausalLM", {"max_shard_size": "40KB"}),
     "moe in several files": ("Qwen3MoeForCausalLM", {"max_shard_size": "100KB"}),
 }
@@ -159,8 +178,44 @@ def test_variant(checkpoint: CheckpointCache, architecture: str, overrides: dict
     assert difference(folder) < TOLERANCE
 
 
+@torch.inference_mode()
+def test_gemma_3_behind_its_window_is_as_near_in_absolute_terms(
+    checkpoint: CheckpointCache,
+) -> None:
+    folder = checkpoint("Gemma3ForCausalLM", initializer_range=0.05)
+    model, tokens = loaded(folder), prompt(120)
+    ours = model.logits(model(tokens, torch.arange(120), dense_causal(model.attention_shapes())))
+    theirs = load_reference(folder)(tokens[None]).logits[0]
+    assert float((ours - theirs).abs().max()) < 1e-4
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@torch.inference_mode()
+def test_gemma_3_rounds_its_embeddings_and_norms_in_bfloat16_as_transformers_does(
+    checkpoint: CheckpointCache,
+) -> None:
+    """Bit by bit: one plus a weight is taken in float32, the scale of embeddings in bfloat16."""
+    folder = checkpoint("Gemma3ForCausalLM", dtype=torch.bfloat16)
+    model, theirs = loaded(folder, torch.bfloat16), load_reference(folder, torch.bfloat16).model
+    tokens = prompt(200)
+    embedded = model.embedding(tokens)
+    assert torch.equal(embedded, theirs.embed_tokens(tokens))
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    found, expected = model.norm(x), theirs.norm(x)
+    assert float((found == expected).float().mean()) > 0.999  # a sum in another order
+    heads = x.view(200, 4, 16)
+    attention = theirs.layers[5].self_attn
+    expected = torch.cat([attention.q_norm(heads), attention.k_norm(heads[:, :2])], dim=1)
+    norm = model.layers[5].attention.norm
+    assert norm is not None
+    found = norm(torch.cat([heads, heads[:, :2]], dim=1))
+    assert float((found == expected).float().mean()) > 0.999
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"]
+)
 def test_half_precision(checkpoint: CheckpointCache, architecture: str, dtype: torch.dtype) -> None:
     """Both round differently, so this is as near as the reference is to its own float32 self."""
     folder = checkpoint(architecture, dtype=dtype, initializer_range=0.1)

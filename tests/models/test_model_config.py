@@ -39,6 +39,10 @@ def lacking(name: str) -> Change:
 def to_old_generation(raw: dict[str, Any]) -> None:
     """What transformers 4 would have written."""
     rope = raw.pop("rope_parameters")
+    if "full_attention" in rope:
+        raw["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        raw["sliding_window_pattern"] = raw.pop("_sliding_window_pattern")
+        rope = rope["full_attention"]
     raw["rope_theta"] = rope.pop("rope_theta")
     kind = rope.pop("rope_type")
     raw["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
@@ -48,8 +52,13 @@ def to_old_generation(raw: dict[str, Any]) -> None:
         raw["num_experts"] = raw.pop("num_local_experts")
 
 
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+}
 OLD_AND_NEW: list[tuple[str, dict[str, Any]]] = [
     *((architecture, {}) for architecture in ARCHITECTURES),
+    ("Gemma3ForCausalLM", {"rope_parameters": TWO_ROPES, "sliding_window_pattern": 3}),
     (
         "Qwen2ForCausalLM",
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
@@ -85,6 +94,34 @@ def test_both_generations_read_alike(
     assert read_config(old) == read_config(folder)
 
 
+def test_fields_of_gemma_3_arrive(checkpoint: CheckpointCache) -> None:
+    config = read_config(checkpoint("Gemma3ForCausalLM", rope_parameters=TWO_ROPES))
+    assert config.sliding_windows == (24, 24, 24, 24, 24, None, 24)
+    assert [rope.theta for rope in config.ropes] == [3e4] * 5 + [5e5] + [3e4]
+    assert (config.rope.type, config.rope.factor) == ("linear", 8.0)
+    assert config.window_rope is not None and config.window_rope.type == "default"
+    assert config.context_length == 512  # the scaling is in it already
+    assert config.attention_scale == 24**-0.5
+    assert config.activation == "gelu_tanh"
+
+
+def test_what_a_file_of_gemma_3_leaves_out_is_what_transformers_takes(
+    checkpoint: CheckpointCache, tmp_path: Path
+) -> None:
+    def change(raw: dict[str, Any]) -> None:
+        for name in (
+            "rope_parameters", "layer_types", "sliding_window", "head_dim", "tie_word_embeddings",
+            "hidden_activation", "query_pre_attn_scalar", "use_bidirectional_attention",
+        ):  # fmt: skip
+            raw.pop(name)
+
+    config = read_config(rewritten(checkpoint("Gemma3ForCausalLM"), tmp_path / "x", change))
+    assert config.sliding_windows == (4096,) * 5 + (None, 4096)
+    assert [rope.theta for rope in config.ropes] == [1e4] * 5 + [1e6, 1e4]
+    assert (config.head_dim, config.attention_scale) == (256, 256**-0.5)
+    assert config.tie_word_embeddings
+
+
 def test_fields_of_a_real_file_arrive(checkpoint: CheckpointCache) -> None:
     config = read_config(checkpoint("Qwen3MoeForCausalLM", num_hidden_layers=3))
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (3, 4, 2)
@@ -117,7 +154,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "architecture": (
         "LlamaForCausalLM",
         setting(architectures=["GPT2LMHeadModel"]),
-        "GPT2LMHeadModel; supported: LlamaForCausalLM, Mistral",
+        "GPT2LMHeadModel; supported: Gemma3ForCausalLM, Llama",
     ),
     "no architecture": ("LlamaForCausalLM", lacking("architectures"), "none named"),
     "rope type": (
@@ -179,6 +216,42 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "Qwen3MoeForCausalLM",
         setting(num_experts_per_tok=9),
         "num_experts_per_tok 9 is above num_experts 8",
+    ),
+    "softcap of logits": (
+        "Gemma3ForCausalLM",
+        setting(final_logit_softcapping=30.0),
+        "final_logit_softcapping 30.0",
+    ),
+    "softcap of scores": (
+        "Gemma3ForCausalLM",
+        setting(attn_logit_softcapping=50.0),
+        "attn_logit_softcapping 50.0",
+    ),
+    "bidirectional": (
+        "Gemma3ForCausalLM",
+        setting(use_bidirectional_attention=True),
+        "use_bidirectional_attention is not",
+    ),
+    "gelu without tanh": (
+        "Gemma3ForCausalLM",
+        setting(hidden_activation="gelu"),
+        "hidden_activation 'gelu' is not supported, only 'gelu_pytorch_tanh'",
+    ),
+    "no window": ("Gemma3ForCausalLM", setting(sliding_window=None), "sliding_window is null"),
+    "one rope for two": (
+        "Gemma3ForCausalLM",
+        setting(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+        "rope_parameters must have an object for each layer type",
+    ),
+    "yarn by layer": (
+        "Gemma3ForCausalLM",
+        setting(rope_parameters={"full_attention": {"rope_type": "yarn", "factor": 2.0}}),
+        "RoPE type 'yarn' by layer type",
+    ),
+    "no factor by layer": (
+        "Gemma3ForCausalLM",
+        setting(rope_scaling={"rope_type": "linear"}),
+        "factor is missing",
     ),
     "eos": ("LlamaForCausalLM", setting(eos_token_id="</s>"), "eos_token_id"),
     "flag": ("LlamaForCausalLM", setting(tie_word_embeddings="yes"), "tie_word_embeddings"),

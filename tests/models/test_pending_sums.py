@@ -104,6 +104,30 @@ def test_every_sum_of_a_pass_but_the_embeddings_is_made_by_the_norm_after_it(
     assert [(rank.summed, rank.fused) for rank in ranks] == [(1, 2 * layers)] * RANKS
 
 
+def test_a_model_that_norms_its_sums_before_it_adds_them_has_none_pending(
+    checkpoint: CheckpointCache,
+) -> None:
+    folder = checkpoint("Gemma3ForCausalLM", attention_bias=True)
+    config = read_config(folder)
+    threads = Threads()
+    ranks = [Rank(threads, rank, TOKENS, False) for rank in range(RANKS)]
+
+    def run(rank: Rank | None) -> torch.Tensor:
+        shard = Shard() if rank is None else Shard(rank.rank, RANKS)
+        with torch.inference_mode():
+            model = build_model(config, shard, group=rank, fusion=rank)
+            load_weights(model, folder)
+            attend = dense_causal(model.attention_shapes())
+            return model(torch.arange(TOKENS), torch.arange(TOKENS), attend)
+
+    alone = run(None)
+    with ThreadPoolExecutor(RANKS) as pool:
+        for hidden in pool.map(run, ranks):
+            torch.testing.assert_close(hidden, alone, rtol=1e-4, atol=1e-4)
+    sums = 1 + 2 * config.num_layers
+    assert [(rank.summed, rank.fused) for rank in ranks] == [(sums, 0)] * RANKS
+
+
 def test_steps_with_more_rows_than_are_taken_are_added_up_by_the_group(
     checkpoint: CheckpointCache,
 ) -> None:

@@ -55,6 +55,8 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("Qwen2ForCausalLM", 4, {"num_key_value_heads": 1}),
     ("Qwen3ForCausalLM", 2, {}),
     ("Qwen3MoeForCausalLM", 2, {"mlp_only_layers": [0]}),
+    ("Gemma3ForCausalLM", 2, {"tie_word_embeddings": True, "vocab_size": 261}),
+    ("Gemma3ForCausalLM", 4, {"num_key_value_heads": 1, "attention_bias": True}),
 ]
 # Ranks with different numbers of experts, of a size that does not divide by them.
 EXPERTS = [(2, {"num_experts": 7}), (4, {"num_experts": 7, "moe_intermediate_size": 31})]
@@ -133,8 +135,11 @@ def test_experts_that_cannot_be_dealt_out_are_refused(
         build_model(config, Shard(0, 4, whole_experts=True), device="meta")
 
 
-def test_dummy_ranks_hold_parts_of_one_model(checkpoint: CheckpointCache) -> None:
-    config = read_config(checkpoint("Qwen3ForCausalLM"))
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Gemma3ForCausalLM"])
+def test_dummy_ranks_hold_parts_of_one_model(
+    checkpoint: CheckpointCache, architecture: str
+) -> None:
+    config = read_config(checkpoint(architecture))
     full = dummy_tensors(config, Shard(), seed=5)
     other = dummy_tensors(config, Shard(), seed=6)
     for rank in range(2):

@@ -36,6 +36,7 @@ OVERRIDES = {
     "Qwen2ForCausalLM": {"num_key_value_heads": 1},
     "Qwen3ForCausalLM": {"tie_word_embeddings": True},
     "Qwen3MoeForCausalLM": {},
+    "Gemma3ForCausalLM": {"sliding_window": 40, "tie_word_embeddings": True},
 }  # fmt: skip
 
 CASES = [

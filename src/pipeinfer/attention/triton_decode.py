@@ -7,13 +7,14 @@ Knows rows and pages, no model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
 from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.attention.paged import PagedRows
-from pipeinfer.kernels.decode_attention import DecodeRows, Scratch, decode_attention
+from pipeinfer.kernels.decode_attention import TILE, DecodeRows, Scratch, decode_attention
 from pipeinfer.kernels.decode_pieces import Cut, cut_rows, most_pieces, room_for
 from pipeinfer.memory.pool import KVPool
 
@@ -26,6 +27,7 @@ CUTS = (
     (384, Cut(extra=128, parts=32, least=256, block=64, warps=2, stages=3)),
 )
 MANY = Cut(extra=128, parts=32, least=1024, block=32, warps=2, stages=4)
+MEASURED_DIM = 128  # the largest head for which that was
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,14 @@ class Plan:
     early: bool
 
 
-def cut(rows: int, kv_heads: int) -> Cut:
-    """How so many rows are cut."""
-    return next((cut for most, cut in CUTS if rows * kv_heads <= most), MANY)
+@lru_cache(maxsize=4096)
+def cut(rows: int, kv_heads: int, dim: int) -> Cut:
+    """How so many rows are cut, with heads of `dim`."""
+    found = next((cut for most, cut in CUTS if rows * kv_heads <= most), MANY)
+    if dim <= MEASURED_DIM:
+        return found
+    # Half the tokens, twice the threads: a program takes the same shared memory and registers.
+    return replace(found, block=max(found.block // 2, TILE), warps=2 * found.warps)
 
 
 class TritonDecodePart:
@@ -52,6 +59,7 @@ class TritonDecodePart:
         self._shapes = tuple(shapes)
         self._device = device
         self._kv_heads = max(shape.num_kv_heads for shape in shapes)
+        self._dim = max(shape.head_dim for shape in shapes)
         windows = [shape.sliding_window for shape in shapes]
         # The layers that cut the rows, for themselves and for those with the same window.
         self._first = {windows.index(window): window for window in set(windows)}
@@ -61,7 +69,7 @@ class TritonDecodePart:
         self._k, self._v = pool.k, pool.v
         sizes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in self._shapes}
         rows = range(1, most_rows + 1)
-        most = max(most_pieces(count, cut(count, self._kv_heads)) for count in rows)
+        most = max(most_pieces(count, cut(count, self._kv_heads, self._dim)) for count in rows)
         self._scratch = {size: Scratch(most_rows, most, *size, self._device) for size in sizes}
         self._pieces = {window: room_for(most, self._device) for window in self._first.values()}
 
@@ -81,7 +89,7 @@ class TritonDecodePart:
         shape = self._shapes[layer]
         size = shape.num_heads, shape.num_kv_heads, shape.head_dim
         window, first = shape.sliding_window, layer in self._first
-        rows, how = plan.windows[window], cut(len(q), self._kv_heads)
+        rows, how = plan.windows[window], cut(len(q), self._kv_heads, self._dim)
         if first:
             cut_rows(rows.lengths, rows.pieces, how, window)
         decode_attention(

@@ -9,8 +9,6 @@ import logging
 import socket
 from pathlib import Path
 
-import msgspec
-
 from pipeinfer.gateway import keys, tls
 from pipeinfer.gateway.admission import Admission
 from pipeinfer.gateway.app import Service
@@ -25,6 +23,7 @@ from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
 from pipeinfer.gateway.requests import Terms
 from pipeinfer.gateway.tls import Certificate
+from pipeinfer.models.fields import read_json
 from pipeinfer.models.source import resolve_model
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
@@ -128,16 +127,11 @@ def expected_stages(topology: Topology) -> list[Expected]:
     return [Expected(e.identity.id, e.name, e.group, e.rank) for e in topology.entries]
 
 
-class _Config(msgspec.Struct):
-    max_position_embeddings: int = 0
-
-
 def _context_length(settings: Settings, folder: Path) -> int:
     """For /v1/models only; what refuses a long prompt is the tokenizer stage."""
     if settings.max_model_len:
         return settings.max_model_len
-    path = folder / "config.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Config).max_position_embeddings
-    except (OSError, msgspec.DecodeError):
+        return read_json(folder, "config.json").integer("max_position_embeddings", 0, least=0)
+    except ConfigurationError:
         return 0  # not shown then; the stages that need the file say what is wrong with it

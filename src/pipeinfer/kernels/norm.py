@@ -23,13 +23,15 @@ THREAD = 4  # values of a vector that a thread has, at most
 @triton.jit
 def _norm(
     x, residual, weight, out, eps, x_stride, part_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row. EARLY: it starts while the kernel before it ends, and lets the next do the same."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < SIZE
     factor = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
+    if OFFSET != 0:
+        factor += OFFSET
     if EARLY:
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
@@ -53,15 +55,17 @@ def rms_norm(
     eps: float,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    offset: float = 0.0,
 ) -> torch.Tensor:
     """RMSNorm of x [T, size], or of x + residual, which is then also written into `residual`.
+    `offset` is added to the weight.
 
     Rows of x may be strided; residual and out [T, size] are contiguous; out may be x if that is
     contiguous. float32 inside, rounded once (layer by layer in bfloat16 the product with the
     weight rounds again). Source: https://arxiv.org/abs/1910.07467.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    _launch(x, residual, weight, out, eps, parts=1)
+    _launch(x, residual, weight, out, eps, parts=1, offset=offset)
     return out
 
 
@@ -84,21 +88,27 @@ def _launch(
     out: torch.Tensor,
     eps: float,
     parts: int,
+    offset: float = 0.0,
 ) -> None:
     tokens, size = out.shape
     block = triton.next_power_of_2(size)
     if tokens:
         _norm[(tokens,)](
             x, residual, weight, out, eps, x.stride(-2), x.stride(0), SIZE=size, BLOCK=block,
-            PARTS=parts, ADD=residual is not None,
+            PARTS=parts, ADD=residual is not None, OFFSET=offset,
             num_warps=min(max(block // (32 * THREAD), 1), 16), **early_launch(x.device),
         )  # fmt: skip
 
 
 def rms_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    offset: float = 0.0,
 ) -> torch.Tensor:
     """The same in plain torch."""
     if residual is not None:
         x = residual.copy_(x.float() + residual.float())
-    return torch.nn.functional.rms_norm(x.float(), (x.shape[1],), weight.float(), eps).to(x.dtype)
+    factor = weight.float() + offset
+    return torch.nn.functional.rms_norm(x.float(), (x.shape[1],), factor, eps).to(x.dtype)

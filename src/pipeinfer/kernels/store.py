@@ -28,7 +28,7 @@ ELEMENTS = 2048  # of one program; each of its threads reads 16 bytes of either 
 def _turned(
     source, target, first, angles, cos, sin, norm, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Norms (optional), turns and stores heads first .. first + GROUP - 1 of one token."""
     half: tl.constexpr = DIM // 2
@@ -41,8 +41,14 @@ def _turned(
     if NORM:
         squares = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)
         scale = tl.rsqrt(squares / DIM + eps)[:, None]
-        left *= scale * tl.load(norm + lane, mask=lane < half, other=0.0).to(tl.float32)
-        right *= scale * tl.load(norm + half + lane, mask=lane < half, other=0.0).to(tl.float32)
+        weight = tl.load(norm + lane, mask=lane < half, other=0.0).to(tl.float32)
+        if OFFSET != 0:
+            weight += OFFSET
+        left *= scale * weight
+        weight = tl.load(norm + half + lane, mask=lane < half, other=0.0).to(tl.float32)
+        if OFFSET != 0:
+            weight += OFFSET
+        right *= scale * weight
     c = tl.load(cos + angles + lane, mask=lane < half, other=0.0).to(tl.float32)
     s = tl.load(sin + angles + lane, mask=lane < half, other=0.0).to(tl.float32)
     tl.store(target + at, left * c - right * s, mask=inside)
@@ -66,7 +72,8 @@ def _store(
     qkv, queries, k_cache, v_cache, cos, sin, positions, places, q_norm, k_norm, eps,
     qkv_stride, angle_stride, k_stride, v_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr, TABLE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (token, group): groups of query heads, then of key heads, then of value heads.
 
@@ -85,14 +92,14 @@ def _store(
         angles = tl.load(positions + token).to(tl.int64) * angle_stride
     if group < q_groups:
         _turned(source, queries + token * (HEADS * DIM), group * GROUP, angles, cos, sin, q_norm,
-                eps, HEADS, DIM, GROUP, BLOCK, NORM)  # fmt: skip
+                eps, HEADS, DIM, GROUP, BLOCK, NORM, OFFSET)  # fmt: skip
     else:
         place = tl.load(places + token).to(tl.int64)
         if place >= 0:
             if group < q_groups + kv_groups:
                 first = (group - q_groups) * GROUP
                 _turned(source + HEADS * DIM, k_cache + place * k_stride, first, angles, cos, sin,
-                        k_norm, eps, KV_HEADS, DIM, GROUP, BLOCK, NORM)  # fmt: skip
+                        k_norm, eps, KV_HEADS, DIM, GROUP, BLOCK, NORM, OFFSET)  # fmt: skip
             else:
                 first = (group - q_groups - kv_groups) * GROUP
                 _copied(source + (HEADS + KV_HEADS) * DIM, v_cache + place * v_stride, first,
@@ -112,15 +119,16 @@ def turn_and_store(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    offset: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Queries [T, num_heads, head_dim], normed and turned; keys and values go into their pages.
 
-    qkv [T, (num_heads + 2 kv_heads) * head_dim], rows may be strided: queries, keys, values.
-    cos, sin, any float dtype: [T, head_dim / 2] (or [T, 1, ..]) of the tokens; with `positions`
-    [T] a table [longest, head_dim / 2] that these index. places int [T]: where in the caches,
-    [pages, page_size, kv_heads, head_dim]; negative: nowhere. q_norm, k_norm [head_dim]: RMSNorm
-    of each head. out: contiguous. Raises ValueError for a layout it cannot write.
+    qkv [T, (num_heads + 2 kv_heads) * head_dim], rows may be strided: queries, keys, values. cos,
+    sin, any float dtype: [T, head_dim / 2] (or [T, 1, ..]) of the tokens; with `positions` [T] a
+    table [longest, head_dim / 2] that these index. places int [T]: where in the caches, [pages,
+    page_size, kv_heads, head_dim]; negative: nowhere. q_norm, k_norm [head_dim]: RMSNorm of each
+    head, `offset` added. out: contiguous. Raises ValueError for a layout it cannot write.
     """
     kv_heads, dim = k_cache.shape[2:]
     _check(qkv, k_cache, v_cache, num_heads)
@@ -128,13 +136,12 @@ def turn_and_store(
     queries = qkv.new_empty(tokens, num_heads, dim) if out is None else out
     block = triton.next_power_of_2(dim // 2)
     group = max(min(ELEMENTS // (2 * block), triton.next_power_of_2(num_heads)), 1)
-    groups = triton.cdiv(num_heads, group) + 2 * triton.cdiv(kv_heads, group)
     if tokens:
-        _store[(tokens, groups)](
+        _store[(tokens, triton.cdiv(num_heads, group) + 2 * triton.cdiv(kv_heads, group))](
             qkv, queries, k_cache, v_cache, cos, sin, positions, places, q_norm, k_norm, eps,
             qkv.stride(0), cos.stride(0), k_cache.stride(1), v_cache.stride(1),
             HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, GROUP=group, BLOCK=block,
-            NORM=q_norm is not None, TABLE=positions is not None,
+            NORM=q_norm is not None, OFFSET=offset, TABLE=positions is not None,
             num_warps=max(group * block // 256, 1), **early_launch(qkv.device),
         )  # fmt: skip
     return queries
@@ -164,6 +171,7 @@ def turn_and_store_reference(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    offset: float = 0.0,
 ) -> torch.Tensor:
     """The same in plain torch, float32 throughout, rounded at the end."""
     kv_heads, dim = k_cache.shape[2:]
@@ -173,8 +181,8 @@ def turn_and_store_reference(
     if positions is not None:
         cos, sin = cos[positions.long()], sin[positions.long()]
     if q_norm is not None and k_norm is not None:
-        q = torch.nn.functional.rms_norm(q, (dim,), q_norm.float(), eps)
-        k = torch.nn.functional.rms_norm(k, (dim,), k_norm.float(), eps)
+        q = torch.nn.functional.rms_norm(q, (dim,), q_norm.float() + offset, eps)
+        k = torch.nn.functional.rms_norm(k, (dim,), k_norm.float() + offset, eps)
 
     def turn(x: torch.Tensor) -> torch.Tensor:
         left, right = x.chunk(2, dim=-1)

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from pipeinfer.layers.linear import RowLinear, merged_qkv
-from pipeinfer.layers.norm import HeadNorm
+from pipeinfer.layers.norm import USUAL, HeadNorm, NormKind
 from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rotation, TableRotation, rotate
@@ -38,7 +38,9 @@ class MergedAttend(Protocol):
 
 
 class SelfAttention:
-    """[T, hidden] to [T, hidden]. `norm_eps` turns QK norm on; heads are those of all ranks."""
+    """[T, hidden] to [T, hidden]. `norm_eps` turns QK norm on, of kind `norm_kind`; heads are those
+    of all ranks.
+    """
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class SelfAttention:
         output_bias: bool,
         norm_eps: float | None,
         placement: Placement,
+        norm_kind: NormKind = USUAL,
     ) -> None:
         shard = placement.shard
         self._merged = placement.device.type == "cuda"
@@ -62,7 +65,7 @@ class SelfAttention:
         self.num_kv_heads = last - first
         self.qkv = merged_qkv(hidden_size, num_heads, num_kv_heads, head_dim, bias, placement)
         self.norm = (
-            HeadNorm(self.num_heads, self.num_kv_heads, head_dim, norm_eps, placement)
+            HeadNorm(self.num_heads, self.num_kv_heads, head_dim, norm_eps, placement, norm_kind)
             if norm_eps is not None
             else None
         )

@@ -6,12 +6,13 @@ layer and no model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch.nn import functional
 
-from pipeinfer.layers.fused import FusedOps
+from pipeinfer.layers.fused import FusedOps, NormOps
 
 WARM_ROWS = (1, 2, 7, 64, 300)  # one row is compiled by itself, all others together
 
@@ -28,30 +29,61 @@ def _add_rms_norm(
     return _rms_norm(total, weight, eps), total
 
 
+def _offset_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = functional.rms_norm(x.to(torch.float32), (x.shape[-1],), None, eps)
+    return (wide * (1.0 + weight.to(torch.float32))).to(x.dtype)
+
+
+def _add_offset_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = residual + x
+    return _offset_rms_norm(total, weight, eps), total
+
+
 def _silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate) * up
+
+
+def _gelu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
 
 
 @lru_cache(maxsize=1)
 def compiled_ops() -> FusedOps:
     """Compiled when first called: use `warm` before anything is in a hurry."""
     return FusedOps(
-        torch.compile(_rms_norm, dynamic=True),
-        torch.compile(_add_rms_norm, dynamic=True),
+        _compiled_norm(_rms_norm, _add_rms_norm),
+        _compiled_norm(_offset_rms_norm, _add_offset_rms_norm),
         torch.compile(_silu_and_multiply, dynamic=True),
+        torch.compile(_gelu_and_multiply, dynamic=True),
     )
 
 
+def _compiled_norm(
+    alone: Callable[..., torch.Tensor], add: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+) -> NormOps:
+    return NormOps(torch.compile(alone, dynamic=True), torch.compile(add, dynamic=True))
+
+
 @torch.inference_mode()
-def warm(hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compiles for vectors [T, hidden] and [T, 2 * intermediate]: half a minute the first time,
-    seconds when torch finds its cache. RuntimeError if there is no compiler, or it fails.
+def warm(
+    norm: NormOps,
+    multiply: Callable[[torch.Tensor], torch.Tensor],
+    hidden: int,
+    intermediate: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Compiles a model's two for vectors [T, hidden] and [T, 2 * intermediate]: half a minute the
+    first time, seconds when torch finds its cache. RuntimeError if there is no compiler, or it
+    fails.
     """
-    ops = compiled_ops()
     weight = torch.ones(hidden, dtype=dtype, device=device)
     for rows in WARM_ROWS:
         x = torch.zeros(rows, hidden, dtype=dtype, device=device)
-        ops.rms_norm(x, weight, 1e-6)
-        ops.add_rms_norm(x, x.clone(), weight, 1e-6)
-        ops.silu_and_multiply(torch.zeros(rows, 2 * intermediate, dtype=dtype, device=device))
+        norm.alone(x, weight, 1e-6)
+        norm.add(x, x.clone(), weight, 1e-6)
+        multiply(torch.zeros(rows, 2 * intermediate, dtype=dtype, device=device))

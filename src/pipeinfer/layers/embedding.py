@@ -55,6 +55,18 @@ class Embedding:
         return self._placement.reduce(vectors.masked_fill_(foreign[:, None], 0))
 
 
+class ScaledEmbedding:
+    """As Embedding, times `scale`, which is rounded to the model's dtype first."""
+
+    def __init__(self, rows: VocabularyRows, placement: Placement, scale: float) -> None:
+        self.rows = rows
+        self._plain = Embedding(rows, placement)
+        self._scale = float(torch.tensor(scale, dtype=placement.dtype))
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._plain(tokens).mul_(self._scale)
+
+
 class Head:
     """Hidden states [S, hidden] to logits [S, vocab]; `rows` are the embedding's where tied.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -15,16 +15,27 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class FusedOps:
-    """rms_norm(x, weight, eps): a new tensor. add_rms_norm(x, residual, weight, eps): (norm of the
-    sum, the sum), where x and residual were if that is faster. silu_and_multiply([T, 2 n]): [T, n].
+class NormOps:
+    """alone(x, weight, eps): a new tensor. add(x, residual, weight, eps): (norm of the sum, the
+    sum), where x and residual were if that is faster.
     """
 
-    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    add_rms_norm: Callable[
+    alone: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    add: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
     ]
+
+
+@dataclass(frozen=True)
+class FusedOps:
+    """norm: RMSNorm; offset_norm: times one plus the weight, rounded once. silu_and_multiply,
+    gelu_and_multiply (by tanh): of [T, 2 n], gate first, [T, n].
+    """
+
+    norm: NormOps
+    offset_norm: NormOps
     silu_and_multiply: Callable[[torch.Tensor], torch.Tensor]
+    gelu_and_multiply: Callable[[torch.Tensor], torch.Tensor]
 
 
 def fused_ops(device: torch.device, dtype: torch.dtype, compiled: bool = False) -> FusedOps | None:
@@ -52,27 +63,41 @@ def _libraries() -> FusedOps:
 
 
 def _sgl_kernel() -> FusedOps:
-    import sgl_kernel  # type: ignore
+    import sgl_kernel as library  # type: ignore
 
-    add = _in_place(sgl_kernel.fused_add_rmsnorm)
-    return FusedOps(sgl_kernel.rmsnorm, add, sgl_kernel.silu_and_mul)
+    return FusedOps(
+        NormOps(library.rmsnorm, _in_place(library.fused_add_rmsnorm)),
+        NormOps(library.gemma_rmsnorm, _in_place(library.gemma_fused_add_rmsnorm)),
+        library.silu_and_mul,
+        library.gelu_tanh_and_mul,
+    )
 
 
 def _flashinfer() -> FusedOps:
-    from flashinfer.activation import silu_and_mul  # type: ignore
-    from flashinfer.norm import fused_add_rmsnorm, rmsnorm  # type: ignore
+    from flashinfer import activation, norm  # type: ignore
 
-    return FusedOps(rmsnorm, _in_place(fused_add_rmsnorm), silu_and_mul)
+    return FusedOps(
+        NormOps(norm.rmsnorm, _in_place(norm.fused_add_rmsnorm)),
+        NormOps(norm.gemma_rmsnorm, _in_place(norm.gemma_fused_add_rmsnorm)),
+        activation.silu_and_mul,
+        activation.gelu_tanh_and_mul,
+    )
 
 
 def _triton() -> FusedOps:
-    from pipeinfer.kernels.norm import rms_norm
+    from pipeinfer.kernels.geglu import geglu
     from pipeinfer.kernels.swiglu import swiglu
 
-    def add(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-        rms_norm(x, weight, eps, residual, out=x)
+    return FusedOps(_triton_norm(0.0), _triton_norm(1.0), swiglu, geglu)
 
-    return FusedOps(rms_norm, _in_place(add), swiglu)
+
+def _triton_norm(offset: float) -> NormOps:
+    from pipeinfer.kernels.norm import rms_norm
+
+    def add(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        rms_norm(x, weight, eps, residual, out=x, offset=offset)
+
+    return NormOps(partial(rms_norm, offset=offset), _in_place(add))
 
 
 def _in_place(

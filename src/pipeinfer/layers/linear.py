@@ -78,7 +78,7 @@ class RowLinear:
         self._name = name
         self._placement = placement
         skinny = skinny_products(placement.device, placement.dtype)
-        self._skinny = skinny if placement.alone else None
+        self._skinny = skinny if placement.alone and placement.pending else None
         self._in_features, self._out_features = in_features, out_features
         self._start, self._stop = placement.shard.span(in_features)
         self._bias = placement.empty(out_features) if bias else None

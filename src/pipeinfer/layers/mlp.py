@@ -1,19 +1,24 @@
-"""The gated feed-forward block: SwiGLU on merged gate and up projections.
+"""The gated feed-forward block: SwiGLU or GeGLU on merged gate and up projections.
 
 Knows no experts and no model. Source: https://arxiv.org/abs/2002.05202.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-from pipeinfer.layers.fused import fused_ops
+from pipeinfer.layers.fused import FusedOps, fused_ops
 from pipeinfer.layers.linear import RowLinear, merged_gate_up
 from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source
+from pipeinfer.layers.skinny import SkinnyProducts
+
+Multiply = Callable[[torch.Tensor], torch.Tensor]
+GatedProduct = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
 def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
@@ -22,24 +27,57 @@ def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate, inplace=True).mul_(up)
 
 
+def gelu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up of [T, 2 n] as [T, n], GELU as approximated by tanh."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What is done with gate and up, [T, 2 n] to [T, n]. plain: by torch; fused: which of a
+    device's kernels. product: which of the skinny products has it built in, if any.
+    """
+
+    plain: Multiply
+    fused: Callable[[FusedOps], Multiply]
+    product: Callable[[SkinnyProducts], GatedProduct | None]
+
+    def on(self, placement: Placement) -> Multiply:
+        """The best that the device has."""
+        ops = fused_ops(placement.device, placement.dtype, placement.compiled)
+        return self.plain if ops is None else self.fused(ops)
+
+
+GATES = {  # by the activation's name in a ModelConfig
+    "silu": Gate(silu_and_multiply, lambda ops: ops.silu_and_multiply, lambda skinny: skinny.gated),
+    "gelu_tanh": Gate(gelu_and_multiply, lambda ops: ops.gelu_and_multiply, lambda skinny: None),
+}
+
+
 class GatedMLP:
     """[T, hidden] to [T, hidden]."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, bias: bool, placement: Placement
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool,
+        placement: Placement,
+        gate: Gate,
     ) -> None:
         self.gate_up = merged_gate_up(hidden_size, intermediate_size, bias, placement)
         self.down = RowLinear("down_proj", intermediate_size, hidden_size, bias, placement)
-        fused = fused_ops(placement.device, placement.dtype, placement.compiled)
-        self._skinny = None if bias else self.gate_up.skinny
-        self._activate = silu_and_multiply if fused is None else fused.silu_and_multiply
+        skinny = None if bias else self.gate_up.skinny
+        self._product = None if skinny is None else gate.product(skinny)
+        self._activate = gate.on(placement)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | Pending:
         return self.down(self._gated(x))
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
-        if self._skinny is not None:
-            gated = self._skinny.gated(x, self.gate_up.matrix.weight)
+        if self._product is not None:
+            gated = self._product(x, self.gate_up.matrix.weight)
             if gated is not None:
                 return gated
         return self._activate(self.gate_up(x))

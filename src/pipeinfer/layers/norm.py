@@ -5,12 +5,13 @@ Squares are averaged in float32 in every dtype. Source: https://arxiv.org/abs/19
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-from pipeinfer.layers.fused import fused_ops
+from pipeinfer.layers.fused import FusedOps, NormOps, fused_ops
 from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source, whole
 
@@ -23,28 +24,65 @@ def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
     return functional.rms_norm(wide, (x.shape[-1],), None, eps).to(x.dtype)
 
 
+def times_weight(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm of x times its weight; rounded to x's dtype before and after that product."""
+    return rms_normalize(x, eps).mul_(weight)
+
+
+def times_one_plus_weight(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm of x times one plus its weight; all in float32, rounded to x's dtype once.
+
+    One plus a weight in bfloat16 would lose most of a small weight's bits.
+    """
+    factor = weight.to(torch.float32) + 1.0
+    return rms_normalize(x.to(torch.float32), eps).mul_(factor).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """What a norm does with its weight. plain: by torch; fused: which of a device's kernels.
+
+    offset: what kernels that norm within something larger add to the weight.
+    """
+
+    plain: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    fused: Callable[[FusedOps], NormOps]
+    offset: float
+
+
+USUAL = NormKind(times_weight, lambda ops: ops.norm, 0.0)
+OFFSET = NormKind(times_one_plus_weight, lambda ops: ops.offset_norm, 1.0)
+
+
 class RMSNorm:
     """Scales vectors [T, size] to a root mean square of one, times a weight."""
 
-    def __init__(self, name: str, size: int, eps: float, placement: Placement) -> None:
+    def __init__(
+        self, name: str, size: int, eps: float, placement: Placement, kind: NormKind = USUAL
+    ) -> None:
         self._name = name
         self._eps = eps
-        self._fused = fused_ops(placement.device, placement.dtype, placement.compiled)
+        self._plain = kind.plain
+        fused = fused_ops(placement.device, placement.dtype, placement.compiled)
+        self.fused = None if fused is None else kind.fused(fused)
         self.weight = placement.empty(size)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._fused is not None:
-            return self._fused.rms_norm(x, self.weight, self._eps)
-        return rms_normalize(x, self._eps).mul_(self.weight)
+        if self.fused is not None:
+            return self.fused.alone(x, self.weight, self._eps)
+        return self._plain(x, self.weight, self._eps)
 
     def add(
         self, x: torch.Tensor | Pending, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of x + residual, x + residual); both arguments may be overwritten."""
+        """(norm of x + residual, x + residual); both arguments may be overwritten.
+
+        A Pending is for the usual kind of norm.
+        """
         if isinstance(x, Pending):
             return x.add_norm(residual, self.weight, self._eps)
-        if self._fused is not None:
-            return self._fused.add_rms_norm(x, residual, self.weight, self._eps)
+        if self.fused is not None:
+            return self.fused.add(x, residual, self.weight, self._eps)
         residual.add_(x)
         return self(residual), residual
 
@@ -61,14 +99,22 @@ class HeadNorm:
     """
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, placement: Placement
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        placement: Placement,
+        kind: NormKind = USUAL,
     ) -> None:
         self.eps = eps
+        self.offset = kind.offset
+        self._plain = kind.plain
         self._num_heads = num_heads
         self.weight = placement.empty(num_heads + num_kv_heads, head_dim)
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        return rms_normalize(heads, self.eps).mul_(self.weight)
+        return self._plain(heads, self.weight, self.eps)
 
     @property
     def query_weight(self) -> torch.Tensor:

@@ -6,7 +6,7 @@ Also the two vocabularies that all layers speak: `Source` (what a parameter is f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -66,6 +66,7 @@ class Placement:
 
     compiled: element-wise operations by torch.compile, where no kernel fuses them.
     fusion: makes the sums that go into the residual stream, if it takes them.
+    pending: whether a layer may hand on a sum that is still to be made (pending.py).
     """
 
     shard: Shard
@@ -74,6 +75,11 @@ class Placement:
     group: Group | None = None
     compiled: bool = False
     fusion: Fusion | None = None
+    pending: bool = True
+
+    def summed(self) -> Placement:
+        """For layers whose sums must be made before they reach the residual stream."""
+        return replace(self, fusion=None, pending=False)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """A parameter, not yet filled."""

@@ -6,7 +6,7 @@ Knows no architecture: each says which projections have biases and hands in its 
 from __future__ import annotations
 
 from pipeinfer.layers.attention import SelfAttention
-from pipeinfer.layers.mlp import GatedMLP
+from pipeinfer.layers.mlp import GATES, GatedMLP
 from pipeinfer.layers.norm import RMSNorm
 from pipeinfer.layers.placement import Placement
 from pipeinfer.models.causal_lm import DecoderLayer, FeedForward
@@ -46,4 +46,5 @@ def decoder_layer(
 
 def dense_mlp(config: ModelConfig, placement: Placement, bias: bool = False) -> GatedMLP:
     """The gated block of a dense layer."""
-    return GatedMLP(config.hidden_size, config.intermediate_size, bias, placement)
+    gate = GATES[config.activation]
+    return GatedMLP(config.hidden_size, config.intermediate_size, bias, placement, gate)

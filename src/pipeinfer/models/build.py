@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from pipeinfer.layers.fused import fused_ops
+from pipeinfer.layers.mlp import GATES
 from pipeinfer.layers.pending import Fusion
 from pipeinfer.layers.placement import Group, Placement, Shard
 from pipeinfer.models.causal_lm import CausalLM
@@ -35,19 +36,23 @@ def build_model(
     """
     check_shard(config, shard.size, shard.whole_experts)
     placement = Placement(shard, dtype, torch.device(device), group, compiled, fusion)
+    model = find_builder(config.architecture)(config, placement)
     if compiled:
-        _compile(config.hidden_size, config.intermediate_size // shard.size, placement)
-    return find_builder(config.architecture)(config, placement)
+        _compile(model, placement)
+    return model
 
 
-def _compile(hidden: int, intermediate: int, placement: Placement) -> None:
+def _compile(model: CausalLM, placement: Placement) -> None:
     """Now, because later it would hold up a step."""
-    if fused_ops(placement.device, placement.dtype) is not None:
+    norm, config = model.norm.fused, model.config
+    if norm is None or fused_ops(placement.device, placement.dtype) is not None:
         return
+    multiply = GATES[config.activation].on(placement)
+    intermediate = config.intermediate_size // placement.shard.size
     from pipeinfer.layers.compiled import warm
 
     try:
-        warm(hidden, intermediate, placement.dtype, placement.device)
+        warm(norm, multiply, config.hidden_size, intermediate, placement.dtype, placement.device)
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigurationError(f"--compile: torch.compile failed: {reason}") from error

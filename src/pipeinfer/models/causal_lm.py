@@ -6,7 +6,7 @@ What differs between architectures is handed in as layers. Knows no cache, no re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import torch
 from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.layers.attention import Attend, MergedAttend, SelfAttention
 from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
-from pipeinfer.layers.norm import RMSNorm
+from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
 from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rope, Rotation, TableRotation
@@ -30,6 +30,35 @@ class FeedForward(Protocol):
     def pack(self) -> None: ...
 
     def sources(self, prefix: str) -> Iterator[Source]: ...
+
+
+class Layer(Protocol):
+    """One layer of the residual stream, called and filled as DecoderLayer is."""
+
+    @property
+    def attention(self) -> SelfAttention: ...
+
+    @property
+    def mlp(self) -> FeedForward: ...
+
+    def __call__(
+        self,
+        x: torch.Tensor | Pending | None,
+        residual: torch.Tensor,
+        rotation: Rotation | TableRotation,
+        attend: Attend | MergedAttend,
+        rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | Pending, torch.Tensor]: ...
+
+    def sources(self, prefix: str) -> Iterator[Source]: ...
+
+
+class TokenEmbedding(Protocol):
+    """Ids int64 [T] to vectors [T, hidden], a new tensor, out of `rows`."""
+
+    rows: VocabularyRows
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -70,21 +99,34 @@ class DecoderLayer:
 
 
 class CausalLM:
-    """`model(tokens, positions, attend)` gives hidden states, `model.logits` their logits."""
+    """`model(tokens, positions, attend)` gives hidden states, `model.logits` their logits.
+
+    `embed` makes the embedding out of its rows. Layers with the same RoPE share its angles.
+    """
 
     def __init__(
-        self, config: ModelConfig, layers: list[DecoderLayer], placement: Placement
+        self,
+        config: ModelConfig,
+        layers: Sequence[Layer],
+        placement: Placement,
+        norm_kind: NormKind = USUAL,
+        embed: Callable[[VocabularyRows, Placement], TokenEmbedding] = Embedding,
     ) -> None:
         self.config = config
         self.layers = layers
         size = (config.vocab_size, config.hidden_size)
         rows = VocabularyRows("embed_tokens", *size, placement)
-        self.embedding = Embedding(rows, placement)
+        self.embedding = embed(rows, placement)
         tied = config.tie_word_embeddings
         self.head = Head(rows if tied else VocabularyRows("lm_head", *size, placement), placement)
-        self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps, placement)
+        self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps, placement, norm_kind)
         longest = config.context_length if placement.device.type == "cuda" else 0
-        self.rope = Rope(config.rope, config.head_dim, placement.dtype, placement.device, longest)
+        different = list(dict.fromkeys(config.ropes))
+        self.ropes = [
+            Rope(rope, config.head_dim, placement.dtype, placement.device, longest)
+            for rope in different
+        ]
+        self._rope_of_layer = [different.index(rope) for rope in config.ropes]
 
     def __call__(
         self,
@@ -96,11 +138,12 @@ class CausalLM:
         """tokens, positions: int64 [T], or int32 on a GPU. Hidden states [T, hidden], normed; or of
         `rows` alone, int64 [S]: of the other tokens, the last layer computes keys and values only.
         """
-        rotation = self.rope(positions)
+        rotations = [rope(positions) for rope in self.ropes]
         residual = self.embedding(tokens)
         x = None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
+            rotation = rotations[self._rope_of_layer[index]]
             x, residual = layer(x, residual, rotation, attend, rows if index == last else None)
         return self.norm(residual) if x is None else self.norm.add(x, residual)[0]
 
@@ -119,7 +162,7 @@ class CausalLM:
                 layer.attention.num_heads,
                 layer.attention.num_kv_heads,
                 layer.attention.head_dim,
-                layer.attention.head_dim**-0.5,
+                self.config.attention_scale or layer.attention.head_dim**-0.5,
                 window,
             )
             for layer, window in zip(self.layers, self.config.sliding_windows, strict=True)

@@ -11,25 +11,23 @@ import logging
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from pipeinfer.layers.placement import Source
 from pipeinfer.models.build import build_model
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.models.config import ModelConfig
 from pipeinfer.models.readahead import ReadAhead
-from pipeinfer.models.safetensors import StoredTensor, read_headers
+from pipeinfer.models.weights import Stored, dtypes, open_weights, read_stored
 from pipeinfer.settings import ConfigurationError
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # bytes of the checkpoint done, bytes in all
 
-DTYPES = ("F64", "F32", "F16", "BF16")
 HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
 DUMMY_STD = 0.02
 
@@ -40,7 +38,7 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> None:
     Reads headers only: milliseconds. Tensors that nothing asks for are warned about.
     """
     model = build_model(config, device="meta")
-    stored = read_headers(folder)
+    stored = read_stored(folder)
     asked = set()
     for source in model.sources():
         _stored(source, stored, folder)
@@ -61,7 +59,7 @@ def load_weights(model: CausalLM, folder: Path, progress: Progress | None = None
 
 
 def _fill(model: CausalLM, folder: Path, progress: Progress | None) -> None:
-    stored = read_headers(folder)
+    stored = read_stored(folder)
     by_file: dict[Path, list[Source]] = defaultdict(list)
     total = 0
     for source in model.sources():
@@ -72,15 +70,15 @@ def _fill(model: CausalLM, folder: Path, progress: Progress | None) -> None:
     with ReadAhead(list(by_file)) as ahead:
         for file, sources in by_file.items():
             ahead.reached(file)
-            with safe_open(file, framework="pt", device="cpu") as opened:
+            with open_weights(file, stored) as opened:
                 for source in sources:
-                    source.target.copy_(opened.get_slice(source.name)[source.part])
+                    opened.fill(source)
                     done += stored[source.name].nbytes
                     if progress is not None:
                         progress(done, total)
 
 
-def _stored(source: Source, stored: dict[str, StoredTensor], folder: Path) -> StoredTensor:
+def _stored(source: Source, stored: Mapping[str, Stored], folder: Path) -> Stored:
     """Where `source` lies on disk, if it is there and as the model expects it."""
     entry = stored.get(source.name)
     if entry is None:
@@ -88,11 +86,12 @@ def _stored(source: Source, stored: dict[str, StoredTensor], folder: Path) -> St
     if entry.shape != source.shape:
         raise ConfigurationError(
             f"{source.name} in {entry.file} has shape {list(entry.shape)}, "
-            f"config.json asks for {list(source.shape)}"
+            f"the configuration asks for {list(source.shape)}"
         )
-    if entry.dtype not in DTYPES:
+    supported = dtypes(entry.file)
+    if entry.dtype not in supported:
         raise ConfigurationError(
-            f"{source.name} in {entry.file} is {entry.dtype}; supported: {', '.join(DTYPES)}"
+            f"{source.name} in {entry.file} is {entry.dtype}; supported: {', '.join(supported)}"
         )
     return entry
 

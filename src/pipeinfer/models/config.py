@@ -14,10 +14,11 @@ from typing import Any
 from pipeinfer.layers.rope_config import RopeConfig
 from pipeinfer.models.fields import Fields, read_json
 from pipeinfer.models.registry import ARCHITECTURES
-from pipeinfer.models.rope import read_rope
+from pipeinfer.models.rope import read_rope, read_two_ropes
 from pipeinfer.settings import ConfigurationError
 
 DTYPES = ("float32", "bfloat16", "float16")
+SLIDING, FULL = "sliding_attention", "full_attention"  # what layer_types has
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,10 @@ class ModelConfig:
     """A decoder-only transformer.
 
     attention_bias, mlp_bias: as config.json says; the model knows which projections they mean.
+    activation: of the gate, "silu" or "gelu_tanh".
+    rope: of all layers, or of those without a window where `window_rope` is that of the others.
     sliding_windows: per layer, tokens a query sees, itself included, None is all.
+    attention_scale: what scores are multiplied by; None: 1 over the root of head_dim.
     sparse_layers: per layer, whether its MLP is a mixture of experts.
     eos_ids: of config.json alone; see generation.py for those of generation_config.json.
     """
@@ -52,11 +56,22 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
     sparse_layers: tuple[bool, ...] = ()
+    activation: str = "silu"
+    window_rope: RopeConfig | None = None
+    attention_scale: float | None = None
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Of each layer."""
+        windowed = self.window_rope or self.rope
+        return tuple(self.rope if one is None else windowed for one in self.sliding_windows)
 
     @property
     def context_length(self) -> int:
         """Tokens that a sequence may have, RoPE scaling included."""
         limit = self.max_position_embeddings
+        if self.window_rope is not None:  # the limit of such files is the scaled one
+            return limit
         if self.rope.type in ("linear", "dynamic"):
             return int(limit * self.rope.factor)
         if self.rope.type == "yarn":
@@ -65,12 +80,27 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class Activations:
+    """Field `field` of config.json must have one of `values`; `name` is what a ModelConfig says."""
+
+    field: str
+    name: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Family:
-    """How one architecture reads the fields that architectures disagree on."""
+    """How one architecture reads the fields that architectures disagree on.
+
+    more: further fields of the ModelConfig, of (fields, layers).
+    """
 
     windows: Callable[[Fields, int], tuple[int | None, ...]]
     head_dim: int | None = None  # where config.json has none; None: hidden_size / heads
-    experts: bool = False
+    tied: bool = False  # where config.json does not say
+    activations: Activations = Activations("hidden_act", "silu", ("silu", "swish"))
+    rope: Callable[[Fields], RopeConfig] = read_rope
+    more: Callable[[Fields, int], dict[str, Any]] = lambda fields, layers: {}
 
 
 def _full_attention(fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -94,34 +124,87 @@ def _layered_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
     types = fields.raw.get("layer_types")
     if types is None:
         first = fields.integer("max_window_layers", 28, least=0)
-        types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+        types = [SLIDING if i >= first else FULL for i in range(layers)]
+    return _by_type(fields, types, layers, window)
+
+
+def _patterned_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """`layer_types` says which layers slide; before it, all but each sixth, or so."""
+    window = fields.optional_integer("sliding_window", missing=4096)
+    if window is None:
+        raise fields.error("sliding_window is null")
+    types = fields.raw.get("layer_types")
+    if types is None:
+        every = fields.integer("sliding_window_pattern", 6)
+        types = [SLIDING if (i + 1) % every else FULL for i in range(layers)]
+    return _by_type(fields, types, layers, window)
+
+
+def _by_type(
+    fields: Fields, types: list[str], layers: int, window: int | None
+) -> tuple[int | None, ...]:
     if len(types) != layers:
         raise fields.error(f"layer_types has {len(types)} entries for {layers} layers")
     for kind in types:
-        if kind not in ("sliding_attention", "full_attention"):
+        if kind not in (SLIDING, FULL):
             raise fields.error(f"layer type {kind!r} is not supported")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def _experts(fields: Fields, layers: int) -> dict[str, Any]:
+    """num_experts is called num_local_experts by transformers 5."""
+    experts = fields.integer("num_experts", fields.integer("num_local_experts", 0, least=0))
+    chosen = fields.integer("num_experts_per_tok", 8)
+    if chosen > experts:
+        raise fields.error(f"num_experts_per_tok {chosen} is above num_experts {experts}")
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = fields.raw.get("mlp_only_layers") or []
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
+        "norm_topk_prob": fields.boolean("norm_topk_prob", False),
+        "sparse_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+    }
+
+
+def _gemma3(fields: Fields, layers: int) -> dict[str, Any]:
+    """Two RoPEs, and a scale of its own; what would compute something else is refused."""
+    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
+        if fields.raw.get(name) is not None:
+            raise fields.error(f"{name} {fields.raw[name]!r} is not supported, only null")
+    if fields.boolean("use_bidirectional_attention", False):
+        raise fields.error("use_bidirectional_attention is not supported")
+    return {
+        "window_rope": read_two_ropes(fields)[1],
+        "attention_scale": fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+    }
 
 
 FAMILIES = {
+    "Gemma3ForCausalLM": Family(
+        _patterned_window,
+        head_dim=256,
+        tied=True,
+        activations=Activations("hidden_activation", "gelu_tanh", ("gelu_pytorch_tanh",)),
+        rope=lambda fields: read_two_ropes(fields)[0],
+        more=_gemma3,
+    ),
     "LlamaForCausalLM": Family(_full_attention),
     "MistralForCausalLM": Family(_one_window),
     "Qwen2ForCausalLM": Family(_layered_window),
     "Qwen3ForCausalLM": Family(_layered_window, head_dim=128),
-    "Qwen3MoeForCausalLM": Family(_switched_window, experts=True),
+    "Qwen3MoeForCausalLM": Family(_switched_window, more=_experts),
 }
 
 
 def read_config(folder: Path) -> ModelConfig:
     """The configuration of the checkpoint in `folder`; raises ConfigurationError in one line."""
-    fields = read_json(folder / "config.json")
+    fields = read_json(folder, "config.json")
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
     if fields.raw.get("quantization_config"):
         raise fields.error("quantized checkpoints (quantization_config) are not supported")
-    activation = fields.raw.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise fields.error(f"hidden_act {activation!r} is not supported, only 'silu'")
     layers = fields.integer("num_hidden_layers")
     heads = fields.integer("num_attention_heads")
     config = ModelConfig(
@@ -134,15 +217,16 @@ def read_config(folder: Path) -> ModelConfig:
         num_kv_heads=fields.integer("num_key_value_heads", heads),
         head_dim=_head_dim(fields, family, heads),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", family.tied),
         attention_bias=fields.boolean("attention_bias", False),
         mlp_bias=fields.boolean("mlp_bias", False),
-        rope=read_rope(fields),
+        rope=family.rope(fields),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         sliding_windows=family.windows(fields, layers),
         dtype=_dtype(fields),
         eos_ids=fields.ids("eos_token_id"),
-        **(_experts(fields, layers) if family.experts else {}),
+        activation=_activation(fields, family.activations),
+        **family.more(fields, layers),
     )
     if config.num_heads % config.num_kv_heads:
         raise fields.error(
@@ -163,6 +247,13 @@ def _architecture(fields: Fields) -> str:
     )
 
 
+def _activation(fields: Fields, known: Activations) -> str:
+    given = fields.raw.get(known.field, known.values[0])
+    if given not in known.values:
+        raise fields.error(f"{known.field} {given!r} is not supported, only {known.values[0]!r}")
+    return known.name
+
+
 def _head_dim(fields: Fields, family: Family, heads: int) -> int:
     given = fields.optional_integer("head_dim", missing=family.head_dim)
     hidden = fields.integer("hidden_size")
@@ -180,20 +271,3 @@ def _dtype(fields: Fields) -> str:
     if name not in DTYPES:
         raise fields.error(f"dtype {name!r} is not supported, only {', '.join(DTYPES)}")
     return name
-
-
-def _experts(fields: Fields, layers: int) -> dict[str, Any]:
-    """num_experts is called num_local_experts by transformers 5."""
-    experts = fields.integer("num_experts", fields.integer("num_local_experts", 0, least=0))
-    chosen = fields.integer("num_experts_per_tok", 8)
-    if chosen > experts:
-        raise fields.error(f"num_experts_per_tok {chosen} is above num_experts {experts}")
-    step = fields.integer("decoder_sparse_step", 1)
-    dense = fields.raw.get("mlp_only_layers") or []
-    return {
-        "num_experts": experts,
-        "num_experts_per_tok": chosen,
-        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
-        "norm_topk_prob": fields.boolean("norm_topk_prob", False),
-        "sparse_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-    }

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
+from pipeinfer.gguf.documents import document, is_gguf
 from pipeinfer.settings import ConfigurationError
 
 
@@ -50,7 +52,7 @@ class Fields:
         value = default if value is None else value
         if value is None:
             raise self.error(f"{name} is missing")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < inf:
             raise self.error(f"{name} must be a positive number, not {value!r}")
         return float(value)
 
@@ -74,8 +76,12 @@ class Fields:
         return tuple(listed)
 
 
-def read_json(path: Path) -> Fields:
-    """The JSON object in `path`; raises ConfigurationError if it is missing or not an object."""
+def read_json(checkpoint: Path, name: str) -> Fields:
+    """The JSON object in file `name` of a folder, or what a GGUF file says in its place; raises
+    ConfigurationError if it is missing or not an object."""
+    if is_gguf(checkpoint):
+        return Fields(checkpoint, document(checkpoint, name) or {})
+    path = checkpoint / name
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

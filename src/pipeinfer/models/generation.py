@@ -33,11 +33,11 @@ class GenerationDefaults:
 
 def read_generation(folder: Path) -> GenerationDefaults:
     """Reads config.json and, if it is there, generation_config.json; raises ConfigurationError."""
-    eos = read_json(folder / "config.json").ids("eos_token_id")
+    eos = read_json(folder, "config.json").ids("eos_token_id")
     path = folder / "generation_config.json"
     if not path.exists():
         return GenerationDefaults(eos_ids=eos)
-    fields = read_json(path)
+    fields = read_json(folder, path.name)
     return GenerationDefaults(
         eos_ids=tuple(dict.fromkeys(eos + fields.ids("eos_token_id"))),
         temperature=_number(fields, "temperature"),

@@ -10,6 +10,7 @@ from typing import Any
 
 # Name in config.json -> "module:builder"; a builder takes (ModelConfig, Placement).
 ARCHITECTURES = {
+    "Gemma3ForCausalLM": "pipeinfer.models.gemma3:build",
     "LlamaForCausalLM": "pipeinfer.models.llama:build",
     "MistralForCausalLM": "pipeinfer.models.mistral:build",
     "Qwen2ForCausalLM": "pipeinfer.models.qwen2:build",

@@ -1,4 +1,5 @@
-"""Reads RoPE out of config.json: `rope_parameters`, or `rope_scaling` and `rope_theta`.
+"""Reads RoPE out of config.json: `rope_parameters`, or `rope_scaling` and `rope_theta`; one for all
+layers, or one for those with a sliding window and one for the others.
 
 Knows no torch; what the numbers do is in layers/rope.py.
 """
@@ -34,6 +35,39 @@ def read_rope(fields: Fields) -> RopeConfig:
     )
     scaled = RopeConfig(type=kind, theta=theta, factor=factor, original_max=original)
     return _llama3(rope, scaled) if kind == "llama3" else _yarn(rope, scaled)
+
+
+def read_two_ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
+    """(of layers that see everything, of layers with a window), default or linear.
+
+    transformers 5 has an object for each in `rope_parameters`; before it there were `rope_theta`
+    and `rope_scaling` for the former, `rope_local_base_freq` for the latter. The scaling is already
+    in max_position_embeddings. Raises ConfigurationError as `read_rope` does.
+    """
+    both = fields.raw.get("rope_parameters") or {}
+    if not isinstance(both, dict) or not all(isinstance(one, dict) for one in both.values()):
+        raise fields.error("rope_parameters must have an object for each layer type")
+    scaling = fields.raw.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise fields.error(f"rope_scaling must be an object, not {scaling!r}")
+    full = Fields(fields.path, (both.get("full_attention") or {}) | scaling)
+    sliding = Fields(fields.path, both.get("sliding_attention") or {})
+    limit = fields.integer("max_position_embeddings")
+    return (
+        _plain_or_linear(full, fields.number("rope_theta", 1_000_000.0), limit),
+        _plain_or_linear(sliding, fields.number("rope_local_base_freq", 10_000.0), limit),
+    )
+
+
+def _plain_or_linear(rope: Fields, theta: float, limit: int) -> RopeConfig:
+    kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
+    theta = rope.number("rope_theta", theta)
+    if kind == "default":
+        return RopeConfig(theta=theta, original_max=limit)
+    if kind != "linear":
+        raise rope.error(f"RoPE type {kind!r} by layer type is not supported, only default, linear")
+    factor = rope.number("factor")
+    return RopeConfig(type="linear", theta=theta, factor=factor, original_max=int(limit / factor))
 
 
 def _llama3(rope: Fields, scaled: RopeConfig) -> RopeConfig:

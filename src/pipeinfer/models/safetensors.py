@@ -58,7 +58,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _indexed_files(folder: Path) -> list[Path]:
-    fields = read_json(folder / INDEX)
+    fields = read_json(folder, INDEX)
     names = fields.raw.get("weight_map")
     if not isinstance(names, dict) or not names:
         raise fields.error("weight_map is missing or empty")

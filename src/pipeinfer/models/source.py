@@ -1,4 +1,5 @@
-"""From the name of a model to a folder with its files: a folder, the bundled demo, or the hub.
+"""From the name of a model to where its files are: a folder, a GGUF file, the bundled demo, or the
+hub.
 
 Knows no torch and not what the files say.
 """
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeinfer.demo import demo_path
+from pipeinfer.gguf.documents import is_gguf
 from pipeinfer.settings import DEMO, ConfigurationError
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -18,7 +20,7 @@ UNWANTED = ["original/*", "consolidated*", "onnx/*", "adapter_*"]
 def resolve_model(
     name: str, revision: str = "", progress: Callable[[str], None] | None = None
 ) -> Path:
-    """The folder of model `name`, downloaded if it is a hub id.
+    """The folder or GGUF file of model `name`, downloaded if it is a hub id.
 
     `revision`: branch, tag or commit on the hub. `progress` is told, in words, what takes time.
     Raises ConfigurationError that says what was tried.
@@ -28,10 +30,14 @@ def resolve_model(
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder.resolve()
+    if folder.exists() and is_gguf(folder):
+        return folder.resolve()
     if folder.exists():
-        raise ConfigurationError(f"model {name!r} is a file; give the folder with config.json")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigurationError(f"model {name!r}: there is no such folder")
+        raise ConfigurationError(
+            f"model {name!r} is a file; give the folder with config.json, or a .gguf file"
+        )
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or is_gguf(folder):
+        raise ConfigurationError(f"model {name!r}: there is no such folder or file")
     return _download(name, revision, progress)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from pipeinfer.gguf.documents import document, is_gguf, tokenizer
 from pipeinfer.settings import ConfigurationError
 
 NAMED_TOKENS = (
@@ -25,8 +26,12 @@ NAMED_TOKENS = (
 )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, {} if there is no such file; ConfigurationError if it is broken."""
+def read_json(checkpoint: Path, name: str) -> dict[str, Any]:
+    """The object in file `name` of a folder, or what a GGUF file says in its place, {} if there is
+    no such file; ConfigurationError if it is broken."""
+    if is_gguf(checkpoint):
+        return document(checkpoint, name) or {}
+    path = checkpoint / name
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -40,8 +45,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json; tokens that it does not name come from special_tokens_map.json."""
-    older = read_json(folder / "special_tokens_map.json")
-    return {**older, **read_json(folder / "tokenizer_config.json")}
+    older = read_json(folder, "special_tokens_map.json")
+    return {**older, **read_json(folder, "tokenizer_config.json")}
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -59,17 +64,23 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer | None:
     `config`: what `read_tokenizer_config` gave; of `add_bos_token` and `add_eos_token` there,
     tokenizer.json knows better. Raises ConfigurationError for a broken file.
     """
-    path = folder / "tokenizer.json"
-    if not path.exists():
+    tokenizer = _read(folder)
+    if tokenizer is None:
         return None
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigurationError(f"cannot read {path}: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     _add_tokens(tokenizer, config)
     return tokenizer
+
+
+def _read(folder: Path) -> Tokenizer | None:
+    if is_gguf(folder):
+        return tokenizer(folder)
+    path = folder / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path)) if path.exists() else None
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigurationError(f"cannot read {path}: {error}") from None
 
 
 def _add_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ class PagedAttend:
             q_norm=None if norm is None else norm.query_weight,
             k_norm=None if norm is None else norm.key_weight,
             eps=0.0 if norm is None else norm.eps,
+            offset=0.0 if norm is None else norm.offset,
         )
         return self.backend.run(layer, queries, self.plan)
 

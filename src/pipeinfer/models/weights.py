@@ -1,0 +1,80 @@
+"""The weights of a checkpoint in either form, safetensors or GGUF: a list of what is stored, and
+the reading of a part of a tensor into its place.
+
+Knows files; not what a tensor is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+
+from pipeinfer.gguf.documents import is_gguf
+from pipeinfer.gguf.header import read_header
+from pipeinfer.gguf.names import Packed, packed_tensors
+from pipeinfer.gguf.quantization import BLOCKS
+from pipeinfer.gguf.weights import WeightFile
+from pipeinfer.layers.placement import Source
+from pipeinfer.models.safetensors import StoredTensor, read_headers
+
+DTYPES = ("F64", "F32", "F16", "BF16")  # of safetensors
+Stored = StoredTensor | Packed
+
+
+class Opened(Protocol):
+    """A file that weights are read from."""
+
+    def fill(self, source: Source) -> None:
+        """Copies the source's part into its target, in the target's dtype."""
+        ...
+
+
+def read_stored(checkpoint: Path) -> Mapping[str, Stored]:
+    """All tensors of a folder or a GGUF file by name; no weight is read.
+
+    Raises ConfigurationError for a file that is missing, cut or lies.
+    """
+    return (
+        packed_tensors(read_header(checkpoint)) if is_gguf(checkpoint) else read_headers(checkpoint)
+    )
+
+
+def dtypes(file: Path) -> tuple[str, ...]:
+    """The types of tensors in such a file that can be read."""
+    return tuple(BLOCKS) if is_gguf(file) else DTYPES
+
+
+@contextmanager
+def open_weights(file: Path, stored: Mapping[str, Stored]) -> Iterator[Opened]:
+    """`stored`: what `read_stored` gave."""
+    if is_gguf(file):
+        yield _Packed(WeightFile(file), stored)
+    else:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            yield _Plain(opened)
+
+
+class _Plain:
+    def __init__(self, opened: Any) -> None:
+        self._opened = opened
+
+    def fill(self, source: Source) -> None:
+        source.target.copy_(self._opened.get_slice(source.name)[source.part])
+
+
+class _Packed:
+    """Pieces of a few megabytes are decoded and copied one after another."""
+
+    def __init__(self, file: WeightFile, stored: Mapping[str, Any]) -> None:
+        self._file, self._stored = file, stored
+
+    def fill(self, source: Source) -> None:
+        rows = len(source.part) > 1
+        for place, values in self._file.pieces(self._stored[source.name], source.part):
+            piece = torch.from_numpy(values)
+            (source.target[place] if rows else source.target).copy_(piece)

@@ -1,0 +1,69 @@
+"""A GGUF file in the place of a folder: the same answers, offline, over HTTP and in every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import openai
+import pytest
+
+import checkpoints
+import gguf_writing
+from pipeinfer import LLM, SamplingParams
+from pipeinfer.trace.model import identify
+from servers import Server
+
+QUESTIONS = ("What is it?", "abc abc abc", "Zürich, 東京!")
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+FIELDS = {"Gemma3ForCausalLM": {"query_pre_attn_scalar": 16}}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """architecture -> (folder, file), each written once."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def pair(architecture: str) -> tuple[Path, Path]:
+        if architecture not in made:
+            folder = tmp_path_factory.mktemp(architecture)
+            checkpoints.make_checkpoint(folder, architecture, **FIELDS.get(architecture, {}))
+            made[architecture] = folder, gguf_writing.write_gguf(folder, folder / "model.gguf")
+        return made[architecture]
+
+    return pair
+
+
+def answers(model: Path, **settings: object) -> list[tuple[list[int], list[int]]]:
+    with LLM(str(model), kv_pages=200, **settings) as llm:
+        chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+        done = llm.chat(chats, PARAMS, use_tqdm=False)
+        return [(out.prompt_token_ids, out.outputs[0].token_ids) for out in done]
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+def test_answers_are_those_of_the_folder(both, architecture):
+    folder, file = both(architecture)
+    assert answers(file) == answers(folder)
+
+
+def test_two_ranks_answer_as_one(both):
+    folder, file = both("Qwen3ForCausalLM")
+    assert answers(file, tp=2) == answers(folder)
+
+
+def test_server_takes_a_file(both):
+    _, file = both("LlamaForCausalLM")
+    with Server(str(file), "--kv-pages", "200", "--served-model-name", "tiny") as server:
+        api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        assert [model.id for model in api.models.list().data] == ["tiny"]
+        messages = [{"role": "user", "content": QUESTIONS[0]}]
+        answer = api.chat.completions.create(
+            model="tiny", messages=messages, temperature=0, max_tokens=12
+        )
+        assert answer.usage is not None and answer.usage.completion_tokens > 0
+
+
+def test_recordings_know_which_file_it_was(both):
+    first, second = both("LlamaForCausalLM")[1], both("Qwen3ForCausalLM")[1]
+    digests = {identify("m", str(path)).digest for path in (first, second, first)}
+    assert len(digests) == 2 and "" not in digests

@@ -1,0 +1,86 @@
+"""Kernels with an offset compile for a GPU, which takes none: the interpreter accepts more.
+
+Large heads are read with no more shared memory than those for which the cuts were measured.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton.backends.nvidia")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pipeinfer.attention.triton_decode import cut
+from pipeinfer.kernels import decode_attention, geglu, norm, store
+
+HOPPER = GPUTarget("cuda", 90, 32)
+HALF = "*bf16"
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
+    """As a launch would compile it, with pointers and strides that are multiples of 16."""
+    names = kernel.arg_names
+    assert set(names) == types.keys() | constants.keys()
+    source = ASTSource(
+        kernel,
+        {name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (at,): [["tt.divisibility", 16]]
+            for at, name in enumerate(names)
+            if types.get(name, "").startswith("*") or name.endswith("stride")
+        },
+    )
+    return triton.compile(source, target=HOPPER, options=options)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norms(offset):
+    types = dict.fromkeys(("x", "residual", "weight", "out"), HALF)
+    types |= {"eps": "fp32", "x_stride": "i32", "part_stride": "i32"}
+    constants = {"SIZE": 640, "BLOCK": 1024, "PARTS": 1, "ADD": True, "EARLY": True}
+    assert compiled(norm._norm, types, constants | {"OFFSET": offset}, num_warps=8).asm["ptx"]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_the_store_of_large_heads(offset):
+    halves = ("qkv", "queries", "k_cache", "v_cache", "q_norm", "k_norm")
+    strides = ("qkv_stride", "angle_stride", "k_stride", "v_stride")
+    types = dict.fromkeys(halves, HALF) | dict.fromkeys(strides, "i32")
+    types |= {"cos": "*fp32", "sin": "*fp32", "positions": "*i32", "places": "*i32", "eps": "fp32"}
+    constants = {
+        "HEADS": 4, "KV_HEADS": 1, "DIM": 256, "GROUP": 4, "BLOCK": 128, "NORM": True,
+        "OFFSET": offset, "TABLE": True, "EARLY": True,
+    }  # fmt: skip
+    assert compiled(store._store, types, constants, num_warps=2).asm["ptx"]
+
+
+def test_the_gate():
+    types = {"merged": HALF, "out": HALF, "stride": "i32"}
+    constants = {"SIZE": 2048, "BLOCK": 1024, "SLOPE": geglu.SLOPE}
+    assert compiled(geglu._geglu, types, constants, num_warps=4).asm["ptx"]
+
+
+@pytest.mark.parametrize("rows", [1, 50, 300, 1000])
+def test_decodes_with_large_heads_find_shared_memory(rows):
+    def shared(dim: int) -> int:
+        types = dict.fromkeys(("q", "k", "v", "out"), HALF)
+        types |= dict.fromkeys(("arrived", "lengths", "indptr", "indices", "pieces"), "*i32")
+        types |= {"scratch": "*fp32", "scales": "*fp32", "scale": "fp32", "window": "i32"}
+        types |= dict.fromkeys(("q_stride", "page_stride", "token_stride"), "i32")
+        how = cut(rows, 1, dim)
+        constants = {
+            "KV_HEADS": 1, "GROUP": 4, "DIM": dim, "PAGE": 64, "BLOCK": how.block,
+            "PARTS": how.parts, "TILE": 16, "WINDOWED": True, "EARLY": True,
+        }  # fmt: skip
+        made = compiled(
+            decode_attention._attend, types, constants, num_warps=how.warps, num_stages=how.stages
+        )
+        return made.metadata.shared
+
+    assert shared(256) < 1.25 * shared(128) < 100_000
