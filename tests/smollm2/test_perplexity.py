@@ -13,6 +13,7 @@ from smollm2_reference import Reference, chosen
 from pipeinfer import settings as config
 from pipeinfer.engine.loading import LoadedEngine, load_engine
 from pipeinfer.engine.step import SamplingRows, Step
+from pipeinfer.models.source import resolve_model
 
 WINDOW, WINDOWS = 2_048, 10
 STEP = 1_024  # tokens of a step: the second reads from pages what the first wrote
@@ -34,7 +35,7 @@ def engine(model) -> LoadedEngine:
     settings = config.build(
         {"model": str(model), "dtype": "float32", "page_size": PAGE, "kv_pages": WINDOW // PAGE}
     )
-    engine = load_engine(settings, model)
+    engine = load_engine(settings, resolve_model(settings.model))
     engine.runner._model = EveryPosition(engine.runner._model)
     return engine
 

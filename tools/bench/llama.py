@@ -13,7 +13,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
         pieces = Pieces(llama.tokens(model))
         warm = streams.warm_up(pieces, options.streams)
         work = streams.cases(pieces, options.streams)
-        llama.find_buffers(files.values(), warm)
+        llama.find_buffers(files.values(), warm[:1])
         rounds: dict[str, list[list[Seen]]] = {side: [] for side in (OURS, *files)}
         others: list[float] = []
         for _ in range(options.rounds):
@@ -155,7 +155,7 @@ class Llama:
         asked = {"warm": warm, "cases": work, "extra_buffers": self.extra_buffers}
         return msgspec.json.decode(self._call("run", model, self._written(asked)), type=list[Seen])
 
-    def find_buffers(self, models: Sequence[Path], warm: Sequence[Case]) -> None:
+    def find_buffers(self, models: Iterable[Path], warm: Sequence[Case]) -> None:
         """Goes without rearranged weights if llama.cpp dies with them: some builds' AMX does."""
         try:
             for model in models:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 PROMPTS = (128, 1000)  # tokens of the prompts whose rate is measured
-PROMPT_TIMES = 3  # as often a round: a short one takes less than a time slice of a neighbour
+PROMPT_TIMES = 2  # as often a round: a short one takes less than a time slice of a neighbour
 OUTPUT_ALONE, OUTPUT_TOGETHER = 128, 64
 
 
