@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, dequantize, quantize
 
 from bench import gguf_f16, llama, streams
 from bench.cli import main
 from bench.streams import Case, Pieces, Seen
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, dequantize, quantize
 
 
 def test_no_two_prompts_share_a_token_and_a_text_that_is_too_short_is_refused():
