@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-
 from gguf import GGUFReader
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

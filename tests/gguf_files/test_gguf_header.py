@@ -10,13 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import checkpoints
-import gguf
 import gguf_writing
 from pipeinfer.gguf.header import read_header
 from pipeinfer.gguf.names import packed_tensors

@@ -6,17 +6,17 @@ import json
 import tracemalloc
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType, quants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import gguf
 import gguf_writing
 from checkpoints import CheckpointCache
-from gguf import GGMLQuantizationType, quants
 from pipeinfer.gguf.header import read_header
 from pipeinfer.gguf.names import Packed, packed_tensors
 from pipeinfer.gguf.quantization import BLOCKS, TYPES

@@ -23,7 +23,15 @@ def model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def expected(model, tmp_path_factory) -> dict[str, Any]:
+def theirs(model):
+    """The model in transformers."""
+    from smollm2_reference import Reference
+
+    return Reference(model)
+
+
+@pytest.fixture(scope="session")
+def expected(request, tmp_path_factory) -> dict[str, Any]:
     """transformers' texts: "greedy" of PROMPTS, "conversations" of CONVERSATIONS.
 
     The first worker that wants them makes them.
@@ -35,9 +43,7 @@ def expected(model, tmp_path_factory) -> dict[str, Any]:
     with (shared / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not file.exists():
-            from smollm2_reference import Reference
-
-            theirs = Reference(model)
+            theirs = request.getfixturevalue("theirs")  # not loaded where another worker has been
             texts = {
                 "greedy": theirs.greedy(list(PROMPTS), TOKENS),
                 "conversations": [

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-
 from gguf import GGUFReader, GGUFValueType, GGUFWriter, Keys, LlamaFileType, dequantize
 
 FILE_TYPE = Keys.General.FILE_TYPE
