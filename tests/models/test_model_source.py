@@ -32,15 +32,23 @@ def test_existing_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/model", "~/nowhere-model", "a/b/c"])
 def test_missing_folder_is_not_looked_for_on_the_hub(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"there is no such folder$"):
+    with pytest.raises(ConfigurationError, match=r"there is no such folder or file$"):
         resolve_model(name)
 
 
 def test_file_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
+    file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(ConfigurationError, match=r"is a file; give the folder"):
         resolve_model(str(file))
+
+
+def test_gguf_file_is_a_model(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    assert resolve_model(str(file)) == file.resolve()
+    with pytest.raises(ConfigurationError, match=r"no such folder or file"):
+        resolve_model(str(tmp_path / "other.gguf"))
 
 
 def test_unreachable_hub_says_what_was_tried(no_network: Path) -> None:

@@ -17,6 +17,9 @@ from smollm2_reference import chosen
 from pipeinfer import settings as config
 from pipeinfer.engine.loading import LoadedEngine, load_engine
 from pipeinfer.engine.step import SamplingRows, Step
+from pipeinfer.models.build import build_model
+from pipeinfer.models.checkpoint import load_weights
+from pipeinfer.models.config import read_config
 from pipeinfer.models.source import resolve_model
 
 WINDOW, WINDOWS = 1_024, 20
@@ -84,3 +87,14 @@ def test_text_is_as_likely_as_in_transformers(theirs, engine, windows, number):
     assert (ours - reference).abs().max() < 1e-2
     assert abs(ours.mean() - reference.mean()) < 1e-5
     assert 2 < math.exp(-ours.mean()) < 100, "so likely or unlikely is no page of docs/"
+
+
+def test_weights_are_bit_by_bit_those_of_transformers(model, theirs):
+    built = build_model(read_config(model))
+    wanted = theirs.model.state_dict()
+    sources = list(built.sources())
+    built.pack = lambda: None  # their names say where they lie until then
+    load_weights(built, model)
+    assert {source.name for source in sources} == {n for n in wanted if n != "lm_head.weight"}
+    for source in sources:
+        assert torch.equal(source.target, wanted[source.name][source.part]), source.name
