@@ -51,12 +51,18 @@ MERGE = ("\u0100", "\u0101")  # of the bytes 0 and 1: the form wants one, and no
 EXPERT = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-def write_gguf(folder: Path, path: Path, kind: str = "F32", **more: Any) -> Path:
+def write_gguf(
+    folder: Path,
+    path: Path,
+    kind: str = "F32",
+    beside: dict[str, np.ndarray] | None = None,
+    **more: Any,
+) -> Path:
     """The checkpoint in `folder` (one safetensors file, tests/checkpoints.py's tokenizer) as GGUF.
 
-    kind: type of the matrices whose rows are whole blocks of it; all else is F32. more: key-values
-    beside or instead of the usual ones, without the architecture's prefix where they begin with a
-    dot; None leaves one out.
+    kind: type of the matrices whose rows are whole blocks of it; all else is F32. beside: further
+    tensors. more: key-values beside or instead of the usual ones, without the architecture's
+    prefix where they begin with a dot; None leaves one out.
     """
     config = json.loads((folder / "config.json").read_text())
     arch = KINDS[config["architectures"][0]]
@@ -65,7 +71,7 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", **more: Any) -> Path
     for key, value in (pairs | more).items():
         if value is not None:
             add(writer, arch + key if key.startswith(".") else key, value)
-    for name, values in tensors(folder, config, arch).items():
+    for name, values in (tensors(folder, config, arch) | (beside or {})).items():
         add_tensor(writer, name, values, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -281,5 +281,36 @@ def test_rope_scaling(small, tmp_path, scaling, expected):
     assert (rope.type, rope.factor) == expected
 
 
+def divisors(factor: float, head_dim: int, theta: float) -> np.ndarray:
+    """What llama.cpp's converter writes for Llama 3.1 and later, in wave lengths."""
+    made = []
+    for frequency in theta ** (-np.arange(0, head_dim, 2) / head_dim):
+        wave = 2 * np.pi / frequency
+        smooth = (8192 / wave - 1) / (4 - 1)
+        if wave < 8192 / 4:
+            made.append(1.0)
+        elif wave > 8192 / 1:
+            made.append(factor)
+        else:
+            made.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(made, dtype=np.float32)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama_3_scaling_is_told_from_its_divisors(small, tmp_path, factor):
+    heads = {".attention.key_length": 64, ".attention.value_length": 64, ".rope.freq_base": 5e5}
+    stored = divisors(factor, 64, 5e5)
+    assert len(set(stored.tolist())) > 3, "all three kinds of waves are there"
+    path = tmp_path / "m.gguf"
+    gguf_writing.write_gguf(small.parent, path, beside={"rope_freqs.weight": stored}, **heads)
+    rope = read_config(path).rope
+    assert (rope.type, rope.factor, rope.original_max) == ("llama3", factor, 8192)
+    assert (rope.low_freq, rope.high_freq) == (1.0, 4.0)
+    assert "rope_freqs.weight" not in packed_tensors(read_header(path))
+    for wrong, said in ((stored * 1.1, "other factors"), (stored[:-1], "rope_freqs.weight is F32")):
+        gguf_writing.write_gguf(small.parent, path, beside={"rope_freqs.weight": wrong}, **heads)
+        assert said in broken(path)
+
+
 def test_names_that_nobody_knows_stay_as_they_are(small):
     assert "model.layers.0.self_attn.q_proj.weight" in packed_tensors(read_header(small))

@@ -93,11 +93,8 @@ def config_json(header: Header) -> dict[str, object]:
         )
     if header.metadata.get("split.count", 1) not in (0, 1):
         raise header.error("it is one part of several; llama-gguf-split --merge makes one file")
-    layers, hidden, heads = (
-        keys.integer("block_count"),
-        keys.integer("embedding_length"),
-        keys.heads,
-    )
+    layers, heads = keys.integer("block_count"), keys.heads
+    hidden = keys.integer("embedding_length")
     if layers > len(header.tensors):
         raise header.error(f"block_count is {layers} with {len(header.tensors)} tensors")
     head_dim = _head_dim(header, keys, hidden, heads)
