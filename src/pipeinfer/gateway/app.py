@@ -71,9 +71,13 @@ def build_app(service: Service) -> web.Application:
     app.router.add_get("/metrics", handlers.metrics)
     app.router.add_get("/v1/models", handlers.models)
     app.router.add_get("/v1/models/{model:.+}", handlers.one_model)
-    app.router.add_post("/v1/chat/completions", handlers.chat)
-    app.router.add_post("/v1/completions", handlers.completions)
+    app.router.add_post("/v1/chat/completions", handlers.chat, expect_handler=_later)
+    app.router.add_post("/v1/completions", handlers.completions, expect_handler=_later)
     return app
+
+
+async def _later(request: web.Request) -> None:
+    """Who asks before sending a body is answered when it is read, behind key and limits."""
 
 
 class _Handlers:

@@ -10,10 +10,11 @@ import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestPayloadError
 
+from pipeinfer.gateway.connections import CONTINUE
 from pipeinfer.gateway.errors import ApiError
 
 STALL = 30.0  # seconds without a byte after which a client is not waited for
@@ -39,11 +40,13 @@ class Bodies:
         """The whole body, which counts as being read until the caller is through with it.
 
         ApiError: 400 if it is broken, 408 if it does not come, 413 if it is too large, 415 for an
-        unknown Content-Encoding, 503 if others send too much at the moment.
+        unknown Content-Encoding, 417 for an unknown Expect, 503 if others send too much at the
+        moment.
         """
         decoder = _decoder(request)
         if (request.content_length or 0) > self._most:
             raise self._too_large()
+        await _invite(request)
         body = bytearray()
         try:
             await self._fill(body, decoder, request)
@@ -87,6 +90,18 @@ class Bodies:
     def _too_large(self) -> ApiError:
         message = f"the body is too large: more than {self._most} bytes"
         return ApiError(413, message, code="body_too_large")
+
+
+async def _invite(request: web.Request) -> None:
+    """Tells a client that asked first (Expect: 100-continue) to send its body."""
+    asked = request.headers.get("Expect")
+    if asked is None or request.version < HttpVersion11:
+        return
+    if asked.lower() != "100-continue":
+        message = "the only Expect that is known is 100-continue"
+        raise ApiError(417, message, code="unknown_expectation")
+    await request.writer.write(CONTINUE)
+    request.writer.output_size = 0  # the answer proper has not begun
 
 
 def _broken(why: str) -> ApiError:
