@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from pipeinfer.gguf.header import Header
 from pipeinfer.gguf.values import shown
+from pipeinfer.gguf.vocabulary import Kind
 
 # Of all sizes: three of them multiplied, in bytes, can be counted in 64 bits.
 LARGEST = 1 << 19
@@ -22,10 +23,13 @@ MOST = {"context_length": 1 << 24, "rope.scaling.original_context_length": 1 << 
 # by their text too.
 ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<EOT>")
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-CONTROL = 3  # of tokenizer.ggml.token_type
 LOCAL_BASE = 10_000.0  # of RoPE in Gemma 3's local layers
 PATTERN = 6  # each sixth layer of Gemma 3 is global
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 8192}
+LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 class Keys:
@@ -76,21 +80,20 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """`architecture`: transformers' name. `more`: fields that only this one has."""
+class Architecture:
+    """`name`: transformers'. `more`: fields that only this one has."""
 
-    architecture: str
+    name: str
     more: Callable[[Header, Keys], dict[str, object]]
 
 
 def config_json(header: Header) -> dict[str, object]:
     """The fields that config.json would have. Raises ConfigurationError that names the key."""
     keys = Keys(header)
-    kind = KINDS.get(keys.architecture)
-    if kind is None:
-        raise header.error(
-            f"unsupported architecture {shown(keys.architecture)}; supported: {', '.join(KINDS)}"
-        )
+    found = ARCHITECTURES.get(keys.architecture)
+    if found is None:
+        asked, known = shown(keys.architecture), ", ".join(ARCHITECTURES)
+        raise header.error(f"unsupported architecture {asked}; supported: {known}")
     if header.metadata.get("split.count", 1) not in (0, 1):
         raise header.error("it is one part of several; llama-gguf-split --merge makes one file")
     layers, heads = keys.integer("block_count"), keys.heads
@@ -100,7 +103,7 @@ def config_json(header: Header) -> dict[str, object]:
     head_dim = _head_dim(header, keys, hidden, heads)
     context = keys.integer("context_length")
     return {
-        "architectures": [kind.architecture],
+        "architectures": [found.name],
         "vocab_size": _vocab_size(header),
         "hidden_size": hidden,
         "intermediate_size": keys.integer("feed_forward_length"),
@@ -115,7 +118,7 @@ def config_json(header: Header) -> dict[str, object]:
         "max_position_embeddings": context,
         "dtype": "bfloat16",  # where it matters, on GPUs; ranges of float16 are too small for some
         "eos_token_id": end_ids(header),
-        **kind.more(header, keys),
+        **found.more(header, keys),
     }
 
 
@@ -128,11 +131,9 @@ def end_ids(header: Header) -> list[int]:
                          ("tokens", "token_type"))  # fmt: skip
         if isinstance(tokens, list) and isinstance(types, list):
             both = zip(tokens, types, strict=False)
-            ids += [at for at, token in enumerate(both) if token in ENDS_AS_CONTROL]
+            ends = [(text, Kind.CONTROL) for text in ENDS_OF_TURN]
+            ids += [at for at, token in enumerate(both) if token in ends]
     return list(dict.fromkeys(ids))
-
-
-ENDS_AS_CONTROL = tuple((text, CONTROL) for text in ENDS_OF_TURN)
 
 
 def _head_dim(header: Header, keys: Keys, hidden: int, heads: int) -> int:
@@ -156,7 +157,7 @@ def _vocab_size(header: Header) -> int:
 def _rope_scaling(header: Header, keys: Keys, head_dim: int) -> dict[str, object] | None:
     kind = keys.text("rope.scaling.type", "none")
     if "rope_freqs.weight" in header.tensors:
-        return _llama3(header, head_dim)
+        return _llama3(header, keys, head_dim)
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
@@ -168,7 +169,7 @@ def _rope_scaling(header: Header, keys: Keys, head_dim: int) -> dict[str, object
     return scaling
 
 
-def _llama3(header: Header, head_dim: int) -> dict[str, object]:
+def _llama3(header: Header, keys: Keys, head_dim: int) -> dict[str, object]:
     """Llama 3.1 and later: the file has what each frequency is divided by, computed from numbers
     that it does not have. Taken if they follow from the numbers of all these models."""
     tensor = header.tensors["rope_freqs.weight"]
@@ -176,25 +177,19 @@ def _llama3(header: Header, head_dim: int) -> dict[str, object]:
         raise header.error(f"rope_freqs.weight is {tensor.type} {list(tensor.shape)}")
     raw = header.data[tensor.offset : tensor.offset + tensor.nbytes]
     stored = struct.unpack(f"<{len(raw) // 4}f", raw)
-    base = Keys(header).number("rope.freq_base", 10_000.0)
+    base = keys.number("rope.freq_base", 10_000.0)
     factor = max(stored)
     if not 0 < factor < math.inf or not all(
         math.isclose(value, _divisor(base ** (-2 * at / head_dim), factor), rel_tol=1e-3)
         for at, value in enumerate(stored)
     ):
         raise header.error("rope_freqs.weight holds other factors than Llama 3's")
-    return {
-        "rope_type": "llama3",
-        "factor": round(factor, 6),
-        "low_freq_factor": LLAMA3["low_freq_factor"],
-        "high_freq_factor": LLAMA3["high_freq_factor"],
-        "original_max_position_embeddings": LLAMA3["original"],
-    }
+    return {"rope_type": "llama3", "factor": round(factor, 6), **LLAMA3}
 
 
 def _divisor(frequency: float, factor: float) -> float:
     """What Llama 3 divides a frequency (radians a token) by. Source: Llama 3.1's code."""
-    waves = LLAMA3["original"] * frequency / (2 * math.pi)
+    waves = LLAMA3["original_max_position_embeddings"] * frequency / (2 * math.pi)
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
     blend = min(max((waves - low) / (high - low), 0.0), 1.0)
     return 1 / ((1 - blend) / factor + blend)
@@ -228,26 +223,23 @@ def _experts(header: Header, keys: Keys) -> dict[str, object]:
 
 def _gemma3(header: Header, keys: Keys) -> dict[str, object]:
     layers, heads = keys.integer("block_count"), keys.heads
-    pattern = keys.integer("attention.sliding_window_pattern", PATTERN)
     head_dim = keys.integer("attention.key_length", 256)
     # The 27B model alone scales queries by the hidden size's share of a head.
     scalar = keys.integer("embedding_length") // heads if layers == 62 else head_dim
-    local, full = "sliding_attention", "full_attention"
     return {
         "head_dim": head_dim,
         "query_pre_attn_scalar": scalar,
         "rope_theta": keys.number("rope.freq_base", 1_000_000.0),
         "rope_local_base_freq": keys.number("rope.freq_base_swa", LOCAL_BASE),
         "sliding_window": keys.integer("attention.sliding_window"),
-        "layer_types": [local if (at + 1) % pattern else full for at in range(layers)],
-        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window_pattern": keys.integer("attention.sliding_window_pattern", PATTERN),
     }
 
 
-KINDS = {
-    "llama": Kind("LlamaForCausalLM", _llama),
-    "qwen2": Kind("Qwen2ForCausalLM", _nothing),
-    "qwen3": Kind("Qwen3ForCausalLM", _nothing),
-    "qwen3moe": Kind("Qwen3MoeForCausalLM", _experts),
-    "gemma3": Kind("Gemma3ForCausalLM", _gemma3),
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", _llama),
+    "qwen2": Architecture("Qwen2ForCausalLM", _nothing),
+    "qwen3": Architecture("Qwen3ForCausalLM", _nothing),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _experts),
+    "gemma3": Architecture("Gemma3ForCausalLM", _gemma3),
 }

@@ -60,30 +60,31 @@ class Packed:
 
 def packed_tensors(header: Header) -> dict[str, Packed]:
     """All tensors by transformers' names, those it does not know by their own."""
-    return dict(pair for tensor in header.tensors.values() for pair in _named(header, tensor))
+    keys = Keys(header)
+    return dict(pair for tensor in header.tensors.values() for pair in _named(header, keys, tensor))
 
 
-def _named(header: Header, tensor: Tensor) -> Iterator[tuple[str, Packed]]:
+def _named(header: Header, keys: Keys, tensor: Tensor) -> Iterator[tuple[str, Packed]]:
     stem, _, kind = tensor.name.rpartition(".")
     if tensor.name in UNUSED:
         return
     if stem in WHOLE:
-        yield f"{WHOLE[stem]}.{kind}", _packed(header, tensor)
+        yield f"{WHOLE[stem]}.{kind}", _packed(header, keys, tensor)
     elif (found := LAYER.fullmatch(tensor.name)) is None:
-        yield tensor.name, _packed(header, tensor)
+        yield tensor.name, _packed(header, keys, tensor)
     else:
         layer, part = f"model.layers.{int(found[1])}", found[2]
-        parts = SANDWICH if Keys(header).architecture == "gemma3" else PARTS
+        parts = SANDWICH if keys.architecture == "gemma3" else PARTS
         if part in EXPERTS and len(tensor.shape) == 3:
             for index in range(tensor.shape[0]):
                 name = f"{layer}.mlp.experts.{index}.{EXPERTS[part]}.{kind}"
                 yield name, _expert(header, tensor, index)
         else:
-            yield f"{layer}.{parts.get(part, part)}.{kind}", _packed(header, tensor, part)
+            name = f"{layer}.{parts.get(part, part)}.{kind}"
+            yield name, _packed(header, keys, tensor, part)
 
 
-def _packed(header: Header, tensor: Tensor, part: str = "") -> Packed:
-    keys = Keys(header)
+def _packed(header: Header, keys: Keys, tensor: Tensor, part: str = "") -> Packed:
     heads = 0
     if keys.architecture == "llama" and part in ("attn_q", "attn_k"):
         heads = keys.heads if part == "attn_q" else keys.kv_heads

@@ -73,12 +73,15 @@ class RMSNorm:
         return self._plain(x, self.weight, self._eps)
 
     def add(
-        self, x: torch.Tensor | Pending, residual: torch.Tensor
+        self, x: torch.Tensor | Pending | None, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of x + residual, x + residual); both arguments may be overwritten.
+        """(norm of x + residual, x + residual); both arguments may be overwritten. None adds
+        nothing.
 
         A Pending is for the usual kind of norm.
         """
+        if x is None:
+            return self(residual), residual
         if isinstance(x, Pending):
             return x.add_norm(residual, self.weight, self._eps)
         if self.fused is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pipeinfer.layers.attention import SelfAttention
 from pipeinfer.layers.mlp import GATES, GatedMLP
-from pipeinfer.layers.norm import RMSNorm
+from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
 from pipeinfer.layers.placement import Placement
 from pipeinfer.models.causal_lm import DecoderLayer, FeedForward
 from pipeinfer.models.config import ModelConfig
@@ -25,22 +25,35 @@ def decoder_layer(
 ) -> DecoderLayer:
     """Layer `index` with pre-norms, its parts named on disk as Llama names them."""
     hidden, eps = config.hidden_size, config.rms_norm_eps
-    attention = SelfAttention(
+    head_norm = USUAL if qk_norm else None
+    return DecoderLayer(
+        input_norm=RMSNorm("input_layernorm", hidden, eps, placement),
+        attention=attention(config, index, placement, qkv_bias, output_bias, head_norm),
+        middle_norm=RMSNorm("post_attention_layernorm", hidden, eps, placement),
+        mlp=mlp,
+    )
+
+
+def attention(
+    config: ModelConfig,
+    index: int,
+    placement: Placement,
+    qkv_bias: bool,
+    output_bias: bool,
+    head_norm: NormKind | None,
+) -> SelfAttention:
+    """The attention of layer `index`; `head_norm`: the kind of its QK norm, if it has one."""
+    return SelfAttention(
         index,
-        hidden_size=hidden,
+        hidden_size=config.hidden_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         bias=qkv_bias,
         output_bias=output_bias,
-        norm_eps=eps if qk_norm else None,
+        norm_eps=None if head_norm is None else config.rms_norm_eps,
         placement=placement,
-    )
-    return DecoderLayer(
-        input_norm=RMSNorm("input_layernorm", hidden, eps, placement),
-        attention=attention,
-        middle_norm=RMSNorm("post_attention_layernorm", hidden, eps, placement),
-        mlp=mlp,
+        norm_kind=head_norm or USUAL,
     )
 
 

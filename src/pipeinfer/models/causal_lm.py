@@ -80,10 +80,7 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor | Pending, torch.Tensor]:
         """(what is to be added to the residual, the residual [T, hidden], changed in place), or of
         `rows` alone, int64 [S]."""
-        if x is None:
-            x = self.input_norm(residual)
-        else:
-            x, residual = self.input_norm.add(x, residual)
+        x, residual = self.input_norm.add(x, residual)
         x = self.attention(x, rotation, attend, rows)
         if rows is not None:
             residual = residual[rows]
@@ -145,7 +142,7 @@ class CausalLM:
         for index, layer in enumerate(self.layers):
             rotation = rotations[self._rope_of_layer[index]]
             x, residual = layer(x, residual, rotation, attend, rows if index == last else None)
-        return self.norm(residual) if x is None else self.norm.add(x, residual)[0]
+        return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden] to [S, vocab] in the model's dtype; the same on all ranks."""

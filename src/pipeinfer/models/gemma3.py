@@ -20,7 +20,7 @@ from pipeinfer.layers.norm import OFFSET, RMSNorm
 from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rotation, TableRotation
-from pipeinfer.models.blocks import dense_mlp
+from pipeinfer.models.blocks import attention, dense_mlp
 from pipeinfer.models.causal_lm import CausalLM, FeedForward
 from pipeinfer.models.config import ModelConfig
 
@@ -48,10 +48,7 @@ class SandwichLayer:
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As DecoderLayer."""
-        if x is None:
-            x = self.input_norm(residual)
-        else:
-            x, residual = self.input_norm.add(x, residual)
+        x, residual = self.input_norm.add(x, residual)
         x = self.attention_norm(cast(torch.Tensor, self.attention(x, rotation, attend, rows)))
         if rows is not None:
             residual = residual[rows]
@@ -77,17 +74,8 @@ def _layer(config: ModelConfig, index: int, placement: Placement) -> SandwichLay
     hidden, eps = config.hidden_size, config.rms_norm_eps
     return SandwichLayer(
         input_norm=RMSNorm("input_layernorm", hidden, eps, placement, OFFSET),
-        attention=SelfAttention(
-            index,
-            hidden_size=hidden,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            bias=config.attention_bias,
-            output_bias=config.attention_bias,
-            norm_eps=eps,
-            placement=placement,
-            norm_kind=OFFSET,
+        attention=attention(
+            config, index, placement, config.attention_bias, config.attention_bias, OFFSET
         ),
         attention_norm=RMSNorm("post_attention_layernorm", hidden, eps, placement, OFFSET),
         middle_norm=RMSNorm("pre_feedforward_layernorm", hidden, eps, placement, OFFSET),

@@ -12,7 +12,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from pipeinfer.gguf.documents import document, is_gguf, tokenizer
+from pipeinfer.gguf.documents import document, is_gguf
+from pipeinfer.gguf.documents import tokenizer as gguf_tokenizer
 from pipeinfer.settings import ConfigurationError
 
 NAMED_TOKENS = (
@@ -75,7 +76,7 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer | None:
 
 def _read(folder: Path) -> Tokenizer | None:
     if is_gguf(folder):
-        return tokenizer(folder)
+        return gguf_tokenizer(folder)
     path = folder / "tokenizer.json"
     try:
         return Tokenizer.from_file(str(path)) if path.exists() else None
