@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,31 +77,35 @@ class Rank:
         return norms[torch.arange(len(norm)) % RANKS, torch.arange(len(norm))], total
 
 
+def check_ranks(folder: Path, ranks: list[Rank]) -> None:
+    """Together they give the hidden states and the logits that one rank alone gives."""
+    config = read_config(folder)
+    tokens = torch.randint(0, 256, (TOKENS,), generator=torch.Generator().manual_seed(3))
+
+    def run(rank: Rank | None) -> tuple[torch.Tensor, torch.Tensor]:
+        shard = Shard() if rank is None else Shard(rank.rank, RANKS)
+        with torch.inference_mode():
+            model = build_model(config, shard, group=rank, fusion=rank)
+            load_weights(model, folder)
+            hidden = model(tokens, torch.arange(TOKENS), dense_causal(model.attention_shapes()))
+            return hidden, model.logits(hidden)
+
+    alone = run(None)
+    with ThreadPoolExecutor(RANKS) as pool:
+        for together in pool.map(run, ranks):
+            torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("two_shots", [False, True], ids=["one-shot", "two-shots"])
 @pytest.mark.parametrize(("architecture", "overrides"), CASES)
 def test_every_sum_of_a_pass_but_the_embeddings_is_made_by_the_norm_after_it(
     checkpoint: CheckpointCache, architecture: str, overrides: dict[str, Any], two_shots: bool
 ) -> None:
     folder = checkpoint(architecture, **overrides)
-    config = read_config(folder)
-    tokens = torch.randint(0, 256, (TOKENS,), generator=torch.Generator().manual_seed(3))
     threads = Threads()
     ranks = [Rank(threads, rank, TOKENS, two_shots) for rank in range(RANKS)]
-
-    def run(rank: Rank | None) -> torch.Tensor:
-        shard = Shard() if rank is None else Shard(rank.rank, RANKS)
-        with torch.inference_mode():
-            model = build_model(config, shard, group=rank, fusion=rank)
-            load_weights(model, folder)
-            hidden = model(tokens, torch.arange(TOKENS), dense_causal(model.attention_shapes()))
-            return model.logits(hidden)
-
-    alone = run(None)
-    with ThreadPoolExecutor(RANKS) as pool:
-        together = list(pool.map(run, ranks))
-    for logits in together:
-        torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
-    layers = config.num_layers
+    check_ranks(folder, ranks)
+    layers = read_config(folder).num_layers
     assert [(rank.summed, rank.fused) for rank in ranks] == [(1, 2 * layers)] * RANKS
 
 
@@ -108,23 +113,10 @@ def test_a_model_that_norms_its_sums_before_it_adds_them_has_none_pending(
     checkpoint: CheckpointCache,
 ) -> None:
     folder = checkpoint("Gemma3ForCausalLM", attention_bias=True)
-    config = read_config(folder)
     threads = Threads()
     ranks = [Rank(threads, rank, TOKENS, False) for rank in range(RANKS)]
-
-    def run(rank: Rank | None) -> torch.Tensor:
-        shard = Shard() if rank is None else Shard(rank.rank, RANKS)
-        with torch.inference_mode():
-            model = build_model(config, shard, group=rank, fusion=rank)
-            load_weights(model, folder)
-            attend = dense_causal(model.attention_shapes())
-            return model(torch.arange(TOKENS), torch.arange(TOKENS), attend)
-
-    alone = run(None)
-    with ThreadPoolExecutor(RANKS) as pool:
-        for hidden in pool.map(run, ranks):
-            torch.testing.assert_close(hidden, alone, rtol=1e-4, atol=1e-4)
-    sums = 1 + 2 * config.num_layers
+    check_ranks(folder, ranks)
+    sums = 1 + 2 * read_config(folder).num_layers
     assert [(rank.summed, rank.fused) for rank in ranks] == [(sums, 0)] * RANKS
 
 
