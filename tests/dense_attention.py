@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pipeinfer.attention.interface import AttentionShape
+from pipeinfer.steps.shape import AttentionShape
 
 
 def dense_causal(shapes: Sequence[AttentionShape]) -> Callable[..., torch.Tensor]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeinfer.engine.step import LAST_TOKEN, Step
+from pipeinfer.steps.step import LAST_TOKEN, Step
 
 VOCABULARY = 4
 MASK = 2**64 - 1

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeinfer.attention.interface import AttentionShape
-from pipeinfer.engine.step import SamplingRows, Step
 from pipeinfer.memory.pool import KVPool
+from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.steps.step import SamplingRows, Step
 
 NO_SAMPLING = SamplingRows(
     temperature=np.empty(0, np.float32),

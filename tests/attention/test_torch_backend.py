@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from paged_cases import Case, dense, make_case, make_step
 
 from pipeinfer.attention import step_index
-from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.attention.torch_backend import TorchBackend
+from pipeinfer.steps.shape import AttentionShape
 
 HEADS = [(4, 4), (4, 2), (6, 1), (1, 1)]
 

@@ -12,7 +12,6 @@ import pytest
 from hash_device import HashDevice
 from pipeinfer.core import LOCAL
 from pipeinfer.engine.core import DIGESTS, EngineCore
-from pipeinfer.engine.step import Step
 from pipeinfer.events import NewEpoch, StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
@@ -36,6 +35,7 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.agreement import SILENT, Agreement, Disagreement
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.epochs import ASK_AGAIN
+from pipeinfer.steps.step import Step
 
 PAGES, SIZE, SLOTS, LIMIT = 40, 4, 6, 400
 WATCHDOG = 30.0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.engine.sampler import BAD, sample
 from pipeinfer.engine.sharded_sampler import sample_sharded
-from pipeinfer.engine.step import SamplingRows
+from pipeinfer.steps.step import SamplingRows
 
 
 class Threads:

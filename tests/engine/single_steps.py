@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeinfer.engine.step import LAST_TOKEN, SamplingRows, Step
+from pipeinfer.steps.step import LAST_TOKEN, SamplingRows, Step
 
 
 def empty_step(number: int = 0) -> Step:

@@ -17,7 +17,7 @@ from pipeinfer.engine.cuda.layout import Layout, Sizes
 from pipeinfer.engine.cuda.mixed_graphs import MixedGraphs, MixedSize
 from pipeinfer.engine.cuda.mixed_graphs import ladder as mixed_ladder
 from pipeinfer.engine.cuda.step_times import amid_prompts
-from pipeinfer.engine.step import LAST_TOKEN, SamplingRows, Step
+from pipeinfer.steps.step import LAST_TOKEN, SamplingRows, Step
 
 DUMMY_SLOT = 99
 

@@ -8,7 +8,6 @@ import pytest
 from hash_device import HashDevice, continuation
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.engine.step import Step
 from pipeinfer.events import Drain, Leave, StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
@@ -27,6 +26,7 @@ from pipeinfer.messages import (
     unpack,
 )
 from pipeinfer.params import SamplingParams
+from pipeinfer.steps.step import Step
 
 PAGES, SIZE, SLOTS, LIMIT = 33, 4, 8, 64
 ME = 77

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from hash_device import HashDevice
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.engine.step import Step
 from pipeinfer.events import StepDone
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Admit, Begin, Hello, Message, Plan, Release, Result, pack
 from pipeinfer.params import SamplingParams
+from pipeinfer.steps.step import Step
 
 PAGES, SIZE, SLOTS, LIMIT = 15, 4, 4, 40
 

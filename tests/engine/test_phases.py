@@ -16,7 +16,7 @@ from pipeinfer.engine.core import Compute
 from pipeinfer.engine.driver import DeviceDriver
 from pipeinfer.engine.executor import Executor
 from pipeinfer.engine.phases import HOST, PHASES, Phases
-from pipeinfer.engine.step import Sampled
+from pipeinfer.steps.step import Sampled
 
 
 class Noted:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pipeinfer.engine import sampler
 from pipeinfer.engine.sampler import BAD, sample
-from pipeinfer.engine.step import SamplingRows
 from pipeinfer.engine.truncation import thresholds
+from pipeinfer.steps.step import SamplingRows
 
 
 def rows(

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kernels.triton_cases import DEVICE, HALVES, TOLERANCE, randn, relative_error
-from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.attention.paged import PagedRows, RowArrays
 from pipeinfer.attention.triton_decode import TritonDecodePart
 from pipeinfer.kernels.decode_attention import (
@@ -17,6 +16,7 @@ from pipeinfer.kernels.decode_attention import (
 )
 from pipeinfer.kernels.decode_pieces import Cut, cut_rows, cut_rows_reference, most_pieces, room_for
 from pipeinfer.memory.pool import KVPool
+from pipeinfer.steps.shape import AttentionShape
 
 WHOLE = Cut(extra=4, parts=1, least=16, block=16, warps=4, stages=2)
 PARTS = Cut(extra=32, parts=4, least=16, block=16, warps=4, stages=2)

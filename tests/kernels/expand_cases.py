@@ -10,9 +10,9 @@ import torch
 
 from kernels.triton_cases import DEVICE
 from pipeinfer.attention.step_index import positions, store_places
-from pipeinfer.engine.step import LAST_TOKEN, SamplingRows, Step
 from pipeinfer.kernels import expand as module
 from pipeinfer.kernels.expand import allocate, expand, expand_reference
+from pipeinfer.steps.step import LAST_TOKEN, SamplingRows, Step
 
 FULL = -7  # what lies in the buffers before, to see what was written
 

@@ -10,10 +10,10 @@ import triton.language as tl
 
 from kernels.triton_cases import DEVICE, randn
 from pipeinfer.engine import sampler
-from pipeinfer.engine.step import SamplingRows
 from pipeinfer.kernels import gumbel as module
 from pipeinfer.kernels import noise, triton_noise
 from pipeinfer.kernels.gumbel import sample, sample_reference
+from pipeinfer.steps.step import SamplingRows
 
 SEEDS = np.array([0, 1, 2**63, 2**64 - 1, 0x299F31D0A4093822], dtype=np.uint64)
 POSITIONS = np.array([0, 7, 2**31, 2**32 + 5, 2**40], dtype=np.int64)

@@ -10,13 +10,13 @@ import torch
 
 from checkpoints import CheckpointCache
 from pipeinfer.engine.loading import load_engine
-from pipeinfer.engine.step import SamplingRows, Step
 from pipeinfer.layers import compiled
 from pipeinfer.layers.fused import fused_ops
 from pipeinfer.layers.mlp import silu_and_multiply
 from pipeinfer.layers.norm import RMSNorm
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.steps.step import SamplingRows, Step
 
 CPU = torch.device("cpu")
 

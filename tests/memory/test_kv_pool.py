@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.memory.pool import KVPool
+from pipeinfer.steps.shape import AttentionShape
 
 
 def resident_bytes() -> int:

@@ -20,12 +20,12 @@ from hypothesis.stateful import (
 
 from hash_device import HashDevice, chain
 from pipeinfer.engine.requests import RequestTable
-from pipeinfer.engine.step import LAST_TOKEN, Step
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.applied import Rows
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Admit, Plan, Release, pack, unpack
 from pipeinfer.params import SamplingParams
+from pipeinfer.steps.step import LAST_TOKEN, Step
 
 SLOTS = 5
 MAX_IN_FLIGHT = 3

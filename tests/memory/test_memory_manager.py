@@ -9,7 +9,6 @@ import pytest
 
 from hash_device import HashDevice, chain
 from pipeinfer.engine.requests import RequestTable
-from pipeinfer.engine.step import Step
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.applied import Applied
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
@@ -17,6 +16,7 @@ from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Admit, Plan, Release, pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.steps.step import Step
 
 SIZE = 4
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.engine.step import LAST_TOKEN, Step
 from pipeinfer.events import StepDone
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message, pack
+from pipeinfer.steps.step import LAST_TOKEN, Step
 from scheduler.model_engine import next_token, suppressed
 
 PAGES, PAGE_SIZE, SLOTS, LONGEST = 60, 4, 6, 10_000

@@ -16,11 +16,11 @@ from smollm2_reference import chosen
 
 from pipeinfer import settings as config
 from pipeinfer.engine.loading import LoadedEngine, load_engine
-from pipeinfer.engine.step import SamplingRows, Step
 from pipeinfer.models.build import build_model
 from pipeinfer.models.checkpoint import load_weights
 from pipeinfer.models.config import read_config
 from pipeinfer.models.source import resolve_model
+from pipeinfer.steps.step import SamplingRows, Step
 
 WINDOW, WINDOWS = 1_024, 20
 STEP = 512  # tokens of a step: the second reads from pages what the first wrote

@@ -12,12 +12,12 @@ import numpy as np
 
 from pipeinfer.core import LOCAL
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.engine.step import Step
 from pipeinfer.events import StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Admitted, Done, Message, Plan, Refused, Result, Tokens, Work, pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore
+from pipeinfer.steps.step import Step
 from simulate.arrivals import Arrival
 from simulate.deployment import Deployment
 from simulate.device import GROUPS, Device

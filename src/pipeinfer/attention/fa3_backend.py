@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.attention.paged import PagedKind, PagedRows
 from pipeinfer.memory.pool import KVPool
+from pipeinfer.steps.shape import AttentionShape
 
 
 @dataclass(frozen=True)

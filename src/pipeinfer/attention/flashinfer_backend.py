@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.attention.paged import PagedKind, PagedRows
 from pipeinfer.memory.pool import KVPool
+from pipeinfer.steps.shape import AttentionShape
 
 PARITIES = 2
 STAGING_BYTES = 8 * 2**20  # FlashInfer's own choice; a plan copies only what it fills

@@ -5,25 +5,12 @@ Knows no model, no request and no policy; implementations are found through the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from pipeinfer.engine.step import Step
-    from pipeinfer.memory.pool import KVPool
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """Heads of one rank. sliding_window: tokens a query sees, itself included; None is all."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    sliding_window: int | None = None
+from pipeinfer.memory.pool import KVPool
+from pipeinfer.steps.step import Step
 
 
 class AttentionBackend(Protocol):

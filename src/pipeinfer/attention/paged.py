@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.memory.pool import KVPool
+from pipeinfer.steps.shape import AttentionShape
 
 
 @dataclass(frozen=True)

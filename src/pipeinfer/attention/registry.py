@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.steps.shape import AttentionShape
 
 # Name -> "module:class"; the class is called with (shapes of all layers, torch device).
 BACKENDS = {

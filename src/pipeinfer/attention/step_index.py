@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from pipeinfer.engine.step import Step
+from pipeinfer.steps.step import Step
 
 # Rows of one decode group share a padded [rows, longest] gather. A group ends where it would hold
 # more tokens than this (so that what is gathered is still in the cache when it is read) ...

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeinfer.attention import step_index
-from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.attention.step_index import Piece
-
-if TYPE_CHECKING:
-    from pipeinfer.engine.step import Step
-    from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.pool import KVPool
+from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.steps.step import Step
 
 NEVER = float("-inf")
 

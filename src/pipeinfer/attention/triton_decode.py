@@ -12,11 +12,11 @@ from functools import lru_cache
 
 import torch
 
-from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.attention.paged import PagedRows
 from pipeinfer.kernels.decode_attention import TILE, DecodeRows, Scratch, decode_attention
 from pipeinfer.kernels.decode_pieces import Cut, cut_rows, most_pieces, room_for
 from pipeinfer.memory.pool import KVPool
+from pipeinfer.steps.shape import AttentionShape
 
 # By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut
 # small, so that all of the GPU works for them; more are cut only where they are long.

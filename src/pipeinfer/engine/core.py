@@ -15,7 +15,6 @@ import numpy as np
 
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.requests import RequestTable
-from pipeinfer.engine.step import Step
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.events import Drain, Leave, NewEpoch, StepDone, Tick, Unsent
 from pipeinfer.memory.applied import Applied
@@ -35,6 +34,7 @@ from pipeinfer.messages import (
     pack,
     unpack,
 )
+from pipeinfer.steps.step import Step
 from pipeinfer.trace.notes import StepNote, step_note
 
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from pipeinfer.engine.core import Compute, StepFailed
 from pipeinfer.engine.phases import Phases
-from pipeinfer.engine.step import Sampled, Step
 from pipeinfer.events import StepDone
 from pipeinfer.messages import Message, pack
+from pipeinfer.steps.step import Sampled, Step
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from pipeinfer.engine.step import Sampled, Step
+from pipeinfer.steps.step import Sampled, Step
 
 # Steps submitted and not yet finished. The overlap loop needs two; of several ranks, one that is
 # not rank 0 may be told of a third: plans go by the results of rank 0.

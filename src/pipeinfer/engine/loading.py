@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeinfer.attention import registry
-from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.attention.registry import Gpu
 from pipeinfer.engine.host_memory import available_bytes
 from pipeinfer.engine.runner import ModelRunner
@@ -29,6 +28,7 @@ from pipeinfer.models.checkpoint import check_checkpoint, fill_dummy, load_weigh
 from pipeinfer.models.config import ModelConfig, read_config
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import StepCost
+from pipeinfer.steps.shape import AttentionShape
 
 if TYPE_CHECKING:
     from pipeinfer.distributed.group import TorchGroup

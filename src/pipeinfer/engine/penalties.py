@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from pipeinfer.engine.step import PenaltyRows, Said
+from pipeinfer.steps.step import PenaltyRows, Said
 
 AT_ONCE = 32  # rows, so that what is in between stays small
 IN_PROMPT, IN_OUTPUT = 1, 2  # of a count: the lowest bit, and all others

@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeinfer.engine.marks import ProfilerMarks
 from pipeinfer.engine.phases import Phases
-from pipeinfer.engine.step import Step
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.steps.step import Step
 
 log = logging.getLogger(__name__)
 

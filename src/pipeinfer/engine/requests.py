@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.engine.step import PenaltyRows, Said, SamplingRows
 from pipeinfer.messages import Admit, unpack
+from pipeinfer.steps.step import PenaltyRows, Said, SamplingRows
 
 _NOBODY = np.empty((0, 2), dtype=np.int64)
 _NO_IDS = np.empty(0, dtype=np.int64)

@@ -19,8 +19,8 @@ from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.sampler import sample
-from pipeinfer.engine.step import LAST_TOKEN, Sampled, SamplingRows, Step
 from pipeinfer.memory.pool import KVPool
+from pipeinfer.steps.step import LAST_TOKEN, Sampled, SamplingRows, Step
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Sample = Callable[[torch.Tensor, SamplingRows], torch.Tensor]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from pipeinfer.engine.step import SamplingRows
 from pipeinfer.engine.truncation import thresholds
 from pipeinfer.kernels import noise
+from pipeinfer.steps.step import SamplingRows
 
 # All arithmetic is NumPy's, on the host: its vectorised loops need no thread pool, while every
 # torch operation of this size waits for all threads, a time slice each when the cores are shared.

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from pipeinfer.engine.sampler import BAD, GREEDY_BELOW, over_kept, prepared
-from pipeinfer.engine.step import SamplingRows
 from pipeinfer.kernels import noise
+from pipeinfer.steps.step import SamplingRows
 
 
 class Collector(Protocol):

@@ -11,9 +11,9 @@ from dataclasses import replace
 import numpy as np
 
 from pipeinfer.engine.requests import RequestTable
-from pipeinfer.engine.step import LAST_TOKEN, SamplingRows, Step
-from pipeinfer.memory.applied import Applied, Growth, Rows
+from pipeinfer.memory.applied import Applied, Rows
 from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.steps.step import LAST_TOKEN, Growth, SamplingRows, Step
 
 
 class StepBuilder:

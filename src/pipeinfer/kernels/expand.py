@@ -138,7 +138,7 @@ def expand(
     page_size: int,
     out: Expanded,
 ) -> None:
-    """Fills `out` from a step's arrays on its device (see engine/step.py for their meaning).
+    """Fills `out` from a step's arrays on its device (see steps/step.py for their meaning).
 
     pages int32 [R, P], starts, counts, slots int32 [R], tokens int32 [at least the sum of counts]
     with -1 for last_token[slot], last_token int64 [slots]. A row with count 0 is padding: it

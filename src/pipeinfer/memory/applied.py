@@ -9,17 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Growth:
-    """What sets a plan's rows apart from those of the plan before, where they are the same rows in
-    the same order and both plans decode one token of each: everything is one position further.
-
-    rows: int64 [G], those that begin a page; pages: int32 [G], which one.
-    """
-
-    rows: np.ndarray
-    pages: np.ndarray
+from pipeinfer.steps.step import Growth
 
 
 @dataclass(frozen=True)

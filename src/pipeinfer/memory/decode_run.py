@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.memory.applied import Growth, Rows
+from pipeinfer.memory.applied import Rows
 from pipeinfer.memory.page_table import PageTable
 from pipeinfer.memory.slots import Slots
 from pipeinfer.messages import Plan
+from pipeinfer.steps.step import Growth
 
 _ONE = np.array([1], dtype="<i4").tobytes()
 _STEP = np.ones((), dtype=np.int32)  # made once: making a scalar takes as long as adding it

@@ -7,13 +7,11 @@ is the attention backend's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from pipeinfer.attention.interface import AttentionShape
+from pipeinfer.steps.shape import AttentionShape
 
 
 def bytes_per_page(shapes: Sequence[AttentionShape], page_size: int, dtype: torch.dtype, /) -> int:

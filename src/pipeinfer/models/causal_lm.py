@@ -12,7 +12,6 @@ from typing import Protocol
 
 import torch
 
-from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.layers.attention import Attend, MergedAttend, SelfAttention
 from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
 from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
@@ -20,6 +19,7 @@ from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rope, Rotation, TableRotation
 from pipeinfer.models.config import ModelConfig
+from pipeinfer.steps.shape import AttentionShape
 
 
 class FeedForward(Protocol):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeinfer.engine.step import SamplingRows, Step
+from pipeinfer.steps.step import SamplingRows, Step
 
 
 def artificial_step(counts: np.ndarray, page_size: int, top_k: int = 0) -> Step:

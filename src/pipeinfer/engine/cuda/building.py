@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from pipeinfer.attention import registry
-from pipeinfer.attention.interface import AttentionShape
 from pipeinfer.engine.cuda.graphs import ladder
 from pipeinfer.engine.cuda.layout import Limits
 from pipeinfer.engine.cuda.memory import free_for_pages, warm_up
@@ -23,6 +22,7 @@ from pipeinfer.memory.pool import KVPool, bytes_per_page
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets, mixed_budget, most_tokens, said
 from pipeinfer.step_cost import StepCost
+from pipeinfer.steps.shape import AttentionShape
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ import numpy as np
 
 from pipeinfer.engine.cuda import packing
 from pipeinfer.engine.cuda.layout import Layout
-from pipeinfer.engine.step import Step
-from pipeinfer.memory.applied import Growth
+from pipeinfer.steps.step import Growth, Step
 
 MOST_GROWING = 16  # rows; each costs a few calls, and packing everything about sixty
 BLOCK = 256  # words that uploads are a multiple of, so that few sizes of them occur

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from pipeinfer.engine.cuda.buffers import PARITIES
 from pipeinfer.engine.executor import Watch
-from pipeinfer.engine.step import Sampled, Step
+from pipeinfer.steps.step import Sampled, Step
 
 
 class Launcher(Protocol):

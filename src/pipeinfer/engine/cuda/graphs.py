@@ -19,7 +19,7 @@ import torch
 from pipeinfer.attention.paged import PagedPlan, PagedRows, RowArrays
 from pipeinfer.engine.cuda.decode_packing import DecodePacker, Packed
 from pipeinfer.engine.cuda.layout import Layout, Sizes
-from pipeinfer.engine.step import Step
+from pipeinfer.steps.step import Step
 
 FIRST = (1, 2, 4)  # then every multiple of 8
 STEP = 8

@@ -13,7 +13,7 @@ import torch
 from pipeinfer.engine.cuda.artificial import artificial_step
 from pipeinfer.engine.cuda.layout import Limits
 from pipeinfer.engine.cuda.runner import CudaRunner
-from pipeinfer.engine.step import Step
+from pipeinfer.steps.step import Step
 
 LARGE_TOP_K = 20
 

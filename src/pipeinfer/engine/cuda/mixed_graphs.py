@@ -18,8 +18,8 @@ from pipeinfer.attention.paged import PagedPlan, PagedRows
 from pipeinfer.engine.cuda import graphs, packing
 from pipeinfer.engine.cuda.decode_packing import Packed
 from pipeinfer.engine.cuda.layout import Layout, Sizes
-from pipeinfer.engine.step import Step
 from pipeinfer.step_cost import steps_up_to
+from pipeinfer.steps.step import Step
 
 FEW, SOME = 8, 32  # prompts in a step: alone, and beside decodes
 PROMPT, MANY = 64, 128  # in large steps, one for so many tokens, up to so many prompts

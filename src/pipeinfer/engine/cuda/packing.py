@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeinfer.attention.step_index import positions as step_positions
 from pipeinfer.attention.step_index import store_places
-from pipeinfer.engine.step import Step
+from pipeinfer.steps.step import Step
 
 Views = dict[str, np.ndarray]
 NOWHERE = -1  # in `store`: keep nothing of this token

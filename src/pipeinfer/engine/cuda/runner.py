@@ -30,9 +30,9 @@ from pipeinfer.engine.cuda.sampling import NONE, Sampler, WholeSampler
 from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
-from pipeinfer.engine.step import Sampled, Step
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.step_cost import StepCost
+from pipeinfer.steps.step import Sampled, Step
 
 Views = dict[str, torch.Tensor]
 TIMERS = 8  # more than steps in flight: a step's end is also read for the step after it

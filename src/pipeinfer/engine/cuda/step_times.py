@@ -12,8 +12,8 @@ from typing import Any
 from pipeinfer.engine.cuda.artificial import deep_decodes, deep_prompts
 from pipeinfer.engine.cuda.graphs import DecodeGraphs, Frame, replay_seconds
 from pipeinfer.engine.cuda.mixed_graphs import DECODES, MixedGraphs, MixedSize, unaided
-from pipeinfer.engine.step import Step
 from pipeinfer.step_cost import PER_SECOND, StepCost
+from pipeinfer.steps.step import Step
 
 REPLAYS = 3
 ROWS = frozenset((1, 8, 16, 32, 64, 96, 128, 192))  # of decodes alone, and as many as there may be

@@ -1,6 +1,7 @@
 """One step as arrays: what the memory manager decided and what the model runner computes from.
 
-Knows no plan, no policy and no torch. Rows are requests, tokens are the flattened rows.
+Knows no plan, no policy and no torch, and imports nobody: memory, attention and engine speak in
+it. Rows are requests, tokens are the flattened rows.
 """
 
 from __future__ import annotations
@@ -9,9 +10,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeinfer.memory.applied import Growth
-
 LAST_TOKEN = -1  # in Step.tokens: take the id that the previous step left in last_token[slot]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What sets a step's rows apart from those of the step before, where they are the same rows in
+    the same order and both decode one token of each: everything is one position further.
+
+    rows: int64 [G], those that begin a page; pages: int32 [G], which one.
+    """
+
+    rows: np.ndarray
+    pages: np.ndarray
 
 
 @dataclass(frozen=True)

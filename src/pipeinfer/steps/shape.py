@@ -1,0 +1,19 @@
+"""What attention of one layer looks like: its heads and what they see.
+
+Knows no backend, no pool and no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Heads of one rank. sliding_window: tokens a query sees, itself included; None is all."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
