@@ -79,6 +79,7 @@ def step_cost(
         begun, depth = amid(size, 0), max(min(DEPTH, longest - tokens), 0)
         more = max(amid(size, depth) - begun, 0) // depth if depth else 0
         together.append((tokens, begun, more))
+    together = without_outliers(together)
     measured = [some for some in rows if some in ROWS or some == rows[-1]]
     shallow = {some: alone(some, 0) for some in measured}
     many = max((some for some in measured if some <= DECODES), default=measured[0])
@@ -86,6 +87,19 @@ def step_cost(
     more = max(alone(many, deep) - shallow[many], 0)
     each = more // (many * deep * frame.page_size) if deep else 0
     return StepCost(tuple(shallow.items()), tuple(together), each)
+
+
+def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """`sizes` (tokens, time, more) ascending, none of them with more for depth than a larger one.
+
+    What is measured is at times too long, never too short: one such price, five times too high,
+    kept steps of that size from being made at all.
+    """
+    found, least = [], sizes[-1][2]
+    for tokens, begun, more in reversed(sizes):
+        least = min(least, more)
+        found.append((tokens, begun, least))
+    return found[::-1]
 
 
 def amid_prompts(size: MixedSize, longest: int, depth: int, frame: Frame) -> Step:
