@@ -41,11 +41,12 @@ class NewEpoch(Message, frozen=True):
 
 
 class StepDone(Message, frozen=True):
-    """The device finished step `number`: `token_ids` int32 bytes, one for each row that sampled.
-    `bad`: int32 bytes, those of these rows whose logits were not finite; their ids mean nothing."""
+    """The device finished step `number`. int32 bytes: `counts`, how many tokens each row gave that
+    sampled; `token_ids`, row after row; `bad`, those of these rows whose logits were not finite."""
 
     epoch: int
     number: int
+    counts: bytes
     token_ids: bytes
     seconds: float = 0.0  # differs between a run and its replay
     bad: bytes = b""

@@ -15,7 +15,7 @@ import numpy as np
 from pipeinfer.params import SamplingParams
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

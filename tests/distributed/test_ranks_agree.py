@@ -12,7 +12,8 @@ import pytest
 from hash_device import HashDevice
 from pipeinfer.core import LOCAL
 from pipeinfer.engine.core import DIGESTS, EngineCore
-from pipeinfer.events import NewEpoch, StepDone, Tick
+from pipeinfer.engine.driver import step_done
+from pipeinfer.events import NewEpoch, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     PROTOCOL,
@@ -35,7 +36,7 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.agreement import SILENT, Agreement, Disagreement
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.epochs import ASK_AGAIN
-from pipeinfer.steps.step import Step
+from pipeinfer.steps.step import Sampled, Step
 
 PAGES, SIZE, SLOTS, LIMIT = 40, 4, 6, 400
 WATCHDOG = 30.0
@@ -64,7 +65,7 @@ class Rank:
 
     def compute(self) -> list[Message]:
         step = self.steps.popleft()
-        return self.take(StepDone(step.epoch, step.number, pack(self.device.run(step))))
+        return self.take(step_done(step, Sampled.one_each(self.device.run(step))))
 
 
 class Group:

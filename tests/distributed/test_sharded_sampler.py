@@ -11,9 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.engine.sampler import BAD, sample
+from drawn_ids import NOTHING, ids_of
+from pipeinfer.engine import sampler
 from pipeinfer.engine.sharded_sampler import sample_sharded
 from pipeinfer.steps.step import SamplingRows
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Ids, int64 [S]."""
+    return ids_of(sampler.sample(logits, rows))
 
 
 class Threads:
@@ -67,7 +73,7 @@ def split(logits: np.ndarray, params: SamplingRows, size: int, group: Threads):
 
     def one(rank: int) -> list[int]:
         part = torch.from_numpy(padded[:, rank * share : (rank + 1) * share].copy())
-        return sample_sharded(part, params, rank * share, vocab, group).tolist()
+        return ids_of(sample_sharded(part, params, rank * share, vocab, group)).tolist()
 
     return group.run(one)
 
@@ -112,5 +118,5 @@ def test_a_row_that_is_bad_on_one_rank_is_bad_on_all_and_leaves_the_others_alone
         logits[1] = logits[4] = value
     else:
         logits[1, 130] = logits[4, 3] = value
-    expected[1] = expected[4] = BAD
+    expected[1] = expected[4] = NOTHING
     assert split(logits, params, 4, Threads(4)) == [expected] * 4

@@ -8,6 +8,7 @@ import pytest
 from hash_device import HashDevice, continuation
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.core import Compute, EngineCore
+from pipeinfer.engine.driver import step_done
 from pipeinfer.events import Drain, Leave, StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
@@ -26,7 +27,7 @@ from pipeinfer.messages import (
     unpack,
 )
 from pipeinfer.params import SamplingParams
-from pipeinfer.steps.step import Step
+from pipeinfer.steps.step import Sampled, Step
 
 PAGES, SIZE, SLOTS, LIMIT = 33, 4, 8, 64
 ME = 77
@@ -69,7 +70,7 @@ class Engine:
 
     def work(self) -> list:
         step = self.queue.pop(0)
-        return self.handle(StepDone(step.epoch, step.number, pack(self.device.run(step))))
+        return self.handle(step_done(step, Sampled.one_each(self.device.run(step))))
 
 
 def admit(slot: int, tokens: list[int], prompt_len: int = 0, **params) -> Admit:
@@ -222,7 +223,7 @@ def test_only_rank_zero_reports_results():
     plan = Plan(1, 0, (), (admit(0, [1, 2]),), pack([0]), pack([9]))
     sends = core.handle(plan, 0.0)
     assert [send.channel for send in sends] == [LOCAL]
-    assert core.handle(StepDone(1, 0, pack([3])), 0.0) == []
+    assert core.handle(StepDone(1, 0, pack([1]), pack([3])), 0.0) == []
     fault = core.handle(Plan(1, 7, (), (), b"", b""), 0.0)[0].message
     assert isinstance(fault, Fault) and fault.rank == 1
 
@@ -277,8 +278,8 @@ def test_rows_of_bad_logits_have_produced_nothing_and_are_named_by_their_slots(b
     step = engine.queue.pop()
     assert (step.growth is not None) == decodes
     ids = engine.device.run(step)
-    done = StepDone(step.epoch, step.number, pack(ids), bad=pack(bad))
-    [result] = engine.handle(done)
+    good = [row not in bad for row in range(len(ids))]
+    [result] = engine.handle(step_done(step, Sampled.of(np.stack((good, ids * good), axis=1))))
     slots = step.slots[step.samples].tolist()
     wrong = {slots[row] for row in bad}
     assert set(unpack(result.bad).tolist()) == wrong and len(result.bad) == 4 * len(bad)
@@ -318,12 +319,31 @@ def test_steps_that_end_out_of_order_or_with_wrong_counts_are_faults():
     engine = Engine()
     engine.plan({0: 9}, [admit(0, [1])])
     engine.plan({0: 1})
-    assert "step 1 ended where 0 was expected" in engine.handle(StepDone(1, 1, pack([1])))[0].reason
+    [fault] = engine.handle(StepDone(1, 1, pack([1]), pack([1])))
+    assert "step 1 ended where 0 was expected" in fault.reason
+    for counts, ids, said in (
+        ([1, 1], [1, 2], "sampled 2 ids and said it of 2 rows, where 1 sample"),
+        ([1], [1, 2], "sampled 2 ids and said it of 1 rows"),
+        ([2], [1], "sampled 1 ids and said it of 1 rows"),
+    ):
+        engine = Engine()
+        engine.plan({0: 9}, [admit(0, [1])])
+        assert said in engine.handle(StepDone(1, 0, pack(counts), pack(ids)))[0].reason
     engine = Engine()
-    engine.plan({0: 9}, [admit(0, [1])])
-    assert "2 ids for 1 rows" in engine.handle(StepDone(1, 0, pack([1, 2])))[0].reason
+    assert "where none was expected" in engine.handle(StepDone(1, 0, b"", b""))[0].reason
+
+
+def test_rows_may_give_several_tokens_which_stand_in_the_plans_order():
     engine = Engine()
-    assert "where none was expected" in engine.handle(StepDone(1, 0, b""))[0].reason
+    prompts = {5: [1] * 6, 2: [2], 7: [3] * 9}
+    engine.plan(dict.fromkeys(prompts, 99), [admit(slot, ids) for slot, ids in prompts.items()])
+    step = engine.queue.pop()
+    assert step.slots.tolist() == [2, 5, 7], "rows with one token come first"
+    sampled = Sampled.of(np.array([[2, 20, 21, 99], [3, 50, 51, 52], [0, 0, 0, 0]]))
+    [result] = engine.handle(step_done(step, sampled))
+    assert fields(result)["produced"] == [3, 2, 0]
+    assert fields(result)["token_ids"] == [50, 51, 52, 20, 21]
+    assert unpack(result.bad).tolist() == [7]
 
 
 def test_sampling_parameters_follow_their_rows():

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from hash_device import HashDevice
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.events import StepDone
+from pipeinfer.engine.driver import step_done
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Admit, Begin, Hello, Message, Plan, Release, Result, pack
 from pipeinfer.params import SamplingParams
-from pipeinfer.steps.step import Step
+from pipeinfer.steps.step import Sampled, Step
 
 PAGES, SIZE, SLOTS, LIMIT = 15, 4, 4, 40
 
@@ -71,7 +71,7 @@ class Rank:
 
     def work(self, steps: int) -> None:
         for step in self.queue[:steps]:
-            self.handle(StepDone(step.epoch, step.number, pack(self.device.run(step))))
+            self.handle(step_done(step, Sampled.one_each(self.device.run(step))))
         del self.queue[:steps]
 
     def results(self) -> list[Result]:

@@ -21,9 +21,10 @@ def seen(penalties, logits, rows, places, ids):
 
     def sample(logits):
         given_logits.append(logits)
-        return torch.from_numpy(ids)
+        return torch.from_numpy(drawn)
 
-    assert penalties.sampled(logits, rows, sample, places).tolist() == ids.tolist()
+    drawn = np.stack((ids >= 0, np.maximum(ids, 0)), axis=1).astype(np.int64)
+    assert penalties.sampled(logits, rows, sample, places).tolist() == drawn.tolist()
     return given_logits[0]
 
 

@@ -112,7 +112,7 @@ async def driven():
 
     def run(step):
         with phases.span("forward", step.number):
-            return Sampled(np.arange(len(step.slots), dtype=np.int32))
+            return Sampled.one_each(range(len(step.slots)))
 
     driver = DeviceDriver(lambda *reports: Executor(run, *reports), phases)
     await driver.start(fed.put_nowait)

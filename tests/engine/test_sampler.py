@@ -8,10 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drawn_ids import NOTHING, ids_of
 from pipeinfer.engine import sampler
-from pipeinfer.engine.sampler import BAD, sample
 from pipeinfer.engine.truncation import thresholds
 from pipeinfer.steps.step import SamplingRows
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Ids, int64 [S]."""
+    return ids_of(sampler.sample(logits, rows))
 
 
 def rows(
@@ -213,13 +218,13 @@ def test_a_row_of_bad_logits_gets_no_id_and_leaves_the_others_as_they_were(bad, 
     params = rows(5, **how)
     expected = sample(logits, params).tolist()
     logits[2, 5 if isinstance(bad, float) else slice(None)] = torch.tensor(bad)
-    expected[2] = BAD
+    expected[2] = NOTHING
     assert sample(logits, params).tolist() == expected
 
 
 def test_a_row_of_which_everything_is_suppressed_gets_no_id():
     logits = torch.zeros(2, 4)
-    assert sample(logits, rows(2, suppress=[(0, id) for id in range(4)])).tolist()[0] == BAD
+    assert sample(logits, rows(2, suppress=[(0, id) for id in range(4)])).tolist()[0] == NOTHING
 
 
 @pytest.mark.parametrize("top_p", [0.0, 1e-46, 1e-45, 1e-30])

@@ -8,11 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
+from drawn_ids import NOTHING, ids_of
 from kernels.triton_cases import DEVICE, randn
 from pipeinfer.engine import sampler
 from pipeinfer.kernels import gumbel as module
 from pipeinfer.kernels import noise, triton_noise
-from pipeinfer.kernels.gumbel import sample, sample_reference
+from pipeinfer.kernels.gumbel import sample_reference
 from pipeinfer.steps.step import SamplingRows
 
 SEEDS = np.array([0, 1, 2**63, 2**64 - 1, 0x299F31D0A4093822], dtype=np.uint64)
@@ -57,17 +58,22 @@ def parameters(rows: int, seed: int = 0, **values):
     return [torch.from_numpy(column).to(DEVICE) for column in columns]
 
 
+def sample(*arguments, **named) -> torch.Tensor:
+    """Ids, int64 [S]."""
+    return ids_of(module.sample(*arguments, **named))
+
+
 def on_the_cpu(logits: torch.Tensor, knobs: list[torch.Tensor]) -> torch.Tensor:
     """What the engine's CPU sampler says."""
     arrays = [knob.cpu().numpy() for knob in knobs]
     arrays[4] = arrays[4].view(np.uint64)
-    return sampler.sample(logits, SamplingRows(*arrays, suppress=np.empty((0, 2), np.int64)))
+    rows = SamplingRows(*arrays, suppress=np.empty((0, 2), np.int64))
+    return ids_of(sampler.sample(logits, rows))
 
 
 def assert_all_agree(logits: torch.Tensor, knobs: list[torch.Tensor]) -> torch.Tensor:
     ids = sample(logits, *knobs)
-    assert ids.dtype == torch.int64
-    assert ids.tolist() == sample_reference(logits, *knobs).tolist()
+    assert ids.tolist() == ids_of(sample_reference(logits, *knobs)).tolist()
     assert ids.tolist() == on_the_cpu(logits, knobs).tolist()
     return ids
 
@@ -190,7 +196,7 @@ def test_a_row_without_a_finite_maximum_gets_no_id_and_hurts_nobody():
         logits, *parameters(7, temperature=[1, 0, 1, 1, 1, 1, 0], top_k=[0, 0, 9, 0, 9, 0, 0]),
         last_token=last_token, slots=slots,
     )  # fmt: skip
-    assert ids.tolist() == [-1] * 5 + good[5:].tolist()
+    assert ids.tolist() == [NOTHING] * 5 + good[5:].tolist()
     assert last_token.tolist() == [7, 0, 0, 0, 0, 0, *good[5:].tolist(), 7]
 
 
@@ -207,11 +213,10 @@ def test_ids_reach_last_token_at_the_rows_slots_only():
     logits = randn(5, 4, 100, dtype=torch.bfloat16)
     last_token = torch.full((10,), -5, dtype=torch.int64, device=DEVICE)
     slots = torch.tensor([7, 2, 9, 0], device=DEVICE)
-    out = torch.empty(4, dtype=torch.int64, device=DEVICE)
+    out = torch.empty(4, 2, dtype=torch.int64, device=DEVICE)
     knobs = parameters(4, top_k=[0, 3, 0, 3])
-    ids = sample(logits, *knobs, last_token=last_token, slots=slots, out=out)
-    assert ids is out
-    assert last_token[slots].tolist() == ids.tolist()
+    assert module.sample(logits, *knobs, last_token=last_token, slots=slots, out=out) is out
+    assert last_token[slots].tolist() == ids_of(out).tolist()
     assert last_token[[1, 3, 4, 5, 6, 8]].tolist() == [-5] * 6
 
 

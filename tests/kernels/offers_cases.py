@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.gumbel_cases import mixed, parameters
+from drawn_ids import NOTHING, ids_of
+from kernels.gumbel_cases import mixed, parameters, sample
 from kernels.triton_cases import DEVICE, randn
 from pipeinfer.engine.cuda.sampling import PER_ROW, SplitSampler
 from pipeinfer.kernels import gumbel
-from pipeinfer.kernels.gumbel import sample
 from pipeinfer.kernels.offers import choose, offer
 
 
@@ -24,7 +24,7 @@ def together(logits, knobs, ranks, **target):
     starts = [min(rank * share, vocab) for rank in range(ranks)]
     parts = [(start, logits[:, start : start + share]) for start in starts]
     offers = [offer(part, heat, seeds, positions, start) for start, part in parts]
-    return choose(torch.stack(offers), heat, **target)
+    return ids_of(choose(torch.stack(offers), heat, **target))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,6 @@ def test_ranks_choose_what_one_rank_samples(vocab, ranks, dtype, monkeypatch):
     logits = randn(vocab, 8, vocab, dtype=dtype) * 3
     knobs = parameters(8, vocab, temperature=[0, 0, 0.3, 0.6, 1, 1, 1.7, 5])
     ids = together(logits, knobs, ranks)
-    assert ids.dtype == torch.int64
     assert ids.tolist() == sample(logits, *knobs, truncate=False).tolist()
 
 
@@ -60,7 +59,7 @@ def test_bad_logits_of_one_rank_leave_no_id_on_all_and_hurt_no_other_row(monkeyp
     last_token = torch.full((8,), 7, dtype=torch.int64, device=DEVICE)
     slots = torch.arange(6, device=DEVICE) + 1
     ids = together(logits, knobs, 4, last_token=last_token, slots=slots)
-    assert ids.tolist() == [-1] * 4 + good[4:].tolist()
+    assert ids.tolist() == [NOTHING] * 4 + good[4:].tolist()
     assert last_token.tolist() == [7, 0, 0, 0, 0, *good[4:].tolist(), 7]
 
 
@@ -85,7 +84,7 @@ def test_offers_stay_small_and_rows_are_the_same_in_any_batch(monkeypatch):
     alone = offer(logits[3:4], heat[3:4], seeds[3:4], positions[3:4], 5001)
     assert torch.equal(alone[0], whole[3])
     none = offer(logits[:0], heat[:0], seeds[:0], positions[:0], 0)
-    assert choose(torch.stack([none, none]), heat[:0]).shape == (0,)
+    assert choose(torch.stack([none, none]), heat[:0]).shape == (0, 2)
 
 
 class OneRank:
@@ -114,7 +113,7 @@ def test_ranks_gather_the_logits_of_truncated_rows_only(monkeypatch):
     model = SimpleNamespace(head=SimpleNamespace(rows=held), local_logits=None)
     last_token = torch.full((rows,), -5, dtype=torch.int64, device=DEVICE)
     sampler = SplitSampler(model, ranks)
-    ids = sampler.sample(logits, views, last_token, np.array([1, 3, 4]))
+    ids = ids_of(sampler.sample(logits, views, last_token, np.array([1, 3, 4])))
     assert ranks.gathered == [3]
     assert ids.tolist() == sample(logits, *knobs).tolist() == last_token.tolist()
     sampler.sample(logits, views, last_token, np.empty(0, dtype=np.int64))

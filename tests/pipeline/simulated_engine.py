@@ -12,10 +12,11 @@ import numpy as np
 
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.core import Compute, EngineCore
+from pipeinfer.engine.driver import step_done
 from pipeinfer.events import StepDone
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import PROTOCOL, Hello, Message, pack
-from pipeinfer.steps.step import LAST_TOKEN, Step
+from pipeinfer.messages import PROTOCOL, Hello, Message
+from pipeinfer.steps.step import LAST_TOKEN, Sampled, Step
 from scheduler.model_engine import next_token, suppressed
 
 PAGES, PAGE_SIZE, SLOTS, LONGEST = 60, 4, 6, 10_000
@@ -87,7 +88,7 @@ class EngineNode:
             self.crashed = True
             return
         ids = self._device.run(step)
-        self.done.append(StepDone(step.epoch, step.number, pack(ids)))
+        self.done.append(step_done(step, Sampled.one_each(ids)))
 
     def idle(self) -> bool:
         return self.core.idle()

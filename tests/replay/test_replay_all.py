@@ -78,15 +78,15 @@ def test_a_wrong_id_is_counted_for_the_request_in_its_slot():
         return Admit(slot, name, pack([1]), 1, 9, SamplingParams(), 0)
 
     plan = Plan(7, 3, (), (admit(4, "a"), admit(2, "b")), pack([4, 2]), pack([1, 1]))
-    step = Group(entry(2, StepDone(7, 3, pack([50, 60]))))
+    step = Group(entry(2, StepDone(7, 3, pack([1, 1]), pack([50, 60]))))
     rows = [pack(x) for x in ([4, 2], [0, 0], [1, 1], [1, 1], [50, 60], [])]
     step.outputs.append(entry(3, Result(7, 3, *rows, 0, 0, 0), "out", "result"))
     tally = Tally(keep_going=True)
     tally.follow(Group(entry(1, plan, channel="plan")))
-    tally.step(step, StepDone(7, 3, pack([50, 61])))
+    tally.step(step, StepDone(7, 3, pack([1, 1]), pack([50, 61])))
     assert (tally.tokens, tally.wrong, tally.requests) == (2, 1, {"b"})
     assert tally.lines()[1] == "tokens: 1 of 2 differ, in 1 of 2 requests"
-    tally.step(step, StepDone(7, 3, pack([50])))
+    tally.step(step, StepDone(7, 3, pack([1, 0]), pack([50])))
     assert (tally.tokens, tally.wrong) == (4, 3), "of another length, all of it counts"
 
 
@@ -94,7 +94,7 @@ def test_a_wrong_id_is_counted_for_the_request_in_its_slot():
 def test_the_first_difference_ends_a_replay_unless_it_is_to_go_on(keep_going):
     tally = Tally(keep_going)
     assert not tally.over
-    found = [Difference(n, "text", "x", 0, 1, entry(n, StepDone(1, n, b""))) for n in (5, 9)]
+    found = [Difference(n, "text", "x", 0, 1, entry(n, StepDone(1, n, b"", b""))) for n in (5, 9)]
     for difference in (None, *found):
         tally.add(difference)
     assert tally.first is found[0]

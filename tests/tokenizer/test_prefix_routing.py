@@ -14,7 +14,8 @@ import numpy as np
 
 from pipeinfer.core import LOCAL, Core
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.events import StepDone, Tick
+from pipeinfer.engine.driver import step_done
+from pipeinfer.events import Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     PROTOCOL,
@@ -29,6 +30,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
+from pipeinfer.steps.step import Sampled
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.routing import Router
 
@@ -70,7 +72,7 @@ class Group:
         if self._steps:
             step = self._steps.popleft().step
             ids = np.full(int(step.samples.sum()), 7, dtype=np.int32)
-            self.feed(self.engine, StepDone(step.epoch, step.number, pack(ids)))
+            self.feed(self.engine, step_done(step, Sampled.one_each(ids)))
 
     def beats(self) -> list[Heartbeat]:
         who = (0, 0, 1, 1, "ready", "")

@@ -19,14 +19,15 @@ import uvloop
 import zmq
 
 from pipeinfer.engine.core import Compute, EngineCore
-from pipeinfer.events import StepDone
+from pipeinfer.engine.driver import step_done
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import PROTOCOL, Hello, Message, pack
+from pipeinfer.messages import PROTOCOL, Hello, Message
 from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.entry import run_shell, set_up_logging, stage_settings
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.runtime.topology import Identity
+from pipeinfer.steps.step import Sampled
 from pipeinfer.version import __version__
 
 PAGE_SIZE, PAGES, MAX_MODEL_LEN = 16, 16_384, 16_384
@@ -55,7 +56,7 @@ class InstantDevice:
         assert isinstance(message, Compute)
         step = message.step
         ids = self._ids.integers(0, self._highest + 1, int(step.samples.sum()), np.int32)
-        done = StepDone(step.epoch, step.number, pack(ids), self._seconds)
+        done = step_done(step, Sampled.one_each(ids), self._seconds)
         if self._seconds == 0:
             self._loop.call_soon(self._feed, done)
             return

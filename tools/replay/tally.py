@@ -49,7 +49,7 @@ class Tally:
     def step(self, group: Group, report: StepDone) -> None:
         """A step of the device, and the group that has what was recorded of it."""
         recorded: StepDone = group.input.message
-        one, other = _sampled(recorded), _sampled(report)
+        one, other = unpack(recorded.token_ids), unpack(report.token_ids)
         self.tokens += len(one)
         if len(one) != len(other):
             self.wrong += max(len(one), len(other))
@@ -73,8 +73,3 @@ class Tally:
                 f"{len(self._seen)} requests"
             )
         return lines
-
-
-def _sampled(done: StepDone) -> np.ndarray:
-    """int32 ids of the rows that produced one."""
-    return np.delete(unpack(done.token_ids), unpack(done.bad))

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 
-import numpy as np
-
 from pipeinfer.core import LOCAL
 from pipeinfer.engine.core import Compute, EngineCore
+from pipeinfer.engine.driver import step_done
 from pipeinfer.events import StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Admitted, Done, Message, Plan, Refused, Result, Tokens, Work, pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore
-from pipeinfer.steps.step import Step
+from pipeinfer.steps.step import Sampled, Step
 from simulate.arrivals import Arrival
 from simulate.deployment import Deployment
 from simulate.device import GROUPS, Device
@@ -121,7 +120,7 @@ class StepwiseGroup:
         ends = self._device.run(now, many, contexts, tokens, pairs)
         self._seen[step.number] = self._device.seen_at
         ids = [self._sampled[slot] for slot in step.slots[step.samples].tolist()]
-        done = StepDone(step.epoch, step.number, np.array(ids, "<i4").tobytes())
+        done = step_done(step, Sampled.one_each(ids))
         self._steps.append((ends, done))
         tally.steps += 1
         tally.evicted = self._memory.evicted_pages

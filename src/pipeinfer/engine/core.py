@@ -276,7 +276,7 @@ class EngineCore:
             sends.append(Send(LOCAL, "", Compute(step)))
             return sends
         # Nothing for the device; the result still waits for those of the plans before.
-        self._in_flight[-1].done = StepDone(plan.epoch, plan.number, b"")
+        self._in_flight[-1].done = StepDone(plan.epoch, plan.number, b"", b"")
         return sends + self._finished()
 
     def _count(self, plan: Plan, applied: Applied) -> None:
@@ -327,14 +327,14 @@ class EngineCore:
         if waiting is None or waiting.applied.number != done.number:
             expected = "none" if waiting is None else str(waiting.applied.number)
             return self._fault(f"step {done.number} ended where {expected} was expected")
-        sampled = len(done.token_ids) // 4
-        if len(done.token_ids) != 4 * len(waiting.sampled):
+        counts, ids = unpack(done.counts), len(done.token_ids) // 4
+        if (len(counts), ids) != (len(waiting.sampled), int(counts.sum())):
             return self._fault(
-                f"step {done.number} sampled {sampled} ids for {len(waiting.sampled)} rows"
+                f"step {done.number} sampled {ids} ids and said it of {len(counts)} rows, "
+                f"where {len(waiting.sampled)} sample"
             )
-        bad = len(done.bad) // 4
-        self._totals["sampled_tokens_total"] += sampled - bad
-        self._totals["bad_rows_total"] += bad
+        self._totals["sampled_tokens_total"] += ids
+        self._totals["bad_rows_total"] += len(done.bad) // 4
         waiting.done = done
         return self._finished() + self._farewell()
 
@@ -352,23 +352,23 @@ class EngineCore:
 
 
 def _result(applied: Applied, sampled: np.ndarray, done: StepDone) -> Result:
-    rows, token_ids, produced = applied.rows, done.token_ids, applied.rows.samples
-    bad = b""
-    if done.bad:
-        at = sampled[unpack(done.bad)]
-        bad, produced = pack(rows.slots[at]), produced.copy()
-        produced[at] = False
-    if rows.growth is None or bad:
-        ids = np.zeros(len(rows.slots), dtype=np.int32)
-        ids[sampled] = unpack(token_ids)
-        token_ids = pack(ids[produced])
+    """Of the plan's rows in the plan's order; `sampled` [S]: those of them that sample."""
+    rows, produced, token_ids = applied.rows, done.counts, done.token_ids
+    if rows.growth is None:  # else every row samples, in the plan's order
+        counts = unpack(done.counts)
+        of_all = np.zeros(len(rows.slots), dtype=np.int32)
+        of_all[sampled] = counts
+        produced = pack(of_all)
+        order = np.argsort(np.repeat(sampled, counts), kind="stable")
+        token_ids = pack(unpack(done.token_ids)[order])
+    bad = pack(rows.slots[sampled[unpack(done.bad)]]) if done.bad else b""
     return Result(
         epoch=done.epoch,
         number=done.number,
         slots=pack(rows.slots),
         starts=pack(rows.starts),
         counts=pack(rows.counts),
-        produced=pack(produced),
+        produced=produced,
         token_ids=token_ids,
         deferred=pack(rows.slots[rows.deferred]),
         free=applied.free,

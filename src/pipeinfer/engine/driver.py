@@ -97,5 +97,5 @@ class DeviceDriver:
 
 def step_done(step: Step, sampled: Sampled, seconds: float = 0.0) -> StepDone:
     """What the core is told of a step that gave `sampled`."""
-    bad = pack(sampled.bad) if len(sampled.bad) else b""
-    return StepDone(step.epoch, step.number, pack(sampled.ids), seconds, bad)
+    counts, ids, bad = map(pack, (sampled.counts, sampled.ids, sampled.bad))
+    return StepDone(step.epoch, step.number, counts, ids, seconds, bad)

@@ -36,8 +36,8 @@ class Penalties:
         sample: Callable[[torch.Tensor], torch.Tensor],
         places: np.ndarray | None = None,
     ) -> torch.Tensor:
-        """Ids int64 [R] that `sample` takes from `logits` [R, ids]: from a copy in float32 where
-        there are penalties, and what it takes is counted.
+        """int64 [R, 2], what `sample` draws from `logits` [R, ids]: from a copy in float32 where
+        there are penalties, and what it draws is counted.
 
         places: int64 [S], which row of logits belongs to each row that samples; None: the same.
         """
@@ -54,12 +54,13 @@ class Penalties:
         for part in torch.arange(len(at), device=self._device).split(AT_ONCE):
             before, seen = logits[at[part]], self._counts[slots[part]]
             logits[at[part]] = penalized(before, seen, factors[part])
-        ids = sample(logits)
-        column = ids.to(self._device)[at] - self._first_id
-        held = (column >= 0) & (column < self._counts.shape[1])
+        drawn = sample(logits)
+        many, ids = drawn.to(self._device)[at].unbind(1)
+        column = ids - self._first_id
+        held = (many > 0) & (column >= 0) & (column < self._counts.shape[1])
         column = torch.where(held, column, 0)
         self._counts[slots, column] += IN_OUTPUT * held.int()  # no slot stands twice
-        return ids
+        return drawn
 
     def _begin(self, said: Said, counts: torch.Tensor) -> None:
         """Sets `counts` int32 [ids] to those of one request."""

@@ -101,16 +101,16 @@ class ModelRunner:
     @torch.inference_mode()
     def _sampled(self, step: Step, logits: torch.Tensor) -> Sampled:
         if not step.samples.any():
-            return Sampled(np.empty(0, dtype=np.int32))
+            return Sampled.of(np.empty((0, 2), dtype=np.int64))
         with self.phases.span("sample", step.number):
             rows = step.sampling
-            ids = self._penalties.sampled(
+            drawn = self._penalties.sampled(
                 logits, rows.penalties, lambda changed: self._sample(changed, rows)
             )
             slots = self._tensor(step.slots[step.samples].astype(np.int64))
             # A bad row may be part of one more step: it goes on from an id that exists.
-            self._last_token[slots] = ids.clamp(min=0).to(self._device)
-            return Sampled.of(ids.numpy())
+            self._last_token[slots] = drawn[:, 1].to(self._device)
+            return Sampled.of(drawn.numpy())
 
     def _known(self, ids: np.ndarray, slots: np.ndarray) -> torch.Tensor:
         """int64 [T] ids, LAST_TOKEN replaced by what the slot's previous step sampled."""

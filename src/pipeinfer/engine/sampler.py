@@ -1,4 +1,4 @@
-"""From logits to token ids: greedy, or Gumbel-max over what temperature, top-k, top-p, min-p leave.
+"""From logits to tokens: greedy, or Gumbel-max over what temperature, top-k, top-p, min-p leave.
 
 Knows rows of parameters, no request. A row's token depends on its own logits, parameters, seed and
 position only: never on what else is in the batch, or on the row's place in it.
@@ -18,20 +18,20 @@ from pipeinfer.steps.step import SamplingRows
 
 GREEDY_BELOW = 1e-5  # such a temperature is greedy, as in vLLM
 BLOCK_VALUES = 1 << 18  # logits handled at a time, so that the passes over them stay in the cache
-BAD = -1  # in place of an id: the row has a NaN, an infinity, or nothing left to sample
 SPARSE = 6  # noise for single ids costs that many times more than for a whole row
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Token ids, int64 [S] on the host, for float logits [S, vocab] on any device.
+    """int64 [S, 2] on the host, of each row how many tokens it gave and which, for float logits
+    [S, vocab] on any device.
 
-    Of equal best candidates the lowest id wins. A bad row gets BAD and leaves the others alone.
+    Of equal best candidates the lowest id wins. A bad row, which has a NaN, an infinity, or nothing
+    left to sample, gives none and leaves the others alone.
     """
     values = prepared(logits, rows)
     ids = values.argmax(axis=-1)
     peaks = np.take_along_axis(values, ids[:, None], axis=-1)
     finite = np.isfinite(peaks[:, 0])  # a row with a NaN has it at its argmax
-    ids[~finite] = BAD
     random = (rows.temperature >= GREEDY_BELOW) & finite
     if random.any():
         truncated = (rows.top_k > 0) & (rows.top_k < values.shape[1])
@@ -40,7 +40,12 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
             ids[block] = _over_all(_scaled(values, peaks, rows, block), rows, block)
         for block in _blocks(random & truncated, values.shape[1]):
             ids[block] = over_kept(_scaled(values, peaks, rows, block), rows, block)
-    return torch.from_numpy(ids)
+    return drawn(ids, finite)
+
+
+def drawn(ids: np.ndarray, good: np.ndarray) -> torch.Tensor:
+    """int64 [S, 2]: one token, of `ids` [S], for the rows in `good` bool [S], else none."""
+    return torch.from_numpy(np.stack((good, ids * good), axis=1).astype(np.int64))
 
 
 def prepared(logits: torch.Tensor, rows: SamplingRows) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pipeinfer.engine.sampler import BAD, GREEDY_BELOW, over_kept, prepared
+from pipeinfer.engine.sampler import GREEDY_BELOW, drawn, over_kept, prepared
 from pipeinfer.kernels import noise
 from pipeinfer.steps.step import SamplingRows
 
@@ -28,25 +28,28 @@ class Collector(Protocol):
 def sample_sharded(
     logits: torch.Tensor, rows: SamplingRows, start: int, vocab: int, group: Collector
 ) -> torch.Tensor:
-    """Token ids, int64 [S] on the host, the same on all ranks and those that one rank alone would
-    sample from the whole.
+    """int64 [S, 2] on the host as from sampler.py's sample(), the same on all ranks and what one
+    rank alone would sample from the whole.
 
     logits: float [S, share], those of ids start .. start + share - 1, where ids from `vocab` on do
-    not exist. Of equal best candidates the lowest id wins. A bad row gets BAD, on all ranks.
+    not exist.
     """
     values = prepared(logits, _local(rows, start, logits.shape[1]))
     values = values[:, : max(vocab - start, 0)]
     truncated = (rows.top_k > 0) & (rows.top_k < vocab) | (rows.top_p < 1) | (rows.min_p > 0)
     truncated &= rows.temperature >= GREEDY_BELOW
-    ids = _best(values, rows, start, group)
-    whole = np.flatnonzero(truncated & (ids != BAD))  # the same on all ranks, as the ids are
+    ids, good = _best(values, rows, start, group)
+    whole = np.flatnonzero(truncated & good)  # the same on all ranks, as the ids are
     if len(whole):
         ids[whole] = _truncated(values[whole], _rows(rows, whole), logits.shape[1], vocab, group)
-    return torch.from_numpy(ids)
+    return drawn(ids, good)
 
 
-def _best(values: np.ndarray, rows: SamplingRows, start: int, group: Collector) -> np.ndarray:
-    """Ids int64 [S] of the best candidates of all ranks, truncation left out of account."""
+def _best(
+    values: np.ndarray, rows: SamplingRows, start: int, group: Collector
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids int64 [S] of the best candidates of all ranks, truncation left out of account, and bool
+    [S], the rows whose logits are good."""
     count, width = values.shape
     # Of each row: | what candidates are compared by | its id | the greatest logit |, float64
     mine = np.full((count, 3), -np.inf)
@@ -63,10 +66,10 @@ def _best(values: np.ndarray, rows: SamplingRows, start: int, group: Collector) 
         mine[:, 0] = np.take_along_axis(scores, local[:, None], axis=-1)[:, 0]
         mine[:, 1] = local + start
     everybody = group.collect(torch.from_numpy(mine)).numpy()
-    bad = ~np.isfinite(everybody[:, :, 2].max(axis=0, initial=-np.inf))
+    good = np.isfinite(everybody[:, :, 2].max(axis=0, initial=-np.inf))
     scores, candidates = everybody[:, :, 0], everybody[:, :, 1]
     candidates = np.where(scores == scores.max(axis=0), candidates, np.inf)
-    return np.where(bad, BAD, candidates.min(axis=0)).astype(np.int64)
+    return np.where(good, candidates.min(axis=0), 0).astype(np.int64), good
 
 
 def _truncated(

@@ -97,7 +97,7 @@ def scan(
 
 @triton.jit
 def _reduce(
-    temperature, top_k, top_p, min_p, peaks, bests, chosen, last_token, slots, vocab, blocks,
+    temperature, top_k, top_p, min_p, peaks, bests, drawn, last_token, slots, vocab, blocks,
     BLOCKS: tl.constexpr, TRUNCATE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """One program per row: the best of its blocks. Does nothing for rows that choose() serves."""
@@ -114,7 +114,7 @@ def _reduce(
         packed = pack(tl.where(inside, score, float("-inf")), token_of(best))
         token = token_of(tl.max(packed, axis=0))
         settle(
-            row, tl.where(tl.abs(peak) < float("inf"), token, -1), chosen, last_token, slots, KEEP
+            row, tl.where(tl.abs(peak) < float("inf"), token, -1), drawn, last_token, slots, KEEP
         )
 
 
@@ -124,17 +124,18 @@ def sample(
     out: torch.Tensor | None = None, last_token: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Token ids, int64 [S], of logits [S, vocab] (float32, bfloat16 or float16, unit last stride).
+    """int64 [S, 2], of each row how many tokens it gave and which, from logits [S, vocab] (float32,
+    bfloat16 or float16, unit last stride).
 
     Parameters [S] on the device, as in steps/step.py; seeds int64, the bits of the uint64.
     truncate False promises that no row has top_k, top_p or min_p, and saves two launches. A row
-    with a NaN, or whose maximum is not finite, gets -1. With last_token int64 and slots int [S],
-    last_token[slots[r]] becomes row r's id (0 for a bad row). No synchronisation.
+    with a NaN, or whose maximum is not finite, gives none, and its id is 0. With last_token int64
+    and slots int [S], last_token[slots[r]] becomes row r's id. No synchronisation.
     """
     rows, vocab = logits.shape
-    ids = logits.new_empty(rows, dtype=torch.int64) if out is None else out
+    drawn = logits.new_empty(rows, 2, dtype=torch.int64) if out is None else out
     if rows == 0:
-        return ids
+        return drawn
     blocks = triton.cdiv(vocab, BLOCK)
     peaks, sums = logits.new_empty(2, rows, blocks, dtype=torch.float32)
     bests = logits.new_empty(rows, blocks, dtype=torch.int64)
@@ -144,13 +145,13 @@ def sample(
         0, 0, BLOCK=BLOCK, TRUNCATE=truncate, PART=False, num_warps=WARPS,
     )  # fmt: skip
     options = {"BLOCKS": triton.next_power_of_2(blocks), "KEEP": last_token is not None}
-    target = (ids, last_token, slots)
+    target = (drawn, last_token, slots)
     _reduce[(rows,)](
         *knobs, peaks, bests, *target, vocab, blocks, TRUNCATE=truncate, num_warps=1, **options
     )
     if truncate:
         _truncated(logits, knobs, seeds, positions, peaks, sums, target, options)
-    return ids
+    return drawn
 
 
 def _truncated(
@@ -185,12 +186,13 @@ def _unused_bits(dtype: torch.dtype) -> int:
 
 
 def sample_reference(logits: torch.Tensor, *knobs: torch.Tensor) -> torch.Tensor:
-    """The same ids, but for near ties, by sorting each row on the host in float64."""
+    """The same, but for near ties, by sorting each row on the host in float64."""
     ids = [
         _row_reference(values, *[knob[row].item() for knob in knobs])
         for row, values in enumerate(logits.double().cpu())
     ]
-    return torch.tensor(ids, dtype=torch.int64, device=logits.device)
+    rows = [[int(token >= 0), max(token, 0)] for token in ids]
+    return torch.tensor(rows, dtype=torch.int64, device=logits.device).reshape(-1, 2)
 
 
 def _row_reference(

@@ -53,7 +53,7 @@ def _offer(temperature, peaks, bests, offers, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _choose(
-    offers, temperature, chosen, last_token, slots, rows, ranks, RANKS: tl.constexpr,
+    offers, temperature, drawn, last_token, slots, rows, ranks, RANKS: tl.constexpr,
     KEEP: tl.constexpr,
 ):  # fmt: skip
     """One program per row: the best of all ranks."""
@@ -65,7 +65,7 @@ def _choose(
     maxima = bits.to(tl.int32).to(tl.float32, bitcast=True)
     best, peak = _best(temperature + row, tl.where(rank < ranks, maxima, float("-inf")), packed)
     token = tl.where(tl.abs(peak) < float("inf"), token_of(best), -1)
-    settle(row, token, chosen, last_token, slots, KEEP)
+    settle(row, token, drawn, last_token, slots, KEEP)
 
 
 def offer(
@@ -100,16 +100,15 @@ def choose(
     offers: torch.Tensor, temperature: torch.Tensor, last_token: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Token ids, int64 [S], from the offers of all ranks [ranks, S, 2], in any order of ranks.
+    """As gumbel.sample, from the offers of all ranks [ranks, S, 2], in any order of ranks.
 
-    Of equal scores the lowest id; -1 for a row with a NaN or without a finite maximum. With
-    last_token and slots as in gumbel.sample.
+    Of equal scores the lowest id.
     """
     ranks, rows, _ = offers.shape
-    ids = offers.new_empty(rows)
+    drawn = offers.new_empty(rows, 2)
     if rows:
         _choose[(rows,)](
-            offers.contiguous(), temperature, ids, last_token, slots, rows, ranks,
+            offers.contiguous(), temperature, drawn, last_token, slots, rows, ranks,
             RANKS=triton.next_power_of_2(ranks), KEEP=last_token is not None, num_warps=1,
         )  # fmt: skip
-    return ids
+    return drawn

@@ -41,11 +41,15 @@ def is_truncated(heat, top_k, top_p, min_p, vocab, GREEDY: tl.constexpr):
 
 
 @triton.jit
-def settle(row, token, chosen, last_token, slots, KEEP: tl.constexpr):
-    """Writes the row's id; -1, for a row without a finite maximum, reaches only `chosen`."""
-    tl.store(chosen + row, token.to(tl.int64))
+def settle(row, token, drawn, last_token, slots, KEEP: tl.constexpr):
+    """Writes that the row gave one token, and which; `token` -1, of a row without a finite maximum:
+    that it gave none. A bad row may be part of one more step, and goes on from an id that exists.
+    """
+    found = tl.maximum(token, 0).to(tl.int64)
+    tl.store(drawn + 2 * row, (token >= 0).to(tl.int64))
+    tl.store(drawn + 2 * row + 1, found)
     if KEEP:
-        tl.store(last_token + tl.load(slots + row), tl.maximum(token, 0).to(tl.int64))
+        tl.store(last_token + tl.load(slots + row), found)
 
 
 @triton.jit
@@ -227,7 +231,7 @@ def collect(
 @triton.jit
 def choose(
     logits, temperature, top_k, top_p, min_p, seeds, positions, peaks, sums, candidates, names,
-    counts, chosen, last_token, slots, stride, vocab, blocks, BLOCKS: tl.constexpr,
+    counts, drawn, last_token, slots, stride, vocab, blocks, BLOCKS: tl.constexpr,
     PLACES: tl.constexpr, CANDIDATES: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr,
     SHIFT: tl.constexpr, GREEDY: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
@@ -254,4 +258,4 @@ def choose(
                 whole = logits + row.to(tl.int64) * stride
                 token = _of_all(whole, vocab, low, k, p, floor, total, peak, heat, seed, position,
                                 SHIFT, CHUNK, LANES)  # fmt: skip
-        settle(row, token, chosen, last_token, slots, KEEP)
+        settle(row, token, drawn, last_token, slots, KEEP)

@@ -6,6 +6,7 @@ it. Rows are requests, tokens are the flattened rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,20 +76,27 @@ _NONE = np.empty(0, dtype=np.int32)
 class Sampled:
     """What a step gave, for the S rows that sample, in their order.
 
-    ids: int32 [S]. bad: int32, ascending, the rows whose logits have no finite maximum or a NaN;
-    such a row has id 0 and has produced nothing.
+    counts: int32 [S], how many tokens each row gave. ids: int32 [the sum of counts], row after row.
+    bad: int32, ascending, the rows whose logits have no finite maximum or a NaN; they gave none.
     """
 
+    counts: np.ndarray
     ids: np.ndarray
     bad: np.ndarray = field(default_factory=lambda: _NONE)
 
     @classmethod
-    def of(cls, ids: np.ndarray) -> Sampled:
-        """Out of what a sampler gives: ids, any integers [S], with -1 in bad rows."""
-        if len(ids) == 0 or ids.min() >= 0:
-            return cls(ids.astype(np.int32))
-        bad = np.flatnonzero(ids < 0).astype(np.int32)
-        return cls(np.maximum(ids, 0).astype(np.int32), bad)
+    def of(cls, drawn: np.ndarray) -> Sampled:
+        """Out of what a sampler draws: integers [S, 1 + k], of each row how many tokens it gave, 0
+        in a bad row, and which; what stands behind them means nothing."""
+        counts, ids = drawn[:, 0].astype(np.int32), drawn[:, 1:]
+        given = np.arange(ids.shape[1]) < counts[:, None]
+        bad = np.flatnonzero(counts == 0).astype(np.int32)
+        return cls(counts, ids[given].astype(np.int32), bad)
+
+    @classmethod
+    def one_each(cls, ids: Sequence[int] | np.ndarray) -> Sampled:
+        """One token of each row: ids, any integers [S]."""
+        return cls(np.ones(len(ids), dtype=np.int32), np.asarray(ids, dtype=np.int32))
 
 
 @dataclass(frozen=True)

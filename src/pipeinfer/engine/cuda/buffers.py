@@ -1,6 +1,6 @@
 """The step-private buffers: what a step in flight reads is not written for a later one.
 
-Two parities, each with one pinned buffer, its mirror on the device and room for the sampled ids.
+Two parities, each with one pinned buffer, its mirror on the device and room for what is sampled.
 Knows bytes and events; layout.py says what lies where.
 """
 
@@ -20,7 +20,7 @@ class StepBuffers:
         self.pinned = torch.zeros(words, dtype=torch.int32, pin_memory=True)
         self.host: np.ndarray = self.pinned.numpy()
         self.mirror = torch.zeros(words, dtype=torch.int32, device=device)
-        self.ids = torch.zeros(most_rows, dtype=torch.int64, pin_memory=True)
+        self.drawn = torch.zeros(most_rows, 2, dtype=torch.int64, pin_memory=True)
         self.uploaded = torch.cuda.Event()
         self.done = torch.cuda.Event()
         self._pieces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}

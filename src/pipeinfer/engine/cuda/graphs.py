@@ -44,10 +44,10 @@ class Captured:
     layout: Layout
     views: dict[str, torch.Tensor]
     logits: torch.Tensor
-    ids: torch.Tensor
+    drawn: torch.Tensor
 
 
-# (plan, views) -> (logits [S, vocab], ids [S]): the step that is captured.
+# (plan, views) -> (logits [S, vocab], what is drawn [S, 2]): the step that is captured.
 Body = Callable[[PagedPlan, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -67,9 +67,9 @@ def record(
     # Of this thread alone: NCCL has one of its own, which asks after events meanwhile.
     mode = "thread_local"
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
-        logits, ids = body(plan, views)
+        logits, drawn = body(plan, views)
     graph.replay()  # the first brings it to the device: a millisecond, of nobody's step here
-    return Captured(graph, layout, views, logits, ids)
+    return Captured(graph, layout, views, logits, drawn)
 
 
 def replay_seconds(captured: Captured, replays: int = REPLAYS) -> float:

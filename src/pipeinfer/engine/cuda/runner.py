@@ -48,7 +48,7 @@ class Timer:
 
 @dataclass(frozen=True)
 class Flight:
-    """A launched step: `count` ids will lie in `buffers`, those at `rows` are the step's."""
+    """A launched step: `count` rows draw into `buffers`, and those at `rows` are its own."""
 
     buffers: StepBuffers
     timer: Timer
@@ -145,8 +145,8 @@ class CudaRunner:
         """What the step gave, seconds computed, seconds idle before."""
         with self.phases.range("wait for results"):
             flight.buffers.done.synchronize()
-        ids = flight.buffers.ids.numpy()[: flight.count]
-        sampled = Sampled.of(ids if flight.rows is None else ids[flight.rows])
+        drawn = flight.buffers.drawn.numpy()[: flight.count]
+        sampled = Sampled.of(drawn if flight.rows is None else drawn[flight.rows])
         busy = flight.timer.began.elapsed_time(flight.timer.ended) / 1e3
         idle = 0.0 if self._ended is None else self._ended.elapsed_time(flight.timer.began) / 1e3
         self._ended = flight.timer.ended
@@ -173,8 +173,8 @@ class CudaRunner:
             logits = self._compute(step, views, plan)
         with span("sample", number):
             if logits is not None:
-                ids = self._sampled(step, logits, views, np.arange(samples))
-                buffers.ids[:samples].copy_(ids, non_blocking=True)
+                drawn = self._sampled(step, logits, views, np.arange(samples))
+                buffers.drawn[:samples].copy_(drawn, non_blocking=True)
         return Flight(buffers, timer, samples, None, self._end(buffers, timer, logits))
 
     def _packed(self, step: Step, parity: int, samples: int) -> tuple[PagedRows, Views, int]:
@@ -250,12 +250,12 @@ class CudaRunner:
         with span("forward", number):  # sampling by temperature included
             captured.graph.replay()
         with span("sample", number):
-            ids = captured.ids
+            drawn = captured.drawn
             if packed.restricted:
-                ids = self._sample_again(step, captured, packed.places)
-            buffers.ids[: len(ids)].copy_(ids, non_blocking=True)
+                drawn = self._sample_again(step, captured, packed.places)
+            buffers.drawn[: len(drawn)].copy_(drawn, non_blocking=True)
             kept = self._end(buffers, timer, captured.logits)
-        return Flight(buffers, timer, len(captured.ids), packed.places, kept)
+        return Flight(buffers, timer, len(captured.drawn), packed.places, kept)
 
     # Streams are set and named rather than entered: what torch looks up otherwise, six times in a
     # step, takes as long as the launch of a graph.
@@ -284,7 +284,7 @@ class CudaRunner:
         return self._sampled(step, captured.logits, captured.views, places)
 
     def _sampled(self, step: Step, logits: torch.Tensor, views: Views, places: np.ndarray) -> Any:
-        """Ids of all rows of the logits, of which those at `places` are the step's."""
+        """What all rows of the logits draw, of which those at `places` are the step's."""
         truncated = places[packing.truncated_rows(step)]
 
         def sample(logits: torch.Tensor) -> torch.Tensor:

@@ -42,8 +42,9 @@ class Sampler(Protocol):
     def sample(
         self, logits: torch.Tensor, views: Views, last_token: torch.Tensor, truncated: np.ndarray, /
     ) -> torch.Tensor:
-        """Ids int64 [S], the same on all ranks, also written to last_token at `write_slots`; -1 for
-        a row of bad logits. truncated: int64, the rows with top-k, top-p or min-p.
+        """int64 [S, 2], how many tokens each row gave and which, the same on all ranks; ids also go
+        to last_token at `write_slots`. A row of bad logits gives none. truncated: int64, the rows
+        with top-k, top-p or min-p.
         """
         ...
 
@@ -102,12 +103,12 @@ class SplitSampler:
         mine = offer(
             logits[:, : self._held], heat, views["seeds"], views["sample_positions"], self.first_id
         )
-        ids = choose(self._ranks.collect(mine), heat, last_token, views["write_slots"])
+        drawn = choose(self._ranks.collect(mine), heat, last_token, views["write_slots"])
         if len(truncated):
             at = torch.from_numpy(truncated).to(logits.device)
             some = {name: views[name][at] for name in PER_ROW}
-            ids[at] = sample_rows(self.whole(logits[at]), some, last_token, truncated)
-        return ids
+            drawn[at] = sample_rows(self.whole(logits[at]), some, last_token, truncated)
+        return drawn
 
 
 def sample_rows(
