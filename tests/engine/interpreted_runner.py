@@ -33,6 +33,9 @@ class Event:
     def synchronize(self) -> None:
         """Everything is over already."""
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, other) -> float:
         return (other.time - self.time) * 1e3
 

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeinfer.steps.step import LAST_TOKEN, SamplingRows, Step
+from pipeinfer.engine.device import HostDevice
+from pipeinfer.engine.runner import Flight
+from pipeinfer.steps.step import LAST_TOKEN, Sampled, SamplingRows, Step
+
+
+class HostRunner:
+    """Runs steps by a function, as a runner of the host does by its model."""
+
+    def __init__(self, run: Callable[[Step], Sampled]) -> None:
+        self.device, self._run = HostDevice(), run
+
+    def launch(self, step: Step, before: Callable[[Step], None]) -> Flight:
+        return Flight(self.device, step, before, self._run)
 
 
 def empty_step(number: int = 0) -> Step:

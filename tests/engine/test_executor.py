@@ -1,134 +1,167 @@
-"""The executor: order, reports on the loop, errors, and what it measures."""
+"""The executor: order, reports on the loop, errors and sums, over a device that a test controls."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 from single_steps import empty_step
 
+from pipeinfer.engine.device import HostDevice, HostMark
 from pipeinfer.engine.executor import MOST_PENDING, Executor
+from pipeinfer.steps.step import Sampled, Step
+
+
+@dataclass
+class Flight:
+    number: int
+    mark: HostMark = field(default_factory=HostMark)
+
+    def take(self) -> Sampled:
+        self.mark.wait()
+        return Sampled.one_each([self.number])
+
+
+class Runner:
+    """Launches at once; a step has ended when the test says so."""
+
+    def __init__(self) -> None:
+        self.device = HostDevice()
+        self.flights: list[Flight] = []
+        self.watched: list[int] = []
+        self.grounded: set[int] = set()
+
+    def launch(self, step: Step, before: Callable[[Step], None]) -> Flight:
+        if step.number in self.grounded:
+            raise ValueError(f"launch of {step.number}")
+        before(step)
+        self.flights.append(Flight(step.number))
+        return self.flights[-1]
+
+    def end(self, number: int, error: Exception | None = None) -> None:
+        [mark] = [flight.mark for flight in self.flights if flight.number == number]
+        mark.busy, mark.idle = 0.25, 0.5
+        mark.end(error)
 
 
 class Reports:
     """What the executor reported, and on which thread."""
 
     def __init__(self) -> None:
-        self.seen: asyncio.Queue[tuple] = asyncio.Queue()
+        self.all: asyncio.Queue[tuple] = asyncio.Queue()
+        self.threads: set[int] = set()
 
-    def done(self, step, ids, seconds):
-        self.seen.put_nowait((step.number, ids.tolist(), seconds, threading.get_ident()))
+    def done(self, step, sampled, seconds):
+        self.threads.add(threading.get_ident())
+        self.all.put_nowait((step.number, sampled.ids.tolist(), seconds))
 
     def error(self, step, error):
-        self.seen.put_nowait((step.number, error, None, threading.get_ident()))
+        self.threads.add(threading.get_ident())
+        self.all.put_nowait((step.number, str(error)))
 
 
-async def test_steps_run_in_order_off_the_loop_and_report_on_it():
-    reports, threads = Reports(), []
-
-    def run(step):
-        threads.append(threading.get_ident())
-        return np.array([step.number], dtype=np.int32)
-
-    executor = Executor(run, reports.done, reports.error)
-    for number in range(MOST_PENDING):
-        executor.submit(empty_step(number))
-    seen = [await reports.seen.get() for _ in range(MOST_PENDING)]
+@pytest.fixture
+async def running():
+    runner, reports = Runner(), Reports()
+    executor = Executor(runner, reports.done, reports.error)
+    yield runner, reports, executor
     executor.close()
-    assert [(number, ids) for number, ids, _, _ in seen] == [(n, [n]) for n in range(MOST_PENDING)]
-    assert {thread for *_, thread in seen} == {threading.get_ident()}
-    assert set(threads) == {executor._thread.ident}
+
+
+async def test_a_step_is_launched_before_the_one_before_it_has_a_result(running):
+    runner, reports, executor = running
+    executor.submit(empty_step(0))
+    executor.submit(empty_step(1))
+    assert [flight.number for flight in runner.flights] == [0, 1]
+    assert executor.pending == 2
+    runner.end(1)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert reports.all.empty(), "the later result alone is not reported"
+    await asyncio.to_thread(runner.end, 0)
+    assert [await reports.all.get() for _ in range(2)] == [(0, [0], 0.25), (1, [1], 0.25)]
     assert executor.pending == 0
+    assert (executor.steps, executor.busy_seconds, executor.idle_seconds) == (2, 0.5, 1.0)
+    assert reports.threads == {threading.get_ident()}
 
 
-async def test_a_failed_step_is_reported_once_and_later_steps_still_run():
-    reports = Reports()
-
-    def run(step):
-        if step.number == 1:
-            raise ArithmeticError("no finite maximum")
-        return np.array([step.number], dtype=np.int32)
-
-    executor = Executor(run, reports.done, reports.error)
-    for number in range(3):
+async def test_errors_of_launch_and_of_result_are_reported_in_their_place(running):
+    runner, reports, executor = running
+    runner.grounded = {1, 2}
+    for number in range(5):
         executor.submit(empty_step(number))
-    seen = [await reports.seen.get() for _ in range(3)]
-    executor.close()
-    assert [entry[0] for entry in seen] == [0, 1, 2]
-    assert isinstance(seen[1][1], ArithmeticError)
-    assert reports.seen.empty()
+    await asyncio.sleep(0)
+    assert reports.all.empty(), "the first is still under way"
+    runner.end(4)
+    runner.end(3, RuntimeError("end of 3"))
+    runner.end(0)
+    assert [(await reports.all.get())[:2] for _ in range(5)] == [
+        (0, [0]), (1, "launch of 1"), (2, "launch of 2"), (3, "end of 3"), (4, [4]),
+    ]  # fmt: skip
+    assert executor.steps == 2
 
 
-async def test_more_steps_than_the_overlap_loop_needs_are_refused():
-    reports, gate = Reports(), threading.Event()
-
-    def run(step):
-        gate.wait()
-        return np.empty(0, dtype=np.int32)
-
-    executor = Executor(run, reports.done, reports.error)
+async def test_more_steps_than_the_overlap_loop_needs_are_refused(running):
+    runner, reports, executor = running
     for number in range(MOST_PENDING):
         executor.submit(empty_step(number))
-    assert executor.pending == MOST_PENDING
     with pytest.raises(RuntimeError, match=f"while {MOST_PENDING} are pending"):
         executor.submit(empty_step(9))
-    gate.set()
-    for _ in range(MOST_PENDING):
-        await reports.seen.get()
-    executor.close()
+    runner.end(0)  # the loop has no turn in which it could be reported
+    executor.submit(empty_step(MOST_PENDING))
+    for number in range(1, MOST_PENDING + 1):
+        runner.end(number)
+    assert [(await reports.all.get())[0] for _ in range(MOST_PENDING + 1)] == [0, 1, 2, 3, 4]
 
 
-async def test_close_finishes_what_was_queued_and_refuses_more():
-    reports = Reports()
-    executor = Executor(lambda step: np.empty(0, np.int32), reports.done, reports.error)
+async def test_a_report_may_submit_the_next_step():
+    runner, numbers, over = Runner(), iter(range(1, 6)), asyncio.Event()
+
+    def done(step, sampled, seconds):
+        following = next(numbers, None)
+        if following is None:
+            return over.set()
+        executor.submit(empty_step(following))
+        runner.end(following)
+
+    executor = Executor(runner, done, lambda *_: None)
     executor.submit(empty_step(0))
-    executor.submit(empty_step(1))
-    executor.close()
-    assert executor.steps == 2
-    assert [(await reports.seen.get())[0] for _ in range(2)] == [0, 1]
-    with pytest.raises(RuntimeError, match="closed"):
-        executor.submit(empty_step(2))
+    runner.end(0)
+    await over.wait()
+    assert executor.steps == 6 and executor.pending == 0
     executor.close()
 
 
-async def test_time_between_steps_counts_as_idle_only_without_a_queued_step():
-    reports, gates = Reports(), [threading.Event() for _ in range(3)]
+async def test_closing_ends_the_watch_on_the_devices_thread_and_takes_nothing_more():
+    seen: list = []
 
-    def run(step):
-        gates[step.number].wait()
-        return np.empty(0, dtype=np.int32)
+    class Watch:
+        def before(self, step):
+            seen.append(step.number)
 
-    executor = Executor(run, reports.done, reports.error)
+        def close(self):
+            seen.append(threading.current_thread().name)
+
+    runner, reports = Runner(), Reports()
+    executor = Executor(runner, reports.done, reports.error, watch=Watch())
     executor.submit(empty_step(0))
-    executor.submit(empty_step(1))
-    await asyncio.sleep(0.1)
-    gates[0].set()
-    gates[1].set()
-    busy = [(await reports.seen.get())[2] for _ in range(2)]
-    assert busy[0] >= 0.1
-    assert executor.idle_seconds == 0
-    await asyncio.sleep(0.2)
-    gates[2].set()
-    executor.submit(empty_step(2))
-    busy.append((await reports.seen.get())[2])
+    runner.end(0)
     executor.close()
-    assert executor.idle_seconds >= 0.15
-    assert executor.busy_seconds >= sum(busy)
+    executor.close()
+    assert seen == [0, "steps"]
+    assert (await reports.all.get())[0] == 0, "its report still comes"
+    with pytest.raises(RuntimeError, match="closed executor"):
+        executor.submit(empty_step(1))
 
 
 def test_reports_for_a_loop_that_is_gone_are_dropped():
-    gate = threading.Event()
-
-    def run(step):
-        gate.wait()
-        return np.empty(0, dtype=np.int32)
-
-    loop = asyncio.new_event_loop()
-    executor = Executor(run, lambda *_: None, lambda *_: None, loop)
+    runner, loop, seen = Runner(), asyncio.new_event_loop(), []
+    executor = Executor(runner, lambda *all: seen.append(all), lambda *_: None, loop)
     executor.submit(empty_step(0))
     loop.close()
-    gate.set()
+    runner.end(0)
     executor.close()
-    assert executor.steps == 1
+    assert not seen

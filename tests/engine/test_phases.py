@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 import pytest
-from single_steps import Row, build_step
+from single_steps import HostRunner, Row, build_step
 
 from pipeinfer.engine import driver as driver_module
 from pipeinfer.engine.core import Compute
@@ -114,7 +114,7 @@ async def driven():
         with phases.span("forward", step.number):
             return Sampled.one_each(range(len(step.slots)))
 
-    driver = DeviceDriver(lambda *reports: Executor(run, *reports), phases)
+    driver = DeviceDriver(lambda *reports: Executor(HostRunner(run), *reports), phases)
     await driver.start(fed.put_nowait)
     yield driver, fed
     await driver.stop()

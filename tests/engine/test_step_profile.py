@@ -8,13 +8,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from single_steps import Row, build_step
+from single_steps import HostRunner, Row, build_step
 
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.engine.executor import Executor
 from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.profile import WARM_STEPS, StepProfile, profile_path
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.steps.step import Sampled
 
 ON_THE_STEPS_THREAD = ("attention_plan", "forward", "sample")
 
@@ -52,10 +53,12 @@ async def run_steps(watch, phases, steps):
 
     def run(step):
         with phases.span("forward", step.number):
-            return np.zeros(1, np.int32)
+            return Sampled.one_each([0])
 
-    executor = Executor(run, lambda *a: done.put_nowait(a), lambda *a: done.put_nowait(a),
-                        watch=watch)  # fmt: skip
+    def note(*reported):
+        done.put_nowait(reported)
+
+    executor = Executor(HostRunner(run), note, note, watch=watch)
     for step in steps:
         executor.submit(step)
         assert len(await done.get()) == 3  # ids and seconds, not an error

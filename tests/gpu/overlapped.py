@@ -43,8 +43,10 @@ class GpuCores(Cores):
                 self._flights[step.number] = runner.launch(step)
         step, names = item
         flight = self._flights.pop(step.number)
-        sampled, busy, idle = runner.wait(flight)
-        self.busy, self.idle, self.steps = self.busy + busy, self.idle + idle, self.steps + 1
+        sampled, busy = flight.take(), flight.mark.busy
+        self.busy += busy
+        self.idle += flight.mark.idle
+        self.steps += 1
         kind = (
             "mixed" if step.decodes < len(step.slots) else f"decode{-(-len(step.slots) // 64) * 64}"
         )

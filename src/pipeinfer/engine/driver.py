@@ -1,4 +1,4 @@
-"""The engine's I/O beside the bus: it hands steps to the executor's threads and reports their end.
+"""The engine's I/O beside the bus: it hands steps to the executor and reports their end.
 
 Knows no plan and no memory; a step that fails ends the process, because what it left on the device
 is unknown.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from pipeinfer.engine.core import Compute, StepFailed
+from pipeinfer.engine.executor import Executor
 from pipeinfer.engine.phases import Phases
 from pipeinfer.events import StepDone
 from pipeinfer.messages import Message, pack
@@ -22,19 +23,8 @@ log = logging.getLogger(__name__)
 PAUSE = 0.5  # seconds without a step after which percentiles begin anew
 
 
-class StepExecutor(Protocol):
-    """See engine/executor.py and engine/cuda/executor.py."""
-
-    busy_seconds: float
-    idle_seconds: float
-
-    def submit(self, step: Step) -> None: ...
-
-    def close(self) -> None: ...
-
-
 StartExecutor = Callable[
-    [Callable[[Step, Sampled, float], None], Callable[[Step, Exception], None]], StepExecutor
+    [Callable[[Step, Sampled, float], None], Callable[[Step, Exception], None]], Executor
 ]
 
 
@@ -50,7 +40,7 @@ class DeviceDriver:
         self._phases = phases
         self._pending = 0
         self._quiet_since = 0.0
-        self._executor: StepExecutor | None = None
+        self._executor: Executor | None = None
         self._feed: Callable[[Message], None] | None = None
 
     async def start(self, feed: Callable[[Message], None]) -> None:

@@ -1,17 +1,17 @@
-"""A thread that runs steps in order, so that the event loop stays free while the device works.
+"""Launches steps on a device and reports their ends on the event loop, in order.
 
-Knows a function that runs a step, and an event loop to report to; no plan and no model.
+Knows a runner that launches, and an event loop; no plan, no model, and no kind of device.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
-import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+from pipeinfer.engine.device import Device, Failed, Mark
 from pipeinfer.steps.step import Sampled, Step
 
 # Steps submitted and not yet finished. The overlap loop needs two; of several ranks, one that is
@@ -31,128 +31,112 @@ class Watch(Protocol):
         ...
 
 
-class Reports:
-    """Counts the steps that an executor owes a report, and brings each report to the loop.
+class Flight(Protocol):
+    """A launched step; `mark` is its end."""
 
-    `on_done(step, sampled, seconds)` or `on_error(step, error)` is called on `loop`, in the order
-    of `done` and `failed`, which any one thread may call.
-    """
+    @property
+    def mark(self) -> Mark: ...
 
-    def __init__(
-        self,
-        on_done: Callable[[Step, Sampled, float], None],
-        on_error: Callable[[Step, Exception], None],
-        loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        """`loop`: the running one if None."""
-        self._on_done = on_done
-        self._on_error = on_error
-        self._loop = loop or asyncio.get_running_loop()
-        self.pending = 0
-        self.closed = False
-        # Not `pending`: a loop that takes plan after plan comes to its reports late.
-        self._expected = 0  # by the loop
-        self._finished = 0  # by the executor's thread
+    def take(self) -> Sampled:
+        """What it gave, waited for if need be; raises what the step raised."""
+        ...
 
-    def expect(self, step: Step) -> None:
-        """`step` is about to be queued; call it on the loop. Raises RuntimeError when closed or
-        when too many steps are unfinished, which the depth of the overlap loop rules out.
-        """
-        if self.closed:
-            raise RuntimeError(f"step {step.number} submitted to a closed executor")
-        unfinished = self._expected - self._finished
-        if unfinished >= MOST_PENDING:
-            raise RuntimeError(f"step {step.number} submitted while {unfinished} are pending")
-        self._expected += 1
-        self.pending += 1
 
-    def done(self, step: Step, sampled: Sampled, seconds: float) -> None:
-        """From the executor's thread: the step gave `sampled`."""
-        self._report(self._on_done, step, sampled, seconds)
+class Runner(Protocol):
+    """See engine/runner.py and engine/cuda/runner.py."""
 
-    def failed(self, step: Step, error: Exception) -> None:
-        """From the executor's thread: the step raised."""
-        self._report(self._on_error, step, error)
+    @property
+    def device(self) -> Device: ...
 
-    def _report(self, call: Callable[..., None], *arguments: object) -> None:
-        self._finished += 1
-        try:
-            self._loop.call_soon_threadsafe(self._settle, call, *arguments)
-        except RuntimeError:
-            if not self._loop.is_closed():  # a stage that has stopped wants no more reports
-                raise
+    def launch(self, step: Step, before: Callable[[Step], None], /) -> Flight:
+        """Queues `step` behind those that were launched before. Calls `before` with it right before
+        its kernels are launched, on the thread that launches them."""
+        ...
 
-    def _settle(self, call: Callable[..., None], *arguments: object) -> None:
-        self.pending -= 1
-        call(*arguments)
+
+@dataclass(frozen=True)
+class Grounded:
+    """In place of the flight of a step whose launch raised."""
+
+    mark: Failed
+
+    def take(self) -> Sampled:
+        self.mark.wait()
+        raise AssertionError("unreachable")
 
 
 class Executor:
-    """Runs `run(step)` for each submitted step on a thread of its own, in order.
-
-    `on_done(step, sampled, seconds)` or `on_error(step, error)` is called on `loop`, in order,
-    exactly once for each step; after an error later steps run as usual. `busy_seconds` is wall time
-    inside `run`, `idle_seconds` wall time between steps with none queued, both since the first one.
+    """`on_done(step, sampled, seconds)` or `on_error(step, error)` is called on `loop`, in order,
+    exactly once for each step; after an error later steps run as usual. `busy_seconds` is the time
+    in which the device computed steps, `idle_seconds` that between steps with none queued.
     """
 
     def __init__(
         self,
-        run: Callable[[Step], Sampled],
+        runner: Runner,
         on_done: Callable[[Step, Sampled, float], None],
         on_error: Callable[[Step, Exception], None],
         loop: asyncio.AbstractEventLoop | None = None,
         watch: Watch | None = None,
     ) -> None:
         """`loop`: the running one if None."""
-        self._run = run
+        self._runner = runner
+        self._on_done, self._on_error = on_done, on_error
+        self._loop = loop or asyncio.get_running_loop()
         self._watch = watch
-        self._reports = Reports(on_done, on_error, loop)
-        self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
-        self.steps = 0
+        self._before = unwatched if watch is None else watch.before
+        self._flights: deque[tuple[Step, Flight]] = deque()  # not yet reported, oldest first
+        self._closed = False
+        self.steps = 0  # reported
         self.busy_seconds = 0.0
         self.idle_seconds = 0.0
-        self._thread = threading.Thread(target=self._work, name="steps", daemon=True)
-        self._thread.start()
 
     @property
     def pending(self) -> int:
         """Steps submitted and not yet reported."""
-        return self._reports.pending
+        return len(self._flights)
 
     def submit(self, step: Step) -> None:
-        """Queues `step`; call it on the loop. Raises RuntimeError when closed or when too many
-        steps are pending, which the depth of the overlap loop rules out.
+        """Launches `step`; call it on the loop. Raises RuntimeError when closed or when too many
+        steps are unfinished, which the depth of the overlap loop rules out. What the launch raises
+        is reported as the step's end, in its place.
         """
-        self._reports.expect(step)
-        self._steps.put(step)
+        if self._closed:
+            raise RuntimeError(f"step {step.number} submitted to a closed executor")
+        # Not `pending`: a loop that takes plan after plan comes to its reports late.
+        unfinished = sum(not flight.mark.ready for _, flight in self._flights)
+        if unfinished >= MOST_PENDING:
+            raise RuntimeError(f"step {step.number} submitted while {unfinished} are pending")
+        try:
+            flight = self._runner.launch(step, self._before)
+        except Exception as error:  # whatever it is, it belongs to this step's owner
+            flight = Grounded(Failed(error))
+        self._flights.append((step, flight))
+        flight.mark.then(self._loop, self._report)
 
     def close(self) -> None:
-        """Waits for the queued steps and ends the thread; their reports may still come."""
-        if not self._reports.closed:
-            self._reports.closed = True
-            self._steps.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        ended = 0.0
-        while True:
-            starved = self._steps.empty()
-            step = self._steps.get()
-            begin = time.perf_counter()
-            if step is None:
-                break
-            if starved and self.steps:
-                self.idle_seconds += begin - ended
-            try:
-                if self._watch is not None:
-                    self._watch.before(step)
-                sampled = self._run(step)
-            except Exception as error:  # whatever it is, it belongs to this step's owner
-                self._reports.failed(step, error)
-            else:
-                self._reports.done(step, sampled, time.perf_counter() - begin)
-            ended = time.perf_counter()
-            self.steps += 1
-            self.busy_seconds += ended - begin
+        """Waits for the launched steps; their reports may still come. No step follows."""
+        if self._closed:
+            return
+        self._closed = True
         if self._watch is not None:
-            self._watch.close()
+            self._runner.device.submit(self._watch.close)
+        self._runner.device.close()
+
+    def _report(self) -> None:
+        """Whatever has ended; a flight that never took off may have called too early."""
+        while self._flights and self._flights[0][1].mark.ready:
+            step, flight = self._flights.popleft()
+            try:
+                sampled = flight.take()
+            except Exception as error:  # a fault of a kernel shows only here
+                self._on_error(step, error)
+                continue
+            self.steps += 1
+            self.busy_seconds += flight.mark.busy
+            self.idle_seconds += flight.mark.idle
+            self._on_done(step, sampled, flight.mark.busy)
+
+
+def unwatched(step: Step) -> None:
+    """Nobody looks on."""

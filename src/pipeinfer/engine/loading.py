@@ -7,6 +7,7 @@ message, no plan and no process.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 # it could be; --kv-pages takes more.
 MOST_HOST_BYTES = 4 * 2**30
 CPU_STEP_TOKENS = 2048
+SWITCH_SECONDS = 2e-4
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ def load_engine(
     `group`: how several ranks compute together; all of them must be loading. `place`: see `choose`.
 
     Raises ConfigurationError before any weight is read if something does not fit. Sets torch's
-    number of threads if the settings name one, and on a GPU its current device.
+    number of threads if the settings name one, and on a GPU its current device and how long Python
+    lets a thread run.
     """
     choices = choose(settings, folder, rank, place)
     _prepare(settings, choices, group, rank if place is None else place)
@@ -162,6 +165,8 @@ def _prepare(
     elif choices.device == "cpu" and settings.tp > 1:
         torch.set_num_threads(max(torch.get_num_threads() // settings.tp, 1))
     if choices.device == "cuda":
+        # The thread that launches steps must not wait 5 ms, the default, for another one of Python.
+        sys.setswitchinterval(SWITCH_SECONDS)
         torch.cuda.set_device(place)
         if group is not None and settings.all_reduce == "auto":
             group.use_custom(choices.dtype, choices.config.hidden_size)

@@ -15,6 +15,8 @@ import torch
 
 from pipeinfer.attention.interface import AttentionBackend
 from pipeinfer.attention.step_index import positions
+from pipeinfer.engine.device import HostDevice
+from pipeinfer.engine.executor import unwatched
 from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
@@ -45,6 +47,32 @@ class Model(Protocol):
         ...
 
 
+class Flight:
+    """A step that the device is to run, and has run at its mark; see engine/executor.py."""
+
+    def __init__(
+        self,
+        device: HostDevice,
+        step: Step,
+        before: Callable[[Step], None],
+        run: Callable[[Step], Sampled],
+    ) -> None:
+        self._sampled: Sampled | None = None
+        self.mark = device.submit(partial(self._work, step, before, run))
+
+    def take(self) -> Sampled:
+        """What it gave, waited for if need be."""
+        self.mark.wait()
+        assert self._sampled is not None
+        return self._sampled
+
+    def _work(
+        self, step: Step, before: Callable[[Step], None], run: Callable[[Step], Sampled]
+    ) -> None:
+        before(step)
+        self._sampled = run(step)
+
+
 class ModelRunner:
     """One rank's model, KV pool and attention backend. Steps must come in order, one at a time.
 
@@ -66,6 +94,7 @@ class ModelRunner:
         """
         backend.bind(pool)
         self.pool = pool
+        self.device = HostDevice()
         self.phases = Phases(usual_marks())
         self.step_cost = None  # not needed: a CPU takes as much longer as there are tokens
         self._model = model
@@ -78,6 +107,10 @@ class ModelRunner:
     def run(self, step: Step) -> Sampled:
         """What the rows that sample gave; their ids are also kept in last_token."""
         return self._sampled(step, self.logits(step))
+
+    def launch(self, step: Step, before: Callable[[Step], None] = unwatched) -> Flight:
+        """Has `before` and `run` called with the step, on the device's thread."""
+        return Flight(self.device, step, before, self.run)
 
     @torch.inference_mode()
     def logits(self, step: Step) -> torch.Tensor:

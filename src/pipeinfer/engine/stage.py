@@ -21,12 +21,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeinfer.distributed.group import TorchGroup
-    from pipeinfer.engine.driver import DeviceDriver, StartExecutor
-    from pipeinfer.engine.executor import Watch
+    from pipeinfer.engine.driver import DeviceDriver
     from pipeinfer.engine.loading import LoadedEngine
 
 log = logging.getLogger(__name__)
-SWITCH_SECONDS = 2e-4
 MEETING = 120.0  # seconds that ranks wait for each other while they start
 
 
@@ -111,27 +109,12 @@ def _group(context: StageContext, device: str, place: int) -> TorchGroup | None:
 def _driver(loaded: LoadedEngine, steps: int, profile: Path | None) -> DeviceDriver:
     """`steps` of them are recorded into the file `profile`, if there is one."""
     from pipeinfer.engine.driver import DeviceDriver
+    from pipeinfer.engine.executor import Executor
     from pipeinfer.engine.profile import StepProfile
 
     phases = loaded.runner.phases
     watch = None if profile is None else StepProfile(steps, profile, phases)
-    return DeviceDriver(_executor(loaded, watch), phases)
-
-
-def _executor(loaded: LoadedEngine, watch: Watch | None) -> StartExecutor:
-    """What runs steps: one thread on a CPU, on a GPU one that launches and one that waits."""
-    from pipeinfer.engine.executor import Executor
-    from pipeinfer.engine.runner import ModelRunner
-
-    runner = loaded.runner
-    if isinstance(runner, ModelRunner):
-        return partial(Executor, runner.run, watch=watch)
-
-    from pipeinfer.engine.cuda.executor import StreamExecutor
-
-    # Three threads of Python: none of them may wait for another's default 5 ms.
-    sys.setswitchinterval(SWITCH_SECONDS)
-    return partial(StreamExecutor, runner, watch=watch)
+    return DeviceDriver(partial(Executor, loaded.runner, watch=watch), phases)
 
 
 class Progress:

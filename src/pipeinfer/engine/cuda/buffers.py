@@ -14,7 +14,7 @@ MOST_PIECES = 1024
 
 
 class StepBuffers:
-    """One parity. `done` is the event after which nothing reads any of it."""
+    """One parity."""
 
     def __init__(self, words: int, most_rows: int, device: torch.device) -> None:
         self.pinned = torch.zeros(words, dtype=torch.int32, pin_memory=True)
@@ -22,7 +22,6 @@ class StepBuffers:
         self.mirror = torch.zeros(words, dtype=torch.int32, device=device)
         self.drawn = torch.zeros(most_rows, 2, dtype=torch.int64, pin_memory=True)
         self.uploaded = torch.cuda.Event()
-        self.done = torch.cuda.Event()
         self._pieces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def check(self, words: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,11 +22,14 @@ from pipeinfer.engine.cuda import packing, step_times
 from pipeinfer.engine.cuda.artificial import empty_step
 from pipeinfer.engine.cuda.attend import PagedAttend, PlainAttend
 from pipeinfer.engine.cuda.buffers import PARITIES, StepBuffers
+from pipeinfer.engine.cuda.device import CudaDevice
 from pipeinfer.engine.cuda.expansion import Expansion
 from pipeinfer.engine.cuda.graphs import Captured, DecodeGraphs, Frame, row_arrays
 from pipeinfer.engine.cuda.layout import Layout, Limits, Sizes
 from pipeinfer.engine.cuda.mixed_graphs import MixedGraphs, MixedSize
 from pipeinfer.engine.cuda.sampling import NONE, Sampler, WholeSampler
+from pipeinfer.engine.device import Mark
+from pipeinfer.engine.executor import unwatched
 from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
@@ -35,34 +38,30 @@ from pipeinfer.step_cost import StepCost
 from pipeinfer.steps.step import Sampled, Step
 
 Views = dict[str, torch.Tensor]
-TIMERS = 8  # more than steps in flight: a step's end is also read for the step after it
 
 
-@dataclass(frozen=True)
-class Timer:
-    """When the device began and ended a step."""
-
-    began: torch.cuda.Event
-    ended: torch.cuda.Event
-
-
-@dataclass(frozen=True)
+@dataclass
 class Flight:
     """A launched step: `count` rows draw into `buffers`, and those at `rows` are its own."""
 
     buffers: StepBuffers
-    timer: Timer
     count: int
     rows: np.ndarray | None
-    logits: torch.Tensor | None
+    mark: Mark = field(init=False)
+    logits: torch.Tensor | None = None
+    _sampled: Sampled | None = None
+
+    def take(self) -> Sampled:
+        """What it gave, waited for if need be."""
+        if self._sampled is None:
+            self.mark.wait()
+            drawn = self.buffers.drawn.numpy()[: self.count]
+            self._sampled = Sampled.of(drawn if self.rows is None else drawn[self.rows])
+        return self._sampled
 
 
 class CudaRunner:
-    """One rank. `launch` and `wait` may be called from two threads, each in step order.
-
-    `phases` has the host's time of each part of a launch; what the device computes in and idles
-    for is said by `wait`.
-    """
+    """One rank. `phases` has the host's time of each part of a launch."""
 
     def __init__(
         self,
@@ -84,7 +83,8 @@ class CudaRunner:
         self._sampler = sampler or WholeSampler(model)
         device = pool.device
         self._penalties = Penalties(limits.rows, device, self._sampler.first_id)
-        self._forward = torch.cuda.Stream(device)
+        self.device = CudaDevice(device)
+        self._forward = self.device.stream
         self._prepare = torch.cuda.Stream(device)
         # One slot more than requests: padding rows and rows that do not sample write there.
         self._dummy_slot = limits.rows
@@ -93,9 +93,8 @@ class CudaRunner:
         words = Layout(largest).words
         self._buffers = [StepBuffers(words, limits.rows, device) for _ in range(PARITIES)]
         self._expansion = Expansion(limits.rows, limits.tokens, largest.indices, device)
-        self._timers = [_timer() for _ in range(TIMERS)]
         self._launched = 0
-        self._ended: torch.cuda.Event | None = None
+        self._flights: list[Flight | None] = [None] * PARITIES  # the last of each parity
         self._graphs: tuple[DecodeGraphs, MixedGraphs] | None = None
         self._rows: dict[tuple[Any, int | MixedSize, int], PagedRows] = {}
         self.bind(pool)
@@ -117,15 +116,23 @@ class CudaRunner:
 
     def run(self, step: Step) -> Sampled:
         """Launches the step and waits for it."""
-        return self.wait(self.launch(step))[0]
+        return self.launch(step).take()
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> Flight:
-        """Queues the whole step; does not wait for the device, except for buffers still in use."""
+    def launch(self, step: Step, before: Callable[[Step], None] = unwatched) -> Flight:
+        """Queues the whole step; does not wait for the device, except for buffers still in use,
+        which the depth of the overlap loop rules out on rank 0."""
+        before(step)
         parity = self._launched % PARITIES
-        timer, buffers = self._timer(), self._buffers[parity]
+        self._launched += 1
+        last = self._flights[parity]
         with self.phases.range("wait for buffers"):
-            buffers.done.synchronize()  # what this parity's last step reads is free now
+            if last is not None:  # what it reads is free then, and what it gave taken
+                last.take()
+        flight = self._flights[parity] = self._launch(step, parity)
+        return flight
+
+    def _launch(self, step: Step, parity: int) -> Flight:
         rows = len(step.slots)
         if len(step.cleared):  # rare: it waits for a copy
             with torch.cuda.stream(self._forward):
@@ -134,33 +141,15 @@ class CudaRunner:
             for graphs in self._graphs or ():
                 size: Any = graphs.fitting(step)
                 if size is not None:
-                    return self._replay(step, parity, timer, graphs, size)
-            return self._eager(step, parity, timer)
-
-    def ended(self, flight: Flight) -> bool:
-        """Whether `wait` would return at once."""
-        return flight.buffers.done.query()
-
-    def wait(self, flight: Flight) -> tuple[Sampled, float, float]:
-        """What the step gave, seconds computed, seconds idle before."""
-        with self.phases.range("wait for results"):
-            flight.buffers.done.synchronize()
-        drawn = flight.buffers.drawn.numpy()[: flight.count]
-        sampled = Sampled.of(drawn if flight.rows is None else drawn[flight.rows])
-        busy = flight.timer.began.elapsed_time(flight.timer.ended) / 1e3
-        idle = 0.0 if self._ended is None else self._ended.elapsed_time(flight.timer.began) / 1e3
-        self._ended = flight.timer.ended
-        return sampled, busy, max(idle, 0.0)
-
-    def _timer(self) -> Timer:
-        self._launched += 1
-        return self._timers[self._launched % TIMERS]
+                    return self._replay(step, parity, graphs, size)
+            return self._eager(step, parity)
 
     # ---------------------------------------------------------------------------------------- eager
 
-    def _eager(self, step: Step, parity: int, timer: Timer) -> Flight:
+    def _eager(self, step: Step, parity: int) -> Flight:
         number, samples = step.number, int(step.samples.sum())
         buffers, span = self._buffers[parity], self.phases.span
+        flight = Flight(buffers, samples, None)
         with span("pack", number):
             rows, views, words = self._packed(step, parity, samples)
         torch.cuda.set_stream(self._prepare)
@@ -168,14 +157,18 @@ class CudaRunner:
             plan = self._backend.plan(rows) if isinstance(self._backend, PagedBackend) else None
         with span("upload", number):
             buffers.upload(words, self._prepare)
-        self._begin(buffers, timer)
-        with span("forward", number):
-            logits = self._compute(step, views, plan)
-        with span("sample", number):
-            if logits is not None:
-                drawn = self._sampled(step, logits, views, np.arange(samples))
-                buffers.drawn[:samples].copy_(drawn, non_blocking=True)
-        return Flight(buffers, timer, samples, None, self._end(buffers, timer, logits))
+
+        def work() -> None:
+            with span("forward", number):
+                logits = self._compute(step, views, plan)
+            with span("sample", number):
+                if logits is not None:
+                    drawn = self._sampled(step, logits, views, np.arange(samples))
+                    buffers.drawn[:samples].copy_(drawn, non_blocking=True)
+                flight.logits = self._kept(logits)
+
+        flight.mark = self.device.submit(work, buffers.uploaded)
+        return flight
 
     def _packed(self, step: Step, parity: int, samples: int) -> tuple[PagedRows, Views, int]:
         """The step in this parity's pinned buffer: its rows, its views on the device, its words."""
@@ -226,54 +219,37 @@ class CudaRunner:
         return torch.where(tokens < 0, pending, tokens)
 
     def _kept(self, logits: torch.Tensor | None) -> torch.Tensor | None:
-        """A copy for who looks at logits; there when the step's buffers are done."""
+        """A copy for who looks at logits; there when the step has ended."""
         if not self.keep_logits or logits is None:
             return None
         return self._sampler.whole(logits).clone()
 
     # --------------------------------------------------------------------------------------- graphs
 
-    def _replay(
-        self, step: Step, parity: int, timer: Timer, graphs: Any, size: int | MixedSize
-    ) -> Flight:
+    def _replay(self, step: Step, parity: int, graphs: Any, size: int | MixedSize) -> Flight:
         number, span = step.number, self.phases.span
         buffers, captured = self._buffers[parity], graphs[size]
         with span("pack", number):
             packed = graphs.pack(step, size, buffers.host)
-        with span("upload", number):
-            # Straight to where the graph reads, on its stream: one copy less, and no stream waits.
-            torch.cuda.set_stream(self._forward)
-            timer.began.record(self._forward)
-            buffers.copy_to(graphs.words, packed.words)
-        with span("attention_plan", number):  # copies its work lists on this stream
-            self._backend.refresh(self._graph_rows(graphs, size, parity))  # type: ignore
-        with span("forward", number):  # sampling by temperature included
-            captured.graph.replay()
-        with span("sample", number):
-            drawn = captured.drawn
-            if packed.restricted:
-                drawn = self._sample_again(step, captured, packed.places)
-            buffers.drawn[: len(drawn)].copy_(drawn, non_blocking=True)
-            kept = self._end(buffers, timer, captured.logits)
-        return Flight(buffers, timer, len(captured.drawn), packed.places, kept)
+        flight = Flight(buffers, len(captured.drawn), packed.places)
 
-    # Streams are set and named rather than entered: what torch looks up otherwise, six times in a
-    # step, takes as long as the launch of a graph.
+        def work() -> None:
+            with span("upload", number):
+                # Straight to where the graph reads, on its stream: one copy less, no stream waits.
+                buffers.copy_to(graphs.words, packed.words)
+            with span("attention_plan", number):  # copies its work lists on this stream
+                self._backend.refresh(self._graph_rows(graphs, size, parity))  # type: ignore
+            with span("forward", number):  # sampling by temperature included
+                captured.graph.replay()
+            with span("sample", number):
+                drawn = captured.drawn
+                if packed.restricted:
+                    drawn = self._sample_again(step, captured, packed.places)
+                buffers.drawn[: len(drawn)].copy_(drawn, non_blocking=True)
+                flight.logits = self._kept(captured.logits)
 
-    def _begin(self, buffers: StepBuffers, timer: Timer) -> None:
-        """From here on the launching thread is on the forward stream; all is uploaded there."""
-        torch.cuda.set_stream(self._forward)
-        self._forward.wait_event(buffers.uploaded)
-        timer.began.record(self._forward)
-
-    def _end(
-        self, buffers: StepBuffers, timer: Timer, logits: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """After the step's last operation; the logits, if anybody looks at them."""
-        timer.ended.record(self._forward)
-        kept = self._kept(logits)
-        buffers.done.record(self._forward)
-        return kept
+        flight.mark = self.device.submit(work)
+        return flight
 
     def _sample_again(self, step: Step, captured: Captured, places: np.ndarray) -> torch.Tensor:
         """Over the graph's own choice, where some rows want more than temperature."""
@@ -337,9 +313,13 @@ class CudaRunner:
         with torch.cuda.stream(self._forward):
             self.step_cost = step_times.measured(
                 self._graphs, (limits.rows, limits.tokens), frame, self.pool.pages, self._planned,
-                lambda step: self.wait(self.launch(step))[1],
+                self._seconds,
             )  # fmt: skip
         torch.cuda.synchronize()
+
+    def _seconds(self, step: Step) -> float:
+        """What the device takes for it."""
+        return self.launch(step).mark.busy
 
     def _frame(self, backend: PagedBackend) -> Frame:
         return Frame(
@@ -380,11 +360,6 @@ class CudaRunner:
 
     def _mixed_body(self, plan: PagedPlan, views: Views) -> tuple[torch.Tensor, torch.Tensor]:
         return self._decode_body(plan, views, views["last"])
-
-
-def _timer() -> Timer:
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    return Timer(began, ended)
 
 
 def _counter(total: int, progress: Callable[[int, int], None] | None) -> Callable[[], None]:

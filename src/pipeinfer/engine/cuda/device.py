@@ -1,0 +1,108 @@
+"""One stream of a GPU as a device: work is called at once, and its kernels are queued.
+
+While anybody waits for a mark the event loop does not sleep: it asks again and again whether the
+oldest one has ended. Threads that wait would compete with the loop for the interpreter, and a core
+that sleeps between two steps runs the code of the next one with cold caches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+MARKS = 8  # more than are under way: a mark's end is also read for the one after it
+
+
+class CudaMark:
+    """See engine/device.py; between two events of the stream, `before` them the end of the last."""
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        began: torch.cuda.Event,
+        ended: torch.cuda.Event,
+        before: torch.cuda.Event | None,
+    ) -> None:
+        self._device = device
+        self._began, self._ended, self._before = began, ended, before
+        self._seconds: tuple[float, float] | None = None  # busy and idle, once they were read
+
+    @property
+    def ready(self) -> bool:
+        return self._seconds is not None or self._ended.query()
+
+    @property
+    def busy(self) -> float:
+        return self._read()[0]
+
+    @property
+    def idle(self) -> float:
+        return self._read()[1]
+
+    def wait(self) -> None:
+        self._read()
+
+    def then(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+        self._device.ask(loop, self, call)
+
+    def _read(self) -> tuple[float, float]:
+        if self._seconds is None:
+            self._ended.synchronize()
+            busy = self._began.elapsed_time(self._ended) / 1e3
+            idle = 0.0
+            if self._before is not None:
+                idle = max(self._before.elapsed_time(self._began) / 1e3, 0.0)
+            self._seconds = busy, idle
+        return self._seconds
+
+
+class CudaDevice:
+    """See engine/device.py. What `work` raises is raised by `submit`: it could not be queued."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._events = [
+            tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(MARKS)
+        ]
+        self._submitted = 0
+        self._last: torch.cuda.Event | None = None
+        self._asked: deque[tuple[CudaMark, Callable[[], None]]] = deque()
+        self._asking = False
+
+    def submit(self, work: Callable[[], None], after: torch.cuda.Event | None = None) -> CudaMark:
+        """`after`: what the stream waits for before it begins. The stream is current then, and
+        stays it: what torch looks up to enter and leave one takes as long as the launch of a graph.
+        """
+        began, ended = self._events[self._submitted % MARKS]
+        self._submitted += 1
+        torch.cuda.set_stream(self.stream)
+        if after is not None:
+            self.stream.wait_event(after)
+        began.record(self.stream)
+        work()
+        ended.record(self.stream)
+        before, self._last = self._last, ended
+        return CudaMark(self, began, ended, before)
+
+    def close(self) -> None:
+        self.stream.synchronize()
+
+    def ask(
+        self, loop: asyncio.AbstractEventLoop, mark: CudaMark, call: Callable[[], None]
+    ) -> None:
+        """`call` on `loop`, which is the same one always, when `mark` has ended."""
+        self._asked.append((mark, call))
+        if not self._asking:
+            self._asking = True
+            loop.call_soon(self._ask, loop)
+
+    def _ask(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Calls whom it can, and asks again in the loop's next turn while anybody waits."""
+        while self._asked and self._asked[0][0].ready:
+            self._asked.popleft()[1]()  # which may ask for the next one
+        self._asking = len(self._asked) > 0
+        if self._asking:
+            loop.call_soon(self._ask, loop)

@@ -1,0 +1,152 @@
+"""Where steps are computed: in the order of their submission, while their submitter goes on.
+
+A CPU and a GPU differ in this: what is submitted to the host is called by a thread of its own,
+what is submitted to a GPU is called at once and queues its kernels (cuda/device.py). Knows calls
+and an event loop, no step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+Work = Callable[[], None]
+
+
+class Mark(Protocol):
+    """The end of one piece of work."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    @property
+    def busy(self) -> float:
+        """Seconds that the device computed it; once it has ended."""
+        ...
+
+    @property
+    def idle(self) -> float:
+        """Seconds that the device had nothing to do before; once it has ended."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when it has ended; raises what it raised."""
+        ...
+
+    def then(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+        """Has `call` called on `loop` when it has ended, behind those that were asked for before;
+        to be asked on that loop."""
+        ...
+
+
+class Device(Protocol):
+    """Works off what is submitted, one after the other."""
+
+    def submit(self, work: Work, /) -> Mark:
+        """Queues `work`; what it raises belongs to its mark."""
+        ...
+
+    def close(self) -> None:
+        """Waits for everything that was submitted. Nothing may follow."""
+        ...
+
+
+class Failed:
+    """The mark of what could not even be submitted."""
+
+    ready, busy, idle = True, 0.0, 0.0
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
+
+    def then(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+        loop.call_soon(call)
+
+
+class HostMark:
+    """See Mark; the device's thread ends it."""
+
+    def __init__(self) -> None:
+        self.busy = self.idle = 0.0
+        self._error: Exception | None = None
+        self._over = threading.Event()
+        self._lock = threading.Lock()  # between those who ask and who ends it
+        self._calls: list[tuple[asyncio.AbstractEventLoop, Callable[[], None]]] = []
+
+    @property
+    def ready(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def then(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._over.is_set():
+                self._calls.append((loop, call))
+                return
+        loop.call_soon(call)
+
+    def end(self, error: Exception | None) -> None:
+        """From the device's thread."""
+        self._error = error
+        with self._lock:
+            self._over.set()
+        for loop, call in self._calls:
+            try:
+                loop.call_soon_threadsafe(call)
+            except RuntimeError:
+                if not loop.is_closed():  # a stage that has stopped wants no more calls
+                    raise
+
+
+class HostDevice:
+    """A thread, from the first piece of work on, so that the event loop stays free meanwhile."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Work, HostMark] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Work) -> HostMark:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="steps", daemon=True)
+            self._thread.start()
+        mark = HostMark()
+        self._work.put((work, mark))
+        return mark
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join()
+
+    def _loop(self) -> None:
+        ended = None
+        while True:
+            starved = self._work.empty()
+            one = self._work.get()
+            if one is None:
+                return
+            work, mark = one
+            began = time.perf_counter()
+            mark.idle = began - ended if starved and ended is not None else 0.0
+            error = None
+            try:
+                work()
+            except Exception as raised:  # whatever it is, it belongs to who submitted the work
+                error = raised
+            ended = time.perf_counter()
+            mark.busy = ended - began
+            mark.end(error)
+            del one, work, mark  # what they hold may be large

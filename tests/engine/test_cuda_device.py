@@ -1,0 +1,149 @@
+"""A stream as a device, with events that end when the test says so: who asks, in which order, when.
+
+And that a step waits for the one whose buffers it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from single_steps import empty_step
+
+from pipeinfer.engine.cuda import device as module
+from pipeinfer.engine.cuda.buffers import PARITIES
+from pipeinfer.engine.cuda.device import CudaDevice
+from pipeinfer.engine.cuda.runner import CudaRunner
+from pipeinfer.engine.phases import Phases
+
+
+class Event:
+    """`time`: in milliseconds, when it was recorded; of the end of work, when that ended."""
+
+    clock, asked = 0.0, 0
+
+    def __init__(self, enable_timing=False) -> None:
+        self.over, self.time = False, 0.0
+
+    def record(self, stream) -> None:
+        Event.clock += 100.0
+        self.over, self.time = False, Event.clock
+        stream.recorded.append(self)
+
+    def query(self) -> bool:
+        Event.asked += 1
+        return self.over
+
+    def synchronize(self) -> None:
+        assert self.over, "would wait for ever"
+
+    def elapsed_time(self, other) -> float:
+        return other.time - self.time
+
+
+class Stream:
+    def __init__(self, device) -> None:
+        self.recorded: list[Event] = []
+
+    def wait_event(self, event) -> None:
+        self.recorded.append(event)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    Event.clock, Event.asked = 0.0, 0
+    return CudaDevice(torch.device("cpu"))
+
+
+def end(device: CudaDevice, place: int) -> None:
+    """Ends the `place`-th piece of work."""
+    device.stream.recorded[2 * place + 1].over = True  # type: ignore
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_marks_end_in_order_and_nobody_asks_when_nobody_waits(device):
+    loop, seen = asyncio.get_running_loop(), []
+    for number in range(3):
+        device.submit(lambda: None).then(loop, lambda number=number: seen.append(number))
+    await turns(5)
+    assert seen == [] and Event.asked > 3
+    end(device, 1)
+    await turns(2)
+    assert seen == [], "not before the one before it"
+    end(device, 0)
+    await turns(2)
+    assert seen == [0, 1]
+    end(device, 2)
+    await turns(2)
+    asked = Event.asked
+    await turns(9)
+    assert seen == [0, 1, 2] and Event.asked == asked
+
+
+async def test_who_is_called_may_submit_and_one_question_a_turn_is_enough(device):
+    loop = asyncio.get_running_loop()
+
+    def again() -> None:
+        device.submit(lambda: None).then(loop, lambda: None)
+
+    device.submit(lambda: None).then(loop, again)
+    end(device, 0)
+    await turns(3)
+    asked = Event.asked
+    await turns(10)
+    assert Event.asked - asked == 10
+    end(device, 1)
+    await turns(2)
+
+
+def test_times_are_those_between_the_streams_events_and_stay_when_events_are_used_again(device):
+    marks = []
+    for number in range(2 * module.MARKS):
+        marks.append(device.submit(lambda: None))
+        end(device, number)
+        assert marks[-1].ready
+        assert marks[-1].busy == 0.1
+        assert marks[-1].idle == (0.1 if number else 0.0)
+    assert {mark.busy for mark in marks} == {0.1}
+
+
+def test_what_the_stream_waits_for_is_not_part_of_the_work(device):
+    uploaded, worked = Event(), []
+    device.submit(lambda: worked.append(len(device.stream.recorded)), uploaded)  # type: ignore
+    assert device.stream.recorded[0] is uploaded  # type: ignore
+    assert worked == [2], "behind the beginning, before the end"
+
+
+def test_a_third_step_waits_for_the_first_result_whose_buffers_it_takes():
+    """A rank that hears plans at another's pace takes many in one turn of its loop."""
+    happened: list[tuple[str, int]] = []
+
+    class Flight:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def take(self) -> None:
+            happened.append(("take", self.number))
+
+    def launch(step, parity):
+        happened.append(("launch", step.number))
+        assert parity == step.number % PARITIES
+        return Flight(step.number)
+
+    runner = CudaRunner.__new__(CudaRunner)
+    runner.phases, runner._launched, runner._flights = Phases(), 0, [None] * PARITIES
+    runner._launch = launch  # type: ignore
+    for number in range(4):
+        runner.launch(empty_step(number), lambda step: happened.append(("watch", step.number)))
+    assert happened == [
+        ("watch", 0), ("launch", 0), ("watch", 1), ("launch", 1),
+        ("watch", 2), ("take", 0), ("launch", 2), ("watch", 3), ("take", 1), ("launch", 3),
+    ]  # fmt: skip

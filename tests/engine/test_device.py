@@ -1,0 +1,91 @@
+"""The host as a device: work in order on one thread, errors that stay with their work, calls."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from pipeinfer.engine.device import Failed, HostDevice
+
+
+@pytest.fixture
+def device():
+    device = HostDevice()
+    yield device
+    device.close()
+
+
+async def test_work_is_done_in_order_on_one_thread_and_calls_come_back_to_the_loop(device):
+    loop, seen, over = asyncio.get_running_loop(), [], asyncio.Event()
+    threads = set()
+
+    def work(number):
+        threads.add(threading.get_ident())
+        seen.append(("work", number))
+
+    def call(number):
+        assert threading.get_ident() == here
+        seen.append(("call", number))
+        if number == 4:
+            over.set()
+
+    here = threading.get_ident()
+    for number in range(5):
+        device.submit(lambda number=number: work(number)).then(loop, lambda n=number: call(n))
+    await over.wait()
+    assert len(threads) == 1 and here not in threads
+    for kind in ("work", "call"):
+        assert [number for one, number in seen if one == kind] == list(range(5))
+
+
+async def test_who_asks_after_the_end_is_called_too(device):
+    mark, over = device.submit(lambda: None), asyncio.Event()
+    mark.wait()
+    assert mark.ready
+    mark.then(asyncio.get_running_loop(), over.set)
+    await over.wait()
+
+
+def test_what_work_raises_belongs_to_its_mark_alone(device):
+    def fail():
+        raise ArithmeticError("no finite maximum")
+
+    seen = []
+    marks = [device.submit(work) for work in (lambda: seen.append(0), fail, lambda: seen.append(2))]
+    marks[2].wait()
+    assert seen == [0, 2]
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            marks[1].wait()
+
+
+def test_time_between_pieces_counts_as_idle_only_with_nothing_queued(device):
+    gate = threading.Event()
+    first, second = device.submit(lambda: gate.wait(0.1)), device.submit(lambda: None)
+    second.wait()
+    assert first.busy >= 0.1 and first.idle == second.idle == 0
+    gate.wait(0.2)
+    third = device.submit(lambda: None)
+    third.wait()
+    assert third.idle >= 0.2
+
+
+def test_closing_waits_for_what_was_submitted():
+    device, gate, seen = HostDevice(), threading.Event(), []
+    device.submit(gate.wait)
+    device.submit(lambda: seen.append(1))
+    threading.Timer(0.05, gate.set).start()
+    device.close()
+    assert seen == [1]
+    HostDevice().close()
+
+
+async def test_what_could_not_be_submitted_has_ended_with_its_error():
+    failed, over = Failed(ValueError("too large")), asyncio.Event()
+    assert failed.ready and failed.busy == failed.idle == 0
+    with pytest.raises(ValueError, match="too large"):
+        failed.wait()
+    failed.then(asyncio.get_running_loop(), over.set)
+    await over.wait()
