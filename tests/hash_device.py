@@ -70,7 +70,7 @@ class HashDevice:
             assert (pages[at // self.page_size] > 0).all(), "wrote to the dummy page"
             self.kv[pages[at // self.page_size], at % self.page_size] = chain(tokens, before)
             if step.samples[row]:
-                seed = int(step.sampling.seeds[len(ids)])
+                seed = int(step.sampling.fields["seed"][len(ids)])
                 ids.append(choose(self.read(pages, start + count), seed))
                 self.last_token[slot] = ids[-1]
         assert token_at == len(step.tokens)

@@ -11,15 +11,7 @@ from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 from pipeinfer.steps.step import SamplingRows, Step
 
-NO_SAMPLING = SamplingRows(
-    temperature=np.empty(0, np.float32),
-    top_k=np.empty(0, np.int32),
-    top_p=np.empty(0, np.float32),
-    min_p=np.empty(0, np.float32),
-    seeds=np.empty(0, np.uint64),
-    positions=np.empty(0, np.int64),
-    suppress=np.empty((0, 2), np.int64),
-)
+NO_SAMPLING = SamplingRows({}, np.empty(0, np.int64), np.empty((0, 2), np.int64))
 
 
 @dataclass

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from drawn_ids import NOTHING, ids_of
 from pipeinfer.engine import sampler
+from pipeinfer.engine.fields import filled
 from pipeinfer.engine.sharded_sampler import sample_sharded
 from pipeinfer.steps.step import SamplingRows
 
@@ -54,15 +55,15 @@ class Threads:
 def rows(count: int, rng: np.random.Generator, kinds: list[int]) -> SamplingRows:
     """Row r is greedy (0), has a temperature (1), or is truncated as well (2)."""
     kind = np.array(kinds)
-    return SamplingRows(
-        temperature=np.where(kind > 0, rng.uniform(0.3, 1.5, count), 0).astype(np.float32),
-        top_k=np.where(kind == 2, rng.integers(0, 30, count), 0).astype(np.int32),
-        top_p=np.where(kind == 2, rng.uniform(0.2, 1, count), 1).astype(np.float32),
-        min_p=np.zeros(count, dtype=np.float32),
-        seeds=rng.integers(0, 2**63, count).astype(np.uint64),
-        positions=rng.integers(0, 2**40, count),
-        suppress=np.array([[0, 1], [count - 1, 5]], dtype=np.int64),
+    values = filled(
+        count,
+        temperature=np.where(kind > 0, rng.uniform(0.3, 1.5, count), 0),
+        top_k=np.where(kind == 2, rng.integers(0, 30, count), 0),
+        top_p=np.where(kind == 2, rng.uniform(0.2, 1, count), 1),
+        seed=rng.integers(0, 2**63, count),
     )
+    suppress = np.array([[0, 1], [count - 1, 5]], dtype=np.int64)
+    return SamplingRows(values, rng.integers(0, 2**40, count), suppress)
 
 
 def split(logits: np.ndarray, params: SamplingRows, size: int, group: Threads):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipeinfer.engine.device import HostDevice
+from pipeinfer.engine.fields import filled
 from pipeinfer.engine.runner import Flight
 from pipeinfer.steps.step import LAST_TOKEN, Sampled, SamplingRows, Step
 
@@ -62,13 +63,13 @@ def build_step(rows: list[Row], number: int, max_pages: int) -> Step:
         tokens=np.array(tokens, dtype=np.int32),
         pages=np.array([row.pages for row in rows], dtype=np.int32).reshape(len(rows), max_pages),
         sampling=SamplingRows(
-            temperature=np.array([row.temperature for row in sampling], dtype=np.float32),
-            top_k=np.zeros(len(sampling), dtype=np.int32),
-            top_p=np.ones(len(sampling), dtype=np.float32),
-            min_p=np.zeros(len(sampling), dtype=np.float32),
-            seeds=np.array([row.seed for row in sampling], dtype=np.uint64),
-            positions=np.array([row.start + row.count for row in sampling], dtype=np.int64),
-            suppress=np.empty((0, 2), dtype=np.int64),
+            filled(
+                len(sampling),
+                temperature=[row.temperature for row in sampling],
+                seed=[row.seed for row in sampling],
+            ),
+            np.array([row.start + row.count for row in sampling], dtype=np.int64),
+            np.empty((0, 2), dtype=np.int64),
         ),
     )
 

@@ -16,7 +16,9 @@ from pipeinfer.engine.cuda.graphs import DecodeGraphs, Frame, ladder
 from pipeinfer.engine.cuda.layout import Layout, Sizes
 from pipeinfer.engine.cuda.mixed_graphs import MixedGraphs, MixedSize
 from pipeinfer.engine.cuda.mixed_graphs import ladder as mixed_ladder
+from pipeinfer.engine.cuda.sampling import restricted as restricts
 from pipeinfer.engine.cuda.step_times import amid_prompts
+from pipeinfer.engine.fields import FIELDS
 from pipeinfer.steps.step import LAST_TOKEN, SamplingRows, Step
 
 DUMMY_SLOT = 99
@@ -34,12 +36,13 @@ def make_step(starts, counts, samples, page_size, seed=0) -> Step:
     width = int(-(-(starts + counts).max() // page_size))
     wanted = int(samples.sum())
     positions = (starts + counts)[samples].astype(np.int64)
-    sampling = SamplingRows(
-        random.random(wanted, dtype=np.float32), random.integers(0, 9, wanted, dtype=np.int32),
-        random.random(wanted, dtype=np.float32), random.random(wanted, dtype=np.float32),
-        random.integers(0, 2**64, wanted, dtype=np.uint64), positions,
-        np.zeros((0, 2), dtype=np.int64),
-    )  # fmt: skip
+    values = {
+        field.name: random.integers(0, 2**64, wanted, dtype=np.uint64)
+        if field.dtype is np.uint64
+        else (9 * random.random(wanted)).astype(field.dtype)
+        for field in FIELDS
+    }
+    sampling = SamplingRows(values, positions, np.zeros((0, 2), dtype=np.int64))
     return Step(
         0, 0, int((counts == 1).sum()), random.permutation(rows).astype(np.int32), starts, counts,
         samples, random.integers(LAST_TOKEN, 50, int(counts.sum())).astype(np.int32),
@@ -91,13 +94,13 @@ def test_packed_decodes_say_of_every_row_what_the_step_says(rows, padding, page_
 def check_sampling(step, views, places, size):
     sampling = step.sampling
     assert views["write_slots"][places].tolist() == step.slots[step.samples].tolist()
-    assert views["seeds"][places].view(np.uint64).tolist() == sampling.seeds.tolist()
     assert views["sample_positions"][places].tolist() == sampling.positions.tolist()
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        assert views[name][places].tolist() == getattr(sampling, name).tolist()
     others = np.setdiff1d(np.arange(size), places)
     assert (views["write_slots"][others] == DUMMY_SLOT).all()
-    assert (views["temperature"][others] == 0).all()
+    for field in FIELDS:
+        assert views[field.name].dtype == field.dtype
+        assert views[field.name][places].tolist() == sampling.fields[field.name].tolist()
+        assert (views[field.name][others] == field.filler).all()
 
 
 @given(
@@ -150,7 +153,7 @@ def test_a_packed_mixed_step_says_of_every_row_what_the_step_says(rows, spare, p
     buffer = np.full(graphs.layout(size).words, -7, dtype=np.int32)  # what another step left there
     views = graphs.layout(size).host(buffer)
     words, places, restricted = graphs.pack(step, size, buffer)
-    assert restricted == packing.restricted(step)
+    assert restricted == restricts(step)
     found = {}
     for row in range(size.decodes):
         assert views["q_indptr"][row : row + 2].tolist() == [row, row + 1]
@@ -279,5 +282,5 @@ def test_a_step_is_restricted_by_any_of_the_four_and_by_nothing_else():
     for name, value in (("top_k", 5), ("top_p", 0.5), ("min_p", 0.1), (None, None)):
         knobs = plain | ({name: value} if name else {})
         for knob, one in knobs.items():
-            getattr(step.sampling, knob)[:] = one
-        assert packing.restricted(step) == (name is not None)
+            step.sampling.fields[knob][:] = one
+        assert restricts(step) == (name is not None)

@@ -9,6 +9,7 @@ from hash_device import HashDevice, continuation
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.driver import step_done
+from pipeinfer.engine.fields import FIELDS
 from pipeinfer.events import Drain, Leave, StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
@@ -353,19 +354,23 @@ def test_sampling_parameters_follow_their_rows():
     engine.plan({1: 9, 4: 9})
     step = engine.queue[0]
     assert step.slots.tolist() == [4, 1]
-    rows = step.sampling
-    assert rows.temperature.tolist() == [0.5, 0.0] and rows.temperature.dtype == np.float32
-    assert rows.top_k.tolist() == [0, 7] and rows.top_k.dtype == np.int32
-    assert rows.top_p.tolist() == [0.25, 1.0] and rows.min_p.tolist() == [0.125, 0.0]
-    assert rows.seeds.tolist() == [2**64 - 1, 2**64 - 2] and rows.seeds.dtype == np.uint64
-    assert rows.positions.tolist() == [1, 3] and rows.positions.dtype == np.int64
+    assert {name: values.tolist() for name, values in step.sampling.fields.items()} == {
+        "temperature": [0.5, 0.0],
+        "top_k": [0, 7],
+        "top_p": [0.25, 1.0],
+        "min_p": [0.125, 0.0],
+        "seed": [2**64 - 1, 2**64 - 2],
+    }
+    assert all(step.sampling.fields[field.name].dtype == field.dtype for field in FIELDS)
+    positions = step.sampling.positions
+    assert positions.tolist() == [1, 3] and positions.dtype == np.int64
 
 
 def test_rows_that_do_not_sample_have_no_sampling_parameters():
     engine = Engine()
     engine.plan({0: 2, 1: 9}, [admit(0, [1] * 9), admit(1, [2], seed=5)])
     step = engine.queue[0]
-    assert step.samples.tolist() == [True, False] and step.sampling.seeds.tolist() == [5]
+    assert step.samples.tolist() == [True, False] and step.sampling.fields["seed"].tolist() == [5]
 
 
 def test_stop_tokens_are_suppressed_until_min_tokens_outputs():

@@ -49,7 +49,9 @@ class Side:
         del found["applied.rows"]
         found |= {f"rows.{k}": v for k, v in vars(applied.rows).items() if k != "growth"}
         found |= {f"step.{k}": v for k, v in vars(step).items() if k not in ("growth", "sampling")}
-        found |= {f"sampling.{k}": v for k, v in vars(step.sampling).items()}
+        of_sampling = vars(step.sampling)
+        found |= {f"sampling.{k}": v for k, v in of_sampling.items() if k != "fields"}
+        found |= {f"fields.{k}": v for k, v in step.sampling.fields.items()}
         found["sampled"] = sampled
         if len(step.slots) and step.decodes == len(step.slots):
             found |= self.packed(step)

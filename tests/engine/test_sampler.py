@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from drawn_ids import NOTHING, ids_of
 from pipeinfer.engine import sampler
+from pipeinfer.engine.fields import filled
 from pipeinfer.engine.truncation import thresholds
 from pipeinfer.steps.step import SamplingRows
 
@@ -28,25 +31,22 @@ def rows(
     suppress: list[tuple[int, int]] | None = None,
     first_seed: int = 0,
 ) -> SamplingRows:
-    def column(value, dtype):
-        return np.broadcast_to(np.array(value, dtype=dtype), count).copy()
-
     return SamplingRows(
-        temperature=column(temperature, np.float32),
-        top_k=column(top_k, np.int32),
-        top_p=column(top_p, np.float32),
-        min_p=column(min_p, np.float32),
-        seeds=np.arange(first_seed, first_seed + count, dtype=np.uint64),
-        positions=np.arange(count, dtype=np.int64) % 7,
-        suppress=np.array(suppress or [], dtype=np.int64).reshape(-1, 2),
+        filled(
+            count,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=np.arange(first_seed, first_seed + count, dtype=np.uint64),
+        ),
+        np.arange(count, dtype=np.int64) % 7,
+        np.array(suppress or [], dtype=np.int64).reshape(-1, 2),
     )
 
 
 def take(source: SamplingRows, order: np.ndarray) -> SamplingRows:
-    names = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
-    return SamplingRows(
-        **{name: getattr(source, name)[order] for name in names}, suppress=source.suppress
-    )
+    return replace(source.take(order), suppress=source.suppress)
 
 
 def kept(logits: np.ndarray, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:

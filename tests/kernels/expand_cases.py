@@ -37,7 +37,7 @@ def step(counts: list[int], starts: list[int], page_size: int, seed: int = 0) ->
         samples=np.ones(rows, dtype=bool),
         tokens=ids.astype(np.int32),
         pages=pages.astype(np.int32),
-        sampling=SamplingRows(*[nothing] * 7),
+        sampling=SamplingRows({}, nothing, nothing),
     )
 
 

@@ -16,6 +16,7 @@ from pipeinfer.kernels import noise, triton_noise
 from pipeinfer.kernels.gumbel import sample_reference
 from pipeinfer.steps.step import SamplingRows
 
+NAMES = ("temperature", "top_k", "top_p", "min_p", "seed")
 SEEDS = np.array([0, 1, 2**63, 2**64 - 1, 0x299F31D0A4093822], dtype=np.uint64)
 POSITIONS = np.array([0, 7, 2**31, 2**32 + 5, 2**40], dtype=np.int64)
 
@@ -65,9 +66,9 @@ def sample(*arguments, **named) -> torch.Tensor:
 
 def on_the_cpu(logits: torch.Tensor, knobs: list[torch.Tensor]) -> torch.Tensor:
     """What the engine's CPU sampler says."""
-    arrays = [knob.cpu().numpy() for knob in knobs]
-    arrays[4] = arrays[4].view(np.uint64)
-    rows = SamplingRows(*arrays, suppress=np.empty((0, 2), np.int64))
+    *fields, seeds, positions = [knob.cpu().numpy() for knob in knobs]
+    values = dict(zip(NAMES, (*fields, seeds.view(np.uint64)), strict=True))
+    rows = SamplingRows(values, positions, np.empty((0, 2), np.int64))
     return ids_of(sampler.sample(logits, rows))
 
 

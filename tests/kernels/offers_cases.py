@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drawn_ids import NOTHING, ids_of
-from kernels.gumbel_cases import mixed, parameters, sample
+from kernels.gumbel_cases import NAMES, mixed, parameters, sample
 from kernels.triton_cases import DEVICE, randn
 from pipeinfer.engine.cuda.sampling import PER_ROW, SplitSampler
 from pipeinfer.kernels import gumbel
@@ -106,7 +106,7 @@ def test_ranks_gather_the_logits_of_truncated_rows_only(monkeypatch):
     rows, vocab, ranks = 7, 200, OneRank()
     logits = randn(7, rows, vocab)
     knobs = parameters(rows, 8, top_k=[0, 3, 0, 0, 5, 0, 0], top_p=[1, 1, 1, 0.5, 1, 1, 1])
-    names = ("temperature", "top_k", "top_p", "min_p", "seeds", "sample_positions")
+    names = (*NAMES, "sample_positions")
     views = dict(zip(names, knobs, strict=True)) | {"write_slots": torch.arange(rows).to(DEVICE)}
     assert set(views) == set(PER_ROW)
     held = SimpleNamespace(start=0, stop=vocab, vocab_size=vocab)

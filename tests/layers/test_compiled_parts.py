@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from checkpoints import CheckpointCache
+from pipeinfer.engine.fields import filled
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.layers import compiled
 from pipeinfer.layers.fused import fused_ops
@@ -59,7 +60,7 @@ def test_an_engine_with_it_computes_the_same_logits(not_compiled, tmp_path, dtyp
 STEP = Step(
     0, 0, 0, np.zeros(1, np.int32), np.zeros(1, np.int32), np.full(1, 9, np.int32),
     np.ones(1, bool), np.arange(9, dtype=np.int32), np.ones((1, 1), np.int32),
-    SamplingRows(*(np.zeros(1, np.float32) for _ in range(6)), np.zeros((0, 2), np.int64)),
+    SamplingRows(filled(1), np.full(1, 9), np.zeros((0, 2), np.int64)),
 )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ DEVICE_FAILS_ON_A_SEED = """
 from pipeinfer.engine import runner
 right = runner.ModelRunner.run
 def run(self, step):
-    if 13 in step.sampling.seeds:
+    if 13 in step.sampling.fields["seed"]:
         raise RuntimeError(f"step of {len(step.slots)} rows: no kernel for this seed")
     return right(self, step)
 runner.ModelRunner.run = run

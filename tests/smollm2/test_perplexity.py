@@ -15,6 +15,7 @@ from smollm2_prompts import docs
 from smollm2_reference import chosen
 
 from pipeinfer import settings as config
+from pipeinfer.engine.fields import filled
 from pipeinfer.engine.loading import LoadedEngine, load_engine
 from pipeinfer.models.build import build_model
 from pipeinfer.models.checkpoint import load_weights
@@ -49,16 +50,13 @@ def engine(model) -> LoadedEngine:
 
 def whole_row(ids: list[int], start: int, number: int) -> Step:
     """A step of one request in slot 0, whose pages are 1, 2, 3 ..."""
-    none = np.zeros(1, dtype=np.float32)
     return Step(
         epoch=0, number=number, decodes=0, slots=np.zeros(1, dtype=np.int32),
         starts=np.array([start], dtype=np.int32), counts=np.array([len(ids)], dtype=np.int32),
         samples=np.ones(1, dtype=bool), tokens=np.array(ids, dtype=np.int32),
         pages=np.arange(1, WINDOW // PAGE + 1, dtype=np.int32)[None],
         sampling=SamplingRows(
-            temperature=none, top_k=none.astype(np.int32), top_p=none + 1, min_p=none,
-            seeds=none.astype(np.uint64), positions=np.array([start + len(ids)], dtype=np.int64),
-            suppress=np.empty((0, 2), dtype=np.int64),
+            filled(1), np.array([start + len(ids)]), np.empty((0, 2), dtype=np.int64)
         ),
     )  # fmt: skip
 

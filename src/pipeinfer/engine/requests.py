@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeinfer.engine.fields import FIELDS, filled
 from pipeinfer.messages import Admit, unpack
 from pipeinfer.steps.step import PenaltyRows, Said, SamplingRows
 
 _NOBODY = np.empty((0, 2), dtype=np.int64)
 _NO_IDS = np.empty(0, dtype=np.int64)
-# Whatever a request says, its parameters fit into these arrays: the API has bounds of its own.
-MOST_K, LAST_POSITION = 2**31 - 1, 2**62
-HOTTEST = float(np.finfo(np.float32).max)
+LAST_POSITION = 2**62
 NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
 
 
@@ -22,11 +21,7 @@ class RequestTable:
     """Sampling parameters by slot, [max_slots] each; stale in empty slots, where nobody reads."""
 
     def __init__(self, max_slots: int) -> None:
-        self._temperature = np.zeros(max_slots, dtype=np.float32)
-        self._top_k = np.zeros(max_slots, dtype=np.int32)
-        self._top_p = np.ones(max_slots, dtype=np.float32)
-        self._min_p = np.zeros(max_slots, dtype=np.float32)
-        self._seeds = np.zeros(max_slots, dtype=np.uint64)
+        self._fields = filled(max_slots)
         # Positions below this one must not get an id of `_suppress`; 0 where nothing is suppressed.
         self._free_from = np.zeros(max_slots, dtype=np.int64)
         self._suppress = [_NO_IDS] * max_slots
@@ -38,11 +33,8 @@ class RequestTable:
     def put(self, admit: Admit) -> None:
         """Takes the parameters of a request that enters `admit.slot`."""
         slot, params = admit.slot, admit.params
-        self._temperature[slot] = min(params.temperature, HOTTEST)
-        self._top_k[slot] = min(max(params.top_k, 0), MOST_K)
-        self._top_p[slot] = params.top_p
-        self._min_p[slot] = min(params.min_p, 1.0)
-        self._seeds[slot] = admit.seed & (2**64 - 1)
+        for field in FIELDS:
+            self._fields[field.name][slot] = field.of(admit)
         self._suppress[slot] = np.array(admit.suppress, dtype=np.int64)
         self._pairs = b"", _NOBODY
         # Outputs are counted from the prompt's end, not from the admission: a request that was
@@ -59,14 +51,10 @@ class RequestTable:
     def sampling_rows(self, slots: np.ndarray, positions: np.ndarray) -> SamplingRows:
         """The parameters of `slots` int32 [S]; `positions` int64 [S] are about to be sampled."""
         return SamplingRows(
-            temperature=self._temperature[slots],
-            top_k=self._top_k[slots],
-            top_p=self._top_p[slots],
-            min_p=self._min_p[slots],
-            seeds=self._seeds[slots],
-            positions=positions,
-            suppress=self.suppressed(slots, positions),
-            penalties=self._penalties(slots),
+            {name: values[slots] for name, values in self._fields.items()},
+            positions,
+            self.suppressed(slots, positions),
+            self._penalties(slots),
         )
 
     def _penalties(self, slots: np.ndarray) -> PenaltyRows | None:

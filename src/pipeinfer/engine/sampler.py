@@ -32,15 +32,25 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     ids = values.argmax(axis=-1)
     peaks = np.take_along_axis(values, ids[:, None], axis=-1)
     finite = np.isfinite(peaks[:, 0])  # a row with a NaN has it at its argmax
-    random = (rows.temperature >= GREEDY_BELOW) & finite
+    random = is_random(rows) & finite
     if random.any():
-        truncated = (rows.top_k > 0) & (rows.top_k < values.shape[1])
-        truncated |= (rows.top_p < 1) | (rows.min_p > 0)
+        truncated = is_truncated(rows, values.shape[1])
         for block in _blocks(random & ~truncated, values.shape[1]):
             ids[block] = _over_all(_scaled(values, peaks, rows, block), rows, block)
         for block in _blocks(random & truncated, values.shape[1]):
             ids[block] = over_kept(_scaled(values, peaks, rows, block), rows, block)
     return drawn(ids, finite)
+
+
+def is_random(rows: SamplingRows) -> np.ndarray:
+    """bool [S]: which rows are not greedy."""
+    return rows.fields["temperature"] >= GREEDY_BELOW
+
+
+def is_truncated(rows: SamplingRows, vocab: int) -> np.ndarray:
+    """bool [S]: of which rows top-k, top-p or min-p leave out ids, if they are random."""
+    top_k, top_p, min_p = (rows.fields[name] for name in ("top_k", "top_p", "min_p"))
+    return (top_k > 0) & (top_k < vocab) | (top_p < 1) | (min_p > 0)
 
 
 def drawn(ids: np.ndarray, good: np.ndarray) -> torch.Tensor:
@@ -78,24 +88,26 @@ def _scaled(
     x = values[block]
     with np.errstate(over="ignore"):  # what lies that far below the peak is never sampled anyway
         x -= peaks[block]
-        x /= rows.temperature[block, None]
+        x /= rows.fields["temperature"][block, None]
     return x
 
 
 def _over_all(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarray:
-    x += noise.gumbel(rows.seeds[block], rows.positions[block], x.shape[1])
+    x += noise.gumbel(rows.fields["seed"][block], rows.positions[block], x.shape[1])
     return x.argmax(axis=-1)
 
 
 def over_kept(x: np.ndarray, rows: SamplingRows, block: np.ndarray) -> np.ndarray:
     """Gumbel-max over what truncation leaves; noise is made only for that, if it is little."""
-    keep = x >= thresholds(x, rows.top_k[block], rows.top_p[block], rows.min_p[block])
+    rows = rows.take(block)
+    fields = rows.fields
+    keep = x >= thresholds(x, fields["top_k"], fields["top_p"], fields["min_p"])
     flat = np.flatnonzero(keep)
     if len(flat) * SPARSE > x.size:
         x[~keep] = -np.inf
-        return _over_all(x, rows, block)
+        return _over_all(x, rows, np.arange(len(x)))
     row, ids = np.divmod(flat, x.shape[1])
-    value = noise.gumbel_at(rows.seeds[block[row]], rows.positions[block[row]], ids)
+    value = noise.gumbel_at(fields["seed"][row], rows.positions[row], ids)
     value += x.reshape(-1)[flat]
     # Candidates lie row after row, lowest id first, and every row has one.
     best = np.maximum.reduceat(value, np.searchsorted(row, np.arange(len(x))))

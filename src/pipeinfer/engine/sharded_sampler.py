@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pipeinfer.engine.sampler import GREEDY_BELOW, drawn, over_kept, prepared
+from pipeinfer.engine.sampler import drawn, is_random, is_truncated, over_kept, prepared
 from pipeinfer.kernels import noise
 from pipeinfer.steps.step import SamplingRows
 
@@ -36,12 +36,11 @@ def sample_sharded(
     """
     values = prepared(logits, _local(rows, start, logits.shape[1]))
     values = values[:, : max(vocab - start, 0)]
-    truncated = (rows.top_k > 0) & (rows.top_k < vocab) | (rows.top_p < 1) | (rows.min_p > 0)
-    truncated &= rows.temperature >= GREEDY_BELOW
+    truncated = is_truncated(rows, vocab) & is_random(rows)
     ids, good = _best(values, rows, start, group)
     whole = np.flatnonzero(truncated & good)  # the same on all ranks, as the ids are
     if len(whole):
-        ids[whole] = _truncated(values[whole], _rows(rows, whole), logits.shape[1], vocab, group)
+        ids[whole] = _truncated(values[whole], rows.take(whole), logits.shape[1], vocab, group)
     return drawn(ids, good)
 
 
@@ -57,11 +56,12 @@ def _best(
     if width:
         mine[:, 2] = values.max(axis=-1)
         scores = values
-        random = rows.temperature >= GREEDY_BELOW
+        random = is_random(rows)
         if random.any():
+            hot = rows.take(np.flatnonzero(random))
             scores = values.astype(np.float64)
-            scores[random] /= rows.temperature[random, None]
-            scores[random] += _noise(_rows(rows, np.flatnonzero(random)), start, width)
+            scores[random] /= hot.fields["temperature"][:, None]
+            scores[random] += noise.gumbel(hot.fields["seed"], hot.positions, width, start)
         local = scores.argmax(axis=-1)
         mine[:, 0] = np.take_along_axis(scores, local[:, None], axis=-1)[:, 0]
         mine[:, 1] = local + start
@@ -82,21 +82,8 @@ def _truncated(
     whole = np.concatenate(list(parts), axis=-1)[:, :vocab]
     with np.errstate(over="ignore"):  # as in sampler.py
         whole -= whole.max(axis=-1, keepdims=True)
-        whole /= rows.temperature[:, None]
+        whole /= rows.fields["temperature"][:, None]
     return over_kept(whole, rows, np.arange(len(values)))
-
-
-def _noise(rows: SamplingRows, start: int, width: int) -> np.ndarray:
-    """The noise of ids start .. start + width - 1; see kernels/noise.py."""
-    return noise.gumbel(rows.seeds, rows.positions, width, start)
-
-
-def _rows(rows: SamplingRows, chosen: np.ndarray) -> SamplingRows:
-    """The parameters of some rows; what is suppressed has been dealt with before."""
-    return SamplingRows(
-        rows.temperature[chosen], rows.top_k[chosen], rows.top_p[chosen], rows.min_p[chosen],
-        rows.seeds[chosen], rows.positions[chosen], rows.suppress[:0],
-    )  # fmt: skip
 
 
 def _local(rows: SamplingRows, start: int, share: int) -> SamplingRows:

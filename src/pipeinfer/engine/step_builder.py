@@ -84,10 +84,7 @@ class StepBuilder:
         return Step(
             last.epoch, applied.number, last.decodes, last.slots, starts, last.counts,
             last.samples, last.tokens, self._pages(last, starts, growth),
-            SamplingRows(
-                sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p,
-                sampling.seeds, positions, suppress, penalties,
-            ),
+            SamplingRows(sampling.fields, positions, suppress, penalties),
             growth,
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ it. Rows are requests, tokens are the flattened rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,19 +54,20 @@ class PenaltyRows:
 class SamplingRows:
     """Sampling parameters of the rows that sample, [S] each, in the order of those rows.
 
-    temperature, top_p, min_p: float32; top_k: int32 (0 is off); seeds: uint64; positions: int64,
-    the absolute position of the token being sampled. suppress: (row, id) pairs int64 [n, 2] of ids
-    that must not be sampled. penalties: None where no row has any.
+    fields: by name and in the dtypes that engine/fields.py declares. positions: int64, the absolute
+    position of the token being sampled. suppress: (row, id) pairs int64 [n, 2] of ids that must not
+    be sampled. penalties: None where no row has any.
     """
 
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    seeds: np.ndarray
+    fields: Mapping[str, np.ndarray]
     positions: np.ndarray
     suppress: np.ndarray
     penalties: PenaltyRows | None = None
+
+    def take(self, rows: np.ndarray) -> SamplingRows:
+        """The fields and positions of some of the rows; nothing suppressed, no penalties."""
+        fields = {name: values[rows] for name, values in self.fields.items()}
+        return SamplingRows(fields, self.positions[rows], self.suppress[:0])
 
 
 _NONE = np.empty(0, dtype=np.int32)

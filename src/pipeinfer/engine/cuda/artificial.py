@@ -10,21 +10,18 @@ from dataclasses import replace
 
 import numpy as np
 
+from pipeinfer.engine.fields import filled
 from pipeinfer.steps.step import SamplingRows, Step
 
+USUAL = {"temperature": 1.0}  # as most requests have it
 
-def artificial_step(counts: np.ndarray, page_size: int, top_k: int = 0) -> Step:
-    """Rows of these counts int32 (ones first) from position 0 on, all sampling."""
+
+def artificial_step(counts: np.ndarray, page_size: int, **fields: float) -> Step:
+    """Rows of these counts int32 (ones first) from position 0 on, all sampling; `fields` of all
+    rows, by the names of engine/fields.py."""
     rows = len(counts)
-    sampling = SamplingRows(
-        temperature=np.ones(rows, dtype=np.float32),
-        top_k=np.full(rows, top_k, dtype=np.int32),
-        top_p=np.ones(rows, dtype=np.float32),
-        min_p=np.zeros(rows, dtype=np.float32),
-        seeds=np.zeros(rows, dtype=np.uint64),
-        positions=counts.astype(np.int64),
-        suppress=np.zeros((0, 2), dtype=np.int64),
-    )
+    values = filled(rows, **(USUAL | fields))
+    sampling = SamplingRows(values, counts.astype(np.int64), np.zeros((0, 2), dtype=np.int64))
     return Step(
         epoch=0,
         number=0,

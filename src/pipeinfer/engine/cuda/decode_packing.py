@@ -14,6 +14,7 @@ import numpy as np
 
 from pipeinfer.engine.cuda import packing
 from pipeinfer.engine.cuda.layout import Layout
+from pipeinfer.engine.cuda.sampling import changes_logits, truncated_rows
 from pipeinfer.steps.step import Growth, Step
 
 MOST_GROWING = 16  # rows; each costs a few calls, and packing everything about sixty
@@ -92,8 +93,8 @@ class DecodePacker:
             step, views, self._page_size, self._dummy_slot, self._table
         )
         counted = ("positions", "lengths", "last_page", "store", "sample_positions")
-        truncated = packing.truncated(step)
-        restricted = truncated or packing.changes_logits(step)
+        truncated = len(truncated_rows(step)) > 0
+        restricted = truncated or changes_logits(step)
         packed = Packed(self._used_words(size, used), place[step.samples], restricted)
         counters = tuple(views[name][:rows] for name in counted)
         return _Kept((step.epoch, step.number + 1), size, used, place, truncated, packed, counters)
@@ -112,7 +113,7 @@ class DecodePacker:
             counter += 1
         if len(growth.rows):
             self._grow(kept, step, growth)
-        restricted = kept.truncated or packing.changes_logits(step)
+        restricted = kept.truncated or changes_logits(step)
         if restricted != kept.packed.restricted:
             kept.packed = kept.packed._replace(restricted=restricted)
 

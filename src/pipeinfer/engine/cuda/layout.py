@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeinfer.engine.fields import FIELDS
+
 # The regions of a step with R rows, T tokens, S sampling rows and P pages in its longest row:
 #
-#   | seeds 2S | sample_positions 2S | write_slots 2S | last 2S |           64-bit words
+#   | sample_positions 2S | write_slots 2S | last 2S |                      64-bit words
+#   | the fields of engine/fields.py, S or 2S each |
 #   | tokens T | token_slots T | positions T | store T |                    by token
 #     or, where the device derives them and the indices:
 #   | tokens T | starts R | counts R | slots R |
 #   | lengths R | last_page R | q_indptr R+1 | prefill_indptr R+1 | kv_indptr R+1 |
-#   | temperature S | top_k S | top_p S | min_p S |                         float32 bits, top_k ints
 #   | table R*P | indices ... |                                             the tail
 #
 # A region starts at a multiple of 16 bytes. What is uploaded ends with the last page index.
@@ -78,7 +80,9 @@ class Layout:
         self.regions: dict[str, Region] = {}
         rows, tokens, samples = sizes.rows, sizes.tokens, sizes.samples
         self.words = 0
-        self._add(np.int64, samples, "seeds", "sample_positions", "write_slots", "last")
+        self._add(np.int64, samples, "sample_positions", "write_slots", "last")
+        for field in FIELDS:
+            self._add(field.dtype, samples, field.name)
         if sizes.derived:
             self._add(np.int32, tokens, "tokens")
             self._add(np.int32, rows, "starts", "counts", "slots")
@@ -86,8 +90,6 @@ class Layout:
             self._add(np.int32, tokens, "tokens", "token_slots", "positions", "store")
         self._add(np.int32, rows, "lengths", "last_page")
         self._add(np.int32, rows + 1, "q_indptr", "prefill_indptr", "kv_indptr")
-        self._add(np.float32, samples, "temperature", "top_p", "min_p")
-        self._add(np.int32, samples, "top_k")
         table_rows = rows if sizes.table_rows is None else sizes.table_rows
         self._add(np.int32, table_rows * sizes.pages, "table")
         self._add(np.int32, sizes.indices, "indices")
@@ -121,4 +123,7 @@ class Layout:
         return self.regions["indices"].begin
 
 
-TORCH = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
+# Torch has hardly anything for uint64: its bits are all that kernels want.
+TORCH = {
+    "int64": torch.int64, "uint64": torch.int64, "int32": torch.int32, "float32": torch.float32,
+}  # fmt: skip

@@ -35,7 +35,7 @@ def warm_up(runner: CudaRunner, limits: Limits, page_size: int, max_model_len: i
     for _ in range(2):  # the first one also allocates what stays
         runner.run(largest)
     runner.run(artificial_step(np.ones(min(limits.rows, 3), dtype=np.int32), page_size))
-    runner.run(artificial_step(np.ones(1, dtype=np.int32), page_size, LARGE_TOP_K))
+    runner.run(artificial_step(np.ones(1, dtype=np.int32), page_size, top_k=LARGE_TOP_K))
 
 
 def free_for_pages(fraction: float) -> int:

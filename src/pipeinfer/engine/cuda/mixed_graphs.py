@@ -18,6 +18,7 @@ from pipeinfer.attention.paged import PagedPlan, PagedRows
 from pipeinfer.engine.cuda import graphs, packing
 from pipeinfer.engine.cuda.decode_packing import Packed
 from pipeinfer.engine.cuda.layout import Layout, Sizes
+from pipeinfer.engine.cuda.sampling import restricted
 from pipeinfer.step_cost import steps_up_to
 from pipeinfer.steps.step import Step
 
@@ -145,7 +146,7 @@ class MixedGraphs:
         )
         words = layout.indices_at + used
         buffer[:words] = self._host[:words]
-        return Packed(words, np.arange(int(step.samples.sum())), packing.restricted(step))
+        return Packed(words, np.arange(int(step.samples.sum())), restricted(step))
 
     def __getitem__(self, size: MixedSize) -> graphs.Captured:
         return self._captured[size]

@@ -10,6 +10,7 @@ import numpy as np
 
 from pipeinfer.attention.step_index import positions as step_positions
 from pipeinfer.attention.step_index import store_places
+from pipeinfer.engine.fields import FIELDS
 from pipeinfer.steps.step import Step
 
 Views = dict[str, np.ndarray]
@@ -79,7 +80,7 @@ def pack_mixed(step: Step, views: Views, page_size: int, dummy_slot: int, decode
         views["q_indptr"][:] = views["prefill_indptr"][: len(views["q_indptr"])]
     table = views["table"].reshape(len(views["lengths"]) - decode_rows, -1)
     table[:prompts, : pages.shape[1]] = pages[decodes:]
-    _sampling_at(step, views, np.arange(len(step.sampling.top_k)), dummy_slot)
+    _sampling_at(step, views, np.arange(len(step.sampling.positions)), dummy_slot)
     stands = np.empty_like(order)
     stands[order] = np.arange(len(order))
     _padded(views["last"], ends[stands[step.samples]] - 1, 0)
@@ -138,19 +139,11 @@ def _padded(view: np.ndarray, values: np.ndarray, filler: int) -> None:
 
 def _sampling_at(step: Step, views: Views, places: np.ndarray, dummy_slot: int) -> None:
     """Sampling parameters at `places`; rows that do not sample write to the dummy slot."""
-    sampling = step.sampling
-    for name, value, filler in (
-        ("seeds", sampling.seeds.view(np.int64), 0),
-        ("sample_positions", sampling.positions, 0),
-        ("write_slots", step.slots[step.samples], dummy_slot),
-        ("temperature", sampling.temperature, 0.0),
-        ("top_k", sampling.top_k, 0),
-        ("top_p", sampling.top_p, 1.0),
-        ("min_p", sampling.min_p, 0.0),
-    ):
+    fillers = {field.name: field.filler for field in FIELDS} | {"write_slots": dummy_slot}
+    for name, values in _sampling(step).items():
         if len(places) < len(views[name]):
-            views[name][:] = filler
-        views[name][places] = value
+            views[name][:] = fillers.get(name, 0)
+        views[name][places] = values
 
 
 def pack_rows(step: Step, views: Views, page_size: int) -> int:
@@ -172,7 +165,8 @@ def pack_rows(step: Step, views: Views, page_size: int) -> int:
     views["kv_indptr"][0] = 0
     np.cumsum(held, out=views["kv_indptr"][1:])
     views["table"][:] = step.pages.reshape(-1)
-    _sampling(step, views)
+    for name, values in _sampling(step).items():
+        views[name][:] = values
     views["last"][:] = ends[1:][step.samples] - 1
     if "starts" in views:
         views["starts"][:], views["counts"][:], views["slots"][:] = step.starts, counts, step.slots
@@ -190,33 +184,7 @@ def _by_token(step: Step, views: Views, page_size: int, held: np.ndarray) -> Non
     views["indices"][: len(flat)] = flat
 
 
-def _sampling(step: Step, views: Views) -> None:
-    sampling = step.sampling
-    views["seeds"][:] = sampling.seeds.view(np.int64)
-    views["sample_positions"][:] = sampling.positions
-    views["write_slots"][:] = step.slots[step.samples]
-    views["temperature"][:] = sampling.temperature
-    views["top_k"][:] = sampling.top_k
-    views["top_p"][:] = sampling.top_p
-    views["min_p"][:] = sampling.min_p
-
-
-def restricted(step: Step) -> bool:
-    """Whether some row needs more than temperature: top-k, top-p, min-p, or other logits."""
-    return changes_logits(step) or truncated(step)
-
-
-def changes_logits(step: Step) -> bool:
-    """Whether some row has suppressed ids or penalties."""
-    return len(step.sampling.suppress) > 0 or step.sampling.penalties is not None
-
-
-def truncated(step: Step) -> bool:
-    """Whether some row has top-k, top-p or min-p."""
-    return len(truncated_rows(step)) > 0
-
-
-def truncated_rows(step: Step) -> np.ndarray:
-    """int64: which of the sampling rows have top-k, top-p or min-p."""
-    sampling = step.sampling
-    return np.flatnonzero((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
+def _sampling(step: Step) -> dict[str, np.ndarray]:
+    """By name, what samplers are handed of the S rows that sample."""
+    slots, sampling = step.slots[step.samples], step.sampling
+    return {**sampling.fields, "sample_positions": sampling.positions, "write_slots": slots}

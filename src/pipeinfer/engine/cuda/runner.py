@@ -27,7 +27,7 @@ from pipeinfer.engine.cuda.expansion import Expansion
 from pipeinfer.engine.cuda.graphs import Captured, DecodeGraphs, Frame, row_arrays
 from pipeinfer.engine.cuda.layout import Layout, Limits, Sizes
 from pipeinfer.engine.cuda.mixed_graphs import MixedGraphs, MixedSize
-from pipeinfer.engine.cuda.sampling import NONE, Sampler, WholeSampler
+from pipeinfer.engine.cuda.sampling import NONE, Sampler, WholeSampler, truncated_rows
 from pipeinfer.engine.device import Mark
 from pipeinfer.engine.executor import unwatched
 from pipeinfer.engine.marks import usual_marks
@@ -261,7 +261,7 @@ class CudaRunner:
 
     def _sampled(self, step: Step, logits: torch.Tensor, views: Views, places: np.ndarray) -> Any:
         """What all rows of the logits draw, of which those at `places` are the step's."""
-        truncated = places[packing.truncated_rows(step)]
+        truncated = places[truncated_rows(step)]
 
         def sample(logits: torch.Tensor) -> torch.Tensor:
             return self._sampler.sample(logits, views, self._last_token, truncated)

@@ -10,12 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from pipeinfer.engine.fields import FIELDS
 from pipeinfer.kernels.gumbel import sample
 from pipeinfer.kernels.offers import choose, offer
+from pipeinfer.steps.step import Step
 
 NEVER = float("-inf")
 NONE = np.empty(0, dtype=np.int64)  # rows
-PER_ROW = ("temperature", "top_k", "top_p", "min_p", "seeds", "sample_positions", "write_slots")
+PER_ROW = (*(field.name for field in FIELDS), "sample_positions", "write_slots")
 Views = dict[str, torch.Tensor]
 
 
@@ -101,7 +103,7 @@ class SplitSampler:
     ) -> torch.Tensor:
         heat = views["temperature"]
         mine = offer(
-            logits[:, : self._held], heat, views["seeds"], views["sample_positions"], self.first_id
+            logits[:, : self._held], heat, views["seed"], views["sample_positions"], self.first_id
         )
         drawn = choose(self._ranks.collect(mine), heat, last_token, views["write_slots"])
         if len(truncated):
@@ -121,12 +123,28 @@ def sample_rows(
         views["top_k"],
         views["top_p"],
         views["min_p"],
-        views["seeds"],
+        views["seed"],
         views["sample_positions"],
         truncate=len(truncated) > 0,
         last_token=last_token,
         slots=views["write_slots"],
     )
+
+
+def truncated_rows(step: Step) -> np.ndarray:
+    """int64: which of the sampling rows have top-k, top-p or min-p."""
+    top_k, top_p, min_p = (step.sampling.fields[name] for name in ("top_k", "top_p", "min_p"))
+    return np.flatnonzero((top_k > 0) | (top_p < 1) | (min_p > 0))
+
+
+def changes_logits(step: Step) -> bool:
+    """Whether some row has suppressed ids or penalties."""
+    return len(step.sampling.suppress) > 0 or step.sampling.penalties is not None
+
+
+def restricted(step: Step) -> bool:
+    """Whether some row needs more than temperature: top-k, top-p, min-p, or other logits."""
+    return changes_logits(step) or len(truncated_rows(step)) > 0
 
 
 def suppress(logits: torch.Tensor, pairs: np.ndarray) -> None:
