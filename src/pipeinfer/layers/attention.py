@@ -6,7 +6,7 @@ and no backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -15,25 +15,24 @@ from pipeinfer.layers.linear import RowLinear, merged_qkv
 from pipeinfer.layers.norm import USUAL, HeadNorm, NormKind
 from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source
-from pipeinfer.layers.rope import Rotation, TableRotation, rotate
-
-# (layer, q [T, heads, head_dim], k and v [T, kv_heads, head_dim]) -> [T, heads, head_dim].
-# Rows may be strided (views of one buffer); the last two dimensions are contiguous.
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+from pipeinfer.layers.rope import Rotation, rotate
 
 
-class MergedAttend(Protocol):
-    """What takes the place of Attend on a GPU: one kernel from the product to the cache."""
+class Attend(Protocol):
+    """What a model calls for the attention of a layer: all from the merged product to heads."""
 
-    def merged(
+    def __call__(
         self,
         layer: int,
         qkv: torch.Tensor,
         num_heads: int,
         norm: HeadNorm | None,
-        rotation: TableRotation,
+        rotation: Rotation,
+        /,
     ) -> torch.Tensor:
-        """qkv [T, (heads + 2 kv_heads) * head_dim], not normed, not turned: [T, heads, head_dim]"""
+        """qkv [T, (num_heads + 2 kv_heads) * head_dim], not normed and not turned yet: queries,
+        keys, values. Returns [T, num_heads, head_dim].
+        """
         ...
 
 
@@ -57,7 +56,6 @@ class SelfAttention:
         norm_kind: NormKind = USUAL,
     ) -> None:
         shard = placement.shard
-        self._merged = placement.device.type == "cuda"
         self.layer = layer
         self.head_dim = head_dim
         self.num_heads = num_heads // shard.size
@@ -74,25 +72,13 @@ class SelfAttention:
     def __call__(
         self,
         x: torch.Tensor,
-        rotation: Rotation | TableRotation,
-        attend: Attend | MergedAttend,
+        rotation: Rotation,
+        attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor | Pending:
-        """`attend` is a MergedAttend, and `rotation` a table's, exactly on a GPU. rows: int64 [S],
-        whose output is wanted; None: all.
-        """
-        qkv = self.qkv(x)
-        if self._merged:
-            out = attend.merged(self.layer, qkv, self.num_heads, self.norm, rotation)  # type: ignore
-        else:
-            out = attend(self.layer, *self._parts(qkv, rotation))  # type: ignore
-        out = out.flatten(1)
+        """rows: int64 [S], whose output is wanted; None: all."""
+        out = attend(self.layer, self.qkv(x), self.num_heads, self.norm, rotation).flatten(1)
         return self.output(out if rows is None else out[rows])
-
-    def _parts(
-        self, qkv: torch.Tensor, rotation: Rotation
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return split_and_turn(qkv, self.num_heads, self.num_kv_heads, self.norm, rotation)
 
     def pack(self) -> None:
         """To be called when the weights are final."""
@@ -114,12 +100,14 @@ def split_and_turn(
     norm: HeadNorm | None,
     rotation: Rotation,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values [T, heads, head_dim], normed and turned, of the merged product."""
+    """Queries, keys and values [T, heads, head_dim] of the merged product, normed and turned by
+    torch operations. Values are a view, with strided rows.
+    """
     # Heads of one token: [ queries | keys | values ]
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
     turned = num_heads + num_kv_heads
     keyed, values = heads[:, :turned], heads[:, turned:]
     if norm is not None:
         keyed = norm(keyed)
-    keyed = rotate(keyed, rotation)
+    keyed = rotate(keyed, rotation.angles)
     return keyed[:, :num_heads], keyed[:, num_heads:], values

@@ -9,18 +9,23 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from pipeinfer.attention.interface import Plan
+
 PARITIES = 2
 MOST_PIECES = 1024
 
 
 class StepBuffers:
-    """One parity. `done` is the event after which nothing reads any of it."""
+    """One parity. `done` is the event after which nothing reads any of it, nor of `plan`, what
+    attention made of the step: so its memory is nobody else's until then.
+    """
 
     def __init__(self, words: int, most_rows: int, device: torch.device) -> None:
         self.pinned = torch.zeros(words, dtype=torch.int32, pin_memory=True)
         self.host: np.ndarray = self.pinned.numpy()
         self.mirror = torch.zeros(words, dtype=torch.int32, device=device)
         self.ids = torch.zeros(most_rows, dtype=torch.int64, pin_memory=True)
+        self.plan: Plan = None
         self.uploaded = torch.cuda.Event()
         self.done = torch.cuda.Event()
         self._pieces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
