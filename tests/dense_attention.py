@@ -9,23 +9,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pipeinfer.layers.attention import Attend, split_and_turn
+from pipeinfer.layers.attention import Attend
 from pipeinfer.steps.shape import AttentionShape
 
 
-def split(shapes: Sequence[AttentionShape], attend: Callable[..., torch.Tensor]) -> Attend:
+def split(attend: Callable[..., torch.Tensor]) -> Attend:
     """What a model is called with, out of attend(layer, q, k, v)."""
-
-    def merged(layer, qkv, num_heads, norm, rotation):
-        parts = split_and_turn(qkv, num_heads, shapes[layer].num_kv_heads, norm, rotation)
-        return attend(layer, *parts)
-
-    return merged
+    return lambda layer, heads: attend(layer, *heads.split_and_turn())
 
 
 def dense_causal(shapes: Sequence[AttentionShape]) -> Attend:
     """For a model call whose tokens are one sequence from its start."""
-    return split(shapes, causal(shapes))
+    return split(causal(shapes))
 
 
 def causal(shapes: Sequence[AttentionShape]) -> Callable[..., torch.Tensor]:
@@ -63,4 +58,4 @@ def decoding(shapes: Sequence[AttentionShape]) -> Attend:
         scores = torch.einsum("qhd,khd->hqk", q, past_keys) * shape.scale
         return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), past_values)
 
-    return split(shapes, attend)
+    return split(attend)

@@ -14,12 +14,13 @@ from pipeinfer.attention.rows import host_rows
 from pipeinfer.attention.torch_backend import TorchBackend
 from pipeinfer.steps.shape import AttentionShape
 
+CPU = torch.device("cpu")
 HEADS = [(4, 4), (4, 2), (6, 1), (1, 1)]
 
 
 def attend(case: Case) -> list[torch.Tensor]:
     """Outputs of all layers, in order, by one plan."""
-    backend = TorchBackend(case.shapes)
+    backend = TorchBackend(case.shapes, CPU)
     backend.bind(case.pool, 100)
     with torch.inference_mode():
         plan = backend.plan(host_rows(case.step))
@@ -81,7 +82,7 @@ def test_half_precision_pools_attend_within_their_precision(dtype, tolerance):
 def test_queries_that_are_views_of_a_merged_buffer_are_taken_as_they_are():
     case = make_case([shape()], [(9, 1), (30, 1), (0, 6), (4, 5)], 16, seed=4)
     merged = torch.cat([case.queries[0], *case.stored(0)], dim=1)
-    backend = TorchBackend(case.shapes)
+    backend = TorchBackend(case.shapes, CPU)
     backend.bind(case.pool, 100)
     with torch.inference_mode():
         plan = backend.plan(host_rows(case.step))
@@ -90,7 +91,7 @@ def test_queries_that_are_views_of_a_merged_buffer_are_taken_as_they_are():
 
 
 def test_decode_behind_a_window_reads_no_page_outside_it():
-    backend = TorchBackend([shape(window=20)])
+    backend = TorchBackend([shape(window=20)], CPU)
     case = make_case([shape(window=20)], [(1000, 1), (64, 1), (10, 1), (500, 30)], 16, seed=5)
     backend.bind(case.pool, 100)
     part = backend.plan(host_rows(case.step))[20]

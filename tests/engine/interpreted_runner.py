@@ -163,7 +163,7 @@ def cuda_runner(settings, choices, model, group):
     shapes = model.attention_shapes()
     pool = KVPool(shapes, 1 + settings.kv_pages, choices.page_size, choices.dtype, "cpu")
     limits = Limits(settings.max_running, settings.max_step_tokens, 512 // choices.page_size)
-    backend = KINDS[settings.attention](shapes, "cpu")
+    backend = KINDS[settings.attention](shapes, torch.device("cpu"))
     sampler = SplitSampler(model, group) if group is not None else None
     runner = CudaRunner(model, pool, backend, limits, sampler)
     if not settings.no_cuda_graph:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeinfer.engine.attend import StepAttention, TorchStore
-from pipeinfer.layers.attention import split_and_turn
+from pipeinfer.layers.attention import MergedHeads
 from pipeinfer.layers.norm import OFFSET, USUAL, HeadNorm
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.layers.rope import Rope
@@ -38,23 +38,23 @@ def inputs(kind):
         norm.weight[:HEADS], norm.weight[HEADS:] = torch.randn(DIM), torch.randn(DIM)
     qkv = torch.randn(len(PLACES), (HEADS + 2 * KV_HEADS) * DIM)
     rope = Rope(RopeConfig(theta=10_000.0), DIM, torch.float32, CPU, 40)
-    return qkv, norm, rope(POSITIONS)
+    return MergedHeads(qkv, HEADS, KV_HEADS, norm, rope(POSITIONS))
 
 
 @pytest.mark.parametrize("kind", [None, USUAL, OFFSET])
 @torch.inference_mode()
 def test_torch_operations_store_what_the_fused_kernel_is_to_store(kind):
     reference = pytest.importorskip("pipeinfer.kernels.store").turn_and_store_reference
-    qkv, norm, rotation = inputs(kind)
+    heads = inputs(kind)
     mine, theirs = pool(), pool()
-    queries, *_ = TorchStore(mine)(1, qkv, HEADS, norm, rotation, PLACES)
-    options = {}
+    queries, *_ = TorchStore(mine)(1, heads, PLACES)
+    norm, rotation, options = heads.norm, heads.rotation, {}
     if norm is not None:
         options = {"q_norm": norm.query_weight, "k_norm": norm.key_weight, "eps": norm.eps,
                    "offset": norm.offset}  # fmt: skip
     expected = reference(
-        qkv, *rotation.rope.table, PLACES, theirs.k[1], theirs.v[1], HEADS, positions=POSITIONS,
-        **options,
+        heads.product, *rotation.rope.table, PLACES, theirs.k[1], theirs.v[1], HEADS,
+        positions=POSITIONS, **options,
     )  # fmt: skip
     torch.testing.assert_close(queries, expected, rtol=1e-5, atol=1e-5)
     for part, other in zip((*mine.k, *mine.v), (*theirs.k, *theirs.v), strict=True):
@@ -63,9 +63,9 @@ def test_torch_operations_store_what_the_fused_kernel_is_to_store(kind):
 
 @torch.inference_mode()
 def test_keys_and_values_are_stored_at_their_places_and_nowhere_else():
-    qkv, norm, rotation = inputs(USUAL)
+    heads = inputs(USUAL)
     made = pool()
-    _, k, v = TorchStore(made)(1, qkv, HEADS, norm, rotation, PLACES)
+    _, k, v = TorchStore(made)(1, heads, PLACES)
     others = np.setdiff1d(np.arange(6 * PAGE), PLACES)
     for part, new in ((made.k, k), (made.v, v)):
         assert torch.equal(part[1].flatten(0, 1)[PLACES], new)
@@ -87,13 +87,13 @@ class Backend:
 
 @torch.inference_mode()
 def test_a_backend_attends_after_the_steps_own_keys_are_stored():
-    qkv, norm, rotation = inputs(USUAL)
+    heads = inputs(USUAL)
     made = pool()
     backend, plan = Backend(made), object()
     attend = StepAttention(backend, plan, TorchStore(made), PLACES)
-    out = attend(1, qkv, HEADS, norm, rotation)
+    out = attend(1, heads)
     layer, *given, seen = backend.handed
-    expected = split_and_turn(qkv, HEADS, KV_HEADS, norm, rotation)
+    expected = heads.split_and_turn()
     assert (layer, seen) == (1, plan) and out is given[0]
     assert all(torch.equal(mine, other) for mine, other in zip(given, expected, strict=True))
     assert torch.equal(backend.held, given[1])

@@ -244,7 +244,7 @@ def test_logits_of_a_token_do_not_depend_on_its_neighbours_in_the_batch(
         return torch.cat([causal(shapes)(layer, *row) for row in rows])
 
     positions = torch.cat([torch.arange(9), torch.arange(5)])
-    together = model(torch.cat([first, second]), positions, split(shapes, attend))
+    together = model(torch.cat([first, second]), positions, split(attend))
     alone = [model(x, torch.arange(len(x)), dense_causal(shapes)) for x in (first, second)]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
 
@@ -260,7 +260,7 @@ def test_everything_but_attention_is_bitwise_equal_in_any_batch(
     model = loaded(checkpoint(architecture))
     tokens, positions = prompt(150), torch.arange(150)
 
-    attend = split(model.attention_shapes(), lambda layer, q, k, v: q * 0.5)
+    attend = split(lambda layer, q, k, v: q * 0.5)
     whole = model(tokens, positions, attend)
     logits = model.logits(whole)
     for first, last in [(0, 1), (149, 150), (3, 5), (10, 27), (0, 64), (20, 149)]:
@@ -284,6 +284,6 @@ def test_rows_that_are_asked_for_are_those_of_the_whole(
         return causal(shapes)(layer, q, k, v)
 
     whole = model(tokens, positions, dense_causal(shapes))
-    some = model(tokens, positions, split(shapes, attend), rows)
+    some = model(tokens, positions, split(attend), rows)
     torch.testing.assert_close(some, whole[rows])
     assert stored == [(90, 90, 90)] * len(model.layers)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pipeinfer.attention.interface import Traits
-from pipeinfer.attention.paged import PagedKind
+from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
 from pipeinfer.attention.rows import PagedRows
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
@@ -113,10 +113,5 @@ def _window(shape: AttentionShape) -> tuple[int, int]:
 FA3 = PagedKind(
     Fa3Part,
     Fa3Part,
-    Traits(
-        page_sizes=(1, 16, 32, 64, 128, 256),
-        preferred_page_size=64,
-        captures_decode=True,
-        reads_table_to_decode=True,
-    ),
+    Traits(PAGE_SIZES, PREFERRED, captures_decode=True, reads_table_to_decode=True),
 )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pipeinfer.attention.interface import Traits
-from pipeinfer.attention.paged import PagedKind
+from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
 from pipeinfer.attention.rows import PagedRows
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
@@ -198,10 +198,5 @@ def prefill_part(shapes: Sequence[AttentionShape], device: torch.device) -> Flas
 FLASHINFER = PagedKind(
     decode_part,
     prefill_part,
-    Traits(
-        page_sizes=(1, 16, 32, 64, 128, 256),
-        preferred_page_size=64,
-        host_lengths=True,
-        captures_decode=True,
-    ),
+    Traits(PAGE_SIZES, PREFERRED, host_lengths=True, captures_decode=True),
 )

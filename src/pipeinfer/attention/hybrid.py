@@ -7,17 +7,12 @@ from __future__ import annotations
 
 from pipeinfer.attention.fa3_backend import Fa3Part
 from pipeinfer.attention.interface import Traits
-from pipeinfer.attention.paged import PagedKind
+from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
 from pipeinfer.attention.triton_decode import TritonDecodePart
 
 # All head sizes of this backend (registry.py) are powers of two.
 HYBRID = PagedKind(
     TritonDecodePart,
     Fa3Part,
-    Traits(
-        page_sizes=(1, 16, 32, 64, 128, 256),
-        preferred_page_size=64,
-        captures_decode=True,
-        captures_prefill=True,
-    ),
+    Traits(PAGE_SIZES, PREFERRED, captures_decode=True, captures_prefill=True),
 )

@@ -16,6 +16,7 @@ from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
 Plan = Any  # what a backend makes of a step's rows: nobody else looks into it
+KV = torch.Tensor | None  # [T, kv_heads, head_dim] of a step's tokens; None: in pages only
 
 
 @dataclass(frozen=True)
@@ -54,22 +55,15 @@ class Attention(Protocol):
     def plan(self, rows: PagedRows, /) -> Plan:
         """What all layers of a step share: indices, masks, work lists; copies go to the current
         stream. The plan of the next step may be made while layers still read this one, which its
-        caller keeps until they are done. Plans of `rows.fixed` are read where the first one lies.
+        caller keeps until they are done. Later plans of the same `rows.fixed` go to where the first
+        one lies.
         """
         ...
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        plan: Plan,
-        /,
-    ) -> torch.Tensor:
-        """q [T, heads, head_dim], decodes first: a tensor of that shape. k, v [T, kv_heads,
-        head_dim]: what was stored of the step; may be None unless `needs_kv`. Rows may be strided,
-        the last two dimensions are contiguous.
+    def attend(self, layer: int, q: torch.Tensor, k: KV, v: KV, plan: Plan, /) -> torch.Tensor:
+        """q [T, heads, head_dim], decodes first: a tensor of that shape. k, v: what was stored of
+        the step; maybe None for a backend without `needs_kv`. Rows may be strided, the last two
+        dimensions are contiguous.
         """
         ...
 
@@ -82,8 +76,6 @@ class AttentionKind(Protocol):
         """Those of all backends of that kind."""
         ...
 
-    def __call__(
-        self, shapes: Sequence[AttentionShape], device: torch.device | str, /
-    ) -> Attention:
+    def __call__(self, shapes: Sequence[AttentionShape], device: torch.device, /) -> Attention:
         """A backend for layers of `shapes`; loads the kernels that it needs."""
         ...

@@ -12,10 +12,13 @@ from typing import Protocol
 
 import torch
 
-from pipeinfer.attention.interface import Plan, Traits
+from pipeinfer.attention.interface import KV, Plan, Traits
 from pipeinfer.attention.rows import PagedRows
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
+
+PAGE_SIZES = (1, 16, 32, 64, 128, 256)  # that the kernels of all parts take
+PREFERRED = 64  # with which they were measured
 
 
 class Part(Protocol):
@@ -85,14 +88,7 @@ class PagedBackend:
         begin = 0 if rows.fixed else rows.decodes
         return PagedPlan(rows.decodes, decode, prefill, begin, at_once=rows.fixed and both)
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        plan: PagedPlan,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: KV, v: KV, plan: PagedPlan) -> torch.Tensor:
         out = torch.empty_like(q)
         if plan.at_once and self._beside is not None:
             stream = torch.cuda.current_stream()
@@ -128,7 +124,5 @@ class PagedKind:
     prefill: PartMaker
     traits: Traits
 
-    def __call__(
-        self, shapes: Sequence[AttentionShape], device: torch.device | str
-    ) -> PagedBackend:
-        return PagedBackend(self, shapes, torch.device(device))
+    def __call__(self, shapes: Sequence[AttentionShape], device: torch.device) -> PagedBackend:
+        return PagedBackend(self, shapes, device)

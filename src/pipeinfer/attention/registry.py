@@ -124,6 +124,6 @@ def resolve_page_size(name: str, page_size: int) -> int:
     return page_size
 
 
-def create(name: str, shapes: Sequence[AttentionShape], device: torch.device | str) -> Attention:
+def create(name: str, shapes: Sequence[AttentionShape], device: torch.device) -> Attention:
     """A backend for the layers' `shapes` on `device`; the caller binds a pool to it."""
     return load(name)(shapes, device)

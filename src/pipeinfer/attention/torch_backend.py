@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeinfer.attention import step_index
-from pipeinfer.attention.interface import Traits
+from pipeinfer.attention.interface import KV, Traits
 from pipeinfer.attention.rows import PagedRows
 from pipeinfer.attention.step_index import Piece
 from pipeinfer.memory.pool import KVPool
@@ -72,12 +72,10 @@ class TorchBackend:
 
     traits = Traits(page_sizes=None, preferred_page_size=16, needs_kv=True, host_lengths=True)
 
-    def __init__(
-        self, shapes: Sequence[AttentionShape], device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
         self._shapes = tuple(shapes)
         self._windows = {shape.sliding_window for shape in self._shapes}
-        self._device = torch.device(device)
+        self._device = device
         self._page_size = 0
         self._dtype = torch.float32
         self._k: list[torch.Tensor] = []
@@ -94,14 +92,7 @@ class TorchBackend:
     def plan(self, rows: PagedRows) -> TorchPlan:
         return {window: self._window(rows, window) for window in self._windows}
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        plan: TorchPlan,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: KV, v: KV, plan: TorchPlan) -> torch.Tensor:
         assert k is not None and v is not None, "this backend needs_kv"
         shape = self._shapes[layer]
         part = plan[shape.sliding_window]

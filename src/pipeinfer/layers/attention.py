@@ -6,8 +6,8 @@ and no backend.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -18,22 +18,34 @@ from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rotation, rotate
 
 
-class Attend(Protocol):
-    """What a model calls for the attention of a layer: all from the merged product to heads."""
+class MergedHeads(NamedTuple):
+    """A layer's queries, keys and values, [T, (num_heads + 2 num_kv_heads) * head_dim] in one
+    product; `norm` and `rotation` are yet to come.
+    """
 
-    def __call__(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        num_heads: int,
-        norm: HeadNorm | None,
-        rotation: Rotation,
-        /,
-    ) -> torch.Tensor:
-        """qkv [T, (num_heads + 2 kv_heads) * head_dim], not normed and not turned yet: queries,
-        keys, values. Returns [T, num_heads, head_dim].
+    product: torch.Tensor
+    num_heads: int
+    num_kv_heads: int
+    norm: HeadNorm | None
+    rotation: Rotation
+
+    def split_and_turn(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [T, heads, head_dim], normed and turned by torch operations;
+        views with strided rows.
         """
-        ...
+        # Heads of one token: [ queries | keys | values ]
+        heads = self.product.unflatten(-1, (self.num_heads + 2 * self.num_kv_heads, -1))
+        turned = self.num_heads + self.num_kv_heads
+        keyed, values = heads[:, :turned], heads[:, turned:]
+        if self.norm is not None:
+            keyed = self.norm(keyed)
+        keyed = rotate(keyed, self.rotation.angles)
+        return keyed[:, : self.num_heads], keyed[:, self.num_heads :], values
+
+
+# What a model calls in each layer, by its number: stores keys and values, and attends. Returns
+# [T, num_heads, head_dim].
+Attend = Callable[[int, MergedHeads], torch.Tensor]
 
 
 class SelfAttention:
@@ -77,7 +89,8 @@ class SelfAttention:
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor | Pending:
         """rows: int64 [S], whose output is wanted; None: all."""
-        out = attend(self.layer, self.qkv(x), self.num_heads, self.norm, rotation).flatten(1)
+        heads = MergedHeads(self.qkv(x), self.num_heads, self.num_kv_heads, self.norm, rotation)
+        out = attend(self.layer, heads).flatten(1)
         return self.output(out if rows is None else out[rows])
 
     def pack(self) -> None:
@@ -91,23 +104,3 @@ class SelfAttention:
         yield from self.output.sources(prefix)
         if self.norm is not None:
             yield from self.norm.sources(prefix)
-
-
-def split_and_turn(
-    qkv: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    norm: HeadNorm | None,
-    rotation: Rotation,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values [T, heads, head_dim] of the merged product, normed and turned by
-    torch operations. Values are a view, with strided rows.
-    """
-    # Heads of one token: [ queries | keys | values ]
-    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
-    turned = num_heads + num_kv_heads
-    keyed, values = heads[:, :turned], heads[:, turned:]
-    if norm is not None:
-        keyed = norm(keyed)
-    keyed = rotate(keyed, rotation.angles)
-    return keyed[:, :num_heads], keyed[:, num_heads:], values

@@ -11,34 +11,28 @@ import torch
 
 from pipeinfer.engine.attend import Stored
 from pipeinfer.kernels.store import turn_and_store
-from pipeinfer.layers.norm import HeadNorm
-from pipeinfer.layers.rope import Rotation
+from pipeinfer.layers.attention import MergedHeads
 from pipeinfer.memory.pool import KVPool
 
 
 @dataclass(frozen=True)
 class FusedStore:
-    """A `Store`. Places are int32 or int64; of a token with a negative one nothing is kept."""
+    """A `Store`; keys and values are in their pages only. Places are int32 or int64; of a token
+    with a negative one nothing is kept.
+    """
 
     pool: KVPool
 
-    def __call__(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        num_heads: int,
-        norm: HeadNorm | None,
-        rotation: Rotation,
-        places: torch.Tensor,
-    ) -> Stored:
-        """See Store; keys and values are in their pages only."""
+    def __call__(self, layer: int, heads: MergedHeads, places: torch.Tensor) -> Stored:
+        """See Store."""
+        norm, rotation = heads.norm, heads.rotation
         queries = turn_and_store(
-            qkv,
+            heads.product,
             *rotation.rope.table,
             places,
             self.pool.k[layer],
             self.pool.v[layer],
-            num_heads,
+            heads.num_heads,
             positions=rotation.positions,
             q_norm=None if norm is None else norm.query_weight,
             k_norm=None if norm is None else norm.key_weight,
