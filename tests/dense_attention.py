@@ -9,11 +9,22 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from pipeinfer.layers.attention import Attend
 from pipeinfer.steps.shape import AttentionShape
 
 
-def dense_causal(shapes: Sequence[AttentionShape]) -> Callable[..., torch.Tensor]:
-    """An `attend` for a model call whose tokens are one sequence from its start."""
+def split(attend: Callable[..., torch.Tensor]) -> Attend:
+    """What a model is called with, out of attend(layer, q, k, v)."""
+    return lambda layer, heads: attend(layer, *heads.split_and_turn())
+
+
+def dense_causal(shapes: Sequence[AttentionShape]) -> Attend:
+    """For a model call whose tokens are one sequence from its start."""
+    return split(causal(shapes))
+
+
+def causal(shapes: Sequence[AttentionShape]) -> Callable[..., torch.Tensor]:
+    """attend(layer, q, k, v) of one sequence from its start."""
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         shape = shapes[layer]
@@ -32,8 +43,8 @@ def dense_causal(shapes: Sequence[AttentionShape]) -> Callable[..., torch.Tensor
     return attend
 
 
-def decoding(shapes: Sequence[AttentionShape]) -> Callable[..., torch.Tensor]:
-    """An `attend` that remembers all keys and values, for a sequence given token by token."""
+def decoding(shapes: Sequence[AttentionShape]) -> Attend:
+    """For calls that give a sequence token by token: it remembers all keys and values."""
     keys: list[list[torch.Tensor]] = [[] for _ in shapes]
     values: list[list[torch.Tensor]] = [[] for _ in shapes]
 
@@ -47,4 +58,4 @@ def decoding(shapes: Sequence[AttentionShape]) -> Callable[..., torch.Tensor]:
         scores = torch.einsum("qhd,khd->hqk", q, past_keys) * shape.scale
         return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), past_values)
 
-    return attend
+    return split(attend)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipeinfer.attention.step_index import positions, store_places
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 from pipeinfer.steps.step import SamplingRows, Step
@@ -29,6 +30,14 @@ class Case:
         """The step's own part of per-row tensors, flattened to [T, heads, head_dim]."""
         starts = self.step.starts
         return torch.cat([row[start:] for row, start in zip(rows, starts, strict=True)])
+
+    def stored(self, layer: int) -> list[torch.Tensor]:
+        """K and V of the step's tokens, which the pool gets as whoever calls a backend does it."""
+        places = store_places(self.step, positions(self.step), self.pool.page_size)
+        both = [self.tokens(part[layer]) for part in (self.keys, self.values)]
+        for flat, new in zip(self.pool.by_place(), both, strict=True):
+            flat[layer][torch.from_numpy(places)] = new.flatten(1)
+        return both
 
 
 def make_case(

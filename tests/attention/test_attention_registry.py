@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from pipeinfer.attention import registry
+from pipeinfer.attention.interface import Traits
 from pipeinfer.settings import ConfigurationError
 
 
@@ -22,8 +23,8 @@ def test_unknown_backend_is_refused_with_the_names_that_exist():
 
 def test_every_registered_backend_can_be_loaded_and_states_its_page_sizes():
     for name in registry.BACKENDS:
-        backend = registry.load(name)
-        assert backend.page_sizes is None or backend.preferred_page_size in backend.page_sizes
+        traits = registry.load(name).traits
+        assert traits.page_sizes is None or traits.preferred_page_size in traits.page_sizes
 
 
 def test_page_size_zero_becomes_what_the_backend_prefers():
@@ -32,8 +33,7 @@ def test_page_size_zero_becomes_what_the_backend_prefers():
 
 
 class Picky:
-    page_sizes = (1, 128)
-    preferred_page_size = 128
+    traits = Traits(page_sizes=(1, 128), preferred_page_size=128)
 
 
 def test_page_size_that_a_backend_does_not_take_is_refused_with_those_it_takes(monkeypatch):

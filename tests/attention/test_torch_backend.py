@@ -10,26 +10,22 @@ from hypothesis import strategies as st
 from paged_cases import Case, dense, make_case, make_step
 
 from pipeinfer.attention import step_index
+from pipeinfer.attention.rows import host_rows
 from pipeinfer.attention.torch_backend import TorchBackend
 from pipeinfer.steps.shape import AttentionShape
 
+CPU = torch.device("cpu")
 HEADS = [(4, 4), (4, 2), (6, 1), (1, 1)]
 
 
 def attend(case: Case) -> list[torch.Tensor]:
     """Outputs of all layers, in order, by one plan."""
-    backend = TorchBackend(case.shapes)
-    backend.bind(case.pool)
+    backend = TorchBackend(case.shapes, CPU)
+    backend.bind(case.pool, 100)
     with torch.inference_mode():
-        plan = backend.plan(case.step)
+        plan = backend.plan(host_rows(case.step))
         return [
-            backend.forward(
-                layer,
-                case.queries[layer],
-                case.tokens(case.keys[layer]),
-                case.tokens(case.values[layer]),
-                plan,
-            )
+            backend.attend(layer, case.queries[layer], *case.stored(layer), plan)
             for layer in range(len(case.shapes))
         ]
 
@@ -83,39 +79,22 @@ def test_half_precision_pools_attend_within_their_precision(dtype, tolerance):
     assert_right(case, tolerance)
 
 
-def test_keys_and_values_are_stored_at_their_places_and_nowhere_else():
-    case = make_case([shape()], [(5, 1), (16, 1), (3, 20), (0, 4)], 16, seed=2)
-    before = [case.pool.k[0].clone(), case.pool.v[0].clone()]
-    attend(case)
-    written = torch.zeros(case.pool.pages, 16, dtype=torch.bool)
-    for row, (start, count) in enumerate(zip(case.step.starts, case.step.counts, strict=True)):
-        for position in range(int(start), int(start + count)):
-            page, offset = int(case.step.pages[row, position // 16]), position % 16
-            written[page, offset] = True
-            assert torch.equal(case.pool.k[0][page, offset], case.keys[0][row][position])
-            assert torch.equal(case.pool.v[0][page, offset], case.values[0][row][position])
-    for after, old in zip((case.pool.k[0], case.pool.v[0]), before, strict=True):
-        assert torch.equal(after[~written].nan_to_num(7), old[~written].nan_to_num(7))
-
-
 def test_queries_that_are_views_of_a_merged_buffer_are_taken_as_they_are():
     case = make_case([shape()], [(9, 1), (30, 1), (0, 6), (4, 5)], 16, seed=4)
-    merged = torch.cat(
-        [case.queries[0], case.tokens(case.keys[0]), case.tokens(case.values[0])], dim=1
-    )
-    backend = TorchBackend(case.shapes)
-    backend.bind(case.pool)
+    merged = torch.cat([case.queries[0], *case.stored(0)], dim=1)
+    backend = TorchBackend(case.shapes, CPU)
+    backend.bind(case.pool, 100)
     with torch.inference_mode():
-        plan = backend.plan(case.step)
-        out = backend.forward(0, merged[:, :4], merged[:, 4:6], merged[:, 6:], plan)
+        plan = backend.plan(host_rows(case.step))
+        out = backend.attend(0, merged[:, :4], merged[:, 4:6], merged[:, 6:], plan)
     assert float((out - dense(case, 0)).abs().max()) < 2e-6
 
 
 def test_decode_behind_a_window_reads_no_page_outside_it():
-    backend = TorchBackend([shape(window=20)])
+    backend = TorchBackend([shape(window=20)], CPU)
     case = make_case([shape(window=20)], [(1000, 1), (64, 1), (10, 1), (500, 30)], 16, seed=5)
-    backend.bind(case.pool)
-    part = backend.plan(case.step).by_window[20]
+    backend.bind(case.pool, 100)
+    part = backend.plan(host_rows(case.step))[20]
     read = torch.cat(
         [group.places for group in part.groups]
         + [piece.places for piece in part.pieces if piece.places is not None]

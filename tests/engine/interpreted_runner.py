@@ -71,13 +71,14 @@ torch.zeros = without_pins
 from overlapped import GpuCores  # noqa: E402
 from runner_requests import good_ones, submit_all  # noqa: E402
 
+from pipeinfer.attention.interface import Traits  # noqa: E402
 from pipeinfer.attention.paged import PagedKind  # noqa: E402
+from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
 from pipeinfer.distributed.group import join  # noqa: E402
 from pipeinfer.engine import loading  # noqa: E402
 from pipeinfer.engine.cuda import graphs, mixed_graphs, step_times  # noqa: E402
 from pipeinfer.engine.cuda.runner import CudaRunner, Limits  # noqa: E402
 from pipeinfer.engine.cuda.sampling import SplitSampler  # noqa: E402
-from pipeinfer.layers.rope import Rope  # noqa: E402
 from pipeinfer.memory.pool import KVPool  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 
@@ -114,9 +115,6 @@ class TorchPart:
     def plan(self, rows, begin, end):
         return rows.device, begin, end, rows.device.queries(begin, end)
 
-    def refresh(self, rows, begin, end) -> None:
-        """Nothing: `plan` gave the arrays themselves."""
-
     def run(self, layer, q, out, plan) -> None:
         arrays, begin, end, queries = plan
         firsts, size = queries.tolist(), self._pool.page_size
@@ -152,20 +150,23 @@ class TablePart(TorchPart):
     by_table = True
 
 
+# By --attention: what a GPU's backends are, and that of any device.
+KINDS = {
+    "auto": PagedKind(
+        TorchPart,
+        TablePart,
+        Traits(None, 16, host_lengths=True, captures_decode=True, captures_prefill=True),
+    ),
+    "torch": TorchBackend,
+}
+
+
 def cuda_runner(settings, choices, model, group):
     """In place of the host's runner."""
-    for layer in model.layers:
-        layer.attention._merged = True
-    config = model.config
-    model.ropes = [
-        Rope(rope, config.head_dim, choices.dtype, torch.device("cpu"), 512)
-        for rope in dict.fromkeys(config.ropes)
-    ]
     shapes = model.attention_shapes()
     pool = KVPool(shapes, 1 + settings.kv_pages, choices.page_size, choices.dtype, "cpu")
     limits = Limits(settings.max_running, settings.max_step_tokens, 512 // choices.page_size)
-    kind = PagedKind(TorchPart, TablePart, None, choices.page_size, captures_prefill=True)
-    backend = kind(shapes, "cpu")
+    backend = KINDS[settings.attention](shapes, torch.device("cpu"))
     sampler = SplitSampler(model, group) if group is not None else None
     runner = CudaRunner(model, pool, backend, limits, sampler)
     if not settings.no_cuda_graph:
@@ -221,6 +222,8 @@ if __name__ == "__main__":
         "graphs": good_ones(replayed),
         "derived on the device": good_ones(eager),
         "packed on the host": good_ones(served(place, False, no_cuda_graph=True)),
+        "torch backend": good_ones(served(place, True, attention="torch")),
+        "torch backend, packed on the host": good_ones(served(place, False, attention="torch")),
         "step cost": msgspec.to_builtins(replayed.loaded.step_cost),
         "step cost without graphs": msgspec.to_builtins(eager.loaded.step_cost),
     }

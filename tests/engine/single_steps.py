@@ -20,7 +20,11 @@ class HostRunner:
         self.device, self._run = HostDevice(), run
 
     def launch(self, step: Step, before: Callable[[Step], None]) -> Flight:
-        return Flight(self.device, step, before, self._run)
+        def run() -> Sampled:
+            before(step)
+            return self._run(step)
+
+        return Flight(self.device, run)
 
 
 def empty_step(number: int = 0) -> Step:

@@ -37,6 +37,12 @@ MODELS = {
 }
 
 
+WAYS = (
+    "graphs", "derived on the device", "packed on the host", "torch backend",
+    "torch backend, packed on the host",
+)  # fmt: skip
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def folder(checkpoint, request):
     architecture, overrides = MODELS[request.param]
@@ -85,7 +91,7 @@ def test_two_ranks_that_exchange_their_best_candidates_measure_and_give_the_same
         assert [size[0] for size in told["step cost"][1]] == [8]
 
 
-@pytest.mark.parametrize("way", ["graphs", "derived on the device", "packed on the host"])
+@pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_running_a_step_gives_the_same_tokens(found, expected, way):
     assert found[way] == expected
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.triton_cases import DEVICE, HALVES, TOLERANCE, randn, relative_error
-from pipeinfer.attention.paged import PagedRows, RowArrays
+from pipeinfer.attention.rows import PagedRows, RowArrays
 from pipeinfer.attention.triton_decode import TritonDecodePart
 from pipeinfer.kernels.decode_attention import (
     DecodeRows,

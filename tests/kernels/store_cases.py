@@ -8,7 +8,7 @@ import torch
 from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
 from pipeinfer.kernels.store import turn_and_store, turn_and_store_reference
 from pipeinfer.layers.norm import rms_normalize
-from pipeinfer.layers.rope import Rotation, rotate
+from pipeinfer.layers.rope import Angles, rotate
 
 PAGE_SIZE = 4
 
@@ -130,8 +130,8 @@ def test_half_precision_is_near_the_layers_that_it_replaces_and_nearer_to_exact(
     )
     if norm:
         turned = rms_normalize(turned, 1e-6).mul_(weight)
-    rotation = Rotation(cos[:, None].half(), sin[:, None].half())
-    layered = rotate(turned, rotation)[:, :heads]
+    angles = Angles(cos[:, None].half(), sin[:, None].half())
+    layered = rotate(turned, angles)[:, :heads]
     q = turn_and_store(qkv, cos, sin, places, k_cache, v_cache, heads, **options)
     assert relative_error(q, layered) < 1e-3
     assert relative_error(q, exact) < relative_error(layered, exact)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkpoints import ARCHITECTURES, CheckpointCache, load_reference
-from dense_attention import decoding, dense_causal
+from dense_attention import causal, decoding, dense_causal, split
 from pipeinfer.models.build import build_model
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.models.checkpoint import check_checkpoint, load_weights
@@ -241,10 +241,10 @@ def test_logits_of_a_token_do_not_depend_on_its_neighbours_in_the_batch(
 
     def attend(layer: int, *qkv: torch.Tensor) -> torch.Tensor:
         rows = zip(*(x.split([9, 5]) for x in qkv), strict=True)
-        return torch.cat([dense_causal(shapes)(layer, *row) for row in rows])
+        return torch.cat([causal(shapes)(layer, *row) for row in rows])
 
     positions = torch.cat([torch.arange(9), torch.arange(5)])
-    together = model(torch.cat([first, second]), positions, attend)
+    together = model(torch.cat([first, second]), positions, split(attend))
     alone = [model(x, torch.arange(len(x)), dense_causal(shapes)) for x in (first, second)]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
 
@@ -260,9 +260,7 @@ def test_everything_but_attention_is_bitwise_equal_in_any_batch(
     model = loaded(checkpoint(architecture))
     tokens, positions = prompt(150), torch.arange(150)
 
-    def attend(layer: int, q: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        return q * 0.5
-
+    attend = split(lambda layer, q, k, v: q * 0.5)
     whole = model(tokens, positions, attend)
     logits = model.logits(whole)
     for first, last in [(0, 1), (149, 150), (3, 5), (10, 27), (0, 64), (20, 149)]:
@@ -279,12 +277,13 @@ def test_rows_that_are_asked_for_are_those_of_the_whole(
     """The last layer computes no others, and keys and values of all."""
     model = loaded(checkpoint(architecture))
     tokens, positions, rows = prompt(90), torch.arange(90), torch.tensor([2, 40, 41, 89])
-    causal, stored = dense_causal(model.attention_shapes()), []
+    shapes, stored = model.attention_shapes(), []
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         stored.append((len(q), len(k), len(v)))
-        return causal(layer, q, k, v)
+        return causal(shapes)(layer, q, k, v)
 
-    whole = model(tokens, positions, causal)
-    torch.testing.assert_close(model(tokens, positions, attend, rows), whole[rows])
+    whole = model(tokens, positions, dense_causal(shapes))
+    some = model(tokens, positions, split(attend), rows)
+    torch.testing.assert_close(some, whole[rows])
     assert stored == [(90, 90, 90)] * len(model.layers)

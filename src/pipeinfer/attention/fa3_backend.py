@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pipeinfer.attention.paged import PagedKind, PagedRows
+from pipeinfer.attention.interface import Traits
+from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
+from pipeinfer.attention.rows import PagedRows
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
@@ -61,9 +63,6 @@ class Fa3Part:
             1 if end <= rows.decodes else rows.longest_query,
         )
 
-    def refresh(self, rows: PagedRows, begin: int, end: int) -> None:
-        """Nothing: the kernels read the lengths."""
-
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: Fa3Plan) -> None:
         shape = self._shapes[layer]
         prefill = plan.longest_query > 1
@@ -110,7 +109,9 @@ def _window(shape: AttentionShape) -> tuple[int, int]:
     return (-1, -1) if shape.sliding_window is None else (shape.sliding_window - 1, 0)
 
 
+# Kernels read lengths and tables on the device: what was planned for a graph holds for every step.
 FA3 = PagedKind(
-    Fa3Part, Fa3Part, page_sizes=(1, 16, 32, 64, 128, 256), preferred_page_size=64,
-    reads_table_to_decode=True,
-)  # fmt: skip
+    Fa3Part,
+    Fa3Part,
+    Traits(PAGE_SIZES, PREFERRED, captures_decode=True, reads_table_to_decode=True),
+)

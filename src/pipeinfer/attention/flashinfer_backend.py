@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from pipeinfer.attention.paged import PagedKind, PagedRows
+from pipeinfer.attention.interface import Traits
+from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
+from pipeinfer.attention.rows import PagedRows
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
@@ -111,7 +113,9 @@ class FlashInferPart:
         return kernels, module
 
     def plan(self, rows: PagedRows, begin: int, end: int) -> FlashInferPlan:
-        """Work lists of rows begin..end-1, copied to the device on the current stream."""
+        """Work lists of rows begin..end-1, copied to the device on the current stream. Of a graph's
+        rows only those that are split by length; the others are the same for all lengths.
+        """
         device = rows.device
         by_window = {
             window: self._plan_window(rows, window, begin, end) for window in self._staging
@@ -123,11 +127,6 @@ class FlashInferPart:
             device.indices,
             device.last_page[begin:end],
         )
-
-    def refresh(self, rows: PagedRows, begin: int, end: int) -> None:
-        """Plans anew what is split by length; what is not is the same for all lengths."""
-        for window in self._staging:
-            self._plan_window(rows, window, begin, end)
 
     def _shape(self, window: int | None) -> AttentionShape:
         return next(shape for shape in self._shapes if shape.sliding_window == window)
@@ -197,5 +196,7 @@ def prefill_part(shapes: Sequence[AttentionShape], device: torch.device) -> Flas
 
 
 FLASHINFER = PagedKind(
-    decode_part, prefill_part, page_sizes=(1, 16, 32, 64, 128, 256), preferred_page_size=64
+    decode_part,
+    prefill_part,
+    Traits(PAGE_SIZES, PREFERRED, host_lengths=True, captures_decode=True),
 )

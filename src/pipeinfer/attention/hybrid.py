@@ -6,11 +6,13 @@ Both read the same pages within one forward pass; everything but attention sees 
 from __future__ import annotations
 
 from pipeinfer.attention.fa3_backend import Fa3Part
-from pipeinfer.attention.paged import PagedKind
+from pipeinfer.attention.interface import Traits
+from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
 from pipeinfer.attention.triton_decode import TritonDecodePart
 
 # All head sizes of this backend (registry.py) are powers of two.
 HYBRID = PagedKind(
-    TritonDecodePart, Fa3Part, page_sizes=(1, 16, 32, 64, 128, 256), preferred_page_size=64,
-    captures_prefill=True,
-)  # fmt: skip
+    TritonDecodePart,
+    Fa3Part,
+    Traits(PAGE_SIZES, PREFERRED, captures_decode=True, captures_prefill=True),
+)

@@ -9,12 +9,17 @@ import importlib
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.steps.shape import AttentionShape
 
-# Name -> "module:class"; the class is called with (shapes of all layers, torch device).
+if TYPE_CHECKING:
+    import torch
+
+    from pipeinfer.attention.interface import Attention, AttentionKind
+
+# Name -> "module:kind"; see AttentionKind in interface.py.
 BACKENDS = {
     "torch": "pipeinfer.attention.torch_backend:TorchBackend",
     "flashinfer": "pipeinfer.attention.flashinfer_backend:FLASHINFER",
@@ -96,8 +101,8 @@ def _obstacle(name: str, gpu: Gpu) -> str:
     return ""
 
 
-def load(name: str) -> Any:
-    """The class of backend `name`, as `resolve` returned it, or what is called like one."""
+def load(name: str) -> AttentionKind:
+    """What backend `name`, as `resolve` returned it, is built by."""
     module, _, attribute = BACKENDS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -107,10 +112,10 @@ def resolve_page_size(name: str, page_size: int) -> int:
 
     Raises ConfigurationError if the backend does not take that size.
     """
-    backend = load(name)
+    traits = load(name).traits
     if page_size == 0:
-        return backend.preferred_page_size
-    sizes = backend.page_sizes
+        return traits.preferred_page_size
+    sizes = traits.page_sizes
     if sizes is not None and page_size not in sizes:
         raise ConfigurationError(
             f"--page-size: attention backend {name!r} takes {', '.join(map(str, sizes))}, "
@@ -119,9 +124,6 @@ def resolve_page_size(name: str, page_size: int) -> int:
     return page_size
 
 
-def create(name: str, shapes: Sequence[AttentionShape], device: Any) -> Any:
-    """A backend for the layers' `shapes` on `device`; the caller binds a pool to it.
-
-    An AttentionBackend, or for backends of a GPU a PagedBackend.
-    """
+def create(name: str, shapes: Sequence[AttentionShape], device: torch.device) -> Attention:
+    """A backend for the layers' `shapes` on `device`; the caller binds a pool to it."""
     return load(name)(shapes, device)

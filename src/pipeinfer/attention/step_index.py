@@ -43,16 +43,18 @@ class Piece:
 
 def positions(step: Step) -> np.ndarray:
     """int64 [T]: the absolute position of every token of the step."""
+    if step.decodes == len(step.counts):
+        return step.starts.astype(np.int64)
     counts = step.counts.astype(np.int64)
     ends = np.cumsum(counts)
     shift = step.starts.astype(np.int64) - (ends - counts)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(shift, counts)
 
 
-def store_places(step: Step, page_size: int) -> np.ndarray:
-    """int64 [T]: where K and V of every token of the step are stored."""
+def store_places(step: Step, positions: np.ndarray, page_size: int) -> np.ndarray:
+    """int64 [T]: where K and V of every token of the step, at `positions`, are stored."""
     rows = np.repeat(np.arange(len(step.counts)), step.counts)
-    return places(step.pages, rows, positions(step), page_size)
+    return places(step.pages, rows, positions, page_size)
 
 
 def places(
@@ -63,9 +65,10 @@ def places(
     return pages[rows, page].astype(np.int64) * page_size + offset
 
 
-def key_spans(step: Step, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """(first key's position, number of keys), int64 [decodes] each, of the single-token rows."""
-    ends = step.starts[: step.decodes].astype(np.int64) + 1
+def key_spans(lengths: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(first key's position, number of keys), int64 [decodes] each, of single-token rows of that
+    many tokens."""
+    ends = lengths.astype(np.int64)
     firsts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
     return firsts, ends - firsts
 
@@ -90,17 +93,19 @@ def decode_groups(lengths: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]
     return order, bounds
 
 
-def pieces(step: Step, window: int | None) -> Iterator[Piece]:
-    """The rows with several tokens; under a sliding window long rows come in several pieces.
+def pieces(
+    lengths: np.ndarray, q_indptr: np.ndarray, decodes: int, window: int | None
+) -> Iterator[Piece]:
+    """The rows after the `decodes`; under a sliding window long rows come in several pieces.
 
-    Without the cut, every query of a long row would read the keys of all its windows.
+    Without the cut, every query of a long row would read the keys of all its windows. The arrays
+    are those of RowArrays.
     """
-    first = step.decodes
-    for row in range(step.decodes, len(step.counts)):
-        start, count = int(step.starts[row]), int(step.counts[row])
+    for row in range(decodes, len(lengths)):
+        first, count = int(q_indptr[row]), int(q_indptr[row + 1] - q_indptr[row])
+        start = int(lengths[row]) - count
         size = count if window is None else max(window, WINDOW_PIECE)
         for offset in range(0, count, size):
             begin = start + offset
             key_start = 0 if window is None else max(begin + 1 - window, 0)
             yield Piece(row, first + offset, min(size, count - offset), begin, key_start)
-        first += count

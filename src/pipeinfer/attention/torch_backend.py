@@ -14,10 +14,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pipeinfer.attention import step_index
+from pipeinfer.attention.interface import KV, Traits
+from pipeinfer.attention.rows import PagedRows
 from pipeinfer.attention.step_index import Piece
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
-from pipeinfer.steps.step import Step
 
 NEVER = float("-inf")
 
@@ -60,54 +61,41 @@ class WindowPlan:
     pieces: list[PrefillPiece]
 
 
-@dataclass(frozen=True)
-class TorchPlan:
-    """One step. store: int64 [T], the place of each token; by_window: one plan for each window."""
-
-    store: torch.Tensor
-    by_window: dict[int | None, WindowPlan]
+TorchPlan = dict[int | None, WindowPlan]  # of one step, by sliding window
 
 
 class TorchBackend:
-    """Attention backend `torch`; takes any page size and any mix of rows."""
+    """Attention backend `torch`; takes any page size and any mix of rows.
 
-    page_sizes: tuple[int, ...] | None = None
-    preferred_page_size = 16
+    The keys of a whole prompt are the step's own: they are not gathered from their pages.
+    """
 
-    def __init__(
-        self, shapes: Sequence[AttentionShape], device: torch.device | str = "cpu"
-    ) -> None:
+    traits = Traits(page_sizes=None, preferred_page_size=16, needs_kv=True, host_lengths=True)
+
+    def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
         self._shapes = tuple(shapes)
         self._windows = {shape.sliding_window for shape in self._shapes}
-        self._device = torch.device(device)
+        self._device = device
         self._page_size = 0
         self._dtype = torch.float32
         self._k: list[torch.Tensor] = []
         self._v: list[torch.Tensor] = []
         self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def bind(self, pool: KVPool) -> None:
-        """The pool that later plans and forwards read and write."""
+    def bind(self, pool: KVPool, most_rows: int) -> None:
+        """See interface.py, here and below."""
         self._page_size = pool.page_size
         self._dtype = pool.dtype
-        # One row per token: a flat gather is six times faster than one by [page, offset].
-        self._k = [k.view(-1, k.shape[2] * k.shape[3]) for k in pool.k]
-        self._v = [v.view(-1, v.shape[2] * v.shape[3]) for v in pool.v]
+        self._k, self._v = pool.by_place()
         self._scratch = None
 
-    def plan(self, step: Step) -> TorchPlan:
-        """Places, groups and masks of `step`, computed once for all layers."""
-        store = self._tensor(step_index.store_places(step, self._page_size))
-        return TorchPlan(store, {window: self._window(step, window) for window in self._windows})
+    def plan(self, rows: PagedRows) -> TorchPlan:
+        return {window: self._window(rows, window) for window in self._windows}
 
-    def forward(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TorchPlan
-    ) -> torch.Tensor:
-        """Stores k, v [T, kv_heads, head_dim], attends with q [T, heads, head_dim]; q's shape."""
+    def attend(self, layer: int, q: torch.Tensor, k: KV, v: KV, plan: TorchPlan) -> torch.Tensor:
+        assert k is not None and v is not None, "this backend needs_kv"
         shape = self._shapes[layer]
-        part = plan.by_window[shape.sliding_window]
-        self._k[layer].index_copy_(0, plan.store, k.reshape(len(k), -1))
-        self._v[layer].index_copy_(0, plan.store, v.reshape(len(v), -1))
+        part = plan[shape.sliding_window]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if part.order is not None:
             # sorted once, so that every group is a slice
@@ -123,15 +111,19 @@ class TorchBackend:
 
     # ------------------------------------------------------------------------------------- a step
 
-    def _window(self, step: Step, window: int | None) -> WindowPlan:
-        pieces = [self._piece(step, window, piece) for piece in step_index.pieces(step, window)]
-        if step.decodes == 0:
+    def _window(self, rows: PagedRows, window: int | None) -> WindowPlan:
+        host, decodes = rows.host, rows.decodes
+        lengths, queries, pages = host.lengths.numpy(), host.q_indptr.numpy(), host.table.numpy()
+        pieces = [
+            self._piece(pages, window, piece)
+            for piece in step_index.pieces(lengths, queries, decodes, window)
+        ]
+        if decodes == 0:
             return WindowPlan(None, [], pieces)
-        firsts, lengths = step_index.key_spans(step, window)
-        order, bounds = step_index.decode_groups(lengths)
+        firsts, seen = step_index.key_spans(lengths[:decodes], window)
+        order, bounds = step_index.decode_groups(seen)
         groups = [
-            self._group(step.pages, order[begin:end], firsts, lengths, begin)
-            for begin, end in bounds
+            self._group(pages, order[begin:end], firsts, seen, begin) for begin, end in bounds
         ]
         return WindowPlan(self._tensor(order), groups, pieces)
 
@@ -157,12 +149,12 @@ class TorchBackend:
             begin, begin + len(rows), longest, self._tensor(places.reshape(-1)), bias
         )
 
-    def _piece(self, step: Step, window: int | None, piece: Piece) -> PrefillPiece:
+    def _piece(self, pages: np.ndarray, window: int | None, piece: Piece) -> PrefillPiece:
         count, keys = piece.count, piece.keys
         if keys == count and (window is None or count <= window):
             return PrefillPiece(piece.first, count, None, None)
         at = np.arange(piece.key_start + keys - 1, piece.key_start - 1, -1)
-        places = step_index.places(step.pages, np.full_like(at, piece.row), at, self._page_size)
+        places = step_index.places(pages, np.full_like(at, piece.row), at, self._page_size)
         # With the keys reversed, query i sees key j iff count-1 <= i + j < count-1 + window: one
         # vector, read with strides (1, 1), is the whole mask in count + keys floats.
         band = torch.full((count + keys - 1,), NEVER, dtype=self._dtype, device=self._device)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from pipeinfer.attention.paged import PagedRows
+from pipeinfer.attention.rows import PagedRows
 from pipeinfer.kernels.decode_attention import TILE, DecodeRows, Scratch, decode_attention
 from pipeinfer.kernels.decode_pieces import Cut, cut_rows, most_pieces, room_for
 from pipeinfer.memory.pool import KVPool
@@ -81,9 +81,6 @@ class TritonDecodePart:
             for window, pieces in self._pieces.items()
         }
         return Plan(windows, early=end == len(rows.device.lengths))
-
-    def refresh(self, rows: PagedRows, begin: int, end: int) -> None:
-        """Nothing: the kernels read the lengths."""
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: Plan) -> None:
         shape = self._shapes[layer]

@@ -186,7 +186,7 @@ def _host_runner(
     if group is not None:
         pages = _agreed(group, pages)
     pool = KVPool(shapes, pages, choices.page_size, choices.dtype, choices.device)
-    backend = registry.create(choices.attention, shapes, choices.device)
+    backend = registry.create(choices.attention, shapes, pool.device)
     if group is None:
         return ModelRunner(model, pool, backend, settings.max_running)
     start, vocab = model.head.rows.start, model.head.rows.vocab_size

@@ -7,24 +7,25 @@ built before the ids of the step before it are known.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from pipeinfer.attention.interface import AttentionBackend
-from pipeinfer.attention.step_index import positions
+from pipeinfer.attention import step_index
+from pipeinfer.attention.interface import Attention
+from pipeinfer.attention.rows import host_rows
+from pipeinfer.engine.attend import StepAttention, TorchStore
 from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.executor import unwatched
 from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.sampler import sample
+from pipeinfer.layers.attention import Attend
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.step import LAST_TOKEN, Sampled, SamplingRows, Step
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Sample = Callable[[torch.Tensor, SamplingRows], torch.Tensor]
 
 
@@ -48,17 +49,12 @@ class Model(Protocol):
 
 
 class Flight:
-    """A step that the device is to run, and has run at its mark; see engine/executor.py."""
+    """A step that the device is to `run`, and has run at its mark; see engine/executor.py."""
 
-    def __init__(
-        self,
-        device: HostDevice,
-        step: Step,
-        before: Callable[[Step], None],
-        run: Callable[[Step], Sampled],
-    ) -> None:
+    def __init__(self, device: HostDevice, run: Callable[[], Sampled]) -> None:
+        self._run = run
         self._sampled: Sampled | None = None
-        self.mark = device.submit(partial(self._work, step, before, run))
+        self.mark = device.submit(self._work)
 
     def take(self) -> Sampled:
         """What it gave, waited for if need be."""
@@ -66,11 +62,8 @@ class Flight:
         assert self._sampled is not None
         return self._sampled
 
-    def _work(
-        self, step: Step, before: Callable[[Step], None], run: Callable[[Step], Sampled]
-    ) -> None:
-        before(step)
-        self._sampled = run(step)
+    def _work(self) -> None:
+        self._sampled = self._run()
 
 
 class ModelRunner:
@@ -84,7 +77,7 @@ class ModelRunner:
         self,
         model: Model,
         pool: KVPool,
-        backend: AttentionBackend,
+        backend: Attention,
         max_slots: int,
         sample: Sample = sample,
         first_id: int = 0,
@@ -92,13 +85,14 @@ class ModelRunner:
         """`sample`: see engine/sampler.py, or sharded_sampler.py where `model` is a rank's part,
         which gives the logits of ids from `first_id` on.
         """
-        backend.bind(pool)
+        backend.bind(pool, max_slots)
         self.pool = pool
         self.device = HostDevice()
         self.phases = Phases(usual_marks())
         self.step_cost = None  # not needed: a CPU takes as much longer as there are tokens
         self._model = model
         self._backend = backend
+        self._store = TorchStore(pool)
         self._sample = sample
         self._penalties = Penalties(max_slots, pool.device, first_id)
         self._device = pool.device
@@ -110,7 +104,12 @@ class ModelRunner:
 
     def launch(self, step: Step, before: Callable[[Step], None] = unwatched) -> Flight:
         """Has `before` and `run` called with the step, on the device's thread."""
-        return Flight(self.device, step, before, self.run)
+
+        def run() -> Sampled:
+            before(step)
+            return self.run(step)
+
+        return Flight(self.device, run)
 
     @torch.inference_mode()
     def logits(self, step: Step) -> torch.Tensor:
@@ -122,13 +121,16 @@ class ModelRunner:
         with self.phases.span("attention_plan", step.number):
             slots = np.repeat(step.slots.astype(np.int64), step.counts)
             tokens = self._known(step.tokens, slots)
-            places = self._tensor(positions(step))
-            attend = partial(self._attend, self._backend.plan(step))
+            positions = step_index.positions(step)
+            places = step_index.store_places(step, positions, self.pool.page_size)
+            plan = self._backend.plan(host_rows(step))
+            attend = StepAttention(self._backend, plan, self._store, self._tensor(places))
+            at = self._tensor(positions)
         with self.phases.span("forward", step.number):
             last = np.cumsum(step.counts, dtype=np.int64)[step.samples] - 1
             if not len(last):  # nothing to multiply the vocabulary with
-                return self._model(tokens, places, attend)[:0]
-            hidden = self._model(tokens, places, attend, self._tensor(last))
+                return self._model(tokens, at, attend)[:0]
+            hidden = self._model(tokens, at, attend, self._tensor(last))
             return self._model.logits(hidden)
 
     @torch.inference_mode()
@@ -152,11 +154,6 @@ class ModelRunner:
         if len(pending):
             tokens[self._tensor(pending)] = self._last_token[self._tensor(slots[pending])]
         return tokens
-
-    def _attend(
-        self, plan: Any, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        return self._backend.forward(layer, q, k, v, plan)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

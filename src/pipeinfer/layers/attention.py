@@ -7,7 +7,7 @@ and no backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -15,26 +15,37 @@ from pipeinfer.layers.linear import RowLinear, merged_qkv
 from pipeinfer.layers.norm import USUAL, HeadNorm, NormKind
 from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source
-from pipeinfer.layers.rope import Rotation, TableRotation, rotate
-
-# (layer, q [T, heads, head_dim], k and v [T, kv_heads, head_dim]) -> [T, heads, head_dim].
-# Rows may be strided (views of one buffer); the last two dimensions are contiguous.
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+from pipeinfer.layers.rope import Rotation, rotate
 
 
-class MergedAttend(Protocol):
-    """What takes the place of Attend on a GPU: one kernel from the product to the cache."""
+class MergedHeads(NamedTuple):
+    """A layer's queries, keys and values, [T, (num_heads + 2 num_kv_heads) * head_dim] in one
+    product; `norm` and `rotation` are yet to come.
+    """
 
-    def merged(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        num_heads: int,
-        norm: HeadNorm | None,
-        rotation: TableRotation,
-    ) -> torch.Tensor:
-        """qkv [T, (heads + 2 kv_heads) * head_dim], not normed, not turned: [T, heads, head_dim]"""
-        ...
+    product: torch.Tensor
+    num_heads: int
+    num_kv_heads: int
+    norm: HeadNorm | None
+    rotation: Rotation
+
+    def split_and_turn(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [T, heads, head_dim], normed and turned by torch operations;
+        views with strided rows.
+        """
+        # Heads of one token: [ queries | keys | values ]
+        heads = self.product.unflatten(-1, (self.num_heads + 2 * self.num_kv_heads, -1))
+        turned = self.num_heads + self.num_kv_heads
+        keyed, values = heads[:, :turned], heads[:, turned:]
+        if self.norm is not None:
+            keyed = self.norm(keyed)
+        keyed = rotate(keyed, self.rotation.angles)
+        return keyed[:, : self.num_heads], keyed[:, self.num_heads :], values
+
+
+# What a model calls in each layer, by its number: stores keys and values, and attends. Returns
+# [T, num_heads, head_dim].
+Attend = Callable[[int, MergedHeads], torch.Tensor]
 
 
 class SelfAttention:
@@ -57,7 +68,6 @@ class SelfAttention:
         norm_kind: NormKind = USUAL,
     ) -> None:
         shard = placement.shard
-        self._merged = placement.device.type == "cuda"
         self.layer = layer
         self.head_dim = head_dim
         self.num_heads = num_heads // shard.size
@@ -74,25 +84,14 @@ class SelfAttention:
     def __call__(
         self,
         x: torch.Tensor,
-        rotation: Rotation | TableRotation,
-        attend: Attend | MergedAttend,
+        rotation: Rotation,
+        attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor | Pending:
-        """`attend` is a MergedAttend, and `rotation` a table's, exactly on a GPU. rows: int64 [S],
-        whose output is wanted; None: all.
-        """
-        qkv = self.qkv(x)
-        if self._merged:
-            out = attend.merged(self.layer, qkv, self.num_heads, self.norm, rotation)  # type: ignore
-        else:
-            out = attend(self.layer, *self._parts(qkv, rotation))  # type: ignore
-        out = out.flatten(1)
+        """rows: int64 [S], whose output is wanted; None: all."""
+        heads = MergedHeads(self.qkv(x), self.num_heads, self.num_kv_heads, self.norm, rotation)
+        out = attend(self.layer, heads).flatten(1)
         return self.output(out if rows is None else out[rows])
-
-    def _parts(
-        self, qkv: torch.Tensor, rotation: Rotation
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return split_and_turn(qkv, self.num_heads, self.num_kv_heads, self.norm, rotation)
 
     def pack(self) -> None:
         """To be called when the weights are final."""
@@ -105,21 +104,3 @@ class SelfAttention:
         yield from self.output.sources(prefix)
         if self.norm is not None:
             yield from self.norm.sources(prefix)
-
-
-def split_and_turn(
-    qkv: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    norm: HeadNorm | None,
-    rotation: Rotation,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values [T, heads, head_dim], normed and turned, of the merged product."""
-    # Heads of one token: [ queries | keys | values ]
-    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
-    turned = num_heads + num_kv_heads
-    keyed, values = heads[:, :turned], heads[:, turned:]
-    if norm is not None:
-        keyed = norm(keyed)
-    keyed = rotate(keyed, rotation)
-    return keyed[:, :num_heads], keyed[:, num_heads:], values

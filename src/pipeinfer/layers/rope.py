@@ -1,12 +1,15 @@
 """Rotary position embedding: the angle of each position, and the turning of queries and keys.
 
-On a CPU angles are computed for the positions of a step, in float32, once for all layers; on a GPU
-they are a table up to the longest position. Knows no cache and no request.
+Torch operations get the angles of a step's positions, computed in float32 once for all layers; a
+kernel that looks them up itself gets a table up to the longest position. Each is made when somebody
+first asks for it. Knows no cache and no request.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -14,24 +17,24 @@ import torch
 from pipeinfer.layers.rope_config import RopeConfig
 
 
-class Rotation(NamedTuple):
+class Angles(NamedTuple):
     """cos, sin [T, 1, head_dim / 2] in the model's dtype, of the T positions of a step."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
-class TableRotation(NamedTuple):
-    """cos, sin float32 [longest, head_dim / 2] of all positions; positions [T] of a step."""
+@dataclass(frozen=True)
+class Rotation:
+    """By one RoPE, of the tokens of a step: positions int64 or int32 [T]."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    rope: Rope
     positions: torch.Tensor
 
-    def looked_up(self, dtype: torch.dtype) -> Rotation:
-        """The rotation of the step's positions."""
-        cos, sin = self.cos[self.positions], self.sin[self.positions]
-        return Rotation(cos[:, None].to(dtype), sin[:, None].to(dtype))
+    @cached_property
+    def angles(self) -> Angles:
+        """Of these positions; the same for all layers of the step that have this RoPE."""
+        return self.rope.angles(self.positions)
 
 
 class Rope:
@@ -43,26 +46,31 @@ class Rope:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        longest: int = 0,
+        longest: int,
     ) -> None:
-        """`longest`: positions that the table has; without it there is none."""
+        """`longest`: positions that the table has."""
         self._config = config
         self._head_dim = head_dim
         self._dtype = dtype
+        self._longest = longest
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         self._exponents = exponents.to(device)
         self._inverse = inverse_frequencies(config, exponents).to(device)
-        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
-        if longest:
-            cos, sin = self._angles(torch.arange(longest, device=device))
-            self._table = cos[:, 0], sin[:, 0]
 
-    def __call__(self, positions: torch.Tensor) -> Rotation | TableRotation:
-        """positions int64 [T], or int32 where there is a table."""
-        if self._table is not None:
-            return TableRotation(*self._table, positions)
+    def __call__(self, positions: torch.Tensor) -> Rotation:
+        """positions: int64 or int32 [T]."""
+        return Rotation(self, positions)
+
+    @cached_property
+    def table(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin float32 [longest, head_dim / 2]: megabytes, which stay."""
+        cos, sin = self._angles(torch.arange(self._longest, device=self._inverse.device))
+        return cos[:, 0], sin[:, 0]
+
+    def angles(self, positions: torch.Tensor) -> Angles:
+        """positions: int64 or int32 [T]."""
         cos, sin = self._angles(positions)
-        return Rotation(cos.to(self._dtype), sin.to(self._dtype))
+        return Angles(cos.to(self._dtype), sin.to(self._dtype))
 
     def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin float32 [T, 1, head_dim / 2]."""
@@ -127,12 +135,12 @@ def _llama3(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
     return (1 - blend) * inverse / config.factor + blend * inverse
 
 
-def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+def rotate(heads: torch.Tensor, angles: Angles) -> torch.Tensor:
     """A turned copy, contiguous, of heads [T, N, head_dim]; the input may be a strided view."""
     half = heads.shape[-1] // 2
     first, second = heads[..., :half], heads[..., half:]
     turned = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
     left, right = turned[..., :half], turned[..., half:]
-    torch.mul(first, rotation.cos, out=left).addcmul_(second, rotation.sin, value=-1)
-    torch.mul(second, rotation.cos, out=right).addcmul_(first, rotation.sin)
+    torch.mul(first, angles.cos, out=left).addcmul_(second, angles.sin, value=-1)
+    torch.mul(second, angles.cos, out=right).addcmul_(first, angles.sin)
     return turned

@@ -12,12 +12,12 @@ from typing import Protocol
 
 import torch
 
-from pipeinfer.layers.attention import Attend, MergedAttend, SelfAttention
+from pipeinfer.layers.attention import Attend, SelfAttention
 from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
 from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
 from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source
-from pipeinfer.layers.rope import Rope, Rotation, TableRotation
+from pipeinfer.layers.rope import Rope, Rotation
 from pipeinfer.models.config import ModelConfig
 from pipeinfer.steps.shape import AttentionShape
 
@@ -45,8 +45,8 @@ class Layer(Protocol):
         self,
         x: torch.Tensor | Pending | None,
         residual: torch.Tensor,
-        rotation: Rotation | TableRotation,
-        attend: Attend | MergedAttend,
+        rotation: Rotation,
+        attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | Pending, torch.Tensor]: ...
 
@@ -74,8 +74,8 @@ class DecoderLayer:
         self,
         x: torch.Tensor | Pending | None,
         residual: torch.Tensor,
-        rotation: Rotation | TableRotation,
-        attend: Attend | MergedAttend,
+        rotation: Rotation,
+        attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | Pending, torch.Tensor]:
         """(what is to be added to the residual, the residual [T, hidden], changed in place), or of
@@ -98,7 +98,7 @@ class DecoderLayer:
 class CausalLM:
     """`model(tokens, positions, attend)` gives hidden states, `model.logits` their logits.
 
-    `embed` makes the embedding out of its rows. Layers with the same RoPE share its angles.
+    `embed` makes the embedding out of its rows. Layers with the same RoPE share its rotation.
     """
 
     def __init__(
@@ -117,10 +117,9 @@ class CausalLM:
         tied = config.tie_word_embeddings
         self.head = Head(rows if tied else VocabularyRows("lm_head", *size, placement), placement)
         self.norm = RMSNorm("norm", config.hidden_size, config.rms_norm_eps, placement, norm_kind)
-        longest = config.context_length if placement.device.type == "cuda" else 0
         different = list(dict.fromkeys(config.ropes))
         self.ropes = [
-            Rope(rope, config.head_dim, placement.dtype, placement.device, longest)
+            Rope(rope, config.head_dim, placement.dtype, placement.device, config.context_length)
             for rope in different
         ]
         self._rope_of_layer = [different.index(rope) for rope in config.ropes]
@@ -129,7 +128,7 @@ class CausalLM:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        attend: Attend | MergedAttend,
+        attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """tokens, positions: int64 [T], or int32 on a GPU. Hidden states [T, hidden], normed; or of

@@ -14,12 +14,12 @@ from typing import cast
 
 import torch
 
-from pipeinfer.layers.attention import Attend, MergedAttend, SelfAttention
+from pipeinfer.layers.attention import Attend, SelfAttention
 from pipeinfer.layers.embedding import ScaledEmbedding
 from pipeinfer.layers.norm import OFFSET, RMSNorm
 from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source
-from pipeinfer.layers.rope import Rotation, TableRotation
+from pipeinfer.layers.rope import Rotation
 from pipeinfer.models.blocks import attention, dense_mlp
 from pipeinfer.models.causal_lm import CausalLM, FeedForward
 from pipeinfer.models.config import ModelConfig
@@ -43,8 +43,8 @@ class SandwichLayer:
         self,
         x: torch.Tensor | Pending | None,
         residual: torch.Tensor,
-        rotation: Rotation | TableRotation,
-        attend: Attend | MergedAttend,
+        rotation: Rotation,
+        attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As DecoderLayer."""

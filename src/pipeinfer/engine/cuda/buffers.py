@@ -9,18 +9,23 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from pipeinfer.attention.interface import Plan
+
 PARITIES = 2
 MOST_PIECES = 1024
 
 
 class StepBuffers:
-    """One parity."""
+    """One parity. plan: what attention made of its step, whose memory is nobody else's until the
+    step has ended.
+    """
 
     def __init__(self, words: int, most_rows: int, device: torch.device) -> None:
         self.pinned = torch.zeros(words, dtype=torch.int32, pin_memory=True)
         self.host: np.ndarray = self.pinned.numpy()
         self.mirror = torch.zeros(words, dtype=torch.int32, device=device)
         self.drawn = torch.zeros(most_rows, 2, dtype=torch.int64, pin_memory=True)
+        self.plan: Plan = None
         self.uploaded = torch.cuda.Event()
         self._pieces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeinfer.attention.paged import PagedPlan, PagedRows, RowArrays
+from pipeinfer.attention.interface import Plan
+from pipeinfer.attention.rows import PagedRows, RowArrays
 from pipeinfer.engine.cuda.decode_packing import DecodePacker, Packed
 from pipeinfer.engine.cuda.layout import Layout, Sizes
 from pipeinfer.steps.step import Step
@@ -48,12 +49,12 @@ class Captured:
 
 
 # (plan, views) -> (logits [S, vocab], what is drawn [S, 2]): the step that is captured.
-Body = Callable[[PagedPlan, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
+Body = Callable[[Plan, dict[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 
 
 def record(
     body: Body,
-    plan: PagedPlan,
+    plan: Plan,
     layout: Layout,
     views: dict[str, torch.Tensor],
     stream: torch.cuda.Stream,
@@ -164,7 +165,7 @@ class DecodeGraphs:
         """Packs the step for the graph of that size into a buffer int32 of at least its words."""
         return self._packer.pack(step, size, buffer)
 
-    def drop_slower_small_ones(self, prepare: Callable[[int], PagedPlan]) -> None:
+    def drop_slower_small_ones(self, prepare: Callable[[int], Plan]) -> None:
         """Forgets small sizes that take longer than the next one: for very few rows, libraries'
         matrix kernels are not always faster. After `capture`, on its stream, with its `prepare`.
         """
@@ -184,7 +185,7 @@ class DecodeGraphs:
 
     def capture(
         self,
-        prepare: Callable[[int], PagedPlan],
+        prepare: Callable[[int], Plan],
         body: Body,
         stream: torch.cuda.Stream,
         pool: Any,

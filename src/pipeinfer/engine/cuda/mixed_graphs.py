@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeinfer.attention.paged import PagedPlan, PagedRows
+from pipeinfer.attention.interface import Plan
+from pipeinfer.attention.rows import PagedRows
 from pipeinfer.engine.cuda import graphs, packing
 from pipeinfer.engine.cuda.decode_packing import Packed
 from pipeinfer.engine.cuda.layout import Layout, Sizes
@@ -153,7 +154,7 @@ class MixedGraphs:
 
     def capture(
         self,
-        prepare: Callable[[MixedSize], PagedPlan],
+        prepare: Callable[[MixedSize], Plan],
         body: graphs.Body,
         stream: torch.cuda.Stream,
         pool: Any,

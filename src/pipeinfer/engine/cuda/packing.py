@@ -178,8 +178,8 @@ def pack_rows(step: Step, views: Views, page_size: int) -> int:
 def _by_token(step: Step, views: Views, page_size: int, held: np.ndarray) -> None:
     """What kernels/expand.py derives otherwise."""
     views["token_slots"][:] = np.repeat(step.slots, step.counts)
-    views["positions"][:] = step_positions(step)
-    views["store"][:] = store_places(step, page_size)
+    positions = views["positions"][:] = step_positions(step)
+    views["store"][:] = store_places(step, positions, page_size)
     flat = flat_pages(step.pages, held)
     views["indices"][: len(flat)] = flat
 

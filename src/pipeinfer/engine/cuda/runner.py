@@ -16,14 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeinfer.attention.interface import AttentionBackend
-from pipeinfer.attention.paged import PagedBackend, PagedPlan, PagedRows
+from pipeinfer.attention.interface import Attention, Plan
+from pipeinfer.attention.rows import PagedRows
+from pipeinfer.engine.attend import StepAttention, Store, TorchStore
 from pipeinfer.engine.cuda import packing, step_times
 from pipeinfer.engine.cuda.artificial import empty_step
-from pipeinfer.engine.cuda.attend import PagedAttend, PlainAttend
 from pipeinfer.engine.cuda.buffers import PARITIES, StepBuffers
 from pipeinfer.engine.cuda.device import CudaDevice
 from pipeinfer.engine.cuda.expansion import Expansion
+from pipeinfer.engine.cuda.fused_store import FusedStore
 from pipeinfer.engine.cuda.graphs import Captured, DecodeGraphs, Frame, row_arrays
 from pipeinfer.engine.cuda.layout import Layout, Limits, Sizes
 from pipeinfer.engine.cuda.mixed_graphs import MixedGraphs, MixedSize
@@ -67,7 +68,7 @@ class CudaRunner:
         self,
         model: Any,
         pool: KVPool,
-        backend: PagedBackend | AttentionBackend,
+        backend: Attention,
         limits: Limits,
         sampler: Sampler | None = None,
     ) -> None:
@@ -107,10 +108,9 @@ class CudaRunner:
     def bind(self, pool: KVPool) -> None:
         """The pool of later steps; graphs must be captured after this."""
         self.pool = pool
-        if isinstance(self._backend, PagedBackend):
-            self._backend.bind(pool, self._limits.rows)
-        else:
-            self._backend.bind(pool)
+        self._backend.bind(pool, self._limits.rows)
+        store = TorchStore if self._backend.traits.needs_kv else FusedStore
+        self._store: Store = store(pool)
 
     # ---------------------------------------------------------------------------------------- steps
 
@@ -154,13 +154,13 @@ class CudaRunner:
             rows, views, words = self._packed(step, parity, samples)
         torch.cuda.set_stream(self._prepare)
         with span("attention_plan", number):
-            plan = self._backend.plan(rows) if isinstance(self._backend, PagedBackend) else None
+            buffers.plan = self._backend.plan(rows)
         with span("upload", number):
             buffers.upload(words, self._prepare)
 
         def work() -> None:
             with span("forward", number):
-                logits = self._compute(step, views, plan)
+                logits = self._compute(step, views, buffers.plan)
             with span("sample", number):
                 if logits is not None:
                     drawn = self._sampled(step, logits, views, np.arange(samples))
@@ -192,18 +192,15 @@ class CudaRunner:
         )
         return paged, views, layout.words if self.derive else layout.indices_at + used
 
-    def _compute(self, step: Step, views: Views, plan: PagedPlan | None) -> torch.Tensor | None:
+    def _compute(self, step: Step, views: Views, plan: Plan) -> torch.Tensor | None:
         """Logits [S, vocab], ready to be sampled; None if no row samples."""
-        backend: Any = self._backend
         if self.derive:
             derived = self._expansion(views, self._last_token, self.pool.page_size)
             tokens, places, positions = derived.ids, derived.places, derived.positions
         else:
             tokens, places, positions = self._known(views), views["store"], views["positions"]
-        if plan is None:
-            attend = PlainAttend(backend, self.pool, backend.plan(step))
-        else:
-            attend = PagedAttend(backend, self.pool, plan, places)
+            places = places.long()  # as a store by torch operations takes them
+        attend = StepAttention(self._backend, plan, self._store, places)
         last = views["last"]
         hidden = self._model(tokens, positions, attend, last if len(last) else None)
         if not len(last):
@@ -237,8 +234,9 @@ class CudaRunner:
             with span("upload", number):
                 # Straight to where the graph reads, on its stream: one copy less, no stream waits.
                 buffers.copy_to(graphs.words, packed.words)
-            with span("attention_plan", number):  # copies its work lists on this stream
-                self._backend.refresh(self._graph_rows(graphs, size, parity))  # type: ignore
+            with span("attention_plan", number):
+                if self._backend.traits.host_lengths:  # copies its work lists on this stream
+                    self._backend.plan(self._graph_rows(graphs, size, parity))
             with span("forward", number):  # sampling by temperature included
                 captured.graph.replay()
             with span("sample", number):
@@ -282,11 +280,10 @@ class CudaRunner:
         `choose`: small sizes that measure slower than the next are left out; not where ranks must
         agree.
         """
-        backend = self._backend
-        if not isinstance(backend, PagedBackend) or not sizes:
+        if not (self._backend.traits.captures_decode and sizes):
             return
-        frame = self._frame(backend)
-        mixed = mixed if backend.captures_prefill else ()
+        frame = self._frame()
+        mixed = mixed if self._backend.traits.captures_prefill else ()
         decodes = DecodeGraphs(sizes, frame)
         beside = MixedGraphs(mixed, self._limits.rows, frame)
         bodies = {decodes: self._decode_body, beside: self._mixed_body}
@@ -307,9 +304,9 @@ class CudaRunner:
     @torch.inference_mode()
     def measure(self) -> None:
         """Finds out `step_cost`, once all graphs there are to be are captured."""
-        if not isinstance(self._backend, PagedBackend):
+        if not self._backend.traits.captures_decode:
             return
-        limits, frame = self._limits, self._frame(self._backend)
+        limits, frame = self._limits, self._frame()
         with torch.cuda.stream(self._forward):
             self.step_cost = step_times.measured(
                 self._graphs, (limits.rows, limits.tokens), frame, self.pool.pages, self._planned,
@@ -321,22 +318,22 @@ class CudaRunner:
         """What the device takes for it."""
         return self.launch(step).mark.busy
 
-    def _frame(self, backend: PagedBackend) -> Frame:
+    def _frame(self) -> Frame:
         return Frame(
-            self._limits.pages, self.pool.page_size, backend.reads_table_to_decode,
+            self._limits.pages, self.pool.page_size, self._backend.traits.reads_table_to_decode,
             self._dummy_slot, self.pool.device,
         )  # fmt: skip
 
-    def _padding(self, graphs: Any, size: int | MixedSize) -> PagedPlan:
+    def _padding(self, graphs: Any, size: int | MixedSize) -> Plan:
         """A step of padding rows in the fixed buffer, planned."""
         return self._planned(graphs, size, empty_step())
 
-    def _planned(self, graphs: Any, size: int | MixedSize, step: Step) -> PagedPlan:
+    def _planned(self, graphs: Any, size: int | MixedSize, step: Step) -> Plan:
         """The step in the fixed buffer, planned."""
         buffers = self._buffers[0]
         words = graphs.pack(step, size, buffers.host).words
         buffers.copy_to(graphs.words, words)
-        plan = self._backend.plan(self._graph_rows(graphs, size, 0))  # type: ignore
+        plan = self._backend.plan(self._graph_rows(graphs, size, 0))
         torch.cuda.current_stream().synchronize()
         return plan
 
@@ -350,15 +347,15 @@ class CudaRunner:
         return rows
 
     def _decode_body(
-        self, plan: PagedPlan, views: Views, last: torch.Tensor | None = None
+        self, plan: Plan, views: Views, last: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a graph holds; see graphs.py. `last`: tokens with logits, all if None."""
-        attend = PagedAttend(self._backend, self.pool, plan, views["store"])  # type: ignore
+        attend = StepAttention(self._backend, plan, self._store, views["store"])
         hidden = self._model(self._known(views), views["positions"], attend, last)
         logits = self._sampler.logits(hidden)
         return logits, self._sampler.sample(logits, views, self._last_token, NONE)
 
-    def _mixed_body(self, plan: PagedPlan, views: Views) -> tuple[torch.Tensor, torch.Tensor]:
+    def _mixed_body(self, plan: Plan, views: Views) -> tuple[torch.Tensor, torch.Tensor]:
         return self._decode_body(plan, views, views["last"])
 
 

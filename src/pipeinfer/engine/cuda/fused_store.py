@@ -1,0 +1,42 @@
+"""Storing keys and values by one kernel, which norms and turns heads on the way.
+
+For backends that read pages only. Knows a pool; no step, no request and no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pipeinfer.engine.attend import Stored
+from pipeinfer.kernels.store import turn_and_store
+from pipeinfer.layers.attention import MergedHeads
+from pipeinfer.memory.pool import KVPool
+
+
+@dataclass(frozen=True)
+class FusedStore:
+    """A `Store`; keys and values are in their pages only. Places are int32 or int64; of a token
+    with a negative one nothing is kept.
+    """
+
+    pool: KVPool
+
+    def __call__(self, layer: int, heads: MergedHeads, places: torch.Tensor) -> Stored:
+        """See Store."""
+        norm, rotation = heads.norm, heads.rotation
+        queries = turn_and_store(
+            heads.product,
+            *rotation.rope.table,
+            places,
+            self.pool.k[layer],
+            self.pool.v[layer],
+            heads.num_heads,
+            positions=rotation.positions,
+            q_norm=None if norm is None else norm.query_weight,
+            k_norm=None if norm is None else norm.key_weight,
+            eps=0.0 if norm is None else norm.eps,
+            offset=0.0 if norm is None else norm.offset,
+        )
+        return queries, None, None

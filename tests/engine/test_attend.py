@@ -1,0 +1,99 @@
+"""What a model calls for attention: what is stored where, and what the backend is handed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pipeinfer.engine.attend import StepAttention, TorchStore
+from pipeinfer.layers.attention import MergedHeads
+from pipeinfer.layers.norm import OFFSET, USUAL, HeadNorm
+from pipeinfer.layers.placement import Placement, Shard
+from pipeinfer.layers.rope import Rope
+from pipeinfer.layers.rope_config import RopeConfig
+from pipeinfer.memory.pool import KVPool
+from pipeinfer.steps.shape import AttentionShape
+
+HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 4
+CPU = torch.device("cpu")
+PLACES = torch.tensor([9, 4, 22, 23, 7])
+POSITIONS = torch.tensor([5, 0, 30, 31, 3])
+
+
+def pool() -> KVPool:
+    made = KVPool([AttentionShape(HEADS, KV_HEADS, DIM, 0.25)] * 2, 6, PAGE, torch.float32)
+    for part in (*made.k, *made.v):
+        part.fill_(7)
+    return made
+
+
+def inputs(kind):
+    torch.manual_seed(0)
+    norm = None
+    if kind is not None:
+        norm = HeadNorm(
+            HEADS, KV_HEADS, DIM, 1e-6, Placement(Shard(), torch.float32, CPU), kind
+        )  # fmt: skip
+        norm.weight[:HEADS], norm.weight[HEADS:] = torch.randn(DIM), torch.randn(DIM)
+    qkv = torch.randn(len(PLACES), (HEADS + 2 * KV_HEADS) * DIM)
+    rope = Rope(RopeConfig(theta=10_000.0), DIM, torch.float32, CPU, 40)
+    return MergedHeads(qkv, HEADS, KV_HEADS, norm, rope(POSITIONS))
+
+
+@pytest.mark.parametrize("kind", [None, USUAL, OFFSET])
+@torch.inference_mode()
+def test_torch_operations_store_what_the_fused_kernel_is_to_store(kind):
+    reference = pytest.importorskip("pipeinfer.kernels.store").turn_and_store_reference
+    heads = inputs(kind)
+    mine, theirs = pool(), pool()
+    queries, *_ = TorchStore(mine)(1, heads, PLACES)
+    norm, rotation, options = heads.norm, heads.rotation, {}
+    if norm is not None:
+        options = {"q_norm": norm.query_weight, "k_norm": norm.key_weight, "eps": norm.eps,
+                   "offset": norm.offset}  # fmt: skip
+    expected = reference(
+        heads.product, *rotation.rope.table, PLACES, theirs.k[1], theirs.v[1], HEADS,
+        positions=POSITIONS, **options,
+    )  # fmt: skip
+    torch.testing.assert_close(queries, expected, rtol=1e-5, atol=1e-5)
+    for part, other in zip((*mine.k, *mine.v), (*theirs.k, *theirs.v), strict=True):
+        torch.testing.assert_close(part, other, rtol=1e-5, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_keys_and_values_are_stored_at_their_places_and_nowhere_else():
+    heads = inputs(USUAL)
+    made = pool()
+    _, k, v = TorchStore(made)(1, heads, PLACES)
+    others = np.setdiff1d(np.arange(6 * PAGE), PLACES)
+    for part, new in ((made.k, k), (made.v, v)):
+        assert torch.equal(part[1].flatten(0, 1)[PLACES], new)
+        assert (part[1].flatten(0, 1)[others] == 7).all()
+        assert (part[0] == 7).all(), "another layer's"
+
+
+class Backend:
+    """Says what it was handed, and what its pool held then."""
+
+    def __init__(self, pool) -> None:
+        self._pool = pool
+
+    def attend(self, layer, q, k, v, plan):
+        self.handed = layer, q, k, v, plan
+        self.held = self._pool.k[layer].flatten(0, 1)[PLACES]
+        return q
+
+
+@torch.inference_mode()
+def test_a_backend_attends_after_the_steps_own_keys_are_stored():
+    heads = inputs(USUAL)
+    made = pool()
+    backend, plan = Backend(made), object()
+    attend = StepAttention(backend, plan, TorchStore(made), PLACES)
+    out = attend(1, heads)
+    layer, *given, seen = backend.handed
+    expected = heads.split_and_turn()
+    assert (layer, seen) == (1, plan) and out is given[0]
+    assert all(torch.equal(mine, other) for mine, other in zip(given, expected, strict=True))
+    assert torch.equal(backend.held, given[1])
