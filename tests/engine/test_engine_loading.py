@@ -13,6 +13,7 @@ from single_steps import Row, build_step
 from pipeinfer.engine import loading
 from pipeinfer.engine.host_memory import available_bytes
 from pipeinfer.engine.loading import choose, load_engine
+from pipeinfer.models import checkpoint as checkpoint_files
 from pipeinfer.settings import ConfigurationError, Settings
 
 
@@ -27,6 +28,18 @@ def test_automatic_choices_on_a_cpu(checkpoint):
     assert choices.config.dtype == "bfloat16"
     assert choices.dtype == torch.float32
     assert choices.max_model_len == 512
+
+
+def test_headers_are_read_once_for_checking_and_loading(folder, monkeypatch):
+    read, seen = checkpoint_files.read_stored, []
+    monkeypatch.setattr(
+        checkpoint_files, "read_stored", lambda path: seen.append(path) or read(path)
+    )
+    settings = Settings(kv_pages=4)
+    load_engine(settings, folder, choices=choose(settings, folder))
+    assert seen == [folder]
+    assert choose(Settings(load_format="dummy"), folder).stored is None
+    assert seen == [folder]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

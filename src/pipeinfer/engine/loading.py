@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from pipeinfer.models.build import build_model, check_shard
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.models.checkpoint import check_checkpoint, fill_dummy, load_weights
 from pipeinfer.models.config import ModelConfig, read_config
+from pipeinfer.models.weights import Stored
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import StepCost
 from pipeinfer.steps.shape import AttentionShape
@@ -46,7 +47,8 @@ SWITCH_SECONDS = 2e-4
 
 @dataclass(frozen=True)
 class EngineChoices:
-    """What settings and checkpoint come to, before anything is loaded."""
+    """What settings and checkpoint come to, before anything is loaded. stored: where weights lie on
+    disk, by name; None where they are random."""
 
     config: ModelConfig
     device: str
@@ -55,6 +57,7 @@ class EngineChoices:
     page_size: int
     max_model_len: int
     shard: Shard
+    stored: Mapping[str, Stored] | None
 
 
 @dataclass(frozen=True)
@@ -104,18 +107,18 @@ def choose(
     dtype = _dtype(settings.dtype, config, device)
     gpu = _gpu(dtype, config, rank if place is None else place) if device == "cuda" else None
     attention = registry.resolve(settings.attention, device, gpu)
-    choices = EngineChoices(
+    max_model_len = _max_model_len(settings.max_model_len, config)
+    random = settings.load_format == "dummy"
+    return EngineChoices(
         config,
         device,
         dtype,
         attention,
         registry.resolve_page_size(attention, settings.page_size),
-        _max_model_len(settings.max_model_len, config),
+        max_model_len,
         shard,
+        None if random else check_checkpoint(folder, config),
     )
-    if settings.load_format != "dummy":
-        check_checkpoint(folder, config)
-    return choices
 
 
 def load_engine(
@@ -126,22 +129,24 @@ def load_engine(
     graph_progress: Callable[[int, int], None] | None = None,
     group: TorchGroup | None = None,
     place: int | None = None,
+    choices: EngineChoices | None = None,
 ) -> LoadedEngine:
     """Loads rank `rank`; `progress(done, total)` counts bytes of weights, `graph_progress` graphs.
-    `group`: how several ranks compute together; all of them must be loading. `place`: see `choose`.
+    `group`: how several ranks compute together; all of them must be loading. `place`: see `choose`,
+    which gave `choices`, or is asked here.
 
     Raises ConfigurationError before any weight is read if something does not fit. Sets torch's
     number of threads if the settings name one, and on a GPU its current device and how long Python
     lets a thread run.
     """
-    choices = choose(settings, folder, rank, place)
+    choices = choices or choose(settings, folder, rank, place)
     _prepare(settings, choices, group, rank if place is None else place)
     model = build_model(choices.config, choices.shard, choices.dtype, choices.device, group,
                         settings.compile, group.fusion if group else None)  # fmt: skip
-    if settings.load_format == "dummy":
+    if choices.stored is None:
         fill_dummy(model, settings.seed)
     else:
-        load_weights(model, folder, progress)
+        load_weights(model, folder, progress, choices.stored)
     if choices.device == "cuda":
         from pipeinfer.engine.cuda.building import GPU_STEP_TOKENS, build_runner
 

@@ -32,10 +32,11 @@ HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
 DUMMY_STD = 0.02
 
 
-def check_checkpoint(folder: Path, config: ModelConfig) -> None:
-    """Raises ConfigurationError if the weights in `folder` would not fill a model of `config`.
+def check_checkpoint(folder: Path, config: ModelConfig) -> Mapping[str, Stored]:
+    """What is stored in `folder`, by name.
 
-    Reads headers only: milliseconds. Tensors that nothing asks for are warned about.
+    Raises ConfigurationError if that would not fill a model of `config`. Reads headers only:
+    milliseconds. Tensors that nothing asks for are warned about.
     """
     model = build_model(config, device="meta")
     stored = read_stored(folder)
@@ -47,19 +48,27 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> None:
     if extra:
         shown = ", ".join(extra[:3]) + (" ..." if len(extra) > 3 else "")
         log.warning("%s: ignoring %d tensors that the model lacks: %s", folder, len(extra), shown)
+    return stored
 
 
-def load_weights(model: CausalLM, folder: Path, progress: Progress | None = None) -> None:
+def load_weights(
+    model: CausalLM,
+    folder: Path,
+    progress: Progress | None = None,
+    stored: Mapping[str, Stored] | None = None,
+) -> None:
     """Reads this rank's part of every tensor; values are converted to the parameters' dtype.
 
-    The weights are final then (`model.pack`). Raises ConfigurationError as `check_checkpoint` does.
+    `stored`: what `check_checkpoint` gave, else headers are read here. The weights are final then
+    (`model.pack`). Raises ConfigurationError as `check_checkpoint` does.
     """
-    _fill(model, folder, progress)
+    _fill(model, folder, progress, read_stored(folder) if stored is None else stored)
     model.pack()  # no source may be held here: packing gives the plain weights back one by one
 
 
-def _fill(model: CausalLM, folder: Path, progress: Progress | None) -> None:
-    stored = read_stored(folder)
+def _fill(
+    model: CausalLM, folder: Path, progress: Progress | None, stored: Mapping[str, Stored]
+) -> None:
     by_file: dict[Path, list[Source]] = defaultdict(list)
     total = 0
     for source in model.sources():
