@@ -57,9 +57,28 @@ def test_an_engine_keeps_its_epoch_as_long_as_it_fits():
     ring = Ring(1 << 20, keep_all=True)
     ring.begin(HEADER, 0.0)
     for second in range(1_000):
-        assert not ring.wants_segment(second)
+        assert not ring.wants_segment(second, undisturbed=True)
         ring.add(b"x" * 100, second)
     assert len(ring.file("")) == 1_001
+
+
+def test_an_engine_that_is_always_busy_loses_the_beginning_and_not_its_loop_or_its_memory():
+    ring, budget = Ring(20 * len(BLOCK), keep_all=True), 20 * len(BLOCK)
+    ring.begin(HEADER, 0.0, form.pack_state(b"state"))
+    for moment in range(100):
+        assert not ring.wants_segment(moment), "no state is taken of it"
+        ring.add(BLOCK, moment)
+        assert ring.bytes <= budget
+    parts = ring.file("an error")
+    header = form.unpack_header(parts[0][16:], None)
+    assert header.broken and header.snapshot is None and header.error == "an error"
+    assert 13 <= len(parts[1:]) <= 20 and set(parts[1:]) == {BLOCK}
+    assert ring.wants_segment(101, undisturbed=True)
+    ring.begin(HEADER, 101, form.pack_state(b"later"))
+    ring.add(BLOCK, 102)
+    header, *blocks = ring.file("")
+    assert form.unpack_header(header[16:], None).snapshot == b"later" and blocks == [BLOCK]
+    assert not form.unpack_header(header[16:], None).broken
 
 
 def settle(recorder: Recorder, now: float) -> None:
@@ -95,12 +114,12 @@ def test_whatever_the_ring_has_dropped_the_rest_replays(recorded, stage, forks, 
     recorder = Recorder("s-0-0-1", ModelIdentity, ring, restarts=restarts)
     core, begun, now = fresh(trace), 0, 0.0
     copier = Copier(forks)
-    copier._small = False  # were it left to itself, it would not fork for states of this size
+    copier.small = False  # were it left to itself, it would not fork for states of this size
     recorder.begin_segment(msgspec.structs.replace(trace.header, reason="flight"), now)
     for record in trace:
         if record.direction == "in":
             settle(recorder, now)
-            if recorder.wants_segment(now):
+            if recorder.wants_segment(now, undisturbed=True):
                 recorder.begin_segment(trace.header, now, copier.take(core))
                 begun += 1
             core.handle(trace.message(record), record.time)

@@ -102,12 +102,48 @@ def test_whether_a_state_is_small_is_found_out_in_the_time_that_a_small_one_take
 def test_a_state_that_shrank_is_walked_at_once_again():
     core, copier = core_of(3_000), Copier(forks=True)
     copier.take(core).packed(never)
-    assert not copier._small
+    assert not copier.small
     for number in range(2_999):
         core.handle(Abort(f"r{number}", 1), 2.0)
     core._ledger._over.clear()
     copier._learn(0.0)  # as the last copy of a small state says
     assert not isinstance(copier.take(core), state_copy._Elsewhere)
+
+
+def test_where_none_may_be_forked_a_large_state_is_walked_by_who_packs_it(monkeypatch):
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
+    core, copier, walks = core_of(3_000, 100), Copier(forks=False), []
+
+    def counted(core, most=0):
+        walks.append(most)
+        return snapshot(core, most)
+
+    monkeypatch.setattr(state_copy, "snapshot", counted)
+    copied = copier.take(core, lambda: True)
+    assert walks == [FEW], "no more than a small one takes, on the loop"
+    assert form.unpack_state(copied.packed(never)) == snapshot(core)
+    assert walks == [FEW, 0] and not copier.small
+    with pytest.raises(StateLost, match="busy"):
+        copier.take(core, lambda: False)
+    assert walks == [FEW, 0]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_state_that_changed_while_it_was_walked_is_lost(raises, monkeypatch):
+    core, copier, still = core_of(3_000), Copier(forks=False), [True]
+
+    def disturbed(core, most=0):
+        if most:
+            raise TooLarge
+        still[0] = False
+        if raises:
+            raise RuntimeError("dictionary changed size during iteration")
+        return b"torn"
+
+    monkeypatch.setattr(state_copy, "snapshot", disturbed)
+    copied = copier.take(core, lambda: still[0])
+    with pytest.raises(StateLost, match="went on"):
+        copied.packed(never)
 
 
 def slowly(core, most=0):
@@ -173,7 +209,7 @@ def test_without_a_state_the_flight_recorder_goes_on_with_the_one_before(tmp_pat
     recorder.begin_segment(HEADER, 0.0)
     row = (0.0, "in", "local", "", 0, 0.0, msgspec.msgpack.encode(Tick()))
     core, copier = core_of(3_000), Copier(forks=True)
-    copier._small = False
+    copier.small = False
 
     def refuse() -> int:
         raise BlockingIOError(11, "Resource temporarily unavailable")

@@ -6,6 +6,9 @@ import asyncio
 
 import pytest
 
+from pipeinfer.bus.frames import Header
+from pipeinfer.events import StepDone, Tick
+from pipeinfer.messages import PROTOCOL
 from pipeinfer.runtime import tap as taps
 from pipeinfer.runtime.topology import Identity, local
 from pipeinfer.settings import Settings
@@ -34,3 +37,33 @@ async def tapped(rows: int) -> int:
 def test_many_rows_are_not_packed_at_once(rows, left, monkeypatch):
     monkeypatch.setattr(taps, "FLUSH", 1e6)
     assert asyncio.run(tapped(rows)) == left
+
+
+class Idle(Core):
+    def __init__(self) -> None:
+        self.busy = False
+
+    def idle(self) -> bool:
+        return not self.busy
+
+
+async def test_an_engines_large_state_is_taken_only_while_nothing_happens_to_it():
+    settings, core = Settings(), Idle()
+    identity = Identity("engine", 0, 0, 0)
+    tap = taps.Tap(settings, local(settings, "ipc:///nowhere"), identity, 1, print, print)
+    tap.begin(core, {})  # type: ignore[arg-type]
+    header = Header(PROTOCOL, "scheduler-0", 1, 1, 0.0)
+    tap.frame(10.0, "plan", header, b"")
+    assert not tap._quiet(10.0) and not tap._quiet(10.0 + taps.QUIET / 2)
+    assert tap._quiet(10.0 + taps.QUIET)
+    still = tap._still(11.0)
+    assert still is not None and still()
+    tap.event(11.1, Tick())
+    assert still() and tap._quiet(11.2), "a tick does nothing to an engine that does nothing"
+    tap.event(11.3, StepDone(1, 1, b"", b""))
+    assert not still() and not tap._quiet(11.4)
+    core.busy = True
+    assert not tap._quiet(99.0)
+    busy = tap._still(99.0)
+    assert busy is not None and not busy()
+    tap.close()

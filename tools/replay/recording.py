@@ -96,6 +96,7 @@ class Recording:
         header = self.header
         what = {"record": "recording", "flight": "flight recording"}[header.reason]
         extras = [" from mid-life"] if header.snapshot is not None else []
+        extras += [" without its beginning"] if header.broken else []
         extras += [", redacted"] if header.redacted else []
         extras += [f", ended by {header.error}"] if header.error else []
         return (

@@ -107,16 +107,19 @@ class Run:
 
     def _groups(self) -> list[Group]:
         """What to play: all of it, or for a device from where its memory is known to be empty."""
-        groups = list(self._recording.groups())
-        snapshot = self._recording.header.snapshot
-        if self._device is None:
-            if snapshot is not None:
-                restore(self._rebuilt.stage.core, snapshot)
+        groups, header = list(self._recording.groups()), self._recording.header
+        if self._device is None and header.snapshot is not None:
+            restore(self._rebuilt.stage.core, header.snapshot)
             return groups
-        if snapshot is None:
+        if header.snapshot is None and not header.broken:
             return groups
-        mine = self._recording.header.incarnation
+        mine = header.incarnation
         fresh = list(dropwhile(lambda group: not _begins(group, mine), groups))
+        if not fresh and header.broken:
+            raise CannotReplay(
+                USAGE, "the recording's beginning did not fit into the flight recorder's memory, "
+                "and it has no Begin: it can be read, but not replayed",
+            )  # fmt: skip
         if not fresh:
             raise CannotReplay(
                 USAGE, "the recording begins in mid-life and has no Begin, so that the device's "

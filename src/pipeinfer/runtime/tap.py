@@ -21,7 +21,7 @@ import msgspec
 from pipeinfer.bus.frames import Header
 from pipeinfer.control import RecordingState, StartRecording, StopRecording
 from pipeinfer.core import LOCAL, Core
-from pipeinfer.events import NewEpoch
+from pipeinfer.events import NewEpoch, Tick
 from pipeinfer.messages import PROTOCOL, Message
 from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import Settings
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 FLUSH = 0.5  # seconds between blocks; what a killed process loses at most, and a little
 LOOK = 0.05  # seconds after which it is seen whether there are
+QUIET = 0.5  # seconds without an input after which a large state may be walked beside the loop
 MANY = 1000  # rows: a block that takes the interpreter from the loop for a fraction of a ms
 LONGEST = 366 * 86_400.0  # seconds of a recording; no timer takes "inf"
 UNNUMBERED = -1  # in place of the number of what was not sent
@@ -81,6 +82,8 @@ class Tap:
         )
         self.add = self._recorder.add
         self._copier = Copier(forks)
+        self._waits = engine and not forks  # for a quiet moment to take a large state
+        self._inputs, self._quiet_since, self._seen = 0, 0.0, 0  # all but ticks, and the last one
         self._core: Core | None = None
         self._facts: dict[str, object] = {}
         self._wanted = 0  # recordings that were begun and have not ended
@@ -93,10 +96,12 @@ class Tap:
 
     def frame(self, now: float, channel: str, header: Header, body: bytes) -> None:
         """The core is about to take a frame's message."""
+        self._inputs += 1
         self.add((now, "in", channel, header.sender, header.seq, header.sent, body))
 
     def event(self, now: float, event: Message) -> None:
         """The core is about to take a local event."""
+        self._inputs += type(event) is not Tick
         try:
             body = _encode(event)
         except Exception as error:  # see bus/frames.encode; a recording is no reason to die
@@ -240,15 +245,30 @@ class Tap:
         if now >= self._due or self._recorder.waiting >= MANY:
             self._due = now + FLUSH
             self._recorder.flush(now)
-            if self._recorder.wants_segment(now, self._core is not None and self._core.idle()):
+            if self._recorder.wants_segment(now, self._copier.small or self._quiet(now)):
                 self._next_segment(now)
         self.active = self._wanted > 0 or self._recorder.ring is not None
         self._timer = self._loop.call_later(LOOK, self._look) if self.active else None
 
+    def _quiet(self, now: float) -> bool:
+        """Whether the core does nothing, and has taken nothing for a while: the first ticks after
+        its work may change it yet."""
+        if self._seen != self._inputs:
+            self._seen, self._quiet_since = self._inputs, now
+        idle = self._core is not None and self._core.idle()
+        return idle and now - self._quiet_since >= QUIET
+
+    def _still(self, now: float) -> Callable[[], bool] | None:
+        """For an engine, whether its state is the one of now still."""
+        if not self._waits:
+            return None
+        quiet, inputs = self._quiet(now), self._inputs
+        return lambda: quiet and self._inputs == inputs
+
     def _next_segment(self, now: float) -> None:
         assert self._core is not None
         try:
-            state = self._copier.take(self._core)
+            state = self._copier.take(self._core, self._still(now))
         except StateLost as error:
             self._recorder.postpone_segment(now, str(error))
         except Unsnapshottable as error:

@@ -57,7 +57,8 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
     topology. wall, monotonic: seconds of both clocks at the beginning of the trace. facts: what the
     builder knows beyond the settings. snapshot: the core's state before the first record
     (trace/snapshot.py), None where the trace begins with a fresh core. error: of a flight
-    recording, the exception that ended the stage.
+    recording, the exception that ended the stage. broken: records before the first one are missing,
+    so that nothing can be replayed before a Begin.
     """
 
     protocol: int
@@ -81,6 +82,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
     redacted: bool = False
     snapshot: bytes | None = None
     error: str = ""
+    broken: bool = False
 
 
 class Record(msgspec.Struct, array_like=True):

@@ -100,12 +100,13 @@ class Recorder:
         log.error("recordings end: %s", reason)
         self._work.put(partial(self._break_off, reason, 1))
 
-    def wants_segment(self, now: float, idle: bool = False) -> bool:
-        """Whether the ring should be given a new beginning now, right after a flush."""
+    def wants_segment(self, now: float, undisturbed: bool = False) -> bool:
+        """Whether the ring should be given a new beginning now, right after a flush. undisturbed:
+        see ring.py."""
         ring = self.ring
         if ring is None or self._asked or self._behind or now < self._not_before:
             return False
-        return ring.wants_segment(now, idle)
+        return ring.wants_segment(now, undisturbed)
 
     def postpone_segment(self, now: float, reason: str) -> None:
         """There is no state to begin with: the ring's current segment goes on."""

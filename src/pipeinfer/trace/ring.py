@@ -17,18 +17,20 @@ from pipeinfer.trace.format import TraceHeader
 MINUTE = 60.0  # seconds that must be there, if they fit
 SEGMENT = 30.0  # seconds after which a new segment begins
 PARTS = 8  # of the budget: the largest share of a segment
-KEEPING_PARTS = 2  # the same where all is kept, and the stage has better things to do
+KEPT = 0.75  # of the budget, of a segment that lost its beginning
 
 
 @dataclass
 class _Segment:
-    """`header`: of the file that would begin here, without its snapshot, which lies packed."""
+    """`header`: of the file that would begin here, without its snapshot, which lies packed. broken:
+    its beginning did not fit, and with it the state."""
 
     header: TraceHeader
     snapshot: bytes | None
     begun: float
-    blocks: list[bytes] = field(default_factory=list[bytes])
+    blocks: deque[bytes] = field(default_factory=deque[bytes])
     bytes: int = 0
+    broken: bool = False
 
     @property
     def blocks_bytes(self) -> int:
@@ -40,7 +42,8 @@ class Ring:
     """At most `budget` bytes; of those, segments that are needed for the last minute.
 
     keep_all: older ones stay too while they fit. An engine's memory can be computed again only from
-    the beginning of its epoch.
+    the beginning of its epoch, and no state is taken of it while it is busy: what does not fit is
+    then missing at the beginning, and what is left cannot be replayed.
     """
 
     def __init__(self, budget: int, keep_all: bool = False) -> None:
@@ -51,7 +54,9 @@ class Ring:
     def begin(self, header: TraceHeader, now: float, packed: bytes | None = None) -> None:
         """A new segment: from a state, `packed` by zstd, or without one from a fresh core."""
         size = len(packed or b"")
-        self._segments.append(_Segment(header, packed, now, [], size))
+        while self._segments and self._segments[0].broken:
+            self.bytes -= self._segments.popleft().bytes
+        self._segments.append(_Segment(header, packed, now, bytes=size))
         self.bytes += size
         self._shrink(now)
 
@@ -74,18 +79,19 @@ class Ring:
         self._segments.clear()
         self.bytes = 0
 
-    def wants_segment(self, now: float, idle: bool = False) -> bool:
+    def wants_segment(self, now: float, undisturbed: bool = False) -> bool:
         """Whether a new segment should begin: the current one is long, or there is none.
 
         One that is old and has less in it than a state takes goes on: of a stage that does nothing
-        no state is taken, again and again. idle: taking it disturbs nobody.
+        no state is taken, again and again. undisturbed: taking one holds up nobody; where all is
+        kept, that is waited for.
         """
         try:
             current = self._segments[-1]
         except IndexError:
             return True
         if self._keep_all:
-            return current.bytes >= self._budget // (PARTS if idle else KEEPING_PARTS)
+            return undisturbed and (current.broken or current.bytes >= self._budget // PARTS)
         aged = now - current.begun >= SEGMENT and current.blocks_bytes >= current.bytes / 2
         return aged or current.bytes >= self._budget // PARTS
 
@@ -97,7 +103,9 @@ class Ring:
         snapshot = None
         if first.snapshot is not None:
             snapshot = form.unpack_state(first.snapshot)
-        header = msgspec.structs.replace(first.header, snapshot=snapshot, error=error)
+        header = msgspec.structs.replace(
+            first.header, snapshot=snapshot, error=error, broken=first.broken
+        )
         blocks = [block for segment in self._segments for block in segment.blocks]
         return [form.pack_header(header), *blocks]
 
@@ -107,3 +115,13 @@ class Ring:
             if not old and self.bytes <= self._budget:
                 return
             self.bytes -= self._segments.popleft().bytes
+        if self._keep_all and self.bytes > self._budget:
+            self._break(self._segments[0])
+
+    def _break(self, only: _Segment) -> None:
+        """Leaves out the beginning of the segment, as little as makes room for a while."""
+        only.broken, only.snapshot = True, None
+        only.bytes = sum(map(len, only.blocks))
+        while only.blocks and only.bytes > KEPT * self._budget:
+            only.bytes -= len(only.blocks.popleft())
+        self.bytes = only.bytes

@@ -1,7 +1,8 @@
 """Takes a core's state without stopping the stage: a forked copy of the process walks it.
 
 The copy has the state as it was between two events, however long the walk takes, and does nothing
-but the walk; small states are walked at once. Knows cores as objects, and no file.
+but the walk; small states are walked at once. Where a process must not be forked, a thread walks
+the state while nothing happens to it. Knows cores as objects, and no file.
 """
 
 from __future__ import annotations
@@ -52,31 +53,39 @@ class Copied(Protocol):
 
 
 class Copier:
-    """Takes states of one core again and again. `forks`: whether this process may be forked; if
-    not, every state is walked at once, however large.
+    """Takes states of one core again and again. `forks`: whether this process may be forked.
 
     A process must not be forked that uses a GPU (its driver shares memory with the device), nor one
     that is not ours.
     """
 
     def __init__(self, forks: bool) -> None:
-        self._forks, self._small = forks, True
+        self._forks = forks
+        self.small = True  # as far as is known, the state is walked in no time
 
-    def take(self, core: object) -> Copied:
+    def take(self, core: object, still: Callable[[], bool] | None = None) -> Copied:
         """The state of `core` as it is now, between two events.
 
-        Raises Unsnapshottable, or StateLost where no process can be forked.
+        still: whether the state is the one of now still, and goes on to be it unless the core takes
+        an event; asked in any thread. Without it, what must not be forked is walked at once,
+        however large. Raises Unsnapshottable, or StateLost where there is no way to take it now.
         """
-        if self._small or not self._forks:
+        at_once = not self._forks and still is None
+        if self.small or at_once:
             begun = time.perf_counter()
             try:
-                state = snapshot(core, FEW if self._forks else 0)
+                state = snapshot(core, 0 if at_once else FEW)
             except TooLarge:
-                self._small = False
+                self.small = False
             else:
-                self._small = time.perf_counter() - begun < SHORT
+                self.small = time.perf_counter() - begun < SHORT
                 return _Here(state)
-        return self._fork(core)
+        if self._forks:
+            return self._fork(core)
+        assert still is not None
+        if not still():
+            raise StateLost("it is too large to be taken while the stage is busy")
+        return _Meanwhile(core, still, self._learn)
 
     def _fork(self, core: object) -> Copied:
         """A signal that reached the copy would be told to our own loop: it takes none at all."""
@@ -99,7 +108,7 @@ class Copier:
 
     def _learn(self, seconds: float) -> None:
         """From the thread that waits."""
-        self._small = seconds < SHORT
+        self.small = seconds < SHORT
 
 
 def _walk(core: object, sink: int) -> NoReturn:
@@ -143,6 +152,28 @@ class _Here:
 
     def packed(self, given_up: Callable[[], bool]) -> bytes:
         return pack_state(self._state)
+
+
+class _Meanwhile:
+    """A state that the thread which wants it packed walks, while the loop may go on."""
+
+    def __init__(
+        self, core: object, still: Callable[[], bool], learn: Callable[[float], None]
+    ) -> None:
+        self._core, self._still, self._learn = core, still, learn
+
+    def packed(self, given_up: Callable[[], bool]) -> bytes:
+        begun = time.perf_counter()
+        try:
+            state = snapshot(self._core)
+        except Exception:
+            if self._still():
+                raise
+            state = b""  # what changes under a walk may look like anything
+        if not self._still():
+            raise StateLost("the stage went on while its state was walked")
+        self._learn(time.perf_counter() - begun)
+        return pack_state(state)
 
 
 class _Elsewhere:
