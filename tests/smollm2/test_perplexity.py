@@ -32,7 +32,7 @@ class EveryPosition:
     """A model that gives all positions of a step instead of those that sample."""
 
     def __init__(self, model) -> None:
-        self._model, self.logits = model, model.logits
+        self._model = model
 
     def __call__(self, tokens, positions, attend, rows=None):
         return self._model(tokens, positions, attend)

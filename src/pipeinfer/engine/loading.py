@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,7 +20,8 @@ from pipeinfer.attention import registry
 from pipeinfer.attention.registry import Gpu
 from pipeinfer.engine.host_memory import available_bytes
 from pipeinfer.engine.runner import ModelRunner
-from pipeinfer.engine.sharded_sampler import sample_sharded
+from pipeinfer.engine.sampler import HostSampler
+from pipeinfer.engine.sharded_sampler import SplitHostSampler
 from pipeinfer.layers.placement import Shard
 from pipeinfer.memory.pool import KVPool, bytes_per_page
 from pipeinfer.models.build import build_model, check_shard
@@ -80,16 +81,6 @@ class LoadedEngine:
     graph_sizes: tuple[int, ...] = ()
     step_tokens: int = CPU_STEP_TOKENS
     step_cost: StepCost | None = None
-
-
-class Part:
-    """A rank's model as its runner sees it: logits are those of its own run of the vocabulary."""
-
-    def __init__(self, model: CausalLM) -> None:
-        self._model, self.logits = model, model.local_logits
-
-    def __call__(self, *arguments: Any) -> torch.Tensor:
-        return self._model(*arguments)
 
 
 def choose(
@@ -192,11 +183,8 @@ def _host_runner(
         pages = _agreed(group, pages)
     pool = KVPool(shapes, pages, choices.page_size, choices.dtype, choices.device)
     backend = registry.create(choices.attention, shapes, pool.device)
-    if group is None:
-        return ModelRunner(model, pool, backend, settings.max_running)
-    start, vocab = model.head.rows.start, model.head.rows.vocab_size
-    sample = partial(sample_sharded, start=start, vocab=vocab, group=group)
-    return ModelRunner(Part(model), pool, backend, settings.max_running, sample, start)
+    sampler = HostSampler(model) if group is None else SplitHostSampler(model, group)
+    return ModelRunner(model, pool, backend, settings.max_running, sampler)
 
 
 def _agreed(group: TorchGroup, pages: int) -> int:

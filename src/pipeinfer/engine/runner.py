@@ -21,12 +21,9 @@ from pipeinfer.engine.executor import unwatched
 from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
-from pipeinfer.engine.sampler import sample
 from pipeinfer.layers.attention import Attend
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.step import LAST_TOKEN, Sampled, SamplingRows, Step
-
-Sample = Callable[[torch.Tensor, SamplingRows], torch.Tensor]
 
 
 class Model(Protocol):
@@ -43,8 +40,19 @@ class Model(Protocol):
         """tokens, positions int64 [T]: hidden states [T, hidden], or of `rows` int64 [S] alone."""
         ...
 
+
+class Sampler(Protocol):
+    """From hidden states to tokens; see engine/sampler.py, and sharded_sampler.py where a rank has
+    a part of the model. first_id: the id of the first column of its logits."""
+
+    first_id: int
+
     def logits(self, hidden: torch.Tensor, /) -> torch.Tensor:
-        """[S, hidden] to [S, vocab]."""
+        """[S, hidden] to [S, ids]."""
+        ...
+
+    def sample(self, logits: torch.Tensor, rows: SamplingRows, /) -> torch.Tensor:
+        """int64 [S, 2] on the host, of each row how many tokens it gave and which."""
         ...
 
 
@@ -79,12 +87,8 @@ class ModelRunner:
         pool: KVPool,
         backend: Attention,
         max_slots: int,
-        sample: Sample = sample,
-        first_id: int = 0,
+        sampler: Sampler,
     ) -> None:
-        """`sample`: see engine/sampler.py, or sharded_sampler.py where `model` is a rank's part,
-        which gives the logits of ids from `first_id` on.
-        """
         backend.bind(pool, max_slots)
         self.pool = pool
         self.device = HostDevice()
@@ -93,8 +97,8 @@ class ModelRunner:
         self._model = model
         self._backend = backend
         self._store = TorchStore(pool)
-        self._sample = sample
-        self._penalties = Penalties(max_slots, pool.device, first_id)
+        self._sampler = sampler
+        self._penalties = Penalties(max_slots, pool.device, sampler.first_id)
         self._device = pool.device
         self._last_token = torch.zeros(max_slots, dtype=torch.int64, device=pool.device)
 
@@ -131,7 +135,7 @@ class ModelRunner:
             if not len(last):  # nothing to multiply the vocabulary with
                 return self._model(tokens, at, attend)[:0]
             hidden = self._model(tokens, at, attend, self._tensor(last))
-            return self._model.logits(hidden)
+            return self._sampler.logits(hidden)
 
     @torch.inference_mode()
     def _sampled(self, step: Step, logits: torch.Tensor) -> Sampled:
@@ -140,7 +144,7 @@ class ModelRunner:
         with self.phases.span("sample", step.number):
             rows = step.sampling
             drawn = self._penalties.sampled(
-                logits, rows.penalties, lambda changed: self._sample(changed, rows)
+                logits, rows.penalties, lambda changed: self._sampler.sample(changed, rows)
             )
             slots = self._tensor(step.slots[step.samples].astype(np.int64))
             # A bad row may be part of one more step: it goes on from an id that exists.

@@ -6,6 +6,9 @@ position only: never on what else is in the batch, or on the row's place in it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -19,6 +22,18 @@ from pipeinfer.steps.step import SamplingRows
 GREEDY_BELOW = 1e-5  # such a temperature is greedy, as in vLLM
 BLOCK_VALUES = 1 << 18  # logits handled at a time, so that the passes over them stay in the cache
 SPARSE = 6  # noise for single ids costs that many times more than for a whole row
+
+
+class HostSampler:
+    """Of one rank, whose model (a CausalLM) gives all logits; see Sampler in engine/runner.py."""
+
+    first_id = 0
+
+    def __init__(self, model: Any) -> None:
+        self.logits: Callable[[torch.Tensor], torch.Tensor] = model.logits
+
+    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        return sample(logits, rows)
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:

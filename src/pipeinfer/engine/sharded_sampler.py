@@ -6,8 +6,9 @@ truncated are put together. Every rank ends with the same ids. Knows no model an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +24,20 @@ class Collector(Protocol):
     def collect(self, partial: torch.Tensor) -> torch.Tensor:
         """[size, ...]: `partial` of every rank."""
         ...
+
+
+class SplitHostSampler:
+    """Of a rank whose model (a CausalLM) gives the logits of a run of the vocabulary."""
+
+    def __init__(self, model: Any, group: Collector) -> None:
+        rows = model.head.rows
+        self.first_id: int = rows.start
+        self.logits: Callable[[torch.Tensor], torch.Tensor] = model.local_logits
+        self._vocab: int = rows.vocab_size
+        self._group = group
+
+    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+        return sample_sharded(logits, rows, self.first_id, self._vocab, self._group)
 
 
 def sample_sharded(

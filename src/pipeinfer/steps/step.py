@@ -90,6 +90,8 @@ class Sampled:
         """Out of what a sampler draws: integers [S, 1 + k], of each row how many tokens it gave, 0
         in a bad row, and which; what stands behind them means nothing."""
         counts, ids = drawn[:, 0].astype(np.int32), drawn[:, 1:]
+        if ids.shape[1] == 1 and counts.all():  # nearly always, and once a step
+            return cls(counts, ids[:, 0].astype(np.int32))
         given = np.arange(ids.shape[1]) < counts[:, None]
         bad = np.flatnonzero(counts == 0).astype(np.int32)
         return cls(counts, ids[given].astype(np.int32), bad)

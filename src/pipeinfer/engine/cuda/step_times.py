@@ -7,6 +7,7 @@ Knows sizes and arrays of steps; no request, and not what the times are for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from pipeinfer.engine.cuda.artificial import deep_decodes, deep_prompts
@@ -20,10 +21,8 @@ ROWS = frozenset((1, 8, 16, 32, 64, 96, 128, 192))  # of decodes alone, and as m
 CONTEXT = 1024  # tokens before each decode where their price is measured
 DEPTH = 2048  # tokens of a prompt before those that are measured
 
-# Seconds of a step of that size.
-Seconds = Callable[[Step, int | MixedSize], float]
-# Packs a step for the graph of that size, and plans it.
-Prepare = Callable[[Any, int | MixedSize, Step], object]
+# Packs a step for the graph of that size, which the first has, and plans it.
+Prepare = Callable[[Any, Any, Step], object]
 
 
 def measured(
@@ -43,21 +42,29 @@ def measured(
     rows = decodes.sizes if decodes is not None else few
     sizes = beside.sizes if beside is not None else ()
 
-    def seconds(step: Step, size: int | MixedSize) -> float:
-        captured: Any = beside if isinstance(size, MixedSize) else decodes
+    def seconds(captured: Any, size: Any, step: Step) -> float:
         if captured is None or size not in captured.sizes:
             return min(run(step) for _ in range(REPLAYS))
         prepare(captured, size, step)
         return replay_seconds(captured[size], REPLAYS)
 
-    return step_cost(rows, sizes or unaided(most_tokens, most_rows), frame, pages, seconds)
+    return step_cost(
+        rows, sizes or unaided(most_tokens, most_rows), frame, pages,
+        partial(seconds, decodes), partial(seconds, beside),
+    )  # fmt: skip
 
 
 def step_cost(
-    rows: Sequence[int], sizes: Sequence[MixedSize], frame: Frame, pages: int, seconds: Seconds
+    rows: Sequence[int],
+    sizes: Sequence[MixedSize],
+    frame: Frame,
+    pages: int,
+    of_decodes: Callable[[int, Step], float],
+    of_prompts: Callable[[MixedSize, Step], float],
 ) -> StepCost | None:
     """Measured on the current stream. rows: of steps of decodes alone; sizes: with prompts. Both
-    ascend. pages: of the pool, the dummy included.
+    ascend. pages: of the pool, the dummy included. of_decodes, of_prompts: the seconds of such a
+    step.
 
     None without sizes of prompts beside decodes, or where a row has only one page.
     """
@@ -68,18 +75,9 @@ def step_cost(
 
     def alone(rows: int, deep: int) -> int:
         step = deep_decodes(rows, deep, frame.page_size, frame.dummy_slot)
-        return round(seconds(step, rows) * PER_SECOND)
+        return round(of_decodes(rows, step) * PER_SECOND)
 
-    def amid(size: MixedSize, depth: int) -> int:
-        return round(seconds(amid_prompts(size, longest, depth, frame), size) * PER_SECOND)
-
-    fewest = {size.tokens: size for size in reversed(beside)}  # decodes, of each number of tokens
-    together: list[tuple[int, int, int]] = []
-    for tokens, size in sorted(fewest.items()):
-        begun, depth = amid(size, 0), max(min(DEPTH, longest - tokens), 0)
-        more = max(amid(size, depth) - begun, 0) // depth if depth else 0
-        together.append((tokens, begun, more))
-    together = without_outliers(together)
+    together = without_outliers(_with_prompts(beside, longest, frame, of_prompts))
     measured = [some for some in rows if some in ROWS or some == rows[-1]]
     shallow = {some: alone(some, 0) for some in measured}
     many = max((some for some in measured if some <= DECODES), default=measured[0])
@@ -87,6 +85,25 @@ def step_cost(
     more = max(alone(many, deep) - shallow[many], 0)
     each = more // (many * deep * frame.page_size) if deep else 0
     return StepCost(tuple(shallow.items()), tuple(together), each)
+
+
+def _with_prompts(
+    sizes: Sequence[MixedSize],
+    longest: int,
+    frame: Frame,
+    seconds: Callable[[MixedSize, Step], float],
+) -> list[tuple[int, int, int]]:
+    """StepCost.mixed of these sizes; of each number of tokens, the one with the fewest decodes."""
+
+    def amid(size: MixedSize, depth: int) -> int:
+        return round(seconds(size, amid_prompts(size, longest, depth, frame)) * PER_SECOND)
+
+    found: list[tuple[int, int, int]] = []
+    for tokens, size in sorted({size.tokens: size for size in reversed(sizes)}.items()):
+        begun, depth = amid(size, 0), max(min(DEPTH, longest - tokens), 0)
+        more = max(amid(size, depth) - begun, 0) // depth if depth else 0
+        found.append((tokens, begun, more))
+    return found
 
 
 def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -1,0 +1,38 @@
+"""What a step gave, out of what its rows drew: rows that give nothing, one token, or several."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.steps.step import Sampled
+
+rows = st.integers(1, 4).flatmap(
+    lambda most: st.tuples(
+        st.just(most),
+        st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=most), max_size=6),
+    )
+)
+
+
+@given(rows, st.integers(-9, 9))
+def test_tokens_stand_row_after_row_and_rows_without_any_are_bad(drawn, rest):
+    most, tokens = drawn
+    table = np.full((len(tokens), 1 + most), rest, dtype=np.int64)
+    for row, ids in enumerate(tokens):
+        table[row, : 1 + len(ids)] = [len(ids), *ids]
+    sampled = Sampled.of(table)
+    assert sampled.counts.tolist() == [len(ids) for ids in tokens]
+    assert sampled.ids.tolist() == [token for ids in tokens for token in ids]
+    assert sampled.bad.tolist() == [row for row, ids in enumerate(tokens) if not ids]
+    assert {array.dtype for array in vars(sampled).values()} == {np.dtype(np.int32)}
+
+
+def test_one_token_of_each_row():
+    sampled = Sampled.one_each([5, 7])
+    assert (sampled.counts.tolist(), sampled.ids.tolist(), sampled.bad.tolist()) == (
+        [1, 1],
+        [5, 7],
+        [],
+    )
