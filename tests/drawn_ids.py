@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from pipeinfer.engine import sampler
+from pipeinfer.steps.step import SamplingRows
+
 NOTHING = -1  # in place of an id: the row gave no token
 
 
@@ -13,3 +16,8 @@ def ids_of(drawn: torch.Tensor) -> torch.Tensor:
     many, ids = drawn.unbind(1)
     assert set(many.tolist()) <= {0, 1} and not ids[many == 0].any()
     return torch.where(many > 0, ids, NOTHING)
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Ids int64 [S] that the host's sampler draws."""
+    return ids_of(sampler.sample(logits, rows))

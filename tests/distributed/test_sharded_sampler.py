@@ -11,16 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drawn_ids import NOTHING, ids_of
-from pipeinfer.engine import sampler
+from drawn_ids import NOTHING, ids_of, sample
 from pipeinfer.engine.fields import filled
 from pipeinfer.engine.sharded_sampler import sample_sharded
 from pipeinfer.steps.step import SamplingRows
-
-
-def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Ids, int64 [S]."""
-    return ids_of(sampler.sample(logits, rows))
 
 
 class Threads:

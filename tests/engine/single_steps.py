@@ -9,7 +9,7 @@ import numpy as np
 
 from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.fields import filled
-from pipeinfer.engine.runner import Flight
+from pipeinfer.engine.runner import ModelRunner
 from pipeinfer.steps.step import LAST_TOKEN, Sampled, SamplingRows, Step
 
 
@@ -17,14 +17,9 @@ class HostRunner:
     """Runs steps by a function, as a runner of the host does by its model."""
 
     def __init__(self, run: Callable[[Step], Sampled]) -> None:
-        self.device, self._run = HostDevice(), run
+        self.device, self.run = HostDevice(), run
 
-    def launch(self, step: Step, before: Callable[[Step], None]) -> Flight:
-        def run() -> Sampled:
-            before(step)
-            return self._run(step)
-
-        return Flight(self.device, run)
+    launch = ModelRunner.launch
 
 
 def empty_step(number: int = 0) -> Step:

@@ -10,16 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drawn_ids import NOTHING, ids_of
+from drawn_ids import NOTHING, sample
 from pipeinfer.engine import sampler
 from pipeinfer.engine.fields import filled
 from pipeinfer.engine.truncation import thresholds
 from pipeinfer.steps.step import SamplingRows
-
-
-def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Ids, int64 [S]."""
-    return ids_of(sampler.sample(logits, rows))
 
 
 def rows(

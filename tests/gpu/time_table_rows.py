@@ -25,9 +25,11 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from graph_timing import each_us
 
 from pipeinfer.attention.triton_decode import cut
 from pipeinfer.engine.cuda.artificial import deep_decodes
+from pipeinfer.engine.cuda.buffers import StepBuffers
 from pipeinfer.engine.cuda.decode_packing import DecodePacker
 from pipeinfer.engine.cuda.layout import Layout, Sizes
 from pipeinfer.kernels.decode_attention import DecodeRows, Scratch, decode_attention
@@ -89,24 +91,21 @@ def host_us(make, steps: list) -> float:
     return statistics.median(times) * 1e6
 
 
-def packed_on_host(count: int, upload) -> dict[str, float]:
+def packed_on_host(count: int, layout: Layout, buffer: np.ndarray, upload) -> dict[str, float]:
     """As engines do it: flat indices of all pages, kept and changed while rows stay the same."""
-    layout = Layout(Sizes(count, count, count, 0, count * LONGEST))
     packer = DecodePacker({count: layout}, PAGE, count, False)
-    buffer = np.zeros(layout.words, dtype=np.int32)
     first, following = steps_of(count)
 
     def make(step: Step) -> None:
-        upload(buffer, packer.pack(step, count, buffer).words)
+        upload(packer.pack(step, count, buffer).words)
 
     others = [replace(step, growth=None) for step in following]
     make(first)
     return {"same_rows": host_us(make, following), "other_rows": host_us(make, others)}
 
 
-def rows_on_host(count: int, upload) -> dict[str, float]:
+def rows_on_host(count: int, buffer: np.ndarray, upload) -> dict[str, float]:
     """Slots, starts and new pages: the same for all steps."""
-    buffer = np.zeros(5 * count + 16, dtype=np.int32)
     _, following = steps_of(count)
 
     def make(step: Step) -> None:
@@ -117,7 +116,7 @@ def rows_on_host(count: int, upload) -> dict[str, float]:
         for part in (step.slots[rows], step.starts[rows] // PAGE, step.growth.pages):
             buffer[used : used + len(part)] = part
             used += len(part)
-        upload(buffer, used)
+        upload(used)
 
     return {"any_rows": host_us(make, following)}
 
@@ -182,22 +181,8 @@ class Bench:
 
 
 def device_us(body) -> float:
-    """Microseconds of a graph of it, the shortest of several."""
-    for _ in range(2):
-        body()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
-    times = []
-    for _ in range(30):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        graph.replay()
-        events[1].record()
-        events[1].synchronize()
-        times.append(events[0].elapsed_time(events[1]) * 1e3)
-    return min(times)
+    """Microseconds of a graph of it."""
+    return each_us(lambda _: body(), (None,), 1)
 
 
 def main() -> None:
@@ -207,11 +192,12 @@ def main() -> None:
     parser.add_argument("--host-only", action="store_true")
     options = parser.parse_args()
     for count in ROWS:
-        upload = (lambda *_: None) if options.host_only else uploader(count)
+        layout = Layout(Sizes(count, count, count, 0, count * LONGEST))
+        buffer, upload = room(layout.words, count, options.host_only)
         found: dict = {
             "rows": count,
-            "host_packed_us": packed_on_host(count, upload),
-            "host_rows_us": rows_on_host(count, upload),
+            "host_packed_us": packed_on_host(count, layout, buffer, upload),
+            "host_rows_us": rows_on_host(count, buffer, upload),
         }
         if not options.host_only:
             bench = Bench(options.heads, options.kv_heads, count)
@@ -224,16 +210,13 @@ def main() -> None:
         print(json.dumps(found, default=lambda value: round(value, 1)), flush=True)
 
 
-def uploader(count: int):
-    """Copies words to the device, from pinned memory, as engines do."""
-    pinned = torch.zeros(count * (LONGEST + 32), dtype=torch.int32, pin_memory=True)
-    there, host = torch.zeros_like(pinned, device="cuda"), pinned.numpy()
-
-    def upload(buffer: np.ndarray, words: int) -> None:
-        host[:words] = buffer[:words]
-        there[:words].copy_(pinned[:words], non_blocking=True)
-
-    return upload
+def room(words: int, count: int, host_only: bool):
+    """Where steps are packed, and upload(words), which queues a copy of the first ones as engines
+    do; on the host alone it does nothing."""
+    if host_only:
+        return np.zeros(words, dtype=np.int32), lambda words: None
+    buffers = StepBuffers(words, count, torch.device("cuda"))
+    return buffers.host, partial(buffers.copy_to, buffers.mirror)
 
 
 if __name__ == "__main__":

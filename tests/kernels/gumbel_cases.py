@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+import drawn_ids
 from drawn_ids import NOTHING, ids_of
 from kernels.triton_cases import DEVICE, randn
-from pipeinfer.engine import sampler
 from pipeinfer.kernels import gumbel as module
 from pipeinfer.kernels import noise, triton_noise
 from pipeinfer.kernels.gumbel import sample_reference
@@ -69,7 +69,7 @@ def on_the_cpu(logits: torch.Tensor, knobs: list[torch.Tensor]) -> torch.Tensor:
     *fields, seeds, positions = [knob.cpu().numpy() for knob in knobs]
     values = dict(zip(NAMES, (*fields, seeds.view(np.uint64)), strict=True))
     rows = SamplingRows(values, positions, np.empty((0, 2), np.int64))
-    return ids_of(sampler.sample(logits, rows))
+    return drawn_ids.sample(logits, rows)
 
 
 def assert_all_agree(logits: torch.Tensor, knobs: list[torch.Tensor]) -> torch.Tensor:

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 Work = Callable[[], None]
 
@@ -65,7 +65,7 @@ class Failed:
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def wait(self) -> None:
+    def wait(self) -> NoReturn:
         raise self._error
 
     def then(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

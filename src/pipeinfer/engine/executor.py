@@ -62,7 +62,6 @@ class Grounded:
 
     def take(self) -> Sampled:
         self.mark.wait()
-        raise AssertionError("unreachable")
 
 
 class Executor:
@@ -103,10 +102,11 @@ class Executor:
         """
         if self._closed:
             raise RuntimeError(f"step {step.number} submitted to a closed executor")
-        # Not `pending`: a loop that takes plan after plan comes to its reports late.
-        unfinished = sum(not flight.mark.ready for _, flight in self._flights)
-        if unfinished >= MOST_PENDING:
-            raise RuntimeError(f"step {step.number} submitted while {unfinished} are pending")
+        # What has ended does not count: a loop that takes plan after plan comes to reports late.
+        if self.pending >= MOST_PENDING:
+            unfinished = sum(not flight.mark.ready for _, flight in self._flights)
+            if unfinished >= MOST_PENDING:
+                raise RuntimeError(f"step {step.number} submitted while {unfinished} are pending")
         try:
             flight = self._runner.launch(step, self._before)
         except Exception as error:  # whatever it is, it belongs to this step's owner

@@ -98,17 +98,15 @@ def choose(
     dtype = _dtype(settings.dtype, config, device)
     gpu = _gpu(dtype, config, rank if place is None else place) if device == "cuda" else None
     attention = registry.resolve(settings.attention, device, gpu)
-    max_model_len = _max_model_len(settings.max_model_len, config)
-    random = settings.load_format == "dummy"
     return EngineChoices(
         config,
         device,
         dtype,
         attention,
         registry.resolve_page_size(attention, settings.page_size),
-        max_model_len,
+        _max_model_len(settings.max_model_len, config),
         shard,
-        None if random else check_checkpoint(folder, config),
+        None if settings.load_format == "dummy" else check_checkpoint(folder, config),
     )
 
 

@@ -7,6 +7,7 @@ position only: never on what else is in the batch, or on the row's place in it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -62,8 +63,9 @@ def is_random(rows: SamplingRows) -> np.ndarray:
     return rows.fields["temperature"] >= GREEDY_BELOW
 
 
-def is_truncated(rows: SamplingRows, vocab: int) -> np.ndarray:
-    """bool [S]: of which rows top-k, top-p or min-p leave out ids, if they are random."""
+def is_truncated(rows: SamplingRows, vocab: float = inf) -> np.ndarray:
+    """bool [S]: of which rows top-k, top-p or min-p leave out some of `vocab` ids, if they are
+    random; where it does not say how many there are, any top-k may."""
     top_k, top_p, min_p = (rows.fields[name] for name in ("top_k", "top_p", "min_p"))
     return (top_k > 0) & (top_k < vocab) | (top_p < 1) | (min_p > 0)
 

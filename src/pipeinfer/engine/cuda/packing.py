@@ -15,6 +15,8 @@ from pipeinfer.steps.step import Step
 
 Views = dict[str, np.ndarray]
 NOWHERE = -1  # in `store`: keep nothing of this token
+# Of rows that do not sample; who is written to depends on the runner.
+FILLERS = {field.name: field.filler for field in FIELDS} | {"sample_positions": 0}
 
 
 def pack_decodes(
@@ -139,10 +141,9 @@ def _padded(view: np.ndarray, values: np.ndarray, filler: int) -> None:
 
 def _sampling_at(step: Step, views: Views, places: np.ndarray, dummy_slot: int) -> None:
     """Sampling parameters at `places`; rows that do not sample write to the dummy slot."""
-    fillers = {field.name: field.filler for field in FIELDS} | {"write_slots": dummy_slot}
     for name, values in _sampling(step).items():
         if len(places) < len(views[name]):
-            views[name][:] = fillers.get(name, 0)
+            views[name][:] = dummy_slot if name == "write_slots" else FILLERS[name]
         views[name][places] = values
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from pipeinfer.engine.fields import FIELDS
+from pipeinfer.engine.sampler import is_truncated
 from pipeinfer.kernels.gumbel import sample
 from pipeinfer.kernels.offers import choose, offer
 from pipeinfer.steps.step import Step
@@ -133,8 +134,7 @@ def sample_rows(
 
 def truncated_rows(step: Step) -> np.ndarray:
     """int64: which of the sampling rows have top-k, top-p or min-p."""
-    top_k, top_p, min_p = (step.sampling.fields[name] for name in ("top_k", "top_p", "min_p"))
-    return np.flatnonzero((top_k > 0) | (top_p < 1) | (min_p > 0))
+    return np.flatnonzero(is_truncated(step.sampling))
 
 
 def changes_logits(step: Step) -> bool:
