@@ -3,8 +3,9 @@
     python tests/gpu/gguf_agreement.py MODEL.gguf [--device cuda] [--dtype bfloat16]
 
 Fifty texts through `LLM` and through transformers, in that dtype; then transformers in float32 says
-for each token of either whether it would have chosen the same one behind the same ids. One line of
-JSON. Not a test: a tool beside the tests.
+for each token of either whether it would have chosen the same one behind the same ids: with the
+file's weights ("exact"), and with these rounded to the dtype ("rounded"), so that what remains is
+how it was computed. One line of JSON. Not a test: a tool beside the tests.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ def ours(options: argparse.Namespace) -> Texts:
         params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
         outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
         return [(out.prompt_token_ids, out.outputs[0].token_ids) for out in outputs]
+
+
+def load(path: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """What transformers makes of the file, in that dtype from the start: some parts stay float32."""
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+    return model.to(device)
 
 
 @torch.inference_mode()
@@ -60,6 +67,7 @@ def agreement(model: PreTrainedModel, texts: Texts) -> float:
 
 
 def main() -> None:
+    """Shares are ours and theirs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=str)
     parser.add_argument("--device", default="cuda")
@@ -68,16 +76,13 @@ def main() -> None:
     options = parser.parse_args()
     texts = ours(options)
     path = Path(options.model)
-    exact = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).to(options.device)
-    found = {"ours": agreement(exact, texts)}
-    rounded = exact.to(getattr(torch, options.dtype))
-    reference = theirs(rounded, texts, options.tokens)
-    exact = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).to(options.device)
-    found["transformers"] = agreement(exact, reference)
+    dtype = getattr(torch, options.dtype)
+    reference = theirs(load(path, dtype, options.device), texts, options.tokens)
+    model = load(path, torch.float32, options.device)
+    found = {"exact": [agreement(model, made) for made in (texts, reference)]}
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype).float()
+    found["rounded"] = [agreement(model, made) for made in (texts, reference)]
     equal = sum(a == b for a, b in zip(texts, reference, strict=True))
     print(json.dumps({**found, "equal_texts": equal, "texts": len(texts), "dtype": options.dtype,
                       "tokens": len(texts) * options.tokens}))  # fmt: skip

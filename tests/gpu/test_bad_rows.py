@@ -43,7 +43,8 @@ def step_of(kind: str):
     step = build_step(rows, next(NUMBERS), WIDTH)
     top_k = np.array([0, 0, 0, 9, 0, 0, 0, 5], np.int32)
     top_p = np.array([1, 1, 1, 1, 1, 0.9, 1, 1], np.float32)
-    return replace(step, sampling=replace(step.sampling, top_k=top_k, top_p=top_p))
+    fields = {**step.sampling.fields, "top_k": top_k, "top_p": top_p}
+    return replace(step, sampling=replace(step.sampling, fields=fields))
 
 
 def fill(pool, step, rest: float = 0.0, dummy: float = 0.0) -> None:

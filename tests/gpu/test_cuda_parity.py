@@ -192,19 +192,19 @@ def test_long_prompts_beside_decodes_in_large_steps(gpu_checkpoints, graphs):
     compare(folder, made, asked).check()
 
 
-def flips(one, other):
-    """Requests whose tokens differ."""
-    return sum(one[name] != other[name] for name in one)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("change", [{"no_cuda_graph": True}, {"overlap_depth": 1}])
 def test_graphs_and_overlap_depth_do_not_change_tokens(gpu_checkpoints, change, temperature):
     folder = gpu_checkpoints("Qwen3ForCausalLM")
-    plain = generate(cores(folder), temperature=temperature)
+    made = cores(folder)
+    plain = generate(made, temperature=temperature)
     changed = generate(cores(folder, **change), temperature=temperature)
-    print(f"FLIPS {change} {temperature}: {flips(plain, changed)} of {len(plain)} requests")
-    assert flips(plain, changed) <= len(plain) // 3  # near ties in bfloat16
+    margins = first_differences(made, plain, changed)
+    print(f"FLIPS {change} {temperature}: {len(margins)} of {len(plain)} requests, by {margins}")
+    if temperature:  # what noise decides is hardly ever near a tie
+        assert len(margins) <= len(plain) // 3
+    else:
+        assert all(margin < NEAR_TIE for margin in margins)
 
 
 def test_the_same_run_twice_gives_the_same_tokens(gpu_checkpoints):
