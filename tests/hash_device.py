@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.steps.step import LAST_TOKEN, Step
 
 VOCABULARY = 4
@@ -48,6 +49,7 @@ class HashDevice:
         self.page_size = page_size
         self.kv = np.zeros((pages, page_size), np.uint64)
         self.last_token = np.full(max_slots, -99)
+        self.slots = SlotState(max_slots)
 
     def read(self, pages: np.ndarray, count: int) -> np.ndarray:
         """KV of the first `count` positions of a row with these pages, uint64 [count]."""
@@ -57,6 +59,8 @@ class HashDevice:
     def run(self, step: Step) -> np.ndarray:
         """Computes the step; int32 ids of the rows that sample, in the step's order."""
         ids, token_at = [], 0
+        self.slots.apply(step.delta)
+        table = self.slots.pages(step, self.page_size)
         for row, (slot, start, count) in enumerate(
             zip(step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True)
         ):
@@ -64,13 +68,13 @@ class HashDevice:
             token_at += count
             if tokens == [LAST_TOKEN]:
                 tokens = [int(self.last_token[slot])]
-            pages = step.pages[row]
+            pages = table[row]
             before = int(self.read(pages, start)[-1]) if start else 0
             at = np.arange(start, start + count)
             assert (pages[at // self.page_size] > 0).all(), "wrote to the dummy page"
             self.kv[pages[at // self.page_size], at % self.page_size] = chain(tokens, before)
             if step.samples[row]:
-                seed = int(step.sampling.fields["seed"][len(ids)])
+                seed = int(step.fields["seed"][len(ids)])
                 ids.append(choose(self.read(pages, start + count), seed))
                 self.last_token[slot] = ids[-1]
         assert token_at == len(step.tokens)

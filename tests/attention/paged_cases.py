@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from pipeinfer.attention.step_index import positions, store_places
+from pipeinfer.engine.fields import filled
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
-from pipeinfer.steps.step import SamplingRows, Step
-
-NO_SAMPLING = SamplingRows({}, np.empty(0, np.int64), np.empty((0, 2), np.int64))
+from pipeinfer.steps.step import Step
+from step_pages import all_pages, pages_of
 
 
 @dataclass
@@ -26,6 +26,11 @@ class Case:
     values: list[list[torch.Tensor]]
     queries: list[torch.Tensor]
 
+    @property
+    def pages(self) -> np.ndarray:
+        """int32 [R, P] of the step's rows."""
+        return pages_of(self.step, self.pool.page_size)
+
     def tokens(self, rows: list[torch.Tensor]) -> torch.Tensor:
         """The step's own part of per-row tensors, flattened to [T, heads, head_dim]."""
         starts = self.step.starts
@@ -33,7 +38,8 @@ class Case:
 
     def stored(self, layer: int) -> list[torch.Tensor]:
         """K and V of the step's tokens, which the pool gets as whoever calls a backend does it."""
-        places = store_places(self.step, positions(self.step), self.pool.page_size)
+        size = self.pool.page_size
+        places = store_places(self.step, self.pages, positions(self.step), size)
         both = [self.tokens(part[layer]) for part in (self.keys, self.values)]
         for flat, new in zip(self.pool.by_place(), both, strict=True):
             flat[layer][torch.from_numpy(places)] = new.flatten(1)
@@ -54,7 +60,8 @@ def make_case(
     generator = torch.Generator().manual_seed(seed)
     spans = sorted(spans, key=lambda span: span[1] != 1)
     step = make_step(spans, page_size, seed)
-    pool = KVPool(shapes, int(step.pages.max(initial=0)) + 3, page_size, dtype)
+    pages = pages_of(step, page_size)
+    pool = KVPool(shapes, int(pages.max(initial=0)) + 3, page_size, dtype)
     keys, values, queries = [], [], []
     total = sum(count for _, count in spans)
     for layer, shape in enumerate(shapes):
@@ -69,7 +76,7 @@ def make_case(
         for row, (start, _) in enumerate(spans):
             for position in range(start):
                 page, offset = divmod(position, page_size)
-                page = int(step.pages[row, page])
+                page = int(pages[row, page])
                 pool.k[layer][page, offset] = keys[-1][row][position]
                 pool.v[layer][page, offset] = values[-1][row][position]
     return Case(step, pool, shapes, keys, values, queries)
@@ -80,6 +87,7 @@ def make_step(spans: list[tuple[int, int]], page_size: int, seed: int) -> Step:
     needed = [-(-(start + count) // page_size) for start, count in spans]
     order = np.random.default_rng(seed).permutation(sum(needed)) + 1
     pages = np.zeros((len(spans), max(needed, default=0)), dtype=np.int32)
+    slots = np.arange(len(spans), dtype=np.int32)
     for row, count in enumerate(needed):
         pages[row, :count], order = order[:count], order[count:]
     counts = np.array([count for _, count in spans], dtype=np.int32)
@@ -87,13 +95,13 @@ def make_step(spans: list[tuple[int, int]], page_size: int, seed: int) -> Step:
         epoch=0,
         number=0,
         decodes=int((counts == 1).sum()),
-        slots=np.arange(len(spans), dtype=np.int32),
+        slots=slots,
         starts=np.array([start for start, _ in spans], dtype=np.int32),
         counts=counts,
         samples=np.zeros(len(spans), dtype=bool),
         tokens=np.zeros(int(counts.sum()), dtype=np.int32),
-        pages=pages,
-        sampling=NO_SAMPLING,
+        fields=filled(0),
+        delta=all_pages(slots, pages),
     )
 
 

@@ -23,7 +23,7 @@ def attend(case: Case) -> list[torch.Tensor]:
     backend = TorchBackend(case.shapes, CPU)
     backend.bind(case.pool, 100)
     with torch.inference_mode():
-        plan = backend.plan(host_rows(case.step))
+        plan = backend.plan(host_rows(case.step, case.pages))
         return [
             backend.attend(layer, case.queries[layer], *case.stored(layer), plan)
             for layer in range(len(case.shapes))
@@ -85,7 +85,7 @@ def test_queries_that_are_views_of_a_merged_buffer_are_taken_as_they_are():
     backend = TorchBackend(case.shapes, CPU)
     backend.bind(case.pool, 100)
     with torch.inference_mode():
-        plan = backend.plan(host_rows(case.step))
+        plan = backend.plan(host_rows(case.step, case.pages))
         out = backend.attend(0, merged[:, :4], merged[:, 4:6], merged[:, 6:], plan)
     assert float((out - dense(case, 0)).abs().max()) < 2e-6
 
@@ -94,13 +94,13 @@ def test_decode_behind_a_window_reads_no_page_outside_it():
     backend = TorchBackend([shape(window=20)], CPU)
     case = make_case([shape(window=20)], [(1000, 1), (64, 1), (10, 1), (500, 30)], 16, seed=5)
     backend.bind(case.pool, 100)
-    part = backend.plan(host_rows(case.step))[20]
+    part = backend.plan(host_rows(case.step, case.pages))[20]
     read = torch.cat(
         [group.places for group in part.groups]
         + [piece.places for piece in part.pieces if piece.places is not None]
     )
     allowed = {0}
-    spans = zip(case.step.starts, case.step.counts, case.step.pages, strict=True)
+    spans = zip(case.step.starts, case.step.counts, case.pages, strict=True)
     for start, count, pages in spans:
         first = max(int(start) + 1 - 20, 0) // 16
         allowed.update(int(page) for page in pages[first : -(-int(start + count) // 16)])

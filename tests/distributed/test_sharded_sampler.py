@@ -56,8 +56,7 @@ def rows(count: int, rng: np.random.Generator, kinds: list[int]) -> SamplingRows
         top_p=np.where(kind == 2, rng.uniform(0.2, 1, count), 1),
         seed=rng.integers(0, 2**63, count),
     )
-    suppress = np.array([[0, 1], [count - 1, 5]], dtype=np.int64)
-    return SamplingRows(values, rng.integers(0, 2**40, count), suppress)
+    return SamplingRows(values, rng.integers(0, 2**40, count))
 
 
 def split(logits: np.ndarray, params: SamplingRows, size: int, group: Threads):

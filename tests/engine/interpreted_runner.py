@@ -12,7 +12,6 @@ import contextlib
 import json
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +75,9 @@ from pipeinfer.attention.paged import PagedKind  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
 from pipeinfer.distributed.group import join  # noqa: E402
 from pipeinfer.engine import loading  # noqa: E402
-from pipeinfer.engine.cuda import graphs, mixed_graphs, step_times  # noqa: E402
-from pipeinfer.engine.cuda.runner import CudaRunner, Limits  # noqa: E402
+from pipeinfer.engine.cuda import graphs, step_times  # noqa: E402
+from pipeinfer.engine.cuda.rooms import Limits, Room, decode_ladder  # noqa: E402
+from pipeinfer.engine.cuda.runner import CudaRunner  # noqa: E402
 from pipeinfer.engine.cuda.sampling import SplitSampler  # noqa: E402
 from pipeinfer.memory.pool import KVPool  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
@@ -88,23 +88,23 @@ MIXED = (0, 1), (2, 2)  # decodes and prompts that a graph has room for
 class Again:
     """In place of a CUDA graph: computes once more from the same addresses, into the same."""
 
-    def __init__(self, body, plan, views, out) -> None:
-        self._run, self._out = (lambda: body(plan, views)), out
+    def __init__(self, body, cut, plan, out) -> None:
+        self._run, self._out = (lambda: body(cut, plan)), out
 
     def replay(self) -> None:
         for target, value in zip(self._out, self._run(), strict=True):
             target.copy_(value)
 
 
-def record(body, plan, layout, views, stream, pool):
-    out = body(plan, views)
-    return graphs.Captured(Again(body, plan, views, out), layout, views, *out)
+def record(body, cut, plan, stream, pool):
+    out = body(cut, plan)
+    return graphs.Captured(Again(body, cut, plan, out), cut, *out)
 
 
 class TorchPart:
     """Reads what a device kernel would read: the arrays on the device's side, nothing else."""
 
-    by_table = False  # where pages stand: in flat indices, or in the page table
+    by_table = False  # where pages stand: in rows that were gathered, or behind where they begin
 
     def __init__(self, shapes, device) -> None:
         self._shapes = shapes
@@ -128,12 +128,11 @@ class TorchPart:
         if self.by_table:
             yield from arrays.page_table(begin, end).long()
             return
-        at = arrays.kv_indptr[begin : end + 1].tolist()
-        for row, (first, after) in enumerate(pairwise(at)):
-            held, last = after - first, int(arrays.last_page[begin + row])
-            length = int(arrays.lengths[begin + row])
+        for row in range(begin, end):
+            first, length = int(arrays.kv_indptr[row]), int(arrays.lengths[row])
+            held, last = -(-length // self._pool.page_size), int(arrays.last_page[row])
             assert length in (0, (held - 1) * self._pool.page_size + last)  # 0: a row left over
-            yield arrays.indices[first:after].long()
+            yield arrays.indices[first : first + held].long()
 
     def _attend(self, layer, q, pages, length):
         kv = self._pool.k[layer][pages], self._pool.v[layer][pages]
@@ -150,13 +149,17 @@ class TablePart(TorchPart):
     by_table = True
 
 
-# By --attention: what a GPU's backends are, and that of any device.
+def kind(prefill, **traits):
+    graphs = {"captures_decode": True, "captures_prefill": True}
+    return PagedKind(TorchPart, prefill, Traits(None, 16, **graphs, **traits))
+
+
+# What a GPU's backends read, and that of any device.
+READS = "hybrid"
 KINDS = {
-    "auto": PagedKind(
-        TorchPart,
-        TablePart,
-        Traits(None, 16, host_lengths=True, captures_decode=True, captures_prefill=True),
-    ),
+    "hybrid": kind(TablePart, gathered="prompts"),
+    "flashinfer": kind(TorchPart, host_lengths=True, listed=True),
+    "fa3": PagedKind(TablePart, TablePart, Traits(None, 16, captures_decode=True, gathered="all")),
     "torch": TorchBackend,
 }
 
@@ -166,19 +169,18 @@ def cuda_runner(settings, choices, model, group):
     shapes = model.attention_shapes()
     pool = KVPool(shapes, 1 + settings.kv_pages, choices.page_size, choices.dtype, "cpu")
     limits = Limits(settings.max_running, settings.max_step_tokens, 512 // choices.page_size)
-    backend = KINDS[settings.attention](shapes, torch.device("cpu"))
+    backend = KINDS[READS](shapes, torch.device("cpu"))
     sampler = SplitSampler(model, group) if group is not None else None
     runner = CudaRunner(model, pool, backend, limits, sampler)
     if not settings.no_cuda_graph:
         most = settings.cuda_graph_max_batch
         sizes = (8, 48) if group is None else (8,)  # ranks that measured otherwise would hang
-        mixed = [mixed_graphs.MixedSize(tokens, *kind) for tokens in sizes for kind in MIXED]
+        mixed = [Room(tokens, *kind) for tokens in sizes for kind in MIXED]
         # Room for fewer decodes than any other has: all numbers of tokens are measured yet.
-        mixed.append(mixed_graphs.MixedSize(8, 1, 2))
-        runner.capture(graphs.ladder(most), tuple(sorted(mixed)))
+        mixed.append(Room(8, 1, 2))
+        runner.capture(decode_ladder(most), tuple(sorted(mixed)))
         for part in (*pool.k, *pool.v):
             assert not part[1:].any(), "what is captured and measured belongs to the dummy page"
-        assert not runner._last_token[:-1].any(), "and to the dummy slot"
     runner.measure()
     for part in (*pool.k, *pool.v):
         assert not part[1:].any(), "what is measured belongs to the dummy page, too"
@@ -190,14 +192,15 @@ step_times.REPLAYS = 1
 loading._host_runner = cuda_runner
 
 
-def served(folder: str, derive: bool, group=None, **changes) -> GpuCores:
+def served(folder: str, group=None, reads="hybrid", **changes) -> GpuCores:
     """All requests, to their ends."""
+    global READS
+    READS = reads
     settings = Settings(
         model=folder, device="cpu", kv_pages=40, page_size=16, max_running=3, max_step_tokens=48,
         cuda_graph_max_batch=2, **changes,
     )  # fmt: skip
     cores = GpuCores(Path(folder), settings, budget=48, group=group)
-    cores.loaded.runner.derive = derive
     submit_all(cores, bad=True)
     cores.run()
     return cores
@@ -205,7 +208,7 @@ def served(folder: str, derive: bool, group=None, **changes) -> GpuCores:
 
 def rank(folder: str, address: str, rank: str, size: str) -> dict[str, Any]:
     group = join(address, int(rank), int(size), "cpu", 120)
-    done = served(folder, True, group, tp=int(size))
+    done = served(folder, group, tp=int(size))
     group.close()
     return {"graphs": good_ones(done), "step cost": msgspec.to_builtins(done.loaded.step_cost)}
 
@@ -216,14 +219,14 @@ if __name__ == "__main__":
         print(json.dumps(rank(*sys.argv[1:])))
         sys.exit()
     place = sys.argv[1]
-    replayed = served(place, True)
-    eager = served(place, True, no_cuda_graph=True)
+    replayed = served(place)
+    eager = served(place, no_cuda_graph=True)
     found = {
         "graphs": good_ones(replayed),
-        "derived on the device": good_ones(eager),
-        "packed on the host": good_ones(served(place, False, no_cuda_graph=True)),
-        "torch backend": good_ones(served(place, True, attention="torch")),
-        "torch backend, packed on the host": good_ones(served(place, False, attention="torch")),
+        "no graphs": good_ones(eager),
+        "pages listed, lengths on the host": good_ones(served(place, reads="flashinfer")),
+        "all pages gathered": good_ones(served(place, reads="fa3")),
+        "torch backend": good_ones(served(place, reads="torch")),
         "step cost": msgspec.to_builtins(replayed.loaded.step_cost),
         "step cost without graphs": msgspec.to_builtins(eager.loaded.step_cost),
     }

@@ -10,7 +10,8 @@ import numpy as np
 from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.fields import filled
 from pipeinfer.engine.runner import ModelRunner
-from pipeinfer.steps.step import LAST_TOKEN, Sampled, SamplingRows, Step
+from pipeinfer.steps.step import LAST_TOKEN, Sampled, Step
+from step_pages import all_pages
 
 
 class HostRunner:
@@ -60,15 +61,14 @@ def build_step(rows: list[Row], number: int, max_pages: int) -> Step:
         counts=np.array([row.count for row in rows], dtype=np.int32),
         samples=np.array([row.samples for row in rows], dtype=bool),
         tokens=np.array(tokens, dtype=np.int32),
-        pages=np.array([row.pages for row in rows], dtype=np.int32).reshape(len(rows), max_pages),
-        sampling=SamplingRows(
-            filled(
-                len(sampling),
-                temperature=[row.temperature for row in sampling],
-                seed=[row.seed for row in sampling],
-            ),
-            np.array([row.start + row.count for row in sampling], dtype=np.int64),
-            np.empty((0, 2), dtype=np.int64),
+        fields=filled(
+            len(sampling),
+            temperature=[row.temperature for row in sampling],
+            seed=[row.seed for row in sampling],
+        ),
+        delta=all_pages(
+            [row.slot for row in rows],
+            np.array([row.pages for row in rows], dtype=np.int32).reshape(len(rows), max_pages),
         ),
     )
 

@@ -38,8 +38,8 @@ MODELS = {
 
 
 WAYS = (
-    "graphs", "derived on the device", "packed on the host", "torch backend",
-    "torch backend, packed on the host",
+    "graphs", "no graphs", "pages listed, lengths on the host", "all pages gathered",
+    "torch backend",
 )  # fmt: skip
 
 

@@ -1,19 +1,21 @@
-"""The parameters of the requests in their slots: what is suppressed where, and no surprises."""
+"""The parameters of the requests in their slots: what is edited where, and no surprises."""
 
 from __future__ import annotations
-
-import tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
+from single_steps import Row, build_step
 
 from pipeinfer.engine.requests import RequestTable
+from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.messages import Admit, pack
 from pipeinfer.params import SamplingParams
+from pipeinfer.steps.step import Delta
 
-SLOTS = 5
+SLOTS, VOCABULARY = 5, 12
 
 
 def admit(slot: int, prompt_len: int, suppress=(), **params) -> Admit:
@@ -23,44 +25,55 @@ def admit(slot: int, prompt_len: int, suppress=(), **params) -> Admit:
     )
 
 
+def sampling(slots, positions):
+    """A step of decodes that sample there."""
+    rows = [
+        Row(slot, position - 1, None, np.ones(1), True)
+        for slot, position in zip(slots, positions, strict=True)
+    ]
+    return build_step(rows, 0, 1)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_ids_are_suppressed_until_a_request_has_its_least_number_of_tokens(data):
-    table, known = RequestTable(SLOTS), {}
+    table, state, known = RequestTable(SLOTS), SlotState(SLOTS), {}
+    first, share = data.draw(st.sampled_from([(0, VOCABULARY), (5, 4), (9, 3), (12, 0)]))
     for _ in range(data.draw(st.integers(1, 12))):
-        if not known or data.draw(st.booleans()):
+        for _ in range(data.draw(st.integers(0 if known else 1, 2))):
             slot = data.draw(st.integers(0, SLOTS - 1))
-            ids = data.draw(st.sets(st.integers(0, 9)))
+            ids = data.draw(st.sets(st.integers(0, VOCABULARY - 1)))
             known[slot] = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 5)), ids
             length, least, ids = known[slot]
             table.put(admit(slot, length, ids, min_tokens=least))
+        changes = table.changes()
+        if changes is not None:
+            admitted, fields, edits = changes
+            assert len(set(admitted.tolist())) == len(admitted)
+            state.apply(Delta(admitted=admitted, fields=fields, edits=edits))
         slots = data.draw(st.permutations(sorted(known)))
         positions = [known[slot][0] + data.draw(st.integers(0, 7)) for slot in slots]
-        found = table.suppressed(np.array(slots, np.int32), np.array(positions, np.int64))
-        assert found.dtype == np.int64
-        assert found.tolist() == [
-            [row, token]
-            for row, (slot, position) in enumerate(zip(slots, positions, strict=True))
-            for token in sorted(known[slot][2])
-            if position < known[slot][0] + known[slot][1]
-        ]
+        logits = np.random.default_rng(0).random((len(slots), share), dtype=np.float32)
+        before = logits.copy()
+        found = state.edited(logits, sampling(slots, positions), first)
+        assert np.array_equal(logits, before), "what the model gave stays as it was"
+        for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+            length, least, ids = known[slot]
+            for column in range(share):
+                never = first + column in ids and position < length + least
+                assert found[row, column] == (-np.inf if never else before[row, column])
 
 
-def test_pairs_are_made_of_arrays_and_only_when_the_rows_change():
-    """Made of tuples in every step they took 612 ms, at 16 rows that suppress a vocabulary."""
-    rows, vocabulary = 16, 20_000
-    table = RequestTable(rows)
-    for slot in range(rows):
-        table.put(admit(slot, 3, range(vocabulary), min_tokens=100))
-    slots = np.arange(rows, dtype=np.int32)
-    first = table.suppressed(slots, np.full(rows, 8))
-    assert table.suppressed(slots, np.full(rows, 9)) is first
-    tracemalloc.start()
-    fewer = table.suppressed(slots[1:], np.full(rows - 1, 8))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(fewer) == (rows - 1) * vocabulary
-    assert peak < 3 * fewer.nbytes, "no Python object for each id"
+def test_a_slot_is_said_once_and_with_what_it_holds_now():
+    table = RequestTable(SLOTS)
+    for slot, seed in ((3, 7), (1, 8), (3, 9)):
+        table.put(structs.replace(admit(slot, 2, (4,), min_tokens=1), seed=seed))
+    admitted, fields, edits = table.changes()
+    assert admitted.tolist() == [3, 1] and fields["seed"].tolist() == [9, 8]
+    assert [one.slot for one in edits] == [3, 1]
+    assert table.changes() is None
+    table.put(admit(3, 2))
+    assert table.changes()[2] == ()
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
@@ -75,10 +88,10 @@ def test_pairs_are_made_of_arrays_and_only_when_the_rows_change():
 def test_no_parameter_is_too_large_for_the_arrays(params):
     table = RequestTable(SLOTS)
     table.put(admit(2, 4, (1, 2), **params))
-    slots, positions = np.array([2], np.int32), np.array([4], np.int64)
-    rows = table.sampling_rows(slots, positions)
-    values = {name: values[0] for name, values in rows.fields.items()}
+    fields = table.fields(np.array([2], np.int32))
+    values = {name: values[0] for name, values in fields.items()}
     assert values["top_k"] == (2**31 - 1 if "top_k" in params else 0)
-    assert len(rows.suppress) == (2 if "min_tokens" in params else 0)
+    [edits] = table.changes()[2]
+    assert edits.until.tolist() == [2**31 - 1 if "min_tokens" in params else 4] * 2
     assert np.isfinite(list(values.values())).all()
     assert values["min_p"] <= 1

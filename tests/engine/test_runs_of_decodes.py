@@ -1,18 +1,16 @@
-"""Plans that decode the same rows again take a short way through memory, step and packing; all of
-it must be what the long way gives. Needs no GPU.
+"""Plans that decode the same rows again take a short way through memory and step; all of it must be
+what the long way gives.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.engine.cuda.decode_packing import MOST_GROWING
-from pipeinfer.engine.cuda.graphs import DecodeGraphs, Frame
 from pipeinfer.engine.requests import RequestTable
+from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.errors import ProtocolError
 from pipeinfer.memory.manager import MemoryManager
@@ -20,17 +18,17 @@ from pipeinfer.messages import Admit, Plan, Release, pack
 from pipeinfer.params import SamplingParams
 
 SLOTS, LIMIT = 40, 64
+WITHIN = "fields", "edits"  # of a delta: looked into
 
 
 class Side:
-    """Memory, steps and packed words of one way; `short` lets it take the short one."""
+    """Memory and steps of one way; `short` lets it take the short one."""
 
-    def __init__(self, pages: int, page_size: int, short: bool, table: bool = False) -> None:
+    def __init__(self, pages: int, page_size: int, short: bool) -> None:
         self.memory = MemoryManager(pages, page_size, SLOTS, LIMIT)
         self.requests = RequestTable(SLOTS)
         self.builder = StepBuilder(self.memory, self.requests)
-        frame = Frame(-(-LIMIT // page_size), page_size, table, SLOTS, torch.device("cpu"))
-        self.graphs = DecodeGraphs((SLOTS,), frame)
+        self.slots = SlotState(SLOTS)
         self.short = short
         self.shortcuts = 0
 
@@ -43,40 +41,29 @@ class Side:
         for admit in plan.admits:
             self.requests.put(admit)
         step, sampled = self.builder.build(1, applied)
-        assert self.short or step.growth is None
-        self.shortcuts += step.growth is not None
+        assert self.short or not applied.rows.again
+        self.shortcuts += applied.rows.again
         found: dict[str, object] = {f"applied.{k}": v for k, v in vars(applied).items()}
         del found["applied.rows"]
-        found |= {f"rows.{k}": v for k, v in vars(applied.rows).items() if k != "growth"}
-        found |= {f"step.{k}": v for k, v in vars(step).items() if k not in ("growth", "sampling")}
-        of_sampling = vars(step.sampling)
-        found |= {f"sampling.{k}": v for k, v in of_sampling.items() if k != "fields"}
-        found |= {f"fields.{k}": v for k, v in step.sampling.fields.items()}
-        found["sampled"] = sampled
-        if len(step.slots) and step.decodes == len(step.slots):
-            found |= self.packed(step)
+        found |= {f"rows.{k}": v for k, v in vars(applied.rows).items() if k != "again"}
+        found |= {f"step.{k}": v for k, v in vars(step).items() if k not in ("fields", "delta")}
+        found |= {f"fields.{k}": v for k, v in step.fields.items()}
+        found |= {f"delta.{k}": v for k, v in vars(step.delta).items() if k not in WITHIN}
+        found |= {f"delta.fields.{k}": v for k, v in step.delta.fields.items()}
+        found |= {"sampled": sampled, "edits": [self.edits(one) for one in step.delta.edits]}
+        self.follow(step)
         return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in found.items()}
 
-    def packed(self, step) -> dict[str, object]:
-        layout = self.graphs.layout(SLOTS)
-        buffer = np.full(layout.words, -7, dtype=np.int32)
-        words, places, restricted = self.graphs.pack(step, SLOTS, buffer)
-        assert (buffer[words:] == -7).all(), "what is not said to be of use is not written"
-        views = layout.host(buffer)
-        # What no kernel reads in a step that only decodes, or where pages are in a table.
-        table = len(views["table"]) > 0
-        unread = ("last", "prefill_indptr", *(("kv_indptr", "indices") if table else ()))
-        found: dict[str, object] = {"places": places, "restricted": restricted}
-        for name, view in views.items():
-            if name == "indices":
-                view = view[: views["kv_indptr"][-1]]
-            if name == "table":  # beyond a row's pages anything may stand
-                held = (views["lengths"] - 1) // self.memory.page_size + 1
-                rows = view.reshape(SLOTS, -1)
-                view = [row[:n].tolist() for row, n in zip(rows, held, strict=True)]
-            if name not in unread:
-                found[f"packed.{name}"] = view
-        return found
+    def edits(self, edits) -> list[object]:
+        return [edits.slot, edits.ids.tolist(), edits.values.tolist(), edits.until.tolist()]
+
+    def follow(self, step) -> None:
+        """A device that hears of changes has the pages that memory means."""
+        self.slots.apply(step.delta)
+        pages = self.slots.pages(step, self.memory.page_size)
+        for slot, count, row in zip(step.slots, step.starts + step.counts, pages, strict=True):
+            held = -(-int(count) // self.memory.page_size)
+            assert row[:held].tolist() == self.memory.table.row(int(slot))[:held].tolist()
 
 
 def admit(slot: int, prompt: int, limit: int, seed: int, min_tokens: int = 0, top_k: int = 0):
@@ -95,10 +82,10 @@ def admissions(draw, slots: list[int]):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.sampled_from([1, 4, 16]), st.booleans())
-def test_a_run_of_decodes_is_what_single_plans_are(data, page_size, table):
+@given(st.data(), st.sampled_from([1, 4, 16]))
+def test_a_run_of_decodes_is_what_single_plans_are(data, page_size):
     pages = 1 + 8 * -(-LIMIT // page_size) - data.draw(st.integers(0, 12), "missing pages")
-    sides = [Side(pages, page_size, short, table) for short in (True, False)]
+    sides = [Side(pages, page_size, short) for short in (True, False)]
     live, number = [], 0
     for _ in range(data.draw(st.integers(1, 4), "rounds")):
         leaving = [slot for slot in live if data.draw(st.booleans(), f"release {slot}")]
@@ -126,9 +113,9 @@ def test_the_short_way_is_taken():
     assert side.shortcuts == 28, "all but those after which the prompts are shared"
 
 
-def test_many_rows_that_begin_a_page_at_once_are_packed_right():
+def test_many_rows_begin_a_page_at_once():
     sides = [Side(400, 4, short) for short in (True, False)]
-    rows = list(range(MOST_GROWING + 4))
+    rows = list(range(20))
     admits = tuple(admit(slot, 6, 40, slot) for slot in rows)
     for number in range(20):
         counts = [99 if number == 0 else 1] * len(rows)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -23,7 +21,6 @@ def rows(
     top_k: int | list[int] = 0,
     top_p: float | list[float] = 1.0,
     min_p: float | list[float] = 0.0,
-    suppress: list[tuple[int, int]] | None = None,
     first_seed: int = 0,
 ) -> SamplingRows:
     return SamplingRows(
@@ -36,12 +33,7 @@ def rows(
             seed=np.arange(first_seed, first_seed + count, dtype=np.uint64),
         ),
         np.arange(count, dtype=np.int64) % 7,
-        np.array(suppress or [], dtype=np.int64).reshape(-1, 2),
     )
-
-
-def take(source: SamplingRows, order: np.ndarray) -> SamplingRows:
-    return replace(source.take(order), suppress=source.suppress)
 
 
 def kept(logits: np.ndarray, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
@@ -111,10 +103,10 @@ def test_a_row_samples_the_same_alone_and_anywhere_in_a_batch(seed, vocab):
     )
     together = sample(logits, everyone)
     order = choose.permutation(64)
-    assert torch.equal(sample(logits[order], take(everyone, order)), together[order])
+    assert torch.equal(sample(logits[order], everyone.take(order)), together[order])
     for row in choose.choice(64, 8, replace=False):
         alone = np.array([row])
-        assert sample(logits[alone], take(everyone, alone)) == together[row]
+        assert sample(logits[alone], everyone.take(alone)) == together[row]
 
 
 def test_blocks_of_rows_do_not_show_in_the_tokens(monkeypatch):
@@ -197,14 +189,6 @@ def test_truncation_equals_the_definition_by_sorting(seed, vocab, top_k, top_p, 
     assert kept(logits, top_k, top_p, min_p) == sorted(order[:number][inside].tolist())
 
 
-def test_suppressed_ids_are_never_sampled_and_the_logits_stay_as_they_were():
-    logits = torch.tensor([[0.0, 9.0, 8.0], [0.0, 9.0, 8.0], [0.0, 9.0, 8.0]])
-    before = logits.clone()
-    chosen = sample(logits, rows(3, [0, 0.1, 0], suppress=[(0, 1), (1, 1), (1, 2)]))
-    assert chosen.tolist() == [2, 0, 1]
-    assert torch.equal(logits, before)
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), [float("-inf")] * 300])
 @pytest.mark.parametrize("how", [{"temperature": 0}, {}, {"top_k": 3}, {"top_p": 0.9}])
@@ -215,11 +199,6 @@ def test_a_row_of_bad_logits_gets_no_id_and_leaves_the_others_as_they_were(bad, 
     logits[2, 5 if isinstance(bad, float) else slice(None)] = torch.tensor(bad)
     expected[2] = NOTHING
     assert sample(logits, params).tolist() == expected
-
-
-def test_a_row_of_which_everything_is_suppressed_gets_no_id():
-    logits = torch.zeros(2, 4)
-    assert sample(logits, rows(2, suppress=[(0, id) for id in range(4)])).tolist()[0] == NOTHING
 
 
 @pytest.mark.parametrize("top_p", [0.0, 1e-46, 1e-45, 1e-30])

@@ -29,26 +29,32 @@ Texts = list[tuple[list[int], list[int]]]  # ids of prompts and of what follows
 
 def ours(options: argparse.Namespace) -> Texts:
     with LLM(options.model, dtype=options.dtype, device=options.device, max_model_len=2048) as llm:
-        params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
-        outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
+        params = SamplingParams(
+            temperature=0, max_tokens=options.tokens, ignore_eos=not options.chat
+        )
+        if options.chat:
+            asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+            outputs = llm.chat(asked, params, use_tqdm=False)
+        else:
+            outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
         return [(out.prompt_token_ids, out.outputs[0].token_ids) for out in outputs]
 
 
 def load(path: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """What transformers makes of the file, in that dtype from the start: some parts stay float32."""
+    """What transformers makes of the file, in that dtype from the start: parts stay float32."""
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
     return model.to(device)
 
 
 @torch.inference_mode()
-def theirs(model: PreTrainedModel, texts: Texts, tokens: int) -> Texts:
+def theirs(model: PreTrainedModel, texts: Texts, tokens: int, least: int) -> Texts:
     """The same prompts, one by one: padding would be another computation."""
     made = []
     for prompt, _ in texts:
         ids = torch.tensor([prompt], device=model.device)
         done = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
-            max_new_tokens=tokens, min_new_tokens=tokens,
+            max_new_tokens=tokens, min_new_tokens=least,
         )  # fmt: skip
         made.append((prompt, done[0, len(prompt) :].tolist()))
     return made
@@ -73,19 +79,22 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--chat", action="store_true", help="answers up to their ends, not so many")
     options = parser.parse_args()
     texts = ours(options)
     path = Path(options.model)
     dtype = getattr(torch, options.dtype)
-    reference = theirs(load(path, dtype, options.device), texts, options.tokens)
+    least = 0 if options.chat else options.tokens
+    reference = theirs(load(path, dtype, options.device), texts, options.tokens, least)
     model = load(path, torch.float32, options.device)
     found = {"exact": [agreement(model, made) for made in (texts, reference)]}
     for weight in model.parameters():
         weight.data = weight.data.to(dtype).float()
     found["rounded"] = [agreement(model, made) for made in (texts, reference)]
     equal = sum(a == b for a, b in zip(texts, reference, strict=True))
-    print(json.dumps({**found, "equal_texts": equal, "texts": len(texts), "dtype": options.dtype,
-                      "tokens": len(texts) * options.tokens}))  # fmt: skip
+    found |= {"equal_texts": equal, "texts": len(texts), "dtype": options.dtype}
+    found["tokens"] = [sum(len(made) for _, made in some) for some in (texts, reference)]
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

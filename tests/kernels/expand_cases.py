@@ -1,137 +1,155 @@
-"""Index expansion against the step's own definition: cases for interpreter and GPU."""
+"""Index expansion and changes by slot, against their references: for interpreter and GPU."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 
-import numpy as np
 import pytest
 import torch
 
-from kernels.triton_cases import DEVICE
-from pipeinfer.attention.step_index import positions, store_places
+from kernels.triton_cases import DEVICE, randn
 from pipeinfer.kernels import expand as module
-from pipeinfer.kernels.expand import allocate, expand, expand_reference
-from pipeinfer.steps.step import LAST_TOKEN, SamplingRows, Step
+from pipeinfer.kernels.edits import EditsBySlot, edit
+from pipeinfer.kernels.expand import (
+    NOBODY,
+    BySlot,
+    Expanded,
+    Rows,
+    expand,
+    expand_reference,
+    write_words,
+)
 
 FULL = -7  # what lies in the buffers before, to see what was written
+WIDE, NARROW = 2, 3
+WORDS = 2 * WIDE + NARROW
 
 
-def step(counts: list[int], starts: list[int], page_size: int, seed: int = 0) -> Step:
-    choose = np.random.default_rng(seed)
-    rows, tokens = len(counts), sum(counts)
-    longest = max((s + c for s, c in zip(starts, counts, strict=True)), default=1)
-    width = -(-longest // page_size) + 2
-    pages = choose.permutation(np.arange(1, rows * width + 1)).reshape(rows, width)
-    ids = choose.integers(0, 50_000, tokens)
-    first = np.cumsum(counts) - counts
-    ids[first[np.array(counts) == 1]] = LAST_TOKEN
-    nothing = np.empty(0)
-    return Step(
-        epoch=0,
-        number=0,
-        decodes=0,
-        slots=choose.permutation(rows + 4)[:rows].astype(np.int32),
-        starts=np.array(starts, dtype=np.int32),
-        counts=np.array(counts, dtype=np.int32),
-        samples=np.ones(rows, dtype=bool),
-        tokens=ids.astype(np.int32),
-        pages=pages.astype(np.int32),
-        sampling=SamplingRows({}, nothing, nothing),
-    )
+def ints(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def arguments(step: Step):
-    """What expand takes of a step, and last_token."""
-    names = ("pages", "starts", "counts", "slots", "tokens")
-    arrays = [torch.from_numpy(getattr(step, name)).to(DEVICE) for name in names]
-    return [*arrays, torch.arange(1000, 1000 + len(step.slots) + 4, device=DEVICE)]
+def given(counts, starts, entries, page_size, width=0, seed=0) -> tuple[Rows, BySlot]:
+    """Rows of these counts, 0 for nobody's, and all that lies in the slots."""
+    choose = torch.Generator().manual_seed(seed)
+    longest = max(start + count for start, count in zip(starts, counts, strict=True))
+    slots, width = len(counts) + 4, width or -(-longest // page_size) + 2
+    chosen = torch.randperm(slots - 1, generator=choose)[: len(counts)].tolist()
+    many = sum(max(count, 1) for count in counts)
+    tokens = torch.randint(-1, 50_000, (many,), generator=choose, dtype=torch.int32)
+    pages = 1 + torch.randperm(slots * width, generator=choose, dtype=torch.int32)
+    state = torch.randint(-(2**31), 2**31, (WORDS * slots,), generator=choose)
+    rows = Rows(
+        ints([slot if count else slots - 1 for slot, count in zip(chosen, counts, strict=True)]),
+        ints([start if count else 0 for start, count in zip(starts, counts, strict=True)]),
+        ints(counts), ints(entries), tokens.to(DEVICE),
+    )  # fmt: skip
+    held = BySlot(pages.view(slots, width).to(DEVICE), state.int().to(DEVICE),
+                  torch.arange(1000, 1000 + slots, device=DEVICE), WIDE, NARROW)  # fmt: skip
+    held.table[-1] = 0
+    return rows, held
 
 
-def run(function, given, page_size: int, rows: int, tokens: int, indices: int):
-    out = allocate(rows, tokens, indices, DEVICE)
-    for field in fields(out):
-        getattr(out, field.name).fill_(FULL)
-    function(*given, page_size, out)
-    return out
+def room(rows: int, tokens: int, entries: int, prompts: int, listed: int, gathered) -> Expanded:
+    def full(*size: int, dtype=torch.int32) -> torch.Tensor:
+        return torch.full(size, FULL, dtype=dtype, device=DEVICE)
+
+    long = {"dtype": torch.int64}
+    return Expanded(
+        full(tokens, **long), full(tokens, **long), full(tokens, **long), full(rows + 1),
+        full(prompts + 1), full(rows), full(rows), full(rows + 1), full(listed), full(*gathered),
+        full(entries, **long), full(entries, **long), full(entries, **long), full(WORDS * entries),
+    )  # fmt: skip
 
 
-def assert_same(mine, theirs):
+def assert_same(mine: Expanded, theirs: Expanded) -> None:
     for field in fields(mine):
         got, expected = getattr(mine, field.name), getattr(theirs, field.name)
         assert torch.equal(got, expected), field.name
 
 
 CASES = {
-    "decodes": ([1] * 9, [0, 3, 4, 7, 8, 15, 16, 100, 31]),
-    "one prompt": ([37], [0]),
-    "mixed": ([1, 1, 5, 16, 33, 2], [12, 63, 0, 16, 7, 30]),
+    "decodes": ([1] * 9, [0, 3, 4, 7, 8, 15, 16, 100, 31], [0, 1, -3, 3, 4, 5, -7, 7, 8], 0),
+    "one prompt": ([37], [0], [0], 1),
+    "mixed": ([1, 1, 5, 16, 33, 2], [12, 63, 0, 16, 7, 30], [0, 1, NOBODY, 2, NOBODY, 3], 4),
+    "padded": ([1, 1, 0, 0, 9, 20, 0], [5, 9, 0, 0, 3, 0, 0], [0, 1, -5, NOBODY, 2, 3, -6], 3),
 }
 
 
+@pytest.mark.parametrize("listed", [0, 300])
+@pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("case", CASES)
-def test_everything_is_as_the_step_defines_it(case, page_size):
-    counts, starts = CASES[case]
-    given = step(counts, starts, page_size)
-    rows, tokens = len(counts), sum(counts)
-    used = -(-(given.starts + given.counts) // page_size)
-    sizes = (page_size, rows, tokens, int(used.sum()))
-    out = run(expand, arguments(given), *sizes)
-    assert_same(out, run(expand_reference, arguments(given), *sizes))
-    at = positions(given)
-    assert np.array_equal(out.positions.cpu(), at)
-    assert np.array_equal(out.places.cpu(), store_places(given, at, page_size))
-    assert np.array_equal(out.seq_lens.cpu(), given.starts + given.counts)
-    row = np.repeat(np.arange(rows), given.counts)
-    expected = np.where(given.tokens == LAST_TOKEN, 1000 + given.slots[row], given.tokens)
-    assert np.array_equal(out.ids.cpu(), expected)
-    pages = [given.pages[r, :n] for r, n in enumerate(used)]
-    assert np.array_equal(out.page_indices.cpu(), np.concatenate(pages))
-
-
-def test_padding_rows_become_one_token_in_the_dummy_page_and_read_nothing():
-    page_size, real = 4, 5
-    given = step([1] * real, [0, 9, 3, 4, 11], page_size)
-    pages, starts, counts, slots, tokens, last_token = arguments(given)
-    garbage = 2**30  # of an earlier step: an index that would fault if it were used
-
-    def padded(tensor, value):
-        return torch.cat((tensor, tensor.new_full((3, *tensor.shape[1:]), value)))
-
-    widened = [
-        padded(pages, garbage), padded(starts, garbage), padded(counts, 0), padded(slots, garbage),
-        padded(tokens, garbage), last_token,
-    ]  # fmt: skip
-    out = run(expand, widened, page_size, rows=8, tokens=10, indices=40)
-    alone = run(expand, arguments(given), page_size, rows=real, tokens=real, indices=40)
-    assert_same(run(expand_reference, widened, page_size, rows=8, tokens=10, indices=40), out)
-    assert torch.equal(out.ids[:real], alone.ids)
-    for tensor in (out.positions, out.places, out.ids):
-        assert tensor[real:].tolist() == [0] * 5
-    assert out.seq_lens[real:].tolist() == out.last_page_len[real:].tolist() == [1, 1, 1]
-    at = int(alone.page_offsets[real])
-    assert out.page_offsets[real:].tolist() == [at, at + 1, at + 2, at + 3]
-    assert out.page_indices[at : at + 3].tolist() == [0, 0, 0]
-    assert (out.page_indices[at + 3 :] == FULL).all()
+def test_rows_expand_as_they_are_defined(case, page_size, padding, listed):
+    counts, starts, entries, prompts = CASES[case]
+    rows, held = given(counts, starts, entries, page_size)
+    many = 1 + max(entry if entry >= 0 else -1 - entry for entry in entries if entry != NOBODY)
+    tokens = sum(count or padding for count in counts) + 3
+    for gathered in {0, prompts, len(counts)}:
+        size = (len(counts), tokens, many, prompts, listed, (gathered, held.table.shape[1]))
+        mine, theirs = room(*size), room(*size)
+        expand(rows, held, page_size, padding, 2, mine)
+        expand_reference(rows, held, page_size, padding, 2, theirs)
+        assert_same(mine, theirs)
 
 
 def test_a_row_longer_than_a_program_is_written_whole(monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 16)
     monkeypatch.setattr(module, "MOST_PROGRAMS", 2)
-    given = step([90, 1, 130], [5, 70, 40], 2)
-    sizes = (2, 3, 240, 300)
-    assert_same(
-        run(expand, arguments(given), *sizes), run(expand_reference, arguments(given), *sizes)
-    )
+    rows, held = given([90, 1, 130], [5, 70, 40], [0, 1, 2], 2)
+    size = (3, 240, 3, 2, 300, (2, held.table.shape[1]))
+    mine, theirs = room(*size), room(*size)
+    expand(rows, held, 2, 0, 0, mine)
+    expand_reference(rows, held, 2, 0, 0, theirs)
+    assert_same(mine, theirs)
 
 
 def test_indices_never_leave_a_buffer_that_is_too_small():
-    given = step([1, 1, 1], [30, 30, 30], 4)
-    out = run(expand, arguments(given), 4, rows=3, tokens=3, indices=64)
-    backing = torch.full((64,), FULL, dtype=torch.int32, device=DEVICE)
-    small = allocate(3, 3, 0, DEVICE)
-    object.__setattr__(small, "page_indices", backing[:10])
-    expand(*arguments(given), 4, small)
-    assert torch.equal(backing[:10], out.page_indices[:10])
+    rows, held = given([1, 1, 1], [30, 30, 30], [0, 1, 2], 4)
+    out, small = (room(3, 3, 3, 0, 64, (0, held.table.shape[1])) for _ in range(2))
+    expand(rows, held, 4, 1, 0, out)
+    backing = small.listed
+    object.__setattr__(small, "listed", backing[:10])
+    expand(rows, held, 4, 1, 0, small)
+    assert torch.equal(backing[:10], out.listed[:10])
     assert (backing[10:] == FULL).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 2047, 2048])
+def test_words_are_written_where_the_first_pairs_say_and_nowhere_else(count):
+    words = torch.full((5000,), FULL, dtype=torch.int32, device=DEVICE)
+    places = torch.randperm(5000, generator=torch.Generator().manual_seed(count))[:2100]
+    pairs = torch.stack((places, 7 * places), dim=1).int().view(-1).to(DEVICE)
+    expected = words.cpu().clone()
+    expected[places[:count]] = 7 * places[:count].int()
+    write_words(pairs, ints([count]), words)
+    assert torch.equal(words.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first_id", [0, 40])
+def test_edits_change_the_logits_of_their_slots_rows_alone(dtype, first_id):
+    slots, most, vocabulary = 5, 300, 400
+    logits = randn(0, 4, vocabulary, dtype=dtype)
+    choose = torch.Generator().manual_seed(1)
+    ids = torch.stack([torch.randperm(1000, generator=choose)[:most] for _ in range(slots)])
+    values = 9 * torch.randn(slots, most, generator=choose)
+    until = torch.randint(0, 200, (slots, most), generator=choose)
+    counts = [0, 300, 7, 129, 0]
+    words = torch.stack((ids.int(), values.view(torch.int32), until.int())).to(DEVICE)
+    rows, positions = [3, 1, 0, 2], [100, 50, 100, 2**33]
+    expected = logits.cpu().clone()
+    for row, (slot, position) in enumerate(zip(rows, positions, strict=True)):
+        for at in range(counts[slot]):
+            column = int(ids[slot, at]) - first_id
+            if 0 <= column < vocabulary:
+                changed = expected[row, column].float() + values[slot, at]
+                never = position < int(until[slot, at])
+                expected[row, column] = float("-inf") if never else changed
+    where = [torch.tensor(part, device=DEVICE) for part in (rows, positions)]
+    edit(logits, *where, EditsBySlot(ints(counts), words), first_id)
+    if dtype is torch.float32:
+        assert torch.equal(logits.cpu(), expected)
+    both = logits.cpu().float(), expected.float()
+    assert torch.equal(both[0].isinf(), both[1].isinf())
+    assert torch.allclose(*both, rtol=2**-7)

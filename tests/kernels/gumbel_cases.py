@@ -68,7 +68,7 @@ def on_the_cpu(logits: torch.Tensor, knobs: list[torch.Tensor]) -> torch.Tensor:
     """What the engine's CPU sampler says."""
     *fields, seeds, positions = [knob.cpu().numpy() for knob in knobs]
     values = dict(zip(NAMES, (*fields, seeds.view(np.uint64)), strict=True))
-    rows = SamplingRows(values, positions, np.empty((0, 2), np.int64))
+    rows = SamplingRows(values, positions)
     return drawn_ids.sample(logits, rows)
 
 

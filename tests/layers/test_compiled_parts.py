@@ -17,7 +17,8 @@ from pipeinfer.layers.mlp import silu_and_multiply
 from pipeinfer.layers.norm import RMSNorm
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.steps.step import SamplingRows, Step
+from pipeinfer.steps.step import Step
+from step_pages import all_pages
 
 CPU = torch.device("cpu")
 
@@ -59,8 +60,7 @@ def test_an_engine_with_it_computes_the_same_logits(not_compiled, tmp_path, dtyp
 
 STEP = Step(
     0, 0, 0, np.zeros(1, np.int32), np.zeros(1, np.int32), np.full(1, 9, np.int32),
-    np.ones(1, bool), np.arange(9, dtype=np.int32), np.ones((1, 1), np.int32),
-    SamplingRows(filled(1), np.full(1, 9), np.zeros((0, 2), np.int64)),
+    np.ones(1, bool), np.arange(9, dtype=np.int32), filled(1), delta=all_pages([0], [[1]]),
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 
 from hash_device import HashDevice, chain
 from pipeinfer.engine.requests import RequestTable
+from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.applied import Rows
 from pipeinfer.memory.manager import MemoryManager
@@ -60,6 +61,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.requests = RequestTable(SLOTS)
         self.steps = StepBuilder(self.memory, self.requests)
         self.device = HashDevice(self.pages, size, SLOTS)
+        self.heard = SlotState(SLOTS)  # of steps that the device has not run yet
         self.number = 0
         self.live: dict[int, Sequence] = {}
         self.preempted: list[Sequence] = []
@@ -161,9 +163,11 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule()
     def run_step(self):
         step, sequences = self.flights.pop(0)
+        self.device.slots.apply(step.delta)
+        table = self.device.slots.pages(step, self.page_size)
         for row, sequence in enumerate(sequences):
             start = int(step.starts[row])
-            read = self.device.read(step.pages[row], start).tolist()
+            read = self.device.read(table[row], start).tolist()
             assert read == sequence.kv[:start], f"row {row} reads KV that is not its own"
         sampled = iter(self.device.run(step).tolist())
         ends = np.cumsum(step.counts)
@@ -194,9 +198,11 @@ class MemoryMachine(RuleBasedStateMachine):
         self.check_rows(plan, applied.rows, before)
         step, _ = self.steps.build(1, applied)
         assert (step.counts[: step.decodes] == 1).all() and (step.counts[step.decodes :] > 1).all()
-        for row, pages in enumerate(step.pages):
+        self.heard.apply(step.delta)
+        for row, pages in enumerate(self.heard.pages(step, self.page_size)):
             used = -(-int(step.starts[row] + step.counts[row]) // self.page_size)
-            assert pages[:used].all() and not pages[used:].any(), "padding is the dummy page"
+            held = self.memory.table.row(int(step.slots[row]))
+            assert pages[:used].tolist() == held[:used].tolist() and pages[:used].all()
         self.flights.append((step, [self.live[slot] for slot in step.slots.tolist()]))
 
     def check_forgotten(self, plan: Plan, evicted: int) -> None:

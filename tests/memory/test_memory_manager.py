@@ -9,6 +9,7 @@ import pytest
 
 from hash_device import HashDevice, chain
 from pipeinfer.engine.requests import RequestTable
+from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.applied import Applied
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
@@ -29,6 +30,7 @@ class Memory:
         self.requests = RequestTable(slots)
         self.steps = StepBuilder(self.manager, self.requests)
         self.device = HashDevice(pages, SIZE, slots)
+        self.heard = SlotState(slots)  # of steps that the device need not have run yet
         self.number = 0
 
     def plan(
@@ -47,15 +49,18 @@ class Memory:
         return applied
 
     def step(self, applied: Applied) -> Step:
-        return self.steps.build(1, applied)[0]
+        step = self.steps.build(1, applied)[0]
+        self.heard.apply(step.delta)
+        return step
 
     def run(self, *arguments, **keywords) -> tuple[Applied, list[int]]:
         applied = self.plan(*arguments, **keywords)
         return applied, self.device.run(self.step(applied)).tolist()
 
     def holds(self, step: Step, row: int, tokens: list[int]) -> bool:
-        """True if the pages of a row have the KV of `tokens`."""
-        return self.device.read(step.pages[row], len(tokens)).tolist() == chain(tokens)
+        """True if the pages of a row of the latest step have the KV of `tokens`."""
+        pages = self.heard.table[step.slots[row]]
+        return self.device.read(pages, len(tokens)).tolist() == chain(tokens)
 
 
 def admit(
@@ -101,12 +106,12 @@ def test_pages_freed_while_a_step_is_in_flight_are_rewritten_only_after_it():
     first = memory.plan({0: 99}, [admit(0, PROMPT)])
     steps = [memory.step(first)]
     steps.append(memory.step(memory.plan({0: 1})))
-    pages_of_1 = steps[1].pages.copy()
+    pages_of_1 = memory.heard.pages(steps[1], SIZE)
     other = [9] * 12
     third = memory.plan({1: 99}, [admit(1, other)], [Release(0, False)])
     steps.append(memory.step(third))
-    assert set(steps[2].pages[0].tolist()) <= set(pages_of_1[0].tolist()), "the pages are reused"
-    assert (steps[1].pages == pages_of_1).all(), "a step's table is its own copy"
+    pages_of_2 = memory.heard.pages(steps[2], SIZE)
+    assert set(pages_of_2[0].tolist()) <= set(pages_of_1[0].tolist()), "the pages are reused"
     memory.device.run(steps[0])
     assert memory.holds(steps[1], 0, PROMPT)
     memory.device.run(steps[1])
@@ -186,14 +191,14 @@ def test_pages_that_are_freed_unseen_are_zeroed_before_the_next_step_that_comput
     memory.run({0: 99, 1: 99}, [admit(0, PROMPT), admit(1, [7] * 8)])
     owned = set(memory.manager.table.row(0).tolist())
     kept = memory.plan({}, releases=[Release(1, True)])
-    assert kept.unseen.tolist() == [] and memory.step(kept).cleared.tolist() == []
+    assert kept.unseen.tolist() == [] and memory.step(kept).delta.cleared.tolist() == []
     freed = memory.plan({}, releases=[Release(0, False)])
     assert set(freed.unseen.tolist()) == owned
     assert len(memory.step(freed).slots) == 0, "nothing is computed, so nothing is zeroed"
     later = memory.step(memory.plan({2: 99}, [admit(2, [5] * 30)]))
-    assert set(later.cleared.tolist()) == owned
-    assert owned & set(later.pages[0].tolist()), "and they are somebody's again"
-    assert memory.step(memory.plan({2: 1})).cleared.tolist() == []
+    assert set(later.delta.cleared.tolist()) == owned
+    assert owned & set(later.delta.pages.tolist()), "and they are somebody's again"
+    assert memory.step(memory.plan({2: 1})).delta.cleared.tolist() == []
 
 
 def test_pages_of_requests_that_an_epoch_ends_under_are_zeroed_in_the_next():
@@ -203,7 +208,7 @@ def test_pages_of_requests_that_an_epoch_ends_under_are_zeroed_in_the_next():
     memory.manager.reset()
     memory.number = 0
     step = memory.step(memory.plan({1: 99}, [admit(1, [5] * 8)]))
-    assert set(step.cleared.tolist()) == owned
+    assert set(step.delta.cleared.tolist()) == owned
 
 
 def test_confirmed_page_is_cached_even_if_surplus_was_computed_after_it():
@@ -266,8 +271,9 @@ def test_duplicates_are_repointed_and_freed():
     outputs.append(memory.run({0: 1, 1: 1, 2: 1})[1])
     applied = memory.plan({0: 1, 1: 1, 2: 1})
     step = memory.step(applied)
-    assert (step.pages[:, :3] == step.pages[0, :3]).all()
-    assert len(set(step.pages[:, 3].tolist())) == 3
+    pages = memory.heard.pages(step, SIZE)
+    assert (pages[:, :3] == pages[0, :3]).all()
+    assert len(set(pages[:, 3].tolist())) == 3
     for row in range(3):
         assert memory.holds(step, row, PROMPT)
     memory.device.run(step)
@@ -435,7 +441,8 @@ def test_long_prompts_beside_decodes_get_the_pages_they_need():
     applied = memory.plan({2: 99, 0: 1, 1: 1, 3: 6}, [admit(2, [8] * 30), admit(3, [9] * 30)])
     step = memory.step(applied)
     assert step.slots.tolist() == [0, 1, 2, 3] and step.counts.tolist() == [1, 1, 30, 6]
-    used = [step.pages[row][: -(-n // SIZE)].tolist() for row, n in enumerate([13, 6, 30, 6])]
+    pages = memory.heard.pages(step, SIZE)
+    used = [pages[row][: -(-n // SIZE)].tolist() for row, n in enumerate([13, 6, 30, 6])]
     flat = np.concatenate(used)
     assert len(set(flat.tolist())) == len(flat) == 4 + 2 + 8 + 2
     memory.device.run(step)

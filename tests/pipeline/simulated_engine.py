@@ -13,6 +13,7 @@ import numpy as np
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.driver import step_done
+from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.events import StepDone
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message
@@ -30,25 +31,29 @@ class TokenDevice:
         self._mood = mood
         self._kv = np.full((PAGES + 1, PAGE_SIZE), -1)
         self._last = np.full(SLOTS, -1)
+        self._slots = SlotState(SLOTS)
 
     def run(self, step: Step) -> list[int]:
         """The ids of the rows that sample, in order."""
         ids: list[int] = []
         taken = 0
+        self._slots.apply(step.delta)
+        pages, positions = self._slots.pages(step, PAGE_SIZE), step.sampling.positions
         for row, (slot, start, count) in enumerate(
             zip(step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True)
         ):
             tokens = step.tokens[taken : taken + count]
             taken += count
             at = np.arange(start + count)
-            places = step.pages[row][at // PAGE_SIZE], at % PAGE_SIZE
+            places = pages[row][at // PAGE_SIZE], at % PAGE_SIZE
             assert (places[0] > 0).all(), "the dummy page is nobody's"
             here = places[0][start:], places[1][start:]
             self._kv[here] = np.where(tokens == LAST_TOKEN, self._last[slot], tokens)
             if step.samples[row]:
                 token = next_token(self._mood + self._kv[places].tolist())
-                never = step.sampling.suppress[step.sampling.suppress[:, 0] == len(ids), 1]
-                ids.append(suppressed(token, frozenset(never.tolist())))
+                edits = self._slots.edits.get(slot)
+                never = [] if edits is None else edits.ids[positions[len(ids)] < edits.until]
+                ids.append(suppressed(token, frozenset(map(int, never))))
                 self._last[slot] = ids[-1]
         return ids
 

@@ -21,7 +21,8 @@ from pipeinfer.models.build import build_model
 from pipeinfer.models.checkpoint import load_weights
 from pipeinfer.models.config import read_config
 from pipeinfer.models.source import resolve_model
-from pipeinfer.steps.step import SamplingRows, Step
+from pipeinfer.steps.step import Step
+from step_pages import all_pages
 
 WINDOW, WINDOWS = 1_024, 20
 STEP = 512  # tokens of a step: the second reads from pages what the first wrote
@@ -54,10 +55,7 @@ def whole_row(ids: list[int], start: int, number: int) -> Step:
         epoch=0, number=number, decodes=0, slots=np.zeros(1, dtype=np.int32),
         starts=np.array([start], dtype=np.int32), counts=np.array([len(ids)], dtype=np.int32),
         samples=np.ones(1, dtype=bool), tokens=np.array(ids, dtype=np.int32),
-        pages=np.arange(1, WINDOW // PAGE + 1, dtype=np.int32)[None],
-        sampling=SamplingRows(
-            filled(1), np.array([start + len(ids)]), np.empty((0, 2), dtype=np.int64)
-        ),
+        fields=filled(1), delta=all_pages([0], np.arange(1, WINDOW // PAGE + 1)[None]),
     )  # fmt: skip
 
 

@@ -113,5 +113,5 @@ def _window(shape: AttentionShape) -> tuple[int, int]:
 FA3 = PagedKind(
     Fa3Part,
     Fa3Part,
-    Traits(PAGE_SIZES, PREFERRED, captures_decode=True, reads_table_to_decode=True),
+    Traits(PAGE_SIZES, PREFERRED, captures_decode=True, gathered="all"),
 )

@@ -153,7 +153,7 @@ class FlashInferPart:
         self, workspace: torch.Tensor, rows: PagedRows, window: int | None, begin: int, end: int
     ) -> WindowPlan:
         shape, whole = self._shape(window), self._whole(rows, window, end - begin)
-        host = rows.host
+        host = rows.on_host
         q_indptr, lengths = host.queries(begin, end), host.lengths[begin:end]
         kernels, module = self._modules[shape.head_dim, window is not None]
         staging = self._staging[window].pinned[rows.parity]
@@ -198,5 +198,5 @@ def prefill_part(shapes: Sequence[AttentionShape], device: torch.device) -> Flas
 FLASHINFER = PagedKind(
     decode_part,
     prefill_part,
-    Traits(PAGE_SIZES, PREFERRED, host_lengths=True, captures_decode=True),
+    Traits(PAGE_SIZES, PREFERRED, host_lengths=True, captures_decode=True, listed=True),
 )

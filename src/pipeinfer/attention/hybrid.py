@@ -14,5 +14,5 @@ from pipeinfer.attention.triton_decode import TritonDecodePart
 HYBRID = PagedKind(
     TritonDecodePart,
     Fa3Part,
-    Traits(PAGE_SIZES, PREFERRED, captures_decode=True, captures_prefill=True),
+    Traits(PAGE_SIZES, PREFERRED, captures_decode=True, captures_prefill=True, gathered="prompts"),
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -28,7 +28,8 @@ class Traits:
     it reads on the host, so the rows of a graph are planned anew before each replay.
     captures_decode: a CUDA graph can hold steps of decode rows (without needs_kv only, because
     padding has keys that nobody keeps); captures_prefill: and steps with both kinds of rows.
-    reads_table_to_decode: for the decode rows of a graph it reads `table`, else `indices`.
+    listed, gathered: what it reads of RowArrays beside the page table of all slots: `indices` row
+    after row; `table` of "all" rows or of the "prompts", which have more than one query.
     """
 
     page_sizes: tuple[int, ...] | None
@@ -37,7 +38,8 @@ class Traits:
     host_lengths: bool = False
     captures_decode: bool = False
     captures_prefill: bool = False
-    reads_table_to_decode: bool = False
+    listed: bool = False
+    gathered: Literal["no", "prompts", "all"] = "no"
 
 
 class Attention(Protocol):

@@ -78,7 +78,7 @@ class PagedBackend:
             part.bind(pool, most_rows)
 
     def plan(self, rows: PagedRows) -> PagedPlan:
-        total = len(rows.host.lengths)
+        total = len(rows.device.lengths)
         decode = prefill = None
         if rows.decodes:
             decode = self._decode.plan(rows, 0, rows.decodes)
@@ -116,8 +116,8 @@ class PagedBackend:
 class PagedKind:
     """An `AttentionKind`: its parts, built only when it is called with (shapes, device).
 
-    With captures_prefill, the prefill part's plan is device arrays only, and the decode part reads
-    `indices` and leaves out rows without keys.
+    With captures_prefill, the prefill part's plan is device arrays only, and the decode part leaves
+    out rows without keys.
     """
 
     decode: PartMaker

@@ -18,10 +18,11 @@ class RowArrays:
     """Index arrays of R rows, all int32, on the host or on the device.
 
     lengths [R]: keys of each row, this step's included. last_page [R]: keys in its last page.
-    q_indptr [R + 1], kv_indptr [R + 1]: where a row's queries, and its pages in `indices`, begin.
-    prefill_indptr [prefill rows + 1]: q_indptr of the rows after the decodes, from 0 on.
-    indices [n]: all pages of row 0, of row 1 ... table [R, P]: the same by row, padded; it may hold
-    the last rows only.
+    q_indptr [R + 1]: where a row's queries begin. prefill_indptr [prefill rows + 1]: q_indptr of
+    the rows after the decodes; see PagedRows. kv_indptr [R + 1]: where a row's pages begin in
+    `indices`, which are those of row 0, of row 1 ... if the backend's traits say `listed`, and else
+    the whole page table of all slots. table [R, P]: the same by row, padded, for the rows that the
+    traits have `gathered`, which are the last ones.
     """
 
     lengths: torch.Tensor
@@ -48,25 +49,32 @@ class RowArrays:
 class PagedRows:
     """`decodes` rows with one query, then rows with more. parity: which step-private buffers.
 
-    fixed: the device arrays stand at addresses that a CUDA graph has captured. Prefill rows of a
-    graph count their queries from the step's first token, because how many decode rows are real
-    changes from replay to replay; those that are not have no keys, and must not write anything.
+    host: of backends that read lengths there. fixed: the device arrays stand at addresses that a
+    graph has captured. Prefill rows of a graph count their queries from the step's first token,
+    because how many decode rows are real changes from replay to replay; those that are not have no
+    keys, and must not write anything. Else they count from the first token behind the decodes.
     """
 
     decodes: int
     longest_query: int
     parity: int
-    host: RowArrays
+    host: RowArrays | None
     device: RowArrays
     fixed: bool = False
+
+    @property
+    def on_host(self) -> RowArrays:
+        """Raises AssertionError for a backend whose traits do not say that it wants them."""
+        assert self.host is not None
+        return self.host
 
 
 _NONE = torch.empty(0, dtype=torch.int32)
 
 
-def host_rows(step: Step) -> PagedRows:
+def host_rows(step: Step, pages: np.ndarray) -> PagedRows:
     """The rows of a step that stays on the host, where backends read no other arrays than lengths,
-    q_indptr and table: the others are empty. Views of the step's own arrays where there are some.
+    q_indptr and table, `pages` int32 [R, P]: the others are empty. Views where there is something.
     """
     queries = np.zeros(len(step.counts) + 1, dtype=np.int32)
     np.cumsum(step.counts, out=queries[1:])
@@ -77,7 +85,7 @@ def host_rows(step: Step) -> PagedRows:
         prefill_indptr=_NONE,
         kv_indptr=_NONE,
         indices=_NONE,
-        table=torch.from_numpy(step.pages),
+        table=torch.from_numpy(pages),
     )
     longest = int(step.counts.max()) if step.decodes < len(step.counts) else 1
     return PagedRows(step.decodes, longest, 0, arrays, arrays)

@@ -51,10 +51,13 @@ def positions(step: Step) -> np.ndarray:
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(shift, counts)
 
 
-def store_places(step: Step, positions: np.ndarray, page_size: int) -> np.ndarray:
-    """int64 [T]: where K and V of every token of the step, at `positions`, are stored."""
+def store_places(
+    step: Step, pages: np.ndarray, positions: np.ndarray, page_size: int
+) -> np.ndarray:
+    """int64 [T]: where K and V of every token of the step, at `positions`, are stored; pages: int32
+    [R, P] of its rows."""
     rows = np.repeat(np.arange(len(step.counts)), step.counts)
-    return places(step.pages, rows, positions, page_size)
+    return places(pages, rows, positions, page_size)
 
 
 def places(

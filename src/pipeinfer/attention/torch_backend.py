@@ -112,7 +112,7 @@ class TorchBackend:
     # ------------------------------------------------------------------------------------- a step
 
     def _window(self, rows: PagedRows, window: int | None) -> WindowPlan:
-        host, decodes = rows.host, rows.decodes
+        host, decodes = rows.on_host, rows.decodes
         lengths, queries, pages = host.lengths.numpy(), host.q_indptr.numpy(), host.table.numpy()
         pieces = [
             self._piece(pages, window, piece)

@@ -283,7 +283,7 @@ class EngineCore:
         totals, rows = self._totals, applied.rows
         totals["plans_total"] += 1
         totals["rows_total"] += len(rows.slots)
-        if rows.growth is not None:  # decodes and nothing else
+        if rows.again:  # decodes and nothing else
             totals["computed_tokens_total"] += len(rows.slots)
             return
         totals["rows_deferred_total"] += int(np.count_nonzero(rows.deferred))
@@ -354,7 +354,7 @@ class EngineCore:
 def _result(applied: Applied, sampled: np.ndarray, done: StepDone) -> Result:
     """Of the plan's rows in the plan's order; `sampled` [S]: those of them that sample."""
     rows, produced, token_ids = applied.rows, done.counts, done.token_ids
-    if rows.growth is None:  # else every row samples, in the plan's order
+    if not rows.again:  # else every row samples, in the plan's order
         counts = unpack(done.counts)
         of_all = np.zeros(len(rows.slots), dtype=np.int32)
         of_all[sampled] = counts

@@ -5,15 +5,17 @@ Knows no page and no torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from pipeinfer.engine.fields import FIELDS, filled
 from pipeinfer.messages import Admit, unpack
-from pipeinfer.steps.step import PenaltyRows, Said, SamplingRows
+from pipeinfer.params import MOST_STOP_TOKENS
+from pipeinfer.steps.step import Edits, PenaltyRows, Said
 
-_NOBODY = np.empty((0, 2), dtype=np.int64)
-_NO_IDS = np.empty(0, dtype=np.int64)
-LAST_POSITION = 2**62
+MOST_EDITS = MOST_STOP_TOKENS + 256  # of one request: those that it names, and a model's own ends
+LAST_POSITION = 2**31 - 1
 NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
 
 
@@ -22,10 +24,8 @@ class RequestTable:
 
     def __init__(self, max_slots: int) -> None:
         self._fields = filled(max_slots)
-        # Positions below this one must not get an id of `_suppress`; 0 where nothing is suppressed.
-        self._free_from = np.zeros(max_slots, dtype=np.int64)
-        self._suppress = [_NO_IDS] * max_slots
-        self._pairs = b"", _NOBODY  # as made last, and for which rows and slots
+        self._edits: dict[int, Edits] = {}
+        self._admitted: dict[int, None] = {}  # slots, since changes were asked for, in order
         self._factors = np.zeros((max_slots, len(NO_PENALTIES)), dtype=np.float32)
         self._penalized = np.zeros(max_slots, dtype=bool)
         self._said: dict[int, Said] = {}  # of slots that have not sampled yet
@@ -33,14 +33,12 @@ class RequestTable:
     def put(self, admit: Admit) -> None:
         """Takes the parameters of a request that enters `admit.slot`."""
         slot, params = admit.slot, admit.params
+        self._admitted[slot] = None
         for field in FIELDS:
             self._fields[field.name][slot] = field.of(admit)
-        self._suppress[slot] = np.array(admit.suppress, dtype=np.int64)
-        self._pairs = b"", _NOBODY
-        # Outputs are counted from the prompt's end, not from the admission: a request that was
-        # preempted comes back with outputs among its known tokens.
-        free_from = min(admit.prompt_len + params.min_tokens, LAST_POSITION)
-        self._free_from[slot] = free_from if admit.suppress else 0
+        self._edits.pop(slot, None)
+        if admit.suppress:
+            self._edits[slot] = edits_of(admit)
         factors = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self._penalized[slot] = factors != NO_PENALTIES
         if self._penalized[slot]:
@@ -48,16 +46,23 @@ class RequestTable:
             self._factors[slot] = factors
             self._said[slot] = Said(slot, ids[: admit.prompt_len], ids[admit.prompt_len :])
 
-    def sampling_rows(self, slots: np.ndarray, positions: np.ndarray) -> SamplingRows:
-        """The parameters of `slots` int32 [S]; `positions` int64 [S] are about to be sampled."""
-        return SamplingRows(
-            {name: values[slots] for name, values in self._fields.items()},
-            positions,
-            self.suppressed(slots, positions),
-            self._penalties(slots),
-        )
+    def changes(self) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[Edits, ...]] | None:
+        """The slots that were filled since it was asked last, int32 [a], their fields [a] and the
+        edits of those that have any; None if there are none.
+        """
+        if not self._admitted:
+            return None
+        edits = tuple(self._edits[slot] for slot in self._admitted if slot in self._edits)
+        slots = np.fromiter(self._admitted, dtype=np.int32)
+        self._admitted.clear()
+        return slots, dict(self.fields(slots)), edits
 
-    def _penalties(self, slots: np.ndarray) -> PenaltyRows | None:
+    def fields(self, slots: np.ndarray) -> Mapping[str, np.ndarray]:
+        """Of `slots` int32 [S], by name."""
+        return {name: values[slots] for name, values in self._fields.items()}
+
+    def penalties(self, slots: np.ndarray) -> PenaltyRows | None:
+        """Of those of the `slots` int32 [S] that have any; None if none has."""
         rows = np.flatnonzero(self._penalized[slots])
         if len(rows) == 0:
             return None
@@ -65,18 +70,15 @@ class RequestTable:
         new = tuple(self._said.pop(slot) for slot in chosen.tolist() if slot in self._said)
         return PenaltyRows(rows, chosen, self._factors[chosen], new)
 
-    def suppressed(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """(row, id) pairs int64 [n, 2] that must not be sampled; arguments as sampling_rows's.
 
-        The same array, which nobody writes to, as long as the same rows want the same.
-        """
-        rows = np.flatnonzero(positions < self._free_from[slots])
-        if len(rows) == 0:
-            return _NOBODY
-        chosen = slots[rows]
-        wanted = rows.tobytes() + chosen.tobytes()
-        if self._pairs[0] != wanted:
-            ids = [self._suppress[slot] for slot in chosen.tolist()]
-            row = np.repeat(rows, [len(some) for some in ids])
-            self._pairs = wanted, np.stack((row, np.concatenate(ids)), axis=1)
-        return self._pairs[1]
+def edits_of(admit: Admit) -> Edits:
+    """What a request suppresses.
+
+    Outputs are counted from the prompt's end, not from the admission: a request that was preempted
+    comes back with outputs among its known tokens.
+    """
+    ids = np.array(admit.suppress, dtype=np.int32)
+    until = min(admit.prompt_len + admit.params.min_tokens, LAST_POSITION)
+    return Edits(
+        admit.slot, ids, np.zeros(len(ids), np.float32), np.full(len(ids), until, np.int32)
+    )

@@ -21,6 +21,7 @@ from pipeinfer.engine.executor import unwatched
 from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
+from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.layers.attention import Attend
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.step import LAST_TOKEN, Sampled, SamplingRows, Step
@@ -100,6 +101,7 @@ class ModelRunner:
         self._sampler = sampler
         self._penalties = Penalties(max_slots, pool.device, sampler.first_id)
         self._device = pool.device
+        self._slots = SlotState(max_slots)
         self._last_token = torch.zeros(max_slots, dtype=torch.int64, device=pool.device)
 
     def run(self, step: Step) -> Sampled:
@@ -118,16 +120,18 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, step: Step) -> torch.Tensor:
         """Computes the step's tokens; logits [S, vocab] of the rows that sample, no sampling."""
+        self._slots.apply(step.delta)
         if len(step.counts) == 0:
             return torch.empty((0, 0), device=self._device)
-        if len(step.cleared):
-            self.pool.clear(step.cleared)
+        if len(step.delta.cleared):
+            self.pool.clear(step.delta.cleared)
         with self.phases.span("attention_plan", step.number):
+            pages = self._slots.pages(step, self.pool.page_size)
             slots = np.repeat(step.slots.astype(np.int64), step.counts)
             tokens = self._known(step.tokens, slots)
             positions = step_index.positions(step)
-            places = step_index.store_places(step, positions, self.pool.page_size)
-            plan = self._backend.plan(host_rows(step))
+            places = step_index.store_places(step, pages, positions, self.pool.page_size)
+            plan = self._backend.plan(host_rows(step, pages))
             attend = StepAttention(self._backend, plan, self._store, self._tensor(places))
             at = self._tensor(positions)
         with self.phases.span("forward", step.number):
@@ -143,13 +147,21 @@ class ModelRunner:
             return Sampled.of(np.empty((0, 2), dtype=np.int64))
         with self.phases.span("sample", step.number):
             rows = step.sampling
+            logits = self._edited(logits, step)
             drawn = self._penalties.sampled(
-                logits, rows.penalties, lambda changed: self._sampler.sample(changed, rows)
+                logits, step.penalties, lambda changed: self._sampler.sample(changed, rows)
             )
             slots = self._tensor(step.slots[step.samples].astype(np.int64))
             # A bad row may be part of one more step: it goes on from an id that exists.
             self._last_token[slots] = drawn[:, 1].to(self._device)
             return Sampled.of(drawn.numpy())
+
+    def _edited(self, logits: torch.Tensor, step: Step) -> torch.Tensor:
+        """With what single requests change of single logits."""
+        if not self._slots.edits:
+            return logits
+        values = logits.float().cpu().numpy()
+        return torch.from_numpy(self._slots.edited(values, step, self._sampler.first_id))
 
     def _known(self, ids: np.ndarray, slots: np.ndarray) -> torch.Tensor:
         """int64 [T] ids, LAST_TOKEN replaced by what the slot's previous step sampled."""

@@ -6,7 +6,7 @@ position only: never on what else is in the batch, or on the row's place in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any
 
@@ -44,13 +44,13 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     Of equal best candidates the lowest id wins. A bad row, which has a NaN, an infinity, or nothing
     left to sample, gives none and leaves the others alone.
     """
-    values = prepared(logits, rows)
+    values = logits.float().cpu().numpy()
     ids = values.argmax(axis=-1)
     peaks = np.take_along_axis(values, ids[:, None], axis=-1)
     finite = np.isfinite(peaks[:, 0])  # a row with a NaN has it at its argmax
     random = is_random(rows) & finite
     if random.any():
-        truncated = is_truncated(rows, values.shape[1])
+        truncated = is_truncated(rows.fields, values.shape[1])
         for block in _blocks(random & ~truncated, values.shape[1]):
             ids[block] = _over_all(_scaled(values, peaks, rows, block), rows, block)
         for block in _blocks(random & truncated, values.shape[1]):
@@ -63,29 +63,16 @@ def is_random(rows: SamplingRows) -> np.ndarray:
     return rows.fields["temperature"] >= GREEDY_BELOW
 
 
-def is_truncated(rows: SamplingRows, vocab: float = inf) -> np.ndarray:
+def is_truncated(fields: Mapping[str, np.ndarray], vocab: float = inf) -> np.ndarray:
     """bool [S]: of which rows top-k, top-p or min-p leave out some of `vocab` ids, if they are
     random; where it does not say how many there are, any top-k may."""
-    top_k, top_p, min_p = (rows.fields[name] for name in ("top_k", "top_p", "min_p"))
+    top_k, top_p, min_p = (fields[name] for name in ("top_k", "top_p", "min_p"))
     return (top_k > 0) & (top_k < vocab) | (top_p < 1) | (min_p > 0)
 
 
 def drawn(ids: np.ndarray, good: np.ndarray) -> torch.Tensor:
     """int64 [S, 2]: one token, of `ids` [S], for the rows in `good` bool [S], else none."""
     return torch.from_numpy(np.stack((good, ids * good), axis=1).astype(np.int64))
-
-
-def prepared(logits: torch.Tensor, rows: SamplingRows) -> np.ndarray:
-    """float32 [S, vocab] after everything that changes logits before temperature.
-
-    Masks (grammars) belong here, in front of `suppress`; penalties come before (penalties.py), as
-    they need what was sampled. The input is left alone.
-    """
-    values = logits.float().cpu().numpy()
-    if len(rows.suppress):
-        values = values.copy()
-        values[rows.suppress[:, 0], rows.suppress[:, 1]] = -np.inf
-    return values
 
 
 def _blocks(chosen: np.ndarray, vocab: int) -> list[np.ndarray]:

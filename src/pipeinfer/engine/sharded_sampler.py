@@ -7,13 +7,12 @@ truncated are put together. Every rank ends with the same ids. Knows no model an
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from pipeinfer.engine.sampler import drawn, is_random, is_truncated, over_kept, prepared
+from pipeinfer.engine.sampler import drawn, is_random, is_truncated, over_kept
 from pipeinfer.kernels import noise
 from pipeinfer.steps.step import SamplingRows
 
@@ -49,9 +48,8 @@ def sample_sharded(
     logits: float [S, share], those of ids start .. start + share - 1, where ids from `vocab` on do
     not exist.
     """
-    values = prepared(logits, _local(rows, start, logits.shape[1]))
-    values = values[:, : max(vocab - start, 0)]
-    truncated = is_truncated(rows, vocab) & is_random(rows)
+    values = logits.float().cpu().numpy()[:, : max(vocab - start, 0)]
+    truncated = is_truncated(rows.fields, vocab) & is_random(rows)
     ids, good = _best(values, rows, start, group)
     whole = np.flatnonzero(truncated & good)  # the same on all ranks, as the ids are
     if len(whole):
@@ -99,11 +97,3 @@ def _truncated(
         whole -= whole.max(axis=-1, keepdims=True)
         whole /= rows.fields["temperature"][:, None]
     return over_kept(whole, rows, np.arange(len(values)))
-
-
-def _local(rows: SamplingRows, start: int, share: int) -> SamplingRows:
-    """`suppress` in this rank's columns."""
-    column = rows.suppress[:, 1] - start
-    held = (column >= 0) & (column < share)
-    pairs = np.stack([rows.suppress[held, 0], column[held]], axis=1)
-    return replace(rows, suppress=pairs)

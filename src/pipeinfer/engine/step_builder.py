@@ -13,7 +13,7 @@ import numpy as np
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.memory.applied import Applied, Rows
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.steps.step import LAST_TOKEN, Growth, SamplingRows, Step
+from pipeinfer.steps.step import LAST_TOKEN, NOTHING, Delta, Step
 
 
 class StepBuilder:
@@ -30,71 +30,60 @@ class StepBuilder:
         """The step of the plan that the memory applied last, and where its sampled ids belong.
 
         The second, int64 [S], has for each row that samples, in the step's order, its row in the
-        plan. Rows that compute nothing are left out; rows with one token come first.
+        plan. Rows that compute nothing are left out; rows with one token come first. What changed
+        in the slots waits for a step that computes something.
         """
-        growth, last = applied.rows.growth, self._last
+        rows, last = applied.rows, self._last
+        if len(applied.unseen):
+            self._unseen.append(applied.unseen)
         before = (-1, -1) if last is None else (last[0].epoch, last[0].number)
-        if growth is None or last is None or before != (epoch, applied.number - 1):
-            self._last = self._whole(epoch, applied)
+        if last is not None and rows.again and before == (epoch, applied.number - 1):
+            self._last = self._next(last[0], applied), last[1]
         else:
-            self._last = self._next(last[0], applied, growth), last[1]
-        return self._last if not (len(applied.unseen) or self._unseen) else self._clearing(applied)
-
-    def _clearing(self, applied: Applied) -> tuple[Step, np.ndarray]:
-        """The last step, which zeroes what was freed unseen, if it computes anything."""
-        assert self._last is not None
-        step, sampled = self._last
-        self._unseen.append(applied.unseen)
-        if not len(step.slots):
-            return self._last
-        cleared, self._unseen = np.concatenate(self._unseen), []
-        return replace(step, cleared=cleared), sampled
+            self._last = self._whole(epoch, applied)
+        return self._last
 
     def _whole(self, epoch: int, applied: Applied) -> tuple[Step, np.ndarray]:
         rows = applied.rows
         order, decodes = _order(rows.counts)
-        slots, starts, counts = rows.slots[order], rows.starts[order], rows.counts[order]
-        samples = rows.samples[order]
+        slots, samples = rows.slots[order], rows.samples[order]
         last = np.flatnonzero(samples)
-        positions = (starts[last] + counts[last]).astype(np.int64)
         step = Step(
             epoch=epoch,
             number=applied.number,
             decodes=decodes,
             slots=slots,
-            starts=starts,
-            counts=counts,
+            starts=rows.starts[order],
+            counts=rows.counts[order],
             samples=samples,
             tokens=_tokens(rows, order, self._memory),
-            pages=self._memory.table.gather(slots),
-            sampling=self._requests.sampling_rows(slots[last], positions),
+            fields=self._requests.fields(slots[last]),
+            penalties=self._requests.penalties(slots[last]),
+            delta=self._delta() if len(order) else NOTHING,
         )
         return step, order[last]
 
-    def _next(self, last: Step, applied: Applied, growth: Growth) -> Step:
+    def _next(self, last: Step, applied: Applied) -> Step:
         """`last`, one token further."""
-        starts, sampling = applied.rows.starts, last.sampling
-        positions = sampling.positions + 1
-        suppress = sampling.suppress
-        if len(suppress):  # else all are past where anything was
-            suppress = self._requests.suppressed(last.slots, positions)
-        penalties = sampling.penalties
+        penalties = last.penalties
         if penalties is not None and penalties.new:
             penalties = replace(penalties, new=())
         return Step(
-            last.epoch, applied.number, last.decodes, last.slots, starts, last.counts,
-            last.samples, last.tokens, self._pages(last, starts, growth),
-            SamplingRows(sampling.fields, positions, suppress, penalties),
-            growth,
+            last.epoch, applied.number, last.decodes, last.slots, applied.rows.starts, last.counts,
+            last.samples, last.tokens, last.fields, penalties, self._delta(),
         )  # fmt: skip
 
-    def _pages(self, last: Step, starts: np.ndarray, growth: Growth) -> np.ndarray:
-        columns = starts[growth.rows] // self._memory.page_size
-        if len(columns) and int(columns.max()) >= last.pages.shape[1]:
-            return self._memory.table.gather(last.slots)
-        pages = last.pages.copy()  # steps in flight read theirs
-        pages[growth.rows, columns] = growth.pages
-        return pages
+    def _delta(self) -> Delta:
+        """What changed since the last step that computes anything."""
+        pages, requests = self._memory.table.changes(), self._requests.changes()
+        delta = NOTHING if pages is None else Delta(*pages)
+        if requests is not None:
+            admitted, fields, edits = requests
+            delta = replace(delta, admitted=admitted, fields=fields, edits=edits)
+        if self._unseen:
+            delta = replace(delta, cleared=np.concatenate(self._unseen))
+            self._unseen.clear()
+        return delta
 
 
 def _order(counts: np.ndarray) -> tuple[np.ndarray, int]:

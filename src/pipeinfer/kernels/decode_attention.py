@@ -30,7 +30,7 @@ LOG2E = math.log2(math.e)
 @dataclass(frozen=True)
 class DecodeRows:
     """R rows with one query each, int32. lengths [R]: their keys; a row may have none. indptr
-    [R + 1]: where a row's pages begin in `indices`. pieces: of the rows (decode_pieces.py).
+    [R or more]: where a row's pages begin in `indices`. pieces: of the rows (decode_pieces.py).
     """
 
     lengths: torch.Tensor
@@ -223,7 +223,7 @@ def decode_attention_reference(
     group = q.shape[1] // k.shape[2]
     found = []
     for row, length in enumerate(rows.lengths.tolist()):
-        pages = rows.indices[int(rows.indptr[row]) : int(rows.indptr[row + 1])].long()
+        pages = rows.indices[int(rows.indptr[row]) :][: -(-length // k.shape[1])].long()
         begin = 0 if window is None else max(length - window, 0)
         keys, values = (
             cache[pages].flatten(0, 1)[begin:length].float().repeat_interleave(group, dim=1)

@@ -1,7 +1,8 @@
-"""From a step's rows to everything that is indexed by token or by page, on the device.
+"""From a step's rows to everything that is indexed by row, token, sample or page, on the device.
 
-One Triton launch, no host synchronisation, a grid that depends on capacities only: fit for a
-CUDA graph. Needs triton. Knows rows, positions and pages; no request and no attention backend.
+Rows name slots; what lies there (a page table, fields, last tokens) is read where it lies. Two
+Triton launches, no host synchronisation, grids that depend on capacities only: fit for a CUDA
+graph. Needs triton. Knows rows, slots and pages; no request and no attention backend.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -16,62 +17,105 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 1024  # tokens or pages that a program writes at a time
-MOST_PROGRAMS = 8  # that share one row
-DUMMY_PAGE = 0
+BLOCK = 1024  # tokens, pages or words that a program writes at a time
+MOST_PROGRAMS = 8  # that share one row, or what is to be written
+NOBODY = -(2**31)  # in Rows.entries: the row has no entry
+NOWHERE = -1  # in Expanded.places: keep nothing of this token
+_NOBODY = tl.constexpr(NOBODY)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A step's rows, int32: slots, starts, counts [R], and tokens [T or more], each where it stands
+    in Expanded, -1 for last_token[slot]. A row of count 0 is nobody's: it must have the last slot
+    and start 0.
+
+    entries [R]: which of the S entries for sampling is the row's; -1 - e: entry e is nobody's;
+    NOBODY: none. Together they name each entry once.
+    """
+
+    slots: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    entries: torch.Tensor
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class BySlot:
+    """What lies on the device by slot; the last slot is nobody's.
+
+    table: int32 [slots, P]. fields: int32 words, field after field, `wide` of two words a slot and
+    then `narrow` of one. last_token: int64 [slots].
+    """
+
+    table: torch.Tensor
+    fields: torch.Tensor
+    last_token: torch.Tensor
+    wide: int
+    narrow: int
 
 
 @dataclass(frozen=True)
 class Expanded:
-    """What a step's kernels index with; R rows, T tokens and N page indices are capacities.
+    """What a step's kernels index with; R rows, T tokens, S entries and N pages are capacities.
 
-    positions int64 [T]; places int64 [T], page * page_size + offset; ids int64 [T].
-    token_offsets int32 [R + 1]: row r's tokens are token_offsets[r] .. token_offsets[r + 1] - 1.
-    page_indices int32 [N]: row r's pages from page_offsets[r] on (int32 [R + 1]), no gaps.
-    seq_lens int32 [R]: tokens after the step; last_page_len int32 [R]: tokens in the last page.
+    positions, places (page * page_size + offset), ids: int64 [T]. offsets: int32 [R + 1], where a
+    row's tokens begin; prompt_offsets: int32 [prompts + 1], the same of the rows behind the
+    decodes, less `base`. lengths, last_page: int32 [R], tokens after the step, and in the last
+    page. begins: int32 [R + 1], where a row's pages begin in `listed` int32 [N], row after row, or
+    where that has no room, in the page table of all slots. gathered: int32 [n, P], pages of the
+    last n rows. last: int64 [S], the token that an entry samples behind; write_slots,
+    sample_positions: int64 [S]; fields: as BySlot's, by entry.
     """
 
     positions: torch.Tensor
     places: torch.Tensor
     ids: torch.Tensor
-    token_offsets: torch.Tensor
-    page_indices: torch.Tensor
-    page_offsets: torch.Tensor
-    seq_lens: torch.Tensor
-    last_page_len: torch.Tensor
-
-
-def allocate(rows: int, tokens: int, page_indices: int, device: torch.device | str) -> Expanded:
-    """Buffers for steps of up to `rows`, `tokens` and `page_indices`, padding included."""
-
-    def zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(size, dtype=dtype, device=device)
-
-    return Expanded(
-        positions=zeros(tokens, torch.int64),
-        places=zeros(tokens, torch.int64),
-        ids=zeros(tokens, torch.int64),
-        token_offsets=zeros(rows + 1, torch.int32),
-        page_indices=zeros(page_indices, torch.int32),
-        page_offsets=zeros(rows + 1, torch.int32),
-        seq_lens=zeros(rows, torch.int32),
-        last_page_len=zeros(rows, torch.int32),
-    )
+    offsets: torch.Tensor
+    prompt_offsets: torch.Tensor
+    lengths: torch.Tensor
+    last_page: torch.Tensor
+    begins: torch.Tensor
+    listed: torch.Tensor
+    gathered: torch.Tensor
+    last: torch.Tensor
+    write_slots: torch.Tensor
+    sample_positions: torch.Tensor
+    fields: torch.Tensor
 
 
 @triton.jit
-def _before(starts, counts, row, rows, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """(tokens, pages) of the rows before `row`; a padding row counts as one of each."""
+def _write(pairs, count, words, BLOCK: tl.constexpr):
+    many = 2 * tl.load(count)
+    step = tl.num_programs(0) * BLOCK
+    for begin in range(tl.program_id(0) * BLOCK, many // 2, step):
+        at = begin + tl.arange(0, BLOCK)
+        inside = 2 * at < many
+        place = tl.load(pairs + 2 * at, mask=inside, other=0)
+        value = tl.load(pairs + 2 * at + 1, mask=inside, other=0)
+        tl.store(words + place, value, mask=inside)
+
+
+def write_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor) -> None:
+    """words[place] = value for the first `count` int32 [1] of the (place, value) in `pairs`, int32
+    [2n], of places that are all different. All on one device."""
+    _write[(MOST_PROGRAMS,)](pairs, count, words, BLOCK=BLOCK, num_warps=4)
+
+
+@triton.jit
+def _before(starts, counts, row, PAGE: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr):
+    """(tokens, pages) of the rows before `row`."""
     tokens = tl.zeros((BLOCK,), tl.int32)
     pages = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, row, BLOCK):
         index = begin + tl.arange(0, BLOCK)
         inside = index < row
         count = tl.load(counts + index, mask=inside, other=0)
-        length = tl.load(starts + index, mask=inside, other=0) + count
-        length = tl.where(count > 0, length, 1)
-        tokens += tl.where(inside, tl.maximum(count, 1), 0)
-        pages += tl.where(inside, (length + PAGE - 1) // PAGE, 0)
+        length = tl.load(starts + index, mask=inside & (count > 0), other=0)
+        count = tl.where(count > 0, count, PAD)
+        tokens += tl.where(inside, count, 0)
+        pages += tl.where(inside, (length + count + PAGE - 1) // PAGE, 0)
     return tl.sum(tokens), tl.sum(pages)
 
 
@@ -80,7 +124,7 @@ def _tokens(
     tokens, last_token, slot, pages, positions, places, ids, first, start, count, known, capacity,
     step, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes this program's share of one row's `count` tokens; from `known` on they are dummies."""
+    """This program's share of one row's `count` tokens; from `known` on they are nobody's."""
     for begin in range(tl.program_id(1) * BLOCK, count, step):
         index = begin + tl.arange(0, BLOCK)
         at = first + index
@@ -88,103 +132,149 @@ def _tokens(
         real = inside & (index < known)
         position = tl.where(index < known, start + index, 0)
         page = tl.load(pages + position // PAGE, mask=real, other=0).to(tl.int64)
+        place = tl.where(real, page * PAGE + position % PAGE, -1)
         token = tl.load(tokens + at, mask=real, other=0).to(tl.int64)
         last = tl.load(last_token + slot + 0 * index, mask=real & (token < 0), other=0)
         tl.store(positions + at, position, mask=inside)
-        tl.store(places + at, page * PAGE + position % PAGE, mask=inside)
+        tl.store(places + at, place, mask=inside)
         tl.store(ids + at, tl.where(token < 0, last, token), mask=inside)
 
 
+@triton.jit
+def _sample(
+    entry, slot, position, token, state, last, write_slots, sample_positions, fields, slots,
+    entries, WIDE: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """One entry for sampling, the row's or nobody's."""
+    real = entry >= 0
+    at = tl.where(real, entry, -1 - entry)
+    slot = tl.where(real, slot, slots - 1)
+    tl.store(last + at, tl.where(real, token, 0))
+    tl.store(write_slots + at, slot)
+    tl.store(sample_positions + at, tl.where(real, position, 0))
+    for field in tl.static_range(WIDE):
+        for word in tl.static_range(2):
+            value = tl.load(state + 2 * (field * slots + slot) + word)
+            tl.store(fields + 2 * (field * entries + at) + word, value)
+    for field in tl.static_range(NARROW):
+        value = tl.load(state + (2 * WIDE + field) * slots + slot)
+        tl.store(fields + (2 * WIDE + field) * entries + at, value)
+
+
 # Sizes change from step to step; compiling anew for each kind of number would hold up the step.
-@triton.jit(do_not_specialize=["rows", "capacity", "index_capacity", "pages_stride"])
+SIZES = ["rows", "capacity", "list_room", "slot_count", "width", "decodes", "base",
+         "first_gathered", "entry_count"]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
 def _expand(
-    pages, starts, counts, slots, tokens, last_token,
-    positions, places, ids, token_offsets, page_indices, page_offsets, seq_lens, last_page_len,
-    rows, capacity, index_capacity, pages_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    slots, starts, counts, entries, tokens, table, state, last_token,
+    positions, places, ids, offsets, prompt_offsets, lengths, last_page, begins, listed, gathered,
+    last, write_slots, sample_positions, fields,
+    rows, capacity, list_room, slot_count, width, decodes, base, first_gathered, entry_count,
+    PAGE: tl.constexpr, PAD: tl.constexpr, LISTED: tl.constexpr, WIDE: tl.constexpr,
+    NARROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (row, share of the row); the row after the last fills what tokens are left over."""
     row = tl.program_id(0)
-    step = tl.num_programs(1) * BLOCK
-    first, first_page = _before(starts, counts, row, rows, PAGE, BLOCK)
-    tl.store(token_offsets + row, first, mask=tl.program_id(1) == 0)
-    tl.store(page_offsets + row, first_page, mask=tl.program_id(1) == 0)
+    step, alone = tl.num_programs(1) * BLOCK, tl.program_id(1) == 0
+    first, first_page = _before(starts, counts, row, PAGE, PAD, BLOCK)
     inside = row < rows
     known = tl.load(counts + row, mask=inside, other=0)
     start = tl.load(starts + row, mask=known > 0, other=0)
-    slot = tl.load(slots + row, mask=known > 0, other=0)
-    count = tl.where(inside, tl.maximum(known, 1), capacity - first)
-    table = pages + row.to(tl.int64) * pages_stride
-    _tokens(tokens, last_token, slot, table, positions, places, ids, first, start, count, known,
+    slot = tl.load(slots + row, mask=inside, other=0)
+    count = tl.where(inside, tl.where(known > 0, known, PAD), capacity - first)
+    pages = table + slot.to(tl.int64) * width
+    tl.store(offsets + row, first, mask=alone)
+    tl.store(prompt_offsets + row - decodes, first - base, mask=alone & (row >= decodes))
+    tl.store(begins + row, first_page if LISTED else slot * width, mask=alone)
+    _tokens(tokens, last_token, slot, pages, positions, places, ids, first, start, count, known,
             capacity, step, PAGE, BLOCK)  # fmt: skip
     if inside:
         length = start + count
         used = (length + PAGE - 1) // PAGE
-        tl.store(seq_lens + row, length)
-        tl.store(last_page_len + row, length - (used - 1) * PAGE)
+        tl.store(lengths + row, length, mask=alone)
+        tl.store(last_page + row, length - (used - 1) * PAGE, mask=alone)
         for begin in range(tl.program_id(1) * BLOCK, used, step):
             index = begin + tl.arange(0, BLOCK)
-            page = tl.load(table + index, mask=index < tl.where(known > 0, used, 0), other=0)
-            at = first_page + index
-            tl.store(page_indices + at, page, mask=(index < used) & (at < index_capacity))
+            page = tl.load(pages + index, mask=index < used, other=0)
+            if LISTED:
+                at = first_page + index
+                tl.store(listed + at, page, mask=(index < used) & (at < list_room))
+            target = gathered + (row - first_gathered).to(tl.int64) * width + index
+            tl.store(target, page, mask=index < tl.where(row >= first_gathered, used, 0))
+        entry = tl.load(entries + row)
+        if alone & (entry != _NOBODY):
+            _sample(entry, slot, start + count, first + count - 1, state, last, write_slots,
+                    sample_positions, fields, slot_count, entry_count, WIDE, NARROW)  # fmt: skip
 
 
 def expand(
-    pages: torch.Tensor,
-    starts: torch.Tensor,
-    counts: torch.Tensor,
-    slots: torch.Tensor,
-    tokens: torch.Tensor,
-    last_token: torch.Tensor,
-    page_size: int,
-    out: Expanded,
+    rows: Rows, held: BySlot, page_size: int, padding: int, base: int, out: Expanded
 ) -> None:
-    """Fills `out` from a step's arrays on its device (see steps/step.py for their meaning).
+    """Fills `out` from a step's rows and what lies in their slots.
 
-    pages int32 [R, P], starts, counts, slots int32 [R], tokens int32 [at least the sum of counts]
-    with -1 for last_token[slot], last_token int64 [slots]. A row with count 0 is padding: it
-    becomes one token, id 0 at position 0 in page 0, whatever else it says; tokens of `out` past
-    the last row's become the same. Padding reads no page table and no slot. `out` must hold R rows.
+    padding: tokens and keys, 0 or 1, of a row that is nobody's; they are id 0 at position 0,
+    nowhere, and so are the tokens of `out` past the last row's. `out` must hold R rows; with room
+    in `listed` for the pages of all of them, or for none.
     """
-    rows = counts.shape[0]
-    capacity = out.positions.shape[0]
-    longest = max(capacity, pages.shape[1])
-    shares = min(triton.cdiv(longest, BLOCK), MOST_PROGRAMS)
-    _expand[(rows + 1, shares)](
-        pages, starts, counts, slots, tokens, last_token,
-        out.positions, out.places, out.ids, out.token_offsets, out.page_indices, out.page_offsets,
-        out.seq_lens, out.last_page_len, rows, capacity, out.page_indices.shape[0],
-        pages.stride(0), PAGE=page_size, BLOCK=BLOCK, num_warps=4,
+    count, capacity = len(rows.counts), len(out.positions)
+    prompts, width = len(out.prompt_offsets) - 1, held.table.shape[1]
+    shares = min(triton.cdiv(max(capacity, width), BLOCK), MOST_PROGRAMS)
+    _expand[(count + 1, shares)](
+        rows.slots, rows.starts, rows.counts, rows.entries, rows.tokens,
+        held.table, held.fields, held.last_token,
+        out.positions, out.places, out.ids, out.offsets, out.prompt_offsets, out.lengths,
+        out.last_page, out.begins, out.listed, out.gathered, out.last, out.write_slots,
+        out.sample_positions, out.fields,
+        count, capacity, len(out.listed), len(held.table), width, count - prompts, base,
+        count - len(out.gathered), len(out.last), PAGE=page_size, PAD=padding,
+        LISTED=len(out.listed) > 0, WIDE=held.wide, NARROW=held.narrow, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
 
 def expand_reference(
-    pages: torch.Tensor,
-    starts: torch.Tensor,
-    counts: torch.Tensor,
-    slots: torch.Tensor,
-    tokens: torch.Tensor,
-    last_token: torch.Tensor,
-    page_size: int,
-    out: Expanded,
+    rows: Rows, held: BySlot, page_size: int, padding: int, base: int, out: Expanded
 ) -> None:
     """The same, row by row."""
-    at = at_page = 0
-    for row, count in enumerate(counts.tolist()):
-        start = int(starts[row]) if count else 0
-        known = tokens[at : at + count].long() if count else tokens.new_zeros(1).long()
-        table = pages[row] if count else torch.full_like(pages[row], DUMMY_PAGE)
-        position = torch.arange(start, start + len(known), device=pages.device)
-        last = last_token[slots[row]] if count else 0
-        span = slice(at, at + len(known))
-        out.positions[span] = position
-        out.places[span] = table[position // page_size].long() * page_size + position % page_size
-        out.ids[span] = torch.where(known < 0, last, known)
-        length = start + len(known)
+    prompts, nobody = len(out.prompt_offsets) - 1, len(held.table) - 1
+    total, at, at_page = len(rows.counts), 0, 0
+    for tensor, value in ((out.positions, 0), (out.places, NOWHERE), (out.ids, 0)):
+        tensor[:] = value
+    for row, known in enumerate(rows.counts.tolist()):
+        slot, start = int(rows.slots[row]), int(rows.starts[row]) if known else 0
+        count = known or padding
+        length = start + count
         used = -(-length // page_size)
-        out.page_indices[at_page : at_page + used] = table[:used]
-        out.seq_lens[row], out.last_page_len[row] = length, length - (used - 1) * page_size
-        out.token_offsets[row], out.page_offsets[row] = at, at_page
-        at, at_page = at + len(known), at_page + used
-    out.token_offsets[len(counts)], out.page_offsets[len(counts)] = at, at_page
-    for tensor in (out.positions, out.places, out.ids):
-        tensor[at:] = 0
+        pages = held.table[slot, :used]
+        span, position = slice(at, at + known), torch.arange(start, start + known)
+        out.positions[span] = position
+        out.places[span] = pages[position // page_size].long() * page_size + position % page_size
+        ids = rows.tokens[span].long()
+        out.ids[span] = torch.where(ids < 0, held.last_token[slot], ids)
+        out.offsets[row], out.lengths[row] = at, length
+        out.last_page[row] = length - (used - 1) * page_size
+        if row >= total - prompts:
+            out.prompt_offsets[row - (total - prompts)] = at - base
+        out.begins[row] = at_page if len(out.listed) else slot * held.table.shape[1]
+        if len(out.listed):
+            out.listed[at_page : at_page + used] = pages
+        if row >= total - len(out.gathered):
+            out.gathered[row - (total - len(out.gathered)), :used] = pages
+        entry = int(rows.entries[row])
+        if entry != NOBODY:
+            real, entry = entry >= 0, entry if entry >= 0 else -1 - entry
+            out.last[entry] = at + count - 1 if real else 0
+            out.write_slots[entry] = slot if real else nobody
+            out.sample_positions[entry] = length if real else 0
+            words = _words(held, entry, len(out.last))
+            out.fields[words] = held.fields[_words(held, slot if real else nobody, len(held.table))]
+        at, at_page = at + count, at_page + used
+    out.offsets[total], out.prompt_offsets[prompts] = at, at - base
+    out.begins[total] = at_page if len(out.listed) else 0
+
+
+def _words(held: BySlot, index: int, many: int) -> list[int]:
+    """Where the fields of one of `many` slots or entries stand."""
+    wide = [2 * (field * many + index) + word for field in range(held.wide) for word in range(2)]
+    return wide + [(2 * held.wide + field) * many + index for field in range(held.narrow)]

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeinfer.steps.step import Growth
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -19,7 +17,7 @@ class Rows:
     slots, starts, counts: int32; row r computes positions starts[r] .. starts[r]+counts[r]-1.
     samples: bool, such a row ends with a sampled token. known: bool, its tokens are admitted ids
     (else the one that lies on the device). deferred: bool, no pages for it, nothing was touched.
-    growth: None where the rows are not those of the plan before.
+    again: the rows are those of the plan before, and both decode one token of each.
     """
 
     slots: np.ndarray
@@ -28,7 +26,7 @@ class Rows:
     samples: np.ndarray
     known: np.ndarray
     deferred: np.ndarray
-    growth: Growth | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True)

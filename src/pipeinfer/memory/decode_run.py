@@ -12,7 +12,6 @@ from pipeinfer.memory.applied import Rows
 from pipeinfer.memory.page_table import PageTable
 from pipeinfer.memory.slots import Slots
 from pipeinfer.messages import Plan
-from pipeinfer.steps.step import Growth
 
 _ONE = np.array([1], dtype="<i4").tobytes()
 _STEP = np.ones((), dtype=np.int32)  # made once: making a scalar takes as long as adding it
@@ -59,12 +58,11 @@ class DecodeRun:
         """int64 [G]: rows that need a page for the next position."""
         return np.flatnonzero(self.starts == self.room)
 
-    def advance(self, growing: np.ndarray, pages: np.ndarray) -> Rows:
-        """The next position of every row; `growing` as `growing()` said, with a page for each."""
+    def advance(self, growing: np.ndarray) -> Rows:
+        """The next position of every row, when those of `growing()` have got their pages."""
         starts = self.starts
         self.starts = starts + _STEP
         self.left -= 1
         if len(growing):
             self.room[growing] += self._page
-        growth = Growth(growing, pages)
-        return Rows(self.slots, starts, self._ones, self._yes, self._no, self._no, growth)
+        return Rows(self.slots, starts, self._ones, self._yes, self._no, self._no, again=True)

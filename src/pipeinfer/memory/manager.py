@@ -75,7 +75,7 @@ class MemoryManager:
 
     def apply(self, plan: Plan) -> Applied:
         """Carries out `plan` in the fixed order: releases, inserts, matches and locks, evictions
-        and allocations. The table's rows are the step's until the next plan: copy them.
+        and allocations.
 
         Raises ProtocolError if the plan contradicts the state, which is then of no use any more.
         """
@@ -221,13 +221,12 @@ class MemoryManager:
         run = self._run
         if run is None or not run.goes_on(plan):
             return None
-        growing, pages = run.growing(), _NONE
+        growing = run.growing()
         if len(growing):
             if len(growing) > self.free + self.evictable:
                 return None
-            pages = self._take(len(growing))
-            self.table.extend(run.slots[growing], pages)
-        rows = run.advance(growing, pages)
+            self.table.extend(run.slots[growing], self._take(len(growing)))
+        rows = run.advance(growing)
         self.slots.computed[run.slots] = run.starts
         return rows
 

@@ -1,6 +1,7 @@
 """Which pages each slot's tokens lie in.
 
-Knows no token id and no plan. The table is on the host; a step takes a private copy of its rows.
+Knows no token id and no plan. The table is on the host; devices have copies, which follow by what
+was changed.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ class PageTable:
         self.held = np.zeros(max_slots, dtype=np.int32)
         self.shared = np.zeros(max_slots, dtype=np.int32)
         self.owned = 0
+        self._changed: list[tuple[np.ndarray, np.ndarray]] = []  # slots and columns
 
     def reset(self) -> None:
-        """Empties every row."""
+        """Empties every row; who follows need not know what was in them."""
+        self._changed.clear()
         for slot in np.flatnonzero(self.held):
             self._rows[slot, : self.held[slot]] = 0
         self.held[:] = 0
@@ -34,6 +37,8 @@ class PageTable:
     def share(self, slot: int, pages: np.ndarray) -> None:
         """Makes `pages`, which the prefix cache owns, the beginning of the row."""
         count = len(pages)
+        columns = np.flatnonzero(self._rows[slot, :count] != pages)
+        self._changed.append((np.full(len(columns), slot), columns))
         self._rows[slot, :count] = pages
         held, shared = int(self.held[slot]), int(self.shared[slot])
         self.shared[slot] = count
@@ -47,13 +52,16 @@ class PageTable:
             return
         row = np.repeat(slots, needs)
         offset = np.arange(len(pages)) - np.repeat(np.cumsum(needs) - needs, needs)
-        self._rows[row, self.held[row] + offset] = pages
+        columns = self.held[row] + offset
+        self._changed.append((row, columns))
+        self._rows[row, columns] = pages
         self.held[slots] += needs
         self.owned += len(pages)
 
     def extend(self, slots: np.ndarray, pages: np.ndarray) -> None:
         """Gives each of the distinct `slots` [n] the next of its pages, out of `pages` [n]."""
         held = self.held[slots]
+        self._changed.append((slots, held))
         self._rows[slots, held] = pages
         self.held[slots] = held + np.int32(1)
         self.owned += len(pages)
@@ -73,7 +81,16 @@ class PageTable:
         self.held[slot] = 0
         self.shared[slot] = 0
 
-    def gather(self, slots: np.ndarray) -> np.ndarray:
-        """A copy of the rows of `slots`, int32 [n, P]; P is the longest row's number of pages."""
-        width = int(self.held[slots].max()) if len(slots) else 0
-        return self._rows[slots, :width]
+    def changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """Slots, columns and pages, int32 [n] each, of all that was written since it was asked
+        last, as it is now; None if nothing was. Rows that were emptied count for nothing.
+        """
+        if not self._changed:
+            return None
+        slots, columns = self._changed[0]
+        if len(self._changed) > 1:
+            both = zip(*self._changed, strict=True)
+            slots, columns = (np.concatenate(parts) for parts in both)
+        self._changed.clear()
+        pages = self._rows[slots, columns]
+        return slots.astype(np.int32, copy=False), columns.astype(np.int32, copy=False), pages

@@ -15,18 +15,6 @@ LAST_TOKEN = -1  # in Step.tokens: take the id that the previous step left in la
 
 
 @dataclass(frozen=True)
-class Growth:
-    """What sets a step's rows apart from those of the step before, where they are the same rows in
-    the same order and both decode one token of each: everything is one position further.
-
-    rows: int64 [G], those that begin a page; pages: int32 [G], which one.
-    """
-
-    rows: np.ndarray
-    pages: np.ndarray
-
-
-@dataclass(frozen=True)
 class Said:
     """What the request in `slot` has in its prompt and in its output so far: ids int32 [n] each."""
 
@@ -55,22 +43,54 @@ class SamplingRows:
     """Sampling parameters of the rows that sample, [S] each, in the order of those rows.
 
     fields: by name and in the dtypes that engine/fields.py declares. positions: int64, the absolute
-    position of the token being sampled. suppress: (row, id) pairs int64 [n, 2] of ids that must not
-    be sampled. penalties: None where no row has any.
+    position of the token being sampled.
     """
 
     fields: Mapping[str, np.ndarray]
     positions: np.ndarray
-    suppress: np.ndarray
-    penalties: PenaltyRows | None = None
 
     def take(self, rows: np.ndarray) -> SamplingRows:
-        """The fields and positions of some of the rows; nothing suppressed, no penalties."""
+        """Some of the rows."""
         fields = {name: values[rows] for name, values in self.fields.items()}
-        return SamplingRows(fields, self.positions[rows], self.suppress[:0])
+        return SamplingRows(fields, self.positions[rows])
+
+
+@dataclass(frozen=True)
+class Edits:
+    """What the request in `slot` changes of single logits: of `ids` int32 [n], all different.
+
+    until: int32 [n], the id is not sampled at positions before that one; from there on its logit is
+    `values` float32 [n] higher.
+    """
+
+    slot: int
+    ids: np.ndarray
+    values: np.ndarray
+    until: np.ndarray
 
 
 _NONE = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What a step changes of what lies on the device by slot, before it computes anything.
+
+    pages: int32 [n], which from now on stand in columns `columns` [n] of the page table's rows
+    `slots` [n]. admitted: int32 [a], slots with new requests, whose `fields` [a] these are, by
+    name; `edits` are those of them that have any. cleared: int32, pages to be zeroed.
+    """
+
+    slots: np.ndarray = field(default_factory=lambda: _NONE)
+    columns: np.ndarray = field(default_factory=lambda: _NONE)
+    pages: np.ndarray = field(default_factory=lambda: _NONE)
+    admitted: np.ndarray = field(default_factory=lambda: _NONE)
+    fields: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
+    edits: tuple[Edits, ...] = ()
+    cleared: np.ndarray = field(default_factory=lambda: _NONE)
+
+
+NOTHING = Delta()
 
 
 @dataclass(frozen=True)
@@ -108,11 +128,10 @@ class Step:
 
     slots, starts, counts: int32 [R]; row r computes positions starts[r] .. starts[r]+counts[r]-1,
     counts[r] >= 1. tokens: int32 [T], known ids or LAST_TOKEN. samples: bool [R]; such a row's last
-    position gives logits, and the sampled id goes to last_token[slots[r]].
-    pages: int32 [R, P], this step's private copy of the page table: position p of row r lies in
-    page pages[r, p // page_size] at offset p % page_size. Page 0 is a dummy that no request owns.
-    growth: how it differs from step `number - 1`, where that had the same rows and both only
-    decode; else None. cleared: int32 [n], pages to be zeroed before anything is computed.
+    position gives logits, and the sampled id goes to last_token[slots[r]]. fields: of the rows that
+    sample, [S] each; steps of the same rows have the same object.
+    delta: applied first. Position p of row r lies in page table[slots[r], p // page_size] then, at
+    offset p % page_size. Page 0 is a dummy that no request owns.
     """
 
     epoch: int
@@ -123,7 +142,12 @@ class Step:
     counts: np.ndarray
     samples: np.ndarray
     tokens: np.ndarray
-    pages: np.ndarray
-    sampling: SamplingRows
-    growth: Growth | None = None
-    cleared: np.ndarray = field(default_factory=lambda: _NONE)
+    fields: Mapping[str, np.ndarray]
+    penalties: PenaltyRows | None = None
+    delta: Delta = NOTHING
+
+    @property
+    def sampling(self) -> SamplingRows:
+        """Of the rows that sample, made anew each time."""
+        positions = (self.starts + self.counts)[self.samples].astype(np.int64)
+        return SamplingRows(self.fields, positions)

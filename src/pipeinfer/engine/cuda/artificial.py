@@ -1,4 +1,5 @@
-"""Steps that nobody asked for: to warm up, to measure, to capture. They write to the dummy page.
+"""Steps that nobody asked for: to warm up, to measure, to capture. They write to the dummy page,
+and leave nothing in the first slots that anybody reads.
 
 Knows arrays of a step; no device and no request.
 """
@@ -6,61 +7,62 @@ Knows arrays of a step; no device and no request.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from pipeinfer.engine.fields import filled
-from pipeinfer.steps.step import SamplingRows, Step
+from pipeinfer.steps.step import Delta, Step
 
 USUAL = {"temperature": 1.0}  # as most requests have it
 
 
-def artificial_step(counts: np.ndarray, page_size: int, **fields: float) -> Step:
-    """Rows of these counts int32 (ones first) from position 0 on, all sampling; `fields` of all
-    rows, by the names of engine/fields.py."""
+def artificial_step(
+    counts: np.ndarray,
+    page_size: int,
+    starts: np.ndarray | None = None,
+    own: bool = False,
+    **fields: float,
+) -> Step:
+    """Rows of these counts int32 (ones first) after so many tokens `starts` int32, by default none,
+    all sampling; `fields` of all rows, by the names of engine/fields.py.
+
+    They lie in the first slots and compute into the dummy page. What is before it they read there,
+    too, or, with `own`, in pages of which no two rows have one.
+    """
     rows = len(counts)
-    values = filled(rows, **(USUAL | fields))
-    sampling = SamplingRows(values, counts.astype(np.int64), np.zeros((0, 2), dtype=np.int64))
+    starts = np.zeros(rows, dtype=np.int32) if starts is None else starts
+    slots, held = np.arange(rows, dtype=np.int32), -(-(starts + counts) // page_size)
+    slot = np.repeat(slots, held)
+    column = np.arange(len(slot), dtype=np.int32) - np.repeat(np.cumsum(held) - held, held)
+    before = column < np.repeat(starts // page_size, held) if own else np.zeros(len(slot), bool)
+    pages = np.where(before, np.cumsum(before), 0).astype(np.int32)
     return Step(
         epoch=0,
         number=0,
         decodes=int((counts == 1).sum()),
-        slots=np.arange(rows, dtype=np.int32),
-        starts=np.zeros(rows, dtype=np.int32),
+        slots=slots,
+        starts=starts,
         counts=counts,
         samples=np.ones(rows, dtype=bool),
         tokens=np.zeros(int(counts.sum()), dtype=np.int32),
-        pages=np.zeros((rows, -(-int(counts.max(initial=0)) // page_size)), dtype=np.int32),
-        sampling=sampling,
+        fields=filled(rows, **(USUAL | fields)),
+        delta=Delta(slot, column.astype(np.int32), pages),
     )
 
 
-def deep_decodes(rows: int, pages: int, page_size: int, slot: int) -> Step:
+def deep_decodes(rows: int, pages: int, page_size: int) -> Step:
     """Decodes after `pages` full pages each, every row's own and none of them the dummy."""
-    step = artificial_step(np.ones(rows, dtype=np.int32), page_size)
-    table = np.zeros((rows, pages + 1), dtype=np.int32)  # the row's new token goes to the dummy
-    table[:, :pages] = np.arange(1, rows * pages + 1, dtype=np.int32).reshape(rows, pages)
     starts = np.full(rows, pages * page_size, dtype=np.int32)
-    return replace(step, starts=starts, pages=table, slots=_all_of(slot, rows))
+    return artificial_step(np.ones(rows, dtype=np.int32), page_size, starts, own=True)
 
 
-def deep_prompts(
-    decodes: int, prompts: Sequence[int], before: int, page_size: int, slot: int
-) -> Step:
+def deep_prompts(decodes: int, prompts: Sequence[int], before: int, page_size: int) -> Step:
     """Decodes of nothing, and chunks of so many tokens (2 or more) of prompts, each after `before`
     tokens; everything lies in the dummy page.
     """
     counts = np.array([1] * decodes + [*prompts], dtype=np.int32)
     starts = np.where(counts > 1, before, 0).astype(np.int32)
-    pages = -(-int((starts + counts).max()) // page_size)
-    table = np.zeros((len(counts), pages), dtype=np.int32)
-    step = artificial_step(counts, page_size)
-    return replace(step, starts=starts, pages=table, slots=_all_of(slot, len(counts)))
-
-
-def _all_of(slot: int, rows: int) -> np.ndarray:
-    return np.full(rows, slot, dtype=np.int32)
+    return artificial_step(counts, page_size, starts)
 
 
 def empty_step() -> Step:

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 
 from pipeinfer.attention import registry
-from pipeinfer.engine.cuda.graphs import ladder
-from pipeinfer.engine.cuda.layout import Limits
 from pipeinfer.engine.cuda.memory import free_for_pages, warm_up
-from pipeinfer.engine.cuda.mixed_graphs import ladder as mixed_ladder
+from pipeinfer.engine.cuda.rooms import Limits, decode_ladder, mixed_ladder
 from pipeinfer.engine.cuda.runner import CudaRunner
 from pipeinfer.engine.cuda.sampling import Ranks, SplitSampler
 from pipeinfer.memory.pool import KVPool, bytes_per_page
@@ -83,7 +81,7 @@ def _capture(
     limits: Limits,
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    sizes = ladder(min(settings.cuda_graph_max_batch, limits.rows))
+    sizes = decode_ladder(min(settings.cuda_graph_max_batch, limits.rows))
     budget = most_tokens(settings.mixed_step_tokens, limits.tokens)
     mixed = mixed_ladder(limits.tokens, limits.rows, max(sizes, default=0), budget)
     runner.capture(sizes, mixed, progress, choose=settings.tp == 1)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pipeinfer.engine.cuda.artificial import artificial_step
-from pipeinfer.engine.cuda.layout import Limits
+from pipeinfer.engine.cuda.rooms import Limits
 from pipeinfer.engine.cuda.runner import CudaRunner
 from pipeinfer.steps.step import Step
 

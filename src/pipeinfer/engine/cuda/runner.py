@@ -1,44 +1,43 @@
 """Runs steps on a GPU without waiting for them: upload, forward, sample, results, all queued.
 
-Two streams: `prepare` carries the uploads of steps without a graph, `forward` everything else;
-`last_token` is written on the forward stream only. Knows arrays of a step; no plan of the
-scheduler, no request, no policy.
+One stream carries everything, and is the one writer of what lies there by slot. Knows arrays of a
+step; no plan of the scheduler, no request, no policy.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from pipeinfer.attention.interface import Attention, Plan
-from pipeinfer.attention.rows import PagedRows
+from pipeinfer.engine import slot_state
 from pipeinfer.engine.attend import StepAttention, Store, TorchStore
-from pipeinfer.engine.cuda import packing, step_times
+from pipeinfer.engine.cuda import step_times
+from pipeinfer.engine.cuda.arrays import Cut, StepArrays
 from pipeinfer.engine.cuda.artificial import empty_step
 from pipeinfer.engine.cuda.buffers import PARITIES, StepBuffers
 from pipeinfer.engine.cuda.device import CudaDevice
-from pipeinfer.engine.cuda.expansion import Expansion
 from pipeinfer.engine.cuda.fused_store import FusedStore
-from pipeinfer.engine.cuda.graphs import Captured, DecodeGraphs, Frame, row_arrays
-from pipeinfer.engine.cuda.layout import Layout, Limits, Sizes
-from pipeinfer.engine.cuda.mixed_graphs import MixedGraphs, MixedSize
-from pipeinfer.engine.cuda.sampling import NONE, Sampler, WholeSampler, truncated_rows
+from pipeinfer.engine.cuda.graphs import Captured, Graphs, alone
+from pipeinfer.engine.cuda.rooms import Limits, Room, pack
+from pipeinfer.engine.cuda.sampling import NONE, Sampler, WholeSampler
+from pipeinfer.engine.cuda.slot_state import SlotState
 from pipeinfer.engine.device import Mark
 from pipeinfer.engine.executor import unwatched
 from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
+from pipeinfer.engine.requests import MOST_EDITS
+from pipeinfer.engine.sampler import is_truncated
+from pipeinfer.kernels.edits import edit
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.step_cost import StepCost
 from pipeinfer.steps.step import Sampled, Step
-
-Views = dict[str, torch.Tensor]
 
 
 @dataclass
@@ -61,6 +60,23 @@ class Flight:
         return self._sampled
 
 
+@dataclass(frozen=True)
+class _Packed:
+    """A step that is to be launched, in `buffers`: the first `words` of them. places: as pack()'s.
+
+    late: what changes in the slots' state, int32 [2n], if it does not fit there.
+    """
+
+    step: Step
+    parity: int
+    buffers: StepBuffers
+    cut: Cut
+    captured: Captured | None
+    words: int
+    places: np.ndarray | None
+    late: np.ndarray | None
+
+
 class CudaRunner:
     """One rank. `phases` has the host's time of each part of a launch."""
 
@@ -77,7 +93,6 @@ class CudaRunner:
         self.phases = Phases(usual_marks())
         self.keep_logits = False
         self.step_cost: StepCost | None = None  # as measured
-        self.derive = True  # on the device, what mixed steps index with; False: on the host
         self._model = model
         self._backend = backend
         self._limits = limits
@@ -86,24 +101,21 @@ class CudaRunner:
         self._penalties = Penalties(limits.rows, device, self._sampler.first_id)
         self.device = CudaDevice(device)
         self._forward = self.device.stream
-        self._prepare = torch.cuda.Stream(device)
-        # One slot more than requests: padding rows and rows that do not sample write there.
-        self._dummy_slot = limits.rows
-        self._last_token = torch.zeros(limits.rows + 1, dtype=torch.int64, device=device)
-        largest = limits.sizes
-        words = Layout(largest).words
-        self._buffers = [StepBuffers(words, limits.rows, device) for _ in range(PARITIES)]
-        self._expansion = Expansion(limits.rows, limits.tokens, largest.indices, device)
+        self._state = SlotState(limits.rows, limits.pages, MOST_EDITS, device)
+        self._mirror = slot_state.SlotState(limits.rows)  # for attention that plans on the host
+        self._arrays = StepArrays(limits, pool.page_size, backend.traits, self._state, device)
+        words = len(self._arrays.words)
+        self._buffers = [StepBuffers(words, limits.rows) for _ in range(PARITIES)]
         self._launched = 0
         self._flights: list[Flight | None] = [None] * PARITIES  # the last of each parity
-        self._graphs: tuple[DecodeGraphs, MixedGraphs] | None = None
-        self._rows: dict[tuple[Any, int | MixedSize, int], PagedRows] = {}
+        self._graphs = Graphs()
+        self._truncated: tuple[Mapping[str, np.ndarray], np.ndarray] = {}, NONE
         self.bind(pool)
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
         """Numbers of decode rows that have a CUDA graph."""
-        return () if self._graphs is None else self._graphs[0].sizes
+        return self._graphs.decodes
 
     def bind(self, pool: KVPool) -> None:
         """The pool of later steps; graphs must be captured after this."""
@@ -129,148 +141,126 @@ class CudaRunner:
         with self.phases.range("wait for buffers"):
             if last is not None:  # what it reads is free then, and what it gave taken
                 last.take()
-        flight = self._flights[parity] = self._launch(step, parity)
+        name = f"step {step.number}: {step.decodes} of {len(step.slots)} rows decode"
+        with self.phases.range(name):
+            flight = self._flights[parity] = self._launch(step, parity)
         return flight
 
     def _launch(self, step: Step, parity: int) -> Flight:
-        rows = len(step.slots)
-        if len(step.cleared):  # rare: it waits for a copy
-            with torch.cuda.stream(self._forward):
-                self.pool.clear(step.cleared)
-        with self.phases.range(f"step {step.number}: {step.decodes} of {rows} rows decode"):
-            for graphs in self._graphs or ():
-                size: Any = graphs.fitting(step)
-                if size is not None:
-                    return self._replay(step, parity, graphs, size)
-            return self._eager(step, parity)
-
-    # ---------------------------------------------------------------------------------------- eager
-
-    def _eager(self, step: Step, parity: int) -> Flight:
-        number, samples = step.number, int(step.samples.sum())
-        buffers, span = self._buffers[parity], self.phases.span
-        flight = Flight(buffers, samples, None)
-        with span("pack", number):
-            rows, views, words = self._packed(step, parity, samples)
-        torch.cuda.set_stream(self._prepare)
-        with span("attention_plan", number):
-            buffers.plan = self._backend.plan(rows)
-        with span("upload", number):
-            buffers.upload(words, self._prepare)
-
-        def work() -> None:
-            with span("forward", number):
-                logits = self._compute(step, views, buffers.plan)
-            with span("sample", number):
-                if logits is not None:
-                    drawn = self._sampled(step, logits, views, np.arange(samples))
-                    buffers.drawn[:samples].copy_(drawn, non_blocking=True)
-                flight.logits = self._kept(logits)
-
-        flight.mark = self.device.submit(work, buffers.uploaded)
-        return flight
-
-    def _packed(self, step: Step, parity: int, samples: int) -> tuple[PagedRows, Views, int]:
-        """The step in this parity's pinned buffer: its rows, its views on the device, its words."""
-        buffers, rows = self._buffers[parity], len(step.slots)
-        indices = 0 if self.derive else step.pages.size
-        layout = Layout(
-            Sizes(rows, len(step.tokens), samples, step.pages.shape[1], indices, self.derive)
-        )
-        buffers.check(layout.words)
-        used = packing.pack_rows(step, layout.host(buffers.host), self.pool.page_size)
-        views = layout.tensors(buffers.mirror)
-        arrays = row_arrays(views, rows)
-        if self.derive:
-            arrays = replace(arrays, indices=self._expansion.indices(used))
-        paged = PagedRows(
-            decodes=step.decodes,
-            longest_query=int(step.counts.max()),
-            parity=parity,
-            host=row_arrays(layout.tensors(buffers.pinned), rows),
-            device=arrays,
-        )
-        return paged, views, layout.words if self.derive else layout.indices_at + used
-
-    def _compute(self, step: Step, views: Views, plan: Plan) -> torch.Tensor | None:
-        """Logits [S, vocab], ready to be sampled; None if no row samples."""
-        if self.derive:
-            derived = self._expansion(views, self._last_token, self.pool.page_size)
-            tokens, places, positions = derived.ids, derived.places, derived.positions
-        else:
-            tokens, places, positions = self._known(views), views["store"], views["positions"]
-            places = places.long()  # as a store by torch operations takes them
-        attend = StepAttention(self._backend, plan, self._store, places)
-        last = views["last"]
-        hidden = self._model(tokens, positions, attend, last if len(last) else None)
-        if not len(last):
-            return None
-        logits = self._sampler.logits(hidden)
-        self._sampler.suppress(logits, step.sampling.suppress)
-        return logits
-
-    def _known(self, views: Views) -> torch.Tensor:
-        """int64 [T]: known ids, or what the slot's previous step left in last_token."""
-        tokens = views["tokens"]
-        pending = self._last_token.index_select(0, views["token_slots"])
-        return torch.where(tokens < 0, pending, tokens)
-
-    def _kept(self, logits: torch.Tensor | None) -> torch.Tensor | None:
-        """A copy for who looks at logits; there when the step has ended."""
-        if not self.keep_logits or logits is None:
-            return None
-        return self._sampler.whole(logits).clone()
-
-    # --------------------------------------------------------------------------------------- graphs
-
-    def _replay(self, step: Step, parity: int, graphs: Any, size: int | MixedSize) -> Flight:
         number, span = step.number, self.phases.span
-        buffers, captured = self._buffers[parity], graphs[size]
         with span("pack", number):
-            packed = graphs.pack(step, size, buffers.host)
-        flight = Flight(buffers, len(captured.drawn), packed.places)
+            packed = self._pack(step, parity, self._graphs.fitting(step))
+        captured, buffers = packed.captured, packed.buffers
+        first = packed.places is None
+        count = int(np.count_nonzero(step.samples)) if first else packed.cut.samples
+        flight = Flight(buffers, count, packed.places)
 
         def work() -> None:
             with span("upload", number):
-                # Straight to where the graph reads, on its stream: one copy less, no stream waits.
-                buffers.copy_to(graphs.words, packed.words)
+                self._upload(packed)
             with span("attention_plan", number):
-                if self._backend.traits.host_lengths:  # copies its work lists on this stream
-                    self._backend.plan(self._graph_rows(graphs, size, parity))
-            with span("forward", number):  # sampling by temperature included
-                captured.graph.replay()
+                if captured is None or self._backend.traits.host_lengths:
+                    buffers.plan = self._plan(packed)
+            with span("forward", number):
+                if captured is None:
+                    logits = self._logits(packed.cut, buffers.plan)
+                else:  # sampling by temperature included
+                    captured.graph.replay()
+                    logits = captured.logits
             with span("sample", number):
-                drawn = captured.drawn
-                if packed.restricted:
-                    drawn = self._sample_again(step, captured, packed.places)
-                buffers.drawn[: len(drawn)].copy_(drawn, non_blocking=True)
-                flight.logits = self._kept(captured.logits)
+                if logits is not None:
+                    drawn = self._drawn(packed, logits)[:count]
+                    buffers.drawn[:count].copy_(drawn, non_blocking=True)
+                    flight.logits = self._kept(logits)
 
         flight.mark = self.device.submit(work)
         return flight
 
-    def _sample_again(self, step: Step, captured: Captured, places: np.ndarray) -> torch.Tensor:
-        """Over the graph's own choice, where some rows want more than temperature."""
-        pairs = step.sampling.suppress
-        if len(pairs):
-            pairs = np.stack((places[pairs[:, 0]], pairs[:, 1]), axis=1)
-            self._sampler.suppress(captured.logits, pairs)
-        return self._sampled(step, captured.logits, captured.views, places)
+    def _pack(self, step: Step, parity: int, captured: Captured | None) -> _Packed:
+        """The step in this parity's buffer, for that graph or none."""
+        buffers = self._buffers[parity]
+        if captured is None:
+            cut = self._arrays.cut(Room.of(step), int(step.samples.sum()), graph=False)
+        else:
+            cut = captured.cut
+        return self._packed(step, parity, buffers, cut, captured)
 
-    def _sampled(self, step: Step, logits: torch.Tensor, views: Views, places: np.ndarray) -> Any:
-        """What all rows of the logits draw, of which those at `places` are the step's."""
-        truncated = places[truncated_rows(step)]
+    def _packed(
+        self, step: Step, parity: int, buffers: StepBuffers, cut: Cut, captured: Captured | None
+    ) -> _Packed:
+        changes, late = self._state.changes(step.delta), None
+        if len(changes) > 2 * self._arrays.most_pairs:
+            changes, late = changes[:0], changes
+        nobody = self._state.nobody
+        words, places = pack(step, cut.room, cut.samples, nobody, changes, buffers.host)
+        if self._backend.traits.host_lengths:
+            self._mirror.apply(step.delta)
+        return _Packed(step, parity, buffers, cut, captured, words, places, late)
+
+    def _upload(self, packed: _Packed) -> None:
+        """What changes in the slots, and the step, on the current stream."""
+        cleared, late = packed.step.delta.cleared, packed.late
+        if len(cleared):  # rare: it waits for a copy, and so does what follows
+            self.pool.clear(cleared)
+        if late is not None:
+            pairs = torch.from_numpy(late).to(self._state.words.device).view(-1, 2)
+            self._state.words[pairs[:, 0].long()] = pairs[:, 1]
+        packed.buffers.upload(packed.words, self._arrays.words)
+
+    def _plan(self, packed: _Packed) -> Plan:
+        """Of a graph's rows: into where its first plan lies."""
+        step, cut, table = packed.step, packed.cut, None
+        if self._backend.traits.needs_kv:
+            table = self._mirror.pages(step, self.pool.page_size)
+        exact = None if cut.graph else step
+        rows = self._arrays.paged(cut, packed.parity, packed.buffers.host, exact, table)
+        return self._backend.plan(rows)
+
+    def _logits(self, cut: Cut, plan: Plan) -> torch.Tensor | None:
+        """Logits [S, vocab], ready to be sampled; None if no row samples."""
+        self._arrays.expand(cut)
+        out = cut.expanded
+        attend = StepAttention(self._backend, plan, self._store, out.places)
+        hidden = self._model(out.ids, out.positions, attend, cut.last if cut.samples else None)
+        if not cut.samples:
+            return None
+        logits = self._sampler.logits(hidden)
+        edits, first = self._state.edits, self._sampler.first_id
+        edit(logits, out.write_slots, out.sample_positions, edits, first)
+        return logits
+
+    def _drawn(self, packed: _Packed, logits: torch.Tensor) -> torch.Tensor:
+        """What the rows draw: a graph's own choice, unless some want more than temperature."""
+        step, cut, captured = packed.step, packed.cut, packed.captured
+        places = packed.places
+        truncated = self._truncated_rows(step)
+        if captured is not None and step.penalties is None and not len(truncated):
+            return captured.drawn
+        truncated = truncated if places is None else places[truncated]
 
         def sample(logits: torch.Tensor) -> torch.Tensor:
-            return self._sampler.sample(logits, views, self._last_token, truncated)
+            last_token = self._state.by_slot.last_token
+            return self._sampler.sample(logits, cut.sampling, last_token, truncated)
 
-        return self._penalties.sampled(logits, step.sampling.penalties, sample, places)
+        return self._penalties.sampled(logits, step.penalties, sample, places)
+
+    def _truncated_rows(self, step: Step) -> np.ndarray:
+        """int64: which of the rows that sample have top-k, top-p or min-p."""
+        if self._truncated[0] is not step.fields:
+            self._truncated = step.fields, np.flatnonzero(is_truncated(step.fields))
+        return self._truncated[1]
+
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """A copy for who looks at logits; there when the step has ended."""
+        return self._sampler.whole(logits).clone() if self.keep_logits else None
+
+    # --------------------------------------------------------------------------------------- graphs
 
     @torch.inference_mode()
     def capture(
         self,
         sizes: tuple[int, ...],
-        mixed: tuple[MixedSize, ...] = (),
+        mixed: tuple[Room, ...] = (),
         progress: Callable[[int, int], None] | None = None,
         choose: bool = False,
     ) -> None:
@@ -280,36 +270,30 @@ class CudaRunner:
         `choose`: small sizes that measure slower than the next are left out; not where ranks must
         agree.
         """
-        if not (self._backend.traits.captures_decode and sizes):
+        traits = self._backend.traits
+        if not (traits.captures_decode and sizes):
             return
-        frame = self._frame()
-        mixed = mixed if self._backend.traits.captures_prefill else ()
-        decodes = DecodeGraphs(sizes, frame)
-        beside = MixedGraphs(mixed, self._limits.rows, frame)
-        bodies = {decodes: self._decode_body, beside: self._mixed_body}
-        for words, buffers in itertools.product((len(g.words) for g in bodies), self._buffers):
-            buffers.check(words)
-        memory = torch.cuda.graph_pool_handle()
-        count = _counter(len(sizes) + len(mixed), progress)
-        self._rows.clear()
+        mixed = mixed if traits.captures_prefill else ()
+        rooms: Sequence[Room] = [*map(alone, sizes), *mixed]
+        memory, graphs = torch.cuda.graph_pool_handle(), Graphs()
+        count = _counter(len(rooms), progress)
         with torch.cuda.stream(self._forward):
-            for graphs, body in bodies.items():
-                padding = partial(self._padding, graphs)
-                graphs.capture(padding, body, self._forward, memory, count)
+            for some in (rooms[: len(sizes)], mixed):
+                graphs.capture(some, self._padding, self._body, self._forward, memory, count)
             if choose:
-                decodes.drop_slower_small_ones(partial(self._padding, decodes))
+                graphs.drop_slower_small_ones(self._padding)
             torch.cuda.synchronize()
-        self._graphs = decodes, beside
+        self._graphs = graphs
 
     @torch.inference_mode()
     def measure(self) -> None:
         """Finds out `step_cost`, once all graphs there are to be are captured."""
         if not self._backend.traits.captures_decode:
             return
-        limits, frame = self._limits, self._frame()
+        limits, frame = self._limits, step_times.Frame(self._limits.pages, self.pool.page_size)
         with torch.cuda.stream(self._forward):
             self.step_cost = step_times.measured(
-                self._graphs, (limits.rows, limits.tokens), frame, self.pool.pages, self._planned,
+                self._graphs, (limits.rows, limits.tokens), frame, self.pool.pages, self._prepared,
                 self._seconds,
             )  # fmt: skip
         torch.cuda.synchronize()
@@ -318,45 +302,25 @@ class CudaRunner:
         """What the device takes for it."""
         return self.launch(step).mark.busy
 
-    def _frame(self) -> Frame:
-        return Frame(
-            self._limits.pages, self.pool.page_size, self._backend.traits.reads_table_to_decode,
-            self._dummy_slot, self.pool.device,
-        )  # fmt: skip
+    def _padding(self, room: Room) -> tuple[Cut, Plan]:
+        """A step of padding rows where graphs of that size read, planned."""
+        samples = min(room.rows, self._limits.rows)
+        return self._prepared(self._arrays.cut(room, samples, graph=True), empty_step())
 
-    def _padding(self, graphs: Any, size: int | MixedSize) -> Plan:
-        """A step of padding rows in the fixed buffer, planned."""
-        return self._planned(graphs, size, empty_step())
-
-    def _planned(self, graphs: Any, size: int | MixedSize, step: Step) -> Plan:
-        """The step in the fixed buffer, planned."""
-        buffers = self._buffers[0]
-        words = graphs.pack(step, size, buffers.host).words
-        buffers.copy_to(graphs.words, words)
-        plan = self._backend.plan(self._graph_rows(graphs, size, 0))
+    def _prepared(self, cut: Cut, step: Step) -> tuple[Cut, Plan]:
+        """The step where graphs read, planned."""
+        packed = self._packed(step, 0, self._buffers[0], cut, None)
+        self._upload(packed)
+        plan = self._plan(packed)
         torch.cuda.current_stream().synchronize()
-        return plan
+        return cut, plan
 
-    def _graph_rows(self, graphs: Any, size: int | MixedSize, parity: int) -> PagedRows:
-        """A graph's rows for the backend: what was packed on the host, what it reads there."""
-        rows = self._rows.get((graphs, size, parity))
-        if rows is None:
-            layout, buffers = graphs.layout(size), self._buffers[parity]
-            host, device = layout.tensors(buffers.pinned), layout.tensors(graphs.words)
-            rows = self._rows[graphs, size, parity] = graphs.rows(size, parity, host, device)
-        return rows
-
-    def _decode_body(
-        self, plan: Plan, views: Views, last: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a graph holds; see graphs.py. `last`: tokens with logits, all if None."""
-        attend = StepAttention(self._backend, plan, self._store, views["store"])
-        hidden = self._model(self._known(views), views["positions"], attend, last)
-        logits = self._sampler.logits(hidden)
-        return logits, self._sampler.sample(logits, views, self._last_token, NONE)
-
-    def _mixed_body(self, plan: Plan, views: Views) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._decode_body(plan, views, views["last"])
+    def _body(self, cut: Cut, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a graph holds; see graphs.py."""
+        logits = self._logits(cut, plan)
+        assert logits is not None
+        last_token = self._state.by_slot.last_token
+        return logits, self._sampler.sample(logits, cut.sampling, last_token, NONE)
 
 
 def _counter(total: int, progress: Callable[[int, int], None] | None) -> Callable[[], None]:

@@ -11,12 +11,9 @@ import numpy as np
 import torch
 
 from pipeinfer.engine.fields import FIELDS
-from pipeinfer.engine.sampler import is_truncated
 from pipeinfer.kernels.gumbel import sample
 from pipeinfer.kernels.offers import choose, offer
-from pipeinfer.steps.step import Step
 
-NEVER = float("-inf")
 NONE = np.empty(0, dtype=np.int64)  # rows
 PER_ROW = (*(field.name for field in FIELDS), "sample_positions", "write_slots")
 Views = dict[str, torch.Tensor]
@@ -38,10 +35,6 @@ class Sampler(Protocol):
         """[S, vocab]; all ranks must call it."""
         ...
 
-    def suppress(self, logits: torch.Tensor, pairs: np.ndarray, /) -> None:
-        """Makes the (row, id) `pairs` int64 [n, 2] impossible, in place."""
-        ...
-
     def sample(
         self, logits: torch.Tensor, views: Views, last_token: torch.Tensor, truncated: np.ndarray, /
     ) -> torch.Tensor:
@@ -59,7 +52,6 @@ class WholeSampler:
         self.first_id = 0
         self.logits = model.logits
         self.sample = sample_rows
-        self.suppress = suppress
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
@@ -93,12 +85,6 @@ class SplitSampler:
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         return self._ranks.all_gather(logits)[:, : self._vocab]
 
-    def suppress(self, logits: torch.Tensor, pairs: np.ndarray) -> None:
-        if len(pairs):
-            column = pairs[:, 1] - self.first_id
-            mine = (column >= 0) & (column < self._held)
-            suppress(logits, np.stack((pairs[mine, 0], column[mine]), axis=1))
-
     def sample(
         self, logits: torch.Tensor, views: Views, last_token: torch.Tensor, truncated: np.ndarray
     ) -> torch.Tensor:
@@ -130,25 +116,3 @@ def sample_rows(
         last_token=last_token,
         slots=views["write_slots"],
     )
-
-
-def truncated_rows(step: Step) -> np.ndarray:
-    """int64: which of the sampling rows have top-k, top-p or min-p."""
-    return np.flatnonzero(is_truncated(step.sampling))
-
-
-def changes_logits(step: Step) -> bool:
-    """Whether some row has suppressed ids or penalties."""
-    return len(step.sampling.suppress) > 0 or step.sampling.penalties is not None
-
-
-def restricted(step: Step) -> bool:
-    """Whether some row needs more than temperature: top-k, top-p, min-p, or other logits."""
-    return changes_logits(step) or len(truncated_rows(step)) > 0
-
-
-def suppress(logits: torch.Tensor, pairs: np.ndarray) -> None:
-    """See Sampler.suppress. Rare: it waits for a copy."""
-    if len(pairs):
-        at = torch.from_numpy(pairs).to(logits.device)
-        logits[at[:, 0], at[:, 1]] = NEVER

@@ -7,12 +7,12 @@ Knows sizes and arrays of steps; no request, and not what the times are for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
+from pipeinfer.engine.cuda.arrays import Cut
 from pipeinfer.engine.cuda.artificial import deep_decodes, deep_prompts
-from pipeinfer.engine.cuda.graphs import DecodeGraphs, Frame, replay_seconds
-from pipeinfer.engine.cuda.mixed_graphs import DECODES, MixedGraphs, MixedSize, unaided
+from pipeinfer.engine.cuda.graphs import Graphs, alone, replay_seconds
+from pipeinfer.engine.cuda.rooms import DECODES, Room, unaided
 from pipeinfer.step_cost import PER_SECOND, StepCost
 from pipeinfer.steps.step import Step
 
@@ -21,12 +21,20 @@ ROWS = frozenset((1, 8, 16, 32, 64, 96, 128, 192))  # of decodes alone, and as m
 CONTEXT = 1024  # tokens before each decode where their price is measured
 DEPTH = 2048  # tokens of a prompt before those that are measured
 
-# Packs a step for the graph of that size, which the first has, and plans it.
-Prepare = Callable[[Any, Any, Step], object]
+# Puts a step where graphs of that size read, and plans it.
+Prepare = Callable[[Cut, Step], object]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """pages: of the longest row, of `page_size` tokens."""
+
+    pages: int
+    page_size: int
 
 
 def measured(
-    graphs: tuple[DecodeGraphs, MixedGraphs] | None,
+    graphs: Graphs,
     limits: tuple[int, int],
     frame: Frame,
     pages: int,
@@ -36,31 +44,29 @@ def measured(
     """As step_cost(): of graphs where there are some, else of steps up to `limits` (rows, tokens),
     which `run` runs kernel by kernel and says the device's seconds of.
     """
-    decodes, beside = graphs or (None, None)
     most_rows, most_tokens = limits
     few = tuple(sorted({*(rows for rows in ROWS if rows < most_rows), most_rows}))
-    rows = decodes.sizes if decodes is not None else few
-    sizes = beside.sizes if beside is not None else ()
 
-    def seconds(captured: Any, size: Any, step: Step) -> float:
-        if captured is None or size not in captured.sizes:
+    def seconds(room: Room, step: Step) -> float:
+        if room not in graphs:
             return min(run(step) for _ in range(REPLAYS))
-        prepare(captured, size, step)
-        return replay_seconds(captured[size], REPLAYS)
+        captured = graphs[room]
+        prepare(captured.cut, step)
+        return replay_seconds(captured, REPLAYS)
 
     return step_cost(
-        rows, sizes or unaided(most_tokens, most_rows), frame, pages,
-        partial(seconds, decodes), partial(seconds, beside),
+        graphs.decodes or few, graphs.mixed or unaided(most_tokens, most_rows), frame, pages,
+        lambda rows, step: seconds(alone(rows), step), seconds,
     )  # fmt: skip
 
 
 def step_cost(
     rows: Sequence[int],
-    sizes: Sequence[MixedSize],
+    sizes: Sequence[Room],
     frame: Frame,
     pages: int,
     of_decodes: Callable[[int, Step], float],
-    of_prompts: Callable[[MixedSize, Step], float],
+    of_prompts: Callable[[Room, Step], float],
 ) -> StepCost | None:
     """Measured on the current stream. rows: of steps of decodes alone; sizes: with prompts. Both
     ascend. pages: of the pool, the dummy included. of_decodes, of_prompts: the seconds of such a
@@ -74,7 +80,7 @@ def step_cost(
         return None
 
     def alone(rows: int, deep: int) -> int:
-        step = deep_decodes(rows, deep, frame.page_size, frame.dummy_slot)
+        step = deep_decodes(rows, deep, frame.page_size)
         return round(of_decodes(rows, step) * PER_SECOND)
 
     together = without_outliers(_with_prompts(beside, longest, frame, of_prompts))
@@ -88,14 +94,14 @@ def step_cost(
 
 
 def _with_prompts(
-    sizes: Sequence[MixedSize],
+    sizes: Sequence[Room],
     longest: int,
     frame: Frame,
-    seconds: Callable[[MixedSize, Step], float],
+    seconds: Callable[[Room, Step], float],
 ) -> list[tuple[int, int, int]]:
     """StepCost.mixed of these sizes; of each number of tokens, the one with the fewest decodes."""
 
-    def amid(size: MixedSize, depth: int) -> int:
+    def amid(size: Room, depth: int) -> int:
         return round(seconds(size, amid_prompts(size, longest, depth, frame)) * PER_SECOND)
 
     found: list[tuple[int, int, int]] = []
@@ -119,7 +125,7 @@ def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, i
     return found[::-1]
 
 
-def amid_prompts(size: MixedSize, longest: int, depth: int, frame: Frame) -> Step:
+def amid_prompts(size: Room, longest: int, depth: int, frame: Frame) -> Step:
     """A step of `size` tokens, with as few prompts as it takes, each after `depth` tokens;
     `longest`: tokens of a row at most.
     """
@@ -127,4 +133,4 @@ def amid_prompts(size: MixedSize, longest: int, depth: int, frame: Frame) -> Ste
     decodes = max(size.decodes - prompts, 0)
     each, rest = divmod(size.tokens - decodes, prompts)
     counts = [each + (prompt < rest) for prompt in range(prompts)]
-    return deep_prompts(decodes, counts, depth, frame.page_size, frame.dummy_slot)
+    return deep_prompts(decodes, counts, depth, frame.page_size)

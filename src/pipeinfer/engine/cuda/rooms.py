@@ -1,0 +1,190 @@
+"""Room for a step: so many tokens, decode rows and prompt rows. A graph has room for steps of a few
+sizes, a step without one takes as much as it needs.
+
+Also how a step is written into the words that a device reads. In plain NumPy, and nothing here
+loops over rows: this is the hot path of the engine's host. Knows no device and no kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeinfer.kernels.expand import NOBODY
+from pipeinfer.step_cost import steps_up_to
+from pipeinfer.steps.step import Step
+
+FIRST = (1, 2, 4)  # decode rows; then every multiple of STEP
+STEP = 8
+FEW, SOME = 8, 32  # prompts in a step: alone, and beside decodes
+PROMPT, MANY = 64, 128  # in large steps, one for so many tokens, up to so many prompts
+DECODES = 64  # the smallest class of decode rows beside prompts, each other has twice as many
+LARGE = 1024  # tokens of a step: beyond it rows that are not there cost nothing, and one class does
+MOST_PADDING = 128  # tokens, or
+PADDING_SHARE = 4  # that part of a room's
+ALIGN = 4  # words: kernels load 16 bytes at once where they may
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest step: rows, tokens, and pages of one row."""
+
+    rows: int
+    tokens: int
+    pages: int
+
+
+@dataclass(frozen=True, order=True)
+class Room:
+    """For `tokens` of all rows, for `decodes` rows of one token and `prefills` of more."""
+
+    tokens: int
+    decodes: int
+    prefills: int
+
+    @property
+    def rows(self) -> int:
+        """Decode rows, then prefill rows."""
+        return self.decodes + self.prefills
+
+    @classmethod
+    def of(cls, step: Step) -> Room:
+        """What the step needs."""
+        return cls(len(step.tokens), step.decodes, len(step.slots) - step.decodes)
+
+    def holds(self, step: Step) -> bool:
+        """Whether it is large enough, and for steps of that kind."""
+        prompts = len(step.slots) - step.decodes
+        enough = self.tokens >= len(step.tokens) and self.prefills >= prompts
+        return enough and self.decodes >= step.decodes and (prompts > 0) == (self.prefills > 0)
+
+
+def decode_ladder(most: int) -> tuple[int, ...]:
+    """Numbers of decode rows up to `most`, itself included: 1, 2, 4, 8, 16, 24 ..."""
+    if most <= 0:
+        return ()
+    sizes = {size for size in (*FIRST, *range(STEP, most + 1, STEP)) if size < most}
+    return tuple(sorted(sizes | {most}))
+
+
+def mixed_ladder(
+    most_tokens: int, most_rows: int, most_decodes: int, mixed: int
+) -> tuple[Room, ...]:
+    """Rooms for steps of up to `most_tokens` and `most_rows`, ascending: of prompts alone, and of
+    prompts beside decodes that together have `mixed` tokens, or a few more where the decodes alone
+    nearly have. None if graphs of decodes are off (most_decodes 0).
+    """
+    if not most_decodes:
+        return ()
+    doubled = (DECODES << power for power in range(most_decodes.bit_length()))
+    classes = sorted({*(rows for rows in doubled if rows < most_decodes), most_decodes})
+    largest = max(mixed, most_decodes + mixed // PADDING_SHARE)
+    every = steps_up_to(most_tokens)
+    alone = [(tokens, 0, min(_prompts(tokens, FEW), most_rows)) for tokens in every]
+    beside: list[tuple[int, int, int]] = []
+    for tokens in every:
+        some = min(_prompts(tokens, SOME), most_rows)
+        # Of each size also one with as many decodes as it has room for.
+        full = min(max(tokens - some, classes[0]), most_decodes)
+        if tokens < largest + DECODES:
+            rows = {*classes, full} if tokens <= LARGE else {most_decodes}
+            beside += [(tokens, decodes, some) for decodes in rows]
+    rooms = (Room(*one) for one in (*alone, *beside))
+    return tuple(sorted(room for room in rooms if room.rows <= room.tokens <= most_tokens))
+
+
+def unaided(most_tokens: int, most_rows: int) -> tuple[Room, ...]:
+    """To be measured where no prompts are captured: of one prompt beside a few decodes."""
+    decodes = min(DECODES, most_rows - 1)
+    rooms = (Room(tokens, decodes, 1) for tokens in steps_up_to(most_tokens))
+    return tuple(room for room in rooms if decodes > 0 and room.rows < room.tokens)
+
+
+def _prompts(tokens: int, few: int) -> int:
+    """That a step of so many tokens has room for, at least `few`."""
+    return max(few, min(tokens // PROMPT, MANY)) if tokens > LARGE else few
+
+
+class Layout(NamedTuple):
+    """The words, int32, at which a step's arrays begin; see kernels/expand.py for what they are.
+
+    | number of pairs | slots R | starts R | counts R | entries R | tokens T | pairs ... |
+
+    The pairs are places and values of what changes in the slots' state before.
+    """
+
+    slots: int
+    starts: int
+    counts: int
+    entries: int
+    tokens: int
+    pairs: int
+
+
+@lru_cache(maxsize=4096)
+def layout(room: Room) -> Layout:
+    """Every array begins at a multiple of 16 bytes."""
+    at = [ALIGN]
+    for size in (*[room.rows] * 4, room.tokens):
+        at.append(at[-1] + -(-size // ALIGN) * ALIGN)
+    return Layout(*at)
+
+
+def pack(
+    step: Step, room: Room, samples: int, nobody: int, pairs: np.ndarray, words: np.ndarray
+) -> tuple[int, np.ndarray | None]:
+    """Writes the step, and `pairs` int32 [2n] of what changes, into `words` int32.
+
+    Its decodes are the room's first decode rows, its prompts the first prompt rows; all others are
+    those of the slot `nobody`. There are `samples` entries: in a room of decode rows with one for
+    each, every row has its own, else rows that sample have the first ones. Returns how many words
+    are of use, and where the entries of the rows that sample are, None if they are the first.
+    """
+    at, decodes, prompts = layout(room), step.decodes, len(step.slots) - step.decodes
+    sampling = step.samples
+    for begin, values, filler in (
+        (at.slots, step.slots, nobody), (at.starts, step.starts, 0), (at.counts, step.counts, 0)
+    ):  # fmt: skip
+        _spread(words[begin : begin + room.rows], values, room, decodes, filler)
+    if len(step.slots) < room.rows:
+        sampling = np.zeros(room.rows, dtype=bool)
+        _spread(sampling, step.samples, room, decodes, False)
+    entries = words[at.entries : at.entries + room.rows]
+    places = None
+    if samples == room.rows and not room.prefills:
+        own = np.arange(room.rows, dtype=np.int32)
+        entries[:] = np.where(sampling, own, -1 - own)
+        if not step.samples.all():
+            places = np.flatnonzero(step.samples)
+    else:
+        _enter(entries, sampling, samples)
+    words[at.tokens : at.tokens + len(step.tokens)] = step.tokens
+    words[0] = len(pairs) // 2
+    words[at.pairs : at.pairs + len(pairs)] = pairs
+    assert prompts <= room.prefills
+    return at.pairs + len(pairs), places
+
+
+def _spread(view: np.ndarray, values: np.ndarray, room: Room, decodes: int, filler: int) -> None:
+    """Decodes where the room has decode rows, prompts where it has prompt rows."""
+    if len(values) == len(view):
+        view[:] = values
+        return
+    end = room.decodes + len(values) - decodes
+    view[:decodes] = values[:decodes]
+    view[decodes : room.decodes] = filler
+    view[room.decodes : end] = values[decodes:]
+    view[end:] = filler
+
+
+def _enter(entries: np.ndarray, sampling: np.ndarray, samples: int) -> None:
+    """The first entries are those of rows that sample, the other rows have the rest: nobody's."""
+    entries[:] = NOBODY
+    mine = np.flatnonzero(sampling)
+    entries[mine] = np.arange(len(mine))
+    left = np.arange(len(mine), samples, dtype=np.int32)
+    if len(left):
+        entries[np.flatnonzero(~sampling)[: len(left)]] = -1 - left

@@ -1,0 +1,107 @@
+"""What the GPU keeps of the requests in their slots, and how it learns of changes.
+
+One buffer of words, so that whatever changes is a list of places and values; one writer, the stream
+that computes. The last slot is nobody's: padding rows have it. Knows no request.
+
+    | page table (slots + 1) P | fields | numbers of edits (slots + 1) | edits 3 (slots + 1) E |
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pipeinfer.engine.fields import FIELDS, filled
+from pipeinfer.kernels.edits import EditsBySlot
+from pipeinfer.kernels.expand import BySlot
+from pipeinfer.steps.step import Delta, Edits
+
+# Two words a slot first, so that these begin at an even one.
+ORDER = sorted(FIELDS, key=lambda field: -np.dtype(field.dtype).itemsize)
+WIDE = sum(np.dtype(field.dtype).itemsize == 8 for field in FIELDS)
+FIELD_WORDS = len(FIELDS) + WIDE
+TORCH = {8: torch.int64, 4: torch.int32}  # what has no name in torch is its bits
+
+
+class SlotState:
+    """For `slots` requests with up to `pages` pages and `edits` edits each.
+
+    nobody: the last slot. by_slot, edits: what kernels read. words: all of it.
+    """
+
+    def __init__(self, slots: int, pages: int, edits: int, device: torch.device) -> None:
+        self.nobody, many = slots, slots + 1
+        self._pages, self._edits = pages, edits
+        self._fields_at = many * pages
+        self._counts_at = self._fields_at + many * FIELD_WORDS
+        self._edits_at = self._counts_at + many
+        words = np.zeros(self._edits_at + 3 * many * edits, dtype=np.int32)
+        fields = filled(many)
+        words[self._fields_at : self._counts_at] = np.concatenate(
+            [fields[field.name].view(np.int32) for field in ORDER]
+        )
+        self.words = torch.from_numpy(words).to(device)
+        self.by_slot = BySlot(
+            table=self.words[: self._fields_at].view(many, pages),
+            fields=self.words[self._fields_at : self._counts_at],
+            last_token=torch.zeros(many, dtype=torch.int64, device=device),
+            wide=WIDE,
+            narrow=len(FIELDS) - WIDE,
+        )
+        self.edits = EditsBySlot(
+            self.words[self._counts_at : self._edits_at],
+            self.words[self._edits_at :].view(3, many, edits),
+        )
+
+    def changes(self, delta: Delta) -> np.ndarray:
+        """int32 [2n]: the places in `words` that `delta` changes, each with its value."""
+        places, values = delta.slots * np.int32(self._pages) + delta.columns, delta.pages
+        if len(delta.admitted):
+            more = self._admitted(delta)
+            places = np.concatenate([places, *(place for place, _ in more)])
+            values = np.concatenate([values, *(value for _, value in more)])
+        pairs = np.empty(2 * len(places), dtype=np.int32)
+        pairs[0::2], pairs[1::2] = places, values
+        return pairs
+
+    def _admitted(self, delta: Delta) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of slots that were filled: fields, and edits."""
+        many, slots = self.nobody + 1, delta.admitted
+        found, begin = [], self._fields_at
+        for field in ORDER:
+            wide = np.dtype(field.dtype).itemsize // 4
+            values = delta.fields[field.name].view(np.int32).reshape(-1, wide)
+            for word in range(wide):
+                found.append((begin + wide * slots + word, values[:, word]))
+            begin += wide * many
+        counts = dict.fromkeys(slots.tolist(), 0)
+        for edits in delta.edits:
+            counts[edits.slot] = len(edits.ids)
+            found += self._edited(edits)
+        found.append((self._counts_at + slots, np.fromiter(counts.values(), np.int32)))
+        return found
+
+    def _edited(self, edits: Edits) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Raises ValueError for more edits than there is room for."""
+        many, count = self.nobody + 1, len(edits.ids)
+        if count > self._edits:
+            raise ValueError(f"{count} edits of logits, where there is room for {self._edits}")
+        places = self._edits_at + edits.slot * self._edits + np.arange(count)
+        parts = edits.ids, edits.values.view(np.int32), edits.until
+        return [(places + part * many * self._edits, value) for part, value in enumerate(parts)]
+
+
+def fields_by_name(words: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
+    """Views [count] into the words of `count` slots' or rows' fields."""
+    views, begin = {}, 0
+    for field in ORDER:
+        size = np.dtype(field.dtype).itemsize
+        part = words[begin : begin + count * size // 4]
+        views[field.name] = part.view(_torch_dtype(field.dtype))
+        begin += len(part)
+    return views
+
+
+def _torch_dtype(dtype: type) -> torch.dtype:
+    kind = np.dtype(dtype)
+    return torch.float32 if kind == np.float32 else TORCH[kind.itemsize]

@@ -1,0 +1,67 @@
+"""What single requests change of single logits, read by slot on the device.
+
+One Triton launch whose grid depends on the number of rows only: fit for a CUDA graph. Needs triton.
+"""
+
+# Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class EditsBySlot:
+    """int32. counts: [slots], how many edits a slot has. words: [3, slots, most]: ids, which differ
+    in a slot; the bits of the float32 that is added to the id's logit; and the position before
+    which the id is not sampled.
+    """
+
+    counts: torch.Tensor
+    words: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["slot_count", "most", "stride", "first_id", "width"])
+def _edit(
+    logits, slots, positions, counts, words, slot_count, most, stride, first_id, width,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot, position = tl.load(slots + row), tl.load(positions + row)
+    for begin in range(0, tl.load(counts + slot), BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        inside = at < tl.load(counts + slot)
+        place = words + slot * most + at
+        column = tl.load(place, mask=inside, other=-1) - first_id
+        held = inside & (column >= 0) & (column < width)
+        value = tl.load(place + slot_count * most, mask=held, other=0).to(tl.float32, bitcast=True)
+        until = tl.load(place + 2 * slot_count * most, mask=held, other=0)
+        target = logits + row * stride + column
+        value += tl.load(target, mask=held, other=0.0).to(tl.float32)
+        value = tl.where(position < until, float("-inf"), value)
+        tl.store(target, value.to(logits.dtype.element_ty), mask=held)
+
+
+def edit(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    edits: EditsBySlot,
+    first_id: int = 0,
+) -> None:
+    """Changes logits [S, ids], those from `first_id` on, in place; slots, positions int64 [S]."""
+    if not len(logits):
+        return
+    _, slot_count, most = edits.words.shape
+    _edit[(len(logits),)](
+        logits, slots, positions, edits.counts, edits.words, slot_count, most, logits.stride(0),
+        first_id, logits.shape[1], BLOCK=BLOCK, num_warps=1,
+    )  # fmt: skip

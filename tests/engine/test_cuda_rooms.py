@@ -1,0 +1,328 @@
+"""What a GPU's kernels index with, from a step to the arrays, against the definition. No GPU is
+needed: the kernel's reference stands in for it (tests/kernels/expand_cases.py compares both).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeinfer.attention.interface import Traits
+from pipeinfer.engine.cuda.arrays import StepArrays
+from pipeinfer.engine.cuda.artificial import deep_decodes
+from pipeinfer.engine.cuda.graphs import Graphs, alone
+from pipeinfer.engine.cuda.rooms import Limits, Room, decode_ladder, layout, mixed_ladder, pack
+from pipeinfer.engine.cuda.slot_state import SlotState
+from pipeinfer.engine.cuda.step_times import Frame, amid_prompts
+from pipeinfer.engine.fields import FIELDS
+from pipeinfer.kernels.expand import NOWHERE, expand_reference
+from pipeinfer.steps.step import LAST_TOKEN, Delta, Edits, Step
+from step_pages import all_pages, pages_of
+
+SLOTS, PAGES = 12, 96
+LIMITS = Limits(SLOTS, 400, PAGES)
+LAST = 1000  # and the slot, in last_token
+CPU = torch.device("cpu")
+
+
+def some_fields(count: int, random) -> dict[str, np.ndarray]:
+    return {
+        field.name: random.integers(0, 2**64, count, dtype=np.uint64)
+        if field.dtype is np.uint64
+        else (9 * random.random(count)).astype(field.dtype)
+        for field in FIELDS
+    }
+
+
+def make_step(starts, counts, samples, page_size, seed=0) -> Step:
+    """Its delta says all of its rows, and more of them than the step needs to know."""
+    random = np.random.default_rng(seed)
+    rows = len(starts)
+    starts, counts = (np.array(values, dtype=np.int32) for values in (starts, counts))
+    samples = np.array(samples, dtype=bool)
+    width = int(-(-(starts + counts).max() // page_size))
+    slots = random.permutation(SLOTS)[:rows].astype(np.int32)
+    pages = random.permutation(np.arange(1, rows * width + 1)).reshape(rows, width)
+    fields = some_fields(rows, random)
+    delta = all_pages(slots, pages)
+    delta = Delta(delta.slots, delta.columns, delta.pages, admitted=slots, fields=fields)
+    return Step(
+        0, 0, int((counts == 1).sum()), slots, starts, counts, samples,
+        random.integers(LAST_TOKEN, 50, int(counts.sum())).astype(np.int32),
+        {name: values[samples] for name, values in fields.items()}, delta=delta,
+    )  # fmt: skip
+
+
+class Side:
+    """The device's arrays for steps, and what its first two kernels do with them."""
+
+    def __init__(self, page_size: int, listed: bool = False, gathered="no") -> None:
+        self.page_size = page_size
+        traits = Traits(None, 16, host_lengths=True, listed=listed, gathered=gathered)
+        self.state = SlotState(SLOTS, PAGES, 4, CPU)
+        self.state.by_slot.last_token[:] = LAST + torch.arange(SLOTS + 1)
+        self.arrays = StepArrays(LIMITS, page_size, traits, self.state, CPU)
+        self.buffer = np.full(len(self.arrays.words), -7, dtype=np.int32)  # of another step
+
+    def expand(self, step: Step, room: Room, samples: int, graph: bool):
+        cut = self.arrays.cut(room, samples, graph)
+        changes = self.state.changes(step.delta)
+        used, places = pack(step, room, samples, self.state.nobody, changes, self.buffer)
+        assert (self.buffer[used:] == -7).all(), "what is not uploaded is not written"
+        self.arrays.words[:used] = torch.from_numpy(self.buffer[:used])
+        self.arrays.words[used:] = 2**20  # an index that would fault if it were used
+        pairs = cut.pairs[: 2 * int(cut.count)].view(-1, 2).long()
+        self.state.words[pairs[:, 0]] = pairs[:, 1].int()
+        expand_reference(
+            cut.rows, self.state.by_slot, self.page_size, cut.padding, cut.base, cut.expanded
+        )
+        return cut, places
+
+
+def check(side: Side, step: Step, cut, places) -> None:
+    """Every row, token and entry is what the step says; whatever is left over is nobody's."""
+    out, room, size = cut.expanded, cut.room, side.page_size
+    pages, found, real = pages_of(step, size), {}, []
+    for place, slot in enumerate(cut.rows.slots.tolist()):
+        begin, end = out.offsets[place : place + 2].tolist()
+        if slot == SLOTS:
+            assert end - begin == int(out.lengths[place]) == cut.padding
+            continue
+        [row] = np.flatnonzero(step.slots == slot)
+        found[row] = begin, end
+        start, count = int(step.starts[row]), int(step.counts[row])
+        assert (place < room.decodes) == (row < step.decodes)
+        assert (end - begin, int(out.lengths[place])) == (count, start + count)
+        check_pages(side, cut, place, pages[row, : -(-(start + count) // size)].tolist())
+        check_tokens(step, out, pages[row], row, begin, size)
+        real += range(begin, end)
+    assert len(found) == len(step.slots)
+    left = np.setdiff1d(np.arange(room.tokens), real)
+    assert (out.places[left] == NOWHERE).all() and not out.positions[left].any()
+    assert not out.ids[left].any()
+    prompts = (out.offsets[room.decodes :] - cut.base).tolist()
+    assert out.prompt_offsets.tolist() == prompts
+    check_entries(step, cut, places, found)
+
+
+def check_tokens(step, out, pages, row, begin, size) -> None:
+    start, count = int(step.starts[row]), int(step.counts[row])
+    positions = np.arange(start, start + count)
+    first = int(step.counts[:row].sum())
+    tokens = step.tokens[first : first + count]
+    here = slice(begin, begin + count)
+    assert out.positions[here].tolist() == positions.tolist()
+    places = pages[positions // size].astype(int) * size + positions % size
+    assert out.places[here].tolist() == places.tolist()
+    expected = np.where(tokens == LAST_TOKEN, LAST + step.slots[row], tokens)
+    assert out.ids[here].tolist() == expected.tolist()
+
+
+def check_pages(side: Side, cut, place: int, pages: list[int]) -> None:
+    """They stand behind where the row's pages begin, and where rows are gathered."""
+    paged = side.arrays.paged(cut, 0, side.buffer, None, None)
+    device, last = paged.device, int(cut.expanded.last_page[place])
+    begin, count = int(device.kv_indptr[place]), len(pages)
+    assert device.indices[begin : begin + count].tolist() == pages
+    assert (count - 1) * side.page_size + last == int(device.lengths[place])
+    missing = cut.room.rows - len(device.table)
+    if place >= missing:
+        assert device.table[place - missing, :count].tolist() == pages
+
+
+def check_entries(step, cut, places, found) -> None:
+    out, sampling = cut.expanded, cut.sampling
+    wanted = np.flatnonzero(step.samples)
+    places = np.arange(len(wanted)) if places is None else places
+    others = np.setdiff1d(np.arange(cut.samples), places)
+    assert sampling["write_slots"][places].tolist() == step.slots[wanted].tolist()
+    assert (sampling["write_slots"][others] == SLOTS).all()
+    ends = (step.starts + step.counts)[wanted]
+    assert sampling["sample_positions"][places].tolist() == ends.tolist()
+    lasts = [found[row][1] - 1 for row in wanted.tolist()]
+    assert out.last[places].tolist() == lasts
+    if cut.last is None:
+        assert places.tolist() == lasts, "every token has an entry"
+    for field in FIELDS:
+        values = sampling[field.name].numpy().view(field.dtype)
+        assert values[places].tolist() == step.fields[field.name].tolist()
+        assert (values[others] == field.dtype(field.filler)).all()
+
+
+def check_host(side: Side, step: Step, cut) -> None:
+    """What backends plan with on the host is what the device has."""
+    paged = side.arrays.paged(cut, 0, side.buffer, None, None)
+    host, device = paged.on_host, paged.device
+    for name in ("lengths", "q_indptr", "prefill_indptr"):
+        assert torch.equal(getattr(host, name), getattr(device, name)), name
+    keys = host.lengths > 0
+    assert torch.equal(host.last_page[keys], device.last_page[keys])
+    if len(cut.expanded.listed):
+        assert torch.equal(host.kv_indptr, device.kv_indptr)
+    exact = side.arrays.paged(cut, 0, side.buffer, step, None)
+    assert exact.longest_query == step.counts.max()
+    held = -(-(step.starts + step.counts).max() // side.page_size)
+    assert exact.device.table.shape[1] == held
+
+
+KINDS = st.sampled_from([(False, "no"), (True, "no"), (False, "prompts"), (False, "all")])
+decode_rows = st.lists(st.tuples(st.integers(0, 70), st.booleans()), min_size=1, max_size=9)
+mixed_rows = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(1, 40), st.booleans()), min_size=1, max_size=8
+)
+
+
+@settings(deadline=None)
+@given(decode_rows, st.integers(0, 3), st.sampled_from([1, 16]), KINDS)
+def test_a_graph_of_decodes_reads_of_every_row_what_the_step_says(rows, spare, page_size, kind):
+    starts, samples = [row[0] for row in rows], [row[1] for row in rows]
+    step = make_step(starts, [1] * len(rows), samples, page_size)
+    side, size = Side(page_size, *kind), len(rows) + spare
+    cut, places = side.expand(step, alone(size), size, graph=True)
+    assert (places is None) == all(samples)
+    check(side, step, cut, places)
+    check_host(side, step, cut)
+
+
+@settings(deadline=None)
+@given(mixed_rows, st.tuples(*[st.integers(0, 2)] * 2), st.integers(0, 5),
+       st.sampled_from([1, 16]), KINDS)  # fmt: skip
+def test_a_graph_with_prompts_reads_of_every_row_what_the_step_says(
+    rows, spare, tokens, page_size, kind
+):
+    rows = sorted(rows, key=lambda row: row[1] != 1)
+    step = make_step(*zip(*rows, strict=True), page_size)
+    prompts = len(rows) - step.decodes
+    room = Room(len(step.tokens) + tokens, step.decodes + spare[0], max(prompts + spare[1], 1))
+    side = Side(page_size, *kind)
+    cut, places = side.expand(step, room, min(room.rows, SLOTS), graph=True)
+    assert places is None
+    check(side, step, cut, places)
+    check_host(side, step, cut)
+
+
+@settings(deadline=None)
+@given(mixed_rows, st.sampled_from([1, 16]), KINDS)
+def test_a_step_without_a_graph_takes_what_it_needs(rows, page_size, kind):
+    rows = sorted(rows, key=lambda row: row[1] != 1)
+    step = make_step(*zip(*rows, strict=True), page_size)
+    side = Side(page_size, *kind)
+    cut, places = side.expand(step, Room.of(step), int(step.samples.sum()), graph=False)
+    assert places is None
+    check(side, step, cut, places)
+    check_host(side, step, cut)
+
+
+def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
+    state, random = SlotState(SLOTS, PAGES, 4, CPU), np.random.default_rng(0)
+
+    def apply(**changes) -> None:
+        pairs = torch.from_numpy(state.changes(Delta(**changes))).view(-1, 2).long()
+        assert len(pairs[:, 0].unique()) == len(pairs), "a place twice has either value"
+        state.words[pairs[:, 0]] = pairs[:, 1].int()
+
+    def edits(slot, ids):
+        count = len(ids)
+        return Edits(slot, np.array(ids, np.int32), random.random(count, dtype=np.float32),
+                     random.integers(0, 99, count).astype(np.int32))  # fmt: skip
+
+    admitted, said = np.array([3, 11, 0], np.int32), (edits(11, [5, 7, 9, 2]), edits(0, [8]))
+    fields = some_fields(3, random)
+    apply(admitted=admitted, fields=fields, edits=said)
+    apply(slots=np.array([3], np.int32), columns=np.array([95], np.int32),
+          pages=np.array([77], np.int32))  # fmt: skip
+    assert np.argwhere(state.by_slot.table.numpy()).tolist() == [[3, 95]]
+    assert state.by_slot.table[3, 95] == 77
+    assert state.edits.counts.nonzero().view(-1).tolist() == [0, 11]
+    for one in said:
+        assert state.edits.counts[one.slot] == len(one.ids)
+        ids, values, until = state.edits.words[:, one.slot, : len(one.ids)]
+        assert ids.tolist() == one.ids.tolist() and until.tolist() == one.until.tolist()
+        assert values.view(torch.float32).tolist() == one.values.tolist()
+    apply(admitted=admitted[1:2], fields=some_fields(1, random))
+    assert state.edits.counts.nonzero().view(-1).tolist() == [0], "nothing of who was there before"
+    with pytest.raises(ValueError, match="5 edits"):
+        apply(admitted=admitted[:1], fields=some_fields(1, random), edits=(edits(3, range(5)),))
+
+
+@given(*[st.integers(1, 4000)] * 2, st.integers(1, 300), st.integers(0, 256))
+def test_graphs_of_mixed_steps_fit_into_the_largest_step(tokens, mixed, rows, decodes):
+    decodes = min(decodes, rows, tokens)
+    most = layout(Room(tokens, rows, rows)).pairs
+    for room in mixed_ladder(tokens, rows, decodes, mixed):
+        assert decodes and room.rows <= room.tokens <= tokens
+        assert room.decodes <= decodes and room.prefills <= rows
+        assert layout(room).pairs <= most
+
+
+def test_a_step_takes_the_smallest_graph_that_holds_it_and_none_that_is_far_larger():
+    graphs = Graphs()
+
+    def fitting(*counts):
+        rows = len(counts)
+        step = Step(0, 0, counts.count(1), np.zeros(rows, np.int32), np.zeros(rows, np.int32),
+                    np.array(counts, np.int32), np.ones(rows, bool),
+                    np.zeros(sum(counts), np.int32), {})  # fmt: skip
+        return graphs.fitting(step)
+
+    assert fitting(100) is None and fitting(1) is None, "nothing is captured yet"
+    graphs.mixed, graphs.decodes = mixed_ladder(2048, 256, 256, 512), (1, 4, 8)
+    rooms = [*graphs.mixed, *map(alone, graphs.decodes)]
+    graphs._captured = {room: room for room in rooms}
+    assert fitting(100) == Room(128, 0, 8)
+    assert fitting(1, 1, 126) == Room(128, 64, 32)
+    assert fitting(*[1] * 65, 200) == Room(320, 128, 32)
+    assert fitting(*[1] * 130, 200) == Room(384, 256, 32), "classes of rows double"
+    assert fitting(*[1] * 130, 100) == Room(256, 224, 32), "and each size holds as many as fit"
+    assert fitting(*[1] * 65, 450) is None, "more than a mixed step ever has"
+    assert fitting(*[8] * 9) == Room(128, 64, 32), "too many prompts for the smallest"
+    assert fitting(2049) is None
+    assert fitting(1030) is None, "a third would be padding"
+    assert [fitting(*[1] * rows) for rows in (1, 2, 4, 5)] == [alone(rows) for rows in (1, 4, 4, 8)]
+    assert fitting(*[1] * 9) is None
+
+
+@given(st.integers(1, 9), st.integers(0, 6), st.sampled_from([1, 16]))
+def test_measured_decodes_read_pages_of_their_own_and_write_to_the_dummy(rows, pages, page_size):
+    step = deep_decodes(rows, pages, page_size)
+    table = pages_of(step, page_size)
+    read = table[table > 0]
+    assert len(set(read)) == len(read) == rows * pages
+    assert (step.starts == pages * page_size).all() and step.slots.tolist() == list(range(rows))
+    assert (table[np.arange(rows), step.starts // page_size] == 0).all()
+
+
+@given(st.sampled_from(mixed_ladder(1024, 256, 256, 1024)), st.sampled_from([0, 100, 2048]),
+       st.sampled_from([300, 5000]))  # fmt: skip
+def test_measured_prompts_fill_their_graph_and_write_to_the_dummy(room, depth, longest):
+    depth = depth if longest > room.tokens + depth else 0
+    step = amid_prompts(room, longest, depth, Frame(400, 16))
+    prompts = step.counts[step.decodes :]
+    assert len(step.tokens) == room.tokens
+    assert step.decodes <= room.decodes and len(prompts) <= room.prefills
+    assert (step.starts[step.decodes :] == depth).all() and (prompts + depth <= longest).all()
+    assert not step.delta.pages.any() and len(step.slots) <= 256
+    assert pages_of(step, 16).shape == (len(step.slots), -(-int((depth + prompts).max()) // 16))
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 50))
+def test_arrays_of_a_step_do_not_overlap_and_begin_at_16_bytes(decodes, prompts, tokens):
+    room = Room(tokens, decodes, prompts)
+    at = layout(room)
+    sizes = [*[room.rows] * 4, tokens]
+    assert all(begin % 4 == 0 for begin in at) and at[0] >= 1
+    for (begin, after), size in zip(pairwise(at), sizes, strict=True):
+        assert after >= begin + size
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 20, 256])
+def test_the_ladder_of_graph_sizes_ends_with_the_largest_batch(most):
+    sizes = decode_ladder(most)
+    assert sizes[-1] == most
+    assert list(sizes) == sorted(set(sizes))
+    assert all(b - a <= max(8, a) for a, b in pairwise(sizes))
