@@ -81,7 +81,6 @@ def main():
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--single", type=int, nargs="*", default=[1, 8, 32], help="batch sizes")
-    parser.add_argument("--host-index", action="store_true", help="mixed steps: no expand kernel")
     parser.add_argument("--setting", action="append", default=[])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +93,6 @@ def main():
         cores = GpuCores(
             Path(folder), settings, keep=False, budget=settings.max_step_tokens or 8192
         )
-        cores.loaded.runner.derive = not options.host_index
         cores.memory.check_integrity = lambda: None  # costs more than the step
         loaded = time.perf_counter() - begin
         report(cores, options, loaded)

@@ -20,7 +20,9 @@ sys.path.append(str(Path(__file__).parent.parent / "engine"))
 
 from single_steps import Row, build_step
 
+from pipeinfer.engine.cuda.graphs import Graphs
 from pipeinfer.params import SamplingParams
+from step_pages import pages_of
 
 pytestmark = pytest.mark.gpu
 
@@ -43,14 +45,15 @@ def step_of(kind: str):
     step = build_step(rows, next(NUMBERS), WIDTH)
     top_k = np.array([0, 0, 0, 9, 0, 0, 0, 5], np.int32)
     top_p = np.array([1, 1, 1, 1, 1, 0.9, 1, 1], np.float32)
-    fields = {**step.sampling.fields, "top_k": top_k, "top_p": top_p}
-    return replace(step, sampling=replace(step.sampling, fields=fields))
+    fields = {**step.fields, "top_k": top_k, "top_p": top_p}
+    delta = replace(step.delta, admitted=step.slots, fields=fields)  # of every slot, once for all
+    return replace(step, fields=fields, delta=delta)
 
 
 def fill(pool, step, rest: float = 0.0, dummy: float = 0.0) -> None:
     """What the rows have computed before the step; `rest`: all that no row has written."""
     owned = np.zeros((pool.pages, PAGE), dtype=bool)
-    for pages, start in zip(step.pages, step.starts, strict=True):
+    for pages, start in zip(pages_of(step, PAGE), step.starts, strict=True):
         at = np.arange(start)
         owned[pages[at // PAGE], at % PAGE] = True
     mine = torch.from_numpy(owned).to(pool.device)
@@ -74,13 +77,13 @@ def runner(request, engine):
     runner = engine[1].loaded.runner
     graphs = runner._graphs
     if request.param == "no graphs":
-        runner._graphs = None
+        runner._graphs = Graphs()
     yield runner
     runner._graphs = graphs
 
 
 def uses_graph(runner, step) -> bool:
-    return any(graphs.fitting(step) is not None for graphs in runner._graphs or ())
+    return runner._graphs.fitting(step) is not None
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,7 @@ def uses_graph(runner, step) -> bool:
 def test_one_row_of_a_step_is_bad_and_the_others_sample_what_they_would(runner, kind, slot, part):
     step = step_of(kind)
     if kind == "decodes":
-        assert uses_graph(runner, step) == (runner._graphs is not None)
+        assert uses_graph(runner, step) == bool(runner.graph_sizes)
     fill(runner.pool, step)
     clean = runner.run(step)
     assert clean.bad.tolist() == []
@@ -104,7 +107,7 @@ def test_one_row_of_a_step_is_bad_and_the_others_sample_what_they_would(runner, 
     assert found.counts.tolist() == [int(other != row) for other in range(ROWS)]
     assert found.ids.tolist() == np.delete(clean.ids, row).tolist()
     left = np.insert(found.ids, row, 0)  # for the next step, of which a bad row may still be part
-    assert runner._last_token[:ROWS].tolist() == left[np.argsort(step.slots)].tolist()
+    assert runner._state.by_slot.last_token[:ROWS].tolist() == left[np.argsort(step.slots)].tolist()
 
 
 @pytest.mark.parametrize("where", ["behind the rows' ends", "in the dummy page"])
@@ -135,7 +138,7 @@ def test_requests_beside_bad_ones_get_the_tokens_that_they_get_beside_harmless_o
     folder, made = engine
     graphs = made.loaded.runner._graphs
     if "no_cuda_graph" in change:
-        made.loaded.runner._graphs = None
+        made.loaded.runner._graphs = Graphs()
     fill(made.loaded.runner.pool, step_of("decodes"))
 
     def outputs(middle: int):

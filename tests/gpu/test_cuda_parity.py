@@ -17,6 +17,7 @@ import torch
 from overlapped import GpuCores
 
 from checkpoints import load_reference
+from pipeinfer.engine.cuda.graphs import Graphs
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
 
@@ -124,8 +125,8 @@ def test_logits_are_those_of_float32_within_bfloat16(
     others = {"warm": generate(made, tag="w")}
     warmed = sum(made.cached[f"{name}w"] for name in cold)
     assert warmed >= 64 and not any(made.cached[name] for name in cold)
-    graphs, made.loaded.runner._graphs = made.loaded.runner._graphs, None
-    assert graphs is not None
+    graphs, made.loaded.runner._graphs = made.loaded.runner._graphs, Graphs()
+    assert graphs.decodes
     others["no graphs"] = generate(again(made, folder))
     made.loaded.runner._graphs = graphs
     others["depth 1"] = generate(again(made, folder, overlap_depth=1))
@@ -186,9 +187,9 @@ def test_long_prompts_beside_decodes_in_large_steps(gpu_checkpoints, graphs):
         attention="hybrid",
     )  # fmt: skip
     generate(made, wanted=12, asked=asked)
-    large = [size for size in (made.loaded.runner._graphs or ((), ()))[1].sizes if size.decodes
-             and size.tokens > 2048] if graphs else [None]  # fmt: skip
-    assert large and made.kinds["mixed"][0] >= 3
+    mixed = made.loaded.runner._graphs.mixed
+    assert bool(graphs) == any(room.decodes and room.tokens > 2048 for room in mixed)
+    assert made.kinds["mixed"][0] >= 3
     compare(folder, made, asked).check()
 
 
