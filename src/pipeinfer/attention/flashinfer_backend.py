@@ -26,6 +26,7 @@ NHD = 0  # flashinfer.utils.TensorLayout
 NO_POSITIONS = 0  # flashinfer.utils.PosEncodingMode.NONE
 BLOCKS_PER_SM = 2  # as FlashInfer's planner assumes
 UNSPLIT_BYTES = 16  # of a work list for each row: three indices and an offset
+QUICKLY_BUILT = 128  # largest head of the variant for Hopper: of 256, it is built for four minutes
 SPLIT_TILE = 16  # queries times group of one work item of a decode
 
 
@@ -102,7 +103,7 @@ class FlashInferPart:
         from flashinfer.utils import determine_attention_backend  # type: ignore
 
         kernels = "fa2"  # decodes: measured better than the variant for Hopper
-        if self._causal:
+        if self._causal and head_dim <= QUICKLY_BUILT:
             kernels = determine_attention_backend(
                 self._device, NO_POSITIONS, False, False, dtype, dtype
             )

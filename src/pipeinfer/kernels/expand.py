@@ -247,7 +247,8 @@ def expand_reference(
         length = start + count
         used = -(-length // page_size)
         pages = held.table[slot, :used]
-        span, position = slice(at, at + known), torch.arange(start, start + known)
+        span = slice(at, at + known)
+        position = torch.arange(start, start + known, device=out.positions.device)
         out.positions[span] = position
         out.places[span] = pages[position // page_size].long() * page_size + position % page_size
         ids = rows.tokens[span].long()
