@@ -4,6 +4,7 @@ needed: the kernel's reference stands in for it (tests/kernels/expand_cases.py c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +17,7 @@ from pipeinfer.attention.interface import Traits
 from pipeinfer.engine.cuda.arrays import StepArrays
 from pipeinfer.engine.cuda.artificial import deep_decodes
 from pipeinfer.engine.cuda.graphs import Graphs, alone
-from pipeinfer.engine.cuda.rooms import Limits, Room, decode_ladder, layout, mixed_ladder, pack
+from pipeinfer.engine.cuda.rooms import Limits, Packer, Room, decode_ladder, layout, mixed_ladder
 from pipeinfer.engine.cuda.slot_state import SlotState
 from pipeinfer.engine.cuda.step_times import Frame, amid_prompts
 from pipeinfer.engine.fields import FIELDS
@@ -45,7 +46,7 @@ def make_step(starts, counts, samples, page_size, seed=0) -> Step:
     rows = len(starts)
     starts, counts = (np.array(values, dtype=np.int32) for values in (starts, counts))
     samples = np.array(samples, dtype=bool)
-    width = int(-(-(starts + counts).max() // page_size))
+    width = int(-(-(starts + counts).max() // page_size)) + 1
     slots = random.permutation(SLOTS)[:rows].astype(np.int32)
     pages = random.permutation(np.arange(1, rows * width + 1)).reshape(rows, width)
     fields = some_fields(rows, random)
@@ -68,11 +69,12 @@ class Side:
         self.state.by_slot.last_token[:] = LAST + torch.arange(SLOTS + 1)
         self.arrays = StepArrays(LIMITS, page_size, traits, self.state, CPU)
         self.buffer = np.full(len(self.arrays.words), -7, dtype=np.int32)  # of another step
+        self.packer = Packer(self.buffer, SLOTS)
 
     def expand(self, step: Step, room: Room, samples: int, graph: bool):
         cut = self.arrays.cut(room, samples, graph)
         changes = self.state.changes(step.delta)
-        used, places = pack(step, room, samples, self.state.nobody, changes, self.buffer)
+        used, places = self.packer.pack(step, room, samples, changes)
         assert (self.buffer[used:] == -7).all(), "what is not uploaded is not written"
         self.arrays.words[:used] = torch.from_numpy(self.buffer[:used])
         self.arrays.words[used:] = 2**20  # an index that would fault if it were used
@@ -183,10 +185,15 @@ def test_a_graph_of_decodes_reads_of_every_row_what_the_step_says(rows, spare, p
     starts, samples = [row[0] for row in rows], [row[1] for row in rows]
     step = make_step(starts, [1] * len(rows), samples, page_size)
     side, size = Side(page_size, *kind), len(rows) + spare
-    cut, places = side.expand(step, alone(size), size, graph=True)
-    assert (places is None) == all(samples)
-    check(side, step, cut, places)
-    check_host(side, step, cut)
+    for further in range(3):  # the same rows again
+        step = replace(step, number=further, starts=step.starts + min(further, 1))
+        if further == 2:  # others, of the same number
+            step = make_step(starts[::-1], [1] * len(rows), samples[::-1], page_size, seed=1)
+        side.buffer[layout(alone(size)).pairs :] = -7
+        cut, places = side.expand(step, alone(size), size, graph=True)
+        assert (places is None) == all(samples)
+        check(side, step, cut, places)
+        check_host(side, step, cut)
 
 
 @settings(deadline=None)

@@ -57,9 +57,8 @@ class GpuCores(Cores):
         self._to_engine(step_done(step, sampled))
 
     def _remember(self, step, names, flight) -> None:
-        values = flight.logits[: flight.count].float().cpu().numpy()
-        if flight.rows is not None:
-            values = values[flight.rows]
+        rows = slice(flight.count) if flight.rows is None else flight.rows
+        values = flight.logits.float().cpu().numpy()[rows]
         ends = (step.starts + step.counts).tolist()
         places = step.samples.nonzero()[0].tolist()
         assert len(places) == len(values)

@@ -142,23 +142,24 @@ def _tokens(
 
 @triton.jit
 def _sample(
-    entry, slot, position, token, state, last, write_slots, sample_positions, fields, slots,
+    its_entry, slot, position, token, state, last, write_slots, sample_positions, fields, slots,
     entries, WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """One entry for sampling, the row's or nobody's."""
-    real = entry >= 0
+    """One entry for sampling, the row's or nobody's, if there is any."""
+    entry = tl.load(its_entry)
+    real, any = entry >= 0, entry != _NOBODY
     at = tl.where(real, entry, -1 - entry)
     slot = tl.where(real, slot, slots - 1)
-    tl.store(last + at, tl.where(real, token, 0))
-    tl.store(write_slots + at, slot)
-    tl.store(sample_positions + at, tl.where(real, position, 0))
+    tl.store(last + at, tl.where(real, token, 0), mask=any)
+    tl.store(write_slots + at, slot, mask=any)
+    tl.store(sample_positions + at, tl.where(real, position, 0), mask=any)
     for field in tl.static_range(WIDE):
         for word in tl.static_range(2):
             value = tl.load(state + 2 * (field * slots + slot) + word)
-            tl.store(fields + 2 * (field * entries + at) + word, value)
+            tl.store(fields + 2 * (field * entries + at) + word, value, mask=any)
     for field in tl.static_range(NARROW):
         value = tl.load(state + (2 * WIDE + field) * slots + slot)
-        tl.store(fields + (2 * WIDE + field) * entries + at, value)
+        tl.store(fields + (2 * WIDE + field) * entries + at, value, mask=any)
 
 
 # Sizes change from step to step; compiling anew for each kind of number would hold up the step.
@@ -199,13 +200,12 @@ def _expand(
             index = begin + tl.arange(0, BLOCK)
             page = tl.load(pages + index, mask=index < used, other=0)
             if LISTED:
-                at = first_page + index
-                tl.store(listed + at, page, mask=(index < used) & (at < list_room))
+                shown = (index < used) & (first_page + index < list_room)
+                tl.store(listed + first_page + index, page, mask=shown)
             target = gathered + (row - first_gathered).to(tl.int64) * width + index
             tl.store(target, page, mask=index < tl.where(row >= first_gathered, used, 0))
-        entry = tl.load(entries + row)
-        if alone & (entry != _NOBODY):
-            _sample(entry, slot, start + count, first + count - 1, state, last, write_slots,
+        if alone:
+            _sample(entries + row, slot, start + count, first + count - 1, state, last, write_slots,
                     sample_positions, fields, slot_count, entry_count, WIDE, NARROW)  # fmt: skip
 
 
@@ -248,8 +248,7 @@ def expand_reference(
         used = -(-length // page_size)
         pages = held.table[slot, :used]
         span = slice(at, at + known)
-        position = torch.arange(start, start + known, device=out.positions.device)
-        out.positions[span] = position
+        position = out.positions[span] = torch.arange(start, start + known).to(pages.device)
         out.places[span] = pages[position // page_size].long() * page_size + position % page_size
         ids = rows.tokens[span].long()
         out.ids[span] = torch.where(ids < 0, held.last_token[slot], ids)
@@ -271,8 +270,8 @@ def expand_reference(
             words = _words(held, entry, len(out.last))
             out.fields[words] = held.fields[_words(held, slot if real else nobody, len(held.table))]
         at, at_page = at + count, at_page + used
-    out.offsets[total], out.prompt_offsets[prompts] = at, at - base
-    out.begins[total] = at_page if len(out.listed) else 0
+    last = at, at - base, at_page if len(out.listed) else 0
+    out.offsets[total], out.prompt_offsets[prompts], out.begins[total] = last
 
 
 def _words(held: BySlot, index: int, many: int) -> list[int]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from pipeinfer.attention.interface import Plan
+from pipeinfer.engine.cuda.rooms import Packer
 
 PARITIES = 2
 MOST_PIECES = 1024
@@ -21,18 +22,29 @@ class StepBuffers:
     step has ended.
     """
 
-    def __init__(self, words: int, most_rows: int) -> None:
+    def __init__(self, words: int, most_rows: int, nobody: int) -> None:
         self._pinned = torch.zeros(words, dtype=torch.int32, pin_memory=True)
-        self.host: np.ndarray = self._pinned.numpy()
-        self.drawn = torch.zeros(most_rows, 2, dtype=torch.int64, pin_memory=True)
+        self.packer = Packer(self._pinned.numpy(), nobody)
         self.plan: Plan = None
+        self._drawn = torch.zeros(most_rows, 2, dtype=torch.int64, pin_memory=True)
+        self._drawn_on_host: np.ndarray = self._drawn.numpy()
+        # Cutting tensors costs as much as a copy.
         self._pieces: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._rows: dict[int, torch.Tensor] = {}
+
+    def download(self, drawn: torch.Tensor) -> np.ndarray:
+        """Copies int64 [S, 2] from the device, on the current stream: there when that is done."""
+        count = len(drawn)
+        if count not in self._rows:
+            self._rows[count] = self._drawn[:count]
+        self._rows[count].copy_(drawn, non_blocking=True)
+        return self._drawn_on_host[:count]
 
     def upload(self, words: int, target: torch.Tensor) -> None:
         """Copies the first `words`, or a few more, to the beginning of `target`, which is the same
         always, on the current stream."""
-        words = min(-(-words // BLOCK) * BLOCK, len(self.host))
-        if words not in self._pieces:  # cutting tensors costs as much as the copy
+        words = min(-(-words // BLOCK) * BLOCK, len(self._pinned))
+        if words not in self._pieces:
             if len(self._pieces) >= MOST_PIECES:
                 self._pieces.clear()
             self._pieces[words] = target[:words], self._pinned[:words]

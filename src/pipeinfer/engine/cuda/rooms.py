@@ -133,39 +133,55 @@ def layout(room: Room) -> Layout:
     return Layout(*at)
 
 
-def pack(
-    step: Step, room: Room, samples: int, nobody: int, pairs: np.ndarray, words: np.ndarray
-) -> tuple[int, np.ndarray | None]:
-    """Writes the step, and `pairs` int32 [2n] of what changes, into `words` int32.
-
-    Its decodes are the room's first decode rows, its prompts the first prompt rows; all others are
-    those of the slot `nobody`. There are `samples` entries: in a room of decode rows with one for
-    each, every row has its own, else rows that sample have the first ones. Returns how many words
-    are of use, and where the entries of the rows that sample are, None if they are the first.
+class Packer:
+    """Writes steps into `words` int32, one after the other. Rows that are nobody's have the slot
+    `nobody`.
     """
-    at, decodes, prompts = layout(room), step.decodes, len(step.slots) - step.decodes
-    sampling = step.samples
-    for begin, values, filler in (
-        (at.slots, step.slots, nobody), (at.starts, step.starts, 0), (at.counts, step.counts, 0)
-    ):  # fmt: skip
-        _spread(words[begin : begin + room.rows], values, room, decodes, filler)
-    if len(step.slots) < room.rows:
-        sampling = np.zeros(room.rows, dtype=bool)
-        _spread(sampling, step.samples, room, decodes, False)
-    entries = words[at.entries : at.entries + room.rows]
-    places = None
-    if samples == room.rows and not room.prefills:
-        own = np.arange(room.rows, dtype=np.int32)
-        entries[:] = np.where(sampling, own, -1 - own)
-        if not step.samples.all():
-            places = np.flatnonzero(step.samples)
-    else:
-        _enter(entries, sampling, samples)
-    words[at.tokens : at.tokens + len(step.tokens)] = step.tokens
-    words[0] = len(pairs) // 2
-    words[at.pairs : at.pairs + len(pairs)] = pairs
-    assert prompts <= room.prefills
-    return at.pairs + len(pairs), places
+
+    def __init__(self, words: np.ndarray, nobody: int) -> None:
+        self.words, self._nobody = words, nobody
+        self._last: tuple[Step, Room] | None = None
+        self._places: np.ndarray | None = None
+
+    def pack(
+        self, step: Step, room: Room, samples: int, pairs: np.ndarray
+    ) -> tuple[int, np.ndarray | None]:
+        """The step, and `pairs` int32 [2n] of what changes before it.
+
+        Its decodes are the room's first decode rows, its prompts the first prompt rows. There are
+        `samples` entries: in a room of decode rows with one for each, every row has its own, else
+        rows that sample have the first ones. Returns how many words are of use, and where the
+        entries of the rows that sample are, None if they are the first.
+        """
+        at, words, last = layout(room), self.words, self._last
+        _spread(words[at.starts : at.starts + room.rows], step.starts, room, step.decodes, 0)
+        # A step that decodes what another has decoded shares the other arrays with it.
+        if last is None or last[0].slots is not step.slots or last[1] != room:
+            self._rows(step, room, at, samples)
+        self._last = step, room
+        words[0] = len(pairs) // 2
+        words[at.pairs : at.pairs + len(pairs)] = pairs
+        return at.pairs + len(pairs), self._places
+
+    def _rows(self, step: Step, room: Room, at: Layout, samples: int) -> None:
+        words, sampling = self.words, step.samples
+        for begin, values, filler in (
+            (at.slots, step.slots, self._nobody), (at.counts, step.counts, 0)
+        ):  # fmt: skip
+            _spread(words[begin : begin + room.rows], values, room, step.decodes, filler)
+        words[at.tokens : at.tokens + len(step.tokens)] = step.tokens
+        if len(step.slots) < room.rows:
+            sampling = np.zeros(room.rows, dtype=bool)
+            _spread(sampling, step.samples, room, step.decodes, False)
+        entries = words[at.entries : at.entries + room.rows]
+        self._places = None
+        if samples == room.rows and not room.prefills:
+            own = np.arange(room.rows, dtype=np.int32)
+            entries[:] = np.where(sampling, own, -1 - own)
+            if not step.samples.all():
+                self._places = np.flatnonzero(step.samples)
+        else:
+            _enter(entries, sampling, samples)
 
 
 def _spread(view: np.ndarray, values: np.ndarray, room: Room, decodes: int, filler: int) -> None:

@@ -24,7 +24,7 @@ from pipeinfer.engine.cuda.buffers import PARITIES, StepBuffers
 from pipeinfer.engine.cuda.device import CudaDevice
 from pipeinfer.engine.cuda.fused_store import FusedStore
 from pipeinfer.engine.cuda.graphs import Captured, Graphs, alone
-from pipeinfer.engine.cuda.rooms import Limits, Room, pack
+from pipeinfer.engine.cuda.rooms import Limits, Room
 from pipeinfer.engine.cuda.sampling import NONE, Sampler, WholeSampler
 from pipeinfer.engine.cuda.slot_state import SlotState
 from pipeinfer.engine.device import Mark
@@ -42,12 +42,14 @@ from pipeinfer.steps.step import Sampled, Step
 
 @dataclass
 class Flight:
-    """A launched step: `count` rows draw into `buffers`, and those at `rows` are its own."""
+    """A launched step, of which `count` rows sample: those at `rows` of what is `drawn` int64 [S,
+    2], and of the `logits` if they are kept; None: the first.
+    """
 
-    buffers: StepBuffers
     count: int
     rows: np.ndarray | None
     mark: Mark = field(init=False)
+    drawn: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
     logits: torch.Tensor | None = None
     _sampled: Sampled | None = None
 
@@ -55,8 +57,8 @@ class Flight:
         """What it gave, waited for if need be."""
         if self._sampled is None:
             self.mark.wait()
-            drawn = self.buffers.drawn.numpy()[: self.count]
-            self._sampled = Sampled.of(drawn if self.rows is None else drawn[self.rows])
+            rows = slice(self.count) if self.rows is None else self.rows
+            self._sampled = Sampled.of(self.drawn[rows])
         return self._sampled
 
 
@@ -105,7 +107,8 @@ class CudaRunner:
         self._mirror = slot_state.SlotState(limits.rows)  # for attention that plans on the host
         self._arrays = StepArrays(limits, pool.page_size, backend.traits, self._state, device)
         words = len(self._arrays.words)
-        self._buffers = [StepBuffers(words, limits.rows) for _ in range(PARITIES)]
+        nobody = self._state.nobody
+        self._buffers = [StepBuffers(words, limits.rows, nobody) for _ in range(PARITIES)]
         self._launched = 0
         self._flights: list[Flight | None] = [None] * PARITIES  # the last of each parity
         self._graphs = Graphs()
@@ -151,9 +154,7 @@ class CudaRunner:
         with span("pack", number):
             packed = self._pack(step, parity, self._graphs.fitting(step))
         captured, buffers = packed.captured, packed.buffers
-        first = packed.places is None
-        count = int(np.count_nonzero(step.samples)) if first else packed.cut.samples
-        flight = Flight(buffers, count, packed.places)
+        flight = Flight(int(np.count_nonzero(step.samples)), packed.places)
 
         def work() -> None:
             with span("upload", number):
@@ -169,8 +170,7 @@ class CudaRunner:
                     logits = captured.logits
             with span("sample", number):
                 if logits is not None:
-                    drawn = self._drawn(packed, logits)[:count]
-                    buffers.drawn[:count].copy_(drawn, non_blocking=True)
+                    flight.drawn = buffers.download(self._drawn(packed, logits))
                     flight.logits = self._kept(logits)
 
         flight.mark = self.device.submit(work)
@@ -191,8 +191,7 @@ class CudaRunner:
         changes, late = self._state.changes(step.delta), None
         if len(changes) > 2 * self._arrays.most_pairs:
             changes, late = changes[:0], changes
-        nobody = self._state.nobody
-        words, places = pack(step, cut.room, cut.samples, nobody, changes, buffers.host)
+        words, places = buffers.packer.pack(step, cut.room, cut.samples, changes)
         if self._backend.traits.host_lengths:
             self._mirror.apply(step.delta)
         return _Packed(step, parity, buffers, cut, captured, words, places, late)
@@ -213,7 +212,7 @@ class CudaRunner:
         if self._backend.traits.needs_kv:
             table = self._mirror.pages(step, self.pool.page_size)
         exact = None if cut.graph else step
-        rows = self._arrays.paged(cut, packed.parity, packed.buffers.host, exact, table)
+        rows = self._arrays.paged(cut, packed.parity, packed.buffers.packer.words, exact, table)
         return self._backend.plan(rows)
 
     def _logits(self, cut: Cut, plan: Plan) -> torch.Tensor | None:
