@@ -1,17 +1,15 @@
-"""The CUDA runner on a CPU: its own steps, packing and kernels, with stand-ins for the device.
+"""The runner of GPUs on the host's device: its own steps, packing and kernels.
 
-A program, because Triton's interpreter is chosen when triton is imported. Streams and events do
-nothing here, a graph runs its body again, and attention is plain torch over the index arrays.
+A program, because Triton's interpreter is chosen when triton is imported. A graph runs its body
+again there, and attention is plain torch over the index arrays.
 `TRITON_INTERPRET=1 python tests/engine/interpreted_runner.py FOLDER` prints tokens by way of
 running; with ADDRESS RANK SIZE behind it, it is one of several ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,53 +18,6 @@ sys.path[:0] = [str(HERE), *(str(HERE.parent / name) for name in ("", "gpu", "pa
 
 import msgspec  # noqa: E402
 import torch  # noqa: E402
-
-
-class Event:
-    def __init__(self, enable_timing=False) -> None:
-        self.time = 0.0
-
-    def record(self, stream=None) -> None:
-        self.time = time.perf_counter()
-
-    def synchronize(self) -> None:
-        """Everything is over already."""
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other) -> float:
-        return (other.time - self.time) * 1e3
-
-
-class Stream:
-    def __init__(self, *_, priority=0) -> None:
-        """All work is done at once."""
-
-    def wait_stream(self, stream) -> None:
-        """Nothing is under way there."""
-
-    def wait_event(self, event) -> None:
-        assert event.time > 0, "waits for what nobody recorded"
-
-    def synchronize(self) -> None:
-        """Nothing is under way."""
-
-
-@contextlib.contextmanager
-def stream(_):
-    yield
-
-
-def without_pins(*sizes, pin_memory=False, zeros=torch.zeros, **options):
-    return zeros(*sizes, **options)
-
-
-torch.cuda.Event, torch.cuda.Stream, torch.cuda.stream = Event, Stream, stream
-torch.cuda.current_stream, torch.cuda.synchronize = Stream, lambda *_: None
-torch.cuda.graph_pool_handle, torch.cuda.set_stream = lambda: None, lambda _: None
-torch.zeros = without_pins
-
 from overlapped import GpuCores  # noqa: E402
 from runner_requests import good_ones, submit_all  # noqa: E402
 
@@ -75,30 +26,15 @@ from pipeinfer.attention.paged import PagedKind  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
 from pipeinfer.distributed.group import join  # noqa: E402
 from pipeinfer.engine import loading  # noqa: E402
-from pipeinfer.engine.cuda import graphs, step_times  # noqa: E402
+from pipeinfer.engine.cuda import step_times  # noqa: E402
 from pipeinfer.engine.cuda.rooms import Limits, Room, decode_ladder  # noqa: E402
 from pipeinfer.engine.cuda.runner import CudaRunner  # noqa: E402
 from pipeinfer.engine.cuda.sampling import SplitSampler  # noqa: E402
+from pipeinfer.engine.device import HostDevice  # noqa: E402
 from pipeinfer.memory.pool import KVPool  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 
 MIXED = (0, 1), (2, 2)  # decodes and prompts that a graph has room for
-
-
-class Again:
-    """In place of a CUDA graph: computes once more from the same addresses, into the same."""
-
-    def __init__(self, body, cut, plan, out) -> None:
-        self._run, self._out = (lambda: body(cut, plan)), out
-
-    def replay(self) -> None:
-        for target, value in zip(self._out, self._run(), strict=True):
-            target.copy_(value)
-
-
-def record(body, cut, plan, stream, pool):
-    out = body(cut, plan)
-    return graphs.Captured(Again(body, cut, plan, out), cut, *out)
 
 
 class TorchPart:
@@ -171,7 +107,7 @@ def cuda_runner(settings, choices, model, group):
     limits = Limits(settings.max_running, settings.max_step_tokens, 512 // choices.page_size)
     backend = KINDS[READS](shapes, torch.device("cpu"))
     sampler = SplitSampler(model, group) if group is not None else None
-    runner = CudaRunner(model, pool, backend, limits, sampler)
+    runner = CudaRunner(model, pool, backend, limits, sampler, HostDevice())
     if not settings.no_cuda_graph:
         most = settings.cuda_graph_max_batch
         sizes = (8, 48) if group is None else (8,)  # ranks that measured otherwise would hang
@@ -187,7 +123,6 @@ def cuda_runner(settings, choices, model, group):
     return runner
 
 
-graphs.record = record
 step_times.REPLAYS = 1
 loading._host_runner = cuda_runner
 
@@ -203,6 +138,7 @@ def served(folder: str, group=None, reads="hybrid", **changes) -> GpuCores:
     cores = GpuCores(Path(folder), settings, budget=48, group=group)
     submit_all(cores, bad=True)
     cores.run()
+    cores.loaded.runner.device.close()  # a thread that is amid something would not outlive us well
     return cores
 
 

@@ -46,9 +46,6 @@ class Stream:
     def __init__(self, device) -> None:
         self.recorded: list[Event] = []
 
-    def wait_event(self, event) -> None:
-        self.recorded.append(event)
-
 
 @pytest.fixture
 def device(monkeypatch):
@@ -113,13 +110,6 @@ def test_times_are_those_between_the_streams_events_and_stay_when_events_are_use
         assert marks[-1].busy == 0.1
         assert marks[-1].idle == (0.1 if number else 0.0)
     assert {mark.busy for mark in marks} == {0.1}
-
-
-def test_what_the_stream_waits_for_is_not_part_of_the_work(device):
-    uploaded, worked = Event(), []
-    device.submit(lambda: worked.append(len(device.stream.recorded)), uploaded)  # type: ignore
-    assert device.stream.recorded[0] is uploaded  # type: ignore
-    assert worked == [2], "behind the beginning, before the end"
 
 
 def test_a_third_step_waits_for_the_first_result_whose_buffers_it_takes():

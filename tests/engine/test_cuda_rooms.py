@@ -20,6 +20,7 @@ from pipeinfer.engine.cuda.graphs import Graphs, alone
 from pipeinfer.engine.cuda.rooms import Limits, Packer, Room, decode_ladder, layout, mixed_ladder
 from pipeinfer.engine.cuda.slot_state import SlotState
 from pipeinfer.engine.cuda.step_times import Frame, amid_prompts
+from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.fields import FIELDS
 from pipeinfer.kernels.expand import NOWHERE, expand_reference
 from pipeinfer.steps.step import LAST_TOKEN, Delta, Edits, Step
@@ -268,7 +269,7 @@ def test_graphs_of_mixed_steps_fit_into_the_largest_step(tokens, mixed, rows, de
 
 
 def test_a_step_takes_the_smallest_graph_that_holds_it_and_none_that_is_far_larger():
-    graphs = Graphs()
+    graphs = Graphs(HostDevice())
 
     def fitting(*counts):
         rows = len(counts)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 import pytest
+import torch
 
 from pipeinfer.engine.device import Failed, HostDevice
 
@@ -89,3 +90,21 @@ async def test_what_could_not_be_submitted_has_ended_with_its_error():
         failed.wait()
     failed.then(asyncio.get_running_loop(), over.set)
     await over.wait()
+
+
+def test_captured_work_is_done_again_into_the_same_tensors_from_what_lies_there_then():
+    device, source = HostDevice(), torch.arange(3.0)
+
+    def work() -> None:
+        replay = device.capture(lambda: (2 * source, source.sum()[None]))
+        doubled, total = replay.tensors
+        assert (doubled.tolist(), total.tolist()) == ([0, 2, 4], [3])
+        source.add_(1)
+        replay.again()
+        assert (doubled.tolist(), total.tolist()) == ([2, 4, 6], [6])
+        assert device.seconds(replay.again, 3) > 0
+
+    device.run(work)
+    with pytest.raises(ZeroDivisionError):
+        device.run(lambda: print(1 / 0))
+    device.close()

@@ -77,7 +77,7 @@ def runner(request, engine):
     runner = engine[1].loaded.runner
     graphs = runner._graphs
     if request.param == "no graphs":
-        runner._graphs = Graphs()
+        runner._graphs = Graphs(runner.device)
     yield runner
     runner._graphs = graphs
 
@@ -138,7 +138,7 @@ def test_requests_beside_bad_ones_get_the_tokens_that_they_get_beside_harmless_o
     folder, made = engine
     graphs = made.loaded.runner._graphs
     if "no_cuda_graph" in change:
-        made.loaded.runner._graphs = Graphs()
+        made.loaded.runner._graphs = Graphs(made.loaded.runner.device)
     fill(made.loaded.runner.pool, step_of("decodes"))
 
     def outputs(middle: int):

@@ -125,7 +125,8 @@ def test_logits_are_those_of_float32_within_bfloat16(
     others = {"warm": generate(made, tag="w")}
     warmed = sum(made.cached[f"{name}w"] for name in cold)
     assert warmed >= 64 and not any(made.cached[name] for name in cold)
-    graphs, made.loaded.runner._graphs = made.loaded.runner._graphs, Graphs()
+    runner = made.loaded.runner
+    graphs, runner._graphs = runner._graphs, Graphs(runner.device)
     assert graphs.decodes
     others["no graphs"] = generate(again(made, folder))
     made.loaded.runner._graphs = graphs

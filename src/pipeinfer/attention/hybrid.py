@@ -15,4 +15,5 @@ HYBRID = PagedKind(
     TritonDecodePart,
     Fa3Part,
     Traits(PAGE_SIZES, PREFERRED, captures_decode=True, captures_prefill=True, gathered="prompts"),
+    at_once=True,
 )

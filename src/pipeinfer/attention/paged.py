@@ -69,8 +69,7 @@ class PagedBackend:
         same = kind.prefill is kind.decode
         self._prefill = self._decode if same else kind.prefill(shapes, device)
         # Of higher priority: its blocks need a multiprocessor each, and find none free later on.
-        beside = kind.traits.captures_prefill
-        self._beside = torch.cuda.Stream(device, priority=-1) if beside else None
+        self._beside = torch.cuda.Stream(device, priority=-1) if kind.at_once else None
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
         """See interface.py, here and below."""
@@ -117,12 +116,13 @@ class PagedKind:
     """An `AttentionKind`: its parts, built only when it is called with (shapes, device).
 
     With captures_prefill, the prefill part's plan is device arrays only, and the decode part leaves
-    out rows without keys.
+    out rows without keys. at_once: in a graph both run at the same time.
     """
 
     decode: PartMaker
     prefill: PartMaker
     traits: Traits
+    at_once: bool = False
 
     def __call__(self, shapes: Sequence[AttentionShape], device: torch.device) -> PagedBackend:
         return PagedBackend(self, shapes, device)

@@ -49,7 +49,8 @@ class RowArrays:
 class PagedRows:
     """`decodes` rows with one query, then rows with more. parity: which step-private buffers.
 
-    host: of backends that read lengths there. fixed: the device arrays stand at addresses that a
+    host: of backends that read lengths there, with all of the rows' pages in `table` unless fixed,
+    and without `indices`. fixed: the device arrays stand at addresses that a
     graph has captured. Prefill rows of a graph count their queries from the step's first token,
     because how many decode rows are real changes from replay to replay; those that are not have no
     keys, and must not write anything. Else they count from the first token behind the decodes.

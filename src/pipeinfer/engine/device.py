@@ -1,8 +1,8 @@
 """Where steps are computed: in the order of their submission, while their submitter goes on.
 
 A CPU and a GPU differ in this: what is submitted to the host is called by a thread of its own,
-what is submitted to a GPU is called at once and queues its kernels (cuda/device.py). Knows calls
-and an event loop, no step.
+what is submitted to a GPU is called at once and queues its kernels (cuda/device.py). Knows calls,
+tensors and an event loop, no step.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
+import torch
+
+Tensors = tuple[torch.Tensor, ...]
 Work = Callable[[], None]
 
 
@@ -45,11 +49,35 @@ class Mark(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Replay:
+    """Captured work: `again` queues it, into the same `tensors`, from the addresses it has read."""
+
+    again: Work
+    tensors: Tensors
+
+
 class Device(Protocol):
     """Works off what is submitted, one after the other."""
 
     def submit(self, work: Work, /) -> Mark:
         """Queues `work`; what it raises belongs to its mark."""
+        ...
+
+    def run(self, work: Work, /) -> None:
+        """The same, and waits for its end; raises what it raises."""
+        ...
+
+    def capture(self, body: Callable[[], Tensors], /) -> Replay:
+        """Work that is to be done again and again; from within `run`."""
+        ...
+
+    def seconds(self, work: Work, times: int, /) -> float:
+        """What the shortest of a few takes, each waited for; from within `run`."""
+        ...
+
+    def pinned(self, size: tuple[int, ...], dtype: torch.dtype, /) -> torch.Tensor:
+        """Zeros on the host, which copies from and to the device need not wait for."""
         ...
 
     def close(self) -> None:
@@ -125,6 +153,30 @@ class HostDevice:
         mark = HostMark()
         self._work.put((work, mark))
         return mark
+
+    def run(self, work: Work) -> None:
+        self.submit(work).wait()
+
+    def capture(self, body: Callable[[], Tensors]) -> Replay:
+        """Calls it once more each time."""
+        tensors = body()
+
+        def again() -> None:
+            for target, value in zip(tensors, body(), strict=True):
+                target.copy_(value)
+
+        return Replay(again, tensors)
+
+    def seconds(self, work: Work, times: int) -> float:
+        found: list[float] = []
+        for _ in range(times):
+            began = time.perf_counter()
+            work()
+            found.append(time.perf_counter() - began)
+        return min(found)
+
+    def pinned(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype)
 
     def close(self) -> None:
         if self._thread is not None:

@@ -48,11 +48,12 @@ class SlotState:
             edits = self.edits.get(slot)
             if edits is None:
                 continue
+            column, never = edits.ids.astype(np.int64) - first_id, positions[row] < edits.until
+            held = (column >= 0) & (column < logits.shape[1]) & (never | (edits.values != 0))
+            if not held.any():
+                continue
             if edited is None:
                 edited = logits.copy()
-            column = edits.ids.astype(np.int64) - first_id
-            held = (column >= 0) & (column < logits.shape[1])
-            never = positions[row] < edits.until[held]
             edited[row, column[held]] += edits.values[held]
-            edited[row, column[held][never]] = -np.inf
+            edited[row, column[held & never]] = -np.inf
         return logits if edited is None else edited

@@ -99,7 +99,7 @@ def _write(pairs, count, words, BLOCK: tl.constexpr):
 
 def write_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor) -> None:
     """words[place] = value for the first `count` int32 [1] of the (place, value) in `pairs`, int32
-    [2n], of places that are all different. All on one device."""
+    [2n], of which no two have one place and different values. All on one device."""
     _write[(MOST_PROGRAMS,)](pairs, count, words, BLOCK=BLOCK, num_warps=4)
 
 

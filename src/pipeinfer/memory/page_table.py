@@ -83,7 +83,8 @@ class PageTable:
 
     def changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
         """Slots, columns and pages, int32 [n] each, of all that was written since it was asked
-        last, as it is now; None if nothing was. Rows that were emptied count for nothing.
+        last, as it is now (so a place that stands twice has the same page); None if nothing was.
+        Rows that were emptied count for nothing.
         """
         if not self._changed:
             return None

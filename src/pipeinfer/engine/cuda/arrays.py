@@ -18,6 +18,7 @@ from pipeinfer.engine.cuda.slot_state import FIELD_WORDS, SlotState, fields_by_n
 from pipeinfer.kernels.expand import Expanded, Rows, expand, write_words
 from pipeinfer.steps.step import Step
 
+GATHERED = {"no": 0, "prompts": 1, "all": 2}  # kinds of rows
 PAIRS = 1 << 14  # changes of the slots' state that are uploaded with a step
 
 
@@ -69,7 +70,7 @@ class StepArrays:
             *(room(limits.tokens, torch.int64) for _ in range(3)),
             *(room(rows + 1) for _ in range(5)),
             listed=room(entries * limits.pages + entries if traits.listed else 0),
-            gathered=room(0 if traits.gathered == "no" else entries * limits.pages),
+            gathered=room(limits.pages * GATHERED[traits.gathered] * limits.rows),
             last=room(entries, torch.int64),
             write_slots=room(entries, torch.int64),
             sample_positions=room(entries, torch.int64),
@@ -117,8 +118,8 @@ class StepArrays:
         self, cut: Cut, parity: int, words: np.ndarray, step: Step | None, table: np.ndarray | None
     ) -> PagedRows:
         """The rows for attention. words: the step's on the host, read only if the traits want
-        lengths there; step: of a cut that is no graph's; table: int32 [R, P] pages of its rows, for
-        who wants them there.
+        lengths there; step: of a cut that is no graph's; table: int32 [R, P] pages of its rows, if
+        they want lengths there.
         """
         out, room = cut.expanded, cut.room
         pages, queries = out.gathered, room.tokens if room.prefills else 1
@@ -142,7 +143,7 @@ class StepArrays:
         queries, pages = (_offsets(sizes) for sizes in (counts, held))
         parts = (
             lengths, lengths - (np.maximum(held, 1) - 1) * self._page_size, queries,
-            queries[room.decodes :] - cut.base, pages,
+            queries[room.decodes :] - cut.base, pages if self._traits.listed else pages[:0],
         )  # fmt: skip
         none = np.zeros(0, dtype=np.int32)
         arrays = [part.astype(np.int32, copy=False) for part in parts]

@@ -29,7 +29,7 @@ def artificial_step(
     They lie in the first slots and compute into the dummy page. What is before it they read there,
     too, or, with `own`, in pages of which no two rows have one.
     """
-    rows = len(counts)
+    rows, values = len(counts), filled(len(counts), **(USUAL | fields))
     starts = np.zeros(rows, dtype=np.int32) if starts is None else starts
     slots, held = np.arange(rows, dtype=np.int32), -(-(starts + counts) // page_size)
     slot = np.repeat(slots, held)
@@ -45,8 +45,8 @@ def artificial_step(
         counts=counts,
         samples=np.ones(rows, dtype=bool),
         tokens=np.zeros(int(counts.sum()), dtype=np.int32),
-        fields=filled(rows, **(USUAL | fields)),
-        delta=Delta(slot, column.astype(np.int32), pages),
+        fields=values,
+        delta=Delta(slot, column.astype(np.int32), pages, admitted=slots, fields=values),
     )
 
 

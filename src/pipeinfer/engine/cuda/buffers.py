@@ -11,6 +11,7 @@ import torch
 
 from pipeinfer.attention.interface import Plan
 from pipeinfer.engine.cuda.rooms import Packer
+from pipeinfer.engine.device import Device
 
 PARITIES = 2
 MOST_PIECES = 1024
@@ -22,11 +23,11 @@ class StepBuffers:
     step has ended.
     """
 
-    def __init__(self, words: int, most_rows: int, nobody: int) -> None:
-        self._pinned = torch.zeros(words, dtype=torch.int32, pin_memory=True)
+    def __init__(self, device: Device, words: int, most_rows: int, nobody: int) -> None:
+        self._pinned = device.pinned((words,), torch.int32)
         self.packer = Packer(self._pinned.numpy(), nobody)
         self.plan: Plan = None
-        self._drawn = torch.zeros(most_rows, 2, dtype=torch.int64, pin_memory=True)
+        self._drawn = device.pinned((most_rows, 2), torch.int64)
         self._drawn_on_host: np.ndarray = self._drawn.numpy()
         # Cutting tensors costs as much as a copy.
         self._pieces: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -10,9 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from pipeinfer.engine.device import Replay, Tensors, Work
+
+TRIES = 2  # calls before a capture: lazy initialisation must not be captured
 MARKS = 8  # more than are under way: a mark's end is also read for the one after it
 
 
@@ -71,21 +75,53 @@ class CudaDevice:
         self._last: torch.cuda.Event | None = None
         self._asked: deque[tuple[CudaMark, Callable[[], None]]] = deque()
         self._asking = False
+        self._memory: Any = None  # of all that is captured
 
-    def submit(self, work: Callable[[], None], after: torch.cuda.Event | None = None) -> CudaMark:
-        """`after`: what the stream waits for before it begins. The stream is current then, and
-        stays it: what torch looks up to enter and leave one takes as long as the launch of a graph.
+    def submit(self, work: Work) -> CudaMark:
+        """The stream is current then, and stays it: what torch looks up to enter and leave one
+        takes as long as the launch of a graph.
         """
         began, ended = self._events[self._submitted % MARKS]
         self._submitted += 1
         torch.cuda.set_stream(self.stream)
-        if after is not None:
-            self.stream.wait_event(after)
         began.record(self.stream)
         work()
         ended.record(self.stream)
         before, self._last = self._last, ended
         return CudaMark(self, began, ended, before)
+
+    def run(self, work: Work) -> None:
+        with torch.cuda.stream(self.stream):
+            work()
+            torch.cuda.synchronize()
+
+    def capture(self, body: Callable[[], Tensors]) -> Replay:
+        """As a CUDA graph."""
+        for _ in range(TRIES):
+            body()
+        self.stream.synchronize()
+        self._memory = self._memory or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Of this thread alone: NCCL has one of its own, which asks after events meanwhile.
+        with torch.cuda.graph(graph, pool=self._memory, stream=self.stream,
+                              capture_error_mode="thread_local"):  # fmt: skip
+            tensors = body()
+        graph.replay()  # the first brings it to the device: a millisecond, of nobody's step here
+        return Replay(graph.replay, tensors)
+
+    def seconds(self, work: Work, times: int) -> float:
+        found: list[float] = []
+        for _ in range(times):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            work()
+            ended.record()
+            ended.synchronize()
+            found.append(began.elapsed_time(ended) / 1e3)
+        return min(found)
+
+    def pinned(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, pin_memory=True)
 
     def close(self) -> None:
         self.stream.synchronize()

@@ -11,27 +11,27 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 
 from pipeinfer.attention.interface import Plan
 from pipeinfer.engine.cuda.arrays import Cut
 from pipeinfer.engine.cuda.rooms import MOST_PADDING, PADDING_SHARE, Room
+from pipeinfer.engine.device import Device, Work
 from pipeinfer.steps.step import Step
 
 SMALL = 8
 REPLAYS = 8
-TRIES = 2  # forward passes before the capture: lazy initialisation must not be captured
 
 
 @dataclass(frozen=True)
 class Captured:
-    """One size: the graph, and what it leaves behind until the next replay of any size."""
+    """One size; `logits` and `drawn` are what it leaves behind until the next replay of any."""
 
-    graph: torch.cuda.CUDAGraph
     cut: Cut
+    replay: Work
     logits: torch.Tensor
     drawn: torch.Tensor
 
@@ -40,45 +40,23 @@ class Captured:
 Body = Callable[[Cut, Plan], tuple[torch.Tensor, torch.Tensor]]
 
 
-def record(body: Body, cut: Cut, plan: Plan, stream: torch.cuda.Stream, pool: Any) -> Captured:
-    """The body as a graph of `pool`'s memory, on `stream`, which is current."""
-    for _ in range(TRIES):
-        body(cut, plan)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # Of this thread alone: NCCL has one of its own, which asks after events meanwhile.
-    mode = "thread_local"
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
-        logits, drawn = body(cut, plan)
-    graph.replay()  # the first brings it to the device: a millisecond, of nobody's step here
-    return Captured(graph, cut, logits, drawn)
-
-
-def replay_seconds(captured: Captured, replays: int = REPLAYS) -> float:
-    """The shortest of a few replays of whatever it reads now: enough to compare sizes."""
-    times = []
-    for _ in range(replays):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        captured.graph.replay()
-        ended.record()
-        ended.synchronize()
-        times.append(began.elapsed_time(ended) / 1e3)
-    return min(times)
-
-
 class Graphs:
-    """By room. decodes: numbers of decode rows that have a graph, mixed: rooms with prompts that
-    have one; both ascend.
+    """Of a device, by room. decodes: numbers of decode rows that have a graph, mixed: rooms with
+    prompts that have one; both ascend.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self.decodes: tuple[int, ...] = ()
         self.mixed: tuple[Room, ...] = ()
         self._captured: dict[Room, Captured] = {}
 
     def __getitem__(self, room: Room) -> Captured:
         return self._captured[room]
+
+    def seconds(self, room: Room, times: int = REPLAYS) -> float:
+        """What a replay takes of whatever graphs read now: enough to compare sizes."""
+        return self._device.seconds(self[room].replay, times)
 
     def __contains__(self, room: Room) -> bool:
         return room in self._captured
@@ -101,15 +79,15 @@ class Graphs:
         rooms: Sequence[Room],
         prepare: Callable[[Room], tuple[Cut, Plan]],
         body: Body,
-        stream: torch.cuda.Stream,
-        pool: Any,
         progress: Callable[[], None],
     ) -> None:
-        """Captures every room, the largest first, on `stream`, which is current. prepare(room) puts
-        a step of padding rows where graphs read, and plans it. progress() after each.
+        """Captures every room, the largest first, from within the device's `run`. prepare(room)
+        puts a step of padding rows where graphs read, and plans it. progress() after each.
         """
         for room in sorted(rooms, reverse=True):
-            self._captured[room] = record(body, *prepare(room), stream, pool)
+            cut, plan = prepare(room)
+            made = self._device.capture(partial(body, cut, plan))
+            self._captured[room] = Captured(cut, made.again, *made.tensors)
             progress()
         every = sorted(self._captured)
         self.decodes = tuple(room.decodes for room in every if not room.prefills)
@@ -117,14 +95,13 @@ class Graphs:
 
     def drop_slower_small_ones(self, prepare: Callable[[Room], object]) -> None:
         """Forgets small numbers of decodes that take longer than the next one: for very few rows,
-        libraries' matrix kernels are not always faster. After `capture`, on its stream, with its
-        `prepare`.
+        libraries' matrix kernels are not always faster. As `capture`, after it.
         """
         small = [size for size in self.decodes if size <= SMALL]
         seconds = {}
         for size in small:
             prepare(alone(size))  # all read the same words, each in its own way
-            seconds[size] = replay_seconds(self[alone(size)])
+            seconds[size] = self.seconds(alone(size))
         for size, larger in reversed(list(pairwise(small))):
             best = min(seconds[other] for other in small if other >= larger)
             if seconds[size] > best:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from pipeinfer.engine.cuda.graphs import Captured, Graphs, alone
 from pipeinfer.engine.cuda.rooms import Limits, Room
 from pipeinfer.engine.cuda.sampling import NONE, Sampler, WholeSampler
 from pipeinfer.engine.cuda.slot_state import SlotState
-from pipeinfer.engine.device import Mark
+from pipeinfer.engine.device import Device, Mark
 from pipeinfer.engine.executor import unwatched
 from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.penalties import Penalties
@@ -89,8 +90,11 @@ class CudaRunner:
         backend: Attention,
         limits: Limits,
         sampler: Sampler | None = None,
+        device: Device | None = None,
     ) -> None:
-        """`sampler`: where `model` is a rank's part; by default that of one rank alone."""
+        """`sampler`: where `model` is a rank's part; by default that of one rank alone. `device`:
+        by default the GPU that the pool is on.
+        """
         self.pool = pool
         self.phases = Phases(usual_marks())
         self.keep_logits = False
@@ -99,19 +103,20 @@ class CudaRunner:
         self._backend = backend
         self._limits = limits
         self._sampler = sampler or WholeSampler(model)
-        device = pool.device
-        self._penalties = Penalties(limits.rows, device, self._sampler.first_id)
-        self.device = CudaDevice(device)
-        self._forward = self.device.stream
-        self._state = SlotState(limits.rows, limits.pages, MOST_EDITS, device)
+        where = pool.device
+        self.device = device or CudaDevice(where)
+        self._penalties = Penalties(limits.rows, where, self._sampler.first_id)
+        self._state = SlotState(limits.rows, limits.pages, MOST_EDITS, where)
         self._mirror = slot_state.SlotState(limits.rows)  # for attention that plans on the host
-        self._arrays = StepArrays(limits, pool.page_size, backend.traits, self._state, device)
+        self._arrays = StepArrays(limits, pool.page_size, backend.traits, self._state, where)
         words = len(self._arrays.words)
         nobody = self._state.nobody
-        self._buffers = [StepBuffers(words, limits.rows, nobody) for _ in range(PARITIES)]
+        self._buffers = [
+            StepBuffers(self.device, words, limits.rows, nobody) for _ in range(PARITIES)
+        ]
         self._launched = 0
         self._flights: list[Flight | None] = [None] * PARITIES  # the last of each parity
-        self._graphs = Graphs()
+        self._graphs = Graphs(self.device)
         self._truncated: tuple[Mapping[str, np.ndarray], np.ndarray] = {}, NONE
         self.bind(pool)
 
@@ -133,7 +138,6 @@ class CudaRunner:
         """Launches the step and waits for it."""
         return self.launch(step).take()
 
-    @torch.inference_mode()
     def launch(self, step: Step, before: Callable[[Step], None] = unwatched) -> Flight:
         """Queues the whole step; does not wait for the device, except for buffers still in use,
         which the depth of the overlap loop rules out on rank 0."""
@@ -150,31 +154,32 @@ class CudaRunner:
         return flight
 
     def _launch(self, step: Step, parity: int) -> Flight:
-        number, span = step.number, self.phases.span
-        with span("pack", number):
+        with self.phases.span("pack", step.number):
             packed = self._pack(step, parity, self._graphs.fitting(step))
-        captured, buffers = packed.captured, packed.buffers
         flight = Flight(int(np.count_nonzero(step.samples)), packed.places)
-
-        def work() -> None:
-            with span("upload", number):
-                self._upload(packed)
-            with span("attention_plan", number):
-                if captured is None or self._backend.traits.host_lengths:
-                    buffers.plan = self._plan(packed)
-            with span("forward", number):
-                if captured is None:
-                    logits = self._logits(packed.cut, buffers.plan)
-                else:  # sampling by temperature included
-                    captured.graph.replay()
-                    logits = captured.logits
-            with span("sample", number):
-                if logits is not None:
-                    flight.drawn = buffers.download(self._drawn(packed, logits))
-                    flight.logits = self._kept(logits)
-
-        flight.mark = self.device.submit(work)
+        flight.mark = self.device.submit(partial(self._run, packed, flight))
         return flight
+
+    @torch.inference_mode()
+    def _run(self, packed: _Packed, flight: Flight) -> None:
+        """On the device's stream."""
+        number, span, captured = packed.step.number, self.phases.span, packed.captured
+        buffers = packed.buffers
+        with span("upload", number):
+            self._upload(packed)
+        with span("attention_plan", number):
+            if captured is None or self._backend.traits.host_lengths:
+                buffers.plan = self._plan(packed)
+        with span("forward", number):
+            if captured is None:
+                logits = self._logits(packed.cut, buffers.plan)
+            else:  # sampling by temperature included
+                captured.replay()
+                logits = captured.logits
+        with span("sample", number):
+            if logits is not None:
+                flight.drawn = buffers.download(self._drawn(packed, logits))
+                flight.logits = self._kept(logits)
 
     def _pack(self, step: Step, parity: int, captured: Captured | None) -> _Packed:
         """The step in this parity's buffer, for that graph or none."""
@@ -192,13 +197,13 @@ class CudaRunner:
         if len(changes) > 2 * self._arrays.most_pairs:
             changes, late = changes[:0], changes
         words, places = buffers.packer.pack(step, cut.room, cut.samples, changes)
-        if self._backend.traits.host_lengths:
-            self._mirror.apply(step.delta)
         return _Packed(step, parity, buffers, cut, captured, words, places, late)
 
     def _upload(self, packed: _Packed) -> None:
         """What changes in the slots, and the step, on the current stream."""
         cleared, late = packed.step.delta.cleared, packed.late
+        if self._backend.traits.host_lengths:
+            self._mirror.apply(packed.step.delta)
         if len(cleared):  # rare: it waits for a copy, and so does what follows
             self.pool.clear(cleared)
         if late is not None:
@@ -208,10 +213,10 @@ class CudaRunner:
 
     def _plan(self, packed: _Packed) -> Plan:
         """Of a graph's rows: into where its first plan lies."""
-        step, cut, table = packed.step, packed.cut, None
-        if self._backend.traits.needs_kv:
-            table = self._mirror.pages(step, self.pool.page_size)
-        exact = None if cut.graph else step
+        cut, table = packed.cut, None
+        exact = None if cut.graph else packed.step
+        if exact is not None and self._backend.traits.host_lengths:
+            table = self._mirror.pages(exact, self.pool.page_size)
         rows = self._arrays.paged(cut, packed.parity, packed.buffers.packer.words, exact, table)
         return self._backend.plan(rows)
 
@@ -255,7 +260,6 @@ class CudaRunner:
 
     # --------------------------------------------------------------------------------------- graphs
 
-    @torch.inference_mode()
     def capture(
         self,
         sizes: tuple[int, ...],
@@ -274,32 +278,45 @@ class CudaRunner:
             return
         mixed = mixed if traits.captures_prefill else ()
         rooms: Sequence[Room] = [*map(alone, sizes), *mixed]
-        memory, graphs = torch.cuda.graph_pool_handle(), Graphs()
-        count = _counter(len(rooms), progress)
-        with torch.cuda.stream(self._forward):
+        graphs, count = Graphs(self.device), _counter(len(rooms), progress)
+
+        @torch.inference_mode()
+        def work() -> None:
             for some in (rooms[: len(sizes)], mixed):
-                graphs.capture(some, self._padding, self._body, self._forward, memory, count)
+                graphs.capture(some, self._padding, self._body, count)
             if choose:
                 graphs.drop_slower_small_ones(self._padding)
-            torch.cuda.synchronize()
+
+        self.device.run(work)
         self._graphs = graphs
 
-    @torch.inference_mode()
     def measure(self) -> None:
         """Finds out `step_cost`, once all graphs there are to be are captured."""
         if not self._backend.traits.captures_decode:
             return
         limits, frame = self._limits, step_times.Frame(self._limits.pages, self.pool.page_size)
-        with torch.cuda.stream(self._forward):
-            self.step_cost = step_times.measured(
-                self._graphs, (limits.rows, limits.tokens), frame, self.pool.pages, self._prepared,
-                self._seconds,
-            )  # fmt: skip
-        torch.cuda.synchronize()
+        self.step_cost = step_times.measured(
+            self._graphs, (limits.rows, limits.tokens), frame, self.pool.pages, self._replayed,
+            self._seconds,
+        )  # fmt: skip
 
     def _seconds(self, step: Step) -> float:
-        """What the device takes for it."""
-        return self.launch(step).mark.busy
+        """What the device takes for it, without a graph."""
+        flight = self.launch(step)
+        flight.take()
+        return flight.mark.busy
+
+    def _replayed(self, room: Room, step: Step) -> float:
+        """What the device takes for it by the graph of that size."""
+        found: list[float] = []
+
+        @torch.inference_mode()
+        def work() -> None:
+            self._prepared(self._graphs[room].cut, step)
+            found.append(self._graphs.seconds(room, step_times.REPLAYS))
+
+        self.device.run(work)
+        return found[0]
 
     def _padding(self, room: Room) -> tuple[Cut, Plan]:
         """A step of padding rows where graphs of that size read, planned."""
@@ -310,9 +327,7 @@ class CudaRunner:
         """The step where graphs read, planned."""
         packed = self._packed(step, 0, self._buffers[0], cut, None)
         self._upload(packed)
-        plan = self._plan(packed)
-        torch.cuda.current_stream().synchronize()
-        return cut, plan
+        return cut, self._plan(packed)
 
     def _body(self, cut: Cut, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
         """What a graph holds; see graphs.py."""

@@ -54,7 +54,7 @@ class SlotState:
         )
 
     def changes(self, delta: Delta) -> np.ndarray:
-        """int32 [2n]: the places in `words` that `delta` changes, each with its value."""
+        """int32 [2n]: the places in `words` that `delta` changes, each with its new value."""
         places, values = delta.slots * np.int32(self._pages) + delta.columns, delta.pages
         if len(delta.admitted):
             more = self._admitted(delta)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipeinfer.engine.cuda.arrays import Cut
 from pipeinfer.engine.cuda.artificial import deep_decodes, deep_prompts
-from pipeinfer.engine.cuda.graphs import Graphs, alone, replay_seconds
+from pipeinfer.engine.cuda.graphs import Graphs, alone
 from pipeinfer.engine.cuda.rooms import DECODES, Room, unaided
 from pipeinfer.step_cost import PER_SECOND, StepCost
 from pipeinfer.steps.step import Step
@@ -20,9 +19,6 @@ REPLAYS = 3
 ROWS = frozenset((1, 8, 16, 32, 64, 96, 128, 192))  # of decodes alone, and as many as there may be
 CONTEXT = 1024  # tokens before each decode where their price is measured
 DEPTH = 2048  # tokens of a prompt before those that are measured
-
-# Puts a step where graphs of that size read, and plans it.
-Prepare = Callable[[Cut, Step], object]
 
 
 @dataclass(frozen=True)
@@ -38,11 +34,12 @@ def measured(
     limits: tuple[int, int],
     frame: Frame,
     pages: int,
-    prepare: Prepare,
+    replayed: Callable[[Room, Step], float],
     run: Callable[[Step], float],
 ) -> StepCost | None:
-    """As step_cost(): of graphs where there are some, else of steps up to `limits` (rows, tokens),
-    which `run` runs kernel by kernel and says the device's seconds of.
+    """As step_cost(): of graphs where there are some, else of steps up to `limits` (rows, tokens).
+    `replayed` gives the device's seconds for a step by the graph of that size, `run` kernel by
+    kernel.
     """
     most_rows, most_tokens = limits
     few = tuple(sorted({*(rows for rows in ROWS if rows < most_rows), most_rows}))
@@ -50,9 +47,7 @@ def measured(
     def seconds(room: Room, step: Step) -> float:
         if room not in graphs:
             return min(run(step) for _ in range(REPLAYS))
-        captured = graphs[room]
-        prepare(captured.cut, step)
-        return replay_seconds(captured, REPLAYS)
+        return replayed(room, step)
 
     return step_cost(
         graphs.decodes or few, graphs.mixed or unaided(most_tokens, most_rows), frame, pages,
