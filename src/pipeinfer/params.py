@@ -20,7 +20,8 @@ LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0
 LEAST_TOP_P = 2.0**-126
 MAX_STOP_STRINGS = 16
 MOST_STOP_LETTERS = 1024  # of each: all that comes out is searched for it, beside everybody's text
-MOST_STOP_TOKENS = 1024  # as OpenAI's limit of logit_bias; each row with min_tokens masks them
+MOST_STOP_TOKENS = 1024  # as of biases; each row with min_tokens masks them
+MOST_BIASES, MOST_BIAS = 1024, 100.0  # OpenAI's; each row that samples adds them
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -34,6 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     repetition_penalty: in [0.01, 100]; what prompt and output hold is divided by it where its logit
     is positive, else multiplied; above 1 makes it rarer. presence_penalty, frequency_penalty: in
     [-2, 2], taken off the logits of what the output holds, once, or as often as it does.
+    logit_bias: what is added to the logits of these ids before all else, each in [-100, 100]. Ids
+    may be texts of digits, as in JSON.
     """
 
     temperature: float = 1.0
@@ -51,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
 
 
 class InvalidParameter(ValueError):
@@ -62,8 +66,9 @@ class InvalidParameter(ValueError):
 
 
 def normalized(params: SamplingParams) -> SamplingParams:
-    """`params` with tuples for `stop` and `stop_token_ids`, `top_k` 0 where it is off, and a
-    `top_p` that float32 can tell from 0; raises InvalidParameter."""
+    """`params` with tuples for `stop` and `stop_token_ids`, a dict of integers for `logit_bias`,
+    `top_k` 0 where it is off, and a `top_p` that float32 can tell from 0; raises InvalidParameter.
+    """
     stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
     params = msgspec.structs.replace(
         params,
@@ -71,12 +76,21 @@ def normalized(params: SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(params.stop_token_ids or ()),
         top_k=0 if params.top_k == -1 else params.top_k,
         top_p=LEAST_TOP_P if 0 < params.top_p < LEAST_TOP_P else params.top_p,
+        logit_bias=_biases(params.logit_bias),
     )
     _check_sampling(params)
     _check_penalties(params)
     _check_lengths(params)
     _check_stops(params)
+    _check_biases(params.logit_bias)
     return params
+
+
+def _biases(given: dict[int, float] | dict[str, float] | None) -> dict[int, float]:
+    try:
+        return msgspec.convert(given, dict[int, float], str_keys=True) if given else {}
+    except msgspec.ValidationError as error:
+        raise InvalidParameter("logit_bias", f"logit_bias: {error}") from None
 
 
 def _check_sampling(params: SamplingParams) -> None:
@@ -129,6 +143,16 @@ def _check_stops(params: SamplingParams) -> None:
         )
     for token in params.stop_token_ids:
         _check_within("stop_token_ids", token, 0, MOST_INT)
+
+
+def _check_biases(biases: dict[int, float]) -> None:
+    if len(biases) > MOST_BIASES:
+        raise InvalidParameter(
+            "logit_bias", f"at most {MOST_BIASES} ids in logit_bias, not {len(biases)}"
+        )
+    for token, bias in biases.items():
+        _check_within("logit_bias", token, 0, MOST_INT)
+        _check_within("logit_bias", bias, -MOST_BIAS, MOST_BIAS)
 
 
 def _check_within(name: str, value: float, least: float, most: float) -> None:

@@ -1,4 +1,4 @@
-"""A few requests for any runner, more than slots: greedy, restricted, penalized, and neither."""
+"""A few requests for any runner, more than slots: each asks something else of sampling."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ LENGTHS = (3, 60, 17, 33)
 WANTED = 5
 
 
+BIASES = {250: 2.0, 9: 3.0, 17: 0.01, 5: -100.0}  # 250 is a stop id of a request with min_tokens
 POISON = 261  # of a checkpoint made so: logits of whoever has this token are NaN
 BAD = [POISON], [*range(20), POISON, 5], [7] * 40 + [POISON]
 
@@ -22,7 +23,7 @@ def submit_all(cores, bad: bool = False) -> None:
             temperature=0.8 * (index % 2), top_k=20 * (index == 3), max_tokens=WANTED,
             min_tokens=2 * (index == 1), stop_token_ids=(250,) * (index == 1),
             repetition_penalty=1.5 if index > 1 else 1.0, presence_penalty=0.5 * (index == 2),
-            frequency_penalty=-0.3 * (index == 3),
+            frequency_penalty=-0.3 * (index == 3), logit_bias=BIASES if index % 3 else {},
         )  # fmt: skip
         cores.submit(f"r{index}", random.integers(0, 250, length).tolist(), params, seed=index)
         if bad and index < len(BAD):

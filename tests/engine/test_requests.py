@@ -9,13 +9,16 @@ from hypothesis import strategies as st
 from msgspec import structs
 from single_steps import Row, build_step
 
-from pipeinfer.engine.requests import RequestTable
+from pipeinfer.engine.requests import MOST_EDITS, RequestTable, edits_of
 from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.messages import Admit, pack
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import MOST_BIASES, MOST_STOP_TOKENS, SamplingParams
 from pipeinfer.steps.step import Delta
 
 SLOTS, VOCABULARY = 5, 12
+
+
+BIASES = st.dictionaries(st.integers(0, VOCABULARY - 1), st.floats(-100, 100, width=32))
 
 
 def admit(slot: int, prompt_len: int, suppress=(), **params) -> Admit:
@@ -34,18 +37,39 @@ def sampling(slots, positions):
     return build_step(rows, 0, 1)
 
 
+@given(st.sets(st.integers(0, VOCABULARY - 1)), BIASES, st.integers(0, 2**40))
+def test_an_id_that_is_suppressed_and_biased_is_one_edit(suppress, biases, least):
+    edits = edits_of(admit(3, 4, suppress, min_tokens=least, logit_bias=biases))
+    assert (edits.ids.dtype, edits.values.dtype, edits.until.dtype) == ("i4", "f4", "i4")
+    until = min(4 + least, 2**31 - 1)
+    expected = {
+        token: (biases.get(token, 0.0), until if token in suppress else 0)
+        for token in {*suppress, *biases}
+    }
+    said = zip(edits.values.tolist(), edits.until.tolist(), strict=True)
+    assert dict(zip(edits.ids.tolist(), said, strict=True)) == expected
+    assert len(edits.ids) == len(expected) and edits.slot == 3
+
+
+def test_the_most_that_a_request_may_ask_for_has_room_on_the_device():
+    stops, biases = range(MOST_STOP_TOKENS + 9), range(5000, 5000 + MOST_BIASES)
+    most = admit(0, 1, stops, min_tokens=1, logit_bias=dict.fromkeys(biases, 1.0))
+    assert len(edits_of(most).ids) == len(stops) + len(biases) < MOST_EDITS
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_ids_are_suppressed_until_a_request_has_its_least_number_of_tokens(data):
+def test_biases_are_added_and_ids_suppressed_until_a_request_has_its_least_tokens(data):
     table, state, known = RequestTable(SLOTS), SlotState(SLOTS), {}
     first, share = data.draw(st.sampled_from([(0, VOCABULARY), (5, 4), (9, 3), (12, 0)]))
     for _ in range(data.draw(st.integers(1, 12))):
         for _ in range(data.draw(st.integers(0 if known else 1, 2))):
             slot = data.draw(st.integers(0, SLOTS - 1))
             ids = data.draw(st.sets(st.integers(0, VOCABULARY - 1)))
-            known[slot] = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 5)), ids
-            length, least, ids = known[slot]
-            table.put(admit(slot, length, ids, min_tokens=least))
+            known[slot] = length, least, ids, biases = (
+                data.draw(st.integers(1, 9)), data.draw(st.integers(0, 5)), ids, data.draw(BIASES)
+            )  # fmt: skip
+            table.put(admit(slot, length, ids, min_tokens=least, logit_bias=biases))
         changes = table.changes()
         if changes is not None:
             admitted, fields, edits = changes
@@ -59,10 +83,11 @@ def test_ids_are_suppressed_until_a_request_has_its_least_number_of_tokens(data)
         assert (found is logits) == np.isfinite(found).all(), "a copy of so much takes long"
         assert np.array_equal(logits, before), "what the model gave stays as it was"
         for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-            length, least, ids = known[slot]
+            length, least, ids, biases = known[slot]
             for column in range(share):
                 never = first + column in ids and position < length + least
-                assert found[row, column] == (-np.inf if never else before[row, column])
+                biased = before[row, column] + np.float32(biases.get(first + column, 0))
+                assert found[row, column] == (-np.inf if never else biased)
 
 
 def test_a_slot_is_said_once_and_with_what_it_holds_now():

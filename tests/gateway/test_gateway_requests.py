@@ -70,13 +70,13 @@ def test_every_supported_parameter_reaches_the_call() -> None:
         skip_special_tokens=False, include_stop_str_in_output=True, priority=-3, timeout=1.5,
         cache_salt="salt", chat_template_kwargs={"enable_thinking": False},
         add_generation_prompt=False, add_special_tokens=True, repetition_penalty=1.1,
-        presence_penalty=-2, frequency_penalty=0.5,
+        presence_penalty=-2, frequency_penalty=0.5, logit_bias={"7": 100, "0": -0.5},
     )  # fmt: skip
     assert call.params == SamplingParams(
         temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, stop=("a",), stop_token_ids=(7,), seed=5,
         max_tokens=9, min_tokens=2, ignore_eos=True, skip_special_tokens=False,
         include_stop_str_in_output=True, repetition_penalty=1.1, presence_penalty=-2.0,
-        frequency_penalty=0.5,
+        frequency_penalty=0.5, logit_bias={7: 100.0, 0: -0.5},
     )  # fmt: skip
     assert (call.priority, call.timeout, call.cache_salt) == (-3, 1.5, "salt")
     assert call.template_arguments == {"enable_thinking": False, "add_generation_prompt": False}
@@ -159,6 +159,16 @@ def test_message_content_may_be_parts_of_text() -> None:
         ({"stop": "x" * 1025}, "stop"),
         ({"stop": ["x", "x" * 312_000]}, "stop"),
         ({"stop_token_ids": list(range(1025))}, "stop_token_ids"),
+        ({"logit_bias": {"7": 100.5}}, "logit_bias"),
+        ({"logit_bias": {"7": -101}}, "logit_bias"),
+        ({"logit_bias": {"7": "1"}}, "logit_bias"),
+        ({"logit_bias": {"7": None}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"7.5": 1}}, "logit_bias"),
+        ({"logit_bias": {"seven": 1}}, "logit_bias"),
+        ({"logit_bias": {str(2**31): 1}}, "logit_bias"),
+        ({"logit_bias": [7]}, "logit_bias"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ({"cache_salt": "x" * 1025}, "cache_salt"),
         ({"timeout": -1}, "timeout"),
         ({"timeout": 86_400.5}, "timeout"),
@@ -190,9 +200,21 @@ def test_the_largest_allowed_values_pass() -> None:
         messages=HELLO * 10_000, temperature=100, repetition_penalty=0.01, top_k=2**31 - 1,
         max_tokens=2**31 - 1, min_tokens=2**31 - 1, stop=["é" * 1024] * 16, timeout=86_400,
         stop_token_ids=[2**31 - 1] * 1024,
+        logit_bias={str(2**31 - 1 - n): 100 * (-1) ** n for n in range(1024)},
     )  # fmt: skip
     assert call.chat is not None and len(call.chat) == 10_000
     assert call.timeout == 86_400
+
+
+@pytest.mark.parametrize("nothing", [None, {}])
+def test_no_biases_are_as_none_given(nothing: object) -> None:
+    assert chat(logit_bias=nothing)[0].params == DEFAULTS
+
+
+def test_a_number_that_no_float_holds_is_no_bias() -> None:
+    with pytest.raises(ApiError) as caught:
+        read(b'{"prompt": "a", "logit_bias": {"7": 1e999}}', CompletionRequest)
+    assert (caught.value.status, caught.value.param) == (400, "logit_bias")
 
 
 def test_the_number_of_prompts_is_bounded_before_any_is_made() -> None:

@@ -99,6 +99,7 @@ class Soak:
                 "top_p": choose.choice([1.0, 0.9]), "min_p": choose.choice([0.0, 0.0, 0.05]),
                 "stop_token_ids": tuple(self._ids(choose.choice([0, 3]))),
                 "min_tokens": choose.choice([0, min(3, wanted)]),
+                "logit_bias": dict.fromkeys(self._ids(choose.choice([0, 0, 5])), 3.0),
             }  # fmt: skip
         params = SamplingParams(max_tokens=wanted, **knobs)
         self.wanted[name] = wanted

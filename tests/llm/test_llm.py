@@ -181,6 +181,8 @@ def test_a_refused_prompt_raises_and_aborts_the_others(llm: LLM) -> None:
         ("a", {"temperature": "hot"}, "params"),
         ("a", {"stop": ("\ud800",)}, "params"),
         ("a", {"stop_token_ids": (300,)}, "stop_token_ids"),
+        ("a", {"logit_bias": {264: 1.0}}, "logit_bias"),
+        ("a", {"logit_bias": {7: "much"}}, "logit_bias"),
     ],
 )
 def test_a_wrong_request_is_refused_and_hurts_nobody(

@@ -51,6 +51,15 @@ def test_what_is_no_finite_number_is_refused(name: str, value: float) -> None:
         ("temperature", 1e300),
         ("repetition_penalty", 1e-38),
         ("repetition_penalty", 1e38),
+        ("logit_bias", {7: 100.5}),
+        ("logit_bias", {7: math.nan}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {2**31: 1.0}),
+        ("logit_bias", {1.5: 1.0}),
+        ("logit_bias", {"seven": 1.0}),
+        ("logit_bias", {7: "much"}),
+        ("logit_bias", [7]),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
     ],
 )
 def test_a_caller_of_llm_is_told_which_parameter_is_out_of_bounds(name: str, value: Any) -> None:
@@ -68,6 +77,7 @@ def test_a_caller_of_llm_is_told_which_parameter_is_out_of_bounds(name: str, val
             **{name: st.floats() | st.sampled_from([1e-300, 1e-45, 1e-39]) for name in FLOATS},
             **{name: st.integers() | st.integers(2**31 - 2, 2**31 + 1) for name in INTS},
             "stop_token_ids": st.lists(st.integers(-1, 2**32), max_size=3).map(tuple),
+            "logit_bias": st.dictionaries(st.integers(-1, 2**32), st.floats(), max_size=3),
         },
     )
 )
@@ -78,12 +88,29 @@ def test_what_is_taken_fits_the_engines_arrays_and_means_the_same_there(
         params = checked(SamplingParams(**{"max_tokens": None, **fields}))
     except RequestError:
         return
-    rows = admitted(params).sampling_rows(np.array([0]), np.array([3])).fields
+    table = admitted(params)
+    rows = table.fields(np.array([0]))
     assert all(np.isfinite(values).all() for values in rows.values())
     assert (rows["top_p"] > 0).all(), "0 would turn the truncation off"
     assert rows["top_k"][0] == params.top_k
     counts = np.array([params.min_tokens, *params.stop_token_ids], dtype=np.int32)
     assert (counts >= 0).all()
+    changes = table.changes()
+    assert changes is not None
+    said = [pair for edits in changes[2] for pair in zip(edits.ids, edits.values, strict=True)]
+    assert dict(said) == {token: np.float32(bias) for token, bias in params.logit_bias.items()}
+
+
+@pytest.mark.parametrize("given", [{"7": 1, 8: -2.5}, {7: 1.0, 8: -2.5}, {"7": 1.0, "8": -2.5}])
+def test_ids_of_biases_may_be_texts_as_in_json(given: Any) -> None:
+    assert checked(SamplingParams(logit_bias=given)).logit_bias == {7: 1.0, 8: -2.5}
+    for nothing in (None, {}):
+        assert checked(SamplingParams(logit_bias=nothing)) == SamplingParams()
+
+
+def test_the_largest_biases_pass() -> None:
+    most = {token: 100.0 * (-1) ** token for token in range(1024)}
+    assert checked(SamplingParams(logit_bias=most)).logit_bias == most
 
 
 def test_the_smallest_top_p_stays_above_zero_in_float32() -> None:

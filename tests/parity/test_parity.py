@@ -174,13 +174,19 @@ def test_seeded_sampling_is_the_same_whatever_else_is_in_the_batch(references):
     assert run(5, "cores:Nuisance") == alone
 
 
+BIASES = {token: (-1.5, 1.0, 2.5)[token % 3] for token in range(0, 256, 7)}
+
+
 @torch.inference_mode()
-def penalized(model, prompt: list[int], params: SamplingParams) -> list[int]:
-    """Greedy ids by transformers' logits and its repetition penalty; none if two are too close."""
+def changed(model, prompt: list[int], params: SamplingParams) -> list[int]:
+    """Greedy ids by transformers' logits, with biases, and its repetition penalty; none if two are
+    too close."""
     repetition = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
     ids = torch.tensor([prompt])
     for _ in range(params.max_tokens):
-        scores = repetition(ids, model(ids).logits[:, -1])
+        scores = model(ids).logits[:, -1].clone()
+        scores[:, list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()))
+        scores = repetition(ids, scores)
         said = torch.bincount(ids[0, len(prompt) :], minlength=scores.shape[1])
         scores -= params.frequency_penalty * said + params.presence_penalty * (said > 0)
         first, second = scores[0].topk(2).values
@@ -191,7 +197,7 @@ def penalized(model, prompt: list[int], params: SamplingParams) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", ["mixed", "cores:Nuisance"])
-def test_penalties_give_the_same_greedy_tokens_as_transformers_also_after_a_preemption(
+def test_penalties_and_biases_give_the_tokens_of_transformers_also_after_a_preemption(
     references, policy
 ):
     known = references("Qwen3ForCausalLM")
@@ -200,6 +206,7 @@ def test_penalties_give_the_same_greedy_tokens_as_transformers_also_after_a_pree
     kinds = [
         {}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.4}, {"presence_penalty": 1.5},
         {"repetition_penalty": 0.8, "frequency_penalty": 1.0, "presence_penalty": -0.5},
+        {"logit_bias": BIASES}, {"logit_bias": BIASES, "repetition_penalty": 1.3},
     ]  # fmt: skip
     cores = Cores(known["folder"], settings(16, "radix", 2), policy=policy)
     expected = {}
@@ -208,9 +215,9 @@ def test_penalties_give_the_same_greedy_tokens_as_transformers_also_after_a_pree
         reference, wanted = next(
             (reference, ids)
             for reference in known["mixed"]
-            if (ids := penalized(model, reference.prompt, params))
+            if (ids := changed(model, reference.prompt, params))
         )
-        assert (wanted == reference.ids[:40]) == (not kind), "penalties make a difference"
+        assert (wanted == reference.ids[:40]) == (not kind), "they make a difference"
         name = str(kind)
         expected[name] = wanted
         cores.submit(name, reference.prompt, params)
@@ -234,3 +241,42 @@ def test_min_tokens_holds_back_the_stop_token(references):
     assert cores.finished["free"] == "stop"
     assert len(cores.outputs["held"]) > 20
     assert stop not in cores.outputs["held"][:20]
+
+
+@pytest.mark.parametrize("policy", ["mixed", "cores:Nuisance"])
+def test_the_largest_biases_choose_and_ban_at_any_temperature(references, policy):
+    known = references("Qwen3ForCausalLM")
+    prompt, free = known["mixed"][-1].prompt, known["mixed"][-1].ids
+    few = dict.fromkeys((3, 70, 71, 200), 100.0)
+    banned = dict.fromkeys(free, -100.0)
+    kinds = [
+        {"temperature": 0.0}, {"temperature": 1.5}, {"temperature": 1.5, "top_k": 3},
+        {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.2},
+    ]  # fmt: skip
+    cores = Cores(known["folder"], settings(16, "radix", 2), policy=policy)
+    for seed, kind in enumerate(kinds):
+        params = SamplingParams(max_tokens=20, ignore_eos=True, **kind)
+        for name, biases in (("one", {70: 100.0}), ("few", few), ("banned", banned)):
+            wanted = msgspec.structs.replace(params, logit_bias=biases)
+            cores.submit(f"{name}{seed}", prompt, wanted, seed=seed)
+    cores.run()
+    for seed, kind in enumerate(kinds):
+        assert cores.outputs[f"one{seed}"] == [70] * 20
+        assert set(cores.outputs[f"few{seed}"]) <= set(few)
+        assert not set(cores.outputs[f"banned{seed}"]) & set(free)
+        assert len(set(cores.outputs[f"few{seed}"])) > 1 or not kind["temperature"]
+    assert cores.scheduler.counts["preemptions"] > 3 or policy == "mixed"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_biased_stop_token_waits_for_the_least_number_of_tokens(references, temperature):
+    known = references("Qwen3ForCausalLM")
+    cores = Cores(known["folder"], settings(16, "radix", 2), policy="cores:Nuisance")
+    params = SamplingParams(
+        temperature=temperature, max_tokens=40, min_tokens=12, stop_token_ids=(70,),
+        logit_bias={70: 100.0, 71: 90.0},
+    )  # fmt: skip
+    cores.submit("held", known["mixed"][-1].prompt, params, seed=1)
+    cores.run()
+    assert cores.outputs["held"] == [71] * 12 + [70]
+    assert cores.finished["held"] == "stop"

@@ -15,9 +15,7 @@ from servers import Server
 STREAMS = 24
 
 
-async def _ask(
-    api: openai.AsyncOpenAI, question: str, penalty: float, started: asyncio.Event
-) -> str:
+async def _ask(api: openai.AsyncOpenAI, question: str, changed: int, started: asyncio.Event) -> str:
     text = ""
     async for chunk in await api.chat.completions.create(
         model="pipeinfer-demo",
@@ -25,7 +23,8 @@ async def _ask(
         temperature=0,
         max_tokens=120,
         stream=True,
-        frequency_penalty=penalty,  # of what the engine that is gone has counted
+        frequency_penalty=2.0 * (changed == 0),  # of what the engine that is gone has counted
+        logit_bias={"32": -100, "101": 8, "116": 8} if changed == 1 else {},
         extra_body={"ignore_eos": True},
     ):
         text += chunk.choices[0].delta.content or ""
@@ -39,7 +38,7 @@ async def _everybody(server: Server, questions: list[str], kills: int) -> list[s
     ) as api:
         started = [asyncio.Event() for _ in questions]
         tasks = [
-            asyncio.create_task(_ask(api, question, 2.0 * (index % 3 == 0), one))
+            asyncio.create_task(_ask(api, question, index % 3, one))
             for index, (question, one) in enumerate(zip(questions, started, strict=True))
         ]
         await asyncio.gather(*(event.wait() for event in started))

@@ -128,6 +128,27 @@ def test_penalties_change_what_is_said_again_and_neutral_ones_nothing(server):
     assert len(changed | {usual}) == 4
 
 
+def test_biases_choose_and_ban_tokens(server):
+    def said(**more) -> str:
+        answer = client(server).completions.create(
+            model="pipeinfer-demo", prompt="once upon", max_tokens=12, seed=3, **more
+        )
+        return answer.choices[0].text
+
+    usual = said(temperature=0)
+    assert said(temperature=0, logit_bias={}) == usual
+    for temperature in (0, 1.5):
+        assert said(temperature=temperature, logit_bias={"120": 100}) == "x" * 12
+    banned = {str(byte): -100 for byte in usual.encode()}
+    assert not set(said(temperature=0, logit_bias=banned)) & set(usual)
+    chat = ask(server, "count from 3 to 12", max_tokens=5, logit_bias={"120": 100})
+    assert chat.choices[0].message.content == "xxxxx"
+    for wrong in ({"10000000": 1}, {"120": 100.5}, {"x": 1}):
+        with pytest.raises(openai.BadRequestError) as raised:
+            said(logit_bias=wrong)
+        assert raised.value.body["param"] == "logit_bias"
+
+
 def test_stop_string_ends_the_text_before_it(server):
     whole = ask(server, "count from 3 to 12", max_tokens=60).choices[0].message.content
     assert " 7 " in whole

@@ -131,8 +131,10 @@ def test_ids_outside_the_vocabulary_are_refused(core: TokenizerCore, token: int)
     assert (refusal.status, refusal.param) == (400, "prompt")
     assert str(token) in refusal.message
     if token > 0:
-        refusal = refused(core, submit(text="a", params={"stop_token_ids": (1, token)}))
-        assert (refusal.status, refusal.param) == (400, "stop_token_ids")
+        for param, value in (("stop_token_ids", (1, token)), ("logit_bias", {1: 1.0, token: 1.0})):
+            refusal = refused(core, submit(text="a", params={param: value}))
+            assert (refusal.status, refusal.param) == (400, param)
+            assert str(token) in refusal.message
     assert ids(work(core, submit(prompt_ids=pack([0, 263])))) == [0, 263]
 
 

@@ -135,12 +135,15 @@ def test_a_redacted_trace_from_mid_life_replays_the_scheduler_exactly(
     same(redacted, point)
 
 
-def test_stop_ids_of_a_request_are_renamed_like_its_tokens(recorded):
+def test_ids_that_a_request_names_are_renamed_like_its_tokens(recorded):
     model = recorded["scheduler"].header.settings["model"]
     how = redactor(KEY, "scheduler", model)
-    params = SamplingParams(stop_token_ids=(40, 50), stop=("secret",), seed=3)
+    params = SamplingParams(
+        stop_token_ids=(40, 50), stop=("secret",), seed=3, logit_bias={40: 1.0, 50: -2.0}
+    )
     work = how.message(Work("r", 1, 0, 0, pack([40, 41]), params, 3, (0,), cache_salt="tenant"))
     assert work.params.stop_token_ids == (how.names.one(40), how.names.one(50))
+    assert work.params.logit_bias == {how.names.one(40): 1.0, how.names.one(50): -2.0}
     assert unpack(work.prompt_ids)[0] == how.names.one(40) != 40
     assert "secret" not in str(work) and "tenant" not in str(work)
     assert work.seed == work.params.seed == 3

@@ -190,6 +190,8 @@ CASES: tuple[Case, ...] = (
             chat(min_p=1.0, temperature=1.0), chat(seed=2**64 - 1), chat(seed=-(2**63)),
             chat(presence_penalty=2, frequency_penalty=-2), chat(priority=2**31 - 1),
             chat(priority=-(2**31) + 1), chat(timeout=24 * 3600), chat(cache_salt="s" * 1024),
+            chat(logit_bias={"0": -100, "97": 100}),
+            chat(logit_bias={str(token): 100 for token in range(VOCABULARY)}),
         ], "200",
     ),
     _case(
@@ -198,7 +200,8 @@ CASES: tuple[Case, ...] = (
             chat(temperature=1e300), chat(top_p=0), chat(top_k=2**31), chat(min_p=1.1),
             chat(seed=2**64), chat(timeout=1e9), chat(cache_salt="s" * 1025),
             chat(min_tokens=2**63), chat(presence_penalty=3), chat(max_tokens=2**31),
-            chat(priority=2**70),
+            chat(priority=2**70), chat(logit_bias={"97": 100.5}), chat(logit_bias={"-1": 1}),
+            chat(logit_bias={str(VOCABULARY): 1}),
         ], "400",
     ),
     _case(
@@ -217,6 +220,8 @@ CASES: tuple[Case, ...] = (
     ),
     chats("a million stop ids", "400", min_tokens=8, stop_token_ids=list(range(10**6))),
     chats("one stop id a million times", "400", min_tokens=8, stop_token_ids=[97] * 10**6),
+    chats("ten thousand biases", "400", logit_bias={str(token): 1 for token in range(10**4)}),
+    completions("a million biases", "400", logit_bias={str(n): 1 for n in range(10**6 - 9)}),
     # --------------------------------------------------------------------------- lists of prompts
     completions("5 MB of prompts", "400", prompt=["a"] * (MEGABYTES // 4)),
     completions("32 MB of prompts", "400 413", prompt=["a"] * (32 * 2**20 // 5)),

@@ -56,6 +56,7 @@ def _good(source: random.Random) -> Mixed:
         "min_p": lambda: 0.05,
         "min_tokens": lambda: source.randint(1, body["max_tokens"]),
         "stop_token_ids": lambda: [source.randrange(256)],
+        "logit_bias": lambda: {str(source.randrange(256)): source.choice((-100, 2.5, 6))},
         "cache_salt": lambda: source.choice(("a", "b")),
         "include_stop_str_in_output": lambda: True,
     }

@@ -11,10 +11,11 @@ import numpy as np
 
 from pipeinfer.engine.fields import FIELDS, filled
 from pipeinfer.messages import Admit, unpack
-from pipeinfer.params import MOST_STOP_TOKENS
+from pipeinfer.params import MOST_BIASES, MOST_STOP_TOKENS
 from pipeinfer.steps.step import Edits, PenaltyRows, Said
 
-MOST_EDITS = MOST_STOP_TOKENS + 256  # of one request: those that it names, and a model's own ends
+# Of one request: those that it names, and a model's own ends.
+MOST_EDITS = MOST_STOP_TOKENS + MOST_BIASES + 256
 LAST_POSITION = 2**31 - 1
 NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
 
@@ -37,7 +38,7 @@ class RequestTable:
         for field in FIELDS:
             self._fields[field.name][slot] = field.of(admit)
         self._edits.pop(slot, None)
-        if admit.suppress:
+        if admit.suppress or params.logit_bias:
             self._edits[slot] = edits_of(admit)
         factors = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self._penalized[slot] = factors != NO_PENALTIES
@@ -72,13 +73,14 @@ class RequestTable:
 
 
 def edits_of(admit: Admit) -> Edits:
-    """What a request suppresses.
+    """What a request suppresses, and what it makes more or less likely; some ids may be both.
 
     Outputs are counted from the prompt's end, not from the admission: a request that was preempted
     comes back with outputs among its known tokens.
     """
-    ids = np.array(admit.suppress, dtype=np.int32)
-    until = min(admit.prompt_len + admit.params.min_tokens, LAST_POSITION)
-    return Edits(
-        admit.slot, ids, np.zeros(len(ids), np.float32), np.full(len(ids), until, np.int32)
-    )
+    suppressed = dict.fromkeys(admit.suppress, 0.0)
+    biases = suppressed | admit.params.logit_bias  # those that are suppressed come first
+    until = np.zeros(len(biases), dtype=np.int32)
+    until[: len(suppressed)] = min(admit.prompt_len + admit.params.min_tokens, LAST_POSITION)
+    ids = np.fromiter(biases, dtype=np.int32)
+    return Edits(admit.slot, ids, np.fromiter(biases.values(), dtype=np.float32), until)

@@ -20,7 +20,9 @@ TYPES = {
     503: "service_unavailable_error",
 }
 MOST_LETTERS = 2000  # of a message: it may quote what the client sent
-PLACE = re.compile(r"^(?P<what>.*) - at `(?P<path>.*)`$", re.DOTALL)
+PLACE = re.compile(
+    r"^(?P<what>.*) - at (?P<key>`key` in )?`(?P<path>.*?)(\[\.\.\.\])?`$", re.DOTALL
+)
 
 
 class ApiError(Exception):
@@ -53,7 +55,10 @@ class ApiError(Exception):
 
 
 def from_validation(error: msgspec.ValidationError) -> ApiError:
-    """400 for what msgspec found, with its `$.stop[0]` as the parameter `stop[0]`."""
+    """400 for what msgspec found, with its `$.stop[0]` as the parameter `stop[0]`.
+
+    Of an object whose keys the client chooses (`$.logit_bias[...]`) the parameter is the whole.
+    """
     text = _shortened(str(error))
     found = PLACE.match(text)
     if found is None:  # the body as a whole, or a missing field, whose name msgspec quotes
@@ -63,7 +68,8 @@ def from_validation(error: msgspec.ValidationError) -> ApiError:
     missing = re.search(r"missing required field `(\w+)`", found["what"])
     if missing:
         path = f"{path}.{missing[1]}" if path else missing[1]
-    message = f"{path}: {found['what']}" if path else found["what"]
+    place = f"a key of {path}" if found["key"] else path
+    message = f"{place}: {found['what']}" if place else found["what"]
     return ApiError(400, message, path, "invalid_type")
 
 

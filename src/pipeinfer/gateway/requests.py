@@ -38,6 +38,7 @@ PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a li
     "min_tokens",
     "stop",
     "stop_token_ids",
+    "logit_bias",
     "ignore_eos",
     "skip_special_tokens",
     "include_stop_str_in_output",

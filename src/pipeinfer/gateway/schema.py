@@ -35,7 +35,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (),
-    "logit_bias": ({},),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
     "suffix": ("",),
@@ -91,6 +90,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: Bounded | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
+    logit_bias: dict[TokenId, float] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None

@@ -62,7 +62,7 @@ class PromptEncoder:
 
         Raises Rejected for what can be seen without encoding anything.
         """
-        self._check_ends(submit.params)
+        self._check_named(submit.params)
         if submit.chat is not None:
             return weight(submit.chat, submit.template_arguments)
         if submit.text is None:
@@ -73,7 +73,7 @@ class PromptEncoder:
     def encode(self, submit: Submit) -> np.ndarray:
         """The prompt's ids, int32 [n], 0 < n < max_model_len. Raises Rejected."""
         param = "prompt" if submit.chat is None else "messages"
-        self._check_ends(submit.params)
+        self._check_named(submit.params)
         if submit.chat is not None:
             ids = self._chat(submit)
         elif submit.text is not None:
@@ -140,10 +140,11 @@ class PromptEncoder:
         if len(wrong):
             raise self._unknown_token(int(wrong[0]), param)
 
-    def _check_ends(self, params: SamplingParams) -> None:
-        for token in params.stop_token_ids:
-            if not 0 <= token < self._vocab_size:
-                raise self._unknown_token(token, "stop_token_ids")
+    def _check_named(self, params: SamplingParams) -> None:
+        for param in ("stop_token_ids", "logit_bias"):
+            for token in getattr(params, param):
+                if not 0 <= token < self._vocab_size:
+                    raise self._unknown_token(token, param)
         if params.min_tokens > 0:
             ends = frozenset(params.stop_token_ids)
             if not params.ignore_eos:

@@ -110,6 +110,7 @@ class Redactor:
             params,
             stop=tuple(f"[{number}]" for number in range(len(params.stop))),
             stop_token_ids=tuple(self.names.one(token) for token in params.stop_token_ids),
+            logit_bias={self.names.one(token): bias for token, bias in params.logit_bias.items()},
         )
 
     def _salt(self, salt: str) -> str:
