@@ -15,7 +15,7 @@ import torch  # noqa: E402
 from cores import Cores  # noqa: E402
 
 from pipeinfer.distributed.group import join  # noqa: E402
-from pipeinfer.params import SamplingParams  # noqa: E402
+from pipeinfer.params import SamplingParams, normalized  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 
 
@@ -27,7 +27,7 @@ def generate(folder: str, requests: list[dict], size: int, group=None, **changes
     )  # fmt: skip
     cores = Cores(Path(folder), settings, group=group)
     for index, request in enumerate(requests):
-        params = SamplingParams(**request["params"])
+        params = normalized(SamplingParams(**request["params"]))
         cores.submit(f"r{index}", request["prompt"], params, seed=request["seed"])
     cores.run()
     return cores

@@ -21,7 +21,8 @@ SAMPLED = (
     {"temperature": 1.1, "top_k": 20},
     {"temperature": 0.7, "min_p": 0.05, "top_k": 50},
     {"temperature": 0.8, "repetition_penalty": 1.4, "frequency_penalty": 0.5},
-    {"temperature": 0.9, "top_p": 0.8, "presence_penalty": 1.5},
+    {"temperature": 0.9, "top_p": 0.8, "presence_penalty": 1.5, "logit_bias": {9: 3.0, 70: -100.0}},
+    {"temperature": 0.9, "logit_bias": {9: 3.0, 70: 3.5, 200: 4.0, 250: 2.0}},
 )
 # Two KV heads on four ranks are replicated; 263 ids do not divide by two or four.
 OVERRIDES = {

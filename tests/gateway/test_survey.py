@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.gateway.survey import SLICE, Bounds, Survey, TooMuch, survey
 
-WIDE = Bounds(depth=10**9, values=10**9, containers=10**9)
+WIDE = Bounds(depth=10**9, values=10**9, containers=10**9, members=10**9)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: (
@@ -47,6 +47,13 @@ def commas(value: Any) -> int:
     return max(len(value) - 1, 0) + sum(map(commas, inner))
 
 
+def members(value: Any) -> int:
+    if not isinstance(value, list | dict):
+        return 0
+    own, inner = (len(value), value.values()) if isinstance(value, dict) else (0, value)
+    return own + sum(map(members, inner))
+
+
 def in_pieces(body: bytes, cuts: list[int]) -> Survey:
     seen = Survey(WIDE)
     places = sorted({0, len(body), *(cut % (len(body) + 1) for cut in cuts)})
@@ -55,9 +62,9 @@ def in_pieces(body: bytes, cuts: list[int]) -> Survey:
     return seen
 
 
-def byte_by_byte(body: bytes) -> tuple[int, int, int]:
-    """(depth, values, containers) by looking at one byte after the other."""
-    level = deepest = opened = separators = at = 0
+def byte_by_byte(body: bytes) -> tuple[int, int, int, int]:
+    """(depth, values, containers, members) by looking at one byte after the other."""
+    level = deepest = opened = separators = colons = at = 0
     inside = False
     while at < len(body):
         byte = body[at : at + 1]
@@ -70,9 +77,10 @@ def byte_by_byte(body: bytes) -> tuple[int, int, int]:
             level += (byte in b"[{") - (byte in b"]}")
             opened += byte in b"[{"
             separators += byte == b","
+            colons += byte == b":"
             deepest = max(deepest, level)
         at += 1
-    return deepest, 1 + separators + opened, opened
+    return deepest, 1 + separators + opened, opened, colons
 
 
 @given(JSON, st.booleans(), st.lists(st.integers(0, 10**6), max_size=12))
@@ -83,6 +91,7 @@ def test_a_survey_finds_what_the_built_value_has_wherever_it_is_cut(
     seen = in_pieces(body, cuts)
     assert (seen.depth, seen.containers) == (depth(value), containers(value))
     assert seen.values == 1 + commas(value) + containers(value)
+    assert seen.members == members(value)
 
 
 @given(BROKEN, st.lists(st.integers(0, 10**6), max_size=12))
@@ -90,16 +99,19 @@ def test_a_survey_finds_what_the_built_value_has_wherever_it_is_cut(
 @example(b'"\\\\"[', [2])
 def test_broken_text_is_surveyed_as_one_would_read_it(body: bytes, cuts: list[int]) -> None:
     seen = in_pieces(body, cuts)
-    assert (seen.depth, seen.values, seen.containers) == byte_by_byte(body)
+    assert (seen.depth, seen.values, seen.containers, seen.members) == byte_by_byte(body)
 
 
-@given(BROKEN, st.integers(0, 3), st.integers(1, 8), st.integers(0, 5), st.integers(1, 7))
+SMALL = st.tuples(st.integers(0, 3), st.integers(1, 8), st.integers(0, 5), st.integers(0, 6))
+
+
+@given(BROKEN, SMALL, st.integers(1, 7))
 def test_a_bound_holds_exactly_and_wherever_the_text_is_cut(
-    body: bytes, most_depth: int, values: int, most_containers: int, size: int
+    body: bytes, bounds: tuple[int, int, int, int], size: int
 ) -> None:
     found = byte_by_byte(body)
-    allowed = found[0] <= most_depth and found[1] <= values and found[2] <= most_containers
-    seen = Survey(Bounds(most_depth, values, most_containers))
+    allowed = all(have <= most for have, most in zip(found, bounds, strict=True))
+    seen = Survey(Bounds(*bounds))
     try:
         for start in range(0, len(body), size):
             seen.take(body[start : start + size])
@@ -111,14 +123,19 @@ def test_a_bound_holds_exactly_and_wherever_the_text_is_cut(
 
 @pytest.mark.parametrize(
     ("body", "what"),
-    [(b"[" * 100, "64 levels"), (b"[]," * 100_001, "100000 lists"), (b"1," * 10**6, "1000000 val")],
+    [
+        (b"[" * 100, "64 levels"),
+        (b"[]," * 100_001, "100000 lists"),
+        (b"1," * 10**6, "1000000 val"),
+        (b'"a":1,' * 100_001, "100000 members"),
+    ],
 )
 def test_what_was_exceeded_is_named(body: bytes, what: str) -> None:
     with pytest.raises(TooMuch, match=what):
         list(survey(body, Bounds()))
 
 
-@pytest.mark.parametrize("unit", [b"a", b'"', b'"a",', b"[", b",", b'\\"', b'{"a":"\\\\"},'])
+@pytest.mark.parametrize("unit", [b"a", b'"', b'"a",', b"[", b",", b":", b'\\"', b'{"a":"\\\\"},'])
 def test_no_slice_holds_a_loop_for_long(unit: bytes) -> None:
     """Whatever the body is made of; 3 ms at most were measured."""
     body = unit * (2**22 // len(unit))

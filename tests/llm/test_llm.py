@@ -47,6 +47,13 @@ def test_a_text_prompt_gives_what_its_ids_give(
     assert [r.prompt_token_ids for r in texts] == prompt_ids[:3]
 
 
+def test_a_bias_concerns_its_own_prompt_alone(llm: LLM) -> None:
+    params = [GREEDY, SamplingParams(max_tokens=5, logit_bias={120: 100.0}), GREEDY]
+    plain, biased, again = llm.generate(["count"] * 3, params, use_tqdm=False)
+    assert biased.outputs[0].text == "xxxxx"
+    assert plain.outputs == again.outputs and "x" not in plain.outputs[0].text
+
+
 def test_results_come_in_the_order_of_prompts_each_with_its_own_params(llm: LLM) -> None:
     lengths = [30, 1, 12, 2, 25, 7]
     prompts = [f"prompt number {i}" for i in range(len(lengths))]

@@ -19,6 +19,8 @@ MOST_DEPTH = 64
 MOST_VALUES = 1_000_000
 # Lists and objects cost ten times as much as an id.
 MOST_CONTAINERS = 100_000
+# A member of an object is a key and a value, and five times as much as an id.
+MOST_MEMBERS = 100_000
 # Chats carry texts. What is free-form in them (arguments of templates, tool calls) is built value
 # by value in this stage and again in the next.
 MOST_CHAT_VALUES = 100_000
@@ -26,17 +28,19 @@ MOST_CHAT_VALUES = 100_000
 SLICE = 128 * 1024  # bytes between two turns of the loop; the worst take 5 ms
 
 _OPENING, _CLOSING = b"[{", b"]}"
-_NOT_STRUCTURE = bytes(c for c in range(256) if c not in b"[]{},")
+_NOT_STRUCTURE = bytes(c for c in range(256) if c not in b"[]{},:")
 _STEPS = np.zeros(256, dtype=np.int8)
 _STEPS[list(_OPENING)], _STEPS[list(_CLOSING)] = 1, -1
 
 
 class Bounds(NamedTuple):
-    """The most that a body may hold: levels of nesting, values, and lists with objects."""
+    """The most that a body may hold: levels of nesting, values, lists with objects, and members of
+    objects."""
 
     depth: int = MOST_DEPTH
     values: int = MOST_VALUES
     containers: int = MOST_CONTAINERS
+    members: int = MOST_MEMBERS
 
 
 CHAT = Bounds(values=MOST_CHAT_VALUES)
@@ -52,12 +56,13 @@ class Survey:
 
     `depth`: the deepest level of nesting. `containers`: lists and objects that were opened.
     `values`: one, and one more for each comma and each container; so an empty list counts twice.
-    In what is no valid JSON all three are what brackets and commas outside of strings amount to.
+    `members`: of all objects. In what is no valid JSON all four are what brackets, commas and
+    colons outside of strings amount to.
     """
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
-        self.depth = self.containers = 0
+        self.depth = self.containers = self.members = 0
         self.values = 1
         self._level = 0
         self._in_string = False
@@ -67,8 +72,9 @@ class Survey:
         """Goes on with the next bytes, cut anywhere. Raises TooMuch at the first bound exceeded."""
         structure = self._structure(piece)
         commas = structure.count(b",")
-        brackets = structure.replace(b",", b"") if commas else structure
+        brackets = structure.translate(None, b",:")
         self.values += commas
+        self.members += structure.count(b":")
         if brackets:
             levels = np.cumsum(_STEPS[np.frombuffer(brackets, np.uint8)], dtype=np.int64)
             self.depth = max(self.depth, self._level + int(levels.max()))
@@ -86,9 +92,11 @@ class Survey:
             raise TooMuch(f"the body holds more than {bounds.containers} lists and objects")
         if self.values > bounds.values:
             raise TooMuch(f"the body holds more than {bounds.values} values")
+        if self.members > bounds.members:
+            raise TooMuch(f"the body holds more than {bounds.members} members of objects")
 
     def _structure(self, piece: bytes) -> bytes:
-        """The brackets and commas of `piece` that are outside of strings."""
+        """The brackets, commas and colons of `piece` that are outside of strings."""
         if self._escaping:
             piece = b"\\" + piece
             self._escaping = False
