@@ -80,7 +80,6 @@ def test_biases_are_added_and_ids_suppressed_until_a_request_has_its_least_token
         logits = np.random.default_rng(0).random((len(slots), share), dtype=np.float32)
         before = logits.copy()
         found = state.edited(logits, sampling(slots, positions), first)
-        assert (found is logits) == np.isfinite(found).all(), "a copy of so much takes long"
         assert np.array_equal(logits, before), "what the model gave stays as it was"
         for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
             length, least, ids, biases = known[slot]
@@ -88,6 +87,19 @@ def test_biases_are_added_and_ids_suppressed_until_a_request_has_its_least_token
                 never = first + column in ids and position < length + least
                 biased = before[row, column] + np.float32(biases.get(first + column, 0))
                 assert found[row, column] == (-np.inf if never else biased)
+
+
+def test_logits_are_copied_only_while_something_changes_them():
+    """Of 64 rows and 150,000 ids a copy takes 14 ms."""
+    table, state = RequestTable(SLOTS), SlotState(SLOTS)
+    table.put(admit(1, 4, (2, 3), min_tokens=2))
+    admitted, fields, edits = table.changes()
+    state.apply(Delta(admitted=admitted, fields=fields, edits=edits))
+    logits = np.zeros((1, VOCABULARY), dtype=np.float32)
+    found = [state.edited(logits, sampling([1], [position]), 0) for position in (4, 5, 6)]
+    assert [one is logits for one in found] == [False, False, True]
+    others = logits[:, 4:]  # of a rank that has none of the ids
+    assert state.edited(others, sampling([1], [4]), 4) is others
 
 
 def test_a_slot_is_said_once_and_with_what_it_holds_now():

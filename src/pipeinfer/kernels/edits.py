@@ -32,7 +32,7 @@ class EditsBySlot:
 @triton.jit(do_not_specialize=["slot_count", "most", "stride", "first_id", "width"])
 def _edit(
     logits, slots, positions, counts, words, slot_count, most, stride, first_id, width,
-    BLOCK: tl.constexpr,
+    VALUES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot, position = tl.load(slots + row), tl.load(positions + row)
@@ -42,12 +42,14 @@ def _edit(
         place = words + slot * most + at
         column = tl.load(place, mask=inside, other=-1) - first_id
         held = inside & (column >= 0) & (column < width)
-        value = tl.load(place + slot_count * most, mask=held, other=0).to(tl.float32, bitcast=True)
-        until = tl.load(place + 2 * slot_count * most, mask=held, other=0)
+        never = position < tl.load(place + 2 * slot_count * most, mask=held, other=0)
         target = logits + row * stride + column
-        value += tl.load(target, mask=held, other=0.0).to(tl.float32)
-        value = tl.where(position < until, float("-inf"), value)
-        tl.store(target, value.to(logits.dtype.element_ty), mask=held)
+        if VALUES:
+            bits = tl.load(place + slot_count * most, mask=held, other=0)
+            value = tl.load(target, mask=held, other=0.0) + bits.to(tl.float32, bitcast=True)
+            tl.store(target, tl.where(never, float("-inf"), value), mask=held)
+        else:
+            tl.store(target, tl.full((BLOCK,), float("-inf"), tl.float32), mask=held & never)
 
 
 def edit(
@@ -56,12 +58,18 @@ def edit(
     positions: torch.Tensor,
     edits: EditsBySlot,
     first_id: int = 0,
+    values: bool = False,
 ) -> None:
-    """Changes logits [S, ids], those from `first_id` on, in place; slots, positions int64 [S]."""
+    """Changes logits [S, ids], those from `first_id` on, in place; slots, positions int64 [S].
+
+    values: also add what edits add, to logits of float32. In fewer bits, ids that were raised as
+    much as each other would be equal: near 100, bfloat16 counts in halves.
+    """
     if not len(logits):
         return
+    assert logits.dtype is torch.float32 or not values
     _, slot_count, most = edits.words.shape
     _edit[(len(logits),)](
         logits, slots, positions, edits.counts, edits.words, slot_count, most, logits.stride(0),
-        first_id, logits.shape[1], BLOCK=BLOCK, num_warps=1,
+        first_id, logits.shape[1], VALUES=values, BLOCK=BLOCK, num_warps=1,
     )  # fmt: skip

@@ -67,7 +67,8 @@ class Flight:
 class _Packed:
     """A step that is to be launched, in `buffers`: the first `words` of them. places: as pack()'s.
 
-    late: what changes in the slots' state, int32 [2n], if it does not fit there.
+    late: what changes in the slots' state, int32 [2n], if it does not fit there. biased: whether
+    the logits of some row that samples are raised or lowered.
     """
 
     step: Step
@@ -78,6 +79,7 @@ class _Packed:
     words: int
     places: np.ndarray | None
     late: np.ndarray | None
+    biased: bool
 
 
 class CudaRunner:
@@ -197,7 +199,8 @@ class CudaRunner:
         if len(changes) > 2 * self._arrays.most_pairs:
             changes, late = changes[:0], changes
         words, places = buffers.packer.pack(step, cut.room, cut.samples, changes)
-        return _Packed(step, parity, buffers, cut, captured, words, places, late)
+        biased = bool(self._state.biased[step.slots[step.samples]].any())
+        return _Packed(step, parity, buffers, cut, captured, words, places, late, biased)
 
     def _upload(self, packed: _Packed) -> None:
         """What changes in the slots, and the step, on the current stream."""
@@ -229,17 +232,25 @@ class CudaRunner:
         if not cut.samples:
             return None
         logits = self._sampler.logits(hidden)
-        edits, first = self._state.edits, self._sampler.first_id
-        edit(logits, out.write_slots, out.sample_positions, edits, first)
+        self._edit(logits, cut)
         return logits
+
+    def _edit(self, logits: torch.Tensor, cut: Cut, values: bool = False) -> None:
+        out, first = cut.expanded, self._sampler.first_id
+        edits = self._state.edits
+        edit(logits, out.write_slots, out.sample_positions, edits, first, values)
 
     def _drawn(self, packed: _Packed, logits: torch.Tensor) -> torch.Tensor:
         """What the rows draw: a graph's own choice, unless some want more than temperature."""
         step, cut, captured = packed.step, packed.cut, packed.captured
         places = packed.places
         truncated = self._truncated_rows(step)
-        if captured is not None and step.penalties is None and not len(truncated):
+        alike = step.penalties is None and not len(truncated) and not packed.biased
+        if captured is not None and alike:
             return captured.drawn
+        if packed.biased:
+            logits = logits.to(torch.float32, copy=True)
+            self._edit(logits, cut, values=True)
         truncated = truncated if places is None else places[truncated]
 
         def sample(logits: torch.Tensor) -> torch.Tensor:

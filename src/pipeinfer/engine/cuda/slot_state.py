@@ -26,12 +26,14 @@ TORCH = {8: torch.int64, 4: torch.int32}  # what has no name in torch is its bit
 class SlotState:
     """For `slots` requests with up to `pages` pages and `edits` edits each.
 
-    nobody: the last slot. by_slot, edits: what kernels read. words: all of it.
+    nobody: the last slot. by_slot, edits: what kernels read. words: all of it. biased: on the host,
+    bool [slots], whose edits raise or lower logits.
     """
 
     def __init__(self, slots: int, pages: int, edits: int, device: torch.device) -> None:
         self.nobody, many = slots, slots + 1
         self._pages, self._edits = pages, edits
+        self.biased = np.zeros(slots, dtype=bool)
         self._fields_at = many * pages
         self._counts_at = self._fields_at + many * FIELD_WORDS
         self._edits_at = self._counts_at + many
@@ -75,7 +77,9 @@ class SlotState:
                 found.append((begin + wide * slots + word, values[:, word]))
             begin += wide * many
         counts = dict.fromkeys(slots.tolist(), 0)
+        self.biased[slots] = False
         for edits in delta.edits:
+            self.biased[edits.slot] = edits.values.any()
             counts[edits.slot] = len(edits.ids)
             found += self._edited(edits)
         found.append((self._counts_at + slots, np.fromiter(counts.values(), np.int32)))
