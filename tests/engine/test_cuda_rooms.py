@@ -258,6 +258,19 @@ def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
         apply(admitted=admitted[:1], fields=some_fields(1, random), edits=(edits(3, range(5)),))
 
 
+def test_what_is_larger_than_all_that_was_made_room_for_is_refused():
+    side = Side(16)
+    for room, samples in (
+        (Room(401, 1, 1), 1), (Room(100, 13, 0), 12), (Room(100, 1, 13), 1), (Room(9, 9, 0), 13),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="limits"):
+            side.arrays.cut(room, samples, graph=False)
+    step = make_step([0], [1], [True], 16)
+    step = replace(step, slots=np.array([SLOTS], np.int32), delta=Delta())
+    with pytest.raises(ValueError, match="slot 12, where there are 12"):
+        side.expand(step, alone(1), 1, graph=True)
+
+
 @given(*[st.integers(1, 4000)] * 2, st.integers(1, 300), st.integers(0, 256))
 def test_graphs_of_mixed_steps_fit_into_the_largest_step(tokens, mixed, rows, decodes):
     decodes = min(decodes, rows, tokens)

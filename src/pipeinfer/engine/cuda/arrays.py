@@ -59,6 +59,7 @@ class StepArrays:
     ) -> None:
         rows, entries = 2 * limits.rows, limits.rows  # a graph has as many of either kind
         self._page_size, self._traits, self._state = page_size, traits, state
+        self._limits = limits
         self.most_pairs = PAIRS
         words = layout(Room(limits.tokens, limits.rows, limits.rows)).pairs + 2 * PAIRS
         self.words = torch.zeros(words, dtype=torch.int32, device=device)
@@ -78,7 +79,12 @@ class StepArrays:
         )
 
     def cut(self, room: Room, samples: int, graph: bool) -> Cut:
-        """For steps of that size with so many entries for sampling."""
+        """For steps of that size with so many entries for sampling.
+
+        Raises ValueError for more than there is room for.
+        """
+        if not self._limits.hold(room) or samples > self._limits.rows:
+            raise ValueError(f"{room} with {samples} samples, where the limits are {self._limits}")
         at, words, whole = layout(room), self.words, self._room
         parts = [words[begin : begin + room.rows] for begin in at[:4]]
         tokens, pages = room.tokens, self._state.by_slot.table.shape[1]

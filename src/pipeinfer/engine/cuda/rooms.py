@@ -28,15 +28,6 @@ PADDING_SHARE = 4  # that part of a room's
 ALIGN = 4  # words: kernels load 16 bytes at once where they may
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The largest step: rows, tokens, and pages of one row."""
-
-    rows: int
-    tokens: int
-    pages: int
-
-
 @dataclass(frozen=True, order=True)
 class Room:
     """For `tokens` of all rows, for `decodes` rows of one token and `prefills` of more."""
@@ -60,6 +51,19 @@ class Room:
         prompts = len(step.slots) - step.decodes
         enough = self.tokens >= len(step.tokens) and self.prefills >= prompts
         return enough and self.decodes >= step.decodes and (prompts > 0) == (self.prefills > 0)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest step: rows, tokens, and pages of one row."""
+
+    rows: int
+    tokens: int
+    pages: int
+
+    def hold(self, room: Room) -> bool:
+        """Whether steps of that size may be. Graphs have room for as many rows of either kind."""
+        return room.tokens <= self.tokens and max(room.decodes, room.prefills) <= self.rows
 
 
 def decode_ladder(most: int) -> tuple[int, ...]:
@@ -165,6 +169,8 @@ class Packer:
 
     def _rows(self, step: Step, room: Room, at: Layout, samples: int) -> None:
         words, sampling = self.words, step.samples
+        if step.slots.max(initial=0) >= self._nobody:
+            raise ValueError(f"slot {step.slots.max()}, where there are {self._nobody}")
         for begin, values, filler in (
             (at.slots, step.slots, self._nobody), (at.counts, step.counts, 0)
         ):  # fmt: skip
