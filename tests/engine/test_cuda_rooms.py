@@ -258,6 +258,20 @@ def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
         apply(admitted=admitted[:1], fields=some_fields(1, random), edits=(edits(3, range(5)),))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"samples": np.array([False, True, True])}, {"tokens": np.array([4, -1, 7], np.int32)}, {}],
+)
+def test_only_a_step_that_differs_in_nothing_else_is_packed_as_what_differs(change):
+    step, side = make_step([20, 5, 9], [1, 1, 1], [True, False, True], 16), Side(16)
+    side.expand(step, alone(3), 3, graph=True)
+    step = replace(step, **change)
+    fields = {name: values[step.samples] for name, values in step.delta.fields.items()}
+    step = replace(step, fields=fields)
+    for samples, graph in ((3, True), (2, False)):
+        check(side, step, *side.expand(step, alone(3), samples, graph))
+
+
 def test_what_is_larger_than_all_that_was_made_room_for_is_refused():
     side = Side(16)
     for room, samples in (

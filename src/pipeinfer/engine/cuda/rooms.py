@@ -144,7 +144,7 @@ class Packer:
 
     def __init__(self, words: np.ndarray, nobody: int) -> None:
         self.words, self._nobody = words, nobody
-        self._last: tuple[Step, Room] | None = None
+        self._last: tuple[Room, int, Step] | None = None
         self._places: np.ndarray | None = None
 
     def pack(
@@ -159,10 +159,9 @@ class Packer:
         """
         at, words, last = layout(room), self.words, self._last
         _spread(words[at.starts : at.starts + room.rows], step.starts, room, step.decodes, 0)
-        # A step that decodes what another has decoded shares the other arrays with it.
-        if last is None or last[0].slots is not step.slots or last[1] != room:
+        if last is None or last[:2] != (room, samples) or not _alike(last[2], step):
             self._rows(step, room, at, samples)
-        self._last = step, room
+        self._last = room, samples, step
         words[0] = len(pairs) // 2
         words[at.pairs : at.pairs + len(pairs)] = pairs
         return at.pairs + len(pairs), self._places
@@ -188,6 +187,16 @@ class Packer:
                 self._places = np.flatnonzero(step.samples)
         else:
             _enter(entries, sampling, samples)
+
+
+def _alike(one: Step, other: Step) -> bool:
+    """Whether they are the same but for `starts`: such steps share their arrays."""
+    return (
+        one.slots is other.slots
+        and one.counts is other.counts
+        and one.samples is other.samples
+        and one.tokens is other.tokens
+    )
 
 
 def _spread(view: np.ndarray, values: np.ndarray, room: Room, decodes: int, filler: int) -> None:
