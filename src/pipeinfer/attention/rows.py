@@ -73,16 +73,21 @@ class PagedRows:
 _NONE = torch.empty(0, dtype=torch.int32)
 
 
+def offsets(sizes: np.ndarray) -> np.ndarray:
+    """int32 [n + 1]: where each of them begins, and the end."""
+    found = np.zeros(len(sizes) + 1, dtype=np.int32)
+    np.cumsum(sizes, out=found[1:])
+    return found
+
+
 def host_rows(step: Step, pages: np.ndarray) -> PagedRows:
     """The rows of a step that stays on the host, where backends read no other arrays than lengths,
     q_indptr and table, `pages` int32 [R, P]: the others are empty. Views where there is something.
     """
-    queries = np.zeros(len(step.counts) + 1, dtype=np.int32)
-    np.cumsum(step.counts, out=queries[1:])
     arrays = RowArrays(
         lengths=torch.from_numpy(step.starts + step.counts),
         last_page=_NONE,
-        q_indptr=torch.from_numpy(queries),
+        q_indptr=torch.from_numpy(offsets(step.counts)),
         prefill_indptr=_NONE,
         kv_indptr=_NONE,
         indices=_NONE,

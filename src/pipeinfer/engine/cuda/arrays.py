@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from pipeinfer.attention.interface import Traits
-from pipeinfer.attention.rows import PagedRows, RowArrays
+from pipeinfer.attention.rows import PagedRows, RowArrays, offsets
 from pipeinfer.engine.cuda.rooms import Limits, Room, layout
 from pipeinfer.engine.cuda.slot_state import FIELD_WORDS, SlotState, fields_by_name
 from pipeinfer.kernels.expand import Expanded, Rows, expand, write_words
@@ -146,7 +146,7 @@ class StepArrays:
         counts = np.maximum(counts, cut.padding)
         lengths = starts + counts
         held = -(-lengths // self._page_size)
-        queries, pages = (_offsets(sizes) for sizes in (counts, held))
+        queries, pages = (offsets(sizes) for sizes in (counts, held))
         parts = (
             lengths, lengths - (np.maximum(held, 1) - 1) * self._page_size, queries,
             queries[room.decodes :] - cut.base, pages if self._traits.listed else pages[:0],
@@ -158,10 +158,3 @@ class StepArrays:
             indices=torch.from_numpy(none),
             table=torch.from_numpy(none if table is None else table),
         )
-
-
-def _offsets(sizes: np.ndarray) -> np.ndarray:
-    """int32 [n + 1]: where each of them begins, and the end."""
-    offsets = np.zeros(len(sizes) + 1, dtype=np.int32)
-    np.cumsum(sizes, out=offsets[1:])
-    return offsets

@@ -65,10 +65,11 @@ class Flight:
 
 @dataclass(frozen=True)
 class _Packed:
-    """A step that is to be launched, in `buffers`: the first `words` of them. places: as pack()'s.
+    """A step that is to be launched, in `buffers`: the first `words` of them.
 
-    late: what changes in the slots' state, int32 [2n], if it does not fit there. biased: whether
-    the logits of some row that samples are raised or lowered.
+    places: see Packer.pack. late: what changes in the slots' state, int32 [2n], if it does not fit
+    there. truncated: int64, which of the rows that sample have top-k, top-p or min-p; biased:
+    whether the logits of some of them are raised or lowered.
     """
 
     step: Step
@@ -79,6 +80,7 @@ class _Packed:
     words: int
     places: np.ndarray | None
     late: np.ndarray | None
+    truncated: np.ndarray
     biased: bool
 
 
@@ -119,7 +121,8 @@ class CudaRunner:
         self._launched = 0
         self._flights: list[Flight | None] = [None] * PARITIES  # the last of each parity
         self._graphs = Graphs(self.device)
-        self._truncated: tuple[Mapping[str, np.ndarray], np.ndarray] = {}, NONE
+        # Of the rows that were packed last: their fields, and what follows for all their steps.
+        self._wishes: tuple[Mapping[str, np.ndarray], np.ndarray, bool] = {}, NONE, False
         self.bind(pool)
 
     @property
@@ -199,8 +202,11 @@ class CudaRunner:
         if len(changes) > 2 * self._arrays.most_pairs:
             changes, late = changes[:0], changes
         words, places = buffers.packer.pack(step, cut.room, cut.samples, changes)
-        biased = bool(self._state.biased[step.slots[step.samples]].any())
-        return _Packed(step, parity, buffers, cut, captured, words, places, late, biased)
+        if self._wishes[0] is not step.fields:
+            truncated = np.flatnonzero(is_truncated(step.fields))
+            biased = bool(self._state.biased[step.slots[step.samples]].any())
+            self._wishes = step.fields, truncated, biased
+        return _Packed(step, parity, buffers, cut, captured, words, places, late, *self._wishes[1:])
 
     def _upload(self, packed: _Packed) -> None:
         """What changes in the slots, and the step, on the current stream."""
@@ -243,8 +249,7 @@ class CudaRunner:
     def _drawn(self, packed: _Packed, logits: torch.Tensor) -> torch.Tensor:
         """What the rows draw: a graph's own choice, unless some want more than temperature."""
         step, cut, captured = packed.step, packed.cut, packed.captured
-        places = packed.places
-        truncated = self._truncated_rows(step)
+        places, truncated = packed.places, packed.truncated
         alike = step.penalties is None and not len(truncated) and not packed.biased
         if captured is not None and alike:
             return captured.drawn
@@ -258,12 +263,6 @@ class CudaRunner:
             return self._sampler.sample(logits, cut.sampling, last_token, truncated)
 
         return self._penalties.sampled(logits, step.penalties, sample, places)
-
-    def _truncated_rows(self, step: Step) -> np.ndarray:
-        """int64: which of the rows that sample have top-k, top-p or min-p."""
-        if self._truncated[0] is not step.fields:
-            self._truncated = step.fields, np.flatnonzero(is_truncated(step.fields))
-        return self._truncated[1]
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor | None:
         """A copy for who looks at logits; there when the step has ended."""
