@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from pipeinfer.engine import sampler
+from pipeinfer.kernels import host
 from pipeinfer.steps.step import SamplingRows
 
 NOTHING = -1  # in place of an id: the row gave no token
@@ -20,4 +21,18 @@ def ids_of(drawn: torch.Tensor) -> torch.Tensor:
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """Ids int64 [S] that the host's sampler draws."""
-    return ids_of(sampler.sample(logits, rows))
+    last_token = torch.zeros(len(logits), dtype=torch.int64)
+    drawn = host.sample(logits, knobs_of(rows), last_token, True)
+    assert torch.equal(last_token, drawn[:, 1])
+    return ids_of(drawn)
+
+
+def knobs_of(rows: SamplingRows) -> dict[str, torch.Tensor]:
+    """As kernels have them; each row has the slot of its number."""
+    fields = {name: torch.from_numpy(_signed(values)) for name, values in rows.fields.items()}
+    positions = torch.from_numpy(rows.positions)
+    return fields | {"sample_positions": positions, "write_slots": torch.arange(len(positions))}
+
+
+def _signed(values: np.ndarray) -> np.ndarray:
+    return values.view(np.int64) if values.dtype == np.uint64 else values

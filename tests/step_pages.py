@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.engine.slot_state import SlotState
+from pipeinfer.engine.mirror import Mirror
 from pipeinfer.steps.step import Delta, Step
 
 
@@ -21,6 +21,6 @@ def all_pages(slots, pages) -> Delta:
 
 def pages_of(step: Step, page_size: int) -> np.ndarray:
     """int32 [R, P] of a step whose delta says all of it."""
-    state = SlotState(int(step.slots.max(initial=0)) + 1)
+    state = Mirror(int(step.slots.max(initial=0)) + 1)
     state.apply(step.delta)
     return state.pages(step, page_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,14 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drawn_ids import NOTHING, ids_of, sample
+from drawn_ids import NOTHING, ids_of, knobs_of, sample
 from pipeinfer.engine.fields import filled
-from pipeinfer.engine.sharded_sampler import sample_sharded
+from pipeinfer.engine.sampling import SplitSampler, truncated
+from pipeinfer.kernels import host
 from pipeinfer.steps.step import SamplingRows
 
 
 class Threads:
-    """`collect` among threads of this process; counts the values that were exchanged."""
+    """Ranks as threads of this process; counts the values that were exchanged."""
 
     def __init__(self, size: int) -> None:
         self.size, self.exchanged = size, 0
@@ -45,6 +47,9 @@ class Threads:
             self.exchanged += partial.numel()
         return everybody
 
+    def all_gather(self, partial: torch.Tensor) -> torch.Tensor:
+        return torch.cat(list(self.collect(partial)), dim=-1)
+
 
 def rows(count: int, rng: np.random.Generator, kinds: list[int]) -> SamplingRows:
     """Row r is greedy (0), has a temperature (1), or is truncated as well (2)."""
@@ -66,8 +71,15 @@ def split(logits: np.ndarray, params: SamplingRows, size: int, group: Threads):
     padded[:, :vocab] = logits
 
     def one(rank: int) -> list[int]:
+        start = min(rank * share, vocab)
+        held = SimpleNamespace(start=start, stop=min(start + share, vocab), vocab_size=vocab)
+        model = SimpleNamespace(head=SimpleNamespace(rows=held), local_logits=None)
+        sampler = SplitSampler(model, group, host)
         part = torch.from_numpy(padded[:, rank * share : (rank + 1) * share].copy())
-        return ids_of(sample_sharded(part, params, rank * share, vocab, group)).tolist()
+        last_token = torch.full((len(part),), -5)
+        drawn = sampler.sample(part, knobs_of(params), last_token, truncated(params.fields))
+        assert torch.equal(last_token, drawn[:, 1])
+        return ids_of(drawn).tolist()
 
     return group.run(one)
 

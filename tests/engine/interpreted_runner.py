@@ -25,16 +25,15 @@ from pipeinfer.attention.interface import Traits  # noqa: E402
 from pipeinfer.attention.paged import PagedKind  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
 from pipeinfer.distributed.group import join  # noqa: E402
-from pipeinfer.engine import loading  # noqa: E402
-from pipeinfer.engine.cuda import step_times  # noqa: E402
-from pipeinfer.engine.cuda.rooms import Limits, Room, decode_ladder  # noqa: E402
-from pipeinfer.engine.cuda.runner import CudaRunner  # noqa: E402
-from pipeinfer.engine.cuda.sampling import SplitSampler  # noqa: E402
-from pipeinfer.engine.device import HostDevice  # noqa: E402
-from pipeinfer.memory.pool import KVPool  # noqa: E402
+from pipeinfer.engine import building, loading, step_times  # noqa: E402
+from pipeinfer.engine.machine import HostMachine  # noqa: E402
+from pipeinfer.engine.rooms import Room  # noqa: E402
+from pipeinfer.engine.runner import Runner  # noqa: E402
+from pipeinfer.kernels import by_triton  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 
-MIXED = (0, 1), (2, 2)  # decodes and prompts that a graph has room for
+MIXED = (0, 1), (2, 2)  # decodes and prompts that a graph has room for, of so many tokens
+SIZES = (8, 48)
 
 
 class TorchPart:
@@ -100,37 +99,43 @@ KINDS = {
 }
 
 
-def cuda_runner(settings, choices, model, group):
-    """In place of the host's runner."""
-    shapes = model.attention_shapes()
-    pool = KVPool(shapes, 1 + settings.kv_pages, choices.page_size, choices.dtype, "cpu")
-    limits = Limits(settings.max_running, settings.max_step_tokens, 512 // choices.page_size)
-    backend = KINDS[READS](shapes, torch.device("cpu"))
-    sampler = SplitSampler(model, group) if group is not None else None
-    runner = CudaRunner(model, pool, backend, limits, sampler, HostDevice())
-    if not settings.no_cuda_graph:
-        most = settings.cuda_graph_max_batch
-        sizes = (8, 48) if group is None else (8,)  # ranks that measured otherwise would hang
-        mixed = [Room(tokens, *kind) for tokens in sizes for kind in MIXED]
-        # Room for fewer decodes than any other has: all numbers of tokens are measured yet.
-        mixed.append(Room(8, 1, 2))
-        runner.capture(decode_ladder(most), tuple(sorted(mixed)))
-        for part in (*pool.k, *pool.v):
-            assert not part[1:].any(), "what is captured and measured belongs to the dummy page"
-    runner.measure()
-    for part in (*pool.k, *pool.v):
-        assert not part[1:].any(), "what is measured belongs to the dummy page, too"
-    return runner
+class InterpretedMachine(HostMachine):
+    """The host with a GPU's kernels."""
+
+    def __init__(self) -> None:
+        super().__init__(threads=1, ranks=1)
+        self.kernels = by_triton
+
+
+def ladder(tokens, rows, decodes, mixed) -> tuple[Room, ...]:
+    rooms = [Room(tokens, *kind) for tokens in SIZES for kind in MIXED]
+    # Room for fewer decodes than any other has: all numbers of tokens are measured yet.
+    return tuple(sorted([*rooms, Room(8, 1, 2)])) if decodes else ()
+
+
+def checked(work):
+    """Like it, but looks at the pool afterwards."""
+
+    def check(runner, *arguments, **named) -> None:
+        work(runner, *arguments, **named)
+        for part in (*runner.pool.k, *runner.pool.v):
+            assert not part[1:].any(), "what was measured or captured is the dummy page's alone"
+
+    return check
 
 
 step_times.REPLAYS = 1
-loading._host_runner = cuda_runner
+loading.machine = lambda device, settings, place: InterpretedMachine()
+building.mixed_ladder = ladder
+building.registry.create = lambda name, shapes, device: KINDS[READS](shapes, device)
+Runner.capture, Runner.measure = map(checked, (Runner.capture, Runner.measure))
 
 
 def served(folder: str, group=None, reads="hybrid", **changes) -> GpuCores:
     """All requests, to their ends."""
-    global READS
+    global READS, SIZES
     READS = reads
+    SIZES = (8, 48) if group is None else (8,)  # ranks that measured otherwise would hang
     settings = Settings(
         model=folder, device="cpu", kv_pages=40, page_size=16, max_running=3, max_step_tokens=48,
         cuda_graph_max_batch=2, **changes,

@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from pipeinfer.engine.device import HostDevice
+from pipeinfer.engine.executor import unwatched
 from pipeinfer.engine.fields import filled
-from pipeinfer.engine.runner import ModelRunner
 from pipeinfer.steps.step import LAST_TOKEN, Sampled, Step
 from step_pages import all_pages
 
 
+class HostFlight:
+    """A step that `run` computes on a device, as a runner's flights are."""
+
+    def __init__(self, device: HostDevice, run: Callable[[], Sampled]) -> None:
+        self._sampled: list[Sampled] = []
+        self.mark = device.submit(lambda: self._sampled.append(run()))
+
+    def take(self) -> Sampled:
+        self.mark.wait()
+        return self._sampled[0]
+
+
 class HostRunner:
-    """Runs steps by a function, as a runner of the host does by its model."""
+    """Runs steps by a function on the host's device."""
 
     def __init__(self, run: Callable[[Step], Sampled]) -> None:
         self.device, self.run = HostDevice(), run
 
-    launch = ModelRunner.launch
+    def launch(self, step: Step, before: Callable[[Step], None] = unwatched) -> HostFlight:
+        def run() -> Sampled:
+            before(step)
+            return self.run(step)
+
+        return HostFlight(self.device, run)
 
 
 def empty_step(number: int = 0) -> Step:
@@ -61,15 +78,24 @@ def build_step(rows: list[Row], number: int, max_pages: int) -> Step:
         counts=np.array([row.count for row in rows], dtype=np.int32),
         samples=np.array([row.samples for row in rows], dtype=bool),
         tokens=np.array(tokens, dtype=np.int32),
-        fields=filled(
-            len(sampling),
-            temperature=[row.temperature for row in sampling],
-            seed=[row.seed for row in sampling],
+        fields=fields_of(sampling),
+        delta=replace(
+            all_pages(
+                [row.slot for row in rows],
+                np.array([row.pages for row in rows], dtype=np.int32).reshape(len(rows), max_pages),
+            ),
+            admitted=np.array([row.slot for row in rows], dtype=np.int32),
+            fields=fields_of(rows),
         ),
-        delta=all_pages(
-            [row.slot for row in rows],
-            np.array([row.pages for row in rows], dtype=np.int32).reshape(len(rows), max_pages),
-        ),
+    )
+
+
+def fields_of(rows: list[Row]) -> dict[str, np.ndarray]:
+    """What is declared of sampling, of these rows."""
+    return filled(
+        len(rows),
+        temperature=[row.temperature for row in rows],
+        seed=[row.seed for row in rows],
     )
 
 

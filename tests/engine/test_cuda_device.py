@@ -11,11 +11,12 @@ import pytest
 import torch
 from single_steps import empty_step
 
+from pipeinfer.engine.buffers import PARITIES
 from pipeinfer.engine.cuda import device as module
-from pipeinfer.engine.cuda.buffers import PARITIES
 from pipeinfer.engine.cuda.device import CudaDevice
-from pipeinfer.engine.cuda.runner import CudaRunner
+from pipeinfer.engine.graphs import Graphs
 from pipeinfer.engine.phases import Phases
+from pipeinfer.engine.runner import Runner
 
 
 class Event:
@@ -123,17 +124,22 @@ def test_a_third_step_waits_for_the_first_result_whose_buffers_it_takes():
         def take(self) -> None:
             happened.append(("take", self.number))
 
-    def launch(step, parity):
-        happened.append(("launch", step.number))
-        assert parity == step.number % PARITIES
-        return Flight(step.number)
+    class Device:
+        def submit(self, work, prepare):
+            prepare()
 
-    runner = CudaRunner.__new__(CudaRunner)
+    def pack(step, parity, captured):
+        happened.append(("pack", step.number))
+        assert parity == step.number % PARITIES
+
+    runner = Runner.__new__(Runner)
     runner.phases, runner._launched, runner._flights = Phases(), 0, [None] * PARITIES
-    runner._launch = launch  # type: ignore
+    runner.device, runner._graphs = Device(), Graphs(None)  # type: ignore
+    runner._pack = pack  # type: ignore
     for number in range(4):
         runner.launch(empty_step(number), lambda step: happened.append(("watch", step.number)))
+        runner._flights[number % PARITIES] = Flight(number)  # type: ignore
     assert happened == [
-        ("watch", 0), ("launch", 0), ("watch", 1), ("launch", 1),
-        ("watch", 2), ("take", 0), ("launch", 2), ("watch", 3), ("take", 1), ("launch", 3),
+        ("watch", 0), ("pack", 0), ("watch", 1), ("pack", 1),
+        ("watch", 2), ("take", 0), ("pack", 2), ("watch", 3), ("take", 1), ("pack", 3),
     ]  # fmt: skip

@@ -14,15 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeinfer.attention.interface import Traits
-from pipeinfer.engine.cuda.arrays import StepArrays
-from pipeinfer.engine.cuda.artificial import deep_decodes
-from pipeinfer.engine.cuda.graphs import Graphs, alone
-from pipeinfer.engine.cuda.rooms import Limits, Packer, Room, decode_ladder, layout, mixed_ladder
-from pipeinfer.engine.cuda.slot_state import SlotState
-from pipeinfer.engine.cuda.step_times import Frame, amid_prompts
+from pipeinfer.engine.arrays import StepArrays
+from pipeinfer.engine.artificial import deep_decodes
 from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.fields import FIELDS
-from pipeinfer.kernels.expand import NOWHERE, expand_reference
+from pipeinfer.engine.graphs import Graphs, alone
+from pipeinfer.engine.rooms import Limits, Packer, Room, decode_ladder, layout, mixed_ladder
+from pipeinfer.engine.slot_state import SlotState
+from pipeinfer.engine.step_times import Frame, amid_prompts
+from pipeinfer.kernels import host
+from pipeinfer.kernels.tables import NOWHERE
 from pipeinfer.steps.step import LAST_TOKEN, Delta, Edits, Step
 from step_pages import all_pages, pages_of
 
@@ -68,7 +69,7 @@ class Side:
         traits = Traits(None, 16, host_lengths=True, listed=listed, gathered=gathered)
         self.state = SlotState(SLOTS, PAGES, 4, CPU)
         self.state.by_slot.last_token[:] = LAST + torch.arange(SLOTS + 1)
-        self.arrays = StepArrays(LIMITS, page_size, traits, self.state, CPU)
+        self.arrays = StepArrays(LIMITS, page_size, traits, self.state, CPU, host)
         self.buffer = np.full(len(self.arrays.words), -7, dtype=np.int32)  # of another step
         self.packer = Packer(self.buffer, SLOTS)
 
@@ -79,11 +80,7 @@ class Side:
         assert (self.buffer[used:] == -7).all(), "what is not uploaded is not written"
         self.arrays.words[:used] = torch.from_numpy(self.buffer[:used])
         self.arrays.words[used:] = 2**20  # an index that would fault if it were used
-        pairs = cut.pairs[: 2 * int(cut.count)].view(-1, 2).long()
-        self.state.words[pairs[:, 0]] = pairs[:, 1].int()
-        expand_reference(
-            cut.rows, self.state.by_slot, self.page_size, cut.padding, cut.base, cut.expanded
-        )
+        self.arrays.expand(cut)
         return cut, places
 
 

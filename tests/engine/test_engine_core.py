@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from edits_by_slot import Edited
 
 from hash_device import HashDevice, continuation
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.driver import step_done
 from pipeinfer.engine.fields import FIELDS
-from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.events import Drain, Leave, StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
@@ -375,11 +375,13 @@ def test_rows_that_do_not_sample_have_no_sampling_parameters():
 
 def suppressed(steps) -> list[list[list[int]]]:
     """Of each step the rows that sample, with an id that they must not."""
-    state, found = SlotState(8), []
+    state, found = Edited(8, pages=64), []
     for step in steps:
         state.apply(step.delta)
         logits = np.zeros((int(step.samples.sum()), 12), dtype=np.float32)
-        found.append(np.argwhere(np.isinf(state.edited(logits, step, 0))).tolist())
+        slots = step.slots[step.samples].tolist()
+        edited = state.logits(logits, slots, step.sampling.positions.tolist())
+        found.append(np.argwhere(np.isinf(edited)).tolist())
         assert not logits.any(), "what the model gave stays as it was"
     return found
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from single_steps import Row, build_step
 
-from pipeinfer.engine import loading
+from kept_logits import logits_of
+from pipeinfer.engine import machine
 from pipeinfer.engine.host_memory import available_bytes
 from pipeinfer.engine.loading import choose, load_engine
 from pipeinfer.models import checkpoint as checkpoint_files
@@ -49,7 +50,7 @@ def test_the_asked_dtype_is_that_of_weights_and_pool(folder, dtype):
     assert str(engine.runner.pool.dtype) == f"torch.{dtype}"
     row = Row(0, 0, [1, 2, 3], np.array([1]), True)
     step = build_step([row], 0, 1)
-    assert str(engine.runner.logits(step).dtype) == f"torch.{dtype}"
+    assert str(logits_of(engine.runner, step).dtype) == f"torch.{dtype}"
     assert 0 <= engine.runner.run(step).ids[0] < 264
 
 
@@ -91,7 +92,7 @@ def test_dummy_weights_need_no_weight_file(folder, tmp_path):
     shutil.copy(folder / "config.json", tmp_path)
     engine = load_engine(Settings(load_format="dummy", kv_pages=8), tmp_path)
     row = Row(0, 0, [1, 2, 3], np.array([1]), True)
-    assert engine.runner.logits(build_step([row], 0, 1)).isfinite().all()
+    assert logits_of(engine.runner, build_step([row], 0, 1)).isfinite().all()
 
 
 def test_kv_pages_is_the_number_of_pages_for_tokens(folder):
@@ -107,11 +108,11 @@ def test_pages_are_no_more_than_all_requests_can_fill(folder):
 
 def test_pages_follow_free_memory_and_are_capped(folder, monkeypatch):
     page_bytes = 2 * 2 * 2 * 16 * 16 * 4  # K and V, layers, heads, head_dim, tokens, float32
-    monkeypatch.setattr(loading, "available_bytes", lambda: 1000 * page_bytes)
+    monkeypatch.setattr(machine, "available_bytes", lambda: 1000 * page_bytes)
     assert load_engine(Settings(memory_fraction=0.5), folder).pages == 500
-    monkeypatch.setattr(loading, "MOST_HOST_BYTES", 50 * page_bytes)
+    monkeypatch.setattr(machine, "MOST_HOST_BYTES", 50 * page_bytes)
     assert load_engine(Settings(), folder).pages == 50
-    monkeypatch.setattr(loading, "available_bytes", lambda: page_bytes)
+    monkeypatch.setattr(machine, "available_bytes", lambda: page_bytes)
     with pytest.raises(ConfigurationError, match="no memory for KV pages"):
         load_engine(Settings(), folder)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeinfer.engine.mirror import Mirror
 from pipeinfer.engine.requests import RequestTable
-from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.errors import ProtocolError
 from pipeinfer.memory.manager import MemoryManager
@@ -28,7 +28,7 @@ class Side:
         self.memory = MemoryManager(pages, page_size, SLOTS, LIMIT)
         self.requests = RequestTable(SLOTS)
         self.builder = StepBuilder(self.memory, self.requests)
-        self.slots = SlotState(SLOTS)
+        self.slots = Mirror(SLOTS)
         self.short = short
         self.shortcuts = 0
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawn_ids import NOTHING, sample
-from pipeinfer.engine import sampler
 from pipeinfer.engine.fields import filled
-from pipeinfer.engine.truncation import thresholds
+from pipeinfer.kernels.host import sampling as sampler
+from pipeinfer.kernels.host.truncation import thresholds
 from pipeinfer.steps.step import SamplingRows
 
 

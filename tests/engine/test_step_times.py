@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.engine.cuda.step_times import without_outliers
+from pipeinfer.engine.step_times import without_outliers
 from pipeinfer.step_budget import Targets, mixed_budget
 from pipeinfer.step_cost import Prompt, StepCost
 

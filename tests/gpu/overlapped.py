@@ -52,15 +52,6 @@ class GpuCores(Cores):
         )
         self.kinds[kind][0] += 1
         self.kinds[kind][1] += busy
-        if runner.keep_logits and len(sampled.ids):
+        if runner.keep_logits:
             self._remember(step, names, flight)
         self._to_engine(step_done(step, sampled))
-
-    def _remember(self, step, names, flight) -> None:
-        rows = slice(flight.count) if flight.rows is None else flight.rows
-        values = flight.logits.float().cpu().numpy()[rows]
-        ends = (step.starts + step.counts).tolist()
-        places = step.samples.nonzero()[0].tolist()
-        assert len(places) == len(values)
-        for row, place in enumerate(places):
-            self.logits[names[place], ends[place]] = values[row]

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parent.parent / "engine"))
 
 from single_steps import Row, build_step
 
-from pipeinfer.engine.cuda.graphs import Graphs
+from pipeinfer.engine.graphs import Graphs
 from pipeinfer.params import SamplingParams
 from step_pages import pages_of
 

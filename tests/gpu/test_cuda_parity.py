@@ -17,7 +17,7 @@ import torch
 from overlapped import GpuCores
 
 from checkpoints import load_reference
-from pipeinfer.engine.cuda.graphs import Graphs
+from pipeinfer.engine.graphs import Graphs
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
 

@@ -13,7 +13,6 @@ import torch
 from triton.testing import do_bench_cudagraph
 
 from pipeinfer.kernels import gumbel, store
-from pipeinfer.kernels.expand import allocate, expand
 from pipeinfer.kernels.moe import Tiles, experts_mlp, tiles
 from pipeinfer.kernels.moe_align import align
 from pipeinfer.kernels.norm import rms_norm
@@ -53,19 +52,6 @@ def time_store() -> None:
         name = f"store {heads}/8 x 128, {tokens} tokens, {elements} a program"
         line(name, run, 4 * qkv.numel() / BYTES_PER_US)
     store.ELEMENTS = 2048
-
-
-def time_expand() -> None:
-    for rows, tokens in ((256, 256), (64, 8192)):
-        counts = torch.full((rows,), tokens // rows, dtype=torch.int32, device="cuda")
-        starts = torch.randint(0, 1000, (rows,), dtype=torch.int32, device="cuda")
-        pages = torch.randint(0, 9999, (rows, 128), dtype=torch.int32, device="cuda")
-        slots = torch.arange(rows, dtype=torch.int32, device="cuda")
-        ids = torch.full((tokens,), -1, dtype=torch.int32, device="cuda")
-        last = torch.zeros(rows, dtype=torch.int64, device="cuda")
-        out = allocate(rows, tokens, rows * 128, "cuda")
-        run = partial(expand, pages, starts, counts, slots, ids, last, 16, out)
-        line(f"expand {rows} rows, {tokens} tokens", run, 0.0)
 
 
 def knobs(rows: int, heat: float = 0.6, k: int = 0, p: float = 1.0, m: float = 0.0):
@@ -161,7 +147,6 @@ def time_norm() -> None:
 AREAS = {
     "sampling": time_sampling,
     "store": time_store,
-    "expand": time_expand,
     "norm": time_norm,
     "moe": time_moe,
 }

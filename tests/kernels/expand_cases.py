@@ -7,22 +7,18 @@ from dataclasses import fields
 import pytest
 import torch
 
+from kernels.expand_reference import expand_reference
 from kernels.triton_cases import DEVICE, randn
+from pipeinfer.kernels import by_triton, host
 from pipeinfer.kernels import expand as module
-from pipeinfer.kernels.edits import EditsBySlot, edit
-from pipeinfer.kernels.expand import (
-    NOBODY,
-    BySlot,
-    Expanded,
-    Rows,
-    expand,
-    expand_reference,
-    write_words,
-)
+from pipeinfer.kernels.tables import NOBODY, BySlot, EditsBySlot, Expanded, Rows
 
 FULL = -7  # what lies in the buffers before, to see what was written
 WIDE, NARROW = 2, 3
 WORDS = 2 * WIDE + NARROW
+KERNELS = [by_triton, host] if DEVICE == "cpu" else [by_triton]
+
+each_set = pytest.mark.parametrize("kernels", KERNELS, ids=lambda kernels: kernels.__name__)
 
 
 def ints(values) -> torch.Tensor:
@@ -76,11 +72,12 @@ CASES = {
 }
 
 
+@each_set
 @pytest.mark.parametrize("listed", [0, 300])
 @pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("case", CASES)
-def test_rows_expand_as_they_are_defined(case, page_size, padding, listed):
+def test_rows_expand_as_they_are_defined(kernels, case, page_size, padding, listed):
     counts, starts, entries, prompts = CASES[case]
     rows, held = given(counts, starts, entries, page_size)
     many = 1 + max(entry if entry >= 0 else -1 - entry for entry in entries if entry != NOBODY)
@@ -88,7 +85,7 @@ def test_rows_expand_as_they_are_defined(case, page_size, padding, listed):
     for gathered in {0, prompts, len(counts)}:
         size = (len(counts), tokens, many, prompts, listed, (gathered, held.table.shape[1]))
         mine, theirs = room(*size), room(*size)
-        expand(rows, held, page_size, padding, 2, mine)
+        kernels.expand(rows, held, page_size, padding, 2, mine)
         expand_reference(rows, held, page_size, padding, 2, theirs)
         assert_same(mine, theirs)
 
@@ -99,38 +96,41 @@ def test_a_row_longer_than_a_program_is_written_whole(monkeypatch):
     rows, held = given([90, 1, 130], [5, 70, 40], [0, 1, 2], 2)
     size = (3, 240, 3, 2, 300, (2, held.table.shape[1]))
     mine, theirs = room(*size), room(*size)
-    expand(rows, held, 2, 0, 0, mine)
+    by_triton.expand(rows, held, 2, 0, 0, mine)
     expand_reference(rows, held, 2, 0, 0, theirs)
     assert_same(mine, theirs)
 
 
-def test_indices_never_leave_a_buffer_that_is_too_small():
+@each_set
+def test_indices_never_leave_a_buffer_that_is_too_small(kernels):
     rows, held = given([1, 1, 1], [30, 30, 30], [0, 1, 2], 4)
     out, small = (room(3, 3, 3, 0, 64, (0, held.table.shape[1])) for _ in range(2))
-    expand(rows, held, 4, 1, 0, out)
+    kernels.expand(rows, held, 4, 1, 0, out)
     backing = small.listed
     object.__setattr__(small, "listed", backing[:10])
-    expand(rows, held, 4, 1, 0, small)
+    kernels.expand(rows, held, 4, 1, 0, small)
     assert torch.equal(backing[:10], out.listed[:10])
     assert (backing[10:] == FULL).all()
 
 
+@each_set
 @pytest.mark.parametrize("count", [0, 1, 5, 2047, 2048])
-def test_words_are_written_where_the_first_pairs_say_and_nowhere_else(count):
+def test_words_are_written_where_the_first_pairs_say_and_nowhere_else(kernels, count):
     words = torch.full((5000,), FULL, dtype=torch.int32, device=DEVICE)
     places = torch.randperm(5000, generator=torch.Generator().manual_seed(count))[:2100]
     pairs = torch.stack((places, 7 * places), dim=1).int().view(-1).to(DEVICE)
     expected = words.cpu().clone()
     expected[places[:count]] = 7 * places[:count].int()
-    write_words(pairs, ints([count]), words)
+    kernels.write_words(pairs, ints([count]), words)
     assert torch.equal(words.cpu(), expected)
 
 
+@each_set
 @pytest.mark.parametrize(
     ("dtype", "added"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, False)]
 )
 @pytest.mark.parametrize("first_id", [0, 40])
-def test_edits_change_the_logits_of_their_slots_rows_alone(dtype, added, first_id):
+def test_edits_change_the_logits_of_their_slots_rows_alone(kernels, dtype, added, first_id):
     slots, most, vocabulary = 5, 300, 400
     logits = randn(0, 4, vocabulary, dtype=dtype)
     choose = torch.Generator().manual_seed(1)
@@ -149,5 +149,5 @@ def test_edits_change_the_logits_of_their_slots_rows_alone(dtype, added, first_i
                 if position < int(until[slot, at]):
                     expected[row, column] = float("-inf")
     where = [torch.tensor(part, device=DEVICE) for part in (rows, positions)]
-    edit(logits, *where, EditsBySlot(ints(counts), words), first_id, added)
+    kernels.edit(logits, *where, EditsBySlot(ints(counts), words), first_id, added)
     assert torch.equal(logits.cpu(), expected)

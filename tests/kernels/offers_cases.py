@@ -11,8 +11,9 @@ import torch
 from drawn_ids import NOTHING, ids_of
 from kernels.gumbel_cases import NAMES, mixed, parameters, sample
 from kernels.triton_cases import DEVICE, randn
-from pipeinfer.engine.cuda.sampling import PER_ROW, SplitSampler
-from pipeinfer.kernels import gumbel
+from pipeinfer.engine.fields import FIELDS
+from pipeinfer.engine.sampling import SplitSampler
+from pipeinfer.kernels import by_triton, gumbel
 from pipeinfer.kernels.offers import choose, offer
 
 
@@ -108,11 +109,11 @@ def test_ranks_gather_the_logits_of_truncated_rows_only(monkeypatch):
     knobs = parameters(rows, 8, top_k=[0, 3, 0, 0, 5, 0, 0], top_p=[1, 1, 1, 0.5, 1, 1, 1])
     names = (*NAMES, "sample_positions")
     views = dict(zip(names, knobs, strict=True)) | {"write_slots": torch.arange(rows).to(DEVICE)}
-    assert set(views) == set(PER_ROW)
+    assert {field.name for field in FIELDS} < set(views)
     held = SimpleNamespace(start=0, stop=vocab, vocab_size=vocab)
     model = SimpleNamespace(head=SimpleNamespace(rows=held), local_logits=None)
     last_token = torch.full((rows,), -5, dtype=torch.int64, device=DEVICE)
-    sampler = SplitSampler(model, ranks)
+    sampler = SplitSampler(model, ranks, by_triton)
     ids = ids_of(sampler.sample(logits, views, last_token, np.array([1, 3, 4])))
     assert ranks.gathered == [3]
     assert ids.tolist() == sample(logits, *knobs).tolist() == last_token.tolist()

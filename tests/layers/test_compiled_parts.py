@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from checkpoints import CheckpointCache
+from kept_logits import logits_of
 from pipeinfer.engine.fields import filled
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.layers import compiled
@@ -51,8 +52,8 @@ def test_what_torch_compiles_computes_what_the_layers_do_for_any_number_of_rows(
 def test_an_engine_with_it_computes_the_same_logits(not_compiled, tmp_path, dtype, architecture):
     folder = CheckpointCache(tmp_path)(architecture, tokenizer=False)
     plain, other = (
-        load_engine(Settings(compile=chosen, kv_pages=4, dtype=dtype), folder).runner.logits(STEP)
-        for chosen in (False, True)
+        logits_of(load_engine(settings, folder).runner, STEP)
+        for settings in (Settings(compile=yes, kv_pages=4, dtype=dtype) for yes in (False, True))
     )
     error = (plain.float() - other.float()).norm() / plain.float().norm()
     assert error < (1e-5 if dtype == "float32" else 2e-2)

@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 )
 
 from hash_device import HashDevice, chain
+from pipeinfer.engine.mirror import Mirror
 from pipeinfer.engine.requests import RequestTable
-from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.applied import Rows
 from pipeinfer.memory.manager import MemoryManager
@@ -61,7 +61,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.requests = RequestTable(SLOTS)
         self.steps = StepBuilder(self.memory, self.requests)
         self.device = HashDevice(self.pages, size, SLOTS)
-        self.heard = SlotState(SLOTS)  # of steps that the device has not run yet
+        self.heard = Mirror(SLOTS)  # of steps that the device has not run yet
         self.number = 0
         self.live: dict[int, Sequence] = {}
         self.preempted: list[Sequence] = []

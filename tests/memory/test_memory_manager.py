@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hash_device import HashDevice, chain
+from pipeinfer.engine.mirror import Mirror
 from pipeinfer.engine.requests import RequestTable
-from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.applied import Applied
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
@@ -30,7 +30,7 @@ class Memory:
         self.requests = RequestTable(slots)
         self.steps = StepBuilder(self.manager, self.requests)
         self.device = HashDevice(pages, SIZE, slots)
-        self.heard = SlotState(slots)  # of steps that the device need not have run yet
+        self.heard = Mirror(slots)  # of steps that the device need not have run yet
         self.number = 0
 
     def plan(

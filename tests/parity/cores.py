@@ -10,6 +10,7 @@ from collections import deque
 
 import numpy as np
 
+from kept_logits import kept
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.driver import step_done
 from pipeinfer.engine.loading import load_engine
@@ -116,13 +117,22 @@ class Cores:
 
     def _run_step(self, item) -> None:
         step, names = item
-        logits = self.loaded.runner.logits(step)
-        sampled = self.loaded.runner._sampled(step, logits)
+        runner = self.loaded.runner
+        runner.keep_logits = True
+        flight = runner.launch(step)
+        sampled = flight.take()
+        self._remember(step, names, flight)
+        self._to_engine(step_done(step, sampled))
+
+    def _remember(self, step, names, flight) -> None:
+        """What the rows that sample sampled from, by request and position."""
+        if flight.logits is None:
+            return
+        logits = kept(flight).float().cpu().numpy()
         ends = (step.starts + step.counts).tolist()
         sampling = np.flatnonzero(step.samples).tolist()
         for row, place in enumerate(sampling):
-            self.logits[names[place], ends[place]] = logits[row].float().numpy().copy()
-        self._to_engine(step_done(step, sampled))
+            self.logits[names[place], ends[place]] = logits[row]
 
     def _run_one_result(self) -> bool:
         if not self._results:

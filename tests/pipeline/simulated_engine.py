@@ -13,7 +13,7 @@ import numpy as np
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.driver import step_done
-from pipeinfer.engine.slot_state import SlotState
+from pipeinfer.engine.mirror import Mirror
 from pipeinfer.events import StepDone
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message
@@ -31,7 +31,7 @@ class TokenDevice:
         self._mood = mood
         self._kv = np.full((PAGES + 1, PAGE_SIZE), -1)
         self._last = np.full(SLOTS, -1)
-        self._slots = SlotState(SLOTS)
+        self._slots = Mirror(SLOTS)
 
     def run(self, step: Step) -> list[int]:
         """The ids of the rows that sample, in order."""

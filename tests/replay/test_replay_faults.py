@@ -34,12 +34,13 @@ requests.RequestTable.put = put
 """
 DEVICE_FAILS_ON_A_SEED = """
 from pipeinfer.engine import runner
-right = runner.ModelRunner.run
-def run(self, step):
-    if 13 in step.sampling.fields["seed"]:
-        raise RuntimeError(f"step of {len(step.slots)} rows: no kernel for this seed")
-    return right(self, step)
-runner.ModelRunner.run = run
+right = runner.Runner._logits
+def logits(self, cut, plan):
+    found = right(self, cut, plan)
+    if 13 in cut.sampling["seed"].tolist():
+        raise RuntimeError(f"step of {cut.room.rows} rows: no kernel for this seed")
+    return found
+runner.Runner._logits = logits
 """
 
 

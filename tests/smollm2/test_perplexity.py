@@ -30,13 +30,16 @@ PAGE = 16
 
 
 class EveryPosition:
-    """A model that gives all positions of a step instead of those that sample."""
+    """A model that computes all positions of a step, and keeps their logits."""
 
     def __init__(self, model) -> None:
         self._model = model
+        self.logits = torch.empty(0)
 
     def __call__(self, tokens, positions, attend, rows=None):
-        return self._model(tokens, positions, attend)
+        hidden = self._model(tokens, positions, attend)
+        self.logits = self._model.logits(hidden)
+        return hidden[rows]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +67,8 @@ def likelihoods(engine: LoadedEngine, ids: list[int], number: int) -> torch.Tens
     parts = []
     for start in range(0, len(ids), STEP):
         step = whole_row(ids[start : start + STEP], start, number + start)
-        parts.append(engine.runner.logits(step))
+        engine.runner.run(step)
+        parts.append(engine.runner._model.logits)
     return chosen(torch.cat(parts), ids)
 
 

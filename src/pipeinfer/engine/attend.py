@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeinfer.attention.interface import KV, Attention, Plan
+from pipeinfer.attention.interface import KV, Attention, Plan, Traits
 from pipeinfer.layers.attention import MergedHeads
 from pipeinfer.memory.pool import KVPool
 
 Stored = tuple[torch.Tensor, KV, KV]  # q [T, heads, head_dim], k, v
 # (layer, heads, places [T] of the tokens, page * page_size + offset): norms and turns the heads,
-# and stores keys and values. TorchStore, or FusedStore in cuda/fused_store.py.
+# and stores keys and values. TorchStore, or FusedStore in fused_store.py.
 Store = Callable[[int, MergedHeads, torch.Tensor], Stored]
 
 
@@ -50,3 +50,12 @@ class TorchStore:
         self._k[layer].index_copy_(0, places, k.reshape(len(k), -1))
         self._v[layer].index_copy_(0, places, v.reshape(len(v), -1))
         return q, k, v
+
+
+def store_for(pool: KVPool, traits: Traits) -> Store:
+    """What backends of such traits need."""
+    if traits.needs_kv:
+        return TorchStore(pool)
+    from pipeinfer.engine.fused_store import FusedStore  # which needs triton
+
+    return FusedStore(pool)

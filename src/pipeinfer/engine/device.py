@@ -21,6 +21,10 @@ Tensors = tuple[torch.Tensor, ...]
 Work = Callable[[], None]
 
 
+def nothing() -> None:
+    """There is nothing to prepare."""
+
+
 class Mark(Protocol):
     """The end of one piece of work."""
 
@@ -60,8 +64,9 @@ class Replay:
 class Device(Protocol):
     """Works off what is submitted, one after the other."""
 
-    def submit(self, work: Work, /) -> Mark:
-        """Queues `work`; what it raises belongs to its mark."""
+    def submit(self, work: Work, prepare: Work = nothing, /) -> Mark:
+        """Queues `work`; what it raises belongs to its mark. `prepare` is called right before it,
+        at the host's expense: a GPU that has nothing else to do is not busy with it."""
         ...
 
     def run(self, work: Work, /) -> None:
@@ -143,15 +148,15 @@ class HostDevice:
     """A thread, from the first piece of work on, so that the event loop stays free meanwhile."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Work, HostMark] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Work, Work, HostMark] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Work) -> HostMark:
+    def submit(self, work: Work, prepare: Work = nothing) -> HostMark:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="steps", daemon=True)
             self._thread.start()
         mark = HostMark()
-        self._work.put((work, mark))
+        self._work.put((prepare, work, mark))
         return mark
 
     def run(self, work: Work) -> None:
@@ -190,15 +195,16 @@ class HostDevice:
             one = self._work.get()
             if one is None:
                 return
-            work, mark = one
+            prepare, work, mark = one
             began = time.perf_counter()
             mark.idle = began - ended if starved and ended is not None else 0.0
             error = None
             try:
+                prepare()
                 work()
             except Exception as raised:  # whatever it is, it belongs to who submitted the work
                 error = raised
             ended = time.perf_counter()
             mark.busy = ended - began
             mark.end(error)
-            del one, work, mark  # what they hold may be large
+            del one, prepare, work, mark  # what they hold may be large

@@ -6,11 +6,8 @@ message, no plan and no process.
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,32 +15,19 @@ import torch
 
 from pipeinfer.attention import registry
 from pipeinfer.attention.registry import Gpu
-from pipeinfer.engine.host_memory import available_bytes
-from pipeinfer.engine.runner import ModelRunner
-from pipeinfer.engine.sampler import HostSampler
-from pipeinfer.engine.sharded_sampler import SplitHostSampler
+from pipeinfer.engine.building import Shape, build_runner
+from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
+from pipeinfer.engine.runner import Runner
 from pipeinfer.layers.placement import Shard
-from pipeinfer.memory.pool import KVPool, bytes_per_page
 from pipeinfer.models.build import build_model, check_shard
-from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.models.checkpoint import check_checkpoint, fill_dummy, load_weights
 from pipeinfer.models.config import ModelConfig, read_config
 from pipeinfer.models.weights import Stored
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import StepCost
-from pipeinfer.steps.shape import AttentionShape
 
 if TYPE_CHECKING:
     from pipeinfer.distributed.group import TorchGroup
-    from pipeinfer.engine.cuda.runner import CudaRunner
-
-log = logging.getLogger(__name__)
-
-# A pool on the host competes with everything else that runs there, so it is not taken as large as
-# it could be; --kv-pages takes more.
-MOST_HOST_BYTES = 4 * 2**30
-CPU_STEP_TOKENS = 2048
-SWITCH_SECONDS = 2e-4
 
 
 @dataclass(frozen=True)
@@ -69,7 +53,7 @@ class LoadedEngine:
     step_cost: what steps take, if it was measured.
     """
 
-    runner: ModelRunner | CudaRunner
+    runner: Runner
     config: ModelConfig
     page_size: int
     pages: int
@@ -79,7 +63,7 @@ class LoadedEngine:
     dtype: str
     device: str = "cpu"
     graph_sizes: tuple[int, ...] = ()
-    step_tokens: int = CPU_STEP_TOKENS
+    step_tokens: int = HOST_STEP_TOKENS
     step_cost: StepCost | None = None
 
 
@@ -124,85 +108,21 @@ def load_engine(
     `group`: how several ranks compute together; all of them must be loading. `place`: see `choose`,
     which gave `choices`, or is asked here.
 
-    Raises ConfigurationError before any weight is read if something does not fit. Sets torch's
-    number of threads if the settings name one, and on a GPU its current device and how long Python
-    lets a thread run.
+    Raises ConfigurationError before any weight is read if something does not fit. What it changes
+    of the process stands in the machines' docstrings.
     """
     choices = choices or choose(settings, folder, rank, place)
-    _prepare(settings, choices, group, rank if place is None else place)
+    chosen = machine(choices.device, settings, rank if place is None else place)
+    if group is not None:
+        _prepare(settings, choices, group)
     model = build_model(choices.config, choices.shard, choices.dtype, choices.device, group,
                         settings.compile, group.fusion if group else None)  # fmt: skip
     if choices.stored is None:
         fill_dummy(model, settings.seed)
     else:
         load_weights(model, folder, progress, choices.stored)
-    if choices.device == "cuda":
-        from pipeinfer.engine.cuda.building import GPU_STEP_TOKENS, build_runner
-
-        runner = build_runner(
-            model, model.attention_shapes(), settings, attention=choices.attention,
-            page_size=choices.page_size, max_model_len=choices.max_model_len, dtype=choices.dtype,
-            progress=graph_progress, agree=partial(_agreed, group) if group is not None else None,
-            ranks=group,
-        )  # fmt: skip
-        return _loaded(settings, choices, runner, runner.graph_sizes, GPU_STEP_TOKENS)
-    runner = _host_runner(settings, choices, model, group)
-    return _loaded(settings, choices, runner, (), CPU_STEP_TOKENS)
-
-
-def _prepare(
-    settings: Settings, choices: EngineChoices, group: TorchGroup | None, place: int
-) -> None:
-    """Threads, the current device, and how ranks on GPUs add up."""
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    elif choices.device == "cpu" and settings.tp > 1:
-        torch.set_num_threads(max(torch.get_num_threads() // settings.tp, 1))
-    if choices.device == "cuda":
-        # The thread that launches steps must not wait 5 ms, the default, for another one of Python.
-        sys.setswitchinterval(SWITCH_SECONDS)
-        torch.cuda.set_device(place)
-        if group is not None and settings.all_reduce == "auto":
-            group.use_custom(choices.dtype, choices.config.hidden_size)
-    if group is not None:
-        split = int(choices.shard.whole_experts)
-        if group.smallest(split) != -group.smallest(-split):  # their sums would mean nothing
-            raise ConfigurationError(
-                "--enable-expert-parallel: given to some ranks of the group and not to others"
-            )
-
-
-def _host_runner(
-    settings: Settings, choices: EngineChoices, model: CausalLM, group: TorchGroup | None
-) -> ModelRunner:
-    shapes = model.attention_shapes()
-    pages = 1 + _usable_pages(settings, choices, shapes)
-    if group is not None:
-        pages = _agreed(group, pages)
-    pool = KVPool(shapes, pages, choices.page_size, choices.dtype, choices.device)
-    backend = registry.create(choices.attention, shapes, pool.device)
-    sampler = HostSampler(model) if group is None else SplitHostSampler(model, group)
-    return ModelRunner(model, pool, backend, settings.max_running, sampler)
-
-
-def _agreed(group: TorchGroup, pages: int) -> int:
-    """Pages with the dummy that all ranks have room for: each has measured for itself."""
-    least = group.smallest(pages)
-    if least < pages:
-        log.info(
-            "rank %d has room for %s pages, but another rank for %s, which all ranks use",
-            group.rank, f"{pages - 1:,}", f"{least - 1:,}",
-        )  # fmt: skip
-    return least
-
-
-def _loaded(
-    settings: Settings,
-    choices: EngineChoices,
-    runner: ModelRunner | CudaRunner,
-    graph_sizes: tuple[int, ...],
-    step_tokens: int,
-) -> LoadedEngine:
+    shape = Shape(choices.attention, choices.page_size, choices.max_model_len, choices.dtype)
+    runner = build_runner(model, settings, shape, chosen, group, graph_progress)
     return LoadedEngine(
         runner,
         choices.config,
@@ -213,10 +133,30 @@ def _loaded(
         choices.attention,
         str(choices.dtype).removeprefix("torch."),
         choices.device,
-        graph_sizes,
-        settings.max_step_tokens or step_tokens,
+        runner.graph_sizes,
+        settings.max_step_tokens or chosen.step_tokens,
         runner.step_cost,
     )
+
+
+def machine(device: str, settings: Settings, place: int) -> Machine:
+    """What `device` ("cpu" or "cuda") stands for; `place`: of the GPU on its host."""
+    if device == "cuda":
+        from pipeinfer.engine.cuda.machine import CudaMachine  # which needs triton
+
+        return CudaMachine(place, settings.threads)
+    return HostMachine(settings.threads, settings.tp)
+
+
+def _prepare(settings: Settings, choices: EngineChoices, group: TorchGroup) -> None:
+    """How ranks add up; raises ConfigurationError if they were told different things."""
+    if choices.device == "cuda" and settings.all_reduce == "auto":
+        group.use_custom(choices.dtype, choices.config.hidden_size)
+    split = int(choices.shard.whole_experts)
+    if group.smallest(split) != -group.smallest(-split):  # their sums would mean nothing
+        raise ConfigurationError(
+            "--enable-expert-parallel: given to some ranks of the group and not to others"
+        )
 
 
 def _device(name: str) -> str:
@@ -256,19 +196,3 @@ def _max_model_len(asked: int, config: ModelConfig) -> int:
             f"--max-model-len: {asked} is more than the checkpoint's {limit} tokens"
         )
     return asked or limit
-
-
-def _usable_pages(settings: Settings, choices: EngineChoices, shapes: list[AttentionShape]) -> int:
-    """Pages without the dummy: --kv-pages, or what memory allows and requests can use."""
-    if settings.kv_pages:
-        return settings.kv_pages
-    page_bytes = bytes_per_page(shapes, choices.page_size, choices.dtype)
-    free = available_bytes() // choices.shard.size  # the ranks share this host
-    budget = min(int(free * settings.memory_fraction), MOST_HOST_BYTES)
-    pages = budget // page_bytes - 1
-    if pages < 1:
-        raise ConfigurationError(
-            f"no memory for KV pages: {budget} bytes are free, a page of {choices.page_size} "
-            f"tokens takes {page_bytes}; try a smaller --page-size or --kv-pages"
-        )
-    return min(pages, settings.max_running * -(-choices.max_model_len // choices.page_size))

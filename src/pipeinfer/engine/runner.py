@@ -1,175 +1,350 @@
-"""Runs one step on the device: token ids in, model forward over the pages, sampled ids out.
+"""Runs steps on a device without waiting for them: upload, forward, sample, results, all queued.
 
-Knows arrays of one step; no plan, no request, no policy. `last_token` lives here, so a step can be
-built before the ids of the step before it are known.
+The device works off what it is handed in order, and is the one writer of what lies there by slot.
+Knows arrays of a step; no plan of the scheduler, no request, no policy and no kind of device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from pipeinfer.attention import step_index
-from pipeinfer.attention.interface import Attention
-from pipeinfer.attention.rows import host_rows
-from pipeinfer.engine.attend import StepAttention, TorchStore
-from pipeinfer.engine.device import HostDevice
+from pipeinfer.attention.interface import Attention, Plan
+from pipeinfer.engine import step_times
+from pipeinfer.engine.arrays import Cut, StepArrays
+from pipeinfer.engine.artificial import empty_step
+from pipeinfer.engine.attend import StepAttention, store_for
+from pipeinfer.engine.buffers import PARITIES, StepBuffers
+from pipeinfer.engine.device import Device, Mark
 from pipeinfer.engine.executor import unwatched
+from pipeinfer.engine.graphs import Captured, Graphs, alone
 from pipeinfer.engine.marks import usual_marks
+from pipeinfer.engine.mirror import Mirror
 from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
+from pipeinfer.engine.requests import MOST_EDITS
+from pipeinfer.engine.rooms import Limits, Room
+from pipeinfer.engine.sampling import NONE, Sampler, truncated
 from pipeinfer.engine.slot_state import SlotState
-from pipeinfer.layers.attention import Attend
+from pipeinfer.kernels.interface import Kernels
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.steps.step import LAST_TOKEN, Sampled, SamplingRows, Step
+from pipeinfer.step_cost import StepCost
+from pipeinfer.steps.step import Sampled, Step
 
 
-class Model(Protocol):
-    """What the runner needs of a model; see models/causal_lm.py."""
-
-    def __call__(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        rows: torch.Tensor | None = None,
-        /,
-    ) -> torch.Tensor:
-        """tokens, positions int64 [T]: hidden states [T, hidden], or of `rows` int64 [S] alone."""
-        ...
-
-
-class Sampler(Protocol):
-    """From hidden states to tokens; see engine/sampler.py, and sharded_sampler.py where a rank has
-    a part of the model. first_id: the id of the first column of its logits."""
-
-    first_id: int
-
-    def logits(self, hidden: torch.Tensor, /) -> torch.Tensor:
-        """[S, hidden] to [S, ids]."""
-        ...
-
-    def sample(self, logits: torch.Tensor, rows: SamplingRows, /) -> torch.Tensor:
-        """int64 [S, 2] on the host, of each row how many tokens it gave and which."""
-        ...
-
-
+@dataclass
 class Flight:
-    """A step that the device is to `run`, and has run at its mark; see engine/executor.py."""
+    """A launched step; `mark` is its end.
 
-    def __init__(self, device: HostDevice, run: Callable[[], Sampled]) -> None:
-        self._run = run
-        self._sampled: Sampled | None = None
-        self.mark = device.submit(self._work)
+    drawn: int64 [S, 2], as its sampler has it; rows: those of it that are rows which sample, in
+    their order. logits: [S, vocab], if they are kept.
+    """
+
+    mark: Mark = field(init=False)
+    drawn: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
+    rows: np.ndarray | slice = field(default_factory=lambda: slice(0))
+    logits: torch.Tensor | None = None
+    _sampled: Sampled | None = None
 
     def take(self) -> Sampled:
         """What it gave, waited for if need be."""
-        self.mark.wait()
-        assert self._sampled is not None
+        if self._sampled is None:
+            self.mark.wait()
+            self._sampled = Sampled.of(self.drawn[self.rows])
         return self._sampled
 
-    def _work(self) -> None:
-        self._sampled = self._run()
 
+@dataclass(frozen=True)
+class _Packed:
+    """A step that is to be launched, in `buffers`: the first `words` of them.
 
-class ModelRunner:
-    """One rank's model, KV pool and attention backend. Steps must come in order, one at a time.
-
-    `phases` has the time of "attention_plan" (index arrays and masks), "forward" (with the logits)
-    and "sample".
+    places: see Packer.pack. late: what changes in the slots' state, int32 [2n], if it does not fit
+    there. truncated: int64, which of the rows that sample have top-k, top-p or min-p; biased:
+    whether the logits of some of them are raised or lowered.
     """
+
+    step: Step
+    parity: int
+    buffers: StepBuffers
+    cut: Cut
+    captured: Captured | None
+    words: int
+    places: np.ndarray | None
+    late: np.ndarray | None
+    truncated: np.ndarray
+    biased: bool
+
+    @property
+    def rows(self) -> np.ndarray | slice:
+        """Which entries are those of rows that sample, in their order."""
+        count = int(np.count_nonzero(self.step.samples))
+        return slice(count) if self.places is None else self.places
+
+
+class Runner:
+    """One rank. `phases` has the host's time of each part of a launch."""
 
     def __init__(
         self,
-        model: Model,
+        model: Any,
         pool: KVPool,
         backend: Attention,
-        max_slots: int,
+        limits: Limits,
         sampler: Sampler,
+        device: Device,
+        kernels: Kernels,
     ) -> None:
-        backend.bind(pool, max_slots)
+        """`sampler`: of the whole model, or of a rank's part; `kernels`: the device's."""
         self.pool = pool
-        self.device = HostDevice()
+        self.device = device
         self.phases = Phases(usual_marks())
-        self.step_cost = None  # not needed: a CPU takes as much longer as there are tokens
+        self.keep_logits = False
+        self.step_cost: StepCost | None = None  # as measured
         self._model = model
         self._backend = backend
-        self._store = TorchStore(pool)
-        self._sampler = sampler
-        self._penalties = Penalties(max_slots, pool.device, sampler.first_id)
-        self._device = pool.device
-        self._slots = SlotState(max_slots)
-        self._last_token = torch.zeros(max_slots, dtype=torch.int64, device=pool.device)
+        self.limits = limits
+        self._sampler, self._kernels = sampler, kernels
+        where = pool.device
+        self._penalties = Penalties(limits.rows, where, sampler.first_id)
+        self._state = SlotState(limits.rows, limits.pages, MOST_EDITS, where)
+        self._mirror = Mirror(limits.rows)  # for attention that plans on the host
+        self._arrays = StepArrays(
+            limits, pool.page_size, backend.traits, self._state, where, kernels
+        )
+        words = len(self._arrays.words)
+        nobody = self._state.nobody
+        self._buffers = [StepBuffers(device, words, limits.rows, nobody) for _ in range(PARITIES)]
+        self._launched = 0
+        self._flights: list[Flight | None] = [None] * PARITIES  # the last of each parity
+        self._graphs = Graphs(device)
+        # Of the rows that were packed last: their fields, and what follows for all their steps.
+        self._wishes: tuple[Mapping[str, np.ndarray], np.ndarray, bool] = {}, NONE, False
+        self.bind(pool)
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Numbers of decode rows that have a graph."""
+        return self._graphs.decodes
+
+    def bind(self, pool: KVPool) -> None:
+        """The pool of later steps; graphs must be captured after this."""
+        self.pool = pool
+        self._backend.bind(pool, self.limits.rows)
+        self._store = store_for(pool, self._backend.traits)
+
+    # ---------------------------------------------------------------------------------------- steps
 
     def run(self, step: Step) -> Sampled:
-        """What the rows that sample gave; their ids are also kept in last_token."""
-        return self._sampled(step, self.logits(step))
+        """Launches the step and waits for it."""
+        return self.launch(step).take()
 
     def launch(self, step: Step, before: Callable[[Step], None] = unwatched) -> Flight:
-        """Has `before` and `run` called with the step, on the device's thread."""
+        """Queues the whole step; does not wait for the device, except for buffers still in use,
+        which the depth of the overlap loop rules out on rank 0. See engine/executor.py."""
+        parity = self._launched % PARITIES
+        self._launched += 1
+        last, flight = self._flights[parity], Flight()
+        packed: list[_Packed] = []
 
-        def run() -> Sampled:
+        def prepare() -> None:
             before(step)
-            return self.run(step)
+            with self.phases.range("wait for buffers"):
+                if last is not None:  # what it reads is free then, and what it gave taken
+                    last.take()
+            with self.phases.span("pack", step.number):
+                packed.append(self._pack(step, parity, self._graphs.fitting(step)))
 
-        return Flight(self.device, run)
-
-    @torch.inference_mode()
-    def logits(self, step: Step) -> torch.Tensor:
-        """Computes the step's tokens; logits [S, vocab] of the rows that sample, no sampling."""
-        self._slots.apply(step.delta)
-        if len(step.counts) == 0:
-            return torch.empty((0, 0), device=self._device)
-        if len(step.delta.cleared):
-            self.pool.clear(step.delta.cleared)
-        with self.phases.span("attention_plan", step.number):
-            pages = self._slots.pages(step, self.pool.page_size)
-            slots = np.repeat(step.slots.astype(np.int64), step.counts)
-            tokens = self._known(step.tokens, slots)
-            positions = step_index.positions(step)
-            places = step_index.store_places(step, pages, positions, self.pool.page_size)
-            plan = self._backend.plan(host_rows(step, pages))
-            attend = StepAttention(self._backend, plan, self._store, self._tensor(places))
-            at = self._tensor(positions)
-        with self.phases.span("forward", step.number):
-            last = np.cumsum(step.counts, dtype=np.int64)[step.samples] - 1
-            if not len(last):  # nothing to multiply the vocabulary with
-                return self._model(tokens, at, attend)[:0]
-            hidden = self._model(tokens, at, attend, self._tensor(last))
-            return self._sampler.logits(hidden)
+        with self.phases.range(f"step {step.number}: {step.decodes} of {len(step.slots)} decode"):
+            flight.mark = self.device.submit(lambda: self._run(packed.pop(), flight), prepare)
+        self._flights[parity] = flight
+        return flight
 
     @torch.inference_mode()
-    def _sampled(self, step: Step, logits: torch.Tensor) -> Sampled:
-        if not step.samples.any():
-            return Sampled.of(np.empty((0, 2), dtype=np.int64))
-        with self.phases.span("sample", step.number):
-            rows = step.sampling
-            logits = self._edited(logits, step)
-            drawn = self._penalties.sampled(
-                logits, step.penalties, lambda changed: self._sampler.sample(changed, rows)
-            )
-            slots = self._tensor(step.slots[step.samples].astype(np.int64))
-            # A bad row may be part of one more step: it goes on from an id that exists.
-            self._last_token[slots] = drawn[:, 1].to(self._device)
-            return Sampled.of(drawn.numpy())
+    def _run(self, packed: _Packed, flight: Flight) -> None:
+        """As the device's work."""
+        number, span, captured = packed.step.number, self.phases.span, packed.captured
+        buffers = packed.buffers
+        with span("upload", number):
+            self._upload(packed)
+        with span("attention_plan", number):
+            if captured is None or self._backend.traits.host_lengths:
+                buffers.plan = self._plan(packed)
+        with span("forward", number):
+            if captured is None:
+                logits = self._logits(packed.cut, buffers.plan)
+            else:  # sampling by temperature included
+                captured.replay()
+                logits = captured.logits
+        with span("sample", number):
+            if logits is not None:
+                flight.drawn = buffers.download(self._drawn(packed, logits))
+                flight.rows = packed.rows
+                flight.logits = self._kept(logits)
 
-    def _edited(self, logits: torch.Tensor, step: Step) -> torch.Tensor:
-        """With what single requests change of single logits."""
-        if not self._slots.edits:
-            return logits
-        values = logits.float().cpu().numpy()
-        return torch.from_numpy(self._slots.edited(values, step, self._sampler.first_id))
+    def _pack(self, step: Step, parity: int, captured: Captured | None) -> _Packed:
+        """The step in this parity's buffer, for that graph or none."""
+        if captured is None:
+            cut = self._arrays.cut(Room.of(step), int(step.samples.sum()), graph=False)
+        else:
+            cut = captured.cut
+        return self._packed(step, parity, cut, captured)
 
-    def _known(self, ids: np.ndarray, slots: np.ndarray) -> torch.Tensor:
-        """int64 [T] ids, LAST_TOKEN replaced by what the slot's previous step sampled."""
-        tokens = self._tensor(ids.astype(np.int64))
-        pending = np.flatnonzero(ids == LAST_TOKEN)
-        if len(pending):
-            tokens[self._tensor(pending)] = self._last_token[self._tensor(slots[pending])]
-        return tokens
+    def _packed(self, step: Step, parity: int, cut: Cut, captured: Captured | None) -> _Packed:
+        buffers = self._buffers[parity]
+        changes, late = self._state.changes(step.delta), None
+        if len(changes) > 2 * self._arrays.most_pairs:
+            changes, late = changes[:0], changes
+        words, places = buffers.packer.pack(step, cut.room, cut.samples, changes)
+        if self._wishes[0] is not step.fields:
+            biased = bool(self._state.biased[step.slots[step.samples]].any())
+            self._wishes = step.fields, truncated(step.fields), biased
+        return _Packed(step, parity, buffers, cut, captured, words, places, late, *self._wishes[1:])
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+    def _upload(self, packed: _Packed) -> None:
+        """What changes in the slots, and the step, on the current stream."""
+        cleared, late = packed.step.delta.cleared, packed.late
+        if self._backend.traits.host_lengths:
+            self._mirror.apply(packed.step.delta)
+        if len(cleared):  # rare: it waits for a copy, and so does what follows
+            self.pool.clear(cleared)
+        if late is not None:
+            pairs = torch.from_numpy(late).to(self._state.words.device).view(-1, 2)
+            self._state.words[pairs[:, 0].long()] = pairs[:, 1]
+        packed.buffers.upload(packed.words, self._arrays.words)
+
+    def _plan(self, packed: _Packed) -> Plan:
+        """Of a graph's rows: into where its first plan lies."""
+        cut, table = packed.cut, None
+        exact = None if cut.graph else packed.step
+        if exact is not None and self._backend.traits.host_lengths:
+            table = self._mirror.pages(exact, self.pool.page_size)
+        rows = self._arrays.paged(cut, packed.parity, packed.buffers.packer.words, exact, table)
+        return self._backend.plan(rows)
+
+    def _logits(self, cut: Cut, plan: Plan) -> torch.Tensor | None:
+        """Logits [S, vocab], ready to be sampled; None if no row samples."""
+        self._arrays.expand(cut)
+        out = cut.expanded
+        attend = StepAttention(self._backend, plan, self._store, out.places)
+        hidden = self._model(out.ids, out.positions, attend, cut.last if cut.samples else None)
+        if not cut.samples:
+            return None
+        logits = self._sampler.logits(hidden)
+        self._edit(logits, cut)
+        return logits
+
+    def _edit(self, logits: torch.Tensor, cut: Cut, values: bool = False) -> None:
+        out, first = cut.expanded, self._sampler.first_id
+        edits = self._state.edits
+        self._kernels.edit(logits, out.write_slots, out.sample_positions, edits, first, values)
+
+    def _drawn(self, packed: _Packed, logits: torch.Tensor) -> torch.Tensor:
+        """What the rows draw: a graph's own choice, unless some want more than temperature."""
+        step, cut, captured = packed.step, packed.cut, packed.captured
+        places, truncated = packed.places, packed.truncated
+        alike = step.penalties is None and not len(truncated) and not packed.biased
+        if captured is not None and alike:
+            return captured.drawn
+        if packed.biased:
+            logits = logits.to(torch.float32, copy=True)
+            self._edit(logits, cut, values=True)
+        truncated = truncated if places is None else places[truncated]
+
+        def sample(logits: torch.Tensor) -> torch.Tensor:
+            last_token = self._state.by_slot.last_token
+            return self._sampler.sample(logits, cut.sampling, last_token, truncated)
+
+        return self._penalties.sampled(logits, step.penalties, sample, places)
+
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """A copy for who looks at logits; there when the step has ended."""
+        return self._sampler.whole(logits).clone() if self.keep_logits else None
+
+    # --------------------------------------------------------------------------------------- graphs
+
+    def capture(
+        self,
+        sizes: tuple[int, ...],
+        mixed: tuple[Room, ...] = (),
+        progress: Callable[[int, int], None] | None = None,
+        choose: bool = False,
+    ) -> None:
+        """Captures decode steps of these sizes, and steps with prompts where the backend's part for
+        them can be captured; progress(done, total).
+
+        `choose`: small sizes that measure slower than the next are left out; not where ranks must
+        agree.
+        """
+        traits = self._backend.traits
+        if not (traits.captures_decode and sizes):
+            return
+        mixed = mixed if traits.captures_prefill else ()
+        rooms: Sequence[Room] = [*map(alone, sizes), *mixed]
+        graphs, count = Graphs(self.device), _counter(len(rooms), progress)
+
+        @torch.inference_mode()
+        def work() -> None:
+            for some in (rooms[: len(sizes)], mixed):
+                graphs.capture(some, self._padding, self._body, count)
+            if choose:
+                graphs.drop_slower_small_ones(self._padding)
+
+        self.device.run(work)
+        self._graphs = graphs
+
+    def measure(self) -> None:
+        """Finds out `step_cost`, once all graphs there are to be are captured."""
+        if not self._backend.traits.captures_decode:
+            return
+        limits, frame = self.limits, step_times.Frame(self.limits.pages, self.pool.page_size)
+        self.step_cost = step_times.measured(
+            self._graphs, (limits.rows, limits.tokens), frame, self.pool.pages, self._replayed,
+            self._seconds,
+        )  # fmt: skip
+
+    def _seconds(self, step: Step) -> float:
+        """What the device takes for it, without a graph."""
+        flight = self.launch(step)
+        flight.take()
+        return flight.mark.busy
+
+    def _replayed(self, room: Room, step: Step) -> float:
+        """What the device takes for it by the graph of that size."""
+        found: list[float] = []
+
+        @torch.inference_mode()
+        def work() -> None:
+            self._prepared(self._graphs[room].cut, step)
+            found.append(self._graphs.seconds(room, step_times.REPLAYS))
+
+        self.device.run(work)
+        return found[0]
+
+    def _padding(self, room: Room) -> tuple[Cut, Plan]:
+        """A step of padding rows where graphs of that size read, planned."""
+        samples = min(room.rows, self.limits.rows)
+        return self._prepared(self._arrays.cut(room, samples, graph=True), empty_step())
+
+    def _prepared(self, cut: Cut, step: Step) -> tuple[Cut, Plan]:
+        """The step where graphs read, planned."""
+        packed = self._packed(step, 0, cut, None)
+        self._upload(packed)
+        return cut, self._plan(packed)
+
+    def _body(self, cut: Cut, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a graph holds; see graphs.py."""
+        logits = self._logits(cut, plan)
+        assert logits is not None
+        last_token = self._state.by_slot.last_token
+        return logits, self._sampler.sample(logits, cut.sampling, last_token, NONE)
+
+
+def _counter(total: int, progress: Callable[[int, int], None] | None) -> Callable[[], None]:
+    """Each call is one more of `total`."""
+    done = itertools.count(1)
+    return lambda: None if progress is None else progress(next(done), total)

@@ -1,59 +1,110 @@
-"""What devices keep of the requests in their slots, on the host: page table and edits of logits.
+"""What a device keeps of the requests in their slots, and how it learns of changes.
 
-Follows step by step what memory decided, without reading it: what runs steps may be behind. Knows
-arrays of a step; no plan, no request and no torch.
+One buffer of words, so that whatever changes is a list of places and values; one writer, what
+computes steps. The last slot is nobody's: padding rows have it. Knows no request.
+
+    | page table (slots + 1) P | fields | numbers of edits (slots + 1) | edits 3 (slots + 1) E |
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
-from pipeinfer.steps.step import Delta, Edits, Step
+from pipeinfer.engine.fields import FIELDS, filled
+from pipeinfer.kernels.tables import BySlot, EditsBySlot
+from pipeinfer.steps.step import Delta, Edits
+
+# Two words a slot first, so that these begin at an even one.
+ORDER = sorted(FIELDS, key=lambda field: -np.dtype(field.dtype).itemsize)
+WIDE = sum(np.dtype(field.dtype).itemsize == 8 for field in FIELDS)
+FIELD_WORDS = len(FIELDS) + WIDE
+TORCH = {8: torch.int64, 4: torch.int32}  # what has no name in torch is its bits
 
 
 class SlotState:
-    """table: int32 [slots, columns], which grows as it must; edits: of the slots that have some.
+    """For `slots` requests with up to `pages` pages and `edits` edits each.
 
-    What is left of former requests stays; nobody reads it.
+    nobody: the last slot. by_slot, edits: what kernels read. words: all of it. biased: on the host,
+    bool [slots], whose edits raise or lower logits.
     """
 
-    def __init__(self, slots: int) -> None:
-        self.table = np.zeros((slots, 1), dtype=np.int32)
-        self.edits: dict[int, Edits] = {}
+    def __init__(self, slots: int, pages: int, edits: int, device: torch.device) -> None:
+        self.nobody, many = slots, slots + 1
+        self._pages, self._edits = pages, edits
+        self.biased = np.zeros(slots, dtype=bool)
+        self._fields_at = many * pages
+        self._counts_at = self._fields_at + many * FIELD_WORDS
+        self._edits_at = self._counts_at + many
+        words = np.zeros(self._edits_at + 3 * many * edits, dtype=np.int32)
+        fields = filled(many)
+        words[self._fields_at : self._counts_at] = np.concatenate(
+            [fields[field.name].view(np.int32) for field in ORDER]
+        )
+        self.words = torch.from_numpy(words).to(device)
+        self.by_slot = BySlot(
+            table=self.words[: self._fields_at].view(many, pages),
+            fields=self.words[self._fields_at : self._counts_at],
+            last_token=torch.zeros(many, dtype=torch.int64, device=device),
+            wide=WIDE,
+            narrow=len(FIELDS) - WIDE,
+        )
+        self.edits = EditsBySlot(
+            self.words[self._counts_at : self._edits_at],
+            self.words[self._edits_at :].view(3, many, edits),
+        )
 
-    def apply(self, delta: Delta) -> None:
-        """Before the step that has it, and in the order of steps."""
-        if len(delta.slots):
-            needed, columns = int(delta.columns.max()) + 1, self.table.shape[1]
-            if needed > columns:
-                more = max(needed - columns, columns)
-                self.table = np.pad(self.table, ((0, 0), (0, more)))
-            self.table[delta.slots, delta.columns] = delta.pages
-        for slot in delta.admitted.tolist():
-            self.edits.pop(slot, None)
-        self.edits.update((edits.slot, edits) for edits in delta.edits)
+    def changes(self, delta: Delta) -> np.ndarray:
+        """int32 [2n]: the places in `words` that `delta` changes, each with its new value."""
+        places, values = delta.slots * np.int32(self._pages) + delta.columns, delta.pages
+        if len(delta.admitted):
+            more = self._admitted(delta)
+            places = np.concatenate([places, *(place for place, _ in more)])
+            values = np.concatenate([values, *(value for _, value in more)])
+        pairs = np.empty(2 * len(places), dtype=np.int32)
+        pairs[0::2], pairs[1::2] = places, values
+        return pairs
 
-    def pages(self, step: Step, page_size: int) -> np.ndarray:
-        """int32 [R, P], a copy: position p of row r lies in page pages[r, p // page_size]."""
-        longest = int((step.starts + step.counts).max(initial=0))
-        return self.table[step.slots, : -(-longest // page_size)]
+    def _admitted(self, delta: Delta) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of slots that were filled: fields, and edits."""
+        many, slots = self.nobody + 1, delta.admitted
+        found, begin = [], self._fields_at
+        for field in ORDER:
+            wide = np.dtype(field.dtype).itemsize // 4
+            values = delta.fields[field.name].view(np.int32).reshape(-1, wide)
+            for word in range(wide):
+                found.append((begin + wide * slots + word, values[:, word]))
+            begin += wide * many
+        counts = dict.fromkeys(slots.tolist(), 0)
+        self.biased[slots] = False
+        for edits in delta.edits:
+            self.biased[edits.slot] = edits.values.any()
+            counts[edits.slot] = len(edits.ids)
+            found += self._edited(edits)
+        found.append((self._counts_at + slots, np.fromiter(counts.values(), np.int32)))
+        return found
 
-    def edited(self, logits: np.ndarray, step: Step, first_id: int) -> np.ndarray:
-        """Float [S, ids], those from `first_id` on, with the edits of the rows that sample: a copy
-        where there are any."""
-        if not self.edits:
-            return logits
-        edited, positions = None, step.sampling.positions.tolist()
-        for row, slot in enumerate(step.slots[step.samples].tolist()):
-            edits = self.edits.get(slot)
-            if edits is None:
-                continue
-            column, never = edits.ids.astype(np.int64) - first_id, positions[row] < edits.until
-            held = (column >= 0) & (column < logits.shape[1]) & (never | (edits.values != 0))
-            if not held.any():
-                continue
-            if edited is None:
-                edited = logits.copy()
-            edited[row, column[held]] += edits.values[held]
-            edited[row, column[held & never]] = -np.inf
-        return logits if edited is None else edited
+    def _edited(self, edits: Edits) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Raises ValueError for more edits than there is room for."""
+        many, count = self.nobody + 1, len(edits.ids)
+        if count > self._edits:
+            raise ValueError(f"{count} edits of logits, where there is room for {self._edits}")
+        places = self._edits_at + edits.slot * self._edits + np.arange(count)
+        parts = edits.ids, edits.values.view(np.int32), edits.until
+        return [(places + part * many * self._edits, value) for part, value in enumerate(parts)]
+
+
+def fields_by_name(words: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
+    """Views [count] into the words of `count` slots' or rows' fields."""
+    views, begin = {}, 0
+    for field in ORDER:
+        size = np.dtype(field.dtype).itemsize
+        part = words[begin : begin + count * size // 4]
+        views[field.name] = part.view(_torch_dtype(field.dtype))
+        begin += len(part)
+    return views
+
+
+def _torch_dtype(dtype: type) -> torch.dtype:
+    kind = np.dtype(dtype)
+    return torch.float32 if kind == np.float32 else TORCH[kind.itemsize]

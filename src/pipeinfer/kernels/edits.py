@@ -9,24 +9,13 @@ One Triton launch whose grid depends on the number of rows only: fit for a CUDA 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from pipeinfer.kernels.tables import EditsBySlot
+
 BLOCK = 128
-
-
-@dataclass(frozen=True)
-class EditsBySlot:
-    """int32. counts: [slots], how many edits a slot has. words: [3, slots, most]: ids, which differ
-    in a slot; the bits of the float32 that is added to the id's logit; and the position before
-    which the id is not sampled.
-    """
-
-    counts: torch.Tensor
-    words: torch.Tensor
 
 
 @triton.jit(do_not_specialize=["slot_count", "most", "stride", "first_id", "width"])

@@ -11,78 +11,15 @@ graph. Needs triton. Knows rows, slots and pages; no request and no attention ba
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from pipeinfer.kernels.tables import NOBODY, BySlot, Expanded, Rows
+
 BLOCK = 1024  # tokens, pages or words that a program writes at a time
 MOST_PROGRAMS = 8  # that share one row, or what is to be written
-NOBODY = -(2**31)  # in Rows.entries: the row has no entry
-NOWHERE = -1  # in Expanded.places: keep nothing of this token
 _NOBODY = tl.constexpr(NOBODY)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A step's rows, int32: slots, starts, counts [R], and tokens [T or more], each where it stands
-    in Expanded, -1 for last_token[slot]. A row of count 0 is nobody's: it must have the last slot
-    and start 0.
-
-    entries [R]: which of the S entries for sampling is the row's; -1 - e: entry e is nobody's;
-    NOBODY: none. Together they name each entry once.
-    """
-
-    slots: torch.Tensor
-    starts: torch.Tensor
-    counts: torch.Tensor
-    entries: torch.Tensor
-    tokens: torch.Tensor
-
-
-@dataclass(frozen=True)
-class BySlot:
-    """What lies on the device by slot; the last slot is nobody's.
-
-    table: int32 [slots, P]. fields: int32 words, field after field, `wide` of two words a slot and
-    then `narrow` of one. last_token: int64 [slots].
-    """
-
-    table: torch.Tensor
-    fields: torch.Tensor
-    last_token: torch.Tensor
-    wide: int
-    narrow: int
-
-
-@dataclass(frozen=True)
-class Expanded:
-    """What a step's kernels index with; R rows, T tokens, S entries and N pages are capacities.
-
-    positions, places (page * page_size + offset), ids: int64 [T]. offsets: int32 [R + 1], where a
-    row's tokens begin; prompt_offsets: int32 [prompts + 1], the same of the rows behind the
-    decodes, less `base`. lengths, last_page: int32 [R], tokens after the step, and in the last
-    page. begins: int32 [R + 1], where a row's pages begin in `listed` int32 [N], row after row, or
-    where that has no room, in the page table of all slots. gathered: int32 [n, P], pages of the
-    last n rows. last: int64 [S], the token that an entry samples behind; write_slots,
-    sample_positions: int64 [S]; fields: as BySlot's, by entry.
-    """
-
-    positions: torch.Tensor
-    places: torch.Tensor
-    ids: torch.Tensor
-    offsets: torch.Tensor
-    prompt_offsets: torch.Tensor
-    lengths: torch.Tensor
-    last_page: torch.Tensor
-    begins: torch.Tensor
-    listed: torch.Tensor
-    gathered: torch.Tensor
-    last: torch.Tensor
-    write_slots: torch.Tensor
-    sample_positions: torch.Tensor
-    fields: torch.Tensor
 
 
 @triton.jit
@@ -231,50 +168,3 @@ def expand(
         count - len(out.gathered), len(out.last), PAGE=page_size, PAD=padding,
         LISTED=len(out.listed) > 0, WIDE=held.wide, NARROW=held.narrow, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
-
-
-def expand_reference(
-    rows: Rows, held: BySlot, page_size: int, padding: int, base: int, out: Expanded
-) -> None:
-    """The same, row by row."""
-    prompts, nobody = len(out.prompt_offsets) - 1, len(held.table) - 1
-    total, at, at_page = len(rows.counts), 0, 0
-    for tensor, value in ((out.positions, 0), (out.places, NOWHERE), (out.ids, 0)):
-        tensor[:] = value
-    for row, known in enumerate(rows.counts.tolist()):
-        slot, start = int(rows.slots[row]), int(rows.starts[row]) if known else 0
-        count = known or padding
-        length = start + count
-        used = -(-length // page_size)
-        pages = held.table[slot, :used]
-        span = slice(at, at + known)
-        position = out.positions[span] = torch.arange(start, start + known).to(pages.device)
-        out.places[span] = pages[position // page_size].long() * page_size + position % page_size
-        ids = rows.tokens[span].long()
-        out.ids[span] = torch.where(ids < 0, held.last_token[slot], ids)
-        out.offsets[row], out.lengths[row] = at, length
-        out.last_page[row] = length - (used - 1) * page_size
-        if row >= total - prompts:
-            out.prompt_offsets[row - (total - prompts)] = at - base
-        out.begins[row] = at_page if len(out.listed) else slot * held.table.shape[1]
-        if len(out.listed):
-            out.listed[at_page : at_page + used] = pages
-        if row >= total - len(out.gathered):
-            out.gathered[row - (total - len(out.gathered)), :used] = pages
-        entry = int(rows.entries[row])
-        if entry != NOBODY:
-            real, entry = entry >= 0, entry if entry >= 0 else -1 - entry
-            out.last[entry] = at + count - 1 if real else 0
-            out.write_slots[entry] = slot if real else nobody
-            out.sample_positions[entry] = length if real else 0
-            words = _words(held, entry, len(out.last))
-            out.fields[words] = held.fields[_words(held, slot if real else nobody, len(held.table))]
-        at, at_page = at + count, at_page + used
-    last = at, at - base, at_page if len(out.listed) else 0
-    out.offsets[total], out.prompt_offsets[prompts], out.begins[total] = last
-
-
-def _words(held: BySlot, index: int, many: int) -> list[int]:
-    """Where the fields of one of `many` slots or entries stand."""
-    wide = [2 * (field * many + index) + word for field in range(held.wide) for word in range(2)]
-    return wide + [(2 * held.wide + field) * many + index for field in range(held.narrow)]

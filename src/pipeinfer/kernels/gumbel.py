@@ -25,6 +25,7 @@ from pipeinfer.kernels.lanes import (
     score_of,
     token_of,
 )  # fmt: skip
+from pipeinfer.kernels.tables import GREEDY_BELOW
 from pipeinfer.kernels.triton_noise import gumbel, words
 from pipeinfer.kernels.truncated import (
     CANDIDATES,
@@ -41,7 +42,6 @@ BLOCK = 4096  # logits of one program
 WARPS = 4
 CHOOSE_WARPS = 16
 CHOOSE_REGISTERS = 0  # of a thread, at most; 0: what the compiler takes
-GREEDY_BELOW = 1e-5  # such a temperature is greedy; as in engine/sampler.py
 _GREEDY = tl.constexpr(GREEDY_BELOW)
 _TRUNCATED = tl.constexpr(2)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pipeinfer.engine.device import Replay, Tensors, Work
+from pipeinfer.engine.device import Replay, Tensors, Work, nothing
 
 TRIES = 2  # calls before a capture: lazy initialisation must not be captured
 MARKS = 8  # more than are under way: a mark's end is also read for the one after it
@@ -77,13 +77,14 @@ class CudaDevice:
         self._asking = False
         self._memory: Any = None  # of all that is captured
 
-    def submit(self, work: Work) -> CudaMark:
+    def submit(self, work: Work, prepare: Work = nothing) -> CudaMark:
         """The stream is current then, and stays it: what torch looks up to enter and leave one
         takes as long as the launch of a graph.
         """
         began, ended = self._events[self._submitted % MARKS]
         self._submitted += 1
         torch.cuda.set_stream(self.stream)
+        prepare()
         began.record(self.stream)
         work()
         ended.record(self.stream)

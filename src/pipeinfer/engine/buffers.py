@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from pipeinfer.attention.interface import Plan
-from pipeinfer.engine.cuda.rooms import Packer
 from pipeinfer.engine.device import Device
+from pipeinfer.engine.rooms import Packer
 
 PARITIES = 2
 MOST_PIECES = 1024

@@ -17,9 +17,9 @@ from itertools import pairwise
 import torch
 
 from pipeinfer.attention.interface import Plan
-from pipeinfer.engine.cuda.arrays import Cut
-from pipeinfer.engine.cuda.rooms import MOST_PADDING, PADDING_SHARE, Room
+from pipeinfer.engine.arrays import Cut
 from pipeinfer.engine.device import Device, Work
+from pipeinfer.engine.rooms import MOST_PADDING, PADDING_SHARE, Room
 from pipeinfer.steps.step import Step
 
 SMALL = 8

@@ -13,9 +13,10 @@ import torch
 
 from pipeinfer.attention.interface import Traits
 from pipeinfer.attention.rows import PagedRows, RowArrays, offsets
-from pipeinfer.engine.cuda.rooms import Limits, Room, layout
-from pipeinfer.engine.cuda.slot_state import FIELD_WORDS, SlotState, fields_by_name
-from pipeinfer.kernels.expand import Expanded, Rows, expand, write_words
+from pipeinfer.engine.rooms import Limits, Room, layout
+from pipeinfer.engine.slot_state import FIELD_WORDS, SlotState, fields_by_name
+from pipeinfer.kernels.interface import Kernels
+from pipeinfer.kernels.tables import Expanded, Rows
 from pipeinfer.steps.step import Step
 
 GATHERED = {"no": 0, "prompts": 1, "all": 2}  # kinds of rows
@@ -55,11 +56,12 @@ class StepArrays:
     """For steps up to `limits`, of which attention wants what its `traits` say."""
 
     def __init__(
-        self, limits: Limits, page_size: int, traits: Traits, state: SlotState, device: torch.device
-    ) -> None:
+        self, limits: Limits, page_size: int, traits: Traits, state: SlotState,
+        device: torch.device, kernels: Kernels,
+    ) -> None:  # fmt: skip
         rows, entries = 2 * limits.rows, limits.rows  # a graph has as many of either kind
         self._page_size, self._traits, self._state = page_size, traits, state
-        self._limits = limits
+        self._limits, self._kernels = limits, kernels
         self.most_pairs = PAIRS
         words = layout(Room(limits.tokens, limits.rows, limits.rows)).pairs + 2 * PAIRS
         self.words = torch.zeros(words, dtype=torch.int32, device=device)
@@ -117,8 +119,9 @@ class StepArrays:
 
     def expand(self, cut: Cut) -> None:
         """On the current stream: what the words there say becomes what kernels index with."""
-        write_words(cut.pairs, cut.count, self._state.words)
-        expand(cut.rows, self._state.by_slot, self._page_size, cut.padding, cut.base, cut.expanded)
+        self._kernels.write_words(cut.pairs, cut.count, self._state.words)
+        held, page_size = self._state.by_slot, self._page_size
+        self._kernels.expand(cut.rows, held, page_size, cut.padding, cut.base, cut.expanded)
 
     def paged(
         self, cut: Cut, parity: int, words: np.ndarray, step: Step | None, table: np.ndarray | None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeinfer.kernels.expand import NOBODY
+from pipeinfer.kernels.tables import NOBODY
 from pipeinfer.step_cost import steps_up_to
 from pipeinfer.steps.step import Step
 
@@ -113,7 +113,7 @@ def _prompts(tokens: int, few: int) -> int:
 
 
 class Layout(NamedTuple):
-    """The words, int32, at which a step's arrays begin; see kernels/expand.py for what they are.
+    """The words, int32, at which a step's arrays begin; see kernels/tables.py for what they are.
 
     | number of pairs | slots R | starts R | counts R | entries R | tokens T | pairs ... |
 

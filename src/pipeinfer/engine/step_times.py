@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipeinfer.engine.cuda.artificial import deep_decodes, deep_prompts
-from pipeinfer.engine.cuda.graphs import Graphs, alone
-from pipeinfer.engine.cuda.rooms import DECODES, Room, unaided
+from pipeinfer.engine.artificial import deep_decodes, deep_prompts
+from pipeinfer.engine.graphs import Graphs, alone
+from pipeinfer.engine.rooms import DECODES, Room, unaided
 from pipeinfer.step_cost import PER_SECOND, StepCost
 from pipeinfer.steps.step import Step
 

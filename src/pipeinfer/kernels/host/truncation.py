@@ -6,6 +6,8 @@ that neither ids nor a sort's order decide; a threshold depends on its own row o
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 
 WIDTHS = (512, 4096)  # candidates looked at before a top-p row sorts its whole vocabulary
@@ -75,3 +77,11 @@ def _largest(x: np.ndarray, width: int) -> np.ndarray:
     if width < x.shape[1]:
         x = np.partition(x, x.shape[1] - width, axis=-1)[:, x.shape[1] - width :]
     return np.ascontiguousarray(np.sort(x, axis=-1)[:, ::-1])
+
+
+def is_truncated(
+    top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, vocab: float = inf
+) -> np.ndarray:
+    """bool [S]: which rows leave out some of `vocab` ids, if they are random; where it does not say
+    how many there are, any top-k may."""
+    return (top_k > 0) & (top_k < vocab) | (top_p < 1) | (min_p > 0)

@@ -1,22 +1,21 @@
-"""Sampling on the device, from parameters that lie in a step's buffer: on one rank, or on several.
+"""From hidden states to ids, on one rank that has all logits or on several that have a part each.
 
-Knows views, slots and what ranks exchange; the kernels are in kernels/gumbel.py and offers.py.
+Knows rows of parameters by name, and what ranks exchange; no request, no slot and no device. The
+kernels are those of kernels/interface.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from pipeinfer.engine.fields import FIELDS
-from pipeinfer.kernels.gumbel import sample
-from pipeinfer.kernels.offers import choose, offer
+from pipeinfer.kernels.host.truncation import is_truncated
+from pipeinfer.kernels.interface import Kernels, Knobs
 
 NONE = np.empty(0, dtype=np.int64)  # rows
-PER_ROW = (*(field.name for field in FIELDS), "sample_positions", "write_slots")
-Views = dict[str, torch.Tensor]
 
 
 class Sampler(Protocol):
@@ -36,7 +35,7 @@ class Sampler(Protocol):
         ...
 
     def sample(
-        self, logits: torch.Tensor, views: Views, last_token: torch.Tensor, truncated: np.ndarray, /
+        self, logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncated: np.ndarray, /
     ) -> torch.Tensor:
         """int64 [S, 2], how many tokens each row gave and which, the same on all ranks; ids also go
         to last_token at `write_slots`. A row of bad logits gives none. truncated: int64, the rows
@@ -46,15 +45,21 @@ class Sampler(Protocol):
 
 
 class WholeSampler:
-    """For one rank, whose model gives all logits."""
+    """For one rank, whose model (a CausalLM) gives all logits."""
 
-    def __init__(self, model: Any) -> None:
-        self.first_id = 0
+    first_id = 0
+
+    def __init__(self, model: Any, kernels: Kernels) -> None:
         self.logits = model.logits
-        self.sample = sample_rows
+        self._kernels = kernels
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
+
+    def sample(
+        self, logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncated: np.ndarray
+    ) -> torch.Tensor:
+        return self._kernels.sample(logits, knobs, last_token, len(truncated) > 0)
 
 
 class Ranks(Protocol):
@@ -72,47 +77,32 @@ class Ranks(Protocol):
 class SplitSampler:
     """For a rank whose model, a CausalLM, gives the logits of a run of the vocabulary.
 
-    Two numbers a row and rank are exchanged; of rows that are truncated all logits, too.
+    A few numbers a row and rank are exchanged; of rows that are truncated all logits, too.
     """
 
-    def __init__(self, model: Any, ranks: Ranks) -> None:
+    def __init__(self, model: Any, ranks: Ranks, kernels: Kernels) -> None:
         rows = model.head.rows
         self.logits = model.local_logits
         self.first_id, self._held = rows.start, rows.stop - rows.start
         self._vocab = rows.vocab_size
-        self._ranks = ranks
+        self._ranks, self._kernels = ranks, kernels
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         return self._ranks.all_gather(logits)[:, : self._vocab]
 
     def sample(
-        self, logits: torch.Tensor, views: Views, last_token: torch.Tensor, truncated: np.ndarray
+        self, logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncated: np.ndarray
     ) -> torch.Tensor:
-        heat = views["temperature"]
-        mine = offer(
-            logits[:, : self._held], heat, views["seed"], views["sample_positions"], self.first_id
-        )
-        drawn = choose(self._ranks.collect(mine), heat, last_token, views["write_slots"])
+        mine = self._kernels.offer(logits[:, : self._held], knobs, self.first_id)
+        drawn = self._kernels.choose(self._ranks.collect(mine), knobs, last_token)
         if len(truncated):
             at = torch.from_numpy(truncated).to(logits.device)
-            some = {name: views[name][at] for name in PER_ROW}
-            drawn[at] = sample_rows(self.whole(logits[at]), some, last_token, truncated)
+            some = {name: values[at] for name, values in knobs.items()}
+            whole = self.whole(logits[at])
+            drawn[at] = self._kernels.sample(whole, some, last_token, True)
         return drawn
 
 
-def sample_rows(
-    logits: torch.Tensor, views: Views, last_token: torch.Tensor, truncated: np.ndarray
-) -> torch.Tensor:
-    """See Sampler.sample; logits [S, vocab]."""
-    return sample(
-        logits,
-        views["temperature"],
-        views["top_k"],
-        views["top_p"],
-        views["min_p"],
-        views["seed"],
-        views["sample_positions"],
-        truncate=len(truncated) > 0,
-        last_token=last_token,
-        slots=views["write_slots"],
-    )
+def truncated(fields: Mapping[str, np.ndarray]) -> np.ndarray:
+    """int64: the rows that leave out some ids, if they are random."""
+    return np.flatnonzero(is_truncated(fields["top_k"], fields["top_p"], fields["min_p"]))

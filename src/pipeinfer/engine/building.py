@@ -1,0 +1,123 @@
+"""Brings a loaded model to life on a machine: warm-up, the KV pool's size, graphs, step times.
+
+Knows settings and shapes; no message, no process and no kind of machine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pipeinfer.attention import registry
+from pipeinfer.distributed.group import TorchGroup
+from pipeinfer.engine.machine import Machine
+from pipeinfer.engine.rooms import Limits, decode_ladder, mixed_ladder
+from pipeinfer.engine.runner import Runner
+from pipeinfer.engine.sampling import SplitSampler, WholeSampler
+from pipeinfer.memory.pool import KVPool, bytes_per_page
+from pipeinfer.models.causal_lm import CausalLM
+from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.step_budget import Targets, mixed_budget, most_tokens, said
+from pipeinfer.step_cost import StepCost
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a runner is built for: names and sizes that settings and a checkpoint come to."""
+
+    attention: str
+    page_size: int
+    max_model_len: int
+    dtype: torch.dtype
+
+    @property
+    def pages_each(self) -> int:
+        """Of the longest request."""
+        return -(-self.max_model_len // self.page_size)
+
+
+def build_runner(
+    model: CausalLM,
+    settings: Settings,
+    shape: Shape,
+    machine: Machine,
+    group: TorchGroup | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Runner:
+    """A runner with its pool and graphs; progress(done, total) counts the graphs. `group`: whom
+    this rank computes with, `model` being its part.
+
+    Raises ConfigurationError if not a single page fits.
+    """
+    layers = model.attention_shapes()
+    tokens = settings.max_step_tokens or machine.step_tokens
+    limits = Limits(min(settings.max_running, tokens), tokens, shape.pages_each)
+    backend = registry.create(shape.attention, layers, machine.where)
+
+    def pool(pages: int) -> KVPool:
+        return KVPool(layers, pages, shape.page_size, shape.dtype, machine.where)
+
+    if group is None:
+        sampler = WholeSampler(model, machine.kernels)
+    else:
+        sampler = SplitSampler(model, group, machine.kernels)
+    runner = Runner(model, pool(2), backend, limits, sampler, machine.device, machine.kernels)
+    machine.warm_up(runner, shape.max_model_len)
+    page_bytes = bytes_per_page(layers, shape.page_size, shape.dtype)
+    pages = 1 + (settings.kv_pages or _pages(settings, shape, machine, page_bytes))
+    runner.bind(pool(pages if group is None else _agreed(group, pages)))
+    if not settings.no_cuda_graph:
+        _capture(runner, settings, limits, progress)
+    runner.measure()
+    if runner.step_cost is not None:
+        _tell(runner.step_cost, settings, tokens)
+    return runner
+
+
+def _agreed(group: TorchGroup, pages: int) -> int:
+    """Pages with the dummy that all ranks have room for: each has measured for itself."""
+    least = group.smallest(pages)
+    if least < pages:
+        log.info(
+            "rank %d has room for %s pages, but another rank for %s, which all ranks use",
+            group.rank, f"{pages - 1:,}", f"{least - 1:,}",
+        )  # fmt: skip
+    return least
+
+
+def _tell(cost: StepCost, settings: Settings, tokens: int) -> None:
+    """What was measured, and what the targets for steps of up to `tokens` tokens make of it."""
+    log.info("what steps take, in ms: %s", cost)
+    if not settings.mixed_step_tokens:
+        targets = Targets(settings.itl_target, settings.ttft_target)
+        log.info("%s", said(targets, *mixed_budget(0, tokens, cost, targets).allows()))
+
+
+def _capture(
+    runner: Runner,
+    settings: Settings,
+    limits: Limits,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    sizes = decode_ladder(min(settings.cuda_graph_max_batch, limits.rows))
+    budget = most_tokens(settings.mixed_step_tokens, limits.tokens)
+    mixed = mixed_ladder(limits.tokens, limits.rows, max(sizes, default=0), budget)
+    runner.capture(sizes, mixed, progress, choose=settings.tp == 1)
+
+
+def _pages(settings: Settings, shape: Shape, machine: Machine, page_bytes: int) -> int:
+    """Pages without the dummy: what fits, and no more than all slots can use."""
+    free = machine.free_for_pages(settings.memory_fraction)
+    pages = free // page_bytes - 1
+    if pages < 1:
+        raise ConfigurationError(
+            f"no memory for KV pages: {max(free, 0) / 2**20:,.1f} MiB are left for them, a page of "
+            f"{shape.page_size} tokens takes {page_bytes:,} bytes; try a higher --memory-fraction, "
+            "a smaller --max-step-tokens or --page-size, or --kv-pages"
+        )
+    return min(pages, settings.max_running * shape.pages_each)

@@ -1,0 +1,74 @@
+"""A GPU as what an engine stands on. How many KV pages fit beside everything else is measured, by a
+step of the largest size.
+
+Knows bytes and artificial steps; no request and no model.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import numpy as np
+import torch
+
+from pipeinfer.engine.artificial import artificial_step
+from pipeinfer.engine.cuda.device import CudaDevice
+from pipeinfer.engine.rooms import Limits
+from pipeinfer.engine.runner import Runner
+from pipeinfer.kernels import by_triton
+from pipeinfer.kernels.interface import Kernels
+from pipeinfer.steps.step import Step
+
+GPU_STEP_TOKENS = 8192
+LARGE_TOP_K = 20
+SWITCH_SECONDS = 2e-4
+
+
+class CudaMachine:
+    """See engine/machine.py."""
+
+    step_tokens = GPU_STEP_TOKENS
+
+    def __init__(self, place: int, threads: int) -> None:
+        """Makes GPU `place` the current one, and sets how long Python lets a thread run; `threads`
+        of torch on the host, if not 0."""
+        if threads:
+            torch.set_num_threads(threads)
+        # The thread that launches steps must not wait 5 ms, the default, for another one of Python.
+        sys.setswitchinterval(SWITCH_SECONDS)
+        torch.cuda.set_device(place)
+        self.where = torch.device("cuda", place)
+        self.device = CudaDevice(self.where)
+        self.kernels: Kernels = by_triton
+
+    def warm_up(self, runner: Runner, most_tokens: int) -> None:
+        """Runs the largest step, and small ones of each kind: kernels are compiled and loaded."""
+        page_size, rows = runner.pool.page_size, runner.limits.rows
+        largest = largest_step(runner.limits, page_size, most_tokens)
+        for _ in range(2):  # the first one also allocates what stays
+            runner.run(largest)
+        runner.run(artificial_step(np.ones(min(rows, 3), dtype=np.int32), page_size))
+        runner.run(artificial_step(np.ones(1, dtype=np.int32), page_size, top_k=LARGE_TOP_K))
+
+    def free_for_pages(self, fraction: float) -> int:
+        """`fraction` of the GPU's memory less all that is, and was, in use: to be asked when the
+        warm-up's pool is gone."""
+        torch.cuda.synchronize()
+        gc.collect()
+        peak = torch.cuda.max_memory_reserved()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        transient = peak - torch.cuda.memory_reserved()
+        return int(total * fraction) - (total - free) - transient
+
+
+def largest_step(limits: Limits, page_size: int, max_model_len: int) -> Step:
+    """All rows and all tokens; everything lies in the dummy page, every row samples."""
+    rows = min(limits.rows, limits.tokens)
+    counts = np.ones(rows, dtype=np.int32)
+    left = limits.tokens - rows
+    for row in range(rows - 1, -1, -1):
+        counts[row] += min(left, max_model_len - 1)
+        left -= int(counts[row]) - 1
+    return artificial_step(counts, page_size)

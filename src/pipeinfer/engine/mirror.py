@@ -1,0 +1,34 @@
+"""The page table as devices have it, on the host: for attention that plans there.
+
+Follows step by step what memory decided, without reading it: what runs steps may be behind. Knows
+arrays of a step; no plan, no request and no torch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeinfer.steps.step import Delta, Step
+
+
+class Mirror:
+    """table: int32 [slots, columns], which grows as it must. What is left of former requests stays;
+    nobody reads it.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.table = np.zeros((slots, 1), dtype=np.int32)
+
+    def apply(self, delta: Delta) -> None:
+        """Before the step that has it, and in the order of steps."""
+        if len(delta.slots):
+            needed, columns = int(delta.columns.max()) + 1, self.table.shape[1]
+            if needed > columns:
+                more = max(needed - columns, columns)
+                self.table = np.pad(self.table, ((0, 0), (0, more)))
+            self.table[delta.slots, delta.columns] = delta.pages
+
+    def pages(self, step: Step, page_size: int) -> np.ndarray:
+        """int32 [R, P], a copy: position p of row r lies in page pages[r, p // page_size]."""
+        longest = int((step.starts + step.counts).max(initial=0))
+        return self.table[step.slots, : -(-longest // page_size)]

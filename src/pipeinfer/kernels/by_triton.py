@@ -1,0 +1,40 @@
+"""The Kernels of GPUs. Needs triton; see interface.py."""
+
+from __future__ import annotations
+
+import torch
+
+from pipeinfer.kernels import gumbel, offers
+from pipeinfer.kernels.edits import edit
+from pipeinfer.kernels.expand import expand, write_words
+from pipeinfer.kernels.interface import Knobs
+
+__all__ = ["choose", "edit", "expand", "offer", "sample", "write_words"]
+
+
+def sample(
+    logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncate: bool
+) -> torch.Tensor:
+    """See interface.py, here and below."""
+    return gumbel.sample(
+        logits,
+        knobs["temperature"],
+        knobs["top_k"],
+        knobs["top_p"],
+        knobs["min_p"],
+        knobs["seed"],
+        knobs["sample_positions"],
+        truncate=truncate,
+        last_token=last_token,
+        slots=knobs["write_slots"],
+    )
+
+
+def offer(logits: torch.Tensor, knobs: Knobs, first_id: int) -> torch.Tensor:
+    return offers.offer(
+        logits, knobs["temperature"], knobs["seed"], knobs["sample_positions"], first_id
+    )
+
+
+def choose(made: torch.Tensor, knobs: Knobs, last_token: torch.Tensor) -> torch.Tensor:
+    return offers.choose(made, knobs["temperature"], last_token, knobs["write_slots"])

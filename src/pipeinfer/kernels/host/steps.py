@@ -1,0 +1,124 @@
+"""A step's rows in NumPy: what changes in their slots, and everything that is indexed by them.
+
+See kernels/interface.py for what the functions do. Nothing loops over rows, except over those with
+edits of logits. Knows rows, slots and pages as tensors on the host.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pipeinfer.kernels.tables import NOBODY, NOWHERE, BySlot, EditsBySlot, Expanded, Rows
+
+
+def write_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor) -> None:
+    """See interface.py, here and below."""
+    many = int(count)
+    if many:
+        changes = pairs.numpy()[: 2 * many]
+        words.numpy()[changes[0::2]] = changes[1::2]
+
+
+def expand(
+    rows: Rows, held: BySlot, page_size: int, padding: int, base: int, out: Expanded
+) -> None:
+    counts, slots = rows.counts.numpy(), rows.slots.numpy()
+    starts, sizes = rows.starts.numpy(), counts
+    if not counts.all():
+        starts, sizes = np.where(counts, starts, 0), np.where(counts, counts, padding)
+    lengths = starts + sizes
+    used = -(-lengths // page_size)
+    firsts = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=firsts[1:])
+    _tokens(rows, held, page_size, (slots, starts, counts, sizes, firsts), out)
+    _rows(held, slots, lengths, used, page_size, firsts, base, out)
+    _entries(rows.entries.numpy(), held, slots, lengths, firsts, out)
+
+
+def _tokens(
+    rows: Rows, held: BySlot, page_size: int, by_row: tuple[np.ndarray, ...], out: Expanded
+) -> None:
+    """What stands once for each token; those past the last row's, and padding, are nobody's."""
+    slots, starts, counts, sizes, firsts = by_row
+    many = int(firsts[-1])
+    row = np.repeat(np.arange(len(slots)), sizes)
+    index = np.arange(many) - firsts[row]
+    slot, position = slots[row], starts[row] + index
+    page = held.table.numpy()[slot, position // page_size].astype(np.int64)
+    place = page * page_size + position % page_size
+    ids = rows.tokens.numpy()[:many].astype(np.int64)
+    pending = np.flatnonzero(ids < 0)
+    ids[pending] = held.last_token.numpy()[slot[pending]]
+    if sizes is not counts:
+        nobody = index >= counts[row]
+        position[nobody], place[nobody], ids[nobody] = 0, NOWHERE, 0
+    for target, values, filler in (
+        (out.positions, position, 0), (out.places, place, NOWHERE), (out.ids, ids, 0)
+    ):  # fmt: skip
+        target = target.numpy()
+        target[:many], target[many:] = values, filler
+
+
+def _rows(
+    held: BySlot, slots: np.ndarray, lengths: np.ndarray, used: np.ndarray, page_size: int,
+    firsts: np.ndarray, base: int, out: Expanded,
+) -> None:  # fmt: skip
+    """What stands once for each row, and pages row after row."""
+    width, decodes = held.table.shape[1], len(slots) + 1 - len(out.prompt_offsets)
+    out.offsets.numpy()[:] = firsts
+    out.prompt_offsets.numpy()[:] = firsts[decodes:] - base
+    out.lengths.numpy()[:] = lengths
+    out.last_page.numpy()[:] = lengths - (used - 1) * page_size
+    begins, table = out.begins.numpy(), held.table.numpy()
+    if len(out.listed):
+        begins[0] = 0
+        np.cumsum(used, out=begins[1:])
+        row = np.repeat(np.arange(len(slots)), used)
+        listed = table[slots[row], np.arange(len(row)) - begins[row]]
+        shown = min(len(listed), len(out.listed))
+        out.listed.numpy()[:shown] = listed[:shown]
+    else:
+        begins[:-1], begins[-1] = slots * width, 0
+    if len(out.gathered):
+        some = slice(len(slots) - len(out.gathered), None)
+        shown = np.arange(width) < used[some, None]
+        np.copyto(out.gathered.numpy(), table[slots[some]], where=shown)
+
+
+def _entries(
+    entries: np.ndarray, held: BySlot, slots: np.ndarray, lengths: np.ndarray, firsts: np.ndarray,
+    out: Expanded,
+) -> None:  # fmt: skip
+    """What stands once for each entry for sampling."""
+    rows = np.flatnonzero(entries != NOBODY)
+    entry = entries[rows]
+    real = entry >= 0
+    at = np.where(real, entry, -1 - entry)
+    slot = np.where(real, slots[rows], len(held.table) - 1)
+    out.last.numpy()[at] = np.where(real, firsts[rows + 1] - 1, 0)
+    out.write_slots.numpy()[at] = slot
+    out.sample_positions.numpy()[at] = np.where(real, lengths[rows], 0)
+    theirs, mine = (words.numpy() for words in (held.fields, out.fields))
+    for many, words in ((held.wide, 2), (held.narrow, 1)):
+        size = many * words
+        source = theirs[: size * len(held.table)].reshape(many, -1, words)
+        target = mine[: size * len(out.last)].reshape(many, -1, words)
+        target[:, at] = source[:, slot]
+        theirs, mine = theirs[source.size :], mine[target.size :]
+
+
+def edit(
+    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, edits: EditsBySlot,
+    first_id: int = 0, values: bool = False,
+) -> None:  # fmt: skip
+    slot = slots.numpy()
+    counts, words = edits.counts.numpy()[slot], edits.words.numpy()
+    for row in np.flatnonzero(counts).tolist():
+        ids, bits, until = words[:, slot[row], : counts[row]]
+        column = ids.astype(np.int64) - first_id
+        held, never = (column >= 0) & (column < logits.shape[1]), until > int(positions[row])
+        if values:
+            added = torch.from_numpy(bits.view(np.float32)[held])
+            logits[row, torch.from_numpy(column[held])] += added
+        logits[row, torch.from_numpy(column[held & never])] = float("-inf")

@@ -1,0 +1,71 @@
+"""What a device computes around a model, whichever device it is: two sets of six functions.
+
+`kernels.host` has them in NumPy, `kernels.by_triton` for GPUs; each is a module that fits Kernels.
+Knows tensors; no request, no model and no attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from pipeinfer.kernels.tables import BySlot, EditsBySlot, Expanded, Rows
+
+# Of S entries, by name: the fields of engine/fields.py, a seed as the bits of the uint64;
+# sample_positions, write_slots: int64.
+Knobs = Mapping[str, torch.Tensor]
+
+
+class Kernels(Protocol):
+    """All on the current stream and without a synchronisation; grids depend on capacities only."""
+
+    def write_words(self, pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor, /) -> None:
+        """words[place] = value for the first `count` int32 [1] of the (place, value) in `pairs`,
+        int32 [2n], of which no two have one place and different values."""
+        ...
+
+    def expand(
+        self, rows: Rows, held: BySlot, page_size: int, padding: int, base: int, out: Expanded, /
+    ) -> None:
+        """Fills `out` from a step's rows and what lies in their slots.
+
+        padding: tokens and keys, 0 or 1, of a row that is nobody's; they are id 0 at position 0,
+        nowhere, and so are the tokens of `out` past the last row's. `out` must hold R rows; with
+        room in `listed` for the pages of all of them, or for none.
+        """
+        ...
+
+    def edit(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor,
+        edits: EditsBySlot, first_id: int, values: bool, /,
+    ) -> None:  # fmt: skip
+        """Changes logits [S, ids], those from `first_id` on, in place; slots, positions int64 [S].
+
+        values: also add what edits add, to logits of float32. In fewer bits, ids that were raised
+        as much as each other would be equal: near 100, bfloat16 counts in halves.
+        """
+        ...
+
+    def sample(
+        self, logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncate: bool, /
+    ) -> torch.Tensor:
+        """int64 [S, 2], of each row how many tokens it gave and which, from logits [S, vocab]; ids
+        also go to last_token at `write_slots`. A row with a NaN, or whose maximum is not finite,
+        gives none, and its id is 0. truncate False promises that no row has top-k, top-p or min-p.
+        """
+        ...
+
+    def offer(self, logits: torch.Tensor, knobs: Knobs, first_id: int, /) -> torch.Tensor:
+        """What a rank offers for rows of logits [S, share], those of ids `first_id` and following:
+        one row of numbers each, which only `choose` reads. For rows that nothing truncates.
+        """
+        ...
+
+    def choose(
+        self, offers: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, /
+    ) -> torch.Tensor:
+        """As `sample`, from the offers of all ranks [ranks, S, ...]; of equal scores the lowest
+        id."""
+        ...

@@ -1,0 +1,31 @@
+"""Edits of logits as the host's device has them. Import it as `from edits_by_slot import Edited`."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pipeinfer.engine.requests import MOST_EDITS
+from pipeinfer.engine.slot_state import SlotState
+from pipeinfer.kernels import host
+from pipeinfer.steps.step import Delta
+
+
+class Edited:
+    """What deltas leave behind in so many slots; `state` is the engine's own."""
+
+    def __init__(self, slots: int, pages: int = 8) -> None:
+        self.state = SlotState(slots, pages, MOST_EDITS, torch.device("cpu"))
+
+    def apply(self, delta: Delta) -> None:
+        pairs = torch.from_numpy(self.state.changes(delta))
+        host.write_words(pairs, torch.tensor([len(pairs) // 2]), self.state.words)
+
+    def logits(
+        self, logits: np.ndarray, slots, positions, first_id: int = 0, values: bool = False
+    ) -> np.ndarray:
+        """A copy of [S, ids], edited."""
+        logits = torch.from_numpy(logits.copy())
+        where = [torch.tensor(list(part), dtype=torch.int64) for part in (slots, positions)]
+        host.edit(logits, *where, self.state.edits, first_id, values)
+        return logits.numpy()

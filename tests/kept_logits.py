@@ -1,0 +1,24 @@
+"""The logits that a step's rows sample from, which a runner keeps if it is asked to.
+
+Import it as `from kept_logits import logits_of`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pipeinfer.engine.runner import Flight, Runner
+from pipeinfer.steps.step import Step
+
+
+def kept(flight: Flight) -> torch.Tensor:
+    """[S, vocab] of a flight whose runner keeps logits."""
+    flight.take()
+    assert flight.logits is not None
+    return flight.logits[flight.rows]
+
+
+def logits_of(runner: Runner, step: Step) -> torch.Tensor:
+    """[S, vocab]; the step is run, too."""
+    runner.keep_logits = True
+    return kept(runner.launch(step))
