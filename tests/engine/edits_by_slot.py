@@ -1,4 +1,4 @@
-"""Edits of logits as the host's device has them. Import it as `from edits_by_slot import Edited`."""
+"""Edits of logits as the host keeps them. Import it as `from edits_by_slot import Edited`."""
 
 from __future__ import annotations
 

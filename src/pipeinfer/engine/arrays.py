@@ -20,6 +20,7 @@ from pipeinfer.kernels.tables import Expanded, Rows
 from pipeinfer.steps.step import Step
 
 GATHERED = {"no": 0, "prompts": 1, "all": 2}  # kinds of rows
+MOST_CUTS = 1024  # that are kept: cutting tensors takes as long as packing a step
 PAIRS = 1 << 14  # changes of the slots' state that are uploaded with a step
 
 
@@ -63,6 +64,7 @@ class StepArrays:
         self._page_size, self._traits, self._state = page_size, traits, state
         self._limits, self._kernels = limits, kernels
         self.most_pairs = PAIRS
+        self._cuts: dict[tuple[Room, int, bool], Cut] = {}
         words = layout(Room(limits.tokens, limits.rows, limits.rows)).pairs + 2 * PAIRS
         self.words = torch.zeros(words, dtype=torch.int32, device=device)
 
@@ -85,6 +87,14 @@ class StepArrays:
 
         Raises ValueError for more than there is room for.
         """
+        known = room, samples, graph
+        if known not in self._cuts:
+            if len(self._cuts) >= MOST_CUTS:
+                self._cuts.clear()
+            self._cuts[known] = self._cut(room, samples, graph)
+        return self._cuts[known]
+
+    def _cut(self, room: Room, samples: int, graph: bool) -> Cut:
         if not self._limits.hold(room) or samples > self._limits.rows:
             raise ValueError(f"{room} with {samples} samples, where the limits are {self._limits}")
         at, words, whole = layout(room), self.words, self._room

@@ -20,6 +20,7 @@ from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model, check_shard
+from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.models.checkpoint import check_checkpoint, fill_dummy, load_weights
 from pipeinfer.models.config import ModelConfig, read_config
 from pipeinfer.models.weights import Stored
@@ -113,16 +114,15 @@ def load_engine(
     """
     choices = choices or choose(settings, folder, rank, place)
     chosen = machine(choices.device, settings, rank if place is None else place)
-    if group is not None:
-        _prepare(settings, choices, group)
-    model = build_model(choices.config, choices.shard, choices.dtype, choices.device, group,
-                        settings.compile, group.fusion if group else None)  # fmt: skip
-    if choices.stored is None:
-        fill_dummy(model, settings.seed)
-    else:
-        load_weights(model, folder, progress, choices.stored)
-    shape = Shape(choices.attention, choices.page_size, choices.max_model_len, choices.dtype)
-    runner = build_runner(model, settings, shape, chosen, group, graph_progress)
+
+    def build() -> Runner:
+        if group is not None:
+            _prepare(settings, choices, group)
+        model = _model(settings, folder, choices, group, progress)
+        shape = Shape(choices.attention, choices.page_size, choices.max_model_len, choices.dtype)
+        return build_runner(model, settings, shape, chosen, group, graph_progress)
+
+    runner = chosen.build(build)
     return LoadedEngine(
         runner,
         choices.config,
@@ -137,6 +137,23 @@ def load_engine(
         settings.max_step_tokens or chosen.step_tokens,
         runner.step_cost,
     )
+
+
+def _model(
+    settings: Settings,
+    folder: Path,
+    choices: EngineChoices,
+    group: TorchGroup | None,
+    progress: Callable[[int, int], None] | None,
+) -> CausalLM:
+    """With its weights."""
+    model = build_model(choices.config, choices.shard, choices.dtype, choices.device, group,
+                        settings.compile, group.fusion if group else None)  # fmt: skip
+    if choices.stored is None:
+        fill_dummy(model, settings.seed)
+    else:
+        load_weights(model, folder, progress, choices.stored)
+    return model
 
 
 def machine(device: str, settings: Settings, place: int) -> Machine:

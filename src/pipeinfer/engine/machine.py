@@ -5,7 +5,8 @@ Knows settings and bytes; no model and no step. The GPU's is in cuda/machine.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 # it could be; --kv-pages takes more.
 MOST_HOST_BYTES = 4 * 2**30
 HOST_STEP_TOKENS = 2048
+
+Built = TypeVar("Built")
 
 
 class Machine(Protocol):
@@ -46,6 +49,10 @@ class Machine(Protocol):
         """Of the largest step, unless settings say otherwise."""
         ...
 
+    def build(self, work: Callable[[], Built], /) -> Built:
+        """What `work` gives, called on the thread that builds engines here."""
+        ...
+
     def warm_up(self, runner: Runner, most_tokens: int, /) -> None:
         """Has everything compiled and allocated that steps need, before memory is looked at; a
         request has at most so many tokens."""
@@ -69,6 +76,14 @@ class HostMachine:
         self.kernels: Kernels = host
         self.where = torch.device("cpu")
         self._ranks = ranks
+
+    def build(self, work: Callable[[], Built]) -> Built:
+        """On the thread that computes steps. OpenMP has a team of threads for each thread that ever
+        computed anything large; with two such teams on the same cores each barrier of a step would
+        put its threads to sleep, and steps took up to twice as long."""
+        built: list[Built] = []
+        self.device.run(lambda: built.append(work()))
+        return built[0]
 
     def warm_up(self, runner: Runner, most_tokens: int) -> None:
         """Nothing is compiled here."""

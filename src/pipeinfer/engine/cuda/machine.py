@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from pipeinfer.engine.artificial import artificial_step
 from pipeinfer.engine.cuda.device import CudaDevice
+from pipeinfer.engine.machine import Built
 from pipeinfer.engine.rooms import Limits
 from pipeinfer.engine.runner import Runner
 from pipeinfer.kernels import by_triton
@@ -41,6 +43,10 @@ class CudaMachine:
         self.where = torch.device("cuda", place)
         self.device = CudaDevice(self.where)
         self.kernels: Kernels = by_triton
+
+    def build(self, work: Callable[[], Built]) -> Built:
+        """On the caller's thread, which also launches steps."""
+        return work()
 
     def warm_up(self, runner: Runner, most_tokens: int) -> None:
         """Runs the largest step, and small ones of each kind: kernels are compiled and loaded."""

@@ -41,16 +41,18 @@ def _tokens(
 ) -> None:
     """What stands once for each token; those past the last row's, and padding, are nobody's."""
     slots, starts, counts, sizes, firsts = by_row
-    many = int(firsts[-1])
-    row = np.repeat(np.arange(len(slots)), sizes)
-    index = np.arange(many) - firsts[row]
-    slot, position = slots[row], starts[row] + index
+    many, row, index = int(firsts[-1]), None, None
+    slot, position = slots, starts  # of one token each
+    if many != len(slots) or sizes is not counts:
+        row = np.repeat(np.arange(len(slots)), sizes)
+        index = np.arange(many) - firsts[row]
+        slot, position = slots[row], starts[row] + index
     page = held.table.numpy()[slot, position // page_size].astype(np.int64)
     place = page * page_size + position % page_size
     ids = rows.tokens.numpy()[:many].astype(np.int64)
     pending = np.flatnonzero(ids < 0)
     ids[pending] = held.last_token.numpy()[slot[pending]]
-    if sizes is not counts:
+    if sizes is not counts and index is not None:
         nobody = index >= counts[row]
         position[nobody], place[nobody], ids[nobody] = 0, NOWHERE, 0
     for target, values, filler in (
@@ -93,19 +95,23 @@ def _entries(
     """What stands once for each entry for sampling."""
     rows = np.flatnonzero(entries != NOBODY)
     entry = entries[rows]
-    real = entry >= 0
-    at = np.where(real, entry, -1 - entry)
-    slot = np.where(real, slots[rows], len(held.table) - 1)
-    out.last.numpy()[at] = np.where(real, firsts[rows + 1] - 1, 0)
-    out.write_slots.numpy()[at] = slot
-    out.sample_positions.numpy()[at] = np.where(real, lengths[rows], 0)
-    theirs, mine = (words.numpy() for words in (held.fields, out.fields))
-    for many, words in ((held.wide, 2), (held.narrow, 1)):
-        size = many * words
-        source = theirs[: size * len(held.table)].reshape(many, -1, words)
-        target = mine[: size * len(out.last)].reshape(many, -1, words)
-        target[:, at] = source[:, slot]
-        theirs, mine = theirs[source.size :], mine[target.size :]
+    of = np.empty(len(rows), dtype=np.int64)  # of each entry, its row
+    of[np.where(entry >= 0, entry, -1 - entry)] = rows
+    slot, token, position = slots[of], firsts[of + 1] - 1, lengths[of]
+    if entry.min(initial=0) < 0:
+        nobody = entries[of] < 0
+        slot, position = np.where(nobody, len(held.table) - 1, slot), np.where(nobody, 0, position)
+        token[nobody] = 0
+    out.last.numpy()[:] = token
+    out.write_slots.numpy()[:] = slot
+    out.sample_positions.numpy()[:] = position
+    theirs, mine, wide = held.fields.numpy(), out.fields.numpy(), 2 * held.wide
+    from_here, to_here = wide * len(held.table), wide * len(of)
+    for source, target, shape in (
+        (theirs[:from_here], mine[:to_here], (held.wide, -1, 2)),
+        (theirs[from_here:], mine[to_here:], (held.narrow, -1)),
+    ):
+        target.reshape(shape)[:] = source.reshape(shape)[:, slot]
 
 
 def edit(
