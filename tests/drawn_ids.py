@@ -22,7 +22,7 @@ def ids_of(drawn: torch.Tensor) -> torch.Tensor:
 def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """Ids int64 [S] that the host's sampler draws."""
     last_token = torch.zeros(len(logits), dtype=torch.int64)
-    drawn = host.sample(logits, knobs_of(rows), last_token, True)
+    drawn = host.sample(logits.cpu(), knobs_of(rows), last_token, True)
     assert torch.equal(last_token, drawn[:, 1])
     return ids_of(drawn)
 

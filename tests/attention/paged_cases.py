@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeinfer.attention.step_index import positions, store_places
+from pipeinfer.attention.rows import PagedRows, RowArrays, offsets
+from pipeinfer.attention.step_index import places
 from pipeinfer.engine.fields import filled
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
@@ -38,12 +39,23 @@ class Case:
 
     def stored(self, layer: int) -> list[torch.Tensor]:
         """K and V of the step's tokens, which the pool gets as whoever calls a backend does it."""
-        size = self.pool.page_size
-        places = store_places(self.step, self.pages, positions(self.step), size)
+        row = np.repeat(np.arange(len(self.step.counts)), self.step.counts)
+        ends = np.cumsum(self.step.counts)
+        first = np.repeat(self.step.starts - (ends - self.step.counts), self.step.counts)
+        at = places(self.pages, row, first + np.arange(len(row)), self.pool.page_size)
         both = [self.tokens(part[layer]) for part in (self.keys, self.values)]
         for flat, new in zip(self.pool.by_place(), both, strict=True):
-            flat[layer][torch.from_numpy(places)] = new.flatten(1)
+            flat[layer][torch.from_numpy(at)] = new.flatten(1)
         return both
+
+
+def host_rows(step: Step, pages: np.ndarray) -> PagedRows:
+    """The rows of a step on the host, `pages` int32 [R, P]; what its plans do not read is empty."""
+    none = torch.empty(0, dtype=torch.int32)
+    lengths, table = torch.from_numpy(step.starts + step.counts), torch.from_numpy(pages)
+    queries = torch.from_numpy(offsets(step.counts))
+    arrays = RowArrays(lengths, none, queries, none, none, none, table)
+    return PagedRows(step.decodes, int(step.counts.max()), 0, arrays, arrays)
 
 
 def make_case(

@@ -7,10 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import Case, dense, make_case, make_step
+from paged_cases import Case, dense, host_rows, make_case
 
 from pipeinfer.attention import step_index
-from pipeinfer.attention.rows import host_rows
 from pipeinfer.attention.torch_backend import TorchBackend
 from pipeinfer.steps.shape import AttentionShape
 
@@ -120,8 +119,3 @@ def test_decode_groups_hold_every_row_once_and_little_padding(lengths):
         assert group[0] == group.max()
         assert group.min() >= group.max() * step_index.GROUP_SHORTEST
         assert end - begin == 1 or len(group) * group.max() <= step_index.GROUP_TOKENS
-
-
-def test_positions_count_up_from_each_rows_start():
-    step = make_step([(7, 1), (0, 1), (3, 4), (10, 2)], 4, seed=0)
-    assert step_index.positions(step).tolist() == [7, 0, 3, 4, 5, 6, 10, 11]

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeinfer.steps.step import Step
-
 
 @dataclass(frozen=True)
 class RowArrays:
@@ -70,28 +68,8 @@ class PagedRows:
         return self.host
 
 
-_NONE = torch.empty(0, dtype=torch.int32)
-
-
 def offsets(sizes: np.ndarray) -> np.ndarray:
     """int32 [n + 1]: where each of them begins, and the end."""
     found = np.zeros(len(sizes) + 1, dtype=np.int32)
     np.cumsum(sizes, out=found[1:])
     return found
-
-
-def host_rows(step: Step, pages: np.ndarray) -> PagedRows:
-    """The rows of a step that stays on the host, where backends read no other arrays than lengths,
-    q_indptr and table, `pages` int32 [R, P]: the others are empty. Views where there is something.
-    """
-    arrays = RowArrays(
-        lengths=torch.from_numpy(step.starts + step.counts),
-        last_page=_NONE,
-        q_indptr=torch.from_numpy(offsets(step.counts)),
-        prefill_indptr=_NONE,
-        kv_indptr=_NONE,
-        indices=_NONE,
-        table=torch.from_numpy(pages),
-    )
-    longest = int(step.counts.max()) if step.decodes < len(step.counts) else 1
-    return PagedRows(step.decodes, longest, 0, arrays, arrays)

@@ -1,4 +1,4 @@
-"""From a step's rows to places in the flat pool: where tokens are stored, what each row reads.
+"""From a step's rows to places in the flat pool: what each row reads, and in which groups.
 
 Pure NumPy over all rows at once; knows pages and positions, no tensors and no layers. A *place* is
 page * page_size + offset: the index of one token in a layer's K or V seen as [tokens, ...].
@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-
-from pipeinfer.steps.step import Step
 
 # Rows of one decode group share a padded [rows, longest] gather. A group ends where it would hold
 # more tokens than this (so that what is gathered is still in the cache when it is read) ...
@@ -39,25 +37,6 @@ class Piece:
     def keys(self) -> int:
         """How many keys the piece reads."""
         return self.start + self.count - self.key_start
-
-
-def positions(step: Step) -> np.ndarray:
-    """int64 [T]: the absolute position of every token of the step."""
-    if step.decodes == len(step.counts):
-        return step.starts.astype(np.int64)
-    counts = step.counts.astype(np.int64)
-    ends = np.cumsum(counts)
-    shift = step.starts.astype(np.int64) - (ends - counts)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(shift, counts)
-
-
-def store_places(
-    step: Step, pages: np.ndarray, positions: np.ndarray, page_size: int
-) -> np.ndarray:
-    """int64 [T]: where K and V of every token of the step, at `positions`, are stored; pages: int32
-    [R, P] of its rows."""
-    rows = np.repeat(np.arange(len(step.counts)), step.counts)
-    return places(pages, rows, positions, page_size)
 
 
 def places(

@@ -43,7 +43,7 @@ class Flight(Protocol):
 
 
 class Runner(Protocol):
-    """See engine/runner.py and engine/cuda/runner.py."""
+    """See engine/runner.py."""
 
     @property
     def device(self) -> Device: ...

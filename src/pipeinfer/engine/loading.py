@@ -122,19 +122,22 @@ def load_engine(
         shape = Shape(choices.attention, choices.page_size, choices.max_model_len, choices.dtype)
         return build_runner(model, settings, shape, chosen, group, graph_progress)
 
-    runner = chosen.build(build)
+    return _loaded(choices, settings.max_running, chosen.build(build))
+
+
+def _loaded(choices: EngineChoices, max_slots: int, runner: Runner) -> LoadedEngine:
     return LoadedEngine(
         runner,
         choices.config,
         choices.page_size,
         runner.pool.pages,
         choices.max_model_len,
-        settings.max_running,
+        max_slots,
         choices.attention,
         str(choices.dtype).removeprefix("torch."),
         choices.device,
         runner.graph_sizes,
-        settings.max_step_tokens or chosen.step_tokens,
+        runner.limits.tokens,
         runner.step_cost,
     )
 

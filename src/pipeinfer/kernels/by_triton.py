@@ -1,4 +1,7 @@
-"""The Kernels of GPUs. Needs triton; see interface.py."""
+"""The Kernels of GPUs, see interface.py. Needs triton.
+
+Knows which number a kernel wants under which name; no request and no model.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Needs triton. Knows a row's logits and what one pass has already said about each block of them.
 The order is vLLM's: top-k, then top-p of what is left, then min-p; equal logits stand or fall
-together. The definition is engine/truncation.py.
+together. The definition is host/truncation.py.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
