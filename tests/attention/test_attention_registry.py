@@ -43,6 +43,13 @@ def test_page_size_that_a_backend_does_not_take_is_refused_with_those_it_takes(m
         registry.resolve_page_size("picky", 16)
 
 
+def test_a_backend_that_needs_no_package_runs_on_any_device(monkeypatch):
+    monkeypatch.setitem(registry.BACKENDS, "picky", f"{__name__}:Picky")
+    assert registry.resolve("picky", "cpu") == registry.resolve("picky", "cuda", gpu()) == "picky"
+    with pytest.raises(ConfigurationError, match=r"no backend 'hybrid' for cpu"):
+        registry.resolve("hybrid", "cpu")
+
+
 def test_the_registry_costs_no_backend_until_one_is_chosen():
     code = "import sys, pipeinfer.attention.registry; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

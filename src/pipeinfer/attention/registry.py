@@ -26,6 +26,7 @@ BACKENDS = {
     "fa3": "pipeinfer.attention.fa3_backend:FA3",
     "hybrid": "pipeinfer.attention.hybrid:HYBRID",
 }
+# What a backend needs that is made for GPUs; the others run on any device.
 PACKAGES = {
     "flashinfer": ("flashinfer",),
     "fa3": ("sgl_kernel",),
@@ -60,15 +61,15 @@ def resolve(name: str, device: str, gpu: Gpu | None = None) -> str:
 
     "auto" chooses. Raises ConfigurationError, which says what to use instead.
     """
-    known = ["auto", "torch", *(PACKAGES if device == "cuda" else ())]
+    known = ["auto", *(name for name in BACKENDS if device == "cuda" or name not in PACKAGES)]
     if name != "auto" and name not in known:
         raise ConfigurationError(
             f"--attention: no backend {name!r} for {device}; known: {', '.join(known)}"
         )
-    if gpu is None:
-        return "torch"
     if name == "auto":
-        return _chosen(gpu)
+        return "torch" if gpu is None else _chosen(gpu)
+    if gpu is None:
+        return name
     obstacle = _obstacle(name, gpu)
     if obstacle:
         raise ConfigurationError(
@@ -85,7 +86,7 @@ def _chosen(gpu: Gpu) -> str:
 
 def _obstacle(name: str, gpu: Gpu) -> str:
     """Why backend `name` cannot run, or nothing."""
-    if name == "torch":
+    if name not in PACKAGES:
         return ""
     missing = [package for package in PACKAGES[name] if package not in gpu.installed]
     if missing:
