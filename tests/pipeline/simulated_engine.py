@@ -17,7 +17,7 @@ from pipeinfer.engine.mirror import Mirror
 from pipeinfer.events import StepDone
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message
-from pipeinfer.steps.step import LAST_TOKEN, Sampled, Step
+from pipeinfer.steps.step import LAST_TOKEN, Edits, Sampled, Step
 from scheduler.model_engine import next_token, suppressed
 
 PAGES, PAGE_SIZE, SLOTS, LONGEST = 60, 4, 6, 10_000
@@ -32,12 +32,16 @@ class TokenDevice:
         self._kv = np.full((PAGES + 1, PAGE_SIZE), -1)
         self._last = np.full(SLOTS, -1)
         self._slots = Mirror(SLOTS)
+        self._edits: dict[int, Edits] = {}
 
     def run(self, step: Step) -> list[int]:
         """The ids of the rows that sample, in order."""
         ids: list[int] = []
         taken = 0
         self._slots.apply(step.delta)
+        for slot in step.delta.admitted.tolist():
+            self._edits.pop(slot, None)
+        self._edits.update((edits.slot, edits) for edits in step.delta.edits)
         pages, positions = self._slots.pages(step, PAGE_SIZE), step.sampling.positions
         for row, (slot, start, count) in enumerate(
             zip(step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True)
@@ -51,7 +55,7 @@ class TokenDevice:
             self._kv[here] = np.where(tokens == LAST_TOKEN, self._last[slot], tokens)
             if step.samples[row]:
                 token = next_token(self._mood + self._kv[places].tolist())
-                edits = self._slots.edits.get(slot)
+                edits = self._edits.get(slot)
                 never = [] if edits is None else edits.ids[positions[len(ids)] < edits.until]
                 ids.append(suppressed(token, frozenset(map(int, never))))
                 self._last[slot] = ids[-1]
