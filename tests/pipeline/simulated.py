@@ -13,18 +13,28 @@ from dataclasses import dataclass, field
 from random import Random
 
 import msgspec
-from simulated_engine import POISON, SLOTS, EngineNode
+from simulated_engine import PAGES, POISON, SLOTS, EngineNode
 from tokenizers import Tokenizer, decoders, models
 
 from pipeinfer.bus.frames import Header
-from pipeinfer.core import LOCAL
+from pipeinfer.core import LOCAL, Send
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.incremental import DecoderFactory
 from pipeinfer.events import Leave, Tick
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup
 from pipeinfer.gateway.health import Expected
-from pipeinfer.messages import PROTOCOL, Heartbeat, Message, Open, Text, TokenRow, Tokens, pack
+from pipeinfer.messages import (
+    PROTOCOL,
+    GroupFault,
+    Heartbeat,
+    Message,
+    Open,
+    Text,
+    TokenRow,
+    Tokens,
+    pack,
+)
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.fence import Fence
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
@@ -130,10 +140,11 @@ class Process:
     shown: object = None  # the state that its latest heartbeat told
 
 
-def stages_of(groups: int) -> list[str]:
-    """All stages' ids, of so many data-parallel groups."""
+def stages_of(groups: int, tp: int = 1) -> list[str]:
+    """All stages' ids, of so many data-parallel groups of so many ranks."""
     front = ["gateway-0", "tokenizer-0", "detokenizer-0"]
-    return front + [s for g in range(groups) for s in (f"scheduler-{g}", f"engine-{g}-0")]
+    ranks = [[f"engine-{group}-{rank}" for rank in range(tp)] for group in range(groups)]
+    return front + [stage for g, some in enumerate(ranks) for stage in (f"scheduler-{g}", *some)]
 
 
 class Simulation:
@@ -146,10 +157,12 @@ class Simulation:
         depth: int = 2,
         groups: int = 1,
         moody: bool = False,
+        pages: int = PAGES,
+        tp: int = 1,
     ) -> None:
-        self.random, self.moody = random, moody
-        self.groups, self.stages = groups, stages_of(groups)
-        self.options = SchedulerOptions(policy, depth, SLOTS, 24, watchdog=1e9)
+        self.random, self.moody, self.pages, self.tp = random, moody, pages, tp
+        self.groups, self.stages = groups, stages_of(groups, tp)
+        self.options = SchedulerOptions(policy, depth, SLOTS, 24, tp=tp, watchdog=1e9)
         self.now = 0.0
         self.lives = 0
         self.links: dict[tuple[str, int, str], deque[Message]] = {}
@@ -177,7 +190,8 @@ class Simulation:
             return SchedulerCore(self.options, int(number), incarnation, *peers)
         if name == "detokenizer":
             return DetokenizerCore(DECODERS, stage, incarnation, schedulers)
-        return EngineNode(incarnation, int(number), self.moody)
+        rank = int(stage.rsplit("-", 1)[1])
+        return EngineNode(incarnation, int(number), self.moody, self.pages, rank, self.tp)
 
     def start(self, stage: str) -> None:
         """A new process of `stage`."""
@@ -199,7 +213,13 @@ class Simulation:
             self.feed("gateway-0", beat)
 
     def kill(self, *stages: str, down: bool = False) -> None:
-        """-9, all at once; then new processes in their place, but not yet if they stay `down`."""
+        """-9, all at once; then new processes in their place, but not yet if they stay `down`.
+
+        With an engine all ranks of its group end, as their supervisor has it.
+        """
+        groups = {stage.split("-")[1] for stage in stages if stage.startswith("engine")}
+        beside = [s for s in self.stages if s.startswith("engine") and s.split("-")[1] in groups]
+        stages = (*stages, *(stage for stage in beside if stage not in stages))
         for (sender, incarnation, receiver), queue in self.links.items():
             if receiver in stages:
                 for _ in range(self.random.randint(0, len(queue))):
@@ -221,20 +241,26 @@ class Simulation:
 
     def _tell_of_death(self, stage: str, life: Process) -> None:
         """As a supervisor does, to those who listen to it."""
-        name, group = stage.split("-")[:2]
+        name, group, *rank = stage.split("-")
         if name in ("scheduler", "engine"):
-            word = Heartbeat(stage, name, int(group), 0, 0, 1, life.incarnation + 1, "starting")
-            for to in ("tokenizer-0", f"scheduler-{group}"):
+            rank = int(rank[0]) if rank else 0
+            word = Heartbeat(stage, name, int(group), rank, 0, 1, life.incarnation + 1, "starting")
+            scheduler = f"scheduler-{group}"
+            several = name == "engine" and self.tp > 1 and scheduler in self.processes
+            for to in ("tokenizer-0",) if several else ("tokenizer-0", scheduler):
                 self.links.setdefault(("supervisor-0", 0, to), deque()).append(word)
+            if several:  # it is told long before a rank has loaded a model again
+                self.feed(scheduler, word)
 
     def _beat(self, stage: str) -> None:
         """Its heartbeat, for the tokenizer; on a connection of its own."""
-        name, group = stage.split("-")[:2]
+        name, group, *rank = stage.split("-")
         life = self.processes[stage]
         if name not in ("scheduler", "engine"):
             return
         state, reason = life.shown = life.core.state()  # type: ignore[attr-defined]
-        beat = Heartbeat(stage, name, int(group), 0, 0, 1, life.incarnation, state, reason)
+        rank = int(rank[0]) if rank else 0
+        beat = Heartbeat(stage, name, int(group), rank, 0, 1, life.incarnation, state, reason)
         link = (f"{stage} telemetry", life.incarnation, "tokenizer-0")
         self.links.setdefault(link, deque()).append(beat)
 
@@ -259,17 +285,27 @@ class Simulation:
         """One event through a core, and its outputs into the queues."""
         self.now += 0.0001
         process = self.processes[stage]
-        for send in process.core.handle(event, self.now):  # type: ignore[attr-defined]
+        torn = False
+        sends = process.core.handle(event, self.now)  # type: ignore[attr-defined]
+        self.heard(stage, event, sends)
+        for send in sends:
             if send.channel == LOCAL:
                 self._local(send.message)
             elif send.channel != "telemetry":
-                to = send.to or stage.replace("scheduler", "engine") + "-0"
-                link = self.links.setdefault((stage, process.incarnation, to), deque())
-                link.append(send.message)
-        if isinstance(process.core, EngineNode) and process.core.crashed:
+                ranks = [stage.replace("scheduler", "engine") + f"-{n}" for n in range(self.tp)]
+                for to in [send.to] if send.to else ranks:
+                    link = self.links.setdefault((stage, process.incarnation, to), deque())
+                    link.append(send.message)
+            torn |= isinstance(send.message, GroupFault)
+        if torn:  # what the supervisor does then
+            self.kill(stage.replace("scheduler", "engine") + "-0")
+        elif isinstance(process.core, EngineNode) and process.core.crashed:
             self.kill(stage)
         elif process.core.state() != process.shown:  # type: ignore[attr-defined]
             self._beat(stage)
+
+    def heard(self, stage: str, event: Message, sends: list[Send]) -> None:
+        """For those who look on: what `stage` made of `event`, before anybody hears of it."""
 
     def _local(self, message: Message) -> None:
         name = getattr(message, "request_id", "")

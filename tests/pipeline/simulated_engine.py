@@ -27,9 +27,9 @@ POISON = 49  # no engine survives computing it as a first token
 class TokenDevice:
     """Samples `next_token` of all tokens that it finds in a row's pages, after those of `mood`."""
 
-    def __init__(self, mood: list[int]) -> None:
+    def __init__(self, mood: list[int], pages: int) -> None:
         self._mood = mood
-        self._kv = np.full((PAGES + 1, PAGE_SIZE), -1)
+        self._kv = np.full((pages + 1, PAGE_SIZE), -1)
         self._last = np.full(SLOTS, -1)
         self._slots = Mirror(SLOTS)
         self._edits: dict[int, Edits] = {}
@@ -69,13 +69,18 @@ class EngineNode:
     `moody` one samples other tokens than any other process would.
     """
 
-    def __init__(self, incarnation: int, group: int, moody: bool = False) -> None:
-        self._memory = MemoryManager(PAGES + 1, PAGE_SIZE, SLOTS, LONGEST)
+    def __init__(
+        self, incarnation: int, group: int, moody: bool = False, pages: int = PAGES, rank: int = 0,
+        tp: int = 1,
+    ) -> None:  # fmt: skip
+        self._memory = MemoryManager(pages + 1, PAGE_SIZE, SLOTS, LONGEST)
+        self._pages = pages
         hello = Hello(
-            PROTOCOL, "test", 0, 1, incarnation, "model", PAGE_SIZE, PAGES, SLOTS, LONGEST, "none"
-        )
+            PROTOCOL, "test", rank, tp, incarnation, "model", PAGE_SIZE, pages, SLOTS, LONGEST,
+            "none",
+        )  # fmt: skip
         self.core = EngineCore(hello, f"scheduler-{group}", self._memory)
-        self._device = TokenDevice([incarnation] if moody else [])
+        self._device = TokenDevice([incarnation] if moody else [], pages)
         self.done: deque[StepDone] = deque()
         self.crashed = False
 
@@ -112,4 +117,4 @@ class EngineNode:
         """Nobody holds a slot, and every page is free or may be evicted."""
         stats = self.core.stats()
         assert stats["slots_used"] == stats["steps_in_flight"] == 0, stats
-        assert stats["pages_free"] + stats["pages_evictable"] == PAGES, stats
+        assert stats["pages_free"] + stats["pages_evictable"] == self._pages, stats

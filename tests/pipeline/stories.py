@@ -1,0 +1,245 @@
+"""What happens to all cores, from a seed: requests, deaths, hand-overs, doubts; and what must hold.
+
+`python tests/pipeline/stories.py --seeds 4000` tells how many stories reached each kind of event.
+Beside the texts at the end, every scheduler is watched while the story goes on: see Watch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter, deque
+from pathlib import Path
+from random import Random
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import msgspec  # noqa: E402
+from simulated import Simulation  # noqa: E402
+from simulated_engine import PAGE_SIZE, POISON  # noqa: E402
+
+from pipeinfer.core import Send  # noqa: E402
+from pipeinfer.messages import (  # noqa: E402
+    Abort,
+    Digests,
+    Done,
+    GroupFault,
+    Message,
+    Plan,
+    Result,
+    StopHit,
+    TokenRow,
+    Tokens,
+    Work,
+    unpack,
+)
+
+# What every story may come to; none may be missing among many of them.
+EVENTS = (
+    "death", "several deaths", "hand-over of a stage", "hand-over of a request", "deferral",
+    "preemption", "preemption in flight", "deadline", "stop string", "digest mismatch",
+    "crash by a request", "hang-up", "follow-up",
+)  # fmt: skip
+STEPS = 60  # of a story
+MOST = 25  # tokens of an answer
+
+
+class Watch:
+    """One life of a scheduler, by what it hears and says. Counts events into `seen`.
+
+    - No token that was sampled for a request that goes on is thrown away.
+    - When a tick has told it the time, nobody whose timeout is over gets another token.
+    """
+
+    def __init__(self, seen: Counter[str]) -> None:
+        self._seen = seen
+        self._flying: deque[tuple[int, int, dict[int, str]]] = deque()  # epoch, number, by slot
+        self._slots: dict[int, str] = {}  # who has it
+        self._released: dict[str, bool] = {}  # in this epoch; whether rows of it were in flight
+        self._epoch = -1
+        self._due: dict[str, float] = {}
+        self._ticked = 0.0
+
+    def heard(self, event: Message, sends: list[Send], now: float, flying: float) -> None:
+        """An event, and what the scheduler made of it; it has so many plans in flight now."""
+        name = type(event).__name__
+        said = [row for s in sends if isinstance(s.message, Tokens) for row in s.message.rows]
+        self._end([row.request_id for row in said if row.finish is not None])
+        match event:
+            case Work():
+                self._end([event.request_id])  # if it is there, it starts over
+                if event.timeout:
+                    self._due[event.request_id] = now + event.timeout
+            case Abort(reason="moved"):
+                self._seen["hand-over of a request"] += 1
+            case StopHit() | Abort():
+                self._seen["stop string"] += isinstance(event, StopHit)
+                self._end([event.request_id])
+            case Done():
+                self._end(list(event.request_ids))
+            case Result():
+                self._result(event, said)
+            case _ if name == "Tick":
+                self._ticked = now
+        self._seen["deadline"] += sum(row.finish == "abort" for row in said)
+        for row in said:
+            due = self._due.get(row.request_id, float("inf"))
+            assert row.finish == "abort" or not row.ids or due > self._ticked, (
+                f"{row.request_id} goes on at {now}, its time was over at {due}"
+            )
+        for send in sends:
+            if isinstance(send.message, Plan):
+                self._plan(send.message)
+            if isinstance(send.message, GroupFault):
+                self._seen["digest mismatch"] += "differ in their memory" in send.message.reason
+        if not flying:  # lost, if there are any left: what comes of them is not heard any more
+            self._flying.clear()
+
+    def _end(self, names: list[str]) -> None:
+        """Nobody waits for what is in flight of them."""
+        for name in names:
+            self._due.pop(name, None)
+        for _, _, rows in self._flying:
+            for slot in [slot for slot, name in rows.items() if name in names]:
+                del rows[slot]
+
+    def _plan(self, plan: Plan) -> None:
+        if plan.epoch != self._epoch:
+            self._epoch = plan.epoch
+            self._flying.clear()
+            self._slots.clear()
+            self._released.clear()
+        for release in plan.releases:
+            name = self._slots.pop(release.slot)
+            self._released[name] = any(name in rows.values() for _, _, rows in self._flying)
+        for admit in plan.admits:
+            self._slots[admit.slot] = admit.request_id
+            if admit.request_id in self._released:
+                self._seen["preemption"] += 1
+                self._seen["preemption in flight"] += self._released.pop(admit.request_id)
+        rows = {slot: self._slots[slot] for slot in unpack(plan.slots).tolist()}
+        self._flying.append((plan.epoch, plan.number, rows))
+
+    def _result(self, result: Result, said: list[TokenRow]) -> None:
+        if not self._flying or self._flying[0][:2] != (result.epoch, result.number):
+            return
+        _, _, rows = self._flying.popleft()
+        self._seen["deferral"] += bool(result.deferred)
+        told = {row.request_id for row in said if row.ids}
+        produced = zip(unpack(result.slots).tolist(), unpack(result.produced).tolist(), strict=True)
+        for slot, many in produced:
+            name = rows.get(slot)
+            assert not many or name is None or name in told, f"{many} tokens of {name} lost"
+
+
+class Story(Simulation):
+    """A simulation of whose schedulers each is watched; `seen` counts what happened."""
+
+    def __init__(self, seed: int) -> None:
+        self.seen: Counter[str] = Counter()
+        self._watches: dict[tuple[str, int], Watch] = {}
+        self._lying = False
+        random = Random(seed)
+        groups, tp = random.choice([(1, 1), (1, 1), (2, 1), (1, 2)])
+        super().__init__(
+            random, random.choice(["mixed", "prefill-first", "decode-first"]),
+            random.choice([1, 2, 2, 4]), groups, pages=random.choice([12, 14, 16, 20, 60]), tp=tp,
+        )  # fmt: skip
+
+    def heard(self, stage: str, event: Message, sends: list[Send]) -> None:
+        if stage.startswith("scheduler"):
+            life = stage, self.processes[stage].incarnation
+            flying = self.processes[stage].core.stats()["in_flight"]  # type: ignore[attr-defined]
+            watch = self._watches.setdefault(life, Watch(self.seen))
+            watch.heard(event, sends, self.now, flying)
+        for at, send in enumerate(sends):
+            if self._lying and isinstance(send.message, Digests):
+                wrong = bytes(255 - byte for byte in send.message.values)
+                message = msgspec.structs.replace(send.message, values=wrong)
+                sends[at], self._lying = send._replace(message=message), False
+
+    def tell(self) -> Counter[str]:
+        """The whole story, to its end."""
+        happenings = (
+            [self._submit] * 6 + [self._deliver] * 8 + [self._time_passes] * 2 + [self._die]
+            + [self._leave, self._hang_up, self._follow_up, self._doubt, self.start_all]
+        )  # fmt: skip
+        for _ in range(STEPS):
+            self.random.choice(happenings)()
+        self.run()
+        self.check()
+        self.tick(61.0)  # what was delivered of requests that nobody asks for
+        self.run()
+        self.check_ledgers()
+        return self.seen
+
+    # ------------------------------------------------------------------------------- what happens
+
+    def _submit(self) -> None:
+        salt = self.random.choice([0, 1, self.random.randrange(40)])  # many share their beginning
+        length = self.random.randint(1, 20)
+        prompt = [(salt + i) % POISON for i in range(length)]
+        if self.random.random() < 0.01:
+            prompt[0] = POISON
+            self.seen["crash by a request"] += 1
+        self._ask(prompt)
+
+    def _follow_up(self) -> None:
+        """What somebody was told, and a little more: found in the prefix cache where it fits."""
+        told = [[*c.prompt, *unpack(c.ids).tolist()] for c in self.clients.values() if c.finish]
+        fitting = [ids for ids in told if len(ids) + MOST < self.pages * PAGE_SIZE]
+        if fitting:
+            self._ask([*self.random.choice(fitting), self.random.randrange(POISON)])
+            self.seen["follow-up"] += 1
+
+    def _ask(self, prompt: list[int]) -> None:
+        most = self.random.randint(1, MOST)
+        stop = self.random.choice([(), (), ("a",), ("th", "é")])
+        timeout = self.random.choice([0.0, 0.0, 0.0, 0.4, 2.0])
+        least = self.random.choice([0, 0, min(3, most)])
+        self.submit(prompt, timeout, max_tokens=most, min_tokens=least, stop=stop)
+
+    def _deliver(self) -> None:
+        for _ in range(self.random.randint(1, 50)):
+            self.deliver()
+
+    def _time_passes(self) -> None:
+        self.tick(self.random.choice([0.01, 0.5, 1.1]))
+
+    def _die(self) -> None:
+        some = self.random.sample(self.stages[1:], self.random.choice([1, 1, 1, 2, 3]))
+        self.kill(*some, down=self.random.random() < 0.3)
+        self.seen["death"] += 1
+        self.seen["several deaths"] += len(some) > 1
+
+    def _leave(self) -> None:
+        self.leave(self.random.choice(self.stages[1:]))
+        self.seen["hand-over of a stage"] += 1
+
+    def _hang_up(self) -> None:
+        if self.clients:
+            self.hang_up(self.random.choice(sorted(self.clients)))
+            self.seen["hang-up"] += 1
+
+    def _doubt(self) -> None:
+        """A rank's memory decides otherwise, as the next digests will say."""
+        self._lying = self.tp > 1
+
+
+def reached(seeds: range) -> dict[str, int]:
+    """In how many of the stories each event happened."""
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        found.update(name for name, count in Story(seed).tell().items() if count)
+    return {name: found[name] for name in EVENTS}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=4000)
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args()
+    first = options.first
+    print(json.dumps({"stories": options.seeds} | reached(range(first, first + options.seeds))))
