@@ -5,9 +5,9 @@ Knows requests and numbers of slots and pages; no policy, no queue and no bus.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from pipeinfer.messages import Admit, Release, pack
+from pipeinfer.messages import Admit, Admitted, Release, Result, pack
 from pipeinfer.scheduler.credits import Credits
 from pipeinfer.scheduler.request import Request
 
@@ -40,6 +40,10 @@ class Slots:
         self._releases.clear()
         self.released_pages = 0
         return lost
+
+    def report(self, told: Admitted | Result) -> None:
+        """The engine's pages, as it told them after one of the plans."""
+        self.credits.report(told.number, told.free, told.evictable)
 
     @property
     def free(self) -> int:
@@ -74,8 +78,11 @@ class Slots:
         self.released_pages = 0
         return releases
 
-    def admit(self, request: Request) -> Admit:
-        """Gives `request` a slot."""
+    def admit(self, requests: Sequence[Request]) -> tuple[Admit, ...]:
+        """Gives each of them a slot."""
+        return tuple(map(self._admit, requests))
+
+    def _admit(self, request: Request) -> Admit:
         request.slot = self._free.pop()
         self.running[request.id] = request
         work, params = request.work, request.work.params
