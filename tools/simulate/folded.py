@@ -174,9 +174,9 @@ class FoldedGroup:
         """True if its request ends with it; see Flights.land and Request.accept."""
         seat, request = row.seat, row.seat.request
         request.pending -= 1
-        if request.done or request.admission != seat.admission:
+        if request.phase == "over" or request.admission != seat.admission:
             return False
-        if request.slot >= 0:
+        if request.phase == "running":
             request.confirm(row.end)
             request.deferrals = request.deferrals + 1 if row.deferred else 0
         if not row.samples:
@@ -193,7 +193,6 @@ class FoldedGroup:
     def _finish(self, seat: Seat, now: float) -> None:
         request, arrival = seat.request, seat.life.arrival
         self._tally.ended(self._index, arrival, len(request.outputs), now)
-        request.done = True
         self._tokens -= self._lives.pop(request.id).tokens
         self.ended.append(request.id)
         self._planner.drop(request)
@@ -211,7 +210,7 @@ class FoldedGroup:
             self._seats.credits.report(flight.number, flight.free, flight.evictable)
             for seat, cached in hits:
                 request = seat.request
-                if request.slot >= 0 and request.admission == seat.admission:
+                if request.phase == "running" and request.admission == seat.admission:
                     request.hit = cached
                     request.cached = cached if request.cached < 0 else request.cached
                     request.rebase(cached)

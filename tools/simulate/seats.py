@@ -163,6 +163,7 @@ class Seats:
     def _admit(self, request: Request) -> Seat:
         self._free -= 1
         self._places += 1
+        request.move("running")
         request.slot = 0
         life = self._lives[request.id]
         self.tokens += life.tokens

@@ -150,7 +150,7 @@ class SchedulerCore:
         else:
             self._resume(request, delivered)
             self._out += self._outbox.whole(*self._ledger.kept.get(request.id, (request, None)))
-        if not request.done:
+        if request.phase == "new":
             self._planner.enqueue(request, -1 if delivered is None else delivered.crashes)
 
     def _on_abort(self, abort: Abort, _now: float) -> None:
@@ -194,6 +194,8 @@ class SchedulerCore:
         self._ledger.keep(request, last_row(request, None))
 
     def _refuse(self, request: Request, status: int, message: str, param: str | None) -> None:
+        if request.phase == "new":
+            self._planner.drop(request)
         refused = refusal(request, status, message, param)
         self._out.append(Send("tokens", home(request), refused))
         self._ledger.keep(request, refused)
@@ -210,8 +212,7 @@ class SchedulerCore:
         self._finish(request, row)
 
     def _drop(self, request: Request) -> None:
-        """It runs no more; its slot is released with the next plan."""
-        request.done = True
+        """It is over; its slot is released with the next plan."""
         del self._live[request.id]
         self._deadlines.forget(request)
         self._planner.drop(request)
@@ -392,8 +393,5 @@ class SchedulerCore:
 
     def _pump(self, now: float) -> None:
         """Publishes steps until enough are in flight or nothing is left to do."""
-        while self._epochs.running:
-            plan = self._planner.plan(self._epochs.epoch, now)
-            if plan is None:
-                return
+        while self._epochs.running and (plan := self._planner.plan(self._epochs.epoch, now)):
             self._out.append(Send("plan", EVERYONE, plan))

@@ -103,11 +103,11 @@ class Planner:
 
         Every other one goes back to the queue with the tokens it has; suspects wait apart.
         """
-        suspects = [request for request in flying if request in lost and not blameless]
+        suspects = [r for r in flying if r.phase == "lost" and not blameless]
         guilty = self._probation.accuse(suspects)
         for request in lost:
             # The one that was being tried may have had a slot and no part in the last step.
-            if request is not guilty and self.crashes(request) < 0:
+            if request is not guilty and request.phase == "lost":
                 self._queue.push(request)
         return guilty
 
@@ -119,11 +119,14 @@ class Planner:
             self._queue.push(request)
 
     def drop(self, request: Request) -> None:
-        """It runs no more, and was marked done; its slot is released with the next plan."""
-        if request.slot >= 0:
+        """It is over, wherever it was; its slot is released with the next plan."""
+        phase = request.phase
+        request.move("over")
+        if phase == "running":
             self._slots.release(request)
-        else:
+        elif phase == "waiting":
             self._queue.forget(request)
+        elif phase == "suspected":
             self._probation.forget(request)
 
     @property
@@ -219,7 +222,7 @@ class Planner:
             self._preempt(request)
         releases = self._slots.publish()
         admits = self._slots.admit(board.admitted)
-        rows = [(request, count) for request, count in board.rows if request.slot >= 0]
+        rows = [(request, count) for request, count in board.rows if request.phase == "running"]
         slots, counts = pack([r.slot for r, _ in rows]), pack([count for _, count in rows])
         number = self.take_number()
         self.counts["planned_tokens"] += self._flights.launch(number, rows, now)

@@ -36,6 +36,7 @@ class Slots:
         lost = list(self.running.values())
         for request in lost:
             request.leave()
+            request.move("lost")
         self.running.clear()
         self._releases.clear()
         self.released_pages = 0
@@ -65,7 +66,7 @@ class Slots:
         does not: its logits may be bad. count_pages: False if a board has counted them already."""
         del self.running[request.id]
         ids = pack(request.confirmed)
-        keep = not request.spoiled and (bool(ids) or not request.done)
+        keep = not request.spoiled and (bool(ids) or request.phase != "over")
         self._releases.append(Release(request.slot, keep, ids, request.spoiled))
         if count_pages:
             self.released_pages += max(self.credits.between(request.hit, request.computed), 0)
@@ -83,6 +84,7 @@ class Slots:
         return tuple(map(self._admit, requests))
 
     def _admit(self, request: Request) -> Admit:
+        request.move("running")
         request.slot = self._free.pop()
         self.running[request.id] = request
         work, params = request.work, request.work.params
