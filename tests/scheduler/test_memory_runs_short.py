@@ -77,7 +77,7 @@ def running(name: str, arrival: int, tokens: int, projected: int) -> Request:
     request.max_total = tokens + 50
     request.begin()
     request.computed = request.projected = projected
-    request.slot = arrival
+    request.slot, request.phase = arrival, "running"
     return request
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from model_engine import ModelEngine
 from test_scheduler_core import Pipeline
 
-from pipeinfer.messages import CHANNELS, Plan, unpack
+from pipeinfer.messages import CHANNELS, Plan, Work, pack, unpack
+from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.step_budget import (
     FEWEST,
@@ -243,6 +244,11 @@ def test_a_scheduler_hears_what_was_measured_and_keeps_it_in_a_snapshot():
     for _ in range(10):
         core.deliver()
     restore(fresh, snapshot(core.core))
-    following = core.engine.outbox.popleft()
-    assert fresh.handle(following, core.now) == core.core.handle(following, core.now)
-    assert fresh._planner._mixed_budget.cost == SMALL
+    # How much of a prompt goes beside a decode is what they know of the times of steps.
+    late = Work("late", 1, 0, 0, pack([6] * 1500), SamplingParams(max_tokens=4), 0)
+    for following in (late, core.engine.outbox.popleft()):
+        now = core.core.handle(following, core.now)
+        assert fresh.handle(following, core.now) == now
+    [plan] = [send.message for send in now if isinstance(send.message, Plan)]
+    wanted = mixed_budget(0, 2048, SMALL).prompts(1, 300, [Prompt(1500)])
+    assert max(unpack(plan.counts)) == wanted < 1500

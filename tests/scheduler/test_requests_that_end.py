@@ -11,7 +11,9 @@ from test_scheduler_core import Pipeline, pipeline
 from pipeinfer.events import Tick
 from pipeinfer.messages import Done, Plan, Refused, Release, Result, Work, pack, unpack
 from pipeinfer.params import SamplingParams
+from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
+from pipeinfer.scheduler.policies.mixed import Mixed
 from pipeinfer.scheduler.request import Request
 
 
@@ -22,11 +24,16 @@ class Spoiled(Pipeline):
         super().__init__(options, engine)
         self.bad: set[str] = set()
         self.releases: list[Release] = []
+        self.holders: dict[int, str] = {}
+        self.rows: dict[int, list[str]] = {}  # by plan
         receive = engine.receive
 
         def watched(message) -> None:
             if isinstance(message, Plan):
                 self.releases += message.releases
+                self.holders |= {admit.slot: admit.request_id for admit in message.admits}
+                slots = unpack(message.slots).tolist()
+                self.rows[message.number] = [self.holders[slot] for slot in slots]
             receive(message)
 
         engine.receive = watched
@@ -40,8 +47,7 @@ class Spoiled(Pipeline):
         slots, bad, kept = unpack(result.slots).tolist(), [], []
         for row, slot in enumerate(slots):
             its, ids = ids[: produced[row]], ids[produced[row] :]
-            names = [r.id for r, _ in self.core._planner.flights._flights[0].rows]
-            if its and names[row] in self.bad:
+            if its and self.rows[result.number][row] in self.bad:
                 bad.append(slot)
                 produced[row], its = 0, []
             kept += its
@@ -101,33 +107,36 @@ def test_one_that_was_taken_back_meanwhile_is_computed_again_and_fails_then():
 
 
 class TakesBack:
-    """The policy `inner`, which takes a request back before the plan of that number."""
+    """The default policy, which takes a request back once it is told to, after `after` plans."""
 
-    def __init__(self, inner, at: int) -> None:
-        self._inner, self._at = inner, at
+    def __init__(self) -> None:
+        self._inner, self.after = Mixed(), -1
 
     def compose(self, board) -> None:
-        if self._at == 0:
+        if self.after == 0:
             board.relieve()
-        self._at -= 1
+        self.after -= 1
         self._inner.compose(board)
 
 
-def test_cached_tokens_are_those_of_the_first_admission_however_early_it_was_taken_back():
+def test_cached_tokens_are_those_of_the_first_admission_however_early_it_was_taken_back(
+    monkeypatch,
+):
+    policy = TakesBack()
+    monkeypatch.setattr(policies, "create", lambda _name: policy)
     p = pipeline(pages=200, slots=4, budget=64)
     p.deliver()
     p.deliver()
     first = p.submit([7] * 6, 30)
     for _ in range(3):
         p.deliver()
-    planner = p.core._planner
     # The plan that admits it is published; the next one takes it back, before any answer came.
-    planner._policy = TakesBack(planner._policy, 1)
+    policy.after = 1
     late = p.submit([40 + i for i in range(17)], 8)
-    while not planner.slots.running.get(late):
-        assert p.deliver()
     request = p.core._live[late]
-    while request.slot >= 0:
+    while request.phase != "running":
+        assert p.deliver()
+    while request.phase == "running":
         assert request.cached == -1, "its hits are told already: no test of what it is for"
         assert p.deliver()
     while request.admission < 2 or request.hit == 0:
@@ -182,11 +191,11 @@ def test_suspects_that_end_are_let_go_although_nobody_is_tried_any_more():
         p.deliver()
     p.engine.crash()
     p.deliver()
-    assert len(p.core._planner.probation) > 3
+    assert p.core._planner.suspects > 3
     for name in names:
         p.clients[name].cut = 0
     p.feed(Done(tuple(names)))
-    assert not p.core._planner.probation._suspects
+    assert not p.core._planner.suspects
 
 
 def test_what_cannot_fit_and_has_output_already_still_ends_with_an_error():

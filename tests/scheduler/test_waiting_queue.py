@@ -13,7 +13,7 @@ from pipeinfer.scheduler.request import Request, from_work
 
 
 class Waiting(RuleBasedStateMachine):
-    """`waiting` is the model: all that wait and are not done, in order."""
+    """`waiting` is the model: all that wait and are not over, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,6 +48,7 @@ class Waiting(RuleBasedStateMachine):
     def leaves_at_the_front(self) -> None:
         request = self.queue.pop()
         assert request is self.waiting.pop(0)
+        request.move("running")
         self.popped.append(request)
 
     @precondition(lambda self: self.waiting)
@@ -56,7 +57,7 @@ class Waiting(RuleBasedStateMachine):
         for _ in range(min(many, len(self.waiting))):
             at = data.draw(st.integers(0, len(self.waiting) - 1))
             request = self.waiting.pop(at)
-            request.done = True
+            request.move("over")
             self.queue.forget(request)
 
     @rule()

@@ -28,7 +28,7 @@ class Flight:
 
 
 class Launched:
-    """What the planner believes to be Flights: as many as are in flight; `rows` of its plan."""
+    """See planner.StepsInFlight: as many as are in flight; `rows` of the latest plan."""
 
     def __init__(self, flights: deque[Flight]) -> None:
         self.rows: list[tuple[Request, int]] = []
@@ -37,6 +37,6 @@ class Launched:
     def __len__(self) -> int:
         return len(self._flights)
 
-    def launch(self, _number: int, rows: list[tuple[Request, int]], _now: float) -> int:
+    def launch(self, number: int, rows: list[tuple[Request, int]], now: float) -> int:
         self.rows = rows
         return 0

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import cast
 
 from pipeinfer.scheduler import policies
-from pipeinfer.scheduler.flights import Flights
 from pipeinfer.scheduler.limits import TooLong, max_total
 from pipeinfer.scheduler.options import DEFAULT_STEP_TOKENS
 from pipeinfer.scheduler.planner import DEFERRALS, Planner
-from pipeinfer.scheduler.slots import Slots
 from simulate.arrivals import Arrival
 from simulate.deployment import Deployment
 from simulate.device import GROUPS, Device
@@ -48,9 +45,7 @@ class FoldedGroup:
         self._admitted: deque[tuple[Flight, list[tuple[Seat, int]]]] = deque()
         self._seats = Seats(self._lives)
         self._launched = Launched(self._in_flight)
-        self._planner = Planner(options)
-        self._planner.slots = cast(Slots, self._seats)
-        self._planner.flights = cast(Flights, self._launched)
+        self._planner = Planner(options, self._seats, self._launched)
         self._planner.begin(self._shape)
         self._memory = PageCounts(deployment.kv_pages, deployment.page_size, deployment.cache)
         self._depth = options.overlap_depth
@@ -147,8 +142,7 @@ class FoldedGroup:
             if max(pages, 1) > credits.available:
                 self._pump(now)
                 break
-            number = planner._number
-            planner._number += 1
+            number = planner.take_number()
             credits.plan(number, pages)
             if pages:
                 memory.take(pages)
@@ -180,9 +174,9 @@ class FoldedGroup:
         """True if its request ends with it; see Flights.land and Request.accept."""
         seat, request = row.seat, row.seat.request
         request.pending -= 1
-        if request.done or request.admission != seat.admission:
+        if request.phase == "over" or request.admission != seat.admission:
             return False
-        if request.slot >= 0:
+        if request.phase == "running":
             request.confirm(row.end)
             request.deferrals = request.deferrals + 1 if row.deferred else 0
         if not row.samples:
@@ -199,7 +193,6 @@ class FoldedGroup:
     def _finish(self, seat: Seat, now: float) -> None:
         request, arrival = seat.request, seat.life.arrival
         self._tally.ended(self._index, arrival, len(request.outputs), now)
-        request.done = True
         self._tokens -= self._lives.pop(request.id).tokens
         self.ended.append(request.id)
         self._planner.drop(request)
@@ -217,7 +210,7 @@ class FoldedGroup:
             self._seats.credits.report(flight.number, flight.free, flight.evictable)
             for seat, cached in hits:
                 request = seat.request
-                if request.slot >= 0 and request.admission == seat.admission:
+                if request.phase == "running" and request.admission == seat.admission:
                     request.hit = cached
                     request.cached = cached if request.cached < 0 else request.cached
                     request.rebase(cached)
@@ -266,11 +259,10 @@ class FoldedGroup:
             pages += seat.request.projected % size == 0
             seat.request.take(1)
             rows.append(Row(seat, 1, True))
-        planner = self._planner
-        number = planner._number
-        planner._number += 1
+        number = self._planner.take_number()
         slots.credits.plan(number, pages)
-        self._carry_out(number, slots.publish(), (), rows, len(self._cohort) > 0, now)
+        slots.publish()
+        self._carry_out(number, (), rows, len(self._cohort) > 0, now)
         return True
 
     def _publish_planned(self, now: float) -> bool:
@@ -288,16 +280,13 @@ class FoldedGroup:
             seat = running.seats[request.id]
             rows.append(Row(seat, count, request.projected >= request.known))
             request.take(count)
-        releases = cast("Sequence[tuple[Seat, int]]", plan.releases)
-        admits = cast("Sequence[Seat]", plan.admits)
-        self._carry_out(plan.number, releases, admits, rows, folded, now)
+        self._carry_out(plan.number, self._seats.admitted, rows, folded, now)
         self._counts.preemptions = self._planner.counts["preemptions"]
         return True
 
     def _carry_out(
         self,
         number: int,
-        releases: Sequence[tuple[Seat, int]],
         admits: Sequence[Seat],
         rows: list[Row],
         folded: bool,
@@ -305,7 +294,7 @@ class FoldedGroup:
     ) -> None:
         """The engine's part: pages, then the device. `folded`: the cohort is in the step."""
         memory, cohort = self._memory, self._cohort
-        memory.begin(releases, number)
+        memory.begin(self._seats.published, number)
         hits = [(seat, memory.admit(seat, number)) for seat in admits]
         pages = memory.needed(rows) + (cohort.pages if folded else 0)
         if not memory.fits(pages):

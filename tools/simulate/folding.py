@@ -126,4 +126,4 @@ class Folding:
 
 def _stand_in(projected: int) -> Request:
     endless = 1 << 60
-    return Request(NOBODY, 0, float("inf"), endless, slot=0, projected=projected)
+    return Request(NOBODY, 0, float("inf"), endless, slot=0, phase="running", projected=projected)

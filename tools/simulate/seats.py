@@ -5,12 +5,13 @@ Stands in for scheduler/slots.py, with the same names where the planner uses the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from pipeinfer.messages import Admit, Release
 from pipeinfer.scheduler.credits import Credits
 from pipeinfer.scheduler.request import Request
 from simulate.arrivals import Arrival
@@ -91,8 +92,8 @@ class Row:
 class Running:
     """All that run: one by one in the order of their admission, and the folded ones as stand-ins.
 
-    The planner and its board look at them as at a dict of requests. unseen: tokens that the folded
-    ones have in truth, more than their stand-ins show.
+    See planner.Running. unseen: tokens that the folded ones have in truth, more than their
+    stand-ins show.
     """
 
     seats: dict[str, Seat] = field(default_factory=dict[str, Seat])
@@ -103,25 +104,22 @@ class Running:
     def values(self) -> list[Request]:
         return self.folded + [seat.request for seat in self.hot]
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self.seats
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.seats)
-
     def __len__(self) -> int:
         return len(self.seats)
 
 
 class Seats:
     """See scheduler/slots.py, Slots. `lives`: of all requests that have not ended, by id. tokens:
-    of all that run, outputs to come included."""
+    of all that run, outputs to come included. Plans carry no releases and admits here: published,
+    admitted are those of the latest."""
 
     def __init__(self, lives: dict[str, Life]) -> None:
         self.running = Running()
         self.credits = Credits(1, 0)
         self.released_pages = 0
         self.releases: list[tuple[Seat, int]] = []
+        self.published: Sequence[tuple[Seat, int]] = ()
+        self.admitted: Sequence[Seat] = ()
         self.tokens = 0
         self._lives = lives
         self._free = 0
@@ -151,16 +149,21 @@ class Seats:
             self.released_pages += max(self.credits.between(request.hit, request.computed), 0)
         request.leave()
 
-    def publish(self) -> tuple[tuple[Seat, int], ...]:
-        """The releases of the plan that is written now."""
-        published, self.releases = tuple(self.releases), []
-        self._free += len(published)
+    def publish(self) -> tuple[Release, ...]:
+        """The releases are those of the plan that is written now."""
+        self.published, self.releases = self.releases, []
+        self._free += len(self.published)
         self.released_pages = 0
-        return published
+        return ()
 
-    def admit(self, request: Request) -> Seat:
+    def admit(self, requests: Sequence[Request]) -> tuple[Admit, ...]:
+        self.admitted = [self._admit(request) for request in requests]
+        return ()
+
+    def _admit(self, request: Request) -> Seat:
         self._free -= 1
         self._places += 1
+        request.move("running")
         request.slot = 0
         life = self._lives[request.id]
         self.tokens += life.tokens

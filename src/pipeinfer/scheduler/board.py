@@ -97,7 +97,7 @@ class Board:
 
     def run_alone(self, request: Request) -> None:
         """A step of `request` and nobody else; preempts others until there is room for it."""
-        if request.slot < 0:
+        if request.phase != "running":
             if request.pending:
                 return
             need = self._credits.between(0, request.length)

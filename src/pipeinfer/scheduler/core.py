@@ -37,13 +37,14 @@ from pipeinfer.scheduler.agreement import Agreement, Disagreement
 from pipeinfer.scheduler.awake import AwakeClock
 from pipeinfer.scheduler.deadlines import Deadlines
 from pipeinfer.scheduler.epochs import Epochs, Torn
-from pipeinfer.scheduler.flights import OutOfOrder, Overdue
+from pipeinfer.scheduler.flights import Flights, OutOfOrder, Overdue
 from pipeinfer.scheduler.ledger import Ledger
 from pipeinfer.scheduler.limits import TooLong, max_total
 from pipeinfer.scheduler.options import SchedulerOptions
 from pipeinfer.scheduler.outbox import Outbox, home, last_row, next_row, refusal
 from pipeinfer.scheduler.planner import Planner
 from pipeinfer.scheduler.request import Request, from_work
+from pipeinfer.scheduler.slots import Slots
 
 
 class SchedulerCore:
@@ -57,16 +58,15 @@ class SchedulerCore:
         tokenizers: Sequence[str] = (), detokenizers: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.options, self.group = options, group
-        self._stage, self._planner = f"scheduler-{group}", Planner(options)
+        self._stage, self._slots, self._flights = f"scheduler-{group}", Slots(), Flights()
+        self._planner = Planner(options, self._slots, self._flights)
         self._epochs, self._agreement = Epochs(options.tp, incarnation), Agreement(options.tp)
-        self._live: dict[str, Request] = {}
-        self._arrivals = 0
+        self._live, self._arrivals = dict[str, Request](), 0
         self._deadlines, self._tokenizers = Deadlines(), tuple(tokenizers)
         self._awake, self._now = AwakeClock(), 0.0
         self._draining = self._left = False
         self._roll_call = RollCall(self._stage, incarnation, (*tokenizers, *detokenizers))
-        self._ledger, self._outbox = Ledger(detokenizers), Outbox(group)
-        self._out: list[Send] = []
+        self._ledger, self._outbox, self._out = Ledger(detokenizers), Outbox(group), list[Send]()
         self.counts = self._planner.counts
         self.counts.update(epochs=0, finished=0, bad_logits=0)
         self._handlers: dict[type[Message], Callable[[Any, float], None]] = {
@@ -103,23 +103,23 @@ class SchedulerCore:
 
     def stats(self) -> dict[str, float]:
         """See docs/telemetry.md."""
-        running, flights = len(self._planner.slots.running), self._planner.flights
+        running, (step_tokens, prompt_rate) = len(self._slots.running), self._planner.allowed
         return {
             "running": running,
             "waiting": len(self._live) - running,
             "tokens_left": sum(request.left for request in self._live.values()),
             "kept": len(self._ledger.kept),
             "orphans": self._ledger.orphans,
-            "in_flight": len(flights),
-            "deferred_total": flights.deferred,
+            "in_flight": len(self._flights),
+            "deferred_total": self._flights.deferred,
             "agreed_plans": self._agreement.compared,
-            "target_step_tokens": self._planner.allowed[0],
-            "target_prompt_rate": self._planner.allowed[1],
+            "target_step_tokens": step_tokens,
+            "target_prompt_rate": prompt_rate,
             **{f"{name}_total": count for name, count in self.counts.items()},
         }
 
     def idle(self) -> bool:
-        return (self._left or not self._live) and not len(self._planner.flights)
+        return (self._left or not self._live) and not len(self._flights)
 
     # -------------------------------------------------------------------------------- requests
 
@@ -150,7 +150,7 @@ class SchedulerCore:
         else:
             self._resume(request, delivered)
             self._out += self._outbox.whole(*self._ledger.kept.get(request.id, (request, None)))
-        if not request.done:
+        if request.phase == "new":
             self._planner.enqueue(request, -1 if delivered is None else delivered.crashes)
 
     def _on_abort(self, abort: Abort, _now: float) -> None:
@@ -164,7 +164,7 @@ class SchedulerCore:
         """Another group is to go on with it, unless there are engines here: says what it needs."""
         waits = self._roll_call.complete and not self._epochs.running
         if request is not None and request.work.attempt == attempt and waits:
-            told = self._ledger.hand_over(request, self._planner.probation.crashes(request))
+            told = self._ledger.hand_over(request, self._planner.crashes(request))
             self._out += [Send("recovery", to, told) for to in self._tokenizers]
             self._drop(request)
 
@@ -194,6 +194,8 @@ class SchedulerCore:
         self._ledger.keep(request, last_row(request, None))
 
     def _refuse(self, request: Request, status: int, message: str, param: str | None) -> None:
+        if request.phase == "new":
+            self._planner.drop(request)
         refused = refusal(request, status, message, param)
         self._out.append(Send("tokens", home(request), refused))
         self._ledger.keep(request, refused)
@@ -210,8 +212,7 @@ class SchedulerCore:
         self._finish(request, row)
 
     def _drop(self, request: Request) -> None:
-        """It runs no more; its slot is released with the next plan."""
-        request.done = True
+        """It is over; its slot is released with the next plan."""
         del self._live[request.id]
         self._deadlines.forget(request)
         self._planner.drop(request)
@@ -325,21 +326,21 @@ class SchedulerCore:
         self._out.append(Send("telemetry", EVERYONE, GroupFault(self.group, reason)))
 
     def _lose_everything(self, blameless: bool = False) -> None:
-        guilty = self._planner.lose(blameless)
+        guilty = self._planner.lose(self._slots.lose(), self._flights.crash(), blameless)
         if guilty is not None:
             self._fail(guilty, "error", "the engine crashed repeatedly on this request")
 
     def _on_admitted(self, admitted: Admitted, _now: float) -> None:
         if self._epochs.running and admitted.epoch == self._epochs.epoch:
-            self._planner.slots.credits.report(admitted.number, admitted.free, admitted.evictable)
-            self._planner.flights.matched(admitted)
+            self._slots.report(admitted)
+            self._flights.matched(admitted)
 
     def _on_result(self, result: Result, now: float) -> None:
         if not self._epochs.running or result.epoch != self._epochs.epoch:
             return
-        self._planner.slots.credits.report(result.number, result.free, result.evictable)
+        self._slots.report(result)
         try:
-            for request, tokens in self._planner.flights.land(result):
+            for request, tokens in self._flights.land(result):
                 self._accept(request, tokens)
             self._agreement.result(result.digest)
         except (OutOfOrder, Disagreement) as error:
@@ -360,7 +361,7 @@ class SchedulerCore:
             return
         offset = len(request.outputs)
         finish, stop_token = request.accept(tokens)
-        self._planner.probation.cleared(request)
+        self._planner.cleared(request)
         row = next_row(request, offset, finish, stop_token)
         if finish is None:
             self._outbox.rows.setdefault(request.work.detokenizer, []).append(row)
@@ -377,7 +378,7 @@ class SchedulerCore:
         for request in self._deadlines.over(self._now):
             self._fail(request, "abort", "the request's timeout is over")
         try:
-            self._planner.flights.check(now, self.options.watchdog)
+            self._flights.check(now, self.options.watchdog)
             self._epochs.check(now, self.options.watchdog)
         except (Overdue, Torn) as error:
             self._restart_ranks(str(error), now)
@@ -392,8 +393,5 @@ class SchedulerCore:
 
     def _pump(self, now: float) -> None:
         """Publishes steps until enough are in flight or nothing is left to do."""
-        while self._epochs.running:
-            plan = self._planner.plan(self._epochs.epoch, now)
-            if plan is None:
-                return
+        while self._epochs.running and (plan := self._planner.plan(self._epochs.epoch, now)):
             self._out.append(Send("plan", EVERYONE, plan))

@@ -92,9 +92,9 @@ class Flights:
         for (request, admission), slot, end, many in rows:
             tokens, at = ids[at : at + many], at + many
             request.pending -= 1
-            if request.done or request.admission != admission:
+            if request.phase == "over" or request.admission != admission:
                 continue
-            if request.slot >= 0:
+            if request.phase == "running":
                 request.confirm(end)
                 request.deferrals = request.deferrals + 1 if slot in deferred else 0
                 if slot in bad:  # one that waits to be admitted again is computed again

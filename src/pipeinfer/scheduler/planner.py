@@ -6,18 +6,18 @@ nothing of what becomes of a request's tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Protocol
 
-from pipeinfer.messages import Hello, Plan, pack
+from pipeinfer.messages import Admit, Hello, Plan, Release, pack
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.board import Board, Row
 from pipeinfer.scheduler.credits import Credits
-from pipeinfer.scheduler.flights import Flights
 from pipeinfer.scheduler.options import DEFAULT_STEP_TOKENS, SchedulerOptions
 from pipeinfer.scheduler.probation import Probation
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
-from pipeinfer.scheduler.slots import Slots
 from pipeinfer.step_budget import MixedBudget, mixed_budget
 from pipeinfer.step_cost import Prompt
 
@@ -25,23 +25,62 @@ AHEAD = 64  # prompts in the queue that are looked at one by one
 DEFERRALS = 2  # of one request in a row, after which somebody else must give way
 
 
+class Running(Protocol):
+    """Requests that hold a slot."""
+
+    def values(self) -> Iterable[Request]:
+        """In the order of their admission."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class SlotsToPlan(Protocol):
+    """What a plan needs of the slots; see slots.py."""
+
+    @property
+    def running(self) -> Running: ...
+    @property
+    def credits(self) -> Credits: ...
+    @property
+    def released_pages(self) -> int: ...
+    @property
+    def free(self) -> int: ...
+    @property
+    def releasing(self) -> bool: ...
+
+    def begin(self, count: int, credits: Credits) -> None: ...
+    def context(self, rows: Iterable[Row]) -> int: ...
+    def release(self, request: Request, count_pages: bool = True) -> None: ...
+    def publish(self) -> tuple[Release, ...]: ...
+    def admit(self, requests: Sequence[Request]) -> tuple[Admit, ...]: ...
+
+
+class StepsInFlight(Protocol):
+    """What a plan needs of those that were published before it; see flights.py."""
+
+    def __len__(self) -> int: ...
+    def launch(self, number: int, rows: list[Row], now: float) -> int: ...
+
+
 class Planner:
     """Plans of one group. Raises ConfigurationError for an unknown policy.
 
-    `slots` and `flights` are those of the running epoch; `probation` holds who is suspected of its
-    crashes; `counts` go into the statistics, and `allowed`, what MixedBudget.allows says.
+    Gives out `slots` and launches `flights`; what engines say of either, their owner hears.
+    `counts` go into the statistics, and `allowed`, what MixedBudget.allows says.
     """
 
-    def __init__(self, options: SchedulerOptions) -> None:
-        self.slots = Slots()
-        self.flights = Flights()
+    def __init__(
+        self, options: SchedulerOptions, slots: SlotsToPlan, flights: StepsInFlight
+    ) -> None:
+        self._slots, self._flights = slots, flights
         self.counts: dict[str, int] = {"plans": 0, "planned_tokens": 0, "preemptions": 0}
         self._options = options
         self._policy = policies.create(options.policy)
         self._budget = 0  # tokens of a step, known when an epoch begins, as is the next
         self._mixed_budget, self.allowed = MixedBudget(0), (0, 0.0)
         self._queue = WaitingQueue()
-        self.probation = Probation()
+        self._probation = Probation()
         self._others = False  # whether the last step was one of those who are no suspects
         self._number = 0
 
@@ -53,47 +92,69 @@ class Planner:
         self._mixed_budget = mixed_budget(asked, self._budget, shape.step_cost, targets)
         self.allowed = self._mixed_budget.allows()
         slots = min(shape.max_slots, self._options.max_running, self._budget)
-        self.slots.begin(slots, Credits(shape.page_size, shape.pages))
+        self._slots.begin(slots, Credits(shape.page_size, shape.pages))
         self._number = 0
 
-    def lose(self, blameless: bool) -> Request | None:
-        """The epoch is over; returns a request that must fail because of it.
+    def lose(
+        self, lost: Sequence[Request], flying: Sequence[Request], blameless: bool
+    ) -> Request | None:
+        """The epoch is over: all `lost` had slots, and of those the ones that were `flying` are
+        suspects, unless they are `blameless`. Returns a request that must fail because of it.
 
         Every other one goes back to the queue with the tokens it has; suspects wait apart.
         """
-        flying = self.flights.crash()
-        suspects = [request for request in flying if request.slot >= 0 and not blameless]
-        lost = self.slots.lose()
-        guilty = self.probation.accuse(suspects)
+        suspects = [r for r in flying if r.phase == "lost" and not blameless]
+        guilty = self._probation.accuse(suspects)
         for request in lost:
             # The one that was being tried may have had a slot and no part in the last step.
-            if request is not guilty and self.probation.crashes(request) < 0:
+            if request is not guilty and request.phase == "lost":
                 self._queue.push(request)
         return guilty
 
     def enqueue(self, request: Request, crashes: int = -1) -> None:
         """It waits for a slot from now on; apart, if it may have crashed an engine elsewhere."""
         if crashes >= 0:
-            self.probation.suspect(request, crashes)
+            self._probation.suspect(request, crashes)
         else:
             self._queue.push(request)
 
     def drop(self, request: Request) -> None:
-        """It runs no more, and was marked done; its slot is released with the next plan."""
-        if request.id in self.slots.running:
-            self.slots.release(request)
-        else:
+        """It is over, wherever it was; its slot is released with the next plan."""
+        phase = request.phase
+        request.move("over")
+        if phase == "running":
+            self._slots.release(request)
+        elif phase == "waiting":
             self._queue.forget(request)
-            self.probation.forget(request)
+        elif phase == "suspected":
+            self._probation.forget(request)
+
+    @property
+    def suspects(self) -> int:
+        """Requests that may have crashed an engine."""
+        return len(self._probation)
+
+    def crashes(self, request: Request) -> int:
+        """Of engines that ran `request` alone; -1 if it is no suspect."""
+        return self._probation.crashes(request)
+
+    def cleared(self, request: Request) -> None:
+        """`request` produced a token: it crashes no engine."""
+        self._probation.cleared(request)
+
+    def take_number(self) -> int:
+        """The number of the next plan, for whoever writes it down."""
+        self._number += 1
+        return self._number - 1
 
     def plan(self, epoch: int, now: float) -> Plan | None:
         """The next step; None if enough are in flight or nothing is left to do."""
-        if len(self.flights) >= self._options.overlap_depth:
+        if len(self._flights) >= self._options.overlap_depth:
             return None
-        slots = self.slots
+        slots = self._slots
         board = Board(
             list(slots.running.values()), self._queue, slots.credits, slots.free, self._budget,
-            not len(self.flights), slots.released_pages, partial(self._beside, now),
+            not len(self._flights), slots.released_pages, partial(self._beside, now),
         )  # fmt: skip
         if not self._compose(board):
             return None
@@ -106,7 +167,7 @@ class Planner:
         waiting = [Prompt(r.known - r.projected, r.projected, now - r.since) for r in prompts]
         if self._mixed_budget.looks_ahead:
             waiting += self._coming(now)
-        context = self.slots.context(decodes)
+        context = self._slots.context(decodes)
         return self._mixed_budget.prompts(len(decodes), context, waiting)
 
     def _coming(self, now: float) -> list[Prompt]:
@@ -124,10 +185,10 @@ class Planner:
     def _compose(self, board: Board) -> bool:
         """Fills the board; False if the steps in flight must report first."""
         head = self._queue.head()
-        if self.probation.tried or (self.probation and (head is None or not head.admission)):
-            if len(self.flights):
+        if self._probation.tried or (self._probation and (head is None or not head.admission)):
+            if len(self._flights):
                 return False  # a suspect runs alone, at depth 1
-            suspect = self.probation.next()
+            suspect = self._probation.next()
             if suspect is not None:
                 self._try(suspect, board)
                 return True
@@ -139,7 +200,7 @@ class Planner:
 
         When pages run short it comes first, and those who hold them have to give way.
         """
-        short = any(request.deferrals for request in self.slots.running.values())
+        short = any(request.deferrals for request in self._slots.running.values())
         self._others = not (self._others or short)
         if suspect.deferrals:
             board.make_way(suspect)
@@ -151,7 +212,7 @@ class Planner:
 
     def _share(self, board: Board) -> None:
         """A step of all that run, as the policy likes it."""
-        if any(request.deferrals >= DEFERRALS for request in self.slots.running.values()):
+        if any(request.deferrals >= DEFERRALS for request in self._slots.running.values()):
             board.relieve()
         self._policy.compose(board)
 
@@ -159,19 +220,18 @@ class Planner:
         """The plan: releases, then admits, then rows."""
         for request in board.preempted:
             self._preempt(request)
-        releases = self.slots.publish()
-        admits = tuple(map(self.slots.admit, board.admitted))
-        rows = [(request, count) for request, count in board.rows if request.slot >= 0]
+        releases = self._slots.publish()
+        admits = self._slots.admit(board.admitted)
+        rows = [(request, count) for request, count in board.rows if request.phase == "running"]
         slots, counts = pack([r.slot for r, _ in rows]), pack([count for _, count in rows])
-        plan = Plan(epoch, self._number, releases, admits, slots, counts)
-        self.counts["planned_tokens"] += self.flights.launch(self._number, rows, now)
-        self.slots.credits.plan(self._number, board.pages)
-        self._number += 1
+        number = self.take_number()
+        self.counts["planned_tokens"] += self._flights.launch(number, rows, now)
+        self._slots.credits.plan(number, board.pages)
         self.counts["plans"] += 1
-        return plan
+        return Plan(epoch, number, releases, admits, slots, counts)
 
     def _preempt(self, request: Request) -> None:
-        self.slots.release(request, count_pages=False)  # the board has counted them
+        self._slots.release(request, count_pages=False)  # the board has counted them
         request.deferrals = 0
         self._queue.push(request)
         self.counts["preemptions"] += 1

@@ -23,31 +23,35 @@ class Probation:
     def accuse(self, requests: list[Request]) -> Request | None:
         """The engine was lost while `requests` were in flight; returns one that must fail."""
         guilty = None
-        if self.tried is not None and self.tried in requests and not self.tried.done:
-            self.tried.lone_crashes += 1
-            if self.tried.lone_crashes >= LONE_CRASHES:
-                guilty = self.tried
+        tried, self.tried = self.tried, None
+        if tried in requests:
+            tried.lone_crashes += 1
+            if tried.lone_crashes >= LONE_CRASHES:
+                guilty = tried
                 requests = [r for r in requests if r is not guilty]
-        elif self.tried is not None and not self.tried.done:
-            self._suspects.appendleft(self.tried)  # it had no step in flight: not its doing
-        self.tried = None
-        known = set(map(id, self._suspects))
-        self._suspects.extend(r for r in requests if id(r) not in known)
+        elif tried is not None and tried.phase != "over":
+            if tried.phase == "lost":
+                tried.move("suspected")
+            self._suspects.appendleft(tried)  # it had no step in flight: not its doing
+        for request in requests:
+            request.move("suspected")
+        self._suspects += requests
         return guilty
 
     def suspect(self, request: Request, crashes: int) -> None:
         """Another group lost its engine to it, or to others; `crashes` with it alone."""
+        request.move("suspected")
         request.lone_crashes = crashes
         self._suspects.append(request)
 
     def crashes(self, request: Request) -> int:
         """Of engines that ran `request` alone; -1 if it is no suspect."""
-        suspected = request is self.tried or any(request is one for one in self._suspects)
+        suspected = request is self.tried or request.phase == "suspected"
         return request.lone_crashes if suspected else -1
 
     def next(self) -> Request | None:
         """The request to run alone now; None if nobody is suspected."""
-        while self.tried is None or self.tried.done:
+        while self.tried is None or self.tried.phase == "over":
             if not self._suspects:
                 self.tried = None
                 return None
@@ -62,8 +66,7 @@ class Probation:
 
     def forget(self, request: Request) -> None:
         """`request` is over: nobody asks any more whether it was to blame."""
-        if self._suspects:
-            self._suspects = deque(one for one in self._suspects if one is not request)
+        self._suspects = deque(one for one in self._suspects if one is not request)
 
     def __len__(self) -> int:
-        return sum(not r.done for r in self._suspects) + (self.tried is not None)
+        return len(self._suspects) + (self.tried is not None)

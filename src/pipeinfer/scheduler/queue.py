@@ -16,7 +16,7 @@ FEW_GONE = 64
 
 class WaitingQueue:
     """A sorted list. Nearly all come at its end and leave at its front, which moves the pointers
-    behind; a request that is `done` stays until it comes up, or until most are.
+    behind; a request that is over stays until it comes up, or until most are.
 
     tokens: of all that wait, as long as they were when they came.
     """
@@ -27,6 +27,7 @@ class WaitingQueue:
         self._gone = 0
 
     def push(self, request: Request) -> None:
+        request.move("waiting")
         request.queued = request.length
         self.tokens += request.queued
         insort(self._order, (request.work.priority, request.arrival, request))
@@ -34,7 +35,7 @@ class WaitingQueue:
     def head(self) -> Request | None:
         """The next request, still in the queue; None if there is none."""
         gone = 0
-        while gone < len(self._order) and self._order[gone][2].done:
+        while gone < len(self._order) and self._order[gone][2].phase == "over":
             gone += 1
         if gone:
             del self._order[:gone]
@@ -44,7 +45,7 @@ class WaitingQueue:
     def first(self, count: int) -> list[Request]:
         """At most `count` that come next; fewer also where most of the next are gone."""
         near = self._order[: count * LOOKED_AT]
-        return [request for _, _, request in near if not request.done][:count]
+        return [request for _, _, request in near if request.phase != "over"][:count]
 
     def pop(self) -> Request:
         """Removes and returns the head; IndexError if there is none."""
@@ -52,22 +53,16 @@ class WaitingQueue:
         if request is None:
             raise IndexError("pop from an empty queue")
         del self._order[0]
-        self._leave(request)
+        self.tokens -= request.queued
         return request
 
     def forget(self, request: Request) -> None:
-        """`request` was marked done; if it waits here it leaves when it comes up, or with many."""
-        if not request.queued:
-            return
-        self._leave(request)
+        """`request` waited here and is over; it leaves when it comes up, or with many."""
+        self.tokens -= request.queued
         self._gone += 1
         if self._gone > FEW_GONE and self._gone > len(self._order) // 2:
-            self._order = [one for one in self._order if not one[2].done]
+            self._order = [one for one in self._order if one[2].phase != "over"]
             self._gone = 0
 
     def __len__(self) -> int:
         return len(self._order) - self._gone
-
-    def _leave(self, request: Request) -> None:
-        self.tokens -= request.queued
-        request.queued = 0

@@ -10,6 +10,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from pipeinfer.messages import Delivered, FinishReason, Work
+from pipeinfer.scheduler.phase import NEXT, Phase
 
 RESUMED = 1 << 40  # requests that ran elsewhere come before those that only waited, in their order
 TOKEN_BYTES = 4  # of packed ids
@@ -22,7 +23,7 @@ class Request:
 
     The prompt stays as it came, in `work`: nobody looks at single ids of it.
     since: when it came, by the clock that plans are made by. queued: the tokens as which it counts
-    in the queue, 0 if it is not there.
+    while it waits. slot: -1 unless it runs.
     known: tokens told at the last admission (K). computed: confirmed by results. projected: what
     will be computed once the steps in flight are done, if none is deferred. inflight: planned
     counts of those steps, oldest first. pending: steps in flight, also after it lost its slot.
@@ -50,7 +51,7 @@ class Request:
     deferrals: int = 0
     lone_crashes: int = 0
     queued: int = 0
-    done: bool = False
+    phase: Phase = "new"
     spoiled: bool = False
     since: float = 0.0
 
@@ -83,8 +84,13 @@ class Request:
         """Tokens still to be computed if it grows to its max_tokens, as far as that is known."""
         wanted = self.work.params.max_tokens
         outputs = UNKNOWN_OUTPUT if wanted is None else wanted
-        known = self.known - self.computed if self.slot >= 0 else self.length
+        known = self.known - self.computed if self.phase == "running" else self.length
         return max(known, 0) + max(outputs - len(self.outputs), 0)
+
+    def move(self, phase: Phase) -> None:
+        """Only whoever keeps it from now on moves it, or who ends it."""
+        assert phase in NEXT[self.phase], f"{self.id} is {self.phase} and cannot be {phase} now"
+        self.phase = phase
 
     def take(self, count: int) -> int:
         """Projects one more row of at most `count` tokens; returns how many it will compute."""

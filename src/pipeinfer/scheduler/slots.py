@@ -5,9 +5,9 @@ Knows requests and numbers of slots and pages; no policy, no queue and no bus.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from pipeinfer.messages import Admit, Release, pack
+from pipeinfer.messages import Admit, Admitted, Release, Result, pack
 from pipeinfer.scheduler.credits import Credits
 from pipeinfer.scheduler.request import Request
 
@@ -36,10 +36,15 @@ class Slots:
         lost = list(self.running.values())
         for request in lost:
             request.leave()
+            request.move("lost")
         self.running.clear()
         self._releases.clear()
         self.released_pages = 0
         return lost
+
+    def report(self, told: Admitted | Result) -> None:
+        """The engine's pages, as it told them after one of the plans."""
+        self.credits.report(told.number, told.free, told.evictable)
 
     @property
     def free(self) -> int:
@@ -61,7 +66,7 @@ class Slots:
         does not: its logits may be bad. count_pages: False if a board has counted them already."""
         del self.running[request.id]
         ids = pack(request.confirmed)
-        keep = not request.spoiled and (bool(ids) or not request.done)
+        keep = not request.spoiled and (bool(ids) or request.phase != "over")
         self._releases.append(Release(request.slot, keep, ids, request.spoiled))
         if count_pages:
             self.released_pages += max(self.credits.between(request.hit, request.computed), 0)
@@ -74,8 +79,12 @@ class Slots:
         self.released_pages = 0
         return releases
 
-    def admit(self, request: Request) -> Admit:
-        """Gives `request` a slot."""
+    def admit(self, requests: Sequence[Request]) -> tuple[Admit, ...]:
+        """Gives each of them a slot."""
+        return tuple(map(self._admit, requests))
+
+    def _admit(self, request: Request) -> Admit:
+        request.move("running")
         request.slot = self._free.pop()
         self.running[request.id] = request
         work, params = request.work, request.work.params

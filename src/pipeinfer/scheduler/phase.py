@@ -1,0 +1,23 @@
+"""Where a request is in the scheduler, and the only ways from one place to the next.
+
+Whoever keeps requests moves them: the queue, the suspects, the slots; the planner ends them. What
+of a request is still in flight when it has left its slot is no phase: see Request.pending.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+# Plain strings: they are part of a scheduler's snapshot as they are.
+Phase = Literal["new", "waiting", "suspected", "running", "lost", "over"]
+
+# new: nobody keeps it yet. waiting: in the queue. suspected: it may have crashed an engine, and
+# waits apart. running: it holds a slot. lost: its slot went with the epoch. over: it ended.
+NEXT: dict[Phase, tuple[Phase, ...]] = {
+    "new": ("waiting", "suspected", "over"),
+    "waiting": ("running", "over"),
+    "suspected": ("running", "over"),
+    "running": ("waiting", "lost", "over"),
+    "lost": ("waiting", "suspected", "over"),
+    "over": (),
+}

@@ -1,0 +1,113 @@
+"""A request's ways through the scheduler: each that the table allows is gone, and no other is."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from test_scheduler_core import Client, pipeline
+
+from pipeinfer.messages import Delivered, Done, Fault, Work, pack
+from pipeinfer.params import SamplingParams
+from pipeinfer.scheduler.phase import NEXT
+from pipeinfer.scheduler.request import Request, from_work
+
+ALLOWED = {(phase, after) for phase, following in NEXT.items() for after in following}
+
+
+def gone(p, name: str) -> None:
+    p.clients[name].cut = len(p.clients[name].outputs)
+    p.feed(Done((name,)))
+
+
+def started(**options):
+    p = pipeline(**options)
+    p.deliver()
+    p.deliver()
+    return p
+
+
+def refused_and_gone_while_it_waits() -> None:
+    p = started(slots=1)
+    p.clients["long"] = Client([1], 1, 0)
+    p.feed(Work("long", 1, 0, 0, pack([1]), SamplingParams(max_tokens=1 << 20), 0))
+    p.clients["long"].cut = 0
+    names = [p.submit([5 + n], 9) for n in range(3)]
+    gone(p, names[2])
+    p.settle()
+
+
+def taken_back_for_want_of_pages() -> None:
+    p = started(pages=10, page_size=4, slots=4, budget=64)
+    for n in range(4):
+        p.submit([30 + n] * 8, 20)
+    p.settle()
+
+
+def an_engine_leaves_in_good_order() -> None:
+    p = started(pages=200)
+    p.submit([5] * 9, 20)
+    p.deliver()
+    p.feed(Fault(p.engine.epoch, 0, 1, "it leaves", orderly=True))
+    p.engine.crash()
+    p.settle()
+
+
+def an_engine_is_lost_and_a_suspect_leaves() -> None:
+    p = started(pages=200, budget=64)
+    names = [p.submit([30 + n] * 6, 30) for n in range(3)]
+    for _ in range(5):
+        p.deliver()
+    p.engine.crash()
+    p.deliver()
+    gone(p, names[1])
+    p.settle()
+
+
+def a_suspect_comes_from_elsewhere() -> None:
+    p = started(pages=200)
+    client = p.clients["moved"] = Client([7] * 3, 9, 0)
+    client.outputs = client.expected[:2]
+    p.feed(Delivered("moved", 1, pack(client.outputs), crashes=0))
+    client.outputs = []  # the detokenizer is told all of it again
+    p.feed(Work("moved", 1, 0, 0, pack([7] * 3), SamplingParams(max_tokens=9), 0, eos_ids=(3, 11)))
+    p.settle()
+
+
+def one_that_crashes_every_engine() -> None:
+    p = started(pages=200)
+    name = p.submit([5] * 9, 20)
+    for _ in range(9):
+        if p.clients[name].finish is None:
+            p.engine.crash()
+            p.deliver()
+            p.deliver()
+    assert p.clients[name].finish == "error"
+
+
+def test_every_way_of_the_table_is_gone_and_no_other(monkeypatch):
+    ways = set()
+    move = Request.move
+
+    def watched(request: Request, phase) -> None:
+        before = request.phase
+        move(request, phase)
+        ways.add((before, phase))
+
+    monkeypatch.setattr(Request, "move", watched)
+    refused_and_gone_while_it_waits()
+    taken_back_for_want_of_pages()
+    an_engine_leaves_in_good_order()
+    an_engine_is_lost_and_a_suspect_leaves()
+    a_suspect_comes_from_elsewhere()
+    one_that_crashes_every_engine()
+    assert ways == ALLOWED
+
+
+@pytest.mark.parametrize(("before", "after"), sorted(set(product(NEXT, NEXT)) - ALLOWED))
+def test_a_way_that_the_table_does_not_know_is_refused(before, after):
+    request = from_work(Work("r", 1, 0, 0, pack([1]), SamplingParams(), 0), 1, 0.0)
+    request.phase = before
+    with pytest.raises(AssertionError, match=f"r is {before} and cannot be {after}"):
+        request.move(after)
+    assert request.phase == before
