@@ -108,3 +108,19 @@ def test_captured_work_is_done_again_into_the_same_tensors_from_what_lies_there_
     with pytest.raises(ZeroDivisionError):
         device.run(lambda: print(1 / 0))
     device.close()
+
+
+def test_work_within_work_is_done_at_once(device):
+    """It would wait for itself."""
+    order = []
+
+    def outer() -> None:
+        device.run(lambda: order.append("run"))
+        mark = device.submit(lambda: order.append("work"), lambda: order.append("prepare"))
+        assert mark.ready and mark.busy > 0
+        with pytest.raises(ZeroDivisionError):
+            device.run(lambda: 1 / 0)
+        order.append("outer")
+
+    device.submit(outer).wait()
+    assert order == ["run", "prepare", "work", "outer"]

@@ -152,10 +152,15 @@ class HostDevice:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Work, prepare: Work = nothing) -> HostMark:
+        """From within other work it is done at once: whoever waits for it there would wait for
+        itself."""
+        mark = HostMark()
+        if threading.current_thread() is self._thread:
+            _do(prepare, work, mark)
+            return mark
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="steps", daemon=True)
             self._thread.start()
-        mark = HostMark()
         self._work.put((prepare, work, mark))
         return mark
 
@@ -198,13 +203,19 @@ class HostDevice:
             prepare, work, mark = one
             began = time.perf_counter()
             mark.idle = began - ended if starved and ended is not None else 0.0
-            error = None
-            try:
-                prepare()
-                work()
-            except Exception as raised:  # whatever it is, it belongs to who submitted the work
-                error = raised
-            ended = time.perf_counter()
-            mark.busy = ended - began
-            mark.end(error)
+            ended = _do(prepare, work, mark)
             del one, prepare, work, mark  # what they hold may be large
+
+
+def _do(prepare: Work, work: Work, mark: HostMark) -> float:
+    """Ends the mark; returns when that was."""
+    began, error = time.perf_counter(), None
+    try:
+        prepare()
+        work()
+    except Exception as raised:  # whatever it is, it belongs to who submitted the work
+        error = raised
+    ended = time.perf_counter()
+    mark.busy = ended - began
+    mark.end(error)
+    return ended
