@@ -1,4 +1,4 @@
-"""Every message on the bus; read from top to bottom it is the whole protocol.
+"""Every message on the bus; with channels.py, read from top to bottom, it is the whole protocol.
 
 Knows nobody: no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec
 struct, encoded as MessagePack; token sequences are raw little-endian int32 bytes. Structs grow only
@@ -7,7 +7,7 @@ at their end, with defaults; any other change is a new PROTOCOL.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from pipeinfer.params import SamplingParams
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -92,6 +92,14 @@ class Work(Message, frozen=True):
     timeout: float = 0.0
     cache_salt: str = ""
     trace: str = ""
+
+
+class HandOver(Message, frozen=True):
+    """Another group is to go on with the request: a group that has it, and no engine, forgets it
+    and answers with Delivered. On the path of the Work, so that it cannot overtake it."""
+
+    request_id: str
+    attempt: int
 
 
 # ------------------------------------------------------------------------ plan: scheduler -> engine
@@ -384,16 +392,3 @@ class Delivered(Message, frozen=True):
     finish: FinishReason | None = None
     error: str = ""
     crashes: int = -1
-
-
-CHANNELS: dict[str, Any] = {
-    "requests": Union[Submit, Abort, Done],
-    "work": Union[Work, Abort, Done],
-    "plan": Union[Begin, Plan],
-    "result": Union[Hello, Ready, Admitted, Result, Digests, Fault],
-    "tokens": Union[Open, Tokens, Refused, Abort, Done],
-    "stops": StopHit,
-    "text": Union[Accepted, Refused, Text],
-    "telemetry": Union[Heartbeat, GroupFault],
-    "recovery": Union[Recover, Recovered, Delivered],
-}

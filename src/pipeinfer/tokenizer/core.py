@@ -19,6 +19,7 @@ from pipeinfer.messages import (
     Delivered,
     Done,
     GroupFault,
+    HandOver,
     Heartbeat,
     Message,
     Recover,
@@ -29,7 +30,7 @@ from pipeinfer.messages import (
     Work,
     unpack,
 )
-from pipeinfer.recovery import MOVED, REPEAT, RollCall, answer, number
+from pipeinfer.recovery import REPEAT, RollCall, answer, number
 from pipeinfer.tokenizer.encoding import Encoding, Pending
 from pipeinfer.tokenizer.events import Encode, Encoded
 from pipeinfer.tokenizer.group_watch import GroupWatch
@@ -258,8 +259,8 @@ class TokenizerCore:
                 continue
             self._asked[group] = now
             for work in self._ledger.leaving(group):
-                moved = Abort(work.request_id, work.attempt, MOVED)
-                out.append(Send("work", f"scheduler-{group}", moved))
+                asked = HandOver(work.request_id, work.attempt)
+                out.append(Send("work", f"scheduler-{group}", asked))
         return out
 
     def _on_delivered(self, event: Delivered, _now: float) -> list[Send]:
