@@ -41,6 +41,7 @@ class Submit(Message, frozen=True):
     """A client's request. Exactly one of `text`, `prompt_ids` and `chat` is given. `seed` is final.
     `timeout`: seconds until it is aborted, 0: never. `cache_salt` separates prefix caches. `trace`:
     W3C traceparent, or empty. `group`: where it runs already, if it was tokenized before; else -1.
+    `return_prompt_ids`: Accepted brings the prompt's ids.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class Submit(Message, frozen=True):
     cache_salt: str = ""
     trace: str = ""
     group: int = -1
+    return_prompt_ids: bool = False
 
 
 class Abort(Message, frozen=True):
@@ -218,7 +220,6 @@ class Result(Message, frozen=True):
     free: int
     evictable: int
     digest: int
-    step_seconds: float = 0.0  # differs between a run and its replay
     bad: bytes = b""
 
 
@@ -236,7 +237,6 @@ class Fault(Message, frozen=True):
 
     epoch: int
     rank: int
-    incarnation: int
     reason: str
     orderly: bool = False
 
@@ -251,7 +251,6 @@ class Open(Message, frozen=True):
     attempt: int
     gateway: int
     params: SamplingParams
-    prompt_tokens: int
     context_ids: bytes
     trace: str = ""
     group: int = 0
@@ -300,12 +299,13 @@ class StopHit(Message, frozen=True):
 
 
 class Accepted(Message, frozen=True):
-    """tokenizer -> gateway: the request's ids and where it went."""
+    """tokenizer -> gateway: how long the prompt is, and where it went; its ids if asked for."""
 
     request_id: str
     attempt: int
     group: int
-    prompt_ids: bytes
+    prompt_tokens: int
+    prompt_ids: bytes = b""
 
 
 class TextRow(msgspec.Struct, frozen=True, array_like=True):
