@@ -81,7 +81,14 @@ def next_row(
 ) -> TokenRow:
     """The row of what the request has generated from `offset` on."""
     ids, cached = pack_few(request.outputs[offset:]), max(request.cached, 0)
-    return TokenRow(request.id, offset, ids, finish, stop_token, "", cached)
+    return TokenRow(
+        request_id=request.id,
+        offset=offset,
+        ids=ids,
+        finish=finish,
+        stop_token=stop_token,
+        cached_tokens=cached,
+    )
 
 
 def last_row(request: Request, finish: FinishReason | None, error: str = "") -> TokenRow:
