@@ -327,9 +327,15 @@ class GatewayCore:
             out.append(local(_timed_out(record)))
             return
         delta = Delta(
-            record.request_id, "", b"", record.bytes, record.tokens, "abort", None,
-            record.prompt_tokens, record.tokens,
-        )  # fmt: skip
+            request_id=record.request_id,
+            text="",
+            ids=b"",
+            byte_offset=record.bytes,
+            token_offset=record.tokens,
+            finish="abort",
+            prompt_tokens=record.prompt_tokens,
+            output_tokens=record.tokens,
+        )
         out.append(local(delta))
 
     def _drain(self, _event: Drain | Leave, _now: float) -> list[Send]:
