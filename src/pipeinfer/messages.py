@@ -1,4 +1,4 @@
-"""Every message on the bus; read from top to bottom it is the whole protocol.
+"""Every message on the bus; with channels.py, read from top to bottom, it is the whole protocol.
 
 Knows nobody: no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec
 struct, encoded as MessagePack; token sequences are raw little-endian int32 bytes. Structs grow only
@@ -7,7 +7,7 @@ at their end, with defaults; any other change is a new PROTOCOL.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from pipeinfer.params import SamplingParams
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -41,6 +41,7 @@ class Submit(Message, frozen=True):
     """A client's request. Exactly one of `text`, `prompt_ids` and `chat` is given. `seed` is final.
     `timeout`: seconds until it is aborted, 0: never. `cache_salt` separates prefix caches. `trace`:
     W3C traceparent, or empty. `group`: where it runs already, if it was tokenized before; else -1.
+    `return_prompt_ids`: Accepted brings the prompt's ids.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class Submit(Message, frozen=True):
     cache_salt: str = ""
     trace: str = ""
     group: int = -1
+    return_prompt_ids: bool = False
 
 
 class Abort(Message, frozen=True):
@@ -92,6 +94,14 @@ class Work(Message, frozen=True):
     timeout: float = 0.0
     cache_salt: str = ""
     trace: str = ""
+
+
+class HandOver(Message, frozen=True):
+    """Another group is to go on with the request: a group that has it, and no engine, forgets it
+    and answers with Delivered. On the path of the Work, so that it cannot overtake it."""
+
+    request_id: str
+    attempt: int
 
 
 # ------------------------------------------------------------------------ plan: scheduler -> engine
@@ -210,7 +220,6 @@ class Result(Message, frozen=True):
     free: int
     evictable: int
     digest: int
-    step_seconds: float = 0.0  # differs between a run and its replay
     bad: bytes = b""
 
 
@@ -228,7 +237,6 @@ class Fault(Message, frozen=True):
 
     epoch: int
     rank: int
-    incarnation: int
     reason: str
     orderly: bool = False
 
@@ -243,7 +251,6 @@ class Open(Message, frozen=True):
     attempt: int
     gateway: int
     params: SamplingParams
-    prompt_tokens: int
     context_ids: bytes
     trace: str = ""
     group: int = 0
@@ -292,12 +299,13 @@ class StopHit(Message, frozen=True):
 
 
 class Accepted(Message, frozen=True):
-    """tokenizer -> gateway: the request's ids and where it went."""
+    """tokenizer -> gateway: how long the prompt is, and where it went; its ids if asked for."""
 
     request_id: str
     attempt: int
     group: int
-    prompt_ids: bytes
+    prompt_tokens: int
+    prompt_ids: bytes = b""
 
 
 class TextRow(msgspec.Struct, frozen=True, array_like=True):
@@ -384,16 +392,3 @@ class Delivered(Message, frozen=True):
     finish: FinishReason | None = None
     error: str = ""
     crashes: int = -1
-
-
-CHANNELS: dict[str, Any] = {
-    "requests": Union[Submit, Abort, Done],
-    "work": Union[Work, Abort, Done],
-    "plan": Union[Begin, Plan],
-    "result": Union[Hello, Ready, Admitted, Result, Digests, Fault],
-    "tokens": Union[Open, Tokens, Refused, Abort, Done],
-    "stops": StopHit,
-    "text": Union[Accepted, Refused, Text],
-    "telemetry": Union[Heartbeat, GroupFault],
-    "recovery": Union[Recover, Recovered, Delivered],
-}

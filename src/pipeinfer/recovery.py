@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pipeinfer.core import Send
 from pipeinfer.messages import Recover, Recovered
 
-MOVED = "moved"  # reason of an Abort: another group is to go on with it, who has it tells what
 DIGITS = re.compile("[0-9]{1,9}")
 REPEAT = 1.0  # seconds after which a peer that has not answered is asked again
 

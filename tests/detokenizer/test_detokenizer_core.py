@@ -68,7 +68,7 @@ class Bench:
         fields = {key: rest.pop(key) for key in ("gateway", "group") if key in rest}
         params = SamplingParams(**rest)
         gateway = fields.pop("gateway", 0)
-        self.say(Open(name, attempt, gateway, params, 3, pack([1, 2, 3]), **fields))
+        self.say(Open(name, attempt, gateway, params, pack([1, 2, 3]), **fields))
 
     def row(self, ids: list[int], offset: int = 0, name: str = "r", **rest: Any) -> None:
         self.say(Tokens((TokenRow(name, offset, pack(ids), **rest),)))
@@ -393,7 +393,7 @@ def test_without_a_tokenizer_ids_come_with_empty_text() -> None:
 
 def test_a_message_of_another_stage_is_an_error(bench: Bench) -> None:
     with pytest.raises(TypeError, match="Accepted"):
-        bench.core.handle(Accepted("r", 1, 0, b""), 0.0)
+        bench.core.handle(Accepted("r", 1, 0, 1), 0.0)
 
 
 def test_the_stage_reads_the_tokenizer_of_its_model(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_the_first_plan_that_ranks_decide_differently_ends_the_epoch():
 def test_a_fault_of_one_of_several_ranks_restarts_all_of_them():
     group = busy_group()
     group.run(5)
-    group.feed(Fault(group.plans[-1].epoch, 1, 101, "plan 7 came where 6 was expected"))
+    group.feed(Fault(group.plans[-1].epoch, 1, "plan 7 came where 6 was expected"))
     assert group.faults == [GroupFault(0, "rank 1: plan 7 came where 6 was expected")]
     assert group.state()[0] == "waiting"
     plans = len(group.plans)
@@ -194,7 +194,7 @@ def test_requests_go_on_with_the_same_tokens_on_restarted_ranks():
     quiet.run()
     group = busy_group()
     group.run(30)
-    group.feed(Fault(group.plans[-1].epoch, 0, 100, "it is lost"))
+    group.feed(Fault(group.plans[-1].epoch, 0, "it is lost"))
     group.ranks = [Rank(rank, 2) for rank in range(2)]
     for rank in group.ranks:
         hello = rank.core.hello
@@ -252,7 +252,7 @@ def test_an_epoch_in_good_order_begins_anew_without_a_restart():
 def test_ranks_that_have_computed_different_numbers_of_steps_are_restarted():
     """Their collectives would never meet: one waits for what another computed long ago."""
     group = Group()
-    group.feed(Fault(1, 1, 101, "asked for", orderly=True))
+    group.feed(Fault(1, 1, "asked for", orderly=True))
     assert group.faults == []
     epoch = group.scheduler._epochs.epoch
     group.deaf = {0, 1}
@@ -267,7 +267,7 @@ def test_ranks_that_have_computed_different_numbers_of_steps_are_restarted():
 def test_a_rank_that_does_not_answer_to_an_epoch_is_not_waited_for_for_ever():
     group = Group()
     group.deaf = {1}
-    group.feed(Fault(1, 0, 100, "asked for", orderly=True))
+    group.feed(Fault(1, 0, "asked for", orderly=True))
     group.tick()
     assert group.state()[0] == "waiting" and "asked for" in group.state()[1]
     group.wait(WATCHDOG - 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer import LLM
-from pipeinfer import messages as protocol
+from pipeinfer.channels import CHANNELS
 from pipeinfer.cli import flags
 from pipeinfer.cli.main import COMMANDS
 from pipeinfer.gateway.health import Health
@@ -166,12 +166,12 @@ def test_every_statistic_of_a_running_pipeline_is_documented_and_none_besides():
 
 def test_every_channel_and_message_is_documented():
     page = text("docs/architecture.md")
-    assert set(protocol.CHANNELS) <= set(first_cells(page))
+    assert set(CHANNELS) <= set(first_cells(page))
     stages = {name: text(f"stages/{name}.md") for name in STAGES}
     takes = {"requests": "tokenizer", "work": "scheduler", "plan": "engine", "result": "scheduler",
              "tokens": "detokenizer", "stops": "scheduler", "text": "gateway"}  # fmt: skip
     for channel, stage in takes.items():
-        kinds = protocol.CHANNELS[channel]
+        kinds = CHANNELS[channel]
         for kind in getattr(kinds, "__args__", (kinds,)):
             assert re.search(rf"\b{kind.__name__}\b", stages[stage]), (stage, kind)
             assert re.search(rf"\b{kind.__name__}\b", page), kind

@@ -97,8 +97,8 @@ class Pipeline:
                 Refused(submit.request_id, submit.attempt, 0, 400, "too long", "prompt", "length")
             )
             return
-        prompt_ids = submit.prompt_ids or pack(range(len(words)))
-        self.feed(Accepted(submit.request_id, submit.attempt, 0, prompt_ids))
+        count = len(unpack(submit.prompt_ids or b"")) or len(words)
+        self.feed(Accepted(submit.request_id, submit.attempt, 0, count))
         if words[0] != "hang ":
             self._say(submit, words, 0)
 

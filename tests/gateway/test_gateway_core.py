@@ -59,7 +59,7 @@ class Harness:
     def running(self, name: str = "r", **options: object) -> None:
         """A request that was accepted and is silent so far."""
         self.do(Call(name, PARAMS, text="x", **options))  # type: ignore[arg-type]
-        self.do(Accepted(name, 1, 0, pack([1, 2, 3])))
+        self.do(Accepted(name, 1, 0, 3))
 
     def upstream(self, event: Message) -> list[Message]:
         return [send.message for send in self.do(event) if send.channel == "requests"]
@@ -96,12 +96,20 @@ def test_submit_carries_the_call_and_a_final_seed() -> None:
         calls = [
             Call("a", PARAMS, text="x"),
             Call("b", SamplingParams(seed=-1), text="x"),
-            Call("c", PARAMS, prompt_ids=pack([5]), priority=3, cache_salt="s", trace="t"),
+            Call(
+                "c",
+                PARAMS,
+                prompt_ids=pack([5]),
+                priority=3,
+                cache_salt="s",
+                trace="t",
+                return_prompt_ids=True,
+            ),
         ]
         submits = [harness.do(call)[0].message for call in calls]
         assert all(isinstance(s, Submit) and s.attempt == 1 for s in submits)
         last = submits[-1]
-        assert isinstance(last, Submit)
+        assert isinstance(last, Submit) and last.return_prompt_ids
         assert (last.prompt_ids, last.priority, last.cache_salt, last.trace) == (
             pack([5]), 3, "s", "t",
         )  # fmt: skip
@@ -116,7 +124,8 @@ def test_submit_carries_the_call_and_a_final_seed() -> None:
 def test_deltas_follow_started_and_end_with_the_counts() -> None:
     harness = Harness()
     harness.do(Call("r", PARAMS, text="x"))
-    assert harness.local(Accepted("r", 1, 0, pack([1, 2, 3]))) == [Started("r", 0, pack([1, 2, 3]))]
+    accepted = Accepted("r", 1, 0, 3, pack([1, 2, 3]))
+    assert harness.local(accepted) == [Started("r", 0, 3, pack([1, 2, 3]))]
     assert harness.local(Text((row("ab", 0, 0),))) == [Delta("r", "ab", pack([0]), 0, 0)]
     last = row("é", 2, 1, finish="stop", stop_reason="é", output_tokens=2, cached_tokens=1)
     assert harness.local(Text((last,))) == [Delta("r", "é", pack([1]), 2, 1, "stop", "é", 3, 2, 1)]
@@ -128,7 +137,7 @@ def test_rows_that_overtake_accepted_are_delivered_after_it() -> None:
     harness.do(Call("r", PARAMS, text="x"))
     last = row("b", 1, 1, finish="length", output_tokens=2)
     assert harness.do(Text((row("a", 0, 0), last))) == []
-    started, first, second = harness.local(Accepted("r", 1, 0, pack([1])))
+    started, first, second = harness.local(Accepted("r", 1, 0, 1))
     assert isinstance(started, Started)
     assert isinstance(first, Delta) and isinstance(second, Delta)
     assert (first.text, second.text, second.finish, second.prompt_tokens) == ("a", "b", "length", 1)
@@ -251,7 +260,7 @@ def test_queue_limit_counts_the_prompt_tokens_that_wait() -> None:
         assert isinstance(failed, Failed)
         assert (failed.status, failed.code, failed.retry_after) == (429, "queue_full", 1)
     assert harness.core.refusal() is not None, "before a request is read"
-    harness.do(Accepted("r", 1, 0, pack(range(60))))
+    harness.do(Accepted("r", 1, 0, 60))
     harness.do(Text((row("a", 0, 0),)))
     assert harness.core.stats()["waiting_tokens"] == 40
     assert harness.core.refusal() is None
@@ -266,8 +275,8 @@ def test_a_prompt_counts_as_many_tokens_as_it_turned_out_to_have() -> None:
     harness.do(Call("r", PARAMS, text="x"))
     harness.do(Call("s", PARAMS, text="x" * 400))
     before = harness.core.stats()["waiting_tokens"]
-    harness.do(Accepted("r", 1, 0, pack(range(900))))
-    harness.do(Accepted("s", 1, 0, pack(range(5))))
+    harness.do(Accepted("r", 1, 0, 900))
+    harness.do(Accepted("s", 1, 0, 5))
     after = harness.core.stats()["waiting_tokens"]
     assert 880 < after - before < 900, "few tokens do not make a long text small"
     assert isinstance(harness.local(Call("t", PARAMS, text="x" * 400))[0], Failed)
@@ -348,8 +357,8 @@ def test_a_restarted_tokenizer_is_told_every_live_request_and_where_it_runs() ->
     }
     assert (told["new"].text, told["new"].seed, told["new"].trace) == ("y", 7, "t")
     assert harness.core.stats()["resubmitted"] == 3
-    assert harness.do(Accepted("silent", 1, 0, pack([1, 2, 3]))) == [], "started is said once"
-    assert isinstance(harness.local(Accepted("new", 1, 0, pack([1])))[0], Started)
+    assert harness.do(Accepted("silent", 1, 0, 3)) == [], "started is said once"
+    assert isinstance(harness.local(Accepted("new", 1, 0, 1))[0], Started)
 
 
 def test_a_restarted_tokenizer_hears_again_of_the_ends_of_the_last_minute() -> None:
@@ -478,9 +487,9 @@ def test_no_byte_and_no_token_is_shown_twice_or_skipped(
     shown: list[Message] = []
     for i, one in enumerate(rows):
         if i == accepted_at:
-            shown += harness.local(Accepted("r", 1, 0, pack([1])))
+            shown += harness.local(Accepted("r", 1, 0, 1))
         shown += harness.local(Text((one,)))
-    shown += harness.local(Accepted("r", 1, 0, pack([1])))
+    shown += harness.local(Accepted("r", 1, 0, 1))
     assert isinstance(shown[0], Started)
     deltas = [delta for delta in shown[1:] if isinstance(delta, Delta)]
     assert len(deltas) == len(shown) - 1

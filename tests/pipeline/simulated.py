@@ -123,7 +123,7 @@ class Client:
         if stopped:
             row = TokenRow("r", 0, pack(outputs), "stop", outputs[-1])
         core = DetokenizerCore(DECODERS)
-        core.handle(Open("r", 1, 0, params, len(self.prompt), pack(self.prompt[-16:])), 0.0)
+        core.handle(Open("r", 1, 0, params, pack(self.prompt[-16:])), 0.0)
         message = core.handle(Tokens((row,)), 0.0)[0].message
         assert isinstance(message, Text)
         (shown,) = message.rows

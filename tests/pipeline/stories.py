@@ -26,6 +26,7 @@ from pipeinfer.messages import (  # noqa: E402
     Digests,
     Done,
     GroupFault,
+    HandOver,
     Message,
     Plan,
     Result,
@@ -72,7 +73,7 @@ class Watch:
                 self._end([event.request_id])  # if it is there, it starts over
                 if event.timeout:
                     self._due[event.request_id] = now + event.timeout
-            case Abort(reason="moved"):
+            case HandOver():
                 self._seen["hand-over of a request"] += 1
             case StopHit() | Abort():
                 self._seen["stop string"] += isinstance(event, StopHit)

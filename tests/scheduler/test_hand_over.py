@@ -7,8 +7,7 @@ from itertools import pairwise
 from test_scheduler_recovery import DETOKENIZER, TOKENIZER, Bench, outputs, recovered, work
 
 from pipeinfer.core import Send
-from pipeinfer.messages import Abort, Delivered, Done, Heartbeat, Plan, pack, unpack
-from pipeinfer.recovery import MOVED
+from pipeinfer.messages import Delivered, Done, HandOver, Heartbeat, Plan, pack, unpack
 
 ENDED = Heartbeat("engine-0-0", "engine", 0, 0, 0, 7, 2, "starting", "its process ended (SIGKILL)")
 
@@ -24,7 +23,7 @@ def running(steps: int) -> Bench:
 
 def asked(bench: Bench) -> list[Delivered]:
     """What the tokenizer is told of "r" when it asks for it."""
-    sends = bench.core.handle(Abort("r", 1, MOVED), bench.now)
+    sends = bench.core.handle(HandOver("r", 1), bench.now)
     assert not [send for send in sends if send.channel == "tokens"], "its client has not left"
     told = [send for send in sends if send.channel == "recovery"]
     assert all(send.to == TOKENIZER for send in told)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from model_engine import ModelEngine
 from test_scheduler_core import Pipeline
 
-from pipeinfer.messages import CHANNELS, Plan, Work, pack, unpack
+from pipeinfer.channels import CHANNELS
+from pipeinfer.messages import Plan, Work, pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.step_budget import (

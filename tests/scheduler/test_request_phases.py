@@ -48,7 +48,7 @@ def an_engine_leaves_in_good_order() -> None:
     p = started(pages=200)
     p.submit([5] * 9, 20)
     p.deliver()
-    p.feed(Fault(p.engine.epoch, 0, 1, "it leaves", orderly=True))
+    p.feed(Fault(p.engine.epoch, 0, "it leaves", orderly=True))
     p.engine.crash()
     p.settle()
 

@@ -251,7 +251,7 @@ def test_a_new_detokenizer_gets_all_output_of_what_runs() -> None:
         bench.feed(bench.engine.outbox.popleft())
     bench.feed(work("new"))
     opened, tokens, other = bench.resent()
-    assert isinstance(opened, Open) and (opened.request_id, opened.prompt_tokens) == ("r", 3)
+    assert isinstance(opened, Open) and opened.request_id == "r"
     assert tokens == Tokens((TokenRow("r", 0, pack(outputs()[:5])),))
     assert isinstance(other, Open) and other.request_id == "new"
     bench.run()

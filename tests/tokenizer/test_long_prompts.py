@@ -89,7 +89,7 @@ def test_a_long_prompt_is_passed_on_as_a_short_one_would_be(prompt: dict[str, An
     out = core.handle(encoded(encoder(), event), 0.0)
     ids = encoder().encode(event).tobytes()
     assert [send.to for send in out] == ["gateway-0", "scheduler-0"]
-    assert out[0].message == Accepted("r", 1, 0, ids)
+    assert out[0].message == Accepted("r", 1, 0, len(ids) // 4)
     assert isinstance(out[1].message, Work) and out[1].message.prompt_ids == ids
     assert core.stats()["encoding"] == 0 and core.stats()["ledger"] == 1 and core.idle()
 

@@ -61,7 +61,9 @@ def work(core: TokenizerCore, event: Submit) -> Work:
     assert (first.channel, first.to) == ("text", "gateway-1")
     assert (second.channel, second.to) == ("work", "scheduler-0")
     assert isinstance(second.message, Work)
-    assert first.message == Accepted("r", 3, 0, second.message.prompt_ids)
+    raw = second.message.prompt_ids
+    back = raw if event.return_prompt_ids else b""
+    assert first.message == Accepted("r", 3, 0, len(raw) // 4, back)
     core.handle(Done(("r",)), 0.0)  # so that the name is free for the next one
     return second.message
 
@@ -78,6 +80,11 @@ def folder(checkpoint: Make) -> Path:
 @pytest.fixture
 def core(folder: Path) -> TokenizerCore:
     return make_core(folder, Settings())
+
+
+def test_a_gateway_that_asks_for_the_ids_of_the_prompt_gets_them(core: TokenizerCore) -> None:
+    work(core, submit(text="Hi", return_prompt_ids=True))
+    work(core, submit(text="Hi"))
 
 
 def test_text_is_encoded_as_transformers_encodes_it(core: TokenizerCore, folder: Path) -> None:

@@ -9,7 +9,7 @@ import msgspec
 from pipeinfer.core import LOCAL, Core
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import Hello, Message, Result
+from pipeinfer.messages import Hello, Message
 from pipeinfer.runtime.stage import StageContext, builder
 from pipeinfer.runtime.topology import NAMES, Entry, Identity, Topology
 from pipeinfer.settings import Settings
@@ -54,10 +54,3 @@ def outputs(core: Core, event: Event) -> list[Message]:
     now, message = event
     sends = core.handle(message, now)
     return [s.message for s in sends if s.channel != LOCAL or not isinstance(s.message, Compute)]
-
-
-def comparable(message: Message) -> Message:
-    """Without what may differ in a replay."""
-    if isinstance(message, Result):
-        return msgspec.structs.replace(message, step_seconds=0.0)
-    return message

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from rebuilt import events, fresh, outputs
 
 from pipeinfer import events as local
+from pipeinfer.channels import CHANNELS
 from pipeinfer.engine.core import StepFailed
 from pipeinfer.gateway import events as gateway
-from pipeinfer.messages import CHANNELS, Message, Submit, Work, pack, unpack
+from pipeinfer.messages import Message, Submit, Work, pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.tokenizer import events as tokenizer
 from pipeinfer.trace import notes

@@ -159,7 +159,7 @@ def _gateway(requests: int, outputs: int) -> Made:
     for name in [*(f"cmpl-old-{n}" for n in range(REMEMBERED)), *names]:
         chat = [{"role": "user", "content": "count " * 300}]
         core.handle(Call(name, PARAMS, chat=chat), 1.0)
-        core.handle(Accepted(name, 1, 0, _ids(PROMPT)), 1.0)
+        core.handle(Accepted(name, 1, 0, PROMPT), 1.0)
         if name.startswith("cmpl-old"):
             core.handle(Refused(name, 1, 0, 503, "over"), 1.0)
     told = [outputs]
@@ -176,7 +176,7 @@ def _detokenizer(requests: int, outputs: int) -> Made:
     folder, names = demo_path(), _names(requests)
     core = DetokenizerCore(DecoderFactory(load_tokenizer(folder, read_tokenizer_config(folder))))
     for name in names:
-        core.handle(Open(name, 1, 0, PARAMS, PROMPT, b""), 1.0)
+        core.handle(Open(name, 1, 0, PARAMS, b""), 1.0)
         core.handle(Tokens((TokenRow(name, 0, _ids(outputs)),)), 1.0)
     told = [outputs]
 

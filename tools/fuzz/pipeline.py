@@ -104,8 +104,8 @@ class Gateway:
             chat = submit.chat or [{"content": ""}]
             words = (submit.text or str(chat[-1].get("content", ""))).split()[:MOST_WORDS]
         words = [word[:20] + " " for word in words[: submit.params.max_tokens]] or ["nothing"]
-        ids = submit.prompt_ids or pack(range(len(words)))
-        self._feed(Accepted(submit.request_id, submit.attempt, 0, ids))
+        count = len(unpack(submit.prompt_ids or b"")) or len(words)
+        self._feed(Accepted(submit.request_id, submit.attempt, 0, count))
         self._say(submit, words, 0, 0)
 
     def _say(self, submit: Submit, words: list[str], at: int, offset: int) -> None:

@@ -1,6 +1,6 @@
 """Every message of the protocol as plain values, and raw MessagePack that no encoder would make.
 
-Knows messages.py and its channels, and no stage.
+Knows channels.py and its messages, and no stage.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from msgspec import inspect
 
 from fuzz import examples, values
 from pipeinfer import control
-from pipeinfer.messages import CHANNELS
+from pipeinfer.channels import CHANNELS
 
 TYPES: dict[str, Any] = {**CHANNELS, control.CHANNEL: control.CONTROL}
 NAMES = tuple(TYPES)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from pipeinfer import control
-from pipeinfer.messages import CHANNELS, PROTOCOL, Message
+from pipeinfer.channels import CHANNELS
+from pipeinfer.messages import PROTOCOL, Message
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):

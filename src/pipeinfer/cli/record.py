@@ -76,9 +76,14 @@ def _request(options: argparse.Namespace) -> StartRecording:
     key = "" if options.redact is None else _key(options.redact, out)
     fresh = options.redact is None if options.fresh_epoch is None else options.fresh_epoch
     return StartRecording(
-        f"{os.getpid()}-{time.time_ns()}", str(out), options.seconds, options.messages,
-        options.max_bytes, fresh, key,
-    )  # fmt: skip
+        recording=f"{os.getpid()}-{time.time_ns()}",
+        out=str(out),
+        seconds=options.seconds,
+        messages=options.messages,
+        max_bytes=options.max_bytes,
+        fresh_epoch=fresh,
+        redact=key,
+    )
 
 
 def _key(file: str, out: Path) -> str:

@@ -90,7 +90,14 @@ class Stream:
             return Delivered(self.request_id, self.attempt, ids)
         if self.cut is not None:  # it is found again in the same ids
             return Delivered(self.request_id, self.attempt, ids, True)
-        return Delivered(self.request_id, self.attempt, ids, True, last.finish, last.error)
+        return Delivered(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            ids=ids,
+            ended=True,
+            finish=last.finish,
+            error=last.error,
+        )
 
     def _decode(self, ids: Sequence[int]) -> tuple[str, str | None]:
         """(text, stop string); after a stop string `cut` is set and the rest is not decoded."""
@@ -155,15 +162,15 @@ class Stream:
         before = self._sent_bytes
         self._sent_bytes += len(text) if text.isascii() else len(text.encode())
         return TextRow(
-            self.request_id,
-            self.attempt,
-            text,
-            before,
-            start,
-            ids,
-            finish,
-            stop_reason,
-            self.received,
-            cached_tokens,
-            error,
+            request_id=self.request_id,
+            attempt=self.attempt,
+            text=text,
+            byte_offset=before,
+            token_offset=start,
+            ids=ids,
+            finish=finish,
+            stop_reason=stop_reason,
+            output_tokens=self.received,
+            cached_tokens=cached_tokens,
+            error=error,
         )

@@ -232,8 +232,7 @@ class EngineCore:
     def _complaint(self, reason: str, orderly: bool) -> Send:
         assert self._epoch is not None
         self._totals["faults_total"] += 1
-        hello = self.hello
-        fault = Fault(self._epoch, hello.rank, hello.incarnation, reason, orderly)
+        fault = Fault(self._epoch, self.hello.rank, reason, orderly)
         return self._to_scheduler(fault)
 
     def _new_epoch(self) -> list[Send]:
@@ -374,6 +373,5 @@ def _result(applied: Applied, sampled: np.ndarray, done: StepDone) -> Result:
         free=applied.free,
         evictable=applied.evictable,
         digest=applied.digest,
-        step_seconds=done.seconds,
         bad=bad,
     )

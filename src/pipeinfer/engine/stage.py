@@ -69,11 +69,21 @@ def build(context: StageContext) -> Stage:
 def _hello(context: StageContext, loaded: LoadedEngine) -> Hello:
     settings = context.settings
     return Hello(
-        PROTOCOL, __version__, context.identity.rank, settings.tp, context.incarnation,
-        settings.model_name, loaded.page_size, loaded.pages - 1, loaded.max_slots,
-        loaded.max_model_len, loaded.attention, loaded.graph_sizes, loaded.step_tokens,
-        loaded.step_cost,
-    )  # fmt: skip
+        protocol=PROTOCOL,
+        version=__version__,
+        rank=context.identity.rank,
+        tp=settings.tp,
+        incarnation=context.incarnation,
+        model=settings.model_name,
+        page_size=loaded.page_size,
+        pages=loaded.pages - 1,
+        max_slots=loaded.max_slots,
+        max_model_len=loaded.max_model_len,
+        attention=loaded.attention,
+        graph_sizes=loaded.graph_sizes,
+        step_tokens=loaded.step_tokens,
+        step_cost=loaded.step_cost,
+    )
 
 
 def _facts(loaded: LoadedEngine) -> dict[str, Any]:

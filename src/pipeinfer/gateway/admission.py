@@ -190,7 +190,7 @@ class _Metered:
 
     def started(self, index: int, started: Started) -> None:
         client = self._client
-        client.use(client.prompt, len(started.prompt_ids) // 4, self._clock)
+        client.use(client.prompt, started.prompt_tokens, self._clock)
         self._sink.started(index, started)
 
     def delta(self, index: int, delta: Delta) -> None:

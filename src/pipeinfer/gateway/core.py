@@ -19,6 +19,7 @@ from pipeinfer.gateway.backlog import Backlog, size_of
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status, StatusChanged
 from pipeinfer.gateway.health import Expected, Health
 from pipeinfer.gateway.ledger import REMEMBERED, End, Endings, Hole, Record
+from pipeinfer.gateway.submission import submission
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -29,7 +30,6 @@ from pipeinfer.messages import (
     Recover,
     Refused,
     State,
-    Submit,
     Text,
     TextRow,
 )
@@ -147,11 +147,7 @@ class GatewayCore:
             return [local(refusal)]
         drawn = self._random.getrandbits(63)  # always, so that seeds depend on the order alone
         seed = drawn if call.params.seed is None else call.params.seed & SEED_MASK
-        submit = Submit(
-            call.request_id, 1, self._index, call.params, seed, call.text, call.prompt_ids,
-            call.chat, call.template_arguments, call.add_special_tokens, call.priority,
-            call.timeout, call.cache_salt, call.trace,
-        )  # fmt: skip
+        submit = submission(call, self._index, seed)
         tokenizer = self._tokenizers[self._dispatched % len(self._tokenizers)]
         self._dispatched += 1
         self._records[call.request_id] = record = Record(submit, tokenizer, now, size)
@@ -191,9 +187,10 @@ class GatewayCore:
             return []  # another group took it over
         out = []
         if record.prompt_tokens < 0:
-            record.prompt_tokens = len(accepted.prompt_ids) // 4
+            record.prompt_tokens = accepted.prompt_tokens
             self._found_larger(record)
-            out = [local(Started(accepted.request_id, accepted.group, accepted.prompt_ids))]
+            name, ids = accepted.request_id, accepted.prompt_ids
+            out = [local(Started(name, accepted.group, accepted.prompt_tokens, ids))]
         early, record.early = record.early, []
         for row in early:
             if row.request_id in self._records:
@@ -330,9 +327,15 @@ class GatewayCore:
             out.append(local(_timed_out(record)))
             return
         delta = Delta(
-            record.request_id, "", b"", record.bytes, record.tokens, "abort", None,
-            record.prompt_tokens, record.tokens,
-        )  # fmt: skip
+            request_id=record.request_id,
+            text="",
+            ids=b"",
+            byte_offset=record.bytes,
+            token_offset=record.tokens,
+            finish="abort",
+            prompt_tokens=record.prompt_tokens,
+            output_tokens=record.tokens,
+        )
         out.append(local(delta))
 
     def _drain(self, _event: Drain | Leave, _now: float) -> list[Send]:

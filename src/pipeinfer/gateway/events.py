@@ -21,6 +21,7 @@ class Call(Message, frozen=True):
 
     `request_id` is unique over all gateways and their restarts. `params` are already normalized;
     without a seed the core draws one. `timeout`: seconds from now, 0 is never.
+    `return_prompt_ids`: Started brings the prompt's ids.
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class Call(Message, frozen=True):
     timeout: float = 0.0
     cache_salt: str = ""
     trace: str = ""
+    return_prompt_ids: bool = False
 
 
 class Hangup(Message, frozen=True):
@@ -47,14 +49,15 @@ class Hangup(Message, frozen=True):
 
 
 class Started(Message, frozen=True):
-    """The request was tokenized: its prompt's ids (int32 bytes) and the group it went to.
+    """The request was tokenized: how long its prompt is and the group it went to.
 
-    Comes once, before the first Delta.
+    Comes once, before the first Delta. `prompt_ids`: int32 bytes, empty unless asked for.
     """
 
     request_id: str
     group: int
-    prompt_ids: bytes
+    prompt_tokens: int
+    prompt_ids: bytes = b""
 
 
 class Delta(Message, frozen=True):

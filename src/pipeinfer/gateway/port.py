@@ -107,7 +107,7 @@ class Port:
                 self._close(message.request_id, message.finish)
             route.sink.delta(route.index, message)
         elif isinstance(message, Started):
-            self._metrics.prompt_tokens.inc(len(message.prompt_ids) // 4)
+            self._metrics.prompt_tokens.inc(message.prompt_tokens)
             route.sink.started(route.index, message)
         else:
             route.batch.failed = True

@@ -130,6 +130,7 @@ class AsyncLLM:
         The first refusal aborts the others and is raised, as is a cancellation.
         """
         pipeline = self._running()
+        batch = [msgspec.structs.replace(call, return_prompt_ids=True) for call in batch]
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         left = len(batch)
 

@@ -132,9 +132,16 @@ class Child:
             return None
         who = self.identity
         return Heartbeat(
-            who.id, who.name, who.group, who.rank, who.index, self.pid, self._incarnation + 1,
-            "starting", reason,
-        )  # fmt: skip
+            stage=who.id,
+            name=who.name,
+            group=who.group,
+            rank=who.rank,
+            index=who.index,
+            pid=self.pid,
+            incarnation=self._incarnation + 1,
+            state="starting",
+            reason=reason,
+        )
 
     @property
     def pid(self) -> int:

@@ -365,9 +365,17 @@ class Shell:
         stats = self._stats()
         who = self.identity
         beat = Heartbeat(
-            who.id, who.name, who.group, who.rank, who.index, os.getpid(), self.incarnation,
-            state, reason, {**stats, **self._dropped()},
-        )  # fmt: skip
+            stage=who.id,
+            name=who.name,
+            group=who.group,
+            rank=who.rank,
+            index=who.index,
+            pid=os.getpid(),
+            incarnation=self.incarnation,
+            state=state,
+            reason=reason,
+            stats={**stats, **self._dropped()},
+        )
         said = self._say("telemetry", beat)
         if said is not None and self._tap is not None and self._tap.active:
             self._tap.heartbeat(*said)

@@ -83,7 +83,14 @@ class Swaps:
         """Whoever hears it will also hear an answer."""
         while True:
             beat = Heartbeat(
-                "supervisor-0", "supervisor", 0, 0, 0, os.getpid(), self._incarnation, "ready"
+                stage="supervisor-0",
+                name="supervisor",
+                group=0,
+                rank=0,
+                index=0,
+                pid=os.getpid(),
+                incarnation=self._incarnation,
+                state="ready",
             )
             self._bus.send(Send("telemetry", EVERYONE, beat))
             await asyncio.sleep(HEARTBEAT)

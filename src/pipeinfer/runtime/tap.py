@@ -227,9 +227,14 @@ class Tap:
             self._bytes += outcome.bytes
             self.active = self._wanted > 0 or self._recorder.ring is not None
         state = RecordingState(
-            outcome.name, self._identity.id, outcome.state, outcome.path, outcome.records,
-            outcome.bytes, outcome.reason,
-        )  # fmt: skip
+            recording=outcome.name,
+            stage=self._identity.id,
+            state=outcome.state,
+            path=outcome.path,
+            records=outcome.records,
+            bytes=outcome.bytes,
+            reason=outcome.reason,
+        )
         self._answer(state)
 
     # ------------------------------------------------------------------------------------- flushing

@@ -20,6 +20,7 @@ from pipeinfer.messages import (
     Done,
     Fault,
     GroupFault,
+    HandOver,
     Heartbeat,
     Hello,
     Message,
@@ -32,7 +33,7 @@ from pipeinfer.messages import (
     TokenRow,
     Work,
 )
-from pipeinfer.recovery import MOVED, RollCall, answer
+from pipeinfer.recovery import RollCall, answer
 from pipeinfer.scheduler.agreement import Agreement, Disagreement
 from pipeinfer.scheduler.awake import AwakeClock
 from pipeinfer.scheduler.deadlines import Deadlines
@@ -75,7 +76,7 @@ class SchedulerCore:
             Admitted: self._on_admitted, Result: self._on_result, Digests: self._on_digests,
             Fault: self._on_fault, Recover: self._on_recover, Recovered: self._on_recovered,
             Delivered: self._on_delivered, Tick: self._on_tick, Drain: self._on_drain,
-            Leave: self._on_leave, Heartbeat: self._on_heartbeat,
+            Leave: self._on_leave, Heartbeat: self._on_heartbeat, HandOver: self._on_hand_over,
         }  # fmt: skip
 
     def handle(self, event: Message, now: float) -> list[Send]:
@@ -155,15 +156,14 @@ class SchedulerCore:
 
     def _on_abort(self, abort: Abort, _now: float) -> None:
         request = self._live.get(abort.request_id)
-        if abort.reason == MOVED:
-            self._hand_over(request, abort.attempt)
-        elif request is None or request.work.attempt <= abort.attempt:
+        if request is None or request.work.attempt <= abort.attempt:
             self._out += [Send("tokens", to, abort) for to in self._forget(abort.request_id)]
 
-    def _hand_over(self, request: Request | None, attempt: int) -> None:
+    def _on_hand_over(self, asked: HandOver, _now: float) -> None:
         """Another group is to go on with it, unless there are engines here: says what it needs."""
+        request = self._live.get(asked.request_id)
         waits = self._roll_call.complete and not self._epochs.running
-        if request is not None and request.work.attempt == attempt and waits:
+        if request is not None and request.work.attempt == asked.attempt and waits:
             told = self._ledger.hand_over(request, self._planner.crashes(request))
             self._out += [Send("recovery", to, told) for to in self._tokenizers]
             self._drop(request)

@@ -39,9 +39,14 @@ class Outbox:
         """Comes before a request's first row."""
         work = request.work
         opened = Open(
-            work.request_id, work.attempt, work.gateway, work.params, request.prompt_len,
-            work.prompt_ids[-CONTEXT_TOKENS * TOKEN_BYTES :], work.trace, self._group,
-        )  # fmt: skip
+            request_id=work.request_id,
+            attempt=work.attempt,
+            gateway=work.gateway,
+            params=work.params,
+            context_ids=work.prompt_ids[-CONTEXT_TOKENS * TOKEN_BYTES :],
+            trace=work.trace,
+            group=self._group,
+        )
         return Send("tokens", home(request), opened)
 
     def whole(self, request: Request, last: Last | None = None) -> Iterator[Send]:
@@ -76,7 +81,14 @@ def next_row(
 ) -> TokenRow:
     """The row of what the request has generated from `offset` on."""
     ids, cached = pack_few(request.outputs[offset:]), max(request.cached, 0)
-    return TokenRow(request.id, offset, ids, finish, stop_token, "", cached)
+    return TokenRow(
+        request_id=request.id,
+        offset=offset,
+        ids=ids,
+        finish=finish,
+        stop_token=stop_token,
+        cached_tokens=cached,
+    )
 
 
 def last_row(request: Request, finish: FinishReason | None, error: str = "") -> TokenRow:

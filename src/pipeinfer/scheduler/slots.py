@@ -90,6 +90,13 @@ class Slots:
         work, params = request.work, request.work.params
         suppress = tuple(sorted(request.stops)) if params.min_tokens > 0 else ()
         return Admit(
-            request.slot, request.id, work.prompt_ids + pack(request.outputs), request.prompt_len,
-            request.max_total, params, work.seed, suppress, work.cache_salt,
-        )  # fmt: skip
+            slot=request.slot,
+            request_id=request.id,
+            token_ids=work.prompt_ids + pack(request.outputs),
+            prompt_len=request.prompt_len,
+            max_total=request.max_total,
+            params=params,
+            seed=work.seed,
+            suppress=suppress,
+            cache_salt=work.cache_salt,
+        )

@@ -52,7 +52,14 @@ def encoded(encoder: PromptEncoder, submit: Submit) -> Encoded:
     try:
         return Encoded(name, attempt, encoder.encode(submit).tobytes())
     except Rejected as error:
-        return Encoded(name, attempt, b"", error.status, str(error), error.param, error.code)
+        return Encoded(
+            request_id=name,
+            attempt=attempt,
+            status=error.status,
+            message=str(error),
+            param=error.param,
+            code=error.code,
+        )
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from pipeinfer.messages import (
     Delivered,
     Done,
     GroupFault,
+    HandOver,
     Heartbeat,
     Message,
     Recover,
@@ -29,7 +30,7 @@ from pipeinfer.messages import (
     Work,
     unpack,
 )
-from pipeinfer.recovery import MOVED, REPEAT, RollCall, answer, number
+from pipeinfer.recovery import REPEAT, RollCall, answer, number
 from pipeinfer.tokenizer.encoding import Encoding, Pending
 from pipeinfer.tokenizer.events import Encode, Encoded
 from pipeinfer.tokenizer.group_watch import GroupWatch
@@ -160,9 +161,16 @@ class TokenizerCore:
         code: str | None = None,
     ) -> list[Send]:
         self._refused += 1
-        name, attempt, gateway = event.request_id, event.attempt, event.gateway
-        refusal = Refused(name, attempt, gateway, status, message, param, code)
-        return [Send("text", f"gateway-{gateway}", refusal)]
+        refusal = Refused(
+            request_id=event.request_id,
+            attempt=event.attempt,
+            gateway=event.gateway,
+            status=status,
+            message=message,
+            param=param,
+            code=code,
+        )
+        return [Send("text", f"gateway-{event.gateway}", refusal)]
 
     def _pass_on(self, event: Submit, ids: np.ndarray, alone: bool) -> list[Send]:
         """To a group, with the prompt's `ids` int32 [n]. `alone`: as for Pending."""
@@ -176,7 +184,8 @@ class TokenizerCore:
         raw = ids.tobytes()
         work = self._work(event, raw)
         self._ledger.put(Entry(work, group, routed or alone, alone))
-        accepted = Accepted(event.request_id, event.attempt, group, raw)
+        asked = raw if event.return_prompt_ids else b""
+        accepted = Accepted(event.request_id, event.attempt, group, len(ids), asked)
         gateway = f"gateway-{event.gateway}"
         return [Send("text", gateway, accepted), Send("work", f"scheduler-{group}", work)]
 
@@ -258,8 +267,8 @@ class TokenizerCore:
                 continue
             self._asked[group] = now
             for work in self._ledger.leaving(group):
-                moved = Abort(work.request_id, work.attempt, MOVED)
-                out.append(Send("work", f"scheduler-{group}", moved))
+                asked = HandOver(work.request_id, work.attempt)
+                out.append(Send("work", f"scheduler-{group}", asked))
         return out
 
     def _on_delivered(self, event: Delivered, _now: float) -> list[Send]:
@@ -272,7 +281,7 @@ class TokenizerCore:
         group = self._router.choose(*request)
         self._ledger.move(event.request_id, group)
         self._moved += 1
-        accepted = Accepted(event.request_id, event.attempt, group, work.prompt_ids)
+        accepted = Accepted(event.request_id, event.attempt, group, len(ids))
         return [
             Send("recovery", f"scheduler-{group}", event),
             Send("work", f"scheduler-{group}", work),

@@ -1,6 +1,6 @@
 """The messages that may stand in a trace, by stage, direction and channel.
 
-Bus messages are those of messages.py; what is local to a stage is named here and imported when a
+Bus messages are those of channels.py; what is local to a stage is named here and imported when a
 trace of that stage is read. Knows no file.
 """
 
@@ -13,8 +13,9 @@ import msgspec
 
 from pipeinfer import events
 from pipeinfer.bus.frames import UNREADABLE
+from pipeinfer.channels import CHANNELS
 from pipeinfer.core import LOCAL
-from pipeinfer.messages import CHANNELS, Heartbeat, Message
+from pipeinfer.messages import Heartbeat, Message
 from pipeinfer.trace.format import Record, UnreadableTrace
 from pipeinfer.trace.notes import Crash, End, StepNote, Unencoded
 

@@ -1,0 +1,47 @@
+"""Which messages travel on which channel of the bus; a frame of any other is not read.
+
+Knows the messages, and neither who sends them nor how (docs/architecture.md has the table).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Union
+
+from pipeinfer.messages import (
+    Abort,
+    Accepted,
+    Admitted,
+    Begin,
+    Delivered,
+    Digests,
+    Done,
+    Fault,
+    GroupFault,
+    HandOver,
+    Heartbeat,
+    Hello,
+    Open,
+    Plan,
+    Ready,
+    Recover,
+    Recovered,
+    Refused,
+    Result,
+    StopHit,
+    Submit,
+    Text,
+    Tokens,
+    Work,
+)
+
+CHANNELS: dict[str, Any] = {
+    "requests": Union[Submit, Abort, Done],
+    "work": Union[Work, HandOver, Abort, Done],
+    "plan": Union[Begin, Plan],
+    "result": Union[Hello, Ready, Admitted, Result, Digests, Fault],
+    "tokens": Union[Open, Tokens, Refused, Abort, Done],
+    "stops": StopHit,
+    "text": Union[Accepted, Refused, Text],
+    "telemetry": Union[Heartbeat, GroupFault],
+    "recovery": Union[Recover, Recovered, Delivered],
+}
