@@ -1,6 +1,6 @@
 """What happens to all cores, from a seed: requests, deaths, hand-overs, doubts; and what must hold.
 
-`python tests/pipeline/stories.py --seeds 4000` tells how many stories reached each kind of event.
+`python tests/pipeline/stories.py --seeds 1000` tells how many stories reached each kind of event.
 Beside the texts at the end, every scheduler is watched while the story goes on: see Watch.
 """
 
@@ -239,7 +239,7 @@ def reached(seeds: range) -> dict[str, int]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=4000)
+    parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     options = parser.parse_args()
     first = options.first

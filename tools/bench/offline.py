@@ -7,7 +7,6 @@ what to measure; how transformers is driven is in against_transformers.py.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Mapping
@@ -167,8 +166,3 @@ def _efficiency(
     machine = floor.Machine(options.flops, options.bandwidth)
     least = floor.floor_seconds(work, floor.model_size(folder, dtype), machine, built.max_running)
     return {"efficiency": least / seconds, "floor_seconds": least}
-
-
-def median_seconds(rounds: list[Measured]) -> float:
-    """The median wall time."""
-    return statistics.median(one.seconds for one in rounds)

@@ -121,7 +121,7 @@ def alone(stage: str, size: str) -> None:
 def _copied(core: Core) -> tuple[float, float, float]:
     """(ms of the fork, ms of processor time, ms until the state is there)."""
     copier = Copier(forks=True)
-    copier._small = False  # as it has found out
+    copier.small = False  # as it has found out
     begun, cpu = time.perf_counter(), time.thread_time()
     copied = copier.take(core)
     wall, cpu = time.perf_counter() - begun, time.thread_time() - cpu
