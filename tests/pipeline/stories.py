@@ -169,7 +169,8 @@ class Story(Simulation):
         )  # fmt: skip
         for _ in range(STEPS):
             self.random.choice(happenings)()
-        self.run()
+        for _ in range(2):  # ranks that a late word condemned are complained of after five seconds
+            self.run()
         self.check()
         self.tick(61.0)  # what was delivered of requests that nobody asks for
         self.run()
