@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from pipeinfer.kernels import host
-from pipeinfer.steps.step import SamplingRows
+from sampling_rows import SamplingRows
 
 NOTHING = -1  # in place of an id: the row gave no token
 

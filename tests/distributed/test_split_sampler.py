@@ -16,7 +16,7 @@ from drawn_ids import NOTHING, ids_of, knobs_of, sample
 from pipeinfer.engine.fields import filled
 from pipeinfer.engine.sampling import SplitSampler, truncated
 from pipeinfer.kernels import host
-from pipeinfer.steps.step import SamplingRows
+from sampling_rows import SamplingRows
 
 
 class Threads:

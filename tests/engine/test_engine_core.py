@@ -30,6 +30,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.params import SamplingParams
 from pipeinfer.steps.step import Sampled, Step
+from sampling_rows import sampling_of
 
 PAGES, SIZE, SLOTS, LIMIT = 33, 4, 8, 64
 ME = 77
@@ -354,15 +355,15 @@ def test_sampling_parameters_follow_their_rows():
     engine.plan({1: 9, 4: 9})
     step = engine.queue[0]
     assert step.slots.tolist() == [4, 1]
-    assert {name: values.tolist() for name, values in step.sampling.fields.items()} == {
+    assert {name: values.tolist() for name, values in sampling_of(step).fields.items()} == {
         "temperature": [0.5, 0.0],
         "top_k": [0, 7],
         "top_p": [0.25, 1.0],
         "min_p": [0.125, 0.0],
         "seed": [2**64 - 1, 2**64 - 2],
     }
-    assert all(step.sampling.fields[field.name].dtype == field.dtype for field in FIELDS)
-    positions = step.sampling.positions
+    assert all(sampling_of(step).fields[field.name].dtype == field.dtype for field in FIELDS)
+    positions = sampling_of(step).positions
     assert positions.tolist() == [1, 3] and positions.dtype == np.int64
 
 
@@ -370,7 +371,9 @@ def test_rows_that_do_not_sample_have_no_sampling_parameters():
     engine = Engine()
     engine.plan({0: 2, 1: 9}, [admit(0, [1] * 9), admit(1, [2], seed=5)])
     step = engine.queue[0]
-    assert step.samples.tolist() == [True, False] and step.sampling.fields["seed"].tolist() == [5]
+    assert step.samples.tolist() == [True, False] and sampling_of(step).fields["seed"].tolist() == [
+        5
+    ]
 
 
 def suppressed(steps) -> list[list[list[int]]]:
@@ -380,7 +383,7 @@ def suppressed(steps) -> list[list[list[int]]]:
         state.apply(step.delta)
         logits = np.zeros((int(step.samples.sum()), 12), dtype=np.float32)
         slots = step.slots[step.samples].tolist()
-        edited = state.logits(logits, slots, step.sampling.positions.tolist())
+        edited = state.logits(logits, slots, sampling_of(step).positions.tolist())
         found.append(np.argwhere(np.isinf(edited)).tolist())
         assert not logits.any(), "what the model gave stays as it was"
     return found

@@ -14,7 +14,7 @@ from kernels.triton_cases import DEVICE, randn
 from pipeinfer.kernels import gumbel as module
 from pipeinfer.kernels import noise, triton_noise
 from pipeinfer.kernels.gumbel import sample_reference
-from pipeinfer.steps.step import SamplingRows
+from sampling_rows import SamplingRows
 
 NAMES = ("temperature", "top_k", "top_p", "min_p", "seed")
 SEEDS = np.array([0, 1, 2**63, 2**64 - 1, 0x299F31D0A4093822], dtype=np.uint64)

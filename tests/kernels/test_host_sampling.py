@@ -12,7 +12,7 @@ from drawn_ids import NOTHING, sample
 from pipeinfer.engine.fields import filled
 from pipeinfer.kernels.host import sampling as sampler
 from pipeinfer.kernels.host.truncation import thresholds
-from pipeinfer.steps.step import SamplingRows
+from sampling_rows import SamplingRows
 
 
 def rows(

@@ -18,6 +18,7 @@ from pipeinfer.events import StepDone
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message
 from pipeinfer.steps.step import LAST_TOKEN, Edits, Sampled, Step
+from sampling_rows import sampling_of
 from scheduler.model_engine import next_token, suppressed
 
 PAGES, PAGE_SIZE, SLOTS, LONGEST = 60, 4, 6, 10_000
@@ -42,7 +43,7 @@ class TokenDevice:
         for slot in step.delta.admitted.tolist():
             self._edits.pop(slot, None)
         self._edits.update((edits.slot, edits) for edits in step.delta.edits)
-        pages, positions = self._slots.pages(step, PAGE_SIZE), step.sampling.positions
+        pages, positions = self._slots.pages(step, PAGE_SIZE), sampling_of(step).positions
         for row, (slot, start, count) in enumerate(
             zip(step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True)
         ):

@@ -201,8 +201,8 @@ class HostDevice:
             if one is None:
                 return
             prepare, work, mark = one
-            began = time.perf_counter()
-            mark.idle = began - ended if starved and ended is not None else 0.0
+            if starved and ended is not None:
+                mark.idle = time.perf_counter() - ended
             ended = _do(prepare, work, mark)
             del one, prepare, work, mark  # what they hold may be large
 

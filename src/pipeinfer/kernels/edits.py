@@ -49,11 +49,7 @@ def edit(
     first_id: int = 0,
     values: bool = False,
 ) -> None:
-    """Changes logits [S, ids], those from `first_id` on, in place; slots, positions int64 [S].
-
-    values: also add what edits add, to logits of float32. In fewer bits, ids that were raised as
-    much as each other would be equal: near 100, bfloat16 counts in halves.
-    """
+    """See interface.py."""
     if not len(logits):
         return
     assert logits.dtype is torch.float32 or not values

@@ -35,8 +35,7 @@ def _write(pairs, count, words, BLOCK: tl.constexpr):
 
 
 def write_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor) -> None:
-    """words[place] = value for the first `count` int32 [1] of the (place, value) in `pairs`, int32
-    [2n], of which no two have one place and different values. All on one device."""
+    """See interface.py, here and below."""
     _write[(MOST_PROGRAMS,)](pairs, count, words, BLOCK=BLOCK, num_warps=4)
 
 
@@ -149,12 +148,6 @@ def _expand(
 def expand(
     rows: Rows, held: BySlot, page_size: int, padding: int, base: int, out: Expanded
 ) -> None:
-    """Fills `out` from a step's rows and what lies in their slots.
-
-    padding: tokens and keys, 0 or 1, of a row that is nobody's; they are id 0 at position 0,
-    nowhere, and so are the tokens of `out` past the last row's. `out` must hold R rows; with room
-    in `listed` for the pages of all of them, or for none.
-    """
     count, capacity = len(rows.counts), len(out.positions)
     prompts, width = len(out.prompt_offsets) - 1, held.table.shape[1]
     shares = min(triton.cdiv(max(capacity, width), BLOCK), MOST_PROGRAMS)

@@ -39,23 +39,6 @@ class PenaltyRows:
 
 
 @dataclass(frozen=True)
-class SamplingRows:
-    """Sampling parameters of the rows that sample, [S] each, in the order of those rows.
-
-    fields: by name and in the dtypes that engine/fields.py declares. positions: int64, the absolute
-    position of the token being sampled.
-    """
-
-    fields: Mapping[str, np.ndarray]
-    positions: np.ndarray
-
-    def take(self, rows: np.ndarray) -> SamplingRows:
-        """Some of the rows."""
-        fields = {name: values[rows] for name, values in self.fields.items()}
-        return SamplingRows(fields, self.positions[rows])
-
-
-@dataclass(frozen=True)
 class Edits:
     """What the request in `slot` changes of single logits: of `ids` int32 [n], all different.
 
@@ -145,9 +128,3 @@ class Step:
     fields: Mapping[str, np.ndarray]
     penalties: PenaltyRows | None = None
     delta: Delta = NOTHING
-
-    @property
-    def sampling(self) -> SamplingRows:
-        """Of the rows that sample, made anew each time."""
-        positions = (self.starts + self.counts)[self.samples].astype(np.int64)
-        return SamplingRows(self.fields, positions)
