@@ -17,8 +17,8 @@ from pipeinfer.bus.listener import Listener
 from pipeinfer.messages import Heartbeat, Message
 from pipeinfer.runtime.claim import noted
 from pipeinfer.runtime.deployment import deployed
-from pipeinfer.runtime.topology import NAMES, Identity, Topology
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.topology.topology import NAMES, Identity, Topology
 
 PATIENCE = 4.0  # seconds; heartbeats come twice a second
 WELL = ("ready", "draining")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from pipeinfer.params import SamplingParams
 from pipeinfer.step_cost import StepCost
@@ -22,16 +21,6 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all that travels: encoded as [tag, field, field, ...]."""
-
-
-def pack(ids: Any) -> bytes:
-    """A sequence of integers (list or NumPy array) as little-endian int32 bytes."""
-    return np.asarray(ids, dtype="<i4").tobytes()
-
-
-def unpack(raw: bytes) -> np.ndarray:
-    """int32 view [n] of what `pack` made; read-only."""
-    return np.frombuffer(raw, dtype="<i4")
 
 
 # ------------------------------------------------------------------- requests: gateway -> tokenizer

@@ -10,24 +10,15 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.bus import addresses, frames
+from pipeinfer.bus import frames
 from pipeinfer.bus.bus import INBOX_HWM, Bus
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import EVERYONE, Send
-from pipeinfer.messages import (
-    PROTOCOL,
-    Abort,
-    Begin,
-    Heartbeat,
-    Plan,
-    StopHit,
-    TokenRow,
-    Tokens,
-    pack,
-    unpack,
-)
-from pipeinfer.runtime.topology import Entry, Identity, Topology
+from pipeinfer.messages import PROTOCOL, Abort, Begin, Heartbeat, Plan, StopHit, TokenRow, Tokens
+from pipeinfer.packing import pack, unpack
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.topology import addresses
+from pipeinfer.topology.topology import Entry, Identity, Topology
 from port_rows import port_row
 
 HEADER = Header(PROTOCOL, "scheduler-0", 1, 0, 0.0)

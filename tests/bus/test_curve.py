@@ -16,8 +16,8 @@ from pipeinfer.bus.caller import Caller
 from pipeinfer.bus.refusals import PERIOD, REASONS, Refusals
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import Abort, Heartbeat
-from pipeinfer.runtime.topology import Entry, Identity, Topology
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.topology.topology import Entry, Identity, Topology
 from port_rows import port_row
 
 BEAT = Heartbeat("tokenizer-0", "tokenizer", 0, 0, 0, 1, 1, "ready")

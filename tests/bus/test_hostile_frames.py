@@ -21,7 +21,7 @@ from pipeinfer.channels import CHANNELS
 from pipeinfer.core import Send
 from pipeinfer.messages import PROTOCOL, Abort, Submit
 from pipeinfer.params import SamplingParams
-from pipeinfer.runtime.topology import Entry, Identity, Topology
+from pipeinfer.topology.topology import Entry, Identity, Topology
 from waiting import until
 
 HEADER = Header(PROTOCOL, "tokenizer-0", 1, 0, 0.0)

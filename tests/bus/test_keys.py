@@ -9,8 +9,8 @@ import zmq
 
 from pipeinfer.bus import keys
 from pipeinfer.bus.curve import keyring
-from pipeinfer.runtime.topology import Entry, Topology
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.topology.topology import Entry, Topology
 
 
 def test_a_secret_key_is_its_owners_alone_and_never_overwritten(tmp_path):

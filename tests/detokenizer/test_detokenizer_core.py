@@ -31,13 +31,12 @@ from pipeinfer.messages import (
     TextRow,
     TokenRow,
     Tokens,
-    pack,
-    unpack,
 )
+from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import StageContext
-from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import Settings
+from pipeinfer.topology.topology import Identity, Topology
 
 EOS = 353  # "<|end|>"
 

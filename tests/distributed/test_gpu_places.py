@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeinfer.distributed.group import without_multicast
-from pipeinfer.runtime.topology import Entry, Topology, local
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.topology.topology import Entry, Topology, local
 
 
 def test_every_engine_of_a_host_has_a_gpu_of_its_own():

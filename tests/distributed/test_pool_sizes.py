@@ -18,8 +18,8 @@ from pipeinfer.bus.caller import Caller
 from pipeinfer.engine import building, machine
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.messages import Heartbeat
-from pipeinfer.runtime.topology import Topology, local
 from pipeinfer.settings import Settings
+from pipeinfer.topology.topology import Topology, local
 from servers import environment
 
 PAGE_BYTES = 2 * 2 * 1 * 16 * 16 * 4  # K and V, layers, a rank's heads, head_dim, tokens, float32

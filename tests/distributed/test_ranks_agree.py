@@ -29,9 +29,8 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
     Work,
-    pack,
-    unpack,
 )
+from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.agreement import SILENT, Agreement, Disagreement
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions

@@ -9,8 +9,8 @@ import pytest
 import zmq
 from torch.distributed.distributed_c10d import Store
 
-from pipeinfer.bus import addresses
 from pipeinfer.distributed.rendezvous import RendezvousError, meet
+from pipeinfer.topology import addresses
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])

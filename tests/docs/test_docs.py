@@ -18,12 +18,12 @@ from pipeinfer.cli.main import COMMANDS
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.schema import NOT_BUILT, ChatRequest, CompletionRequest
-from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.deployment import BIND, KEYS, SECRET
 from pipeinfer.runtime.deployment import STAGES as STAGES_VARIABLE
-from pipeinfer.runtime.topology import Entry
 from pipeinfer.scheduler.policies import POLICIES
 from pipeinfer.settings import PREFIX, Settings
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Entry
 from servers import STAGES, environment
 
 ROOT = Path(__file__).parents[2]

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from pipeinfer.checkpoint.rope_config import RopeConfig
 from pipeinfer.engine.attend import StepAttention, TorchStore
 from pipeinfer.layers.attention import MergedHeads
 from pipeinfer.layers.norm import OFFSET, USUAL, HeadNorm
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.layers.rope import Rope
-from pipeinfer.layers.rope_config import RopeConfig
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 

@@ -25,9 +25,8 @@ from pipeinfer.messages import (
     Release,
     Result,
     Submit,
-    pack,
-    unpack,
 )
+from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.steps.step import Sampled, Step
 from sampling_rows import sampling_of

@@ -14,7 +14,8 @@ from hash_device import HashDevice
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.driver import step_done
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import PROTOCOL, Admit, Begin, Hello, Message, Plan, Release, Result, pack
+from pipeinfer.messages import PROTOCOL, Admit, Begin, Hello, Message, Plan, Release, Result
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.steps.step import Sampled, Step
 

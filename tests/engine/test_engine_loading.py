@@ -14,7 +14,7 @@ from kept_logits import logits_of
 from pipeinfer.engine import machine
 from pipeinfer.engine.host_memory import available_bytes
 from pipeinfer.engine.loading import choose, load_engine
-from pipeinfer.models import checkpoint as checkpoint_files
+from pipeinfer.models import loading as checkpoint_files
 from pipeinfer.settings import ConfigurationError, Settings
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeinfer.engine.requests import MOST_EDITS, RequestTable, edits_of
-from pipeinfer.messages import Admit, pack
+from pipeinfer.messages import Admit
+from pipeinfer.packing import pack
 from pipeinfer.params import MOST_BIASES, MOST_STOP_TOKENS, SamplingParams
 from pipeinfer.steps.step import Delta
 

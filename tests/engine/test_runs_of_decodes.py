@@ -14,7 +14,8 @@ from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.errors import ProtocolError
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import Admit, Plan, Release, pack
+from pipeinfer.messages import Admit, Plan, Release
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 
 SLOTS, LIMIT = 40, 64

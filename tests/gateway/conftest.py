@@ -12,10 +12,10 @@ from gateway_pipeline import Gateway, Pipeline, StartGateway
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.driver import HttpDriver
 from pipeinfer.gateway.stage import build
-from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.stage import StageContext
-from pipeinfer.runtime.topology import Identity
 from pipeinfer.settings import Settings
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Identity
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 

@@ -25,9 +25,8 @@ from pipeinfer.messages import (
     Submit,
     Text,
     TextRow,
-    pack,
-    unpack,
 )
+from pipeinfer.packing import pack, unpack
 
 STAGES = ("tokenizer-0", "scheduler-0", "engine-0-0", "detokenizer-0")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeinfer.gateway.backlog import Backlog, size_of
 from pipeinfer.gateway.events import Call
-from pipeinfer.messages import pack
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 
 PARAMS = SamplingParams()

@@ -16,7 +16,8 @@ import pytest
 from gateway_pipeline import Gateway, StartGateway
 
 from pipeinfer.events import Drain
-from pipeinfer.messages import TextRow, pack
+from pipeinfer.messages import TextRow
+from pipeinfer.packing import pack
 from pipeinfer.runtime.entry import COLLECTIONS
 
 PATHS = ("/v1/completions", "/v1/chat/completions")

@@ -23,8 +23,8 @@ from pipeinfer.messages import (
     Submit,
     Text,
     TextRow,
-    pack,
 )
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 
 EXPECTED = [Expected(stage, stage.split("-")[0]) for stage in STAGES]

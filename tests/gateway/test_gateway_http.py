@@ -13,7 +13,8 @@ import pytest
 from gateway_pipeline import STAGES, Gateway, StartGateway, heartbeat
 
 from pipeinfer.events import Drain
-from pipeinfer.messages import TextRow, pack
+from pipeinfer.messages import TextRow
+from pipeinfer.packing import pack
 from pipeinfer.settings import ConfigurationError
 
 PROMPT = "one two three vier fünf 🦀"

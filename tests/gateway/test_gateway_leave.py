@@ -7,7 +7,8 @@ import asyncio
 import httpx
 from gateway_pipeline import Gateway
 
-from pipeinfer.messages import TextRow, pack
+from pipeinfer.messages import TextRow
+from pipeinfer.packing import pack
 
 BODY = {"prompt": "one two"}
 

@@ -19,7 +19,8 @@ from pipeinfer.gateway.schema import (
     decode,
     surveyed,
 )
-from pipeinfer.messages import Submit, pack
+from pipeinfer.messages import Submit
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import ConfigurationError
 

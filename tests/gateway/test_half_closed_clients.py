@@ -10,7 +10,8 @@ import pytest
 from gateway_pipeline import Gateway
 from raw_http import RawClient, answers, post
 
-from pipeinfer.messages import TextRow, pack
+from pipeinfer.messages import TextRow
+from pipeinfer.packing import pack
 from waiting import until
 
 AT_ONCE = 0.2  # seconds

@@ -14,7 +14,8 @@ import pytest
 from gateway_pipeline import Gateway, StartGateway
 from raw_http import RawClient
 
-from pipeinfer.messages import TextRow, pack
+from pipeinfer.messages import TextRow
+from pipeinfer.packing import pack
 from pipeinfer.settings import ConfigurationError
 from waiting import until
 

@@ -17,14 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import gguf_writing
 from checkpoints import CheckpointCache
+from pipeinfer.checkpoint.config import read_config
 from pipeinfer.gguf.header import read_header
 from pipeinfer.gguf.names import Packed, packed_tensors
 from pipeinfer.gguf.quantization import BLOCKS, TYPES
 from pipeinfer.gguf.weights import PIECE, WeightFile
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model
-from pipeinfer.models.checkpoint import check_checkpoint, load_weights
-from pipeinfer.models.config import read_config
+from pipeinfer.models.loading import check_checkpoint, load_weights
 from pipeinfer.settings import ConfigurationError
 
 WIDE = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 288}

@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from bench import offline, shapes, workload  # noqa: E402
+from bench import batch, offline, shapes, workload  # noqa: E402
 from bench.workload import Span  # noqa: E402
 from pipeinfer import LLM  # noqa: E402
 from pipeinfer import settings as config  # noqa: E402
@@ -35,8 +35,8 @@ def record(folder: Path, options: argparse.Namespace, settings: dict[str, Any]) 
     work = workload.uniform(options.requests, *spans, highest, options.work_seed)
     warm = workload.uniform(min(options.requests, 16), Span(16, 64), Span(4, 8), highest, -1)
     with LLM(**settings, record=str(folder)) as llm:
-        warmed = offline.measure(llm, warm, options.temperature)
-        measured = offline.measure(llm, work, options.temperature)
+        warmed = batch.measure(llm, warm, options.temperature)
+        measured = batch.measure(llm, work, options.temperature)
     return {
         "warm_seconds": warmed.seconds,
         "batch_seconds": measured.seconds,

@@ -220,9 +220,9 @@ def gaps(model: Path, prompts: list[list[int]], given: list[list[int]]) -> list[
     import torch
 
     from dense_attention import dense_causal
+    from pipeinfer.checkpoint.config import read_config
     from pipeinfer.models.build import build_model
-    from pipeinfer.models.checkpoint import load_weights
-    from pipeinfer.models.config import read_config
+    from pipeinfer.models.loading import load_weights
 
     reference, found = build_model(read_config(model)), []
     load_weights(reference, model)
@@ -264,8 +264,7 @@ def generated(model: str, ranks: int, ids: int, **settings: Any) -> list[list[li
 
 def offline(shape: str, tp: str, dp: str, all_reduce: str) -> dict[str, Any]:
     """The usual 256 requests, twice as many for two groups, and the time between tokens alone."""
-    from bench import offline as bench
-    from bench import shapes, workload
+    from bench import batch, shapes, workload
     from bench.workload import Span, Work
     from pipeinfer import LLM
 
@@ -286,9 +285,9 @@ def offline(shape: str, tp: str, dp: str, all_reduce: str) -> dict[str, Any]:
             memory_fraction=0.85, routing="least-loaded",
         ) as llm:  # fmt: skip
             loaded = time.perf_counter() - began
-            bench.measure(llm, warm, 0.6)
+            batch.measure(llm, warm, 0.6)
             before = llm.stats()
-            run = bench.measure(llm, work, 0.6)
+            run = batch.measure(llm, work, 0.6)
             stats = llm.stats()
             gaps = {n: between(llm, n) for n in (1, 8, 32, 256)}
     engines = {name: row for name, row in stats.items() if name.startswith("engine")}

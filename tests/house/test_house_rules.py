@@ -7,6 +7,7 @@ import inspect
 import shutil
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ def imported(path: Path) -> set[str]:
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module.split(".")[0])
+    return names
+
+
+def imported_modules(path: Path) -> set[str]:
+    """With the names that are taken from packages, which may be modules."""
+    names = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
 
@@ -147,6 +159,17 @@ def test_dependencies_point_one_way():
         [command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_tools_import_each_other_in_no_circle():
+    """The contracts of pyproject.toml see the package alone."""
+    tools = {
+        ".".join(path.relative_to(ROOT / "tools").with_suffix("").parts): path
+        for path in (ROOT / "tools").rglob("*.py")
+    }
+    graph = {name: imported_modules(path) & tools.keys() for name, path in tools.items()}
+    assert any(graph.values())
+    assert list(TopologicalSorter(graph).static_order())
 
 
 def test_promised_flags_are_there():

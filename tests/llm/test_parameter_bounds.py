@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from pipeinfer import AsyncLLM, SamplingParams
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.llm import RequestError
-from pipeinfer.messages import Admit, pack
+from pipeinfer.messages import Admit
 from pipeinfer.offline.calls import checked
+from pipeinfer.packing import pack
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
           "frequency_penalty")  # fmt: skip

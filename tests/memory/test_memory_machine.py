@@ -24,7 +24,8 @@ from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.applied import Rows
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import Admit, Plan, Release, pack, unpack
+from pipeinfer.messages import Admit, Plan, Release
+from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.steps.step import LAST_TOKEN, Step
 

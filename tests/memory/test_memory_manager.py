@@ -14,7 +14,8 @@ from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.applied import Applied
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import Admit, Plan, Release, pack
+from pipeinfer.messages import Admit, Plan, Release
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.steps.step import Step

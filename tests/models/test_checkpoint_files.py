@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import CheckpointCache
+from pipeinfer.checkpoint.config import read_config
 from pipeinfer.layers.matrix import Matrix
 from pipeinfer.models.build import build_model
-from pipeinfer.models.checkpoint import check_checkpoint, load_weights
-from pipeinfer.models.config import read_config
+from pipeinfer.models.loading import check_checkpoint, load_weights
 from pipeinfer.settings import ConfigurationError
 
 WEIGHTS = "model.safetensors"

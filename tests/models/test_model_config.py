@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from checkpoints import ARCHITECTURES, CheckpointCache
-from pipeinfer.models.config import read_config
-from pipeinfer.models.generation import GenerationDefaults, read_generation
+from pipeinfer.checkpoint.config import read_config
+from pipeinfer.checkpoint.generation import GenerationDefaults, read_generation
 from pipeinfer.settings import ConfigurationError
 
 Change = Callable[[dict[str, Any]], None]

@@ -7,8 +7,8 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
+from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.demo import demo_path
-from pipeinfer.models.source import resolve_model
 from pipeinfer.settings import ConfigurationError
 
 

@@ -12,11 +12,11 @@ import torch
 
 from checkpoints import CheckpointCache
 from dense_attention import dense_causal
+from pipeinfer.checkpoint.config import read_config
 from pipeinfer.kernels.all_reduce_norm import all_reduce_norm_reference
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model
-from pipeinfer.models.checkpoint import load_weights
-from pipeinfer.models.config import read_config
+from pipeinfer.models.loading import load_weights
 
 RANKS, TOKENS = 2, 11
 CASES: list[tuple[str, dict[str, Any]]] = [

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from dense_attention import dense_causal
-from pipeinfer.models import checkpoint as module
+from pipeinfer.checkpoint.config import read_config
+from pipeinfer.checkpoint.safetensors import weight_files
+from pipeinfer.models import loading as module
 from pipeinfer.models.build import build_model
-from pipeinfer.models.checkpoint import load_weights
-from pipeinfer.models.config import read_config
+from pipeinfer.models.loading import load_weights
 from pipeinfer.models.readahead import BUFFER_BYTES, ReadAhead
-from pipeinfer.models.safetensors import weight_files
 
 PATIENCE = 30.0
 

@@ -12,10 +12,10 @@ import torch
 
 from checkpoints import CheckpointCache
 from dense_attention import dense_causal
+from pipeinfer.checkpoint.config import ModelConfig, read_config
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model
-from pipeinfer.models.checkpoint import fill_dummy, load_weights
-from pipeinfer.models.config import ModelConfig, read_config
+from pipeinfer.models.loading import fill_dummy, load_weights
 from pipeinfer.settings import ConfigurationError
 
 

@@ -14,12 +14,13 @@ import psutil
 import pytest
 import zmq
 
-from pipeinfer.bus import addresses, frames, keys
+from pipeinfer.bus import frames, keys
 from pipeinfer.bus.frames import Header
 from pipeinfer.messages import PROTOCOL, Abort
-from pipeinfer.runtime import topology as topologies
-from pipeinfer.runtime.topology import Topology
 from pipeinfer.settings import Settings
+from pipeinfer.topology import addresses
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Topology
 from port_rows import port_row
 from servers import Server
 

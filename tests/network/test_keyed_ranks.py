@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from pipeinfer.bus import addresses, keys
+from pipeinfer.bus import keys
 from pipeinfer.bus.wires import Wires
 from pipeinfer.distributed.rendezvous import RendezvousError, meet
-from pipeinfer.runtime.topology import Entry, Topology
+from pipeinfer.topology import addresses
+from pipeinfer.topology.topology import Entry, Topology
 from port_rows import port_row
 
 

@@ -16,7 +16,8 @@ from pipeinfer.engine.driver import step_done
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.events import Tick
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import PROTOCOL, Hello, Plan, Tokens, Work, pack, unpack
+from pipeinfer.messages import PROTOCOL, Hello, Plan, Tokens, Work
+from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.board import Board
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions

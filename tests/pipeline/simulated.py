@@ -33,8 +33,8 @@ from pipeinfer.messages import (
     Text,
     TokenRow,
     Tokens,
-    pack,
 )
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.fence import Fence
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions

@@ -34,8 +34,8 @@ from pipeinfer.messages import (  # noqa: E402
     TokenRow,
     Tokens,
     Work,
-    unpack,
 )
+from pipeinfer.packing import unpack  # noqa: E402
 
 # What every story may come to; none may be missing among many of them.
 EVENTS = (

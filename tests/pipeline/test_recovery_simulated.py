@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from simulated import Simulation
 from simulated_engine import POISON
 
-from pipeinfer.messages import unpack
+from pipeinfer.packing import unpack
 
 MANY_SEEDS = st.integers(0, 2**32 - 1)
 STOPS = st.lists(st.sampled_from(["a", "th", "é", "你", "q.", "\ufffd"]), max_size=2)

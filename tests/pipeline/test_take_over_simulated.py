@@ -11,7 +11,7 @@ import pytest
 from simulated import Simulation
 from simulated_engine import POISON
 
-from pipeinfer.messages import unpack
+from pipeinfer.packing import unpack
 
 
 def begun(random: Random, moody: bool = False) -> Simulation:

@@ -13,7 +13,8 @@ from replay_tool import ROOT, tool
 
 import servers
 from pipeinfer.events import StepDone
-from pipeinfer.messages import Admit, Plan, Result, pack
+from pipeinfer.messages import Admit, Plan, Result
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from replay.difference import Difference
 from replay.recording import Entry, Group, load

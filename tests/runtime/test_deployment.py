@@ -8,11 +8,11 @@ import sys
 import pytest
 
 from pipeinfer.bus import keys
-from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.claim import claim, note
 from pipeinfer.runtime.deployment import deployed
-from pipeinfer.runtime.topology import Entry
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Entry
 from servers import environment
 
 FIVE = (
@@ -83,7 +83,7 @@ def test_other_hosts_need_keys():
 CLAIMS = """
 import sys
 from pathlib import Path
-from pipeinfer.runtime import topology as topologies
+from pipeinfer.topology import topology as topologies
 from pipeinfer.runtime.claim import claim
 from pipeinfer.settings import ConfigurationError
 try:

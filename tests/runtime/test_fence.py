@@ -11,11 +11,11 @@ from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.listener import Listener
 from pipeinfer.core import Send
 from pipeinfer.messages import Abort, Heartbeat, Message, Recover
-from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage
-from pipeinfer.runtime.topology import Identity
 from pipeinfer.settings import Settings
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Identity
 from waiting import until
 
 

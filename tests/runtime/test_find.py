@@ -12,10 +12,10 @@ import pytest
 
 from pipeinfer.cli.main import main
 from pipeinfer.cli.swap import chosen_stage
-from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.find import PREFIX, TOPOLOGY, alive, running_servers, running_topology
-from pipeinfer.runtime.topology import Entry, Topology
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Entry, Topology
 
 
 @pytest.fixture

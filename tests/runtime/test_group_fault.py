@@ -12,10 +12,10 @@ import zmq
 from pipeinfer.bus.bus import Bus
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import GroupFault, Heartbeat, State
-from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.group_fault import FAILED, end_on_group_fault
-from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import Settings
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Identity, Topology
 from servers import environment
 
 

@@ -13,11 +13,11 @@ from pipeinfer.bus.listener import Listener
 from pipeinfer.core import Send
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.messages import Abort, Heartbeat
-from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage
-from pipeinfer.runtime.topology import Identity
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Identity
 from waiting import until
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import zmq
 
-from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.child import Command
 from pipeinfer.runtime.entry import FAILED, MISCONFIGURED, ORDERLY
 from pipeinfer.runtime.report import DESCRIPTOR, LETTERS, Reporter, Reports, reporter
 from pipeinfer.runtime.supervisor import RESTARTS, Supervisor
-from pipeinfer.runtime.topology import Identity
 from pipeinfer.settings import Settings
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Identity
 from waiting import until
 
 # A stage as far as a supervisor sees it. It has no sockets: all its heartbeats are lost.

@@ -18,13 +18,14 @@ from pipeinfer.events import Unsent
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Failed
 from pipeinfer.gateway.stage import expected_stages
-from pipeinfer.messages import Abort, Delivered, Heartbeat, Recover, Recovered, Submit, Work, pack
+from pipeinfer.messages import Abort, Delivered, Heartbeat, Recover, Recovered, Submit, Work
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
-from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage, builder
-from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import Settings
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Identity, Topology
 from pipeinfer.trace.notes import End, Unencoded
 from pipeinfer.trace.reader import Trace
 from waiting import until

@@ -10,11 +10,11 @@ import pytest
 
 from pipeinfer import AsyncLLM, SamplingParams
 from pipeinfer.runtime import entry, wakefulness
-from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.shell import Shell
-from pipeinfer.runtime.topology import Identity
 from pipeinfer.runtime.wakefulness import CORES, PATIENCE, cores, patience
 from pipeinfer.settings import Settings
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Identity
 
 PROCESSES = 5  # of a pipeline with one engine
 

@@ -21,9 +21,8 @@ from pipeinfer.messages import (
     Ready,
     Release,
     Result,
-    pack,
-    unpack,
 )
+from pipeinfer.packing import pack, unpack
 from pipeinfer.step_cost import StepCost
 
 VOCABULARY = 50

@@ -7,7 +7,8 @@ from itertools import pairwise
 from test_scheduler_recovery import DETOKENIZER, TOKENIZER, Bench, outputs, recovered, work
 
 from pipeinfer.core import Send
-from pipeinfer.messages import Delivered, Done, HandOver, Heartbeat, Plan, pack, unpack
+from pipeinfer.messages import Delivered, Done, HandOver, Heartbeat, Plan
+from pipeinfer.packing import pack, unpack
 
 ENDED = Heartbeat("engine-0-0", "engine", 0, 0, 0, 7, 2, "starting", "its process ended (SIGKILL)")
 

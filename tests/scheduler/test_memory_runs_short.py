@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.messages import PROTOCOL, Hello, Plan, Ready, Result, Work, pack, unpack
+from pipeinfer.messages import PROTOCOL, Hello, Plan, Ready, Result, Work
+from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.board import Board
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions

@@ -12,7 +12,8 @@ from model_engine import ModelEngine
 from test_scheduler_core import Pipeline
 
 from pipeinfer.channels import CHANNELS
-from pipeinfer.messages import Plan, Work, pack, unpack
+from pipeinfer.messages import Plan, Work
+from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.step_budget import (

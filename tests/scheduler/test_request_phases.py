@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 from test_scheduler_core import Client, pipeline
 
-from pipeinfer.messages import Delivered, Done, Fault, Work, pack
+from pipeinfer.messages import Delivered, Done, Fault, Work
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.phase import NEXT
 from pipeinfer.scheduler.request import Request, from_work

@@ -9,7 +9,8 @@ import pytest
 from test_scheduler_core import Pipeline, pipeline
 
 from pipeinfer.events import Tick
-from pipeinfer.messages import Done, Plan, Refused, Release, Result, Work, pack, unpack
+from pipeinfer.messages import Done, Plan, Refused, Release, Result, Work
+from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions

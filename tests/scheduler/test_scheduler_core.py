@@ -10,7 +10,8 @@ from model_engine import ModelEngine, expected_outputs
 from msgspec import structs
 
 from pipeinfer.events import Tick
-from pipeinfer.messages import Abort, Begin, Done, Open, Plan, StopHit, Tokens, Work, pack, unpack
+from pipeinfer.messages import Abort, Begin, Done, Open, Plan, StopHit, Tokens, Work
+from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 

@@ -21,9 +21,8 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
     Work,
-    pack,
-    unpack,
 )
+from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.ledger import KEPT, ORPHANED

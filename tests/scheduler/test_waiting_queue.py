@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pipeinfer.messages import Work, pack
+from pipeinfer.messages import Work
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.queue import LOOKED_AT, WaitingQueue
 from pipeinfer.scheduler.request import Request, from_work

@@ -15,12 +15,12 @@ from smollm2_prompts import docs
 from smollm2_reference import chosen
 
 from pipeinfer import settings as config
+from pipeinfer.checkpoint.config import read_config
+from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.engine.fields import filled
 from pipeinfer.engine.loading import LoadedEngine, load_engine
 from pipeinfer.models.build import build_model
-from pipeinfer.models.checkpoint import load_weights
-from pipeinfer.models.config import read_config
-from pipeinfer.models.source import resolve_model
+from pipeinfer.models.loading import load_weights
 from pipeinfer.steps.step import Step
 from step_pages import all_pages
 

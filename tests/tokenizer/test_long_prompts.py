@@ -33,8 +33,8 @@ from pipeinfer.messages import (
     Refused,
     Submit,
     Work,
-    pack,
 )
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.apart import encoded

@@ -17,17 +17,8 @@ from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.driver import step_done
 from pipeinfer.events import Tick
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import (
-    PROTOCOL,
-    Begin,
-    Heartbeat,
-    Hello,
-    Message,
-    Plan,
-    Tokens,
-    Work,
-    pack,
-)
+from pipeinfer.messages import PROTOCOL, Begin, Heartbeat, Hello, Message, Plan, Tokens, Work
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.steps.step import Sampled

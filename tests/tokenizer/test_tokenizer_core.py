@@ -26,18 +26,17 @@ from pipeinfer.messages import (
     StopHit,
     Submit,
     Work,
-    pack,
-    unpack,
 )
+from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import StageContext
-from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.routing import Router
 from pipeinfer.tokenizer.stage import build, make_core
 from pipeinfer.tokenizer.templates import ChatTemplates
+from pipeinfer.topology.topology import Identity, Topology
 
 Make = Callable[..., Path]
 HELLO = {"role": "user", "content": "Hi 🙂"}

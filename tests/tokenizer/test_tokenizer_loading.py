@@ -11,7 +11,7 @@ from tokenizer_folders import make_tokenizer, write_json
 from transformers import AutoTokenizer
 
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.tokenizer.loading import load_tokenizer, read_tokenizer_config, special_tokens
+from pipeinfer.text.loading import load_tokenizer, read_tokenizer_config, special_tokens
 
 TEXT = "Hello <|im_start|> wörld 🙂 <new token> <other></s> [named] end"
 ADDED = {

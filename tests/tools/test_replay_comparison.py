@@ -10,7 +10,8 @@ import pytest
 from pipeinfer import events, messages
 from pipeinfer.core import Send
 from pipeinfer.events import StepDone
-from pipeinfer.messages import Abort, Plan, Result, Text, TextRow, TokenRow, Tokens, pack
+from pipeinfer.messages import Abort, Plan, Result, Text, TextRow, TokenRow, Tokens
+from pipeinfer.packing import pack
 from replay.comparison import first_mismatch
 from replay.difference import first_difference
 from replay.recording import Entry, Group

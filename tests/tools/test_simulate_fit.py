@@ -13,7 +13,8 @@ from simulated_clusters import tallied
 
 import servers
 from pipeinfer import LLM, SamplingParams
-from pipeinfer.messages import Work, unpack
+from pipeinfer.messages import Work
+from pipeinfer.packing import unpack
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets
 from pipeinfer.step_cost import StepCost

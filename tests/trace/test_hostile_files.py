@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeinfer.events import Tick
-from pipeinfer.messages import PROTOCOL, Abort, Submit, Work, pack
+from pipeinfer.messages import PROTOCOL, Abort, Submit, Work
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.trace import format as form

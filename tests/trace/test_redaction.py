@@ -17,7 +17,8 @@ from pipeinfer import events as local
 from pipeinfer.channels import CHANNELS
 from pipeinfer.engine.core import StepFailed
 from pipeinfer.gateway import events as gateway
-from pipeinfer.messages import Message, Submit, Work, pack, unpack
+from pipeinfer.messages import Message, Submit, Work
+from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.tokenizer import events as tokenizer
 from pipeinfer.trace import notes

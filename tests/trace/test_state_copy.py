@@ -14,12 +14,13 @@ import pytest
 
 from pipeinfer.control import StartRecording
 from pipeinfer.events import Tick
-from pipeinfer.messages import PROTOCOL, Abort, Work, pack
+from pipeinfer.messages import PROTOCOL, Abort, Work
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.tap import Tap
-from pipeinfer.runtime.topology import Identity, local
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.settings import Settings
+from pipeinfer.topology.topology import Identity, local
 from pipeinfer.trace import format as form
 from pipeinfer.trace import state_copy
 from pipeinfer.trace.format import ModelIdentity, TraceHeader

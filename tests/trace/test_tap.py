@@ -10,8 +10,8 @@ from pipeinfer.bus.frames import Header
 from pipeinfer.events import StepDone, Tick
 from pipeinfer.messages import PROTOCOL
 from pipeinfer.runtime import tap as taps
-from pipeinfer.runtime.topology import Identity, local
 from pipeinfer.settings import Settings
+from pipeinfer.topology.topology import Identity, local
 
 
 class Core:

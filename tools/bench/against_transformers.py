@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from bench import offline, shapes, workload
+from bench import batch, shapes, workload
 from bench.processes import Others
 from bench.workload import Work
 from pipeinfer import LLM
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, settings: dict[str, Any], folder: Path) -> 
     )
     settings |= {"model": str(model), "dtype": "float32"}
     sizes = sorted({len(work.prompts), min(16, len(work.prompts))})
-    ours: list[offline.Measured] = []
+    ours: list[batch.Measured] = []
     theirs: dict[int, list[Theirs]] = {size: [] for size in sizes}
     shares = []
     for _ in range(options.rounds or 3):
@@ -61,9 +61,9 @@ def run(options: argparse.Namespace, settings: dict[str, Any], folder: Path) -> 
             rate = work.output_tokens / theirs[size][-1].seconds
             _say(f"transformers, batches of {size}", rate, others)
         sizes = [min(sizes, key=lambda size: _median(theirs[size]))]  # the faster goes on
-    metrics = offline.summary(work, ours) | _comparison(work, ours, theirs, sizes[0])
+    metrics = batch.summary(work, ours) | _comparison(work, ours, theirs, sizes[0])
     metrics |= {"threads": threads, "used_by_others": max(shares)}
-    offline.show(metrics)
+    batch.show(metrics)
     print(
         f"{'transformers tokens/s':24}{metrics['transformers_tokens_per_s']:12.1f}"
         f"  (batches of {sizes[0]})\n{'ratio':24}{metrics['ratio']:12.2f}"
@@ -78,7 +78,7 @@ def _say(what: str, rate: float, others: Others) -> None:
 
 
 def _comparison(
-    work: Work, ours: list[offline.Measured], theirs: dict[int, list[Theirs]], best: int
+    work: Work, ours: list[batch.Measured], theirs: dict[int, list[Theirs]], best: int
 ) -> dict[str, Any]:
     pairs = zip(ours[0].outputs, theirs[best][0].outputs, strict=True)
     return {
@@ -96,10 +96,10 @@ def _median(runs: list[Theirs]) -> float:
     return statistics.median(one.seconds for one in runs)
 
 
-def _pipeinfer(settings: dict[str, Any], work: Work, warm: Work) -> offline.Measured:
+def _pipeinfer(settings: dict[str, Any], work: Work, warm: Work) -> batch.Measured:
     with LLM(**settings) as llm:
-        offline.measure(llm, warm, 0.0)
-        return offline.measure(llm, work, 0.0)
+        batch.measure(llm, warm, 0.0)
+        return batch.measure(llm, work, 0.0)
 
 
 def _transformers(

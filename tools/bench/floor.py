@@ -35,9 +35,9 @@ def model_size(folder: Path, dtype: str) -> ModelSize:
     """Of the checkpoint in `folder`, computed in `dtype` (a name of torch)."""
     import torch
 
+    from pipeinfer.checkpoint.config import read_config
     from pipeinfer.memory.pool import bytes_per_page
     from pipeinfer.models.build import build_model
-    from pipeinfer.models.config import read_config
 
     number = getattr(torch, dtype)
     model = build_model(read_config(folder), dtype=number, device="meta")

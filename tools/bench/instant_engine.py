@@ -22,12 +22,12 @@ from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.driver import step_done
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message
-from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.entry import run_shell, set_up_logging, stage_settings
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage, StageContext
-from pipeinfer.runtime.topology import Identity
 from pipeinfer.steps.step import Sampled
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Identity
 from pipeinfer.version import __version__
 
 PAGE_SIZE, PAGES, MAX_MODEL_LEN = 16, 16_384, 16_384

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import against_transformers, floor, host_cost, shapes, workload
-from bench.host_cost import HostCost
+from bench import against_transformers, batch, floor, shapes, workload
 from bench.workload import Span, Work
-from pipeinfer import LLM, SamplingParams
-from pipeinfer.models.source import resolve_model
-
-HEARTBEAT = 0.5  # seconds between the statistics of an engine
-ENGINE = "engine-0-0"
+from pipeinfer import LLM
+from pipeinfer.checkpoint.source import resolve_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,47 +41,6 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
         return _alone(options, dict(settings), Path(temporary))
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One batch: wall seconds, seconds of the engine's parts ("busy", "forward" ...), and what its
-    host spent on each phase of a step.
-    """
-
-    seconds: float
-    engine: dict[str, float]
-    outputs: list[list[int]]
-    host: HostCost
-
-    def share_without(self, part: str) -> float:
-        """The share of the wall time that was not spent in `part`."""
-        return max(0.0, 1.0 - self.engine[part] / self.seconds)
-
-
-def measure(llm: LLM, work: Work, temperature: float) -> Measured:
-    """Runs `work` as one call; RuntimeError if any request got another number of tokens."""
-    params = [
-        SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=index)
-        for index, tokens in enumerate(work.outputs)
-    ]
-    before = _engine(llm)
-    begin = time.perf_counter()
-    results = llm.generate(work.prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - begin
-    after = _engine(llm)
-    outputs = [result.outputs[0].token_ids for result in results]
-    if [len(ids) for ids in outputs] != work.outputs:
-        raise RuntimeError("not every request got the tokens that it asked for")
-    old, new = host_cost.seconds(before), host_cost.seconds(after)
-    parts = {name: new[name] - old.get(name, 0.0) for name in new}
-    return Measured(seconds, parts, outputs, host_cost.read(after))
-
-
-def _engine(llm: LLM) -> dict[str, float]:
-    """The engine's statistics, when it is idle and has said so."""
-    time.sleep(2 * HEARTBEAT)
-    return llm.stats()[ENGINE]
-
-
 def _alone(options: argparse.Namespace, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     if options.config:
         shapes.write_folder(folder, shapes.shape(options.config))
@@ -99,48 +52,16 @@ def _alone(options: argparse.Namespace, settings: dict[str, Any], folder: Path) 
     rounds = []
     for _ in range(options.rounds or 1):
         with LLM(**settings) as llm:  # anew each time, so that no prompt is in the prefix cache
-            measure(llm, warm, options.temperature)
-            rounds.append(measure(llm, work, options.temperature))
+            batch.measure(llm, warm, options.temperature)
+            rounds.append(batch.measure(llm, work, options.temperature))
             print(f"{work.output_tokens / rounds[-1].seconds:10.1f} tokens/s", flush=True)
-    metrics = summary(work, rounds)
+    metrics = batch.summary(work, rounds)
     if settings.get("device") == "cuda":
         metrics["outside_model_share"] = None  # a GPU engine counts launches there, not computing
     if options.flops and options.bandwidth:
         metrics |= _efficiency(options, settings, work, metrics["seconds"])
-    show(metrics)
+    batch.show(metrics)
     return metrics
-
-
-def summary(work: Work, rounds: list[Measured]) -> dict[str, Any]:
-    """The metrics of several rounds of the same work: those of the median round."""
-    middle = sorted(rounds, key=lambda one: one.seconds)[len(rounds) // 2]
-    steps = middle.engine
-    return {
-        "tokens_per_s": work.output_tokens / middle.seconds,
-        "seconds": middle.seconds,
-        "all_seconds": [one.seconds for one in rounds],
-        "requests": len(work.prompts),
-        "prompt_tokens": work.prompt_tokens,
-        "output_tokens": work.output_tokens,
-        "idle_share": middle.share_without("busy"),
-        "outside_model_share": middle.share_without("forward"),
-        "engine_seconds": {name: steps[name] for name in (*host_cost.PARTS, "busy")},
-        **middle.host.metrics(),
-    }
-
-
-def show(metrics: Mapping[str, Any]) -> None:
-    """Prints the summary."""
-    for name in ("requests", "prompt_tokens", "output_tokens"):
-        print(f"{name.replace('_', ' '):24}{metrics[name]:12,}")
-    print(f"{'seconds (median)':24}{metrics['seconds']:12.2f}")
-    print(f"{'tokens/s':24}{metrics['tokens_per_s']:12.1f}")
-    if metrics["outside_model_share"] is not None:
-        print(f"{'outside the model':24}{metrics['outside_model_share']:12.1%}")
-    print(f"{'engine idle':24}{metrics['idle_share']:12.1%}")
-    host_cost.show(metrics)
-    if "efficiency" in metrics:
-        print(f"{'efficiency':24}{metrics['efficiency']:12.1%}")
 
 
 def highest_id(settings: Mapping[str, Any]) -> int:
@@ -149,7 +70,7 @@ def highest_id(settings: Mapping[str, Any]) -> int:
 
 
 def _vocabulary(settings: Mapping[str, Any]) -> int:
-    from pipeinfer.models.config import read_config
+    from pipeinfer.checkpoint.config import read_config
 
     return read_config(resolve_model(settings.get("model", ""))).vocab_size
 

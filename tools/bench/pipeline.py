@@ -22,10 +22,10 @@ from typing import Any
 from bench import instant_engine, processes, streaming
 from bench.latency import Timeline, percentiles
 from pipeinfer import settings as config
-from pipeinfer.models.config import read_config
-from pipeinfer.models.source import resolve_model
-from pipeinfer.runtime import topology as topologies
-from pipeinfer.runtime.topology import NAMES, Topology
+from pipeinfer.checkpoint.config import read_config
+from pipeinfer.checkpoint.source import resolve_model
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import NAMES, Topology
 
 ENGINE = Path(__file__).with_name("instant_engine.py")
 SPECIAL = 16  # ids at the end of the vocabulary that are not drawn: they may have no text

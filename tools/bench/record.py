@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench import host_cost, offline, pipeline, processes, shapes, workload
+from bench import batch, host_cost, offline, pipeline, processes, shapes, workload
 from bench.switch import Switch, topology_here
 from bench.workload import Span, Work
 from pipeinfer import LLM
@@ -140,7 +140,7 @@ def _offline(
         work = workload.uniform(options.requests, *spans, highest, 0)
         cuda = settings.get("device") == "cuda"
         with LLM(**settings) as llm, Switch(topology_here()) as switch:
-            offline.measure(llm, shifted(work, -1, highest), 1.0)
+            batch.measure(llm, shifted(work, -1, highest), 1.0)
             yield switch, lambda number: _batch(llm, shifted(work, number, highest), cuda)
 
 
@@ -152,9 +152,9 @@ def shifted(work: Work, number: int, highest: int) -> Work:
 
 def _batch(llm: LLM, work: Work, cuda: bool) -> Numbers:
     """`host_us_per_step`: of the engine's host; on a CPU without what is the model's."""
-    before = llm.stats()[offline.ENGINE]["steps_total"]
-    measured = offline.measure(llm, work, 1.0)
-    steps = llm.stats()[offline.ENGINE]["steps_total"] - before
+    before = llm.stats()[batch.ENGINE]["steps_total"]
+    measured = batch.measure(llm, work, 1.0)
+    steps = llm.stats()[batch.ENGINE]["steps_total"] - before
     parts = [part for part in host_cost.PARTS if cuda or part not in ("forward", "sample")]
     host = sum(measured.engine[part] for part in parts)
     return {

@@ -40,11 +40,11 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
     Work,
-    pack,
 )
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.tokenizer.loading import load_tokenizer, read_tokenizer_config
+from pipeinfer.text.loading import load_tokenizer, read_tokenizer_config
 from pipeinfer.trace.format import unpack_state
 from pipeinfer.trace.state_copy import Copier
 

@@ -24,8 +24,8 @@ import numpy as np
 from bench import shapes
 from bench.latency import percentiles
 from pipeinfer import AsyncLLM, SamplingParams
-from pipeinfer.models.config import read_config
-from pipeinfer.models.source import resolve_model
+from pipeinfer.checkpoint.config import read_config
+from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.settings import ConfigurationError
 
 WARM_TOKENS = 8  # of each stream, that are not measured

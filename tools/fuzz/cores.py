@@ -16,10 +16,10 @@ from pipeinfer.bus.frames import Header
 from pipeinfer.core import Core
 from pipeinfer.events import Tick
 from pipeinfer.messages import PROTOCOL
-from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.stage import TAKES, StageContext, builder
-from pipeinfer.runtime.topology import Identity
 from pipeinfer.settings import Settings
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Identity
 
 STAGES = ("gateway", "tokenizer", "scheduler", "detokenizer")
 MOST = 12  # messages of an input

@@ -13,7 +13,8 @@ from fuzz.target import Wrong
 from fuzz.tree_model import Numbers
 from pipeinfer.memory.errors import ProtocolError
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import Admit, Plan, Release, pack
+from pipeinfer.messages import Admit, Plan, Release
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 
 SLOTS, SIZES = 4, (1, 4, 16)

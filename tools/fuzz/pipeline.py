@@ -15,22 +15,12 @@ from pipeinfer.bus.frames import Header
 from pipeinfer.core import LOCAL
 from pipeinfer.events import Tick
 from pipeinfer.gateway.stage import build
-from pipeinfer.messages import (
-    PROTOCOL,
-    Abort,
-    Accepted,
-    Heartbeat,
-    Message,
-    Submit,
-    Text,
-    TextRow,
-    pack,
-    unpack,
-)
-from pipeinfer.runtime import topology as topologies
+from pipeinfer.messages import PROTOCOL, Abort, Accepted, Heartbeat, Message, Submit, Text, TextRow
+from pipeinfer.packing import pack, unpack
 from pipeinfer.runtime.stage import StageContext
-from pipeinfer.runtime.topology import Identity
 from pipeinfer.settings import Settings
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Identity
 
 MODEL = "fuzz"
 STAGES = ("tokenizer-0", "scheduler-0", "engine-0-0", "detokenizer-0")

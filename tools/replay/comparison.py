@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipeinfer.messages import unpack
+from pipeinfer.packing import unpack
 from replay.varying import left_out
 
 ID_BYTES = 4

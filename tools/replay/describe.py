@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pipeinfer.messages import unpack
+from pipeinfer.packing import unpack
 from replay.recording import Entry
 
 MOST_IDS = 6

@@ -16,9 +16,9 @@ import msgspec
 from pipeinfer import settings as config
 from pipeinfer.messages import State
 from pipeinfer.runtime.stage import Stage, StageContext, builder
-from pipeinfer.runtime.topology import NAMES, Entry, Topology
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import StepCost
+from pipeinfer.topology.topology import NAMES, Entry, Topology
 from replay.codes import USAGE, CannotReplay
 from replay.recording import Recording
 

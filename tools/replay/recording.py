@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeinfer.runtime.topology import Identity
+from pipeinfer.topology.topology import Identity
 from pipeinfer.trace.notes import End
 from pipeinfer.trace.reader import OtherProtocol, Trace, TraceHeader, UnreadableTrace
 from replay.codes import OTHER_PROTOCOL, UNREADABLE, USAGE, CannotReplay

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.core import Core
-from pipeinfer.runtime.topology import NAMES
+from pipeinfer.topology.topology import NAMES
 from pipeinfer.trace.restore import restore
 from replay.codes import CRASHED, DIFFERENT, EQUAL, USAGE, CannotReplay
 from replay.context import explain

@@ -20,9 +20,9 @@ from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import Heartbeat, Message
-from pipeinfer.runtime import topology as topologies
-from pipeinfer.runtime.topology import NAMES, Topology
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import NAMES, Topology
 from replay.codes import DIFFERENT, EQUAL, USAGE, CannotReplay
 from replay.parts import Diverged, Part, Timed, part_of
 from replay.recording import Recording, load_stage, warn_of_tail

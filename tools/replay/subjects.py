@@ -9,7 +9,8 @@ from collections import OrderedDict
 from typing import Any
 
 from pipeinfer.events import StepDone
-from pipeinfer.messages import Admit, Admitted, Begin, Plan, Result, unpack
+from pipeinfer.messages import Admit, Admitted, Begin, Plan, Result
+from pipeinfer.packing import unpack
 
 REMEMBERED = 64  # plans whose rows are kept: far more than are ever in flight
 

@@ -11,7 +11,8 @@ from collections import Counter
 import numpy as np
 
 from pipeinfer.events import StepDone
-from pipeinfer.messages import Result, unpack
+from pipeinfer.messages import Result
+from pipeinfer.packing import unpack
 from replay.difference import Difference
 from replay.recording import Group
 from replay.subjects import Subjects

@@ -18,10 +18,14 @@ from cores import Cores
 
 from checkpoints import ARCHITECTURES, make_checkpoint
 from pipeinfer.messages import Abort
-from pipeinfer.models import registry
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
 from same_tokens.asking import Asked, draw
+
+try:
+    from pipeinfer.checkpoint.architectures import ARCHITECTURES as KNOWN
+except ImportError:  # in a tree up to November 2026
+    from pipeinfer.models.registry import ARCHITECTURES as KNOWN  # type: ignore
 
 OVERRIDES = {"MistralForCausalLM": {"sliding_window": 40}}
 OUTSTANDING = 48  # requests of the session at a time, three times as many as run
@@ -40,7 +44,7 @@ def run(folder: Path, architectures: list[str] | None, each: int, session: int) 
     torch.set_num_threads(1)
     parts = {}
     for name in ARCHITECTURES if architectures is None else architectures:
-        if name in registry.ARCHITECTURES:
+        if name in KNOWN:
             made = make_checkpoint(folder / name, name, seed=1, **OVERRIDES.get(name, {}))
             asked = draw(each, seed=1, crowded=False)
             parts[name] = _part(Session(made, *SCARCE).serve(asked), made)

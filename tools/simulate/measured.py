@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeinfer.messages import Result, unpack
+from pipeinfer.messages import Result
+from pipeinfer.packing import unpack
 from pipeinfer.settings import ConfigurationError
 from replay.codes import CannotReplay
 from replay.recording import Entry, Recording, load

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from pipeinfer.messages import Submit, Text, Work, unpack
+from pipeinfer.messages import Submit, Text, Work
+from pipeinfer.packing import unpack
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.step_cost import StepCost
 from replay.recording import Recording

@@ -13,7 +13,8 @@ from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.driver import step_done
 from pipeinfer.events import StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import Admitted, Done, Message, Plan, Refused, Result, Tokens, Work, pack
+from pipeinfer.messages import Admitted, Done, Message, Plan, Refused, Result, Tokens, Work
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore
 from pipeinfer.steps.step import Sampled, Step

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import zmq
 
-from pipeinfer.bus import addresses, frames
+from pipeinfer.bus import frames
 from pipeinfer.bus.frames import FRAME_BYTES, TELEMETRY_BYTES, Header
 from pipeinfer.bus.reader import Handler, Reader
 from pipeinfer.bus.wires import Wires
 from pipeinfer.control import CHANNEL as CONTROL
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import PROTOCOL
-from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.topology import addresses
+from pipeinfer.topology.topology import Identity, Topology
 
 LINGER_MS = 1_000  # how long closing waits for messages that were sent but have not left
 TELEMETRY_HWM = 1_000

@@ -15,7 +15,7 @@ from pipeinfer.bus.frames import Header
 from pipeinfer.bus.wires import Wires
 from pipeinfer.control import CHANNEL
 from pipeinfer.messages import PROTOCOL, Message
-from pipeinfer.runtime.topology import Topology
+from pipeinfer.topology.topology import Topology
 
 
 class Caller:

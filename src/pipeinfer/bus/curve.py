@@ -12,8 +12,8 @@ import zmq
 
 from pipeinfer.bus import keys
 from pipeinfer.bus.keys import Pair
-from pipeinfer.runtime.topology import Topology
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.topology.topology import Topology
 
 DOMAIN = b"pipeinfer"  # a socket with a domain asks the gate, and takes no peer older than ZMTP 3
 

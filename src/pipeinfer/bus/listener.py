@@ -10,7 +10,7 @@ import zmq
 from pipeinfer.bus.frames import TELEMETRY_BYTES
 from pipeinfer.bus.reader import Handler, Reader
 from pipeinfer.bus.wires import Wires
-from pipeinfer.runtime.topology import Topology
+from pipeinfer.topology.topology import Topology
 
 
 class Listener:

@@ -10,11 +10,11 @@ import errno
 
 import zmq
 
-from pipeinfer.bus import addresses
 from pipeinfer.bus.curve import Keyring, keyring
 from pipeinfer.bus.gate import Gate
-from pipeinfer.runtime.topology import Topology
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.topology import addresses
+from pipeinfer.topology.topology import Topology
 
 CONNECT_MS = 3_000  # for a TCP connection; the kernel alone would wait ever longer, up to minutes
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 2_000

@@ -22,12 +22,12 @@ from pipeinfer import settings as config
 from pipeinfer.bus.caller import Caller
 from pipeinfer.cli.top import Seen, listen
 from pipeinfer.runtime import listening
-from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.find import PREFIX, running_servers
 from pipeinfer.runtime.local import prepare
-from pipeinfer.runtime.topology import Topology
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets, measured
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Topology
 from pipeinfer.version import __version__
 
 GPU_PACKAGES = ("flashinfer-python", "sglang-kernel", "triton")

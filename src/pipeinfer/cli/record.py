@@ -19,8 +19,8 @@ from pipeinfer.bus.caller import Caller
 from pipeinfer.control import RecordingState, StartRecording, StopRecording
 from pipeinfer.messages import Heartbeat, Message
 from pipeinfer.runtime.find import running_topology
-from pipeinfer.runtime.topology import Topology
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.topology.topology import Topology
 
 PATIENCE = 10.0  # seconds in which a stage must be heard and must answer
 SILENCE = 5.0  # seconds without a heartbeat after which a stage counts as lost

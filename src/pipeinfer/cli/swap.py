@@ -17,8 +17,8 @@ import zmq
 from pipeinfer.bus.caller import Caller
 from pipeinfer.control import Swap, SwapState
 from pipeinfer.runtime.find import running_topology
-from pipeinfer.runtime.topology import SUPERVISOR, Topology
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.topology.topology import SUPERVISOR, Topology
 
 PATIENCE = 5.0  # seconds; a supervisor is heard twice a second
 

@@ -1,6 +1,6 @@
 """`pipeinfer topology check [FILE]`: says whether a topology can work, and draws it.
 
-Knows how to print; what must hold is said in runtime/topology.py and bus/curve.py. Connects to
+Knows how to print; what must hold is said in topology/topology.py and bus/curve.py. Connects to
 nobody.
 """
 
@@ -11,10 +11,10 @@ import os
 from collections.abc import Iterator, Sequence
 
 from pipeinfer import settings as config
-from pipeinfer.bus import addresses
 from pipeinfer.bus.curve import keyring
 from pipeinfer.runtime.deployment import deployed
-from pipeinfer.runtime.topology import Entry, Topology
+from pipeinfer.topology import addresses
+from pipeinfer.topology.topology import Entry, Topology
 
 ANYWHERE = "this host"  # of stages without `host`
 

@@ -29,8 +29,8 @@ from pipeinfer.messages import (
     TextRow,
     TokenRow,
     Tokens,
-    unpack,
 )
+from pipeinfer.packing import unpack
 from pipeinfer.recovery import RollCall, answer, number
 
 log = logging.getLogger(__name__)

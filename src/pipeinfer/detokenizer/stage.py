@@ -5,11 +5,11 @@ Knows files and settings; everything that happens afterwards is the core's.
 
 from __future__ import annotations
 
+from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.incremental import DecoderFactory
-from pipeinfer.models.source import resolve_model
 from pipeinfer.runtime.stage import Stage, StageContext
-from pipeinfer.tokenizer.loading import load_tokenizer, read_tokenizer_config
+from pipeinfer.text.loading import load_tokenizer, read_tokenizer_config
 
 
 def build(context: StageContext) -> Stage:

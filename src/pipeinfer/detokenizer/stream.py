@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from pipeinfer.detokenizer.incremental import IncrementalDecoder
 from pipeinfer.detokenizer.stops import StopStrings
-from pipeinfer.few_ids import unpack_few
 from pipeinfer.messages import Delivered, FinishReason, Open, TextRow, TokenRow
+from pipeinfer.packing import unpack_few
 
 
 class Stream:

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from pipeinfer.bus import addresses
 from pipeinfer.bus.wires import Wires
 from pipeinfer.distributed.custom_all_reduce import TRIED, CustomAllReduce
 from pipeinfer.distributed.rendezvous import meet
+from pipeinfer.topology import addresses
 
 if TYPE_CHECKING:
     from pipeinfer.distributed.fused_all_reduce import AllReduceNorm

@@ -15,9 +15,9 @@ import zmq
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import Store
 
-from pipeinfer.bus import addresses
 from pipeinfer.bus.frames import UNREADABLE
 from pipeinfer.bus.wires import Wires
+from pipeinfer.topology import addresses
 
 ASK_AGAIN = 0.5  # seconds
 QUESTION_BYTES = 1_024  # two numbers; whoever sends more is disconnected
@@ -51,7 +51,7 @@ def meet(
     wires: Wires | None = None,
     formed: threading.Event | None = None,
 ) -> Store:
-    """The store that all `size` ranks share. `address`: that of rank 0, see bus/addresses.py.
+    """The store that all `size` ranks share. `address`: that of rank 0, see topology/addresses.py.
 
     wires: of this process, where tcp needs keys. formed: to be set when the group stands; until
     then, or the timeout, rank 0 answers. Blocks until rank 0 is there. Raises RendezvousError after

@@ -6,19 +6,14 @@ no model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from pipeinfer.attention.interface import KV, Attention, Plan, Traits
+from pipeinfer.attention.interface import Attention, Plan, Traits
+from pipeinfer.engine.storing import Store, TorchStore
 from pipeinfer.layers.attention import MergedHeads
 from pipeinfer.memory.pool import KVPool
-
-Stored = tuple[torch.Tensor, KV, KV]  # q [T, heads, head_dim], k, v
-# (layer, heads, places [T] of the tokens, page * page_size + offset): norms and turns the heads,
-# and stores keys and values. TorchStore, or FusedStore in fused_store.py.
-Store = Callable[[int, MergedHeads, torch.Tensor], Stored]
 
 
 @dataclass(frozen=True)
@@ -34,22 +29,6 @@ class StepAttention:
         """See layers/attention.py. Stored first: a token sees itself."""
         q, k, v = self.store(layer, heads, self.places)
         return self.backend.attend(layer, q, k, v, self.plan)
-
-
-class TorchStore:
-    """One torch operation after another, on any device and in any dtype; gives back all three.
-    Places are int64, and none is negative.
-    """
-
-    def __init__(self, pool: KVPool) -> None:
-        self._k, self._v = pool.by_place()
-
-    def __call__(self, layer: int, heads: MergedHeads, places: torch.Tensor) -> Stored:
-        """See Store."""
-        q, k, v = heads.split_and_turn()
-        self._k[layer].index_copy_(0, places, k.reshape(len(k), -1))
-        self._v[layer].index_copy_(0, places, v.reshape(len(v), -1))
-        return q, k, v
 
 
 def store_for(pool: KVPool, traits: Traits) -> Store:

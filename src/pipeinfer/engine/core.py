@@ -31,9 +31,8 @@ from pipeinfer.messages import (
     Ready,
     Result,
     State,
-    pack,
-    unpack,
 )
+from pipeinfer.packing import pack, unpack
 from pipeinfer.steps.step import Step
 from pipeinfer.trace.notes import StepNote, step_note
 

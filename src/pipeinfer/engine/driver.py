@@ -15,7 +15,8 @@ from pipeinfer.engine.core import Compute, StepFailed
 from pipeinfer.engine.executor import Executor
 from pipeinfer.engine.phases import Phases
 from pipeinfer.events import StepDone
-from pipeinfer.messages import Message, pack
+from pipeinfer.messages import Message
+from pipeinfer.packing import pack
 from pipeinfer.steps.step import Sampled, Step
 
 log = logging.getLogger(__name__)

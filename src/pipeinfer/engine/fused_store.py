@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeinfer.engine.attend import Stored
+from pipeinfer.engine.storing import Stored
 from pipeinfer.kernels.store import turn_and_store
 from pipeinfer.layers.attention import MergedHeads
 from pipeinfer.memory.pool import KVPool

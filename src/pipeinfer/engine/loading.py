@@ -15,14 +15,14 @@ import torch
 
 from pipeinfer.attention import registry
 from pipeinfer.attention.registry import Gpu
+from pipeinfer.checkpoint.config import ModelConfig, read_config
 from pipeinfer.engine.building import Shape, build_runner
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model, check_shard
 from pipeinfer.models.causal_lm import CausalLM
-from pipeinfer.models.checkpoint import check_checkpoint, fill_dummy, load_weights
-from pipeinfer.models.config import ModelConfig, read_config
+from pipeinfer.models.loading import check_checkpoint, fill_dummy, load_weights
 from pipeinfer.models.weights import Stored
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import StepCost

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from pipeinfer.engine.fields import FIELDS, filled
-from pipeinfer.messages import Admit, unpack
+from pipeinfer.messages import Admit
+from pipeinfer.packing import unpack
 from pipeinfer.params import MOST_BIASES, MOST_STOP_TOKENS
 from pipeinfer.steps.step import Edits, PenaltyRows, Said
 

@@ -11,9 +11,9 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.engine.openmp import spin_briefly
 from pipeinfer.messages import PROTOCOL, Hello
-from pipeinfer.models.source import resolve_model
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.version import __version__
 

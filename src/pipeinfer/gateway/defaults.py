@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeinfer.models.generation import read_generation
+from pipeinfer.checkpoint.generation import read_generation
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
 from pipeinfer.settings import ConfigurationError
 

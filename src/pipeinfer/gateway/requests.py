@@ -22,7 +22,7 @@ from pipeinfer.gateway.schema import (
     CompletionRequest,
     Generation,
 )
-from pipeinfer.messages import pack
+from pipeinfer.packing import pack
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
 
 PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a list there as well

@@ -9,6 +9,8 @@ import logging
 import socket
 from pathlib import Path
 
+from pipeinfer.checkpoint.fields import read_json
+from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.gateway import keys, tls
 from pipeinfer.gateway.admission import Admission
 from pipeinfer.gateway.app import Service
@@ -23,12 +25,10 @@ from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
 from pipeinfer.gateway.requests import Terms
 from pipeinfer.gateway.tls import Certificate
-from pipeinfer.models.fields import read_json
-from pipeinfer.models.source import resolve_model
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
-from pipeinfer.runtime.topology import Topology
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.topology.topology import Topology
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """From a GGUF file's key-values to what config.json would say of the same model.
 
 Every value is checked against the file's own tensors before anybody sizes something by it. Knows
-the architectures by llama.cpp's names; what config.json's fields mean is models/config.py's.
+the architectures by llama.cpp's names; what config.json's fields mean is checkpoint/config.py's.
 """
 
 from __future__ import annotations

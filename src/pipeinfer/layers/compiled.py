@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch.nn import functional
 
-from pipeinfer.layers.fused import FusedOps, NormOps
+from pipeinfer.layers.elementwise import FusedOps, NormOps
 
 WARM_ROWS = (1, 2, 7, 64, 300)  # one row is compiled by itself, all others together
 

@@ -6,36 +6,13 @@ Chosen once, when a layer is built. Knows no layer and no model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
 
+from pipeinfer.layers.elementwise import FusedOps, NormOps
+
 HALVES = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class NormOps:
-    """alone(x, weight, eps): a new tensor. add(x, residual, weight, eps): (norm of the sum, the
-    sum), where x and residual were if that is faster.
-    """
-
-    alone: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    add: Callable[
-        [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
-    ]
-
-
-@dataclass(frozen=True)
-class FusedOps:
-    """norm: RMSNorm; offset_norm: times one plus the weight, rounded once. silu_and_multiply,
-    gelu_and_multiply (by tanh): of [T, 2 n], gate first, [T, n].
-    """
-
-    norm: NormOps
-    offset_norm: NormOps
-    silu_and_multiply: Callable[[torch.Tensor], torch.Tensor]
-    gelu_and_multiply: Callable[[torch.Tensor], torch.Tensor]
 
 
 def fused_ops(device: torch.device, dtype: torch.dtype, compiled: bool = False) -> FusedOps | None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from pipeinfer.layers.rope_config import RopeConfig
+from pipeinfer.checkpoint.rope_config import RopeConfig
 
 
 class Angles(NamedTuple):

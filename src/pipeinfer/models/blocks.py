@@ -5,12 +5,12 @@ Knows no architecture: each says which projections have biases and hands in its 
 
 from __future__ import annotations
 
+from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.attention import SelfAttention
 from pipeinfer.layers.mlp import GATES, GatedMLP
 from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
 from pipeinfer.layers.placement import Placement
 from pipeinfer.models.causal_lm import DecoderLayer, FeedForward
-from pipeinfer.models.config import ModelConfig
 
 
 def decoder_layer(

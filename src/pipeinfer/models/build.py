@@ -1,19 +1,22 @@
 """From a ModelConfig to a model on one rank: checks that it can be split, then allocates.
 
-Knows no file; checkpoint.py fills the parameters.
+Knows no file; loading.py fills the parameters.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 
+from pipeinfer.checkpoint.architectures import ARCHITECTURES
+from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.fused import fused_ops
 from pipeinfer.layers.mlp import GATES
 from pipeinfer.layers.pending import Fusion
 from pipeinfer.layers.placement import Group, Placement, Shard
 from pipeinfer.models.causal_lm import CausalLM
-from pipeinfer.models.config import ModelConfig
-from pipeinfer.models.registry import find_builder
 from pipeinfer.settings import ConfigurationError
 
 ALONE = Shard()
@@ -36,10 +39,16 @@ def build_model(
     """
     check_shard(config, shard.size, shard.whole_experts)
     placement = Placement(shard, dtype, torch.device(device), group, compiled, fusion)
-    model = find_builder(config.architecture)(config, placement)
+    model = _builder(config.architecture)(config, placement)
     if compiled:
         _compile(model, placement)
     return model
+
+
+def _builder(architecture: str) -> Any:
+    """Imported only now; KeyError for an architecture that is not in the table."""
+    module, _, name = ARCHITECTURES[architecture].partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _compile(model: CausalLM, placement: Placement) -> None:

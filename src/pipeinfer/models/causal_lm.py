@@ -12,13 +12,13 @@ from typing import Protocol
 
 import torch
 
+from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.attention import Attend, SelfAttention
 from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
 from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
 from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rope, Rotation
-from pipeinfer.models.config import ModelConfig
 from pipeinfer.steps.shape import AttentionShape
 
 

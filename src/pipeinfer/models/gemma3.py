@@ -14,6 +14,7 @@ from typing import cast
 
 import torch
 
+from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.attention import Attend, SelfAttention
 from pipeinfer.layers.embedding import ScaledEmbedding
 from pipeinfer.layers.norm import OFFSET, RMSNorm
@@ -22,7 +23,6 @@ from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rotation
 from pipeinfer.models.blocks import attention, dense_mlp
 from pipeinfer.models.causal_lm import CausalLM, FeedForward
-from pipeinfer.models.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ Knows no file and no cache.
 
 from __future__ import annotations
 
+from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.placement import Placement
 from pipeinfer.models.blocks import decoder_layer, dense_mlp
 from pipeinfer.models.causal_lm import CausalLM
-from pipeinfer.models.config import ModelConfig
 
 
 def build(config: ModelConfig, placement: Placement) -> CausalLM:

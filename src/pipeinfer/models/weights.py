@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
+from pipeinfer.checkpoint.safetensors import StoredTensor, read_headers
 from pipeinfer.gguf.documents import is_gguf
 from pipeinfer.gguf.header import read_header
 from pipeinfer.gguf.names import Packed, packed_tensors
 from pipeinfer.gguf.quantization import BLOCKS
 from pipeinfer.gguf.weights import WeightFile
 from pipeinfer.layers.placement import Source
-from pipeinfer.models.safetensors import StoredTensor, read_headers
 
 DTYPES = ("F64", "F32", "F16", "BF16")  # of safetensors
 Stored = StoredTensor | Packed

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from pipeinfer import settings as config
+from pipeinfer.checkpoint.config import read_config
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS, sampling_defaults
 from pipeinfer.gateway.events import Call
-from pipeinfer.models.config import read_config
 from pipeinfer.offline import calls
 from pipeinfer.offline.calls import Message, Prompt
 from pipeinfer.offline.outputs import Collector, Delta, DeltaStream, RequestError

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from pipeinfer.gateway.events import Call
-from pipeinfer.messages import pack
 from pipeinfer.offline.outputs import RequestError
+from pipeinfer.packing import pack
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
 
 T = TypeVar("T")

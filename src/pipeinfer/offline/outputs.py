@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeinfer.few_ids import unpack_few
 from pipeinfer.gateway import events
 from pipeinfer.gateway.events import Call, Failed, Started
-from pipeinfer.messages import FinishReason, unpack
+from pipeinfer.messages import FinishReason
+from pipeinfer.packing import unpack, unpack_few
 
 
 class RequestError(ValueError):

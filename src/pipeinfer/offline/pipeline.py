@@ -23,8 +23,8 @@ from pipeinfer.runtime.local import local_stages
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.runtime.supervisor import Supervisor
-from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.topology.topology import Identity, Topology
 
 PATIENCE = 3.0  # seconds that the stages get to end by themselves: nothing is left to finish
 

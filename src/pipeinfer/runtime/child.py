@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from pipeinfer.messages import Heartbeat
 from pipeinfer.runtime.report import DESCRIPTOR, Report, Reports
-from pipeinfer.runtime.topology import Identity
+from pipeinfer.topology.topology import Identity
 
 CHECKED = ("loading", "waiting", "ready")  # states of a stage whose configuration is valid
 

@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.topology.topology import Identity, Topology
 
 NOTE = "pipeinfer-stage"  # in the folder for temporary files: who the process here is
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import msgspec
 
-from pipeinfer.runtime import topology as topologies
-from pipeinfer.runtime.topology import NAMES, Entry, Topology
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import NAMES, Entry, Topology
 
 # What is no setting. SECRET is the only one that no file can say.
 STAGES, KEYS, SECRET, BIND = (

@@ -22,7 +22,6 @@ import zmq
 
 from pipeinfer import settings as config
 from pipeinfer.bus.curve import keyring
-from pipeinfer.runtime import topology as topologies
 from pipeinfer.runtime.claim import Claim, claim
 from pipeinfer.runtime.deployment import deployed
 from pipeinfer.runtime.group_fault import end_on_group_fault
@@ -30,9 +29,10 @@ from pipeinfer.runtime.hangup import on_hangup
 from pipeinfer.runtime.report import reporter
 from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage, StageContext, builder
-from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.runtime.wakefulness import patience
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Identity, Topology
 
 ORDERLY, FAILED, MISCONFIGURED = 0, 1, 2
 PARENT_CHECK = 0.5  # seconds

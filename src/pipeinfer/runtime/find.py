@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeinfer.runtime import topology as topologies
-from pipeinfer.runtime.topology import Topology
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Topology
 
 PREFIX, TOPOLOGY, MARK = "pipeinfer-", "pipeinfer.toml", "pid"
 

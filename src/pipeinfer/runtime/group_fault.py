@@ -16,7 +16,7 @@ import zmq
 from pipeinfer.bus.frames import Header
 from pipeinfer.bus.listener import Listener
 from pipeinfer.messages import GroupFault, Heartbeat, Message
-from pipeinfer.runtime.topology import Identity, Topology
+from pipeinfer.topology.topology import Identity, Topology
 
 log = logging.getLogger(__name__)
 

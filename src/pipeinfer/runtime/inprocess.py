@@ -12,8 +12,8 @@ import zmq
 
 from pipeinfer.runtime.entry import ORDERLY, run_shell
 from pipeinfer.runtime.shell import Shell
-from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import Settings
+from pipeinfer.topology.topology import Identity, Topology
 
 log = logging.getLogger(__name__)
 

@@ -18,14 +18,14 @@ import msgspec
 import zmq
 
 from pipeinfer import settings as config
-from pipeinfer.models.source import resolve_model
-from pipeinfer.runtime import topology as topologies
+from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.runtime.deployment import STAGES, deployed
 from pipeinfer.runtime.find import PREFIX, TOPOLOGY, alive
 from pipeinfer.runtime.inprocess import InProcess
 from pipeinfer.runtime.supervisor import Supervisor
-from pipeinfer.runtime.topology import Topology
 from pipeinfer.settings import DEMO, ConfigurationError, Settings
+from pipeinfer.topology import topology as topologies
+from pipeinfer.topology.topology import Topology
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from pipeinfer.messages import GroupFault, Heartbeat, Message, Recover, State
 from pipeinfer.runtime.fence import Fence
 from pipeinfer.runtime.stage import TAKES, TAKES_NOT, Stage, StageContext, builder
 from pipeinfer.runtime.tap import Tap
-from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.runtime.unsent import UnsentMessages
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.topology.topology import Identity, Topology
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from pipeinfer.core import Core
 from pipeinfer.messages import Delivered, Message, Recovered, State
-from pipeinfer.runtime.topology import SUPERVISOR, Identity, Topology
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.topology.topology import SUPERVISOR, Identity, Topology
 
 BUILDERS = {
     "gateway": "pipeinfer.gateway.stage:build",

@@ -23,8 +23,8 @@ from pipeinfer.runtime.child import Child, cause
 from pipeinfer.runtime.deployment import SECRET
 from pipeinfer.runtime.entry import FAILED, MISCONFIGURED, ORDERLY
 from pipeinfer.runtime.swap import Swaps
-from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import PREFIX, Settings, to_environment
+from pipeinfer.topology.topology import Identity, Topology
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import Heartbeat, Message
 from pipeinfer.runtime.child import Child, Command, cause
 from pipeinfer.runtime.shell import HEARTBEAT, LEAVE
-from pipeinfer.runtime.topology import Identity, Topology
+from pipeinfer.topology.topology import Identity, Topology
 
 log = logging.getLogger(__name__)
 

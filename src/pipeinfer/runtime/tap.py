@@ -23,8 +23,8 @@ from pipeinfer.control import RecordingState, StartRecording, StopRecording
 from pipeinfer.core import LOCAL, Core
 from pipeinfer.events import NewEpoch, Tick
 from pipeinfer.messages import PROTOCOL, Message
-from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import Settings
+from pipeinfer.topology.topology import Identity, Topology
 from pipeinfer.trace.file import default_folder
 from pipeinfer.trace.format import Direction, TraceHeader
 from pipeinfer.trace.model import identify

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pipeinfer.runtime.topology import Identity, Topology
 from pipeinfer.settings import Settings
+from pipeinfer.topology.topology import Identity, Topology
 
 PATIENCE = 0.005  # seconds; where steps take longer, a process that slept adds little to them
 CORES = 3  # for each process of a host: its loop, its threads, and those who ask

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeinfer.messages import Admitted, Result, unpack
+from pipeinfer.messages import Admitted, Result
+from pipeinfer.packing import unpack
 from pipeinfer.scheduler.request import Request
 
 

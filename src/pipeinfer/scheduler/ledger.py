@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipeinfer.messages import Abort, Delivered, pack
+from pipeinfer.messages import Abort, Delivered
+from pipeinfer.packing import pack
 from pipeinfer.scheduler.outbox import Last, home
 from pipeinfer.scheduler.request import Request
 

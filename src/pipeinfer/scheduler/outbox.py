@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import msgspec
 
 from pipeinfer.core import Send
-from pipeinfer.few_ids import pack_few
-from pipeinfer.messages import FinishReason, Open, Refused, TokenRow, Tokens, pack
+from pipeinfer.messages import FinishReason, Open, Refused, TokenRow, Tokens
+from pipeinfer.packing import pack, pack_few
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 
 CONTEXT_TOKENS = 16  # of the prompt, so that the decoder knows what the first output follows

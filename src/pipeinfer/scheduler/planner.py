@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
-from pipeinfer.messages import Admit, Hello, Plan, Release, pack
+from pipeinfer.messages import Admit, Hello, Plan, Release
+from pipeinfer.packing import pack
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.board import Board, Row
 from pipeinfer.scheduler.credits import Credits

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pipeinfer.messages import Admit, Admitted, Release, Result, pack
+from pipeinfer.messages import Admit, Admitted, Release, Result
+from pipeinfer.packing import pack
 from pipeinfer.scheduler.credits import Credits
 from pipeinfer.scheduler.request import Request
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from pipeinfer.models.config import read_config
-from pipeinfer.models.generation import read_generation
+from pipeinfer.checkpoint.config import read_config
+from pipeinfer.checkpoint.generation import read_generation
 from pipeinfer.settings import Settings
-from pipeinfer.tokenizer.loading import load_tokenizer, read_tokenizer_config, special_tokens
+from pipeinfer.text.loading import load_tokenizer, read_tokenizer_config, special_tokens
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.templates import load_templates
 

@@ -28,8 +28,8 @@ from pipeinfer.messages import (
     State,
     Submit,
     Work,
-    unpack,
 )
+from pipeinfer.packing import unpack
 from pipeinfer.recovery import REPEAT, RollCall, answer, number
 from pipeinfer.tokenizer.encoding import Encoding, Pending
 from pipeinfer.tokenizer.events import Encode, Encoded

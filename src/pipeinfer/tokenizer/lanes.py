@@ -19,7 +19,6 @@ from pathlib import Path
 
 import msgspec
 
-import pipeinfer
 from pipeinfer.messages import Message, Submit
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.apart import Setup, read_frame, write_frame
@@ -83,7 +82,7 @@ class Apart:
         if self._killed:
             raise ProcessEnded("the stage stops")
         if self._process is None:
-            home = str(Path(pipeinfer.__file__).parents[1])
+            home = str(Path(__file__).parents[2])
             paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
             environment = {
                 **os.environ,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 from tokenizers import Tokenizer
 
-from pipeinfer.messages import Submit, unpack
+from pipeinfer.messages import Submit
+from pipeinfer.packing import unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.tokenizer.bounds import cover
 from pipeinfer.tokenizer.client_strings import weight

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeinfer.models.source import resolve_model
+from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.building import make_encoder

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Template, TemplateSyntaxError
 
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.tokenizer.loading import special_tokens
+from pipeinfer.text.loading import special_tokens
 from pipeinfer.tokenizer.sandbox import Clock, make_environment
 
 # Names that a message's reasoning travels under; templates read the first, some the second.

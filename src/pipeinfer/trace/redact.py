@@ -124,9 +124,9 @@ def redactor(key: str, stage: str, folder: str) -> Redactor:
     End-of-sequence ids and all special tokens keep their ids. Raises ConfigurationError, or
     ValueError for a key that is none.
     """
-    from pipeinfer.models.config import read_config
-    from pipeinfer.models.generation import read_generation
-    from pipeinfer.tokenizer.loading import load_tokenizer, read_tokenizer_config
+    from pipeinfer.checkpoint.config import read_config
+    from pipeinfer.checkpoint.generation import read_generation
+    from pipeinfer.text.loading import load_tokenizer, read_tokenizer_config
 
     secret = bytes.fromhex(key)
     if not 16 <= len(secret) <= 64:

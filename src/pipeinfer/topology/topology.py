@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from pipeinfer.bus import addresses
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.topology import addresses
 
 NAMES = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
 SUPERVISOR = "supervisor-0"  # no stage, but what command lines ask for what stages cannot do

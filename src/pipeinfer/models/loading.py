@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
+from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.placement import Source
 from pipeinfer.models.build import build_model
 from pipeinfer.models.causal_lm import CausalLM
-from pipeinfer.models.config import ModelConfig
 from pipeinfer.models.readahead import ReadAhead
 from pipeinfer.models.weights import Stored, dtypes, open_weights, read_stored
 from pipeinfer.settings import ConfigurationError

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from pipeinfer.layers.rope_config import ROPE_TYPES, RopeConfig
-from pipeinfer.models.fields import Fields
+from pipeinfer.checkpoint.fields import Fields
+from pipeinfer.checkpoint.rope_config import ROPE_TYPES, RopeConfig
 
 
 def read_rope(fields: Fields) -> RopeConfig:

@@ -77,17 +77,25 @@ class Fields:
 
 
 def read_json(checkpoint: Path, name: str) -> Fields:
-    """The JSON object in file `name` of a folder, or what a GGUF file says in its place; raises
-    ConfigurationError if it is missing or not an object."""
+    """As `read_object`, as Fields; raises ConfigurationError if there is no such file, too."""
+    raw = read_object(checkpoint, name)
+    if raw is None:
+        raise ConfigurationError(f"{checkpoint} has no {name}")
+    return Fields(checkpoint if is_gguf(checkpoint) else checkpoint / name, raw)
+
+
+def read_object(checkpoint: Path, name: str) -> dict[str, Any] | None:
+    """The JSON object in file `name` of a folder, or what a GGUF file says in its place; None if
+    there is no such file. Raises ConfigurationError if it is broken, or not an object."""
     if is_gguf(checkpoint):
-        return Fields(checkpoint, document(checkpoint, name) or {})
+        return document(checkpoint, name) or {}
     path = checkpoint / name
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigurationError(f"{path.parent} has no {path.name}") from None
+        return None
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigurationError(f"{path} is not a JSON object")
-    return Fields(path, raw)
+    return raw

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.few_ids import pack_few, unpack_few
-from pipeinfer.messages import pack, unpack
+from pipeinfer.packing import pack, pack_few, unpack, unpack_few
 
 few = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5)
 

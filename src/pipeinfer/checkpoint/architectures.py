@@ -5,9 +5,6 @@ Knows no torch: the tokenizer and the gateway read configurations too.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 # Name in config.json -> "module:builder"; a builder takes (ModelConfig, Placement).
 ARCHITECTURES = {
     "Gemma3ForCausalLM": "pipeinfer.models.gemma3:build",
@@ -17,9 +14,3 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "pipeinfer.models.qwen3:build",
     "Qwen3MoeForCausalLM": "pipeinfer.models.qwen3_moe:build",
 }
-
-
-def find_builder(architecture: str) -> Any:
-    """The builder of `architecture`; raises KeyError for one that is not in the table."""
-    module, _, name = ARCHITECTURES[architecture].partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.layers.rope_config import RopeConfig
-from pipeinfer.models.fields import Fields, read_json
-from pipeinfer.models.registry import ARCHITECTURES
-from pipeinfer.models.rope import read_rope, read_two_ropes
+from pipeinfer.checkpoint.architectures import ARCHITECTURES
+from pipeinfer.checkpoint.fields import Fields, read_json
+from pipeinfer.checkpoint.rope import read_rope, read_two_ropes
+from pipeinfer.checkpoint.rope_config import RopeConfig
 from pipeinfer.settings import ConfigurationError
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.models.fields import read_json
+from pipeinfer.checkpoint.fields import read_json
 from pipeinfer.settings import ConfigurationError
 
 INDEX = "model.safetensors.index.json"

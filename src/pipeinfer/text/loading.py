@@ -6,13 +6,13 @@ it. Knows no request and no template.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from pipeinfer.gguf.documents import document, is_gguf
+from pipeinfer.checkpoint.fields import read_object
+from pipeinfer.gguf.documents import is_gguf
 from pipeinfer.gguf.documents import tokenizer as gguf_tokenizer
 from pipeinfer.settings import ConfigurationError
 
@@ -28,20 +28,9 @@ NAMED_TOKENS = (
 
 
 def read_json(checkpoint: Path, name: str) -> dict[str, Any]:
-    """The object in file `name` of a folder, or what a GGUF file says in its place, {} if there is
-    no such file; ConfigurationError if it is broken."""
-    if is_gguf(checkpoint):
-        return document(checkpoint, name) or {}
-    path = checkpoint / name
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"cannot read {path}: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigurationError(f"cannot read {path}: not a JSON object")
-    return value
+    """The object in one of the checkpoint's JSON files, {} if there is no such file;
+    ConfigurationError if it is broken."""
+    return read_object(checkpoint, name) or {}
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.models.fields import Fields, read_json
+from pipeinfer.checkpoint.fields import Fields, read_json
 
 
 @dataclass(frozen=True)
