@@ -14,7 +14,7 @@ import msgspec
 from pipeinfer.params import SamplingParams
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -180,7 +180,8 @@ class Ready(Message, frozen=True):
 
 class Admitted(Message, frozen=True):
     """Plan `number` was applied; said long before its tokens exist. `slots`, `cached`: int32 bytes,
-    so many tokens of each came from the cache. `free`, `evictable`: pages after the plan."""
+    so many tokens of each came from the cache. `free`, `evictable`: pages after the plan;
+    `evicted`: pages that the prefix cache has lost in this epoch."""
 
     epoch: int
     number: int
@@ -188,6 +189,7 @@ class Admitted(Message, frozen=True):
     cached: bytes
     free: int
     evictable: int
+    evicted: int = 0
 
 
 class Result(Message, frozen=True):
@@ -195,7 +197,7 @@ class Result(Message, frozen=True):
     `slots`, `starts`, `counts`: int32 bytes; `starts` is the first computed position, `counts` how
     many tokens were computed (0: deferred if listed in `deferred`, else nothing was left to do).
     `produced`: int32 bytes, how many ids of `token_ids` belong to each row (0 where it did not
-    sample). `free`, `evictable`: pages after it. `digest`: running hash of memory decisions.
+    sample). `free`, `evictable`, `evicted`: as in Admitted. `digest`: running hash of decisions.
     `bad`: int32 bytes, slots whose logits were not finite: such a row has produced nothing."""
 
     epoch: int
@@ -210,6 +212,7 @@ class Result(Message, frozen=True):
     evictable: int
     digest: int
     bad: bytes = b""
+    evicted: int = 0
 
 
 class Digests(Message, frozen=True):
@@ -342,11 +345,53 @@ class Heartbeat(Message, frozen=True):
     stats: dict[str, float] = {}
 
 
+# -------------------------------------- group: who serves, who has ended, who must end; all -> all
+
+Standing = Literal["serves", "waits", "deserted"]
+
+
+class Group(Message, frozen=True):
+    """scheduler -> tokenizers, twice a second and soon after each change of `standing`: whether it
+    takes requests. Deserted: its engines are gone, and it can hand its requests over. `requests`:
+    live ones, `tokens`: left to compute of them; `capacity`: tokens that the pool holds, `evicted`:
+    of its prefix cache in this epoch."""
+
+    group: int
+    incarnation: int
+    standing: Standing
+    epoch: int = 0
+    requests: int = 0
+    tokens: int = 0
+    capacity: int = 0
+    evicted: int = 0
+
+
+class Rank(Message, frozen=True):
+    """engine -> its scheduler and the other ranks, twice a second and at every change."""
+
+    group: int
+    rank: int
+    incarnation: int
+    state: State
+
+
+class Ended(Message, frozen=True):
+    """Whoever starts `stage` says so until its successor is heard: the process `incarnation` has
+    ended. `at`: Unix time in ns; what began later has never met it."""
+
+    stage: str
+    incarnation: int
+    at: int
+    reason: str
+
+
 class GroupFault(Message, frozen=True):
-    """scheduler -> supervisor: the engine ranks of `group` must be restarted, and why."""
+    """scheduler -> whoever starts the engine ranks of `group`, until they are gone: these processes
+    must end, and all ranks be started again."""
 
     group: int
     reason: str
+    incarnations: tuple[int, ...] = ()
 
 
 # ----------------------------------------------------------- recovery: a new process <-> neighbours

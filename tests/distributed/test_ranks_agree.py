@@ -19,9 +19,9 @@ from pipeinfer.messages import (
     PROTOCOL,
     Begin,
     Digests,
+    Ended,
     Fault,
     GroupFault,
-    Heartbeat,
     Hello,
     Message,
     Plan,
@@ -30,6 +30,7 @@ from pipeinfer.messages import (
     Tokens,
     Work,
 )
+from pipeinfer.messages import Rank as RankSays
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.agreement import SILENT, Agreement, Disagreement
@@ -164,7 +165,7 @@ def test_the_first_plan_that_ranks_decide_differently_ends_the_epoch():
     group.run()
     assert len(spoilt) == 1
     reason = f"ranks 0 and 1 differ in their memory from plan {spoilt[0]} on"
-    assert group.faults == [GroupFault(0, reason)]
+    assert group.faults == [GroupFault(0, reason, (100, 101))]
     assert group.plans[-1].number - spoilt[0] <= DIGESTS + 2, "it is noticed within some plans"
     assert group.state() == ("waiting", reason)
 
@@ -173,7 +174,7 @@ def test_a_fault_of_one_of_several_ranks_restarts_all_of_them():
     group = busy_group()
     group.run(5)
     group.feed(Fault(group.plans[-1].epoch, 1, "plan 7 came where 6 was expected"))
-    assert group.faults == [GroupFault(0, "rank 1: plan 7 came where 6 was expected")]
+    assert group.faults == [GroupFault(0, "rank 1: plan 7 came where 6 was expected", (100, 101))]
     assert group.state()[0] == "waiting"
     plans = len(group.plans)
     group.tick()  # the old processes are still there, and say nothing new
@@ -207,11 +208,11 @@ def test_requests_go_on_with_the_same_tokens_on_restarted_ranks():
 def test_a_rank_that_ended_is_known_at_once_and_is_restarted_by_who_said_so():
     group = busy_group()
     group.run(5)
-    word = Heartbeat("engine-0-1", "engine", 0, 1, 0, 7, 102, "starting", "its process ended")
-    foreign = msgspec.structs.replace(word, group=1)
-    late = msgspec.structs.replace(word, incarnation=101)  # of the process itself
-    for beat in (foreign, late):
-        group.feed(beat)
+    word = Ended("engine-0-1", 101, 500, "its process ended")
+    foreign = msgspec.structs.replace(word, stage="engine-1-1")
+    late = msgspec.structs.replace(word, incarnation=100)  # of the process before
+    for one in (foreign, late):
+        group.feed(one)
         assert group.state() == ("ready", "")
     group.feed(word)
     assert group.state() == ("waiting", "engine rank 1: its process ended")
@@ -260,7 +261,7 @@ def test_ranks_that_have_computed_different_numbers_of_steps_are_restarted():
     assert group.faults == []
     group.feed(Ready(epoch + 1, 1, 101, steps=8))
     reason = "ranks have computed different numbers of steps: rank 0 7, rank 1 8"
-    assert group.faults == [GroupFault(0, reason)]
+    assert group.faults == [GroupFault(0, reason, (100, 101))]
 
 
 def test_a_rank_that_does_not_answer_to_an_epoch_is_not_waited_for_for_ever():
@@ -272,7 +273,52 @@ def test_a_rank_that_does_not_answer_to_an_epoch_is_not_waited_for_for_ever():
     group.wait(WATCHDOG - 1)
     assert group.faults == []
     group.wait(2)
-    assert [fault.reason for fault in group.faults] == ["rank 1 gave no answer to epoch 2"]
+    assert {fault.reason for fault in group.faults} == {"rank 1 gave no answer to epoch 2"}
+
+
+def test_who_must_end_is_said_again_until_all_have_ended():
+    group = busy_group()
+    group.run(5)
+    reason = "rank 1: it is lost"
+    group.feed(Fault(group.plans[-1].epoch, 1, "it is lost"))
+    assert group.faults == [GroupFault(0, reason, (100, 101))]
+    group.wait(3)
+    assert len(group.faults) >= 3 and set(group.faults) == {group.faults[0]}
+    group.feed(Ended("engine-0-0", 100, 500, "its process ended"))
+    group.faults.clear()
+    group.wait(2)
+    assert {fault.incarnations for fault in group.faults} == {(101,)}
+    group.feed(RankSays(0, 1, 200, "starting"))
+    group.faults.clear()
+    group.wait(3)
+    assert group.faults == []
+
+
+def test_ranks_on_another_host_are_told_when_one_has_ended():
+    """Who starts the dead one knows nothing of them, and they wait for it inside a collective."""
+    group = busy_group()
+    group.run(5)
+    group.feed(Ended("engine-0-1", 101, 500, "its process ended"))
+    assert group.faults == [], "those of its own host are being started"
+    group.wait(2)
+    assert {fault.incarnations for fault in group.faults} == {(100,)}
+
+
+def test_late_word_of_a_death_condemns_no_rank_that_began_after_it():
+    group = busy_group()
+    group.run(5)
+    group.feed(Fault(group.plans[-1].epoch, 1, "it is lost"))
+    group.ranks = [Rank(rank, 2) for rank in range(2)]
+    for rank in group.ranks:
+        hello = rank.core.hello
+        rank.core.hello = msgspec.structs.replace(hello, incarnation=hello.incarnation + 500)
+    group.feed(group.ranks[0].core.hello)
+    for number in range(2):
+        group.feed(Ended(f"engine-0-{number}", 100 + number, 300, "its process ended"))
+    group.tick()
+    group.tick()
+    assert group.state() == ("ready", "")
+    assert len(group.faults) == 1
 
 
 def test_digests_that_leave_plans_out_are_no_agreement():

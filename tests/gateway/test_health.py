@@ -8,7 +8,7 @@ from typing import get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.gateway.health import NAMED, PER_GROUP, SILENCE, Expected, Health
+from pipeinfer.gateway.health import NAMED, PER_GROUP, Expected, Health
 from pipeinfer.messages import Heartbeat, State
 
 
@@ -26,6 +26,7 @@ def beat(stage: Expected, state: State, incarnation: int = 1, reason: str = "") 
     )
 
 
+SILENCE = 5.0  # seconds, where stages are few
 STAGES = expected(3, 2)
 events = st.one_of(
     st.floats(0.1, SILENCE + 1),

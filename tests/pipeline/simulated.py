@@ -26,10 +26,12 @@ from pipeinfer.gateway.events import Call, Delta, Failed, Hangup
 from pipeinfer.gateway.health import Expected
 from pipeinfer.messages import (
     PROTOCOL,
+    Ended,
     GroupFault,
     Heartbeat,
     Message,
     Open,
+    Rank,
     Text,
     TokenRow,
     Tokens,
@@ -240,29 +242,22 @@ class Simulation:
             self._introduce()
 
     def _tell_of_death(self, stage: str, life: Process) -> None:
-        """As a supervisor does, to those who listen to it."""
-        name, group, *rank = stage.split("-")
+        """As a supervisor does, to those who listen to it, sooner or later."""
+        name, group = stage.split("-")[:2]
         if name in ("scheduler", "engine"):
-            rank = int(rank[0]) if rank else 0
-            word = Heartbeat(stage, name, int(group), rank, 0, 1, life.incarnation + 1, "starting")
-            scheduler = f"scheduler-{group}"
-            several = name == "engine" and self.tp > 1 and scheduler in self.processes
-            for to in ("tokenizer-0",) if several else ("tokenizer-0", scheduler):
+            word = Ended(stage, life.incarnation, self.lives, "its process ended")
+            for to in ("tokenizer-0", f"scheduler-{group}"):
                 self.links.setdefault(("supervisor-0", 0, to), deque()).append(word)
-            if several:  # it is told long before a rank has loaded a model again
-                self.feed(scheduler, word)
 
     def _beat(self, stage: str) -> None:
-        """Its heartbeat, for the tokenizer; on a connection of its own."""
+        """What an engine's shell says to its scheduler; on a connection of its own."""
         name, group, *rank = stage.split("-")
         life = self.processes[stage]
-        if name not in ("scheduler", "engine"):
-            return
-        state, reason = life.shown = life.core.state()  # type: ignore[attr-defined]
-        rank = int(rank[0]) if rank else 0
-        beat = Heartbeat(stage, name, int(group), rank, 0, 1, life.incarnation, state, reason)
-        link = (f"{stage} telemetry", life.incarnation, "tokenizer-0")
-        self.links.setdefault(link, deque()).append(beat)
+        life.shown = life.core.state()  # type: ignore[attr-defined]
+        if name == "engine":
+            told = Rank(int(group), int(rank[0]), life.incarnation, life.shown[0])
+            link = (f"{stage} group", life.incarnation, f"scheduler-{group}")
+            self.links.setdefault(link, deque()).append(told)
 
     def leave(self, stage: str) -> None:
         """A planned hand-over: nothing is lost, the successor starts when this one is idle."""
@@ -291,18 +286,28 @@ class Simulation:
         for send in sends:
             if send.channel == LOCAL:
                 self._local(send.message)
-            elif send.channel != "telemetry":
+            elif isinstance(send.message, GroupFault):
+                torn |= self._hit(stage, send.message)
+            elif send.channel == "group":
+                link = (f"{stage} group", process.incarnation, "tokenizer-0")
+                self.links.setdefault(link, deque()).append(send.message)
+            else:
                 ranks = [stage.replace("scheduler", "engine") + f"-{n}" for n in range(self.tp)]
                 for to in [send.to] if send.to else ranks:
                     link = self.links.setdefault((stage, process.incarnation, to), deque())
                     link.append(send.message)
-            torn |= isinstance(send.message, GroupFault)
         if torn:  # what the supervisor does then
             self.kill(stage.replace("scheduler", "engine") + "-0")
         elif isinstance(process.core, EngineNode) and process.core.crashed:
             self.kill(stage)
         elif process.core.state() != process.shown:  # type: ignore[attr-defined]
             self._beat(stage)
+
+    def _hit(self, scheduler: str, fault: GroupFault) -> bool:
+        """Whether any of the processes that are to end is still there."""
+        engines = scheduler.replace("scheduler", "engine")
+        alive = [p.incarnation for s, p in self.processes.items() if s.startswith(f"{engines}-")]
+        return any(incarnation in fault.incarnations for incarnation in alive)
 
     def heard(self, stage: str, event: Message, sends: list[Send]) -> None:
         """For those who look on: what `stage` made of `event`, before anybody hears of it."""

@@ -10,8 +10,10 @@ import pytest
 import zmq
 
 from pipeinfer.bus.bus import Bus
+from pipeinfer.bus.frames import Header
+from pipeinfer.bus.listener import Listener
 from pipeinfer.core import EVERYONE, Send
-from pipeinfer.messages import GroupFault, Heartbeat, State
+from pipeinfer.messages import GroupFault, Message, Rank, State
 from pipeinfer.runtime.group_fault import FAILED, end_on_group_fault
 from pipeinfer.settings import Settings
 from pipeinfer.topology import topology as topologies
@@ -34,25 +36,29 @@ def scheduler(place):
         bus.close()
 
 
-def say(scheduler: Bus, group: int, reason: str) -> None:
-    scheduler.send(Send("telemetry", EVERYONE, GroupFault(group, reason)))
+def say(scheduler: Bus, group: int, reason: str, incarnation: int) -> None:
+    scheduler.send(Send("group", EVERYONE, GroupFault(group, reason, (incarnation,))))
 
 
 async def test_only_the_fault_of_its_own_group_ends_an_engine(place, scheduler):
     ends: list[int] = []
     with zmq.Context() as context:
-        listener = end_on_group_fault(place, Identity("engine"), context, end=ends.append)
+        listener = end_on_group_fault(place, Identity("engine"), 7, context, end=ends.append)
+        for _ in range(100):
+            say(scheduler, 1, "somebody else's", 7)
+            say(scheduler, 0, "of the process before", 6)
+            await asyncio.sleep(0.005)
+        assert ends == []
         async with asyncio.timeout(20):
-            while not ends:  # the first may be lost: a subscription takes its time
-                say(scheduler, 1, "somebody else's")
-                say(scheduler, 0, "no result for 2 s")
+            while not ends:
+                say(scheduler, 0, "no result for 2 s", 7)
                 await asyncio.sleep(0.02)
         listener.close()
     assert set(ends) == {FAILED}
 
 
-def beat(incarnation: int, state: State) -> Heartbeat:
-    return Heartbeat("engine-0-1", "engine", 0, 1, 0, 1, incarnation, state)
+def beat(incarnation: int, state: State) -> Rank:
+    return Rank(0, 1, incarnation, state)
 
 
 async def test_a_rank_ends_when_one_that_it_has_met_is_another_process(tmp_path):
@@ -63,14 +69,14 @@ async def test_a_rank_ends_when_one_that_it_has_met_is_another_process(tmp_path)
         peer = Bus(Identity("engine", rank=1), 1, place, context)
         peer.bind()
         listener = end_on_group_fault(
-            place, Identity("engine"), context, lambda: formed[0], ends.append
+            place, Identity("engine"), 1, context, lambda: formed[0], ends.append
         )
 
-        async def told(*beats: Heartbeat) -> None:
+        async def told(*beats: Rank) -> None:
             """Long enough for the subscription to be there, and all of it to be heard."""
             for _ in range(100):
                 for one in beats:
-                    peer.send(Send("telemetry", EVERYONE, one))
+                    peer.send(Send("group", EVERYONE, one))
                 await asyncio.sleep(0.005)
 
         await told(beat(5, "ready"), beat(6, "starting"), beat(7, "ready"))
@@ -86,22 +92,24 @@ async def test_a_rank_ends_when_one_that_it_has_met_is_another_process(tmp_path)
     assert set(ends) == {FAILED}
 
 
-def test_an_engine_started_by_hand_ends_with_code_1(tmp_path, place, scheduler):
+async def test_an_engine_started_by_hand_ends_with_code_1(tmp_path, place, scheduler):
     file = tmp_path / "pipeinfer.toml"
     file.write_text(Topology(place.entries, {"kv_pages": 50}).to_toml())
-    with subprocess.Popen(
-        [sys.executable, "-m", "pipeinfer.runtime", "engine", "--topology", str(file)],
-        env=environment(), stderr=subprocess.PIPE, text=True,
-    ) as engine:  # fmt: skip
-        for _ in range(600):
-            say(scheduler, 0, "no result for 2 s")
-            try:
-                engine.wait(0.1)
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        engine.kill()
-        assert engine.stderr is not None
-        said = engine.stderr.read()
+
+    def hear(_channel: str, _header: Header, message: Message) -> None:
+        if isinstance(message, Rank):
+            say(scheduler, 0, "no result for 2 s", message.incarnation)
+
+    with zmq.Context() as context:
+        listener = Listener(place, context)
+        listener.listen("engine-0-0", "group")
+        listener.start(hear)
+        engine = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "pipeinfer.runtime", "engine", "--topology", str(file),
+            env=environment(), stderr=subprocess.PIPE,
+        )  # fmt: skip
+        async with asyncio.timeout(120):
+            _, said = await engine.communicate()
+        listener.close()
     assert engine.returncode == 1
-    assert "scheduler-0: no result for 2 s; this process ends" in said
+    assert "scheduler-0: no result for 2 s; this process ends" in said.decode()

@@ -7,10 +7,10 @@ from itertools import pairwise
 from test_scheduler_recovery import DETOKENIZER, TOKENIZER, Bench, outputs, recovered, work
 
 from pipeinfer.core import Send
-from pipeinfer.messages import Delivered, Done, HandOver, Heartbeat, Plan
+from pipeinfer.messages import Delivered, Done, Ended, HandOver, Plan
 from pipeinfer.packing import pack, unpack
 
-ENDED = Heartbeat("engine-0-0", "engine", 0, 0, 0, 7, 2, "starting", "its process ended (SIGKILL)")
+ENDED = Ended("engine-0-0", 1, 10, "its process ended (SIGKILL)")
 
 
 def running(steps: int) -> Bench:

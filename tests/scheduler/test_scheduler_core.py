@@ -10,7 +10,7 @@ from model_engine import ModelEngine, expected_outputs
 from msgspec import structs
 
 from pipeinfer.events import Tick
-from pipeinfer.messages import Abort, Begin, Done, Open, Plan, StopHit, Tokens, Work
+from pipeinfer.messages import Abort, Begin, Done, GroupFault, Open, Plan, StopHit, Tokens, Work
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
@@ -260,7 +260,8 @@ def test_request_that_came_before_the_engine_is_refused_as_any_when_it_cannot_fi
     (send,) = p.core.handle(Work("big", 1, 0, 0, pack([1] * 30), params, 0), 0.0)
     assert isinstance(send.message, Open)
     p.core.handle(p.engine.hello(), 0.0)
-    (begin,) = p.core.handle(Tick(), 0.0)
+    begin = p.core.handle(Tick(), 0.0)[0]
+    assert isinstance(begin.message, Begin)
     p.engine.receive(begin.message)
     out = p.core.handle(p.engine.outbox.pop(), 0.0)
     p.core.handle(Done(("big",)), 0.0)
@@ -296,7 +297,7 @@ def test_watchdog_ends_the_epoch_and_asks_for_a_restart():
     p.deliver()
     p.submit([1, 2, 3], 5)
     sends = p.core.handle(Tick(), p.now + 1_000)
-    faults = [s.message for s in sends if s.channel == "telemetry"]
+    faults = [s.message for s in sends if isinstance(s.message, GroupFault)]
     assert faults and "no result" in faults[0].reason
     assert p.core.state()[0] == "waiting"
     p.engine.crash()

@@ -1,77 +1,109 @@
-"""A group is up while its scheduler and all its ranks are ready and heard."""
+"""A group is up while its scheduler says that it serves, and is heard."""
 
 from __future__ import annotations
 
-from pipeinfer.messages import Heartbeat, State
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.messages import Ended, Group, Standing
 from pipeinfer.tokenizer.group_watch import SILENCE, GroupWatch
-from pipeinfer.tokenizer.routing import Report
+from pipeinfer.tokenizer.routing import Report, Router
+
+GROUPS = 3
 
 
-def beat(stage: str, state: State = "ready", incarnation: int = 1, **stats: float) -> Heartbeat:
-    name, *place = stage.split("-")
-    rank = int(place[1]) if len(place) > 1 else 0
-    return Heartbeat(stage, name, int(place[0]), rank, 0, 1, incarnation, state, "", stats)
+def said(group: int, standing: Standing = "serves", incarnation: int = 1, **told: int) -> Group:
+    return Group(group, incarnation, standing, **told)
 
 
-def test_a_group_is_down_while_any_of_its_ranks_is_not_ready():
+def up(report: Report | None) -> bool:
+    assert report is not None
+    return report.up
+
+
+def test_a_group_is_down_while_its_scheduler_does_not_serve():
     watch = GroupWatch()
-    for stage in ("scheduler-1", "engine-1-0", "engine-1-1"):
-        report = watch.heartbeat(beat(stage), 0.0)
-        assert report is not None and report.up
-    for state in ("starting", "loading", "waiting"):
-        report = watch.heartbeat(beat("engine-1-1", state), 1.0)
-        assert report is not None and not report.up
-        report = watch.heartbeat(beat("scheduler-1"), 1.0)
-        assert report is not None and not report.up, "the scheduler does not know it yet"
-    report = watch.heartbeat(beat("engine-1-1"), 1.5)
-    assert report is not None and report.up
+    assert up(watch.hear(said(1), 0.0))
+    assert not up(watch.hear(said(1, "waits"), 0.1))
+    assert watch.deserted() == []
+    assert not up(watch.hear(said(1, "deserted"), 0.2))
+    assert watch.deserted() == [1] and watch.is_deserted(1) and not watch.is_deserted(0)
+    assert up(watch.hear(said(1), 0.3))
+    assert watch.deserted() == []
 
 
-def test_a_rank_that_falls_silent_takes_its_group_down_once_and_others_stay():
+def test_a_scheduler_that_falls_silent_takes_its_group_down_once_and_others_stay():
     watch = GroupWatch()
-    for stage in ("scheduler-0", "engine-0-0", "scheduler-1", "engine-1-0"):
-        watch.heartbeat(beat(stage), 0.0)
-    for stage in ("scheduler-0", "engine-0-0", "scheduler-1"):
-        watch.heartbeat(beat(stage), SILENCE)
+    for group in range(2):
+        watch.hear(said(group), 0.0)
+    watch.hear(said(0), SILENCE)
     assert watch.silent(SILENCE) == []
     assert [(group, report.up) for group, report in watch.silent(SILENCE + 0.1)] == [(1, False)]
     assert watch.silent(SILENCE + 0.2) == []
-    report = watch.heartbeat(beat("engine-1-0"), SILENCE + 0.3)
-    assert report is not None and report.up
-
-
-def test_a_report_puts_together_what_scheduler_and_rank_0_say():
-    watch = GroupWatch()
-    watch.heartbeat(beat("engine-0-0", pages_total=100, pages_evicted=7, page_tokens=16), 0.0)
-    watch.heartbeat(beat("engine-0-1", pages_total=90, pages_evicted=9, page_tokens=16), 0.0)
-    told = beat("scheduler-0", tokens_left=500, running=2, waiting=3, epochs_total=4)
-    assert watch.heartbeat(told, 0.0) == Report(True, 500, 1600, 112, 4, 5)
-    assert watch.heartbeat(beat("detokenizer-0"), 0.0) is None
-
-
-def test_late_words_of_a_process_that_ended_do_not_count():
-    watch = GroupWatch()
-    for stage in ("scheduler-0", "engine-0-0"):
-        watch.heartbeat(beat(stage), 0.0)
-    report = watch.heartbeat(beat("engine-0-0", "starting", incarnation=2), 0.1)
-    assert report is not None and not report.up
-    assert watch.heartbeat(beat("engine-0-0"), 0.2) is None
-    report = watch.heartbeat(beat("scheduler-0"), 0.3)
-    assert report is not None and not report.up
-
-
-def test_a_group_is_deserted_while_its_scheduler_waits_for_a_rank_that_is_not_there():
-    watch = GroupWatch()
-    for stage in ("scheduler-1", "engine-1-0", "engine-1-1"):
-        watch.heartbeat(beat(stage), 0.0)
-    watch.heartbeat(beat("engine-1-1", "starting"), 0.1)
-    assert watch.deserted() == [], "its scheduler does not know it yet"
-    watch.heartbeat(beat("scheduler-1", "waiting"), 0.2)
-    assert watch.deserted() == [1]
-    watch.heartbeat(beat("engine-1-1", "waiting"), 0.3)
-    assert watch.deserted() == [], "an epoch is about to begin"
-    watch.heartbeat(beat("engine-1-1", "loading"), 0.4)
-    for stage in ("engine-1-0", "engine-1-1"):
-        watch.heartbeat(beat(stage, "loading"), SILENCE + 0.3)
-    watch.silent(SILENCE + 0.3)
+    assert up(watch.hear(said(1), SILENCE + 0.3))
+    watch.hear(said(1, "deserted"), SILENCE + 0.4)
+    assert watch.silent(3 * SILENCE) != []
     assert watch.deserted() == [], "nobody is there to hand anything over"
+
+
+def test_a_report_is_what_the_scheduler_said():
+    told = said(0, requests=5, tokens=500, capacity=1600, evicted=112, epoch=4)
+    assert GroupWatch().hear(told, 0.0) == Report(True, 500, 1600, 112, 4, 5)
+
+
+def test_late_words_of_a_scheduler_that_ended_do_not_count():
+    watch = GroupWatch()
+    watch.hear(said(0, incarnation=5), 0.0)
+    assert not up(watch.ended(0, Ended("scheduler-0", 5, 9, "killed")))
+    assert watch.ended(0, Ended("scheduler-0", 5, 9, "killed")) is None, "it is told again"
+    assert not up(watch.hear(said(0, "waits", incarnation=6), 0.1))
+    assert watch.hear(said(0, incarnation=5), 0.2) is None
+    assert watch.ended(0, Ended("scheduler-0", 5, 9, "killed")) is None
+    assert up(watch.hear(said(0, incarnation=6), 0.3))
+    assert watch.ended(1, Ended("scheduler-1", 5, 9, "killed")) is None, "never heard of"
+
+
+words = st.tuples(
+    st.integers(0, GROUPS - 1),
+    st.sampled_from(["serves", "waits", "deserted"]),
+    st.integers(1, 3),
+    st.booleans(),
+)
+
+
+@given(st.lists(st.one_of(words, st.floats(0.1, SILENCE)), max_size=60))
+def test_what_is_up_and_deserted_is_what_the_last_words_say(done):
+    """The model: each group's last word, its time, and whether it counts any more."""
+    watch, router, now = GroupWatch(), Router("round-robin", GROUPS), 0.0
+    last: dict[int, tuple[str, int, float]] = {}
+    lost: set[int] = set()
+    for step in done:
+        if isinstance(step, float):
+            now += step
+            late = {g for g, (_, _, heard) in last.items() if now - heard > SILENCE} - lost
+            lost |= late
+            gone = watch.silent(now)
+            assert {group for group, _ in gone} == {g for g in late if last[g][0] == "serves"}
+            for group, report in gone:
+                router.report(group, report)
+            continue
+        group, standing, incarnation, ends = step
+        before = last[group][1] if group in last else 0
+        if ends:
+            report = watch.ended(group, Ended(f"scheduler-{group}", incarnation, 9, ""))
+            news = group in last and group not in lost and incarnation >= before
+            lost |= {group} if news else set()
+        else:
+            report = watch.hear(said(group, standing, incarnation), now)
+            news = incarnation >= before
+            if news:
+                last[group] = standing, incarnation, now
+                lost.discard(group)
+        assert (report is not None) == news
+        if report is not None:
+            assert report.up == (last[group][0] == "serves" and group not in lost)
+            router.report(group, report)
+        assert watch.deserted() == [
+            g for g in sorted(last) if last[g][0] == "deserted" and g not in lost
+        ]
+        assert router.up == sum(report.up for report in router._groups.reports)

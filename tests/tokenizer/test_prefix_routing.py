@@ -17,7 +17,7 @@ from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.driver import step_done
 from pipeinfer.events import Tick
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import PROTOCOL, Begin, Heartbeat, Hello, Message, Plan, Tokens, Work
+from pipeinfer.messages import PROTOCOL, Begin, Hello, Message, Plan, Tokens, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
@@ -65,15 +65,6 @@ class Group:
             ids = np.full(int(step.samples.sum()), 7, dtype=np.int32)
             self.feed(self.engine, step_done(step, Sampled.one_each(ids)))
 
-    def beats(self) -> list[Heartbeat]:
-        who = (0, 0, 1, 1, "ready", "")
-        return [
-            Heartbeat(f"engine-{self.number}-0", "engine", self.number, *who, self.engine.stats()),
-            Heartbeat(
-                f"scheduler-{self.number}", "scheduler", self.number, *who, self.scheduler.stats()
-            ),
-        ]
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -112,10 +103,9 @@ def serve(policy: str, groups: int, each: int = EACH, seed: int = 0) -> Outcome:
         rounds += 1
         if rounds % HEARTBEAT == 0:
             for group in cluster:
-                for beat in group.beats():
-                    report = watch.heartbeat(beat, rounds)
-                    if report is not None:
-                        router.report(group.number, report)
+                report = watch.hear(group.scheduler.told(), rounds)
+                assert report is not None
+                router.report(group.number, report)
     stats = [group.engine.stats() for group in cluster]
     served = [one["computed_tokens_total"] for one in stats]
     cached = sum(one["cached_tokens_total"] for one in stats)

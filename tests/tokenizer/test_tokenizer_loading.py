@@ -75,5 +75,5 @@ def test_a_folder_without_tokenizer_has_none_and_a_broken_one_is_named(tmp_path:
     with pytest.raises(ConfigurationError, match=r"cannot read .*tokenizer\.json"):
         load_tokenizer(tmp_path, {})
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(ConfigurationError, match=r"tokenizer_config\.json: not a JSON object"):
+    with pytest.raises(ConfigurationError, match=r"tokenizer_config\.json is not a JSON object"):
         read_tokenizer_config(tmp_path)

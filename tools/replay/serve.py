@@ -19,7 +19,7 @@ import zmq
 from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import EVERYONE, Send
-from pipeinfer.messages import Heartbeat, Message
+from pipeinfer.messages import Group, Heartbeat, Message, Rank
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import NAMES, Topology
@@ -150,3 +150,8 @@ class Player:
             "ready", "a recording is played",
         )  # fmt: skip
         self._bus.send(Send("telemetry", EVERYONE, beat))
+        if who.name == "engine":
+            told = Rank(who.group, who.rank, self._incarnation, "ready")
+            self._bus.send(Send("group", EVERYONE, told))
+        if who.name == "scheduler":
+            self._bus.send(Send("group", EVERYONE, Group(who.group, self._incarnation, "serves")))

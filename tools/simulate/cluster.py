@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from pipeinfer.messages import Heartbeat
-from pipeinfer.runtime.shell import HEARTBEAT
+from pipeinfer.beats import HEARTBEAT
+from pipeinfer.messages import Group as Told
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.routing import Router
 from simulate.arrivals import Arrival
@@ -37,19 +37,19 @@ class Group(Protocol):
         """Everything that happens by itself up to `until`, included."""
         ...
 
-    def stats(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Of the scheduler and of the engine, under the names in their heartbeats."""
+    def told(self) -> Told:
+        """What its scheduler says of it now."""
         ...
 
 
 class Cluster:
-    """`groups` behind `router`, which hears of them by heartbeats as often as in a server."""
+    """`groups` behind `router`, which hears of them as often as in a server."""
 
     def __init__(self, groups: Sequence[Group], router: Router) -> None:
         self._groups, self._router = groups, router
         self._watch = GroupWatch()
         self._due: list[tuple[float, int]] = []  # a group stands here while something is under way
-        self._active: set[int] = set(range(len(groups)))  # ran since their last heartbeat
+        self._active: set[int] = set(range(len(groups)))  # ran since they were last told of
         self._beat_at = 0.0
 
     def run(self, arrivals: Iterable[Arrival]) -> None:
@@ -88,13 +88,10 @@ class Cluster:
         ended.clear()
 
     def _beat(self) -> None:
-        """Heartbeats of all groups that did something since the last ones."""
+        """Says what is new of all groups that did something since the last time."""
         for index in sorted(self._active):
-            scheduler, engine = self._groups[index].stats()
-            for name, stats in (("engine", engine), ("scheduler", scheduler)):
-                beat = Heartbeat(f"{name}-{index}", name, index, 0, 0, 0, 1, "ready", "", stats)
-                report = self._watch.heartbeat(beat, self._beat_at)
-                if report is not None:
-                    self._router.report(index, report)
+            report = self._watch.hear(self._groups[index].told(), self._beat_at)
+            if report is not None:
+                self._router.report(index, report)
         self._active.clear()
         self._beat_at += HEARTBEAT

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from pipeinfer.messages import Group
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.limits import TooLong, max_total
 from pipeinfer.scheduler.options import DEFAULT_STEP_TOKENS
@@ -62,23 +63,21 @@ class FoldedGroup:
     def next_at(self) -> float:
         return self._in_flight[0].ends if self._in_flight else float("inf")
 
-    def stats(self) -> tuple[dict[str, float], dict[str, float]]:
-        memory, running = self._memory, len(self._seats.running)
+    def told(self) -> Group:
+        memory = self._memory
         # What a waiting request has left is all of it, however often it was preempted.
         left = self._tokens - self._seats.tokens + self._cohort.left
         left += sum([seat.request.left for seat in self._seats.running.hot])
-        scheduler: dict[str, float] = {
-            "running": running,
-            "waiting": len(self._lives) - running,
-            "tokens_left": left,
-            "epochs_total": 1,
-        }
-        engine: dict[str, float] = {
-            "pages_total": memory.total,
-            "pages_evicted": memory.evicted,
-            "page_tokens": memory.page_size,
-        }
-        return scheduler, engine
+        return Group(
+            group=self._index,
+            incarnation=0,
+            standing="serves",
+            epoch=1,
+            requests=len(self._lives),
+            tokens=left,
+            capacity=memory.total * memory.page_size,
+            evicted=memory.evicted * memory.page_size,
+        )
 
     def submit(self, arrival: Arrival, now: float) -> None:
         self._arrivals += 1

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 
+from msgspec import structs
+
 from pipeinfer.core import LOCAL
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.driver import step_done
 from pipeinfer.events import StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import Admitted, Done, Message, Plan, Refused, Result, Tokens, Work
+from pipeinfer.messages import Admitted, Done, Group, Message, Plan, Refused, Result, Tokens, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore
@@ -78,8 +80,10 @@ class StepwiseGroup:
                 now, done = self._steps.popleft()
                 self._to_engine(done, now)
 
-    def stats(self) -> tuple[dict[str, float], dict[str, float]]:
-        return self.scheduler.stats(), self.engine.stats()
+    def told(self) -> Group:
+        """With what was evicted until now, and not when the scheduler heard last."""
+        evicted = self._memory.evicted_pages * self._memory.page_size
+        return structs.replace(self.scheduler.told(), evicted=evicted)
 
     def _to_scheduler(self, message: Message, now: float) -> None:
         waiting: deque[Message] = deque([message])

@@ -77,14 +77,15 @@ class Bus:
                 publisher.sndhwm = TELEMETRY_HWM
             publisher.maxmsgsize = SUBSCRIPTION_BYTES
             self._wires.bind(publisher, channel)
-        self._publishers[CONTROL] = self._publishers["telemetry"]  # answers to whoever listens
+        for channel in ("group", CONTROL):  # both for whoever listens
+            self._publishers[channel] = self._publishers["telemetry"]
 
     def listen(self, stage: str, channel: str) -> None:
-        """Subscribes to what `stage` publishes on `channel` ("plan" or "telemetry")."""
+        """Subscribes to what `stage` publishes on `channel` ("plan", "group" or "telemetry")."""
         subscriber = self._socket(zmq.SUB)
-        subscriber.maxmsgsize = TELEMETRY_BYTES if channel == "telemetry" else FRAME_BYTES
+        subscriber.maxmsgsize = FRAME_BYTES if channel == "plan" else TELEMETRY_BYTES
         subscriber.subscribe(channel.encode())
-        self._wires.connect(subscriber, stage, channel)
+        self._wires.connect(subscriber, stage, "plan" if channel == "plan" else "telemetry")
         self.reader.add(subscriber)
 
     def start(self, handler: Handler, patience: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""Hears the telemetry of stages without being one: for supervisors and tools.
+"""Hears what stages publish of themselves without being one: for supervisors and tools.
 
 Binds nothing, sends nothing.
 """
@@ -14,20 +14,22 @@ from pipeinfer.topology.topology import Topology
 
 
 class Listener:
-    """Subscribes to what stages publish on `telemetry`."""
+    """Subscribes to what stages publish on `telemetry` and `group`."""
 
     def __init__(self, topology: Topology, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._wires = Wires(topology, context)
         self._reader = Reader()
 
-    def listen(self, stage: str) -> None:
-        """Subscribes to stage id `stage`, which need not be there yet.
+    def listen(self, stage: str, *channels: str) -> None:
+        """Subscribes to stage id `stage`, which need not be there yet: to `channels`, or to its
+        telemetry.
 
         ConfigurationError if the topology has keys and none of them lies here.
         """
         self._wires.open()
         socket = self._wires.socket(zmq.SUB)
-        socket.subscribe(b"telemetry")
+        for channel in channels or ("telemetry",):
+            socket.subscribe(channel.encode())
         socket.maxmsgsize = TELEMETRY_BYTES
         self._wires.connect(socket, stage, "telemetry")
         self._reader.add(socket)

@@ -23,6 +23,8 @@ BURST = 128  # messages handled before other events of the loop get their turn
 WARNINGS = 100  # kinds of bad frames that are logged, once each
 LETTERS = 300  # of each; a stranger chooses some of them
 
+UNHURRIED = ("telemetry", "group")  # what comes there comes all the time, and can wait
+
 Handler = Callable[[str, Header, Message], None]
 
 
@@ -100,7 +102,7 @@ class Reader:
                 self.bad(str(error))
                 continue
             self.body = parts[2]
-            if self._patience and channel != "telemetry":  # which comes all the time, and can wait
+            if self._patience and channel not in UNHURRIED:
                 self._stay_awake()
             try:
                 self._handler(channel, header, message)

@@ -302,6 +302,7 @@ class EngineCore:
             cached=pack(applied.cached),
             free=applied.free,
             evictable=applied.evictable,
+            evicted=applied.evicted,
         )
         return [self._to_scheduler(message)]
 
@@ -373,4 +374,5 @@ def _result(applied: Applied, sampled: np.ndarray, done: StepDone) -> Result:
         evictable=applied.evictable,
         digest=applied.digest,
         bad=bad,
+        evicted=applied.evicted,
     )

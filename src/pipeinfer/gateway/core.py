@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from pipeinfer.beats import silence
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.gateway.backlog import Backlog, size_of
@@ -67,7 +68,7 @@ class GatewayCore:
         incarnation: int = 0,
         max_queue_tokens: int = 0,
     ) -> None:
-        self.health = Health(expected)
+        self.health = Health(expected, silence(len(expected)))
         self.status: Status = "starting"
         self._index = index
         self._introduction: Recover | None = Recover(f"gateway-{index}", incarnation)

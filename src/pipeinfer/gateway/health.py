@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from pipeinfer.messages import Heartbeat
 
-SILENCE = 5.0  # seconds without a heartbeat after which a stage counts as lost
 PER_GROUP = ("scheduler", "engine")
 NAMED = 8  # stages that a reason names; the others it counts
 
@@ -48,10 +47,12 @@ class Health:
 
     What follows from it is kept up to date with every change, since a heartbeat may not cost more
     the more stages there are: which rows are missing (not ready), by their place in the topology,
-    and how many of each group.
+    and how many of each group. `silence`: seconds without a heartbeat after which a stage counts as
+    lost.
     """
 
-    def __init__(self, expected: Iterable[Expected]) -> None:
+    def __init__(self, expected: Iterable[Expected], silence: float = 5.0) -> None:
+        self._silence = silence
         self.rows = {e.stage: Row(e.stage, e.name, e.group, e.rank) for e in expected}
         self._order = list(self.rows.values())
         self._places = {row.stage: place for place, row in enumerate(self._order)}
@@ -73,8 +74,8 @@ class Health:
     def check(self, now: float) -> None:
         """Marks the stages that have been silent for too long."""
         for row in self._order:
-            if row.seen is not None and now - row.seen > SILENCE and row.state != "lost":
-                row.reason = f"silent for more than {SILENCE:g} s"
+            if row.seen is not None and now - row.seen > self._silence and row.state != "lost":
+                row.reason = f"silent for more than {self._silence:g} s"
                 self._becomes(row, "lost")
 
     def _becomes(self, row: Row, state: str) -> None:

@@ -67,7 +67,7 @@ def build(context: StageContext) -> Stage:
         core,
         driver,
         TICK,
-        (*((stage, "telemetry") for stage in others), *deaths(context.topology)),
+        (*((stage, "telemetry") for stage in others), *deaths(context.topology, "telemetry")),
         before_leave=lambda: driver.leave(settings.drain_timeout),
         reload=lambda: _reload(settings, admission, certificate),
     )

@@ -34,8 +34,9 @@ class Applied:
     """The outcome of plan `number`.
 
     admitted, cached: int32 [admits], slots and tokens found in the prefix cache. free, evictable:
-    pages after the plan. digest: 64-bit hash of all decisions since the reset. unseen: int32 [n],
-    pages that were freed and hold what no finite logits came from: see KVPool.clear.
+    pages after the plan. evicted: from the cache since the reset. digest: 64-bit hash of all
+    decisions since then. unseen: int32 [n], pages that were freed and hold what no finite logits
+    came from: see KVPool.clear.
     """
 
     number: int
@@ -44,5 +45,6 @@ class Applied:
     cached: np.ndarray
     free: int
     evictable: int
+    evicted: int
     digest: int
     unseen: np.ndarray

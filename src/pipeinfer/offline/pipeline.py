@@ -162,4 +162,4 @@ class Pipeline:
 
 def _telemetry_of_others(topology: Topology) -> tuple[tuple[str, str], ...]:
     others = topology.without("gateway").ids()
-    return (*((stage, "telemetry") for stage in others), *deaths(topology))
+    return (*((stage, "telemetry") for stage in others), *deaths(topology, "telemetry"))

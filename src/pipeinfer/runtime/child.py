@@ -10,11 +10,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from pipeinfer.messages import Heartbeat
+from pipeinfer.messages import Ended, Heartbeat
 from pipeinfer.runtime.report import DESCRIPTOR, Report, Reports
 from pipeinfer.topology.topology import Identity
 
@@ -55,6 +55,7 @@ class Child:
     _started: int = 0  # Unix time in ns
     _pid: int = 0  # of the stage itself, where the command is a wrapper around it
     _incarnation: int = 0  # of the latest that was heard
+    ended: Ended | None = None  # the process before, while nothing was heard of its successor
     told: Callable[[], object] = lambda: None
     _reload_when_heard: bool = False
     _reports: Reports | None = None
@@ -114,7 +115,7 @@ class Child:
             return False
         if said.pid != self.process.pid and said.incarnation < self._started:
             return False
-        self._pid, self._incarnation = said.pid, said.incarnation
+        self._pid, self._incarnation, self.ended = said.pid, said.incarnation, None
         self.heard.set()
         if self._reload_when_heard:
             self.reload()
@@ -124,13 +125,15 @@ class Child:
         return True
 
     def last_word(self, reason: str) -> Heartbeat | None:
-        """What it cannot say itself: that its process ended; None if it was never heard.
+        """What it cannot say itself: that its process ended; None if it was never heard. From now
+        on `ended` says so, too, for those who decide by it.
 
         Newer than all that is still under way of it, and older than its successor.
         """
         if not self._incarnation:
             return None
         who = self.identity
+        self.ended = Ended(who.id, self._incarnation, time.time_ns(), reason)
         return Heartbeat(
             stage=who.id,
             name=who.name,
@@ -168,6 +171,10 @@ class Child:
         self._reload_when_heard = not self.heard.is_set()
         if not self._reload_when_heard:
             self.signal(signal.SIGHUP)
+
+    def began_before(self, incarnations: Iterable[int]) -> bool:
+        """Whether its process may be one of these, and does not come after them."""
+        return any(self._started <= incarnation for incarnation in incarnations)
 
     def condemn(self) -> None:
         """Kills this process because its group starts anew: its end is no reason to kill others.

@@ -142,7 +142,7 @@ async def _run(
     else:
         loop.add_signal_handler(signal.SIGINT, shell.drain)
         if identity.name == "engine":
-            end_on_group_fault(topology, identity, context, lambda: shell.built)
+            end_on_group_fault(topology, identity, shell.incarnation, context, lambda: shell.built)
     return await run_shell(shell)
 
 

@@ -15,7 +15,7 @@ import zmq
 
 from pipeinfer.bus.frames import Header
 from pipeinfer.bus.listener import Listener
-from pipeinfer.messages import GroupFault, Heartbeat, Message
+from pipeinfer.messages import GroupFault, Message, Rank
 from pipeinfer.topology.topology import Identity, Topology
 
 log = logging.getLogger(__name__)
@@ -27,38 +27,38 @@ JOINED = ("waiting", "ready")  # states of a rank that has met the others
 def end_on_group_fault(
     topology: Topology,
     engine: Identity,
+    incarnation: int,
     context: zmq.Context[zmq.Socket[bytes]],
     formed: Callable[[], bool] = lambda: True,
     end: Callable[[int], object] = os._exit,
 ) -> Listener:
-    """Ends this process at once, with code 1, when the group of `engine` is given up, or when a
-    rank that it has met is another process now. `formed()`: whether the ranks have met.
+    """Ends this process at once, with code 1, when the group of `engine` is given up while it is
+    process `incarnation`, or when a rank that it has met is another process now. `formed()`:
+    whether the ranks have met.
 
     Call it on the running loop, and close the listener at the end.
     """
     scheduler = Identity("scheduler", group=engine.group).id
-    peers = [
-        Identity("engine", engine.group, rank).id
-        for rank in range(topology.ranks(engine.group))
-        if rank != engine.rank
-    ]
-    met: dict[str, int] = {}  # incarnations of the other ranks since the group was formed
+    met: dict[int, int] = {}  # incarnations of the other ranks since the group was formed
 
     def give_up(reason: str) -> None:
         log.error("%s; this process ends to be started again", reason)
         end(FAILED)  # not in order: the thread of a step that hangs would be waited for
 
-    def hear(_channel: str, header: Header, message: Message) -> None:
-        if isinstance(message, GroupFault) and message.group == engine.group:
-            give_up(f"{scheduler}: {message.reason}")
-        elif isinstance(message, Heartbeat) and message.stage in peers:
-            if message.incarnation > met.get(message.stage, message.incarnation):
-                give_up(f"{message.stage} was started again")
+    def hear(_channel: str, _header: Header, message: Message) -> None:
+        if isinstance(message, GroupFault):
+            if message.group == engine.group and incarnation in message.incarnations:
+                give_up(f"{scheduler}: {message.reason}")
+        elif isinstance(message, Rank) and message.group == engine.group:
+            if message.incarnation > met.get(message.rank, message.incarnation):
+                give_up(f"rank {message.rank} was started again")
             elif formed() and message.state in JOINED:
-                met[message.stage] = message.incarnation
+                met[message.rank] = message.incarnation
 
     listener = Listener(topology, context)
-    for stage in (scheduler, *peers):
-        listener.listen(stage)
+    listener.listen(scheduler, "group")
+    for rank in range(topology.ranks(engine.group)):
+        if rank != engine.rank:
+            listener.listen(Identity("engine", engine.group, rank).id, "group")
     listener.start(hear)
     return listener

@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from pipeinfer import control
+from pipeinfer.beats import HEARTBEAT, period
 from pipeinfer.bus.bus import Bus, NoSuchStage
 from pipeinfer.bus.frames import Header, Unencodable
 from pipeinfer.core import EVERYONE, LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
-from pipeinfer.messages import GroupFault, Heartbeat, Message, Recover, State
+from pipeinfer.messages import GroupFault, Heartbeat, Message, Rank, Recover, State
 from pipeinfer.runtime.fence import Fence
 from pipeinfer.runtime.stage import TAKES, TAKES_NOT, Stage, StageContext, builder
 from pipeinfer.runtime.tap import Tap
@@ -30,7 +31,6 @@ from pipeinfer.topology.topology import Identity, Topology
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT = 0.5  # seconds
 LEAVE = 10.0  # seconds that a stage has to hand on what is in hand
 LEAVE_CHECK = 0.005  # seconds; its successor, and every stream, waits for its end
 
@@ -64,6 +64,7 @@ class Shell:
         self._build = build or builder(identity.name)
         self._takes = TAKES[identity.name]
         self._stages = frozenset(topology.ids())
+        self._period, self._said_at = period(len(self._stages)), float("-inf")
         self._patience, self._forks = patience, forks
         self.tell: Callable[[State, str], object] = lambda state, reason: None
         self._fence, self._unsent = Fence(), UnsentMessages()
@@ -334,8 +335,17 @@ class Shell:
     def _heartbeat(self) -> None:
         if self._stop.is_set():
             return
-        self._publish_heartbeat()
+        if self._loop.time() - self._said_at > self._period - HEARTBEAT / 2:
+            self._publish_heartbeat()
+        else:
+            self._say_rank()
         self._loop.call_later(HEARTBEAT, self._heartbeat)
+
+    def _say_rank(self) -> None:
+        """Of an engine, to those who decide by it."""
+        if self.identity.name == "engine":
+            who, (state, _) = self.identity, self._state()
+            self._say("group", Rank(who.group, who.rank, self.incarnation, state))
 
     def _stats(self) -> dict[str, float]:
         if self._stage is None:
@@ -360,6 +370,8 @@ class Shell:
             return
         was, (state, reason) = self._shown, self._state()
         self._shown = state, reason
+        self._said_at = self._loop.time()
+        self._say_rank()
         if was is None or was[0] != state:
             self.tell(state, reason)
         stats = self._stats()

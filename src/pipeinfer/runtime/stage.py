@@ -25,8 +25,8 @@ BUILDERS = {
 
 TAKES = {
     "gateway": ("text", "telemetry", "recovery"),
-    "tokenizer": ("telemetry", "requests", "recovery"),
-    "scheduler": ("work", "result", "stops", "recovery", "telemetry"),
+    "tokenizer": ("group", "requests", "recovery"),
+    "scheduler": ("work", "result", "stops", "recovery", "group"),
     "engine": ("plan",),
     "detokenizer": ("tokens", "recovery"),
 }  # channels whose messages reach the core of each stage
@@ -90,9 +90,9 @@ class Stage:
     reload: Callable[[], None] | None = None
 
 
-def deaths(topology: Topology) -> tuple[tuple[str, str], ...]:
+def deaths(topology: Topology, channel: str = "group") -> tuple[tuple[str, str], ...]:
     """What to listen to for the ends of processes: who starts the stages, where somebody does."""
-    return ((SUPERVISOR, "telemetry"),) if topology.supervisor else ()
+    return ((SUPERVISOR, channel),) if topology.supervisor else ()
 
 
 def builder(name: str) -> Callable[[StageContext], Stage]:

@@ -67,9 +67,11 @@ class Supervisor:
         """
         groups = {c.identity.group for c in self._others() if c.identity.name == "engine"}
         schedulers = {f"scheduler-{group}" for group in groups}  # on another host perhaps
-        for stage in sorted({*self._children, *schedulers}):
+        for stage in sorted(self._children.keys() - schedulers):
             self._listener.listen(stage)
-        self._listener.start(self._on_telemetry)
+        for stage in sorted(schedulers):
+            self._listener.listen(stage, "telemetry", "group")
+        self._listener.start(self._hear)
         if self._swaps is not None:
             self._swaps.start()
         try:
@@ -200,12 +202,15 @@ class Supervisor:
         """Nobody has to wait until a dead stage's silence or its successor is noticed."""
         word = child.last_word(reason)
         if self._swaps is not None and word is not None:
-            self._swaps.publish(word)
+            self._swaps.ended(child, word)
 
-    def _on_telemetry(self, _channel: str, header: Header, message: Message) -> None:
+    def _hear(self, _channel: str, header: Header, message: Message) -> None:
         if isinstance(message, GroupFault):
-            log.error("group %d: %s; restarting its engines", message.group, message.reason)
-            for child in self._group(message.group):
+            group = self._group(message.group)
+            alive = [child for child in group if child.began_before(message.incarnations)]
+            if any(child.condemned is not child.process for child in alive):
+                log.error("group %d: %s; restarting its engines", message.group, message.reason)
+            for child in alive:
                 child.condemn()
         elif isinstance(message, Heartbeat) and header.sender in self._children:
             self._children[header.sender].hear(message)

@@ -16,13 +16,14 @@ from typing import Any
 
 import zmq
 
+from pipeinfer.beats import HEARTBEAT
 from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.frames import Header
 from pipeinfer.control import CHANNEL, Swap, SwapState
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import Heartbeat, Message
 from pipeinfer.runtime.child import Child, Command, cause
-from pipeinfer.runtime.shell import HEARTBEAT, LEAVE
+from pipeinfer.runtime.shell import LEAVE
 from pipeinfer.topology.topology import Identity, Topology
 
 log = logging.getLogger(__name__)
@@ -67,9 +68,11 @@ class Swaps:
         """All stages will end: takes no swap any more, and finishes those under way."""
         self._stopping = True
 
-    def publish(self, beat: Heartbeat) -> None:
+    def ended(self, child: Child, beat: Heartbeat) -> None:
         """Says of a stage what it cannot say itself."""
         self._bus.send(Send("telemetry", EVERYONE, beat))
+        if child.ended is not None:
+            self._bus.send(Send("group", EVERYONE, child.ended))
 
     async def close(self) -> None:
         """When the children are gone: waits for what is under way, and closes the sockets."""
@@ -80,8 +83,11 @@ class Swaps:
         self._bus.close()
 
     async def _beat(self) -> None:
-        """Whoever hears it will also hear an answer."""
+        """Whoever hears it will also hear an answer. What has ended is told again and again."""
         while True:
+            for child in self._children.values():
+                if child.ended is not None:
+                    self._bus.send(Send("group", EVERYONE, child.ended))
             beat = Heartbeat(
                 stage="supervisor-0",
                 name="supervisor",

@@ -18,16 +18,19 @@ from pipeinfer.messages import (
     Delivered,
     Digests,
     Done,
+    Ended,
     Fault,
+    Group,
     GroupFault,
     HandOver,
-    Heartbeat,
     Hello,
     Message,
+    Rank,
     Ready,
     Recover,
     Recovered,
     Result,
+    Standing,
     State,
     StopHit,
     TokenRow,
@@ -35,6 +38,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.recovery import RollCall, answer
 from pipeinfer.scheduler.agreement import Agreement, Disagreement
+from pipeinfer.scheduler.announcer import Announcer
 from pipeinfer.scheduler.awake import AwakeClock
 from pipeinfer.scheduler.deadlines import Deadlines
 from pipeinfer.scheduler.epochs import Epochs, Torn
@@ -44,6 +48,7 @@ from pipeinfer.scheduler.limits import TooLong, max_total
 from pipeinfer.scheduler.options import SchedulerOptions
 from pipeinfer.scheduler.outbox import Outbox, home, last_row, next_row, refusal
 from pipeinfer.scheduler.planner import Planner
+from pipeinfer.scheduler.ranks import Ranks
 from pipeinfer.scheduler.request import Request, from_work
 from pipeinfer.scheduler.slots import Slots
 
@@ -61,7 +66,10 @@ class SchedulerCore:
         self.options, self.group = options, group
         self._stage, self._slots, self._flights = f"scheduler-{group}", Slots(), Flights()
         self._planner = Planner(options, self._slots, self._flights)
+        self._incarnation = incarnation
         self._epochs, self._agreement = Epochs(options.tp, incarnation), Agreement(options.tp)
+        self._engines = {f"engine-{group}-{rank}": rank for rank in range(options.tp)}
+        self._ranks, self._announcer = Ranks(), Announcer()
         self._live, self._arrivals = dict[str, Request](), 0
         self._deadlines, self._tokenizers = Deadlines(), tuple(tokenizers)
         self._awake, self._now = AwakeClock(), 0.0
@@ -76,7 +84,8 @@ class SchedulerCore:
             Admitted: self._on_admitted, Result: self._on_result, Digests: self._on_digests,
             Fault: self._on_fault, Recover: self._on_recover, Recovered: self._on_recovered,
             Delivered: self._on_delivered, Tick: self._on_tick, Drain: self._on_drain,
-            Leave: self._on_leave, Heartbeat: self._on_heartbeat, HandOver: self._on_hand_over,
+            Leave: self._on_leave, Rank: self._on_rank, Ended: self._on_ended,
+            HandOver: self._on_hand_over,
         }  # fmt: skip
 
     def handle(self, event: Message, now: float) -> list[Send]:
@@ -84,7 +93,7 @@ class SchedulerCore:
         while this stage does, because what they say meanwhile waits to be read."""
         handler = self._handlers.get(type(event))
         if handler is None:
-            return []  # e.g. telemetry of others
+            return []  # what tokenizers are told of this group, and supervisors
         if isinstance(event, Tick):
             self._awake.tick(now)
         self._now, awake = now, self._awake.at(now)
@@ -101,6 +110,28 @@ class SchedulerCore:
         if not self._roll_call.complete:
             return "waiting", f"for what {', '.join(self._roll_call.missing)} will tell"
         return ("ready", "") if self._epochs.running else ("waiting", self._epochs.reason)
+
+    def _standing(self) -> Standing:
+        if self._draining or self._left or not self._roll_call.complete:
+            return "waits"
+        if not self._epochs.running:
+            return "deserted" if self._ranks.gone else "waits"
+        return "waits" if self._ranks.gone or self._ranks.silent else "serves"
+
+    def told(self) -> Group:
+        """What tokenizers are told of this group."""
+        shape, slots = self._epochs.last_shape, self._slots
+        page_size = shape.page_size if shape is not None else 0
+        return Group(
+            group=self.group,
+            incarnation=self._incarnation,
+            standing=self._standing(),
+            epoch=self._epochs.epoch,
+            requests=len(self._live),
+            tokens=sum(request.left for request in self._live.values()),
+            capacity=shape.pages * page_size if shape is not None else 0,
+            evicted=slots.evicted * page_size,
+        )
 
     def stats(self) -> dict[str, float]:
         """See docs/telemetry.md."""
@@ -256,11 +287,8 @@ class SchedulerCore:
     # ------------------------------------------------------------------------------ the engine
 
     def _on_hello(self, hello: Hello, now: float) -> None:
-        try:
-            if self._epochs.hello(hello, now):
-                self._lose_everything()
-        except Torn as error:
-            self._restart_ranks(str(error), now)
+        if self._epochs.hello(hello):
+            self._lose_everything()
         self._begin(now)
 
     def _begin(self, now: float) -> None:
@@ -305,12 +333,22 @@ class SchedulerCore:
         else:
             self._end_epoch(reason, now)
 
-    def _on_heartbeat(self, beat: Heartbeat, now: float) -> None:
-        """The supervisor's word that a process ended; it starts all ranks of a group again."""
-        ours = beat.name == "engine" and beat.group == self.group
-        if ours and self._epochs.lost(beat.rank, beat.incarnation):
-            self._epochs.condemn(f"engine rank {beat.rank}: {beat.reason}", now)
+    def _on_rank(self, told: Rank, now: float) -> None:
+        if told.group == self.group:
+            self._ranks.hear(told, now)
+            self._epochs.gone(told.rank, told.incarnation - 1)
+
+    def _on_ended(self, told: Ended, now: float) -> None:
+        """Whoever says so starts all ranks of its host again; others are told a moment later."""
+        rank = self._engines.get(told.stage)
+        if rank is None:
+            return
+        self._ranks.ended(rank, told, now)
+        if self._epochs.lost(rank, told.incarnation):
+            reason = f"engine rank {rank}: {told.reason}"
+            self._epochs.condemn(reason, now, self._ranks.alive(), told.at)
             self._lose_everything()
+        self._epochs.gone(rank, told.incarnation)
 
     def _end_epoch(self, reason: str, now: float) -> None:
         """Of several ranks one may be inside a collective for which the others never come."""
@@ -321,9 +359,13 @@ class SchedulerCore:
         self._lose_everything()
 
     def _restart_ranks(self, reason: str, now: float) -> None:
-        self._epochs.condemn(reason, now)
+        self._epochs.condemn(reason, now, self._ranks.alive())
         self._lose_everything()
-        self._out.append(Send("telemetry", EVERYONE, GroupFault(self.group, reason)))
+        self._complain(reason)
+
+    def _complain(self, reason: str) -> None:
+        fault = GroupFault(self.group, reason, self._epochs.doomed)
+        self._out.append(Send("group", EVERYONE, fault))
 
     def _lose_everything(self, blameless: bool = False) -> None:
         guilty = self._planner.lose(self._slots.lose(), self._flights.crash(), blameless)
@@ -374,6 +416,7 @@ class SchedulerCore:
         self._out += self._roll_call.ask(now)
         if self._roll_call.complete:
             self._out += [Send("tokens", to, abort) for to, abort in self._ledger.lost(self._now)]
+        self._ranks.check(now)
         self._begin(now)
         for request in self._deadlines.over(self._now):
             self._fail(request, "abort", "the request's timeout is over")
@@ -382,6 +425,9 @@ class SchedulerCore:
             self._epochs.check(now, self.options.watchdog)
         except (Overdue, Torn) as error:
             self._restart_ranks(str(error), now)
+        if self._epochs.complain(now):
+            self._complain(self._epochs.reason)
+        self._out += self._announcer.say(self._standing(), self._now, self.told)
 
     def _on_drain(self, _drain: Drain, _now: float) -> None:
         self._draining = True

@@ -7,6 +7,9 @@ many steps on its device as all others: else they would never meet again inside 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import inf
+
 from pipeinfer.messages import PROTOCOL, Begin, Hello, Ready
 
 AGREED = (
@@ -21,7 +24,7 @@ AGREED = (
 )
 
 
-ASK_AGAIN = 5.0  # seconds after which ranks that should have ended are complained of again
+ASK_AGAIN = 1.0  # seconds after which ranks that should have ended are complained of again
 
 
 class Torn(Exception):
@@ -37,10 +40,12 @@ class Epochs:
     def __init__(self, tp: int, first: int) -> None:
         self.tp, self.epoch = tp, first
         self.running = False
+        self.last_shape: Hello | None = None  # of the epoch that runs, or ran last
         self.reason = "no engine yet"
         self._hellos: dict[int, Hello] = {}
-        self._condemned: set[int] = set()  # incarnations that are to end
-        self._condemned_at = 0.0
+        self._condemned: set[int] = set()  # incarnations that are not begun with any more
+        self._doomed: dict[int, int] = {}  # by rank: of processes that are to end, and may not have
+        self._complained = 0.0
         self._steps: dict[int, int] = {}  # of each rank that is ready
         self._begun = False
         self._since = 0.0  # when that was
@@ -51,15 +56,11 @@ class Epochs:
         """What the ranks agreed on; only while `running`."""
         return self._hellos[0]
 
-    def hello(self, hello: Hello, now: float) -> bool:
-        """Takes a hello; True if it ends a running epoch: the rank is another process now.
-
-        Raises Torn if a process that should have ended is still there after some time.
-        """
+    def hello(self, hello: Hello) -> bool:
+        """Takes a hello; True if it ends a running epoch: the rank is another process now."""
         if hello.incarnation in self._condemned:
-            if now - self._condemned_at > ASK_AGAIN:
-                raise Torn(self.reason)
             return False
+        self.gone(hello.rank, hello.incarnation)
         if hello.protocol != PROTOCOL:
             self.reason = (
                 f"rank {hello.rank} (pipeinfer {hello.version}) speaks protocol {hello.protocol}, "
@@ -81,9 +82,9 @@ class Epochs:
         return ended
 
     def lost(self, rank: int, incarnation: int) -> bool:
-        """A rank ended, a process older than `incarnation`; True if it had said hello."""
+        """A rank's process `incarnation` ended; True if it, or one before it, had said hello."""
         known = self._hellos.get(rank)
-        return known is not None and known.incarnation < incarnation
+        return known is not None and known.incarnation <= incarnation
 
     def begin(self, now: float) -> Begin | None:
         """The Begin to publish now, or None: ranks disagree, or the epoch runs.
@@ -129,6 +130,7 @@ class Epochs:
             told = ", ".join(f"rank {rank} {steps}" for rank, steps in sorted(self._steps.items()))
             raise Torn(f"ranks have computed different numbers of steps: {told}")
         self.running, self.reason, self._ended = True, "", ""
+        self.last_shape = self.shape
         return True
 
     def check(self, now: float, seconds: float) -> None:
@@ -142,13 +144,37 @@ class Epochs:
         self.running = self._begun = False
         self.reason = self._ended = reason
 
-    def condemn(self, reason: str, now: float) -> None:
+    def condemn(
+        self, reason: str, now: float, alive: Iterable[tuple[int, int]] = (), until: float = inf
+    ) -> None:
         """The epoch is over, and all ranks must be started again: others are waited for.
 
-        A single rank that was only slow may go on where nobody starts it again.
+        `alive`: (rank, incarnation) of processes that may not have said hello. `until`: processes
+        that began later, in ns, are others already. A single rank that was only slow may go on
+        where nobody starts it again.
         """
         self.end(reason)
+        told = {rank: hello.incarnation for rank, hello in self._hellos.items()}
+        self._doomed = {r: i for r, i in {**dict(alive), **told}.items() if i <= until}
         if self.tp > 1:
-            self._condemned.update(hello.incarnation for hello in self._hellos.values())
-            self._condemned_at = now
-        self._hellos.clear()
+            self._condemned.update(self._doomed.values())
+        self._complained = now
+        for rank in self._doomed.keys() & told.keys():
+            del self._hellos[rank]
+
+    @property
+    def doomed(self) -> tuple[int, ...]:
+        """Incarnations of processes that are to end, and of which nobody has said that they did."""
+        return tuple(self._doomed[rank] for rank in sorted(self._doomed))
+
+    def gone(self, rank: int, incarnation: int) -> None:
+        """The rank's processes up to `incarnation` have ended, or answer again."""
+        if self._doomed.get(rank, inf) <= incarnation:
+            del self._doomed[rank]
+
+    def complain(self, now: float) -> bool:
+        """Whether it is time to say again who must end."""
+        if not self._doomed or now - self._complained < ASK_AGAIN:
+            return False
+        self._complained = now
+        return True

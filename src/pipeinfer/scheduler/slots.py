@@ -17,20 +17,22 @@ class Slots:
     """Slots of one epoch.
 
     running: requests that hold one, by id. released_pages: what the releases that were not
-    published yet give back. credits: pages that plans may still take.
+    published yet give back. credits: pages that plans may still take. evicted: pages that the
+    prefix cache has lost in this epoch.
     """
 
     def __init__(self) -> None:
         self.running: dict[str, Request] = {}
         self.credits = Credits(1, 0)
         self.released_pages = 0
+        self.evicted = 0
         self._free: list[int] = []
         self._releases: list[Release] = []
 
     def begin(self, count: int, credits: Credits) -> None:
         """An epoch begins with `count` empty slots."""
         self._free = list(range(count))
-        self.credits = credits
+        self.credits, self.evicted = credits, 0
 
     def lose(self) -> list[Request]:
         """The epoch is over; returns the requests that held slots, in order of admission."""
@@ -46,6 +48,7 @@ class Slots:
     def report(self, told: Admitted | Result) -> None:
         """The engine's pages, as it told them after one of the plans."""
         self.credits.report(told.number, told.free, told.evictable)
+        self.evicted = told.evicted
 
     @property
     def free(self) -> int:

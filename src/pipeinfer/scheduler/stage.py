@@ -30,4 +30,10 @@ def build(context: StageContext) -> Stage:
         context.topology.ids("tokenizer"),
         context.topology.ids("detokenizer"),
     )
-    return Stage(core, tick=0.1, listens=deaths(context.topology))
+    engines = [
+        entry.identity.id
+        for entry in context.topology.entries
+        if entry.name == "engine" and entry.group == context.identity.group
+    ]
+    listens = (*((engine, "group") for engine in engines), *deaths(context.topology))
+    return Stage(core, tick=0.1, listens=listens)

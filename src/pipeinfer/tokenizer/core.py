@@ -18,10 +18,12 @@ from pipeinfer.messages import (
     Accepted,
     Delivered,
     Done,
+    Ended,
+    Group,
     GroupFault,
     HandOver,
-    Heartbeat,
     Message,
+    Rank,
     Recover,
     Recovered,
     Refused,
@@ -36,7 +38,7 @@ from pipeinfer.tokenizer.events import Encode, Encoded
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.ledger import Entry, Ledger
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
-from pipeinfer.tokenizer.routing import Router
+from pipeinfer.tokenizer.routing import Report, Router
 
 DETOKENIZER = 0  # there is one so far; a request stays with the one that it was given
 # Bytes of text up to which a prompt is encoded at once. That takes 2 to 3 ms for most texts of this
@@ -67,6 +69,7 @@ class TokenizerCore:
         self._router = router
         self._watch = GroupWatch()
         self._all_groups = tuple(range(groups))
+        self._schedulers = {f"scheduler-{group}": group for group in self._all_groups}
         self._eos_ids = eos_ids
         self._stage = stage
         self._ledger = Ledger(self._all_groups)
@@ -85,8 +88,10 @@ class TokenizerCore:
             Recover: self._on_recover,
             Recovered: self._on_recovered,
             Delivered: self._on_delivered,
-            Heartbeat: self._on_heartbeat,
-            GroupFault: lambda event, now: [],
+            Group: self._on_group,
+            Ended: self._on_ended,
+            GroupFault: lambda event, now: [],  # is for others
+            Rank: lambda event, now: [],
             Tick: self._on_tick,
             Drain: self._on_drain,
             Leave: self._on_leave,
@@ -290,18 +295,26 @@ class TokenizerCore:
 
     # ------------------------------------------------------------------------------ time and stop
 
-    def _on_heartbeat(self, event: Heartbeat, now: float) -> list[Send]:
+    def _on_group(self, event: Group, now: float) -> list[Send]:
         if not 0 <= event.group < len(self._all_groups):
             return []
-        report = self._watch.heartbeat(event, now)
+        return self._report(event.group, self._watch.hear(event, now), now)
+
+    def _on_ended(self, event: Ended, now: float) -> list[Send]:
+        group = self._schedulers.get(event.stage)
+        if group is None:
+            return []
+        return self._report(group, self._watch.ended(group, event), now)
+
+    def _report(self, group: int, report: Report | None, now: float) -> list[Send]:
         if report is None:
             return []
         before = self._router.up
-        self._router.report(event.group, report)
+        self._router.report(group, report)
         if not before:
             return self._take_over(now, self._watch.deserted())
-        # One group: a heartbeat may not cost more the more of them there are.
-        return self._take_over(now, [event.group] * self._watch.is_deserted(event.group))
+        # One group: what is said of one may not cost more the more of them there are.
+        return self._take_over(now, [group] * self._watch.is_deserted(group))
 
     def _on_tick(self, _event: Tick, now: float) -> list[Send]:
         for group, report in self._watch.silent(now):

@@ -28,8 +28,7 @@ def build(context: StageContext) -> Stage:
     core = make_core(folder, settings, context.identity.id, context.incarnation, gateways)
     # What its groups say matters only where there is a choice.
     groups = settings.dp > 1
-    heard = [*topology.ids("scheduler"), *topology.ids("engine")] if groups else []
-    listens = (*((stage, "telemetry") for stage in heard), *deaths(topology))
+    listens = (*((stage, "group") for stage in topology.ids("scheduler")), *deaths(topology))
     lanes = Lanes(folder, settings, core.encoding)
     return Stage(core, lanes, listens=listens if groups else ())
 

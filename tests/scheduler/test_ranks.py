@@ -1,0 +1,94 @@
+"""What the ranks of a group say of themselves, and what is said of them."""
+
+from __future__ import annotations
+
+from pipeinfer.messages import Ended, Group, Rank, State, Work
+from pipeinfer.scheduler.announcer import Announcer
+from pipeinfer.scheduler.ranks import SILENCE, Ranks
+
+
+def said(rank: int, incarnation: int = 1, state: State = "ready") -> Rank:
+    return Rank(0, rank, incarnation, state)
+
+
+def test_a_rank_that_begins_anew_is_gone_until_it_has_loaded():
+    ranks = Ranks()
+    for rank in range(2):
+        ranks.hear(said(rank), 0.0)
+    assert not ranks.gone and not ranks.silent
+    for state in ("starting", "loading"):
+        ranks.hear(said(1, 2, state), 1.0)
+        assert ranks.gone
+    ranks.hear(said(1, 2, "waiting"), 1.0)
+    assert not ranks.gone
+
+
+def test_a_death_counts_until_a_later_process_is_heard_and_a_late_word_does_not():
+    ranks = Ranks()
+    ranks.hear(said(0, 5), 0.0)
+    ranks.ended(0, Ended("engine-0-0", 5, 9, "killed"), 0.1)
+    assert ranks.gone and ranks.alive() == []
+    ranks.hear(said(0, 5), 0.2)
+    assert ranks.gone, "sent before it died"
+    ranks.hear(said(0, 6, "waiting"), 0.3)
+    ranks.ended(0, Ended("engine-0-0", 5, 9, "killed"), 0.4)
+    assert not ranks.gone and ranks.alive() == [(0, 6)]
+
+
+def test_a_rank_that_falls_silent_is_noticed_and_comes_back():
+    ranks = Ranks()
+    for rank in range(2):
+        ranks.hear(said(rank), 0.0)
+    ranks.hear(said(0), SILENCE)
+    ranks.check(SILENCE)
+    assert not ranks.silent
+    ranks.check(SILENCE + 0.1)
+    assert ranks.silent and not ranks.gone
+    ranks.hear(said(1), SILENCE + 0.2)
+    assert not ranks.silent
+
+
+def test_one_that_has_ended_is_gone_however_long_nobody_starts_it():
+    ranks = Ranks()
+    ranks.hear(said(0, 5), 0.0)
+    ranks.ended(0, Ended("engine-0-0", 5, 9, "killed"), 0.1)
+    ranks.check(60.0)
+    assert ranks.gone and not ranks.silent
+
+
+def test_tokenizers_are_told_at_a_change_and_twice_a_second():
+    announcer = Announcer()
+
+    def told() -> Group:
+        return Group(0, 1, "serves")
+
+    assert [s.channel for s in announcer.say("serves", 0.0, told)] == ["group"]
+    assert announcer.say("serves", 0.4, told) == []
+    assert announcer.say("waits", 0.4, told) != []
+    assert announcer.say("waits", 0.5, told) == []
+    assert announcer.say("waits", 0.9, told) != []
+
+
+def test_work_of_a_group_is_what_tokenizers_are_told():
+    from test_scheduler_core import pipeline
+
+    from pipeinfer.events import Tick
+    from pipeinfer.packing import pack
+    from pipeinfer.params import SamplingParams
+
+    p = pipeline(pages=10, page_size=4)
+    p.deliver()
+    p.deliver()
+    p.core.handle(Work("r", 1, 0, 0, pack([1] * 6), SamplingParams(max_tokens=10), 0), 0.0)
+    for event, standing in (
+        (said(0), "serves"),
+        (Ended("engine-0-0", 0, 9, "killed"), "serves"),
+        (Ended("engine-0-0", 1, 9, "killed"), "deserted"),
+        (said(0, 2, "loading"), "deserted"),
+        (said(0, 2, "waiting"), "waits"),
+    ):
+        p.core.handle(event, p.now)
+        p.now += 1.0
+        [told] = [s.message for s in p.core.handle(Tick(), p.now) if isinstance(s.message, Group)]
+        assert told.standing == standing, event
+        assert (told.requests, told.tokens, told.capacity) == (1, 16, 40)
