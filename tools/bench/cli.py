@@ -25,6 +25,7 @@ COMMANDS = {
     "record": "what recordings and the flight recorder cost",
     "snapshot": "how long a stage's loop stops when its state is taken",
     "startup": "from process start to ready and to the first token",
+    "heartbeats": "what many stages cost those who hear them all",
     "compare": "two result files side by side",
 }
 

@@ -22,6 +22,7 @@ import zmq
 
 from pipeinfer import settings as config
 from pipeinfer.bus.curve import keyring
+from pipeinfer.bus.room import make_room
 from pipeinfer.runtime.claim import Claim, claim
 from pipeinfer.runtime.deployment import deployed
 from pipeinfer.runtime.group_fault import end_on_group_fault
@@ -127,6 +128,7 @@ async def _run(
         return stage
 
     context = zmq.Context.instance()
+    make_room(context, topology)
     awake = patience(settings, topology, identity)
     forks = identity.name != "engine"  # which uses a GPU, or holds the weights
     shell = Shell(settings, topology, identity, context, build, awake, forks)
