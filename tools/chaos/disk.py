@@ -22,12 +22,14 @@ import psutil
 from chaos.stream_client import Broken
 
 SIZE = 1 << 20  # bytes of the tmpfs
-LEFT = 48 << 10  # bytes that are free when recordings begin; or that a file may have
+LEFT = 48 << 10  # bytes that are free when recordings begin
+MOST = 4 << 10  # bytes that a file may have, where a limit stands for the disk's end
 LATE = 60.0  # seconds for a recording to end after its time
 
 
 class SmallDisk:
-    """A folder for recordings, as a context manager. way: "tmpfs" or "rlimit"."""
+    """A folder for recordings, as a context manager. way: "tmpfs" or "rlimit". reason: what the
+    kernel says to who writes on."""
 
     def __enter__(self) -> SmallDisk:
         self._stack = ExitStack()
@@ -39,8 +41,9 @@ class SmallDisk:
         except FileNotFoundError:
             mounted = False
         self.way = "tmpfs" if mounted else "rlimit"
+        self.reason = os.strerror(errno.ENOSPC if mounted else errno.EFBIG)
         if mounted:
-            self._stack.callback(subprocess.run, ["umount", str(self.folder)], check=True)
+            self._stack.callback(subprocess.run, ["umount", "-l", str(self.folder)], check=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -52,8 +55,7 @@ class SmallDisk:
         log: bytes that the stages' other file, their log, has. Raises Broken unless at least one
         recording says that there was no room, and none fails for another reason.
         """
-        full = self._filled() if self.way == "tmpfs" else _limited(pids, log + LEFT)
-        reason = os.strerror(errno.ENOSPC if self.way == "tmpfs" else errno.EFBIG)
+        full = self._filled() if self.way == "tmpfs" else _limited(pids, log + MOST)
         words = ["record", "--topology", topology, "--seconds", str(seconds)]
         with full, tempfile.TemporaryDirectory(dir=self.folder) as out:
             told = subprocess.run(
@@ -61,7 +63,7 @@ class SmallDisk:
                 capture_output=True, text=True, timeout=seconds + LATE,
             )  # fmt: skip
         failed = told.stderr.strip().splitlines()
-        if told.returncode != 1 or not failed or not all(reason in line for line in failed):
+        if told.returncode != 1 or not failed or not all(self.reason in line for line in failed):
             raise Broken(f"recording on a full disk ended with {told.returncode}: {told.stderr}")
 
     @contextmanager

@@ -118,7 +118,7 @@ class Link:
 def _drop(writer: asyncio.StreamWriter) -> None:
     """At once, and the other end is told of a reset, not of a good end."""
     line = writer.get_extra_info("socket")
-    if line.fileno() >= 0:
+    if line is not None and line.fileno() >= 0:  # else it is gone already
         line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
 

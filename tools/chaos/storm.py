@@ -23,6 +23,7 @@ from chaos.network import Network
 from chaos.ordeal import Blow, Ordeal, summary
 from chaos.pester import Hostile
 from chaos.serving import Serving
+from chaos.stream_client import Broken
 from pipeinfer.runtime.find import running_servers
 from pipeinfer.settings import ConfigurationError
 
@@ -120,6 +121,8 @@ class Storm:
         topology = next(s.file for s in running_servers() if s.pid == pid)
         pids = self.server.pids().values()
         self.disk.record(str(topology), self._options.seconds, pids, len(self.server.log()))
+        if self.disk.reason not in self.server.log():
+            raise Broken("the disk is full, and the server's own recordings hide it")
 
     def _trouble(self, harm: Harm) -> None:
         assert self._network is not None
