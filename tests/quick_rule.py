@@ -13,7 +13,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 HEAVY = frozenset(("torch", "transformers", "triton", "subprocess", "multiprocessing", "servers"))
-HEAVY_NAMES = frozenset(("LLM", "AsyncLLM", "Storm"))
+HEAVY_NAMES = frozenset(("LLM", "AsyncLLM", "Ordeal", "Storm"))
 QUICK_ANYWAY = frozenset((
     "test_house_rules.py",  # a second of linting that finds much
     "test_engine_core.py", "test_requests.py",  # torch holds a few words for them

@@ -225,7 +225,8 @@ class Digests(Message, frozen=True):
 
 
 class Fault(Message, frozen=True):
-    """The rank leaves the epoch: a gap in the plans, a failed step; `orderly`: it was told to."""
+    """The rank leaves the epoch: a gap in the plans, a failed step. `orderly`: no request of it is
+    to blame, as it was told to, or plans were lost on their way."""
 
     epoch: int
     rank: int

@@ -5,14 +5,19 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from chaos.kills import POOL, Storm, drawn
+from chaos.kills import POOL, Kills, drawn
+from chaos.ordeal import Ordeal
+from chaos.serving import Serving
 
 
 def test_no_text_changes_while_ranks_of_two_groups_are_killed():
-    storm = Storm(streams=8, tokens=60, seed=5)
-    storm.serve({**POOL, "tp": 2, "dp": 2, "log_level": "warning"}, kills=2, only="engine")
-    assert sum(map(len, storm.pauses.values())) == 2, "both kills hit streams under way"
-    assert storm.answers >= 8
+    source = random.Random(5)
+    ordeal = Ordeal(streams=8, tokens=60, source=source)
+    server = Serving({**POOL, "tp": 2, "dp": 2, "log_level": "warning"})
+    ordeal.serve(server, Kills(source, kills=2, only="engine"))
+    assert not ordeal.broken
+    assert sum(map(len, ordeal.pauses.values())) == 2, "both kills hit streams under way"
+    assert ordeal.answers >= 8
 
 
 def test_victims_are_of_every_kind_alike():

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import threading
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 import zmq
 from torch.distributed.distributed_c10d import Store
 
+from pipeinfer.bus.wires import Wires
 from pipeinfer.distributed.rendezvous import RendezvousError, meet
 from pipeinfer.topology import addresses
+from pipeinfer.topology.topology import Entry, Topology
+from port_rows import port_row
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_all_ranks_share_one_store_in_any_order(tmp_path, order):
     address = f"ipc://{tmp_path}/engine-0-0"
-    turns = [threading.Event() for _ in order]
+    turns = [Event() for _ in order]
     turns[0].set()
 
     def one(rank: int) -> Store:
@@ -47,9 +51,21 @@ def test_a_rank_of_a_group_of_another_size_is_refused(tmp_path):
     assert meet(address, 1, 2, timeout=20).get("key") == b"value"
 
 
+def test_rank_0_listens_where_its_topology_says_though_others_know_it_elsewhere():
+    port = port_row(4)
+    entry = Entry("engine", f"tcp://127.0.0.2:{port}", bind="127.0.0.3")
+    wires, formed = Wires(Topology((entry,)), zmq.Context.instance(), "engine-0-0"), Event()
+    meet(entry.address, 0, 2, timeout=20, wires=wires, formed=formed)
+    with socket.create_connection(("127.0.0.3", port + 3), timeout=10) as line:
+        assert line.recv(1) == b"\xff", "ZeroMQ greets"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port + 3), timeout=10)
+    formed.set()
+
+
 def test_a_rank_is_answered_again_until_the_group_is_formed(tmp_path):
     """On a busy machine an answer may come after the question was given up and asked anew."""
-    address, formed = f"ipc://{tmp_path}/engine-0-0", threading.Event()
+    address, formed = f"ipc://{tmp_path}/engine-0-0", Event()
     store = meet(address, 0, 2, timeout=60, formed=formed)
     store.set("key", "value")
     for _ in range(2):

@@ -158,7 +158,7 @@ def test_gap_in_the_plans_ends_the_epoch_with_the_numbers():
     engine.plan({})
     engine.number = 3
     fault = engine.plan({})[0]
-    assert fault == Fault(1, 0, "plan 3 came where 1 was expected")
+    assert fault == Fault(1, 0, "plan 3 came where 1 was expected", orderly=True)
     assert engine.core.state() == ("waiting", fault.reason)
     assert engine.handle(Tick()) == [engine.core.hello]
     engine.number = 1

@@ -32,9 +32,7 @@ def ticks(p, seconds: float) -> list:
     faults = []
     for _ in range(round(10 * seconds)):
         p.now += 0.1
-        faults += [
-            s.message for s in p.core.handle(Tick(), p.now) if isinstance(s.message, GroupFault)
-        ]
+        faults += [s.message for s in p.feed(Tick()) if isinstance(s.message, GroupFault)]
     return faults
 
 
@@ -50,7 +48,7 @@ def running():
 def test_results_that_wait_in_the_inbox_of_a_stopped_scheduler_are_read_first():
     p = running()
     p.now += 3_600  # stopped, or the machine slept; the tick is heard before the results
-    assert [s for s in p.core.handle(Tick(), p.now) if isinstance(s.message, GroupFault)] == []
+    assert [s for s in p.feed(Tick()) if isinstance(s.message, GroupFault)] == []
     p.settle()
     assert p.core.counts["epochs"] == 1
 

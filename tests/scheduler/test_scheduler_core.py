@@ -37,13 +37,15 @@ class Pipeline:
         self.now = 0.0
         self.engine.outbox.append(self.engine.hello())
 
-    def feed(self, message) -> None:
+    def feed(self, message) -> list:
         self.now += 0.001
-        for send in self.core.handle(message, self.now):
+        sends = self.core.handle(message, self.now)
+        for send in sends:
             if isinstance(send.message, Plan | Begin):
                 self.engine.receive(send.message)
             elif isinstance(send.message, Tokens):
                 self._take(send.message)
+        return sends
 
     def deliver(self) -> bool:
         if not self.engine.outbox:

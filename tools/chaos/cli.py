@@ -20,13 +20,22 @@ from pipeinfer.settings import ConfigurationError
 SCHEMA = "pipeinfer-chaos/1"
 COMMANDS = {
     "kills": "stages are killed one after another under streams; no text may change",
+    "storm": "harms of many kinds, drawn from a seed, under streams; no text may change",
     "hostile": "one client sends the worst it may, again and again; eight streams must go on",
     "overload": "many more requests a second than can be served; the rest is refused at once",
     "watch": "what `hostile` runs beside itself: eight clients that say when their pieces come",
     "attack": "what `hostile` runs beside itself: one client that sends one case again and again",
     "offer": "what `overload` runs beside itself: sends requests at their time, whatever happens",
+    "links": "what `storm` runs beside itself: a proxy between stages, which is cut and slowed",
+    "pester": "what `storm` runs beside itself: a few hostile requests a second",
 }
-PARTS = ("watch", "attack", "offer")  # of other commands; they print lines for them
+PARTS = (
+    "watch",
+    "attack",
+    "offer",
+    "links",
+    "pester",
+)  # of other commands; they print lines for them
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

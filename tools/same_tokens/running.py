@@ -25,7 +25,7 @@ from same_tokens.asking import Asked, draw
 try:
     from pipeinfer.checkpoint.architectures import ARCHITECTURES as KNOWN
 except ImportError:  # in a tree up to November 2026
-    from pipeinfer.models.registry import ARCHITECTURES as KNOWN  # type: ignore
+    from pipeinfer.checkpoint.architectures import ARCHITECTURES as KNOWN  # type: ignore
 
 OVERRIDES = {"MistralForCausalLM": {"sliding_window": 40}}
 OUTSTANDING = 48  # requests of the session at a time, three times as many as run

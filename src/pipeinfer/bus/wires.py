@@ -100,15 +100,12 @@ class Wires:
                 self._gate.watch(socket, stage)
         socket.connect(addresses.derive(address, name))
 
-    def secure(self, socket: zmq.Socket[bytes], address: str, serves: bool) -> None:
-        """Gives `socket` its keys, before its owner binds or connects it to the stage `address`."""
+    def secure(self, socket: zmq.Socket[bytes], address: str) -> None:
+        """Gives `socket` its keys, before its owner connects it to the stage `address`."""
         if self._keyring is None or not addresses.is_tcp(address):
             return
-        if serves:
-            self._keyring.serve(socket)
-        else:
-            stage = next(e.identity.id for e in self._topology.entries if e.address == address)
-            self._keyring.call(socket, stage)
+        stage = next(e.identity.id for e in self._topology.entries if e.address == address)
+        self._keyring.call(socket, stage)
 
     def close(self) -> None:
         """Lets nobody in any more; the sockets themselves their owner closes first."""

@@ -22,7 +22,7 @@ from pipeinfer.topology import addresses
 ASK_AGAIN = 0.5  # seconds
 QUESTION_BYTES = 1_024  # two numbers; whoever sends more is disconnected
 
-Secure = Callable[[zmq.Socket[bytes], bool], None]  # (socket, whether it serves)
+Ready = Callable[[zmq.Socket[bytes]], None]  # binds a socket, or gives it its keys
 
 
 class Asks(msgspec.Struct, frozen=True, array_like=True):
@@ -53,34 +53,41 @@ def meet(
 ) -> Store:
     """The store that all `size` ranks share. `address`: that of rank 0, see topology/addresses.py.
 
-    wires: of this process, where tcp needs keys. formed: to be set when the group stands; until
-    then, or the timeout, rank 0 answers. Blocks until rank 0 is there. Raises RendezvousError after
-    `timeout` seconds, or at once when rank 0 expects another number of ranks.
+    wires: of this process, for its keys, and for where it listens if that is not its address.
+    formed: to be set when the group stands; until then, or the timeout, rank 0 answers. Blocks
+    until rank 0 is there. Raises RendezvousError after `timeout` seconds, or at once when rank 0
+    expects another number of ranks.
     """
     host = addresses.host(address)
     place = addresses.derive(address, "group")
 
-    def secure(socket: zmq.Socket[bytes], serves: bool) -> None:
+    def secure(socket: zmq.Socket[bytes]) -> None:
         if wires is not None:
-            wires.secure(socket, address, serves)
+            wires.secure(socket, address)
+
+    def listen(socket: zmq.Socket[bytes]) -> None:
+        if wires is not None:
+            wires.bind(socket, "group")
+        else:
+            socket.bind(place)
 
     if rank:
         return TCPStore(
             host, _ask(place, rank, size, timeout, secure), size, wait_for_workers=False
         )
     store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
-    _serve(place, size, store.port, timeout, secure, formed or threading.Event())
+    _serve(listen, size, store.port, timeout, formed or threading.Event())
     return store
 
 
-def _ask(place: str, rank: int, size: int, timeout: float, secure: Secure) -> int:
+def _ask(place: str, rank: int, size: int, timeout: float, secure: Ready) -> int:
     deadline = time.monotonic() + timeout
     question = msgspec.msgpack.encode(Asks(rank, size))
     with zmq.Context.instance().socket(zmq.REQ) as socket:
         socket.setsockopt(zmq.REQ_RELAXED, 1)  # may ask again: an old rank 0 may have died
         socket.setsockopt(zmq.REQ_CORRELATE, 1)
         socket.linger, socket.ipv6 = 0, True
-        secure(socket, False)
+        secure(socket)
         socket.connect(place)
         while time.monotonic() < deadline:
             if not socket.poll(int(1000 * ASK_AGAIN), zmq.POLLOUT):
@@ -97,17 +104,14 @@ def _ask(place: str, rank: int, size: int, timeout: float, secure: Secure) -> in
     raise RendezvousError(f"rank 0 at {place} did not answer rank {rank} in {timeout:g} s")
 
 
-def _serve(
-    place: str, size: int, port: int, timeout: float, secure: Secure, formed: threading.Event
-) -> None:
+def _serve(listen: Ready, size: int, port: int, timeout: float, formed: threading.Event) -> None:
     """Answers in a thread until the group is formed; binds before it returns.
 
     A rank that was told may ask again: it did not wait for an answer that came late.
     """
     socket = zmq.Context.instance().socket(zmq.REP)
     socket.linger, socket.ipv6, socket.maxmsgsize = 1000, True, QUESTION_BYTES
-    secure(socket, True)
-    socket.bind(place)
+    listen(socket)
 
     def answer() -> None:
         deadline = time.monotonic() + timeout

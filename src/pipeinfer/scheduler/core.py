@@ -350,13 +350,13 @@ class SchedulerCore:
             self._lose_everything()
         self._epochs.gone(rank, told.incarnation)
 
-    def _end_epoch(self, reason: str, now: float) -> None:
+    def _end_epoch(self, reason: str, now: float, blameless: bool = False) -> None:
         """Of several ranks one may be inside a collective for which the others never come."""
         if self.options.tp > 1:
             self._restart_ranks(reason, now)
             return
         self._epochs.end(reason)
-        self._lose_everything()
+        self._lose_everything(blameless)
 
     def _restart_ranks(self, reason: str, now: float) -> None:
         self._epochs.condemn(reason, now, self._ranks.alive())
@@ -386,7 +386,7 @@ class SchedulerCore:
                 self._accept(request, tokens)
             self._agreement.result(result.digest)
         except (OutOfOrder, Disagreement) as error:
-            self._end_epoch(str(error), now)
+            self._end_epoch(str(error), now, blameless=True)  # who answers has not crashed
 
     def _on_digests(self, digests: Digests, now: float) -> None:
         if self._epochs.running and digests.epoch == self._epochs.epoch:
@@ -418,6 +418,8 @@ class SchedulerCore:
             self._out += [Send("tokens", to, abort) for to, abort in self._ledger.lost(self._now)]
         self._ranks.check(now)
         self._begin(now)
+        if self._epochs.running and (probe := self._planner.probe(self._epochs.epoch, now)):
+            self._out.append(Send("plan", EVERYONE, probe))
         for request in self._deadlines.over(self._now):
             self._fail(request, "abort", "the request's timeout is over")
         try:

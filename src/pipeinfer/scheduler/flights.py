@@ -13,6 +13,8 @@ from pipeinfer.messages import Admitted, Result
 from pipeinfer.packing import unpack
 from pipeinfer.scheduler.request import Request
 
+LATE = 2.0  # seconds without a result until something may be lost; then twice as long, and so on
+
 
 class OutOfOrder(Exception):
     """A result came that was not the next one: the epoch cannot go on."""
@@ -37,6 +39,7 @@ class Flights:
 
     def __init__(self) -> None:
         self._flights: deque[Flight] = deque()
+        self._patience = LATE
         self.deferred = 0  # rows, over all epochs
 
     def __len__(self) -> int:
@@ -47,6 +50,13 @@ class Flights:
         slots = [request.slot for request, _ in rows]
         self._flights.append(Flight(number, [(r, r.admission) for r, _ in rows], slots, now))
         return sum(request.take(count) for request, count in rows)
+
+    def late(self, now: float) -> bool:
+        """Whether it is time to find out if the oldest plan, or its result, was lost on its way."""
+        if not self._flights or now - self._flights[0].published < self._patience:
+            return False
+        self._patience *= 2
+        return True
 
     def check(self, now: float, seconds: float) -> None:
         """Raises Overdue if the oldest plan has had no result for so long."""
@@ -82,7 +92,7 @@ class Flights:
         if not self._flights or self._flights[0].number != result.number:
             expected = self._flights[0].number if self._flights else "none"
             raise OutOfOrder(f"result {result.number} came, {expected} was expected")
-        flight = self._flights.popleft()
+        flight, self._patience = self._flights.popleft(), LATE
         ends = (unpack(result.starts) + unpack(result.counts)).tolist()
         produced, ids = unpack(result.produced).tolist(), unpack(result.token_ids).tolist()
         deferred = set(unpack(result.deferred).tolist())
@@ -109,4 +119,5 @@ class Flights:
         for request in lost.values():
             request.pending = 0
         self._flights.clear()
+        self._patience = LATE
         return list(lost.values())

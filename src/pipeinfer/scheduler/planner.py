@@ -62,6 +62,7 @@ class StepsInFlight(Protocol):
 
     def __len__(self) -> int: ...
     def launch(self, number: int, rows: list[Row], now: float) -> int: ...
+    def late(self, now: float) -> bool: ...
 
 
 class Planner:
@@ -162,6 +163,16 @@ class Planner:
         if not board.rows and not board.preempted and not slots.releasing:
             return None
         return self._written(board, epoch, now)
+
+    def probe(self, epoch: int, now: float) -> Plan | None:
+        """An empty plan where results are late. An engine that missed one sees a gap before it; if
+        a result was lost, the gap is before that of the empty plan. Else nothing comes of it."""
+        if not self._flights.late(now):
+            return None
+        number = self.take_number()
+        self._flights.launch(number, [], now)
+        self._slots.credits.plan(number, 0)
+        return Plan(epoch, number, (), (), b"", b"")
 
     def _beside(self, now: float, decodes: list[Row], prompts: list[Request]) -> int:
         """Tokens of prompts that go with these decodes; `prompts` are half-computed."""

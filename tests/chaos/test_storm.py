@@ -1,0 +1,37 @@
+"""A short storm of `tools/chaos storm`: every kind of harm once, and all promises hold."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from chaos import storm
+from chaos.disk import SmallDisk
+from chaos.harms import BEYOND, KINDS
+from chaos.stream_client import Broken
+
+
+def asked(words: str) -> argparse.Namespace:
+    """The options of a storm."""
+    parser = argparse.ArgumentParser()
+    storm.add_arguments(parser)
+    return parser.parse_args(words.split())
+
+
+def test_no_text_changes_in_a_storm_of_every_kind():
+    kinds = [kind for kind in KINDS if kind not in BEYOND]
+    words = f"--streams 8 --tokens 60 --storm-seed 4 --seconds 0.7 --rate 3 --harms {len(kinds)}"
+    found = storm.run(asked(words), {"log_level": "warning"})
+    assert found["broken"] == []
+    assert found["harms"] == dict.fromkeys(sorted(kinds), 1)
+    assert found["answers"] >= 8
+    assert sum(found["hostile"].values()) >= 3
+    assert all(found["pauses"][kind]["max"] > 0 for kind in kinds)
+
+
+def test_a_promise_that_does_not_hold_is_found():
+    """Nobody records here, so nobody can say that the disk is full."""
+    with SmallDisk() as disk, pytest.raises(Broken, match="full disk"):
+        disk.record(str(Path(disk.folder, "none.toml")), 0.1, (), 0)
