@@ -23,7 +23,7 @@ REQUESTS = 10_000
 
 
 def process(mib: float, **other: int) -> dict:
-    return {"pid": 7, "private": int(mib * 2**20), "descriptors": 30, "threads": 4, **other}
+    return {"pid": 7, "own": int(mib * 2**20), "descriptors": 30, "threads": 4, **other}
 
 
 def sampled(mib) -> list[dict]:
@@ -199,6 +199,7 @@ def test_a_short_soak_of_a_real_server_breaks_no_promise(tmp_path):
     """Memory has more room than in a long run: so short a one is all start-up."""
     out, samples, drawing = tmp_path / "out.json", tmp_path / "samples.jsonl", tmp_path / "a.png"
     words = ["--requests", "250", "--warm-up", "60", "--concurrency", "8", "--processes", "1"]
+    words += ["--questions", "40"]
     words += ["--every", "0.1", "--memory-percent", "60", "--samples", str(samples)]
     done = subprocess.run(
         [sys.executable, "tools/soak", "run", *words, "--json", str(out)],

@@ -23,7 +23,7 @@ from chaos import wire
 from soak import mix
 from soak.asking import Answer, Lines
 from soak.mix import Asked
-from soak.questions import questions
+from soak.questions import MANY, questions
 
 EVERY = 1.0  # seconds between lines
 ENOUGH = 20  # wrong answers, after which it ends: it would be more of the same
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command."""
     parser.add_argument("--url", required=True)
     parser.add_argument("--seed", type=int, default=0, help="of questions and requests")
+    parser.add_argument("--questions", type=int, default=MANY)
     parser.add_argument("--share", type=int, nargs=3, metavar=("FROM", "TO", "STEP"))
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=0.0, help="begin none later; 0: no limit")
@@ -122,7 +123,7 @@ def unexpected(asked: Asked, answer: Answer) -> str:
 
 
 async def _run(options: argparse.Namespace) -> None:
-    known = questions(options.seed)
+    known = questions(options.seed, options.questions)
     expected = json.loads(options.expected.read_text()) if options.expected else None
     clients = Clients(wire.Place.of(options.url), expected)
     if options.learn:

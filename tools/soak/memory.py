@@ -21,7 +21,7 @@ Sample = Mapping[str, Any]
 
 
 def levels(samples: Sequence[Sample], requests: int) -> dict[str, list[float]]:
-    """For each process that is in every sample after the first tenth: the median of its private
+    """For each process that is in every sample after the first tenth: the median of its own
     bytes in each tenth but the first. `requests`: of the whole run. ValueError if a tenth has fewer
     than FEWEST samples."""
     tenths: list[list[Sample]] = [[] for _ in range(TENTHS)]
@@ -34,7 +34,7 @@ def levels(samples: Sequence[Sample], requests: int) -> dict[str, list[float]]:
         raise ValueError(f"a tenth of the requests has {fewest} samples, not {FEWEST} or more")
     names = set.intersection(*(set(one) for tenth in late for one in tenth))
     return {
-        name: [median(one[name]["private"] for one in tenth) for tenth in late]
+        name: [median(one[name]["own"] for one in tenth) for tenth in late]
         for name in sorted(names)
     }
 
@@ -60,7 +60,7 @@ def judged(
             "last_mib": round(its[-1] / MIB, 2),
             "highest_mib": round(highest / MIB, 2),
             "greatest_sample_mib": round(
-                max(one["processes"][name]["private"] for one in late) / MIB, 2
+                max(one["processes"][name]["own"] for one in late) / MIB, 2
             ),
             "highest_percent": round(grown, 2),
             "last_percent": round(100 * (its[-1] / first - 1), 2),

@@ -43,8 +43,8 @@ def picture(path: Path, samples: Sequence[Sample]) -> None:
     samples = [sample for sample in samples if sample["phase"] == "load"]
     thousands = [sample["done"] / 1e3 for sample in samples]
     figure, axes = pyplot.subplots(2, 3, figsize=(14, 7), constrained_layout=True)
-    _processes(axes[0][0], thousands, samples, lambda one: one["private"] / MIB)
-    axes[0][0].set_title("private memory of each process, MiB")
+    _processes(axes[0][0], thousands, samples, lambda one: one["own"] / MIB)
+    axes[0][0].set_title("memory of each process, MiB")
     axes[0][0].set_yscale("log")
     _growth(axes[0][1], samples)
     _processes(axes[0][2], thousands, samples, lambda one: one["descriptors"])

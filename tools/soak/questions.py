@@ -44,12 +44,12 @@ class Question:
     right: str = ""
 
 
-def questions(seed: int) -> list[Question]:
-    """MANY of them: half greedy, a third behind a shared beginning, some behind a long one
+def questions(seed: int, many: int = MANY) -> list[Question]:
+    """So many: half greedy, a third behind a shared beginning, some behind a long one
     of their own."""
     source = random.Random(f"questions {seed}")
     shared = [_turns(source, source.randint(100, 400)) for _ in range(PREFIXES)]
-    return [_drawn(source, number, shared) for number in range(MANY)]
+    return [_drawn(source, number, shared) for number in range(many)]
 
 
 def _drawn(source: random.Random, number: int, shared: list[list[dict[str, str]]]) -> Question:

@@ -22,7 +22,7 @@ from chaos.leftovers import leftovers
 from chaos.serving import Serving
 from soak import counters, idle, memory
 from soak.fleet import Fleet
-from soak.questions import questions
+from soak.questions import MANY, questions
 from soak.watching import Watcher
 
 # A pool that is filled within the first requests and then always short of free pages. The recorder
@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=int, default=100_000)
     add("--seconds", type=float, default=0.0, help="begin no request later; 0: no limit")
     add("--mix-seed", type=int, default=0, help="of questions and requests")
+    add("--questions", type=int, default=MANY, help="that are asked again and again")
     add("--concurrency", type=int, default=64, help="requests under way, of all processes")
     add("--processes", type=int, default=2, help="of clients")
     add("--warm-up", type=int, default=500, help="requests before the server counts as warm")
@@ -109,7 +110,7 @@ class Soak:
 
     def _learn(self) -> None:
         words = ["--learn", "--concurrency", "1"]
-        known = questions(self._options.mix_seed)
+        known = questions(self._options.mix_seed, self._options.questions)
         answers = self._clients([words])
         ordered = [answers.get(number, ["", "lost"]) for number in range(len(known))]
         self._answers.write_text(json.dumps(ordered))
@@ -139,6 +140,7 @@ class Soak:
     ) -> dict[int, list[str]]:
         """Runs processes of clients, with samples if the phase has a name."""
         common = ["--url", self._server.url, "--seed", str(self._options.mix_seed)]
+        common += ["--questions", str(self._options.questions)]
         with Fleet([[*common, *its] for its in words]) as fleet:
             due = time.monotonic()
             while fleet.running():

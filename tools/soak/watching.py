@@ -30,12 +30,13 @@ PATIENCE = 30.0  # seconds for all stages to be heard
 
 @dataclass(frozen=True)
 class Held:
-    """By one process. `private`: bytes of memory that no other process shares; `pss`: with its
-    share of what is shared; `cpu`: seconds of processor time so far."""
+    """By one process. `own`: bytes of memory that no file is behind, which are the process's own;
+    a copy that it forks for a moment, as flight recorders do, changes nothing of them, but takes
+    most of `private`: what no other process shares. `cpu`: seconds of processor time so far."""
 
     pid: int
+    own: int
     private: int
-    pss: int
     descriptors: int
     threads: int
     cpu: float
@@ -48,8 +49,8 @@ def held(pid: int) -> Held:
     sizes = {name: int(size) << 10 for name, size in re.findall(r"^(\w+): +(\d+) kB", rollup, re.M)}
     return Held(
         pid,
+        sizes["Anonymous"],
         sizes["Private_Clean"] + sizes["Private_Dirty"],
-        sizes["Pss"],
         len(list((place / "fd").iterdir())),
         len(list((place / "task").iterdir())),
         cpu_seconds(pid),
