@@ -442,3 +442,26 @@ def test_text_does_not_depend_on_how_the_ids_were_batched(
         assert (row.byte_offset, row.token_offset) == (sent_bytes, sent_tokens)
         sent_bytes += len(row.text.encode())
         sent_tokens += len(row.ids) // 4
+
+
+def test_every_request_is_open_or_counted_as_ended_once(bench: Bench) -> None:
+    def counted() -> tuple[float, ...]:
+        stats = bench.core.stats()
+        ended = stats["finished_total"], stats["aborted_total"]
+        assert stats["opened_total"] == stats["running"] + sum(ended)
+        return ended
+
+    for name in ("length", "string", "aborted", "done", "again", "refused"):
+        bench.open(name, stop=(" x",))
+        bench.open(name, stop=(" x",))
+    bench.row(bench.ids("hello"), name="length", finish="length")
+    bench.row(bench.ids("hello x"), name="string")
+    assert counted() == (2, 0) and bench.core.stats()["stop_hits_total"] == 1
+    bench.say(Abort("aborted", 1))
+    bench.say(Abort("string", 1))
+    bench.say(Done(("done", "length", "unknown")))
+    bench.open("again", attempt=2)
+    assert counted() == (2, 3) and bench.core.stats()["running"] == 2
+    bench.say(Refused("refused", 1, 0, 400, "it never fits"))
+    bench.open("length", attempt=2)
+    assert counted() == (2, 4) and bench.core.stats()["opened_total"] == 8

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from pipeinfer.runtime.child import Command
+from pipeinfer.runtime.child import Child, Command
 from pipeinfer.runtime.entry import FAILED, MISCONFIGURED, ORDERLY
 from pipeinfer.runtime.report import DESCRIPTOR, LETTERS, Reporter, Reports, reporter
 from pipeinfer.runtime.supervisor import RESTARTS, Supervisor
@@ -179,3 +179,24 @@ async def test_sighup_is_passed_on_to_the_gateway_alone_and_not_before_it_can_ta
         assert note.read_text().count("begun") == 2
         supervisor.stop()
         assert await asyncio.wait_for(task, 60) == ORDERLY
+
+
+THREADS = """
+import os, sys
+from pathlib import Path
+import numpy
+Path(sys.argv[1]).write_text(str(len(os.listdir("/proc/self/task"))))
+"""
+
+
+@pytest.mark.parametrize("name", ["scheduler", "engine"])
+async def test_numpy_has_threads_where_there_is_a_model_and_nowhere_else(tmp_path, name):
+    script, note = tmp_path / "stage.py", tmp_path / "note"
+    script.write_text(THREADS)
+    child = Child(Identity(name), Command((sys.executable, str(script), str(note))))
+    kept = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
+    process = await child.start((), kept, ())
+    assert await asyncio.wait_for(process.wait(), 60) == 0
+    child.end_reports()
+    alone = name == "scheduler" or len(os.sched_getaffinity(0)) == 1
+    assert (int(note.read_text()) == 1) == alone

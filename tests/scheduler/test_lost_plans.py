@@ -7,7 +7,8 @@ from model_engine import Panic
 from test_scheduler_core import pipeline
 
 from pipeinfer.events import Tick
-from pipeinfer.messages import Fault, Plan, pack
+from pipeinfer.messages import Fault, Plan
+from pipeinfer.packing import pack
 from pipeinfer.scheduler.flights import LATE
 
 

@@ -9,11 +9,12 @@ import pytest
 from test_scheduler_core import Pipeline, pipeline
 
 from pipeinfer.events import Tick
-from pipeinfer.messages import Done, Plan, Refused, Release, Result, Work
+from pipeinfer.messages import Abort, Done, Plan, Refused, Release, Result, StopHit, Work
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
+from pipeinfer.scheduler.ends import ENDS
 from pipeinfer.scheduler.policies.mixed import Mixed
 from pipeinfer.scheduler.request import Request
 
@@ -232,3 +233,30 @@ def test_a_prompt_whose_client_left_before_any_token_is_not_kept(after):
     p.settle()
     [release] = p.releases
     assert release.keep == bool(after) and not release.forget
+
+
+def test_each_way_of_ending_is_counted_as_what_it_is():
+    p = spoiled(pages=60, slots=8, budget=64)
+    p.bad.add(p.submit([10] * 5, 4))
+    late = Work("late", 1, 0, 0, pack([9]), SamplingParams(max_tokens=90), 0, timeout=1.0)
+    p.clients["late"] = type("Any", (), {"outputs": [], "finish": None, "cut": 0, "expected": []})()
+    p._take = lambda tokens: None
+    p.feed(late)
+    stopped, aborted = p.submit([11] * 5, 80), p.submit([12] * 5, 80)
+    for _ in range(3):
+        p.submit([13] * 5, 4)
+    p.feed(Work("large", 1, 0, 0, pack([1] * 300), SamplingParams(max_tokens=5), 0))
+    while not p.core._live[stopped].outputs:
+        assert p.deliver()
+    p.feed(StopHit(stopped, 1, 1))
+    p.feed(Abort(aborted, 1))
+    p.now = 2.0
+    p.feed(Tick())
+    while p.deliver():
+        pass
+    counted = {end: p.core.stats()[f"{end}_total"] for end in ENDS}
+    assert counted == {
+        "finished": 3, "stopped": 1, "timed_out": 1, "failed": 1, "aborted": 1, "refused": 1,
+        "handed_over": 0,
+    }  # fmt: skip
+    assert p.core.stats()["accepted_total"] == 8 and p.core.idle()

@@ -14,6 +14,7 @@ from pipeinfer.messages import Abort, Begin, Done, GroupFault, Open, Plan, StopH
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
+from pipeinfer.scheduler.ends import ENDS
 
 STOPS = (3, 11)
 
@@ -152,6 +153,13 @@ class Machine(RuleBasedStateMachine):
     def memory_is_sane(self):
         if hasattr(self, "p"):
             assert self.p.engine.free >= 0
+
+    @invariant()
+    def every_request_is_live_or_has_ended_in_one_way(self):
+        if hasattr(self, "p"):
+            stats = self.p.core.stats()
+            ended = sum(stats[f"{end}_total"] for end in ENDS)
+            assert stats["accepted_total"] == stats["running"] + stats["waiting"] + ended
 
     def teardown(self):
         if hasattr(self, "p"):

@@ -436,3 +436,17 @@ def test_stages_of_a_checkpoint_without_a_tokenizer_take_ids(folder: Path) -> No
     core = make_core(folder, BIG)
     message = asked(core, submit(text=LONG))
     assert json.loads(msgspec.json.encode(message))[0] == "Encode"
+
+
+def test_requests_that_end_before_they_are_encoded_are_counted() -> None:
+    core = make()
+    for name in ("aborted", "done", "again", "encoded"):
+        asked(core, submit(name, text=LONG))
+    core.handle(submit("short", text=SHORT), 0.0)
+    core.handle(Abort("aborted", 1, "client gone"), 0.0)
+    core.handle(Done(("done", "short")), 0.0)
+    asked(core, submit("again", 2, text=LONG))
+    core.handle(encoded(encoder(), submit("encoded", text=LONG)), 0.0)
+    stats = core.stats()
+    counted = [stats[name] for name in ("accepted_total", "abandoned_total", "encoding")]
+    assert counted == [2, 3, 1], "with both attempts, five and one that goes on"

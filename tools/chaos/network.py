@@ -22,7 +22,7 @@ import msgspec
 from chaos.serving import Place
 from chaos.streams import TOOL
 from pipeinfer import settings as config
-from pipeinfer.runtime import topology as topologies
+from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.addresses import OFFSETS
 
 FIRST, ROW = 7000, 10  # the port of the first stage, and how far it is to that of the next

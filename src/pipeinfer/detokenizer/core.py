@@ -63,6 +63,7 @@ class DetokenizerCore:
         self._roll_call = RollCall(stage, incarnation, schedulers)
         self._draining = False
         self._left = False
+        self._opened = self._finished = self._aborted = 0
         self._tokens = 0
         self._stop_hits = 0
         self._late_rows = 0
@@ -97,6 +98,9 @@ class DetokenizerCore:
         return {
             "running": len(self._streams),
             "kept": len(self._ended),
+            "opened_total": self._opened,
+            "finished_total": self._finished,
+            "aborted_total": self._aborted,
             "tokens_total": self._tokens,
             "stop_hits_total": self._stop_hits,
             "late_rows_total": self._late_rows,
@@ -111,6 +115,8 @@ class DetokenizerCore:
         known = self._streams.get(event.request_id) if over is None else over[1]
         if known is None or event.attempt > known.attempt:
             self._ended.pop(event.request_id, None)
+            self._aborted += over is None and known is not None
+            self._opened += 1
             context = unpack(event.context_ids).tolist()
             decoder = self._decoders.open(context, event.params.skip_special_tokens)
             self._streams[event.request_id] = Stream(event, decoder)
@@ -134,6 +140,7 @@ class DetokenizerCore:
             texts.setdefault(stream.gateway, []).append(text)
             if text.finish is not None:
                 del self._streams[row.request_id]
+                self._finished += 1
                 self._ended[row.request_id] = stream.group, stream.delivered(row)
                 hits.extend(self._upstream(stream, text, row))
         return [
@@ -179,13 +186,14 @@ class DetokenizerCore:
         stream = self._streams.get(request_id)
         if stream is not None and stream.attempt <= attempt:
             del self._streams[request_id]
+            self._aborted += 1
         over = self._ended.get(request_id)
         if over is not None and over[1].attempt <= attempt:
             del self._ended[request_id]
 
     def _on_done(self, event: Done, _now: float) -> list[Send]:
         for request_id in event.request_ids:
-            self._streams.pop(request_id, None)
+            self._aborted += self._streams.pop(request_id, None) is not None
             self._ended.pop(request_id, None)
         return []
 

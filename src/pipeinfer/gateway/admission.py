@@ -20,7 +20,7 @@ from pipeinfer.gateway.keys import Keys
 from pipeinfer.gateway.limits import Account, Excess, Limits
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Sink
-from pipeinfer.gateway.responses import Handler
+from pipeinfer.gateway.responses import GONE, Handler
 
 ANONYMOUS = "anonymous"  # whose limits count where no key is needed: everybody's together
 GUARDED = "/v1"
@@ -175,6 +175,8 @@ class Admission:
 def _outcome(visit: Visit, status: int) -> str:
     if visit.limited:
         return "limited"
+    if status == GONE:
+        return "abort"
     if status < 400:
         return "ok"
     return "error" if status >= 500 and status != 503 else "refused"

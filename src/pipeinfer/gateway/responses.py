@@ -13,6 +13,7 @@ from aiohttp import web
 
 from pipeinfer.gateway.errors import ApiError
 
+GONE = 499  # the status of what nobody will read: its client has left
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

@@ -15,6 +15,7 @@ from aiohttp.http import HttpVersion11
 from pipeinfer.gateway.connections import PROBE
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta, Failed, Started
+from pipeinfer.gateway.responses import GONE
 from pipeinfer.gateway.shapes import DONE, Answer, Choice, Chunks, Usage, body
 
 BACKLOG = 8 * 2**20  # bytes that a client may leave unread before it is hung up
@@ -126,7 +127,7 @@ class EventStream:
         try:
             await response.prepare(request)
         except ConnectionResetError:  # the client has left; aiohttp finds that out once more
-            return response
+            return web.StreamResponse(status=GONE)
         self._chunked = request.version >= HttpVersion11
         self._transport = request.transport
         request[PROBE] = self._comment

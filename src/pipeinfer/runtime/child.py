@@ -18,6 +18,9 @@ from pipeinfer.messages import Ended, Heartbeat
 from pipeinfer.runtime.report import DESCRIPTOR, Report, Reports
 from pipeinfer.topology.topology import Identity
 
+# Stages without a model multiply no matrices: NumPy's threads, one a core, would do nothing in them
+# but end, some time or other, when the process is forked.
+LIGHT = {"OPENBLAS_NUM_THREADS": "1"}
 CHECKED = ("loading", "waiting", "ready")  # states of a stage whose configuration is valid
 
 
@@ -70,11 +73,12 @@ class Child:
         self._started, self._pid, self.reason = time.time_ns(), 0, ""
         self.end_reports()
         reports = self._reports = Reports()
+        defaults = {} if self.identity.name == "engine" else LIGHT
         try:
             self.process = await asyncio.create_subprocess_exec(
                 *self.command.words,
                 *arguments,
-                env={**environment, DESCRIPTOR: reports.name},
+                env={**defaults, **environment, DESCRIPTOR: reports.name},
                 cwd=self.command.folder or None,
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(*descriptors, reports.sink),

@@ -40,6 +40,8 @@ PARENT_CHECK = 0.5  # seconds
 # Messages and requests form no cycles. With the default threshold the collector walks all of them
 # many times a second, which at 1,024 requests more than doubles a step of the scheduler.
 COLLECTIONS = (100_000, 20, 100)
+# But connections do, of some twenty objects and a few KiB each: tens of MiB would lie about.
+OF_CONNECTIONS = (5_000, 20, 100)
 
 
 def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> int:
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
         print(f"error: {error}", file=sys.stderr)
         return MISCONFIGURED
     set_up_logging(settings, identity.id)
-    gc.set_threshold(*COLLECTIONS)
+    gc.set_threshold(*(OF_CONNECTIONS if identity.name == "gateway" else COLLECTIONS))
     return uvloop.run(_run(settings, topology, identity, options))
 
 

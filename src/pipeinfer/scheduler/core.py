@@ -41,6 +41,7 @@ from pipeinfer.scheduler.agreement import Agreement, Disagreement
 from pipeinfer.scheduler.announcer import Announcer
 from pipeinfer.scheduler.awake import AwakeClock
 from pipeinfer.scheduler.deadlines import Deadlines
+from pipeinfer.scheduler.ends import ENDS, Ending
 from pipeinfer.scheduler.epochs import Epochs, Torn
 from pipeinfer.scheduler.flights import Flights, OutOfOrder, Overdue
 from pipeinfer.scheduler.ledger import Ledger
@@ -77,7 +78,7 @@ class SchedulerCore:
         self._roll_call = RollCall(self._stage, incarnation, (*tokenizers, *detokenizers))
         self._ledger, self._outbox, self._out = Ledger(detokenizers), Outbox(group), list[Send]()
         self.counts = self._planner.counts
-        self.counts.update(epochs=0, finished=0, bad_logits=0)
+        self.counts.update(epochs=0, bad_logits=0, **dict.fromkeys(ENDS, 0))
         self._handlers: dict[type[Message], Callable[[Any, float], None]] = {
             Work: self._on_work, Abort: self._on_abort, Done: self._on_done,
             StopHit: self._on_stop_hit, Hello: self._on_hello, Ready: self._on_ready,
@@ -139,6 +140,7 @@ class SchedulerCore:
         return {
             "running": running,
             "waiting": len(self._live) - running,
+            "accepted_total": self._arrivals,
             "tokens_left": sum(request.left for request in self._live.values()),
             "kept": len(self._ledger.kept),
             "orphans": self._ledger.orphans,
@@ -160,7 +162,7 @@ class SchedulerCore:
         if known is not None:
             if work.attempt <= known.work.attempt:
                 return
-            self._drop(known)  # sent again by its gateway: start over
+            self._drop(known, "aborted")  # sent again by its gateway: start over
         if self._left or self._ledger.settled(work.request_id):
             return
         self._arrivals += 1
@@ -197,7 +199,7 @@ class SchedulerCore:
         if request is not None and request.work.attempt == asked.attempt and waits:
             told = self._ledger.hand_over(request, self._planner.crashes(request))
             self._out += [Send("recovery", to, told) for to in self._tokenizers]
-            self._drop(request)
+            self._drop(request, "handed_over")
 
     def _on_done(self, done: Done, _now: float) -> None:
         told: dict[str, list[str]] = {}
@@ -210,7 +212,7 @@ class SchedulerCore:
         """It is over for good; returns the detokenizers that may know it."""
         request = self._live.get(request_id)
         if request is not None:
-            self._drop(request)
+            self._drop(request, "aborted")
         known = self._ledger.end(request_id)
         return known if request is None else (home(request),)
 
@@ -221,30 +223,29 @@ class SchedulerCore:
         if hit.length > len(request.outputs):
             return  # of rows from the scheduler before: what was delivered will be told
         del request.outputs[hit.length :]
-        self._drop(request)
+        self._drop(request, "stopped")
         self._ledger.keep(request, last_row(request, None))
 
     def _refuse(self, request: Request, status: int, message: str, param: str | None) -> None:
-        if request.phase == "new":
-            self._planner.drop(request)
+        self._drop(request, "refused")
         refused = refusal(request, status, message, param)
         self._out.append(Send("tokens", home(request), refused))
         self._ledger.keep(request, refused)
 
-    def _finish(self, request: Request, row: TokenRow) -> None:
+    def _finish(self, request: Request, row: TokenRow, end: Ending = "finished") -> None:
         self._outbox.rows.setdefault(request.work.detokenizer, []).append(row)
-        self.counts["finished"] += 1
-        self._drop(request)
+        self._drop(request, end)
         self._ledger.keep(request, row)
 
     def _fail(self, request: Request, reason: str, message: str) -> None:
         finish = "abort" if reason == "abort" else "error"
         row = TokenRow(request.id, len(request.outputs), b"", finish, None, message)
-        self._finish(request, row)
+        self._finish(request, row, "timed_out" if finish == "abort" else "failed")
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: Request, end: Ending) -> None:
         """It is over; its slot is released with the next plan."""
-        del self._live[request.id]
+        self.counts[end] += 1
+        self._live.pop(request.id, None)  # one that is refused as it comes never was among them
         self._deadlines.forget(request)
         self._planner.drop(request)
 
@@ -267,7 +268,7 @@ class SchedulerCore:
             return
         request.resume(delivered)
         if delivered.ended:
-            self._drop(request)
+            self._drop(request, "finished")
             self._ledger.keep(request, last_row(request, delivered.finish, delivered.error))
         elif self._epochs.running:
             self._size(request)
@@ -317,7 +318,6 @@ class SchedulerCore:
             if request.outputs:  # its client has read some of it
                 self._fail(request, "error", str(error))
             else:
-                self._drop(request)
                 self._refuse(request, 400, str(error), error.param)
             return
         if request.length >= request.max_total:

@@ -112,6 +112,7 @@ class TokenizerCore:
         return {
             "accepted_total": self._accepted,
             "refused_total": self._refused,
+            "abandoned_total": self._encoding.abandoned,
             "moved_total": self._moved,
             "prompt_tokens_total": self._prompt_tokens,
             "ledger": len(self._ledger),
@@ -151,7 +152,7 @@ class TokenizerCore:
         pending = self._encoding.get(event.request_id, event.attempt)
         if pending is None:
             return []  # it has ended meanwhile, or is the successor's
-        self._encoding.forget(event.request_id)
+        self._encoding.encoded(event.request_id)
         if event.status:
             why = (event.status, event.message, event.param, event.code)
             return self._refuse(pending.submit, *why)

@@ -20,16 +20,19 @@ class Pending:
 
 
 class Encoding:
-    """By request, in the order in which they came."""
+    """By request, in the order in which they came. `abandoned`: how many ended before they were
+    encoded, since nobody wanted them any more."""
 
     def __init__(self) -> None:
         self._pending: dict[str, Pending] = {}
+        self.abandoned = 0
 
     def __len__(self) -> int:
         return len(self._pending)
 
     def put(self, pending: Pending) -> None:
         """A new attempt takes the place of an older one."""
+        self.forget(pending.submit.request_id)
         self._pending[pending.submit.request_id] = pending
 
     def get(self, request_id: str, attempt: int) -> Pending | None:
@@ -42,13 +45,18 @@ class Encoding:
         pending = self._pending.get(request_id)
         return pending is not None and pending.submit.attempt >= attempt
 
+    def encoded(self, request_id: str) -> None:
+        """It is not under way any more."""
+        del self._pending[request_id]
+
     def forget(self, request_id: str) -> None:
-        """It is encoded, or nobody wants it; unknown ones are fine."""
-        self._pending.pop(request_id, None)
+        """Nobody wants it; unknown ones are fine."""
+        self.abandoned += self._pending.pop(request_id, None) is not None
 
     def forget_gateway(self, gateway: int) -> None:
         """What that gateway sent."""
         kept = {n: p for n, p in self._pending.items() if p.submit.gateway != gateway}
+        self.abandoned += len(self._pending) - len(kept)
         self._pending = kept
 
     def clear(self) -> None:

@@ -1,0 +1,74 @@
+"""What is left of connections in a gateway's process when they have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+from gateway_pipeline import Gateway
+
+import servers
+from pipeinfer.messages import TextRow
+from pipeinfer.packing import pack
+
+MOST = 5 * 2**20  # bytes
+ENDED = 3_000  # connections; garbage of so many was 13 MiB
+AT_ONCE = 8
+
+
+def private(pid: int) -> int:
+    """Bytes of memory that the process shares with nobody."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return sum(int(size) << 10 for size in re.findall(r"^Private_\w+: +(\d+) kB", rollup, re.M))
+
+
+async def connections(url: str, many: int) -> None:
+    """One request on each."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    content = head + b'Content-Length: 15\r\n\r\n{"messages": 1}'
+
+    async def loop() -> None:
+        for _ in range(many // AT_ONCE):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(content)
+            assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+            writer.close()
+
+    await asyncio.gather(*(loop() for _ in range(AT_ONCE)))
+
+
+def test_connections_that_ended_take_no_memory():
+    with servers.Server("--threads", "1", "--flight-recorder-mib", "0") as server:
+        asyncio.run(connections(server.url, 400))
+        pid = server.pid("gateway")
+        before = private(pid)
+        asyncio.run(connections(server.url, ENDED))
+        grown = private(pid) - before
+    assert grown < MOST, f"{grown / 2**20:.1f} MiB"
+
+
+async def test_a_client_that_leaves_just_before_the_first_chunk_counts_as_gone(gateway: Gateway):
+    host, _, port = gateway.url.removeprefix("http://").partition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    body = b'{"prompt": "hang up", "stream": true, "max_tokens": 3}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    async with asyncio.timeout(20):
+        while not gateway.pipeline.submits:
+            await asyncio.sleep(0.01)
+        [submit] = gateway.pipeline.submits
+        assert gateway.driver._connections is not None
+        [connection] = gateway.driver._connections._all
+        assert connection.transport is not None
+        gateway.pipeline.rows(TextRow(submit.request_id, submit.attempt, "a", 0, 0, pack([7])))
+        connection.transport.abort()  # both within one turn of the loop
+        aborted = await gateway.pipeline.aborts.get()
+        while gateway.driver._answering:
+            await asyncio.sleep(0.01)
+    writer.close()
+    assert aborted.request_id == submit.request_id
+    counted = gateway.driver._service.metrics.exposition().decode()
+    assert 'key_requests_total{key="anonymous",outcome="abort"} 1.0' in counted
+    assert 'key_requests_total{key="anonymous",outcome="ok"} 0.0' in counted
