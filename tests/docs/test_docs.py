@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -53,6 +54,28 @@ def anchors(page: Path) -> set[str]:
 def first_cells(table_of: str) -> list[str]:
     """The first column of all tables of a page, without headings."""
     return re.findall(r"^\| ([^|]+?) \|", table_of, re.MULTILINE)
+
+
+def test_every_hop_of_a_requests_way_is_a_function_that_is_there():
+    """`Class.method`, `function` and `file.py` of the table, in the one section that has them."""
+    section = text("docs/architecture.md").split("## A request's way")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 15
+    source = ROOT / "src/pipeinfer"
+    defined = set()
+    for path in source.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                defined |= {node.name}
+                defined |= {f"{node.name}.{n.name}" for n in node.body if hasattr(n, "name")}
+            elif isinstance(node, ast.FunctionDef):
+                defined.add(node.name)
+    for row in rows:
+        named = re.findall(r"`([\w./]+)`", row.split("|")[2])
+        assert named
+        for name in named:
+            there = (source / name).exists() if name.endswith(".py") else name in defined
+            assert there, f"{name}: {row}"
 
 
 @every_page
