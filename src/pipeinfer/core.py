@@ -22,6 +22,11 @@ class Send(NamedTuple):
     message: Message
 
 
+def nothing(_event: Message, _now: float) -> list[Send]:
+    """What a core does about a message that only others heed."""
+    return []
+
+
 class Core(Protocol):
     """A stage without its I/O."""
 

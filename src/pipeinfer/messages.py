@@ -7,11 +7,13 @@ at their end, with defaults; any other change is a new PROTOCOL.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
 
+from pipeinfer.json_values import JsonObject
 from pipeinfer.params import SamplingParams
 from pipeinfer.step_cost import StepCost
 
@@ -24,8 +26,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all that travels: encoded as [tag, field, field, ...]."""
 
 
-def pack(ids: Any) -> bytes:
-    """A sequence of integers (list or NumPy array) as little-endian int32 bytes."""
+def pack(ids: Sequence[int] | np.ndarray) -> bytes:
+    """Integers as little-endian int32 bytes."""
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
@@ -51,8 +53,8 @@ class Submit(Message, frozen=True):
     seed: int
     text: str | None = None
     prompt_ids: bytes | None = None
-    chat: list[dict[str, Any]] | None = None
-    template_arguments: dict[str, Any] = {}
+    chat: list[JsonObject] | None = None
+    template_arguments: JsonObject = {}
     add_special_tokens: bool = True
     priority: int = 0
     timeout: float = 0.0

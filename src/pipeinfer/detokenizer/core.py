@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from pipeinfer.core import Send
+from pipeinfer.core import Send, nothing
 from pipeinfer.detokenizer.incremental import DecoderFactory
 from pipeinfer.detokenizer.stream import Stream
 from pipeinfer.events import Drain, Leave, Tick, Unsent
@@ -78,7 +78,7 @@ class DetokenizerCore:
             Tick: self._on_tick,
             Drain: self._on_drain,
             Leave: self._on_leave,
-            Unsent: lambda event, now: [],
+            Unsent: nothing,
         }
 
     def handle(self, event: Message, now: float) -> list[Send]:

@@ -18,6 +18,7 @@ from pipeinfer.engine.slot_state import FIELD_WORDS, SlotState, fields_by_name
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.kernels.tables import Expanded, Rows
 from pipeinfer.steps.step import Step
+from pipeinfer.tensors import tensor_of
 
 GATHERED = {"no": 0, "prompts": 1, "all": 2}  # kinds of rows
 MOST_CUTS = 1024  # that are kept: cutting tensors takes as long as packing a step
@@ -167,7 +168,7 @@ class StepArrays:
         none = np.zeros(0, dtype=np.int32)
         arrays = [part.astype(np.int32, copy=False) for part in parts]
         return RowArrays(
-            *(torch.from_numpy(part) for part in arrays),
-            indices=torch.from_numpy(none),
-            table=torch.from_numpy(none if table is None else table),
+            *(tensor_of(part) for part in arrays),
+            indices=tensor_of(none),
+            table=tensor_of(none if table is None else table),
         )

@@ -7,7 +7,7 @@ up to the marks: nsys, a torch profiler, or nobody.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -83,7 +83,7 @@ class Phases:
         return Span(self, phase, number)
 
     @contextmanager
-    def range(self, name: str) -> Iterator[None]:
+    def range(self, name: str) -> Generator[None]:
         """A range on the timeline that nobody times."""
         marks = self.marks
         marks.push(name)

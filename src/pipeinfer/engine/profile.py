@@ -11,7 +11,9 @@ import os
 from pathlib import Path
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
+
+# torch has no public name for it.
+from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
 from torch.profiler import ProfilerActivity, profile
 
 from pipeinfer.engine.marks import ProfilerMarks

@@ -35,6 +35,7 @@ from pipeinfer.kernels.interface import Kernels
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.step_cost import StepCost
 from pipeinfer.steps.step import Sampled, Step
+from pipeinfer.tensors import tensor_of
 
 
 @dataclass
@@ -213,7 +214,7 @@ class Runner:
         if len(cleared):  # rare: it waits for a copy, and so does what follows
             self.pool.clear(cleared)
         if late is not None:
-            pairs = torch.from_numpy(late).to(self._state.words.device).view(-1, 2)
+            pairs = tensor_of(late).to(self._state.words.device).view(-1, 2)
             self._state.words[pairs[:, 0].long()] = pairs[:, 1]
         packed.buffers.upload(packed.words, self._arrays.words)
 

@@ -14,6 +14,7 @@ import torch
 
 from pipeinfer.kernels.host.truncation import is_truncated
 from pipeinfer.kernels.interface import Kernels, Knobs
+from pipeinfer.tensors import tensor_of
 
 NONE = np.empty(0, dtype=np.int64)  # rows
 
@@ -96,7 +97,7 @@ class SplitSampler:
         mine = self._kernels.offer(logits[:, : self._held], knobs, self.first_id)
         drawn = self._kernels.choose(self._ranks.collect(mine), knobs, last_token)
         if len(truncated):
-            at = torch.from_numpy(truncated).to(logits.device)
+            at = tensor_of(truncated).to(logits.device)
             some = {name: values[at] for name, values in knobs.items()}
             whole = self.whole(logits[at])
             drawn[at] = self._kernels.sample(whole, some, last_token, True)

@@ -111,7 +111,8 @@ def _group(context: StageContext, device: str, place: int) -> TorchGroup | None:
     first = context.topology.address(f"engine-{identity.group}-0")
     # Longer than the scheduler's patience, which is the one to say what happened.
     timeout = max(MEETING, context.settings.watchdog + 10)
-    wires = Wires(context.topology, zmq.Context.instance(), identity.id)
+    shared = zmq.Context[zmq.Socket[bytes]].instance()
+    wires = Wires(context.topology, shared, identity.id)
     wires.open(gate=False)  # the bus has it
     return join(first, identity.rank, size, device, timeout, place, wires)
 

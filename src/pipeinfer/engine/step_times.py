@@ -113,7 +113,8 @@ def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, i
     What is measured is at times too long, never too short: one such price, five times too high,
     kept steps of that size from being made at all.
     """
-    found, least = [], sizes[-1][2]
+    found: list[tuple[int, int, int]] = []
+    least = sizes[-1][2]
     for tokens, begun, more in reversed(sizes):
         least = min(least, more)
         found.append((tokens, begun, least))

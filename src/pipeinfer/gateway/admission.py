@@ -9,9 +9,9 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from prometheus_client import Counter
 
 from pipeinfer.gateway.errors import ApiError
@@ -69,10 +69,12 @@ class Admission:
     ) -> None:
         self._metrics, self._clock = metrics, clock
         self._keys = Keys()
-        self._clients = {ANONYMOUS: Client(ANONYMOUS, Account(anonymous, clock()), metrics)}
+        self._clients: dict[str, Client] = {}
         if keys:
-            self._clients = {}
             self.replace(keys)
+        else:
+            account = Account(anonymous, clock())
+            self._clients[ANONYMOUS] = Client(ANONYMOUS, account, metrics)
 
     @property
     def keyed(self) -> bool:
@@ -91,7 +93,7 @@ class Admission:
             client.account.limit(key.limits, now)
             self._clients[key.name] = client
 
-    def middleware(self) -> Any:
+    def middleware(self) -> Middleware:
         """What stands before every handler: key, then limits, before anything of a body is read."""
 
         @web.middleware

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
@@ -61,7 +61,7 @@ class Port:
         self._feed = feed
 
     @contextlib.asynccontextmanager
-    async def opened(self, calls: Iterable[Call], sink: Sink) -> AsyncIterator[None]:
+    async def opened(self, calls: Iterable[Call], sink: Sink) -> AsyncGenerator[None]:
         """Sends the calls, a few in each turn of the loop; call i delivers to `sink` as choice i.
 
         No more are sent, or even built, once one has failed. At the end of the context, also of one

@@ -6,11 +6,11 @@ What is the same in all chunks of a stream is encoded once. Knows no HTTP and no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.json_values import JsonObject
 from pipeinfer.messages import FinishReason
 
 DONE = b"data: [DONE]\n\n"
@@ -36,7 +36,7 @@ class Usage:
     output: int = 0
     cached: int = 0
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> JsonObject:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.output,
@@ -135,8 +135,8 @@ def _head(answer: Answer, kind: str) -> bytes:
     return _json.encode(fields)[:-1]
 
 
-def _choice(chat: bool, index: int, choice: Choice) -> dict[str, Any]:
-    content: dict[str, Any] = {"text": choice.text}
+def _choice(chat: bool, index: int, choice: Choice) -> JsonObject:
+    content: JsonObject = {"text": choice.text}
     if chat:
         content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
     return {

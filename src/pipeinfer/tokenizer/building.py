@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
+from pipeinfer.json_values import JsonObject
 from pipeinfer.models.config import read_config
 from pipeinfer.models.generation import read_generation
 from pipeinfer.settings import Settings
@@ -45,7 +46,7 @@ def make_encoder(folder: Path, settings: Settings, alone: bool = False) -> Built
     return Built(encoder, eos_ids)
 
 
-def _eos_ids(folder: Path, tokenizer: Tokenizer | None, config: dict[str, Any]) -> tuple[int, ...]:
+def _eos_ids(folder: Path, tokenizer: Tokenizer | None, config: JsonObject) -> tuple[int, ...]:
     """The union of what config.json, generation_config.json and the tokenizer say."""
     ids = dict.fromkeys(read_generation(folder).eos_ids)
     text = special_tokens(config).get("eos_token")

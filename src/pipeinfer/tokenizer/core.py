@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pipeinfer.core import LOCAL, Send
+from pipeinfer.core import LOCAL, Send, nothing
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.messages import (
     Abort,
@@ -86,7 +86,7 @@ class TokenizerCore:
             Recovered: self._on_recovered,
             Delivered: self._on_delivered,
             Heartbeat: self._on_heartbeat,
-            GroupFault: lambda event, now: [],
+            GroupFault: nothing,
             Tick: self._on_tick,
             Drain: self._on_drain,
             Leave: self._on_leave,
