@@ -22,11 +22,6 @@ class Send(NamedTuple):
     message: Message
 
 
-def nothing(_event: Message, _now: float) -> list[Send]:
-    """What a core does about a message that only others heed."""
-    return []
-
-
 class Core(Protocol):
     """A stage without its I/O."""
 

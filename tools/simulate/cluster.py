@@ -92,7 +92,18 @@ class Cluster:
         for index in sorted(self._active):
             scheduler, engine = self._groups[index].stats()
             for name, stats in (("engine", engine), ("scheduler", scheduler)):
-                beat = Heartbeat(f"{name}-{index}", name, index, 0, 0, 0, 1, "ready", "", stats)
+                beat = Heartbeat(
+                    stage=f"{name}-{index}",
+                    name=name,
+                    group=index,
+                    rank=0,
+                    index=0,
+                    pid=0,
+                    incarnation=1,
+                    state="ready",
+                    reason="",
+                    stats=stats,
+                )
                 report = self._watch.heartbeat(beat, self._beat_at)
                 if report is not None:
                     self._router.report(index, report)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +32,7 @@ from pipeinfer.engine.sampling import NONE, Sampler, truncated
 from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.memory.pool import KVPool
+from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.step_cost import StepCost
 from pipeinfer.steps.step import Sampled, Step
 from pipeinfer.tensors import tensor_of
@@ -92,7 +92,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Any,
+        model: CausalLM,
         pool: KVPool,
         backend: Attention,
         limits: Limits,

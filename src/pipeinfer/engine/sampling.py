@@ -7,13 +7,14 @@ kernels are those of kernels/interface.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from pipeinfer.kernels.host.truncation import is_truncated
 from pipeinfer.kernels.interface import Kernels, Knobs
+from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.tensors import tensor_of
 
 NONE = np.empty(0, dtype=np.int64)  # rows
@@ -50,7 +51,7 @@ class WholeSampler:
 
     first_id = 0
 
-    def __init__(self, model: Any, kernels: Kernels) -> None:
+    def __init__(self, model: CausalLM, kernels: Kernels) -> None:
         self.logits = model.logits
         self._kernels = kernels
 
@@ -81,7 +82,7 @@ class SplitSampler:
     A few numbers a row and rank are exchanged; of rows that are truncated all logits, too.
     """
 
-    def __init__(self, model: Any, ranks: Ranks, kernels: Kernels) -> None:
+    def __init__(self, model: CausalLM, ranks: Ranks, kernels: Kernels) -> None:
         rows = model.head.rows
         self.logits = model.local_logits
         self.first_id, self._held = rows.start, rows.stop - rows.start

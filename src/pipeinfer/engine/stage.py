@@ -49,7 +49,7 @@ def build(context: StageContext) -> Stage:
         Progress(f"{identity.id} CUDA graphs", "") as graphs,
     ):
         loaded = load_engine(
-            settings, folder, weights.show, identity.rank, graphs.show, group, place, choices
+            settings, folder, weights.show, identity.rank, graphs.show, group, choices
         )
     memory = MemoryManager(
         loaded.pages, loaded.page_size, loaded.max_slots, loaded.max_model_len, settings.cache

@@ -219,7 +219,7 @@ class Connection(web.RequestHandler):
         self._note(exc)
         return Unroutable.of(ApiError(status, f"no HTTP request: {_what(exc)}", code="bad_request"))
 
-    def log_exception(self, *args: Any, **kw: Any) -> None:
+    def log_exception(self, *args: object, **kw: object) -> None:
         exc = kw.get("exc_info")
         if isinstance(exc, web.RequestPayloadError):  # in a body that nobody wanted any more
             self._note(exc)

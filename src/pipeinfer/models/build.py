@@ -5,6 +5,8 @@ Knows no file; checkpoint.py fills the parameters.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from pipeinfer.layers.fused import fused_ops
@@ -36,7 +38,7 @@ def build_model(
     """
     check_shard(config, shard.size, shard.whole_experts)
     placement = Placement(shard, dtype, torch.device(device), group, compiled, fusion)
-    model = find_builder(config.architecture)(config, placement)
+    model = cast(CausalLM, find_builder(config.architecture)(config, placement))
     if compiled:
         _compile(model, placement)
     return model

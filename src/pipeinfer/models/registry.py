@@ -6,7 +6,7 @@ Knows no torch: the tokenizer and the gateway read configurations too.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Callable
 
 # Name in config.json -> "module:builder"; a builder takes (ModelConfig, Placement).
 ARCHITECTURES = {
@@ -19,7 +19,7 @@ ARCHITECTURES = {
 }
 
 
-def find_builder(architecture: str) -> Any:
+def find_builder(architecture: str) -> Callable[..., object]:
     """The builder of `architecture`; raises KeyError for one that is not in the table."""
     module, _, name = ARCHITECTURES[architecture].partition(":")
     return getattr(importlib.import_module(module), name)

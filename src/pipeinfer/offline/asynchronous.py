@@ -9,15 +9,15 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from pipeinfer import settings as config
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS, sampling_defaults
 from pipeinfer.gateway.events import Call
+from pipeinfer.json_values import JsonValue
 from pipeinfer.models.config import read_config
 from pipeinfer.offline import calls
 from pipeinfer.offline.calls import Message, Prompt
@@ -38,7 +38,7 @@ class AsyncLLM:
     wrong one. Use it as `async with AsyncLLM(...) as llm`, or call start() and close().
     """
 
-    def __init__(self, model: str = "", **settings: Any) -> None:
+    def __init__(self, model: str = "", **settings: object) -> None:
         self._given = {"model": model, **settings} if model else settings
         config.build(self._given)
         self._defaults = SamplingParams()
@@ -106,7 +106,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, JsonValue] | None = None,
         priority: int = 0,
         timeout: float = 0.0,
         cache_salt: str = "",

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import uvloop
 import zmq
@@ -73,7 +72,7 @@ def _claim(topology: Topology, name: str, options: argparse.Namespace) -> Claim 
 
 
 def stage_settings(
-    topology: Topology, flags: dict[str, Any], environ: dict[str, str] | os._Environ[str]
+    topology: Topology, flags: dict[str, object], environ: dict[str, str] | os._Environ[str]
 ) -> Settings:
     """Settings of one stage: flags over environment over the topology's [settings]."""
     named = {**topology.defaults(), **config.from_environment(environ), **flags}

@@ -139,8 +139,9 @@ class Lanes:
         """Processes start with the first prompt of their lane."""
         self._feed, self._loop = feed, asyncio.get_running_loop()
 
-    def deliver(self, message: Encode) -> None:
+    def deliver(self, message: Message) -> None:
         """Takes the core's local outputs."""
+        assert isinstance(message, Encode)
         lane = self._lanes[message.weight > CHAPTER]
         self._count += 1
         heapq.heappush(lane.waiting, (message.weight, self._count, message))

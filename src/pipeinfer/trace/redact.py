@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -52,6 +52,7 @@ AS_THEY_ARE = {
     "Crash", "End",
 }  # fmt: skip
 
+M = TypeVar("M", bound=msgspec.Struct)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -95,7 +96,7 @@ class Redactor:
             state = redact_state(state, self.message, self.names)
         return msgspec.structs.replace(header, redacted=True, snapshot=state)
 
-    def message(self, message: Any) -> Any:
+    def message(self, message: M) -> M:
         """The same message without text, its ids renamed."""
         fields = FIELDS.get(type(message).__name__, {})
         changed = {}
