@@ -58,12 +58,20 @@ class StepArrays:
     """For steps up to `limits`, of which attention wants what its `traits` say."""
 
     def __init__(
-        self, limits: Limits, page_size: int, traits: Traits, state: SlotState,
-        device: torch.device, kernels: Kernels,
-    ) -> None:  # fmt: skip
+        self,
+        limits: Limits,
+        page_size: int,
+        traits: Traits,
+        state: SlotState,
+        device: torch.device,
+        kernels: Kernels,
+    ) -> None:
         rows, entries = 2 * limits.rows, limits.rows  # a graph has as many of either kind
-        self._page_size, self._traits, self._state = page_size, traits, state
-        self._limits, self._kernels = limits, kernels
+        self._page_size = page_size
+        self._traits = traits
+        self._state = state
+        self._limits = limits
+        self._kernels = kernels
         self.most_pairs = PAIRS
         self._cuts: dict[tuple[Room, int, bool], Cut] = {}
         words = layout(Room(limits.tokens, limits.rows, limits.rows)).pairs + 2 * PAIRS
@@ -123,10 +131,16 @@ class StepArrays:
         sampling["write_slots"] = expanded.write_slots
         every = graph and not room.prefills
         return Cut(
-            room, samples, graph, words[:1], words[at.pairs :],
-            Rows(*parts, tokens=words[at.tokens :][:tokens]), expanded, sampling,
+            room,
+            samples,
+            graph,
+            words[:1],
+            words[at.pairs :],
+            Rows(*parts, tokens=words[at.tokens :][:tokens]),
+            expanded,
+            sampling,
             None if every else expanded.last,
-        )  # fmt: skip
+        )
 
     def expand(self, cut: Cut) -> None:
         """On the current stream: what the words there say becomes what kernels index with."""
@@ -147,9 +161,14 @@ class StepArrays:
             longest = int((step.starts + step.counts).max())
             pages, queries = pages[:, : -(-longest // self._page_size)], int(step.counts.max())
         device = RowArrays(
-            out.lengths, out.last_page, out.offsets, out.prompt_offsets, out.begins,
-            out.listed if self._traits.listed else self._state.by_slot.table.view(-1), pages,
-        )  # fmt: skip
+            out.lengths,
+            out.last_page,
+            out.offsets,
+            out.prompt_offsets,
+            out.begins,
+            out.listed if self._traits.listed else self._state.by_slot.table.view(-1),
+            pages,
+        )
         host = self._on_host(cut, words, table) if self._traits.host_lengths else None
         return PagedRows(room.decodes, queries, parity, host, device, cut.graph)
 

@@ -151,8 +151,15 @@ def _model(
     progress: Callable[[int, int], None] | None,
 ) -> CausalLM:
     """With its weights."""
-    model = build_model(choices.config, choices.shard, choices.dtype, choices.device, group,
-                        settings.compile, group.fusion if group else None)  # fmt: skip
+    model = build_model(
+        choices.config,
+        choices.shard,
+        choices.dtype,
+        choices.device,
+        group,
+        settings.compile,
+        group.fusion if group else None,
+    )
     if choices.stored is None:
         fill_dummy(model, settings.seed)
     else:

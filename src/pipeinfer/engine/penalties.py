@@ -27,7 +27,9 @@ class Penalties:
     """
 
     def __init__(self, slots: int, device: torch.device | str, first_id: int = 0) -> None:
-        self._slots, self._device, self._first_id = slots, torch.device(device), first_id
+        self._slots = slots
+        self._device = torch.device(device)
+        self._first_id = first_id
         self._counts: torch.Tensor | None = None
 
     def sampled(

@@ -47,7 +47,9 @@ class Span:
     __slots__ = ("_begin", "_marks", "_number", "_phase", "_phases")
 
     def __init__(self, phases: Phases, phase: str, number: int) -> None:
-        self._phases, self._phase, self._number = phases, phase, number
+        self._phases = phases
+        self._phase = phase
+        self._number = number
 
     def __enter__(self) -> None:
         self._marks = self._phases.marks  # may be others at the end

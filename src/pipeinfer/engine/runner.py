@@ -109,7 +109,8 @@ class Runner:
         self._model = model
         self._backend = backend
         self.limits = limits
-        self._sampler, self._kernels = sampler, kernels
+        self._sampler = sampler
+        self._kernels = kernels
         where = pool.device
         self._penalties = Penalties(limits.rows, where, sampler.first_id)
         self._state = SlotState(limits.rows, limits.pages, MOST_EDITS, where)
@@ -304,9 +305,13 @@ class Runner:
             return
         limits, frame = self.limits, step_times.Frame(self.limits.pages, self.pool.page_size)
         self.step_cost = step_times.measured(
-            self._graphs, (limits.rows, limits.tokens), frame, self.pool.pages, self._replayed,
+            self._graphs,
+            (limits.rows, limits.tokens),
+            frame,
+            self.pool.pages,
+            self._replayed,
             self._seconds,
-        )  # fmt: skip
+        )
 
     def _seconds(self, step: Step) -> float:
         """What the device takes for it, without a graph."""

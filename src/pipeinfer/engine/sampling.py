@@ -85,9 +85,11 @@ class SplitSampler:
     def __init__(self, model: CausalLM, ranks: Ranks, kernels: Kernels) -> None:
         rows = model.head.rows
         self.logits = model.local_logits
-        self.first_id, self._held = rows.start, rows.stop - rows.start
+        self.first_id = rows.start
+        self._held = rows.stop - rows.start
         self._vocab = rows.vocab_size
-        self._ranks, self._kernels = ranks, kernels
+        self._ranks = ranks
+        self._kernels = kernels
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         return self._ranks.all_gather(logits)[:, : self._vocab]

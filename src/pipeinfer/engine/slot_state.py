@@ -32,7 +32,8 @@ class SlotState:
 
     def __init__(self, slots: int, pages: int, edits: int, device: torch.device) -> None:
         self.nobody, many = slots, slots + 1
-        self._pages, self._edits = pages, edits
+        self._pages = pages
+        self._edits = edits
         self.biased = np.zeros(slots, dtype=bool)
         self._fields_at = many * pages
         self._counts_at = self._fields_at + many * FIELD_WORDS

@@ -57,9 +57,14 @@ def build(context: StageContext) -> Stage:
     tokens = (loaded.pages - 1) * loaded.page_size
     log.info(
         "%s in %s: %s tokens of KV in %s pages of %s (%.2f GiB), attention %s",
-        settings.model_name, loaded.dtype, f"{tokens:,}", f"{loaded.pages - 1:,}",
-        loaded.page_size, loaded.runner.pool.total_bytes / 2**30, loaded.attention,
-    )  # fmt: skip
+        settings.model_name,
+        loaded.dtype,
+        f"{tokens:,}",
+        f"{loaded.pages - 1:,}",
+        loaded.page_size,
+        loaded.runner.pool.total_bytes / 2**30,
+        loaded.attention,
+    )
     scheduler = f"scheduler-{identity.group}"
     core = EngineCore(_hello(context, loaded), scheduler, memory, loaded.runner.phases.span)
     driver = _driver(loaded, settings.profile, profile)
@@ -132,7 +137,8 @@ class Progress:
     """A progress bar on stderr from the first `show` on; silent where nobody looks at it."""
 
     def __init__(self, name: str, unit: str) -> None:
-        self._name, self._unit = name, unit
+        self._name = name
+        self._unit = unit
         self._bar: Any = None
 
     def show(self, done: int, total: int) -> None:

@@ -50,9 +50,13 @@ def measured(
         return replayed(room, step)
 
     return step_cost(
-        graphs.decodes or few, graphs.mixed or unaided(most_tokens, most_rows), frame, pages,
-        lambda rows, step: seconds(alone(rows), step), seconds,
-    )  # fmt: skip
+        graphs.decodes or few,
+        graphs.mixed or unaided(most_tokens, most_rows),
+        frame,
+        pages,
+        lambda rows, step: seconds(alone(rows), step),
+        seconds,
+    )
 
 
 def step_cost(

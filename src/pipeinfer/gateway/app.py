@@ -174,8 +174,12 @@ class _Handlers:
     def _check_answering(self) -> None:
         core = self._service.core
         if not core.answering():
-            raise ApiError(503, f"the server is {core.status}: {core.health.reason()}",
-                           code=core.status, retry_after=1)  # fmt: skip
+            raise ApiError(
+                503,
+                f"the server is {core.status}: {core.health.reason()}",
+                code=core.status,
+                retry_after=1,
+            )
 
     def _model(self) -> JsonObject:
         service = self._service

@@ -43,7 +43,8 @@ class Backlog:
     """Counts the requests of which nothing was delivered. None and 0 tokens are no limit."""
 
     def __init__(self, most_requests: int | None, most_tokens: int = 0) -> None:
-        self._most_requests, self._most_tokens = most_requests, most_tokens
+        self._most_requests = most_requests
+        self._most_tokens = most_tokens
         self.requests = self.tokens = 0
 
     def add(self, tokens: int) -> None:

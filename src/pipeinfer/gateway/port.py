@@ -44,7 +44,9 @@ class _Route:
     __slots__ = ("batch", "first", "index", "last", "sink")
 
     def __init__(self, batch: _Batch, index: int, now: float) -> None:
-        self.batch, self.sink, self.index = batch, batch.sink, index
+        self.batch = batch
+        self.sink = batch.sink
+        self.index = index
         self.last = now
         self.first = True
 
@@ -53,7 +55,8 @@ class Port:
     """Routes of the live requests. `bind` it to the core's feed before the first call."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._metrics, self._clock = metrics, clock
+        self._metrics = metrics
+        self._clock = clock
         self._routes: dict[str, _Route] = {}
         self._feed: Callable[[Message], None] | None = None
 

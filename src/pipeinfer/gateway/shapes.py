@@ -59,7 +59,8 @@ class Chunks:
 
     def __init__(self, answer: Answer, choices: int, include_usage: bool) -> None:
         kind = "chat.completion.chunk" if answer.chat else "text_completion"
-        self._answer, self._kind = answer, kind
+        self._answer = answer
+        self._kind = kind
         head = _head(answer, kind)
         usage = b',"usage":null}\n\n' if include_usage else b"}\n\n"
         field = b'"delta":{"content":' if answer.chat else b'"text":'

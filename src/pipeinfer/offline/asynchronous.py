@@ -95,9 +95,13 @@ class AsyncLLM:
         PipelineStopped if the stages are gone.
         """
         call = calls.completion(
-            self.name(request_id), prompt, self._checked(params), priority=priority,
-            timeout=timeout, cache_salt=cache_salt,
-        )  # fmt: skip
+            self.name(request_id),
+            prompt,
+            self._checked(params),
+            priority=priority,
+            timeout=timeout,
+            cache_salt=cache_salt,
+        )
         return self._stream(call)
 
     def chat(
@@ -116,9 +120,14 @@ class AsyncLLM:
         The rest is as for generate().
         """
         call = calls.chat(
-            self.name(request_id), messages, self._checked(params), chat_template_kwargs,
-            priority=priority, timeout=timeout, cache_salt=cache_salt,
-        )  # fmt: skip
+            self.name(request_id),
+            messages,
+            self._checked(params),
+            chat_template_kwargs,
+            priority=priority,
+            timeout=timeout,
+            cache_salt=cache_salt,
+        )
         return self._stream(call)
 
     async def collect(

@@ -14,7 +14,8 @@ class Credits:
     """Pages of one group. `page_size` in tokens, `pages` in the whole pool."""
 
     def __init__(self, page_size: int, pages: int) -> None:
-        self.page_size, self.pages = page_size, pages
+        self.page_size = page_size
+        self.pages = pages
         self._reported = pages
         self._planned: deque[tuple[int, int]] = deque()  # (plan number, pages it may take)
 

@@ -73,12 +73,14 @@ class Planner:
     def __init__(
         self, options: SchedulerOptions, slots: SlotsToPlan, flights: StepsInFlight
     ) -> None:
-        self._slots, self._flights = slots, flights
+        self._slots = slots
+        self._flights = flights
         self.counts: dict[str, int] = {"plans": 0, "planned_tokens": 0, "preemptions": 0}
         self._options = options
         self._policy = policies.create(options.policy)
         self._budget = 0  # tokens of a step, known when an epoch begins, as is the next
-        self._mixed_budget, self.allowed = MixedBudget(0), (0, 0.0)
+        self._mixed_budget = MixedBudget(0)
+        self.allowed = (0, 0.0)
         self._queue = WaitingQueue()
         self._probation = Probation()
         self._others = False  # whether the last step was one of those who are no suspects

@@ -92,8 +92,10 @@ class Apart:
             }
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipeinfer.tokenizer.apart"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+            )
             if self._killed:  # meanwhile
                 self._process.kill()
             assert self._process.stdin is not None
@@ -137,7 +139,8 @@ class Lanes:
 
     async def start(self, feed: Callable[[Message], None]) -> None:
         """Processes start with the first prompt of their lane."""
-        self._feed, self._loop = feed, asyncio.get_running_loop()
+        self._feed = feed
+        self._loop = asyncio.get_running_loop()
 
     def deliver(self, message: Message) -> None:
         """Takes the core's local outputs."""

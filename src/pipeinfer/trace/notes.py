@@ -72,6 +72,10 @@ class _Arrays(Protocol):
 def step_note(step: _Arrays) -> StepNote:
     """The numbers of an engine's step (steps/step.py, which is not imported here)."""
     return StepNote(
-        step.epoch, step.number, len(step.slots), step.decodes, len(step.tokens),
+        step.epoch,
+        step.number,
+        len(step.slots),
+        step.decodes,
+        len(step.tokens),
         int(step.samples.sum()),
-    )  # fmt: skip
+    )

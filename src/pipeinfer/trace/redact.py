@@ -60,7 +60,9 @@ class Redactor:
     """Rewrites rows of a stage called `stage` ("scheduler")."""
 
     def __init__(self, stage: str, key: bytes, names: Permutation) -> None:
-        self._bodies, self._key, self.names = Bodies(stage), key, names
+        self._bodies = Bodies(stage)
+        self._key = key
+        self.names = names
         self._how: dict[str, Callable[[Any], Any]] = {
             "ids": names.ids,
             "one": lambda value: names.one(value) if isinstance(value, int) else "",
