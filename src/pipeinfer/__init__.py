@@ -5,7 +5,7 @@ The offline classes are imported on first use, so that no stage pays for another
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeinfer.params import SamplingParams
 from pipeinfer.version import __version__
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in ("LLM", "AsyncLLM"):
         from pipeinfer import llm
 

@@ -7,10 +7,11 @@ at their end, with defaults; any other change is a new PROTOCOL.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from pipeinfer.json_values import JsonObject
 from pipeinfer.params import SamplingParams
 from pipeinfer.step_cost import StepCost
 
@@ -40,8 +41,8 @@ class Submit(Message, frozen=True):
     seed: int
     text: str | None = None
     prompt_ids: bytes | None = None
-    chat: list[dict[str, Any]] | None = None
-    template_arguments: dict[str, Any] = {}
+    chat: list[JsonObject] | None = None
+    template_arguments: JsonObject = {}
     add_special_tokens: bool = True
     priority: int = 0
     timeout: float = 0.0

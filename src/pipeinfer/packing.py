@@ -6,14 +6,13 @@ use. Knows no message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 
-def pack(ids: Any) -> bytes:
-    """A sequence of integers (list or NumPy array) as little-endian int32 bytes."""
+def pack(ids: Sequence[int] | np.ndarray) -> bytes:
+    """Integers as little-endian int32 bytes."""
     return np.asarray(ids, dtype="<i4").tobytes()
 
 

@@ -48,6 +48,11 @@ class RollCall:
         return not self._missing
 
     @property
+    def stage(self) -> str:
+        """Who asks."""
+        return self._question.stage
+
+    @property
     def missing(self) -> list[str]:
         """Who has not told everything yet."""
         return list(self._missing)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import types
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -95,7 +95,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.served_model_name or self.model or DEMO
 
 
-def build(values: Mapping[str, Any]) -> Settings:
+def build(values: Mapping[str, object]) -> Settings:
     """Settings from loosely typed values (strings from flags or the environment are converted).
 
     Raises ConfigurationError, which names the setting.
@@ -165,7 +165,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             added.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=text + shown)
 
 
-def parse_flags(arguments: Sequence[str]) -> dict[str, Any]:
+def parse_flags(arguments: Sequence[str]) -> dict[str, object]:
     """Settings given as flags; argparse ends the process with code 2 for an unknown one."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS)

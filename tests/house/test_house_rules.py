@@ -20,10 +20,22 @@ MODULES = sorted(
 )
 NAMES = [str(path.relative_to(ROOT)) for path in MODULES]
 
-FILE_LINES, FUNCTION_LINES, DOCSTRING_LINES = 400, 40, range(2, 7)
+DOCSTRING_LINES = range(2, 7)
+MOST_ATTRIBUTES, MOST_PARAMETERS, FEW_FIELDS = 12, 7, 3
 # Exceptions stand here with their reason, or not at all.
-LONG_FILES: set[str] = set()
-LONG_FUNCTIONS: set[str] = set()
+MANY_ATTRIBUTES = {
+    "Request": "one row of the scheduler's state, changed in every step; parts would cost hops",
+    "Child": "one process and those before it; each attribute is a fact about one of them",
+    "Shell": "all that surrounds a core meets in it",
+    "Tap": "it joins one stage's shell, clock, settings and recorder",
+    "Recorder": "two threads share it: what each of them has is listed together",
+    "Runner": "one rank's parts, which a step passes through one after the other",
+    "HttpDriver": "a server's life: listening, accepting, leaving, stopping",
+}
+OWN_KINDS = {
+    "Pending": "what a product hands on is a tensor, which has no methods of ours, or this",
+    "SamplingParams": "a caller of LLM gives one, or a list of them",
+}
 ONE_LINE_IS_ENOUGH = {"__main__.py", "__init__.py"}  # a name in front of another module
 LIGHT_STAGES = ("gateway", "tokenizer", "scheduler", "detokenizer")
 IMPORT_SECONDS = 2.0  # of processor time, all that a stage without a model may take to import
@@ -88,22 +100,131 @@ def test_module_opens_with_what_it_is_for(path):
     assert lines in DOCSTRING_LINES, f"a docstring of {lines} lines"
 
 
-def test_files_are_short():
-    lengths = {n: len(p.read_text().splitlines()) for n, p in zip(NAMES, MODULES, strict=True)}
-    long = {name: length for name, length in lengths.items() if length >= FILE_LINES}
-    assert {n: length for n, length in long.items() if n not in LONG_FILES} == {}
-    assert set(long) == LONG_FILES, "an exception that is not needed any more"
+def classes() -> list[tuple[str, ast.ClassDef]]:
+    """(file, class) of all that src/ has."""
+    own = [p for p in MODULES if p.is_relative_to(ROOT / "src")]
+    nodes = [(str(path.relative_to(ROOT)), node) for path in own for node in ast.walk(tree(path))]
+    return [(name, node) for name, node in nodes if isinstance(node, ast.ClassDef)]
 
 
-def test_functions_are_short():
-    long = {}
+def named(node: ast.expr | None) -> str:
+    """The last word of a name: `Message` of `messages.Message`; "" if it is none."""
+    if isinstance(node, ast.Subscript):
+        node = node.value
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def heirs(first: set[str]) -> set[str]:
+    """Names of classes that come from one of those named, by whatever steps."""
+    found = set(first)
+    while True:
+        more = {n.name for _, n in classes() if found & set(map(named, n.bases))} - found
+        if not more:
+            return found
+        found |= more
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    """What an object changes of itself, with its declared fields; none if that is nothing: a class
+    that never changes itself is plain data."""
+    stored = {
+        part.attr
+        for part in ast.walk(node)
+        if isinstance(part, ast.Attribute)
+        and isinstance(part.ctx, ast.Store)
+        and named(part.value) == "self"
+    }
+    declared = {
+        part.target.id
+        for part in node.body
+        if isinstance(part, ast.AnnAssign)
+        and isinstance(part.target, ast.Name)
+        and named(part.annotation) != "ClassVar"
+    }
+    return stored | declared if stored else set()
+
+
+def test_classes_with_behaviour_have_few_attributes():
+    many = {node.name for _, node in classes() if len(attributes(node)) > MOST_ATTRIBUTES}
+    assert many == set(MANY_ATTRIBUTES), "cut it where two ideas meet, or say why it is one"
+
+
+def test_functions_have_few_parameters():
+    """Kernels and what launches them aside: they take one parameter for each array."""
+    many = {}
     for name, path in zip(NAMES, MODULES, strict=True):
-        for node in functions(path):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length >= FUNCTION_LINES:
-                long[f"{name}:{node.name}"] = length
-    assert {name: length for name, length in long.items() if name not in LONG_FUNCTIONS} == {}
-    assert set(long) == LONG_FUNCTIONS, "an exception that is not needed any more"
+        for node in functions(path) if "kernels" not in path.parts else ():
+            given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            count = len([one for one in given if one.arg not in ("self", "cls")])
+            if count > MOST_PARAMETERS and "jit" not in map(named, node.decorator_list):
+                many[f"{name}:{node.name}"] = count
+    assert many == {}
+
+
+def public(path: Path):
+    """Functions and methods that others may call, and those that Python calls."""
+    waiting: list[ast.AST] = [tree(path)]
+    while waiting:
+        for node in ast.iter_child_nodes(waiting.pop()):
+            name = getattr(node, "name", "_")
+            if name.startswith("_") and not name.endswith("__"):
+                continue
+            if isinstance(node, ast.ClassDef):
+                waiting.append(node)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node
+
+
+def test_no_public_signature_says_any():
+    """JSON has types of its own, in json_values.py; what may be anything is an object."""
+    found = []
+    for path in [p for p in MODULES if p.is_relative_to(ROOT / "src")]:
+        for node in public(path):
+            every = [node.args, node.returns] if node.returns is not None else [node.args]
+            if "Any" in {named(part) for one in every for part in ast.walk(one)}:
+                found.append(f"{path.relative_to(ROOT)}:{node.name}")
+    assert found == []
+
+
+def test_isinstance_chooses_no_behaviour():
+    """It may tell what comes from outside: plain values, other libraries' objects, errors, and
+    messages where they arrive. Kinds of our own are told apart by what they do."""
+    errors = heirs({"Exception", "ValueError", "RuntimeError"})
+    own = {node.name for _, node in classes()} - heirs({"Message"}) - errors
+    asked = set()
+    for path in [p for p in MODULES if p.is_relative_to(ROOT / "src")]:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and named(node.func) == "isinstance":
+                asked |= {named(part) for part in ast.walk(node.args[1])}
+            elif isinstance(node, ast.MatchClass):
+                asked.add(named(node.cls))
+    assert asked & own == set(OWN_KINDS)
+
+
+def test_messages_are_built_by_keyword():
+    """Those of more than a few fields: of many in a row, two are soon mixed up."""
+    path = ROOT / "src/pipeinfer/messages.py"
+    kinds = [node for node in tree(path).body if isinstance(node, ast.ClassDef)]
+    large = {
+        node.name
+        for node in kinds
+        if sum(isinstance(part, ast.AnnAssign) for part in node.body) > FEW_FIELDS
+    }
+    assert {"Plan", "Work", "Heartbeat"} <= large
+    found = []
+    for name, path in zip(NAMES, MODULES, strict=True):
+        nodes = list(ast.walk(tree(path)))
+        known = {
+            alias.asname or alias.name
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and node.module == "pipeinfer.messages"
+            for alias in node.names
+            if alias.name in large
+        }
+        for node in nodes:
+            if isinstance(node, ast.Call) and node.args and named(node.func) in known:
+                found.append(f"{name}:{node.lineno}")
+    assert found == []
 
 
 def test_nothing_imports_pickle():

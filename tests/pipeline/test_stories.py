@@ -94,7 +94,7 @@ FAULTS = {
         Board, "_may_admit", hasty
     ),
     "deadlines are dropped": lambda patch: patch.setattr(
-        "pipeinfer.scheduler.core.Deadlines", Forgetful
+        "pipeinfer.scheduler.live.Deadlines", Forgetful
     ),
     "outputs are released that were known at admission": lambda patch: patch.setattr(
         Request, "confirmed", property(lambda r: r.outputs[max(r.known - r.prompt_len - 1, 0) :])

@@ -9,7 +9,7 @@ from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.board import Board
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.scheduler.credits import Credits
+from pipeinfer.scheduler.credits import Allowance, Credits
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request, from_work
 
@@ -86,7 +86,7 @@ def test_the_oldest_half_computed_prompt_is_spared_although_it_came_last():
     """Else prompts could take each other's pages for ever, and none would ever be computed."""
     decodes = [running(name, n, 8, 8) for n, name in enumerate(("first", "second"))]
     prompt = running("prompt", 2, 40, 20)
-    board = Board([*decodes, prompt], WaitingQueue(), Credits(SIZE, 0), 0, 64, False)
+    board = Board([*decodes, prompt], WaitingQueue(), Allowance(Credits(SIZE, 0)), 0, 64, False)
     board.decode_all()  # both need a page, and there is none
     assert board.preempted == [decodes[1]]
     assert [request.id for request, _ in board.rows] == ["first"]

@@ -57,7 +57,7 @@ def test_one_that_has_ended_is_gone_however_long_nobody_starts_it():
 
 
 def test_tokenizers_are_told_at_a_change_and_twice_a_second():
-    announcer = Announcer()
+    announcer = Announcer(0, 1, 1)
 
     def told() -> Group:
         return Group(0, 1, "serves")

@@ -171,7 +171,7 @@ def test_requests_with_a_deadline_are_let_go_when_they_end():
     p.feed(Done(tuple(p.clients)))
     assert p.core.idle() and not p.core._live
     assert alive() - before <= 8, "whoever holds the last flights"
-    assert len(p.core._deadlines._heap) <= 100
+    assert len(p.core._live._deadlines._heap) <= 100
 
 
 def test_a_request_that_starts_over_has_its_new_deadline():

@@ -78,9 +78,18 @@ def build(context: StageContext) -> Stage:
     slots = settings.max_running
     memory = MemoryManager(1 + PAGES, PAGE_SIZE, slots, MAX_MODEL_LEN, settings.cache)
     hello = Hello(
-        PROTOCOL, __version__, identity.rank, settings.tp, context.incarnation,
-        settings.model_name, PAGE_SIZE, PAGES, slots, MAX_MODEL_LEN, "none",
-    )  # fmt: skip
+        protocol=PROTOCOL,
+        version=__version__,
+        rank=identity.rank,
+        tp=settings.tp,
+        incarnation=context.incarnation,
+        model=settings.model_name,
+        page_size=PAGE_SIZE,
+        pages=PAGES,
+        max_slots=slots,
+        max_model_len=MAX_MODEL_LEN,
+        attention="none",
+    )
     scheduler = f"scheduler-{identity.group}"
     device = InstantDevice(
         float(os.environ.get(STEP_VARIABLE, "0")), int(os.environ.get(HIGHEST_ID_VARIABLE, "200"))

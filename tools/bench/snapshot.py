@@ -147,28 +147,81 @@ def _scheduler(requests: int, outputs: int) -> Made:
     core, names = SchedulerCore(SchedulerOptions("mixed", 2, requests, 2048)), _names(requests)
     prompt, said = _ids(PROMPT), _ids(outputs)
     for name in names:
-        core.handle(Delivered(name, 1, said), 1.0)
-        core.handle(Work(name, 1, 0, 0, bytes(bytearray(prompt)), PARAMS, 7, (1, 2)), 1.0)
-    return core, lambda: Delivered("nobody", 1, b"")
+        core.handle(Delivered(request_id=name, attempt=1, ids=said), 1.0)
+        core.handle(
+            Work(
+                request_id=name,
+                attempt=1,
+                gateway=0,
+                detokenizer=0,
+                prompt_ids=bytes(bytearray(prompt)),
+                params=PARAMS,
+                seed=7,
+                eos_ids=(1, 2),
+            ),
+            1.0,
+        )
+    return core, lambda: Delivered(request_id="nobody", attempt=1, ids=b"")
 
 
 def _gateway(requests: int, outputs: int) -> Made:
     names = _names(requests)
     core = GatewayCore([Expected("tokenizer-0", "tokenizer")])
-    core.handle(Heartbeat("tokenizer-0", "tokenizer", 0, 0, 0, 1, 1, "ready"), 1.0)
+    core.handle(
+        Heartbeat(
+            stage="tokenizer-0",
+            name="tokenizer",
+            group=0,
+            rank=0,
+            index=0,
+            pid=1,
+            incarnation=1,
+            state="ready",
+        ),
+        1.0,
+    )
     for name in [*(f"cmpl-old-{n}" for n in range(REMEMBERED)), *names]:
         chat = [{"role": "user", "content": "count " * 300}]
         core.handle(Call(name, PARAMS, chat=chat), 1.0)
-        core.handle(Accepted(name, 1, 0, PROMPT), 1.0)
+        core.handle(Accepted(request_id=name, attempt=1, group=0, prompt_tokens=PROMPT), 1.0)
         if name.startswith("cmpl-old"):
-            core.handle(Refused(name, 1, 0, 503, "over"), 1.0)
+            core.handle(
+                Refused(request_id=name, attempt=1, gateway=0, status=503, message="over"), 1.0
+            )
     told = [outputs]
 
     def more() -> Message:
         told[0] += 1
-        return Text(tuple(TextRow(n, 1, "x", told[0] - 1, told[0] - 1, _ids(1)) for n in names))
+        return Text(
+            tuple(
+                TextRow(
+                    request_id=n,
+                    attempt=1,
+                    text="x",
+                    byte_offset=told[0] - 1,
+                    token_offset=told[0] - 1,
+                    ids=_ids(1),
+                )
+                for n in names
+            )
+        )
 
-    core.handle(Text(tuple(TextRow(n, 1, "x" * outputs, 0, 0, _ids(outputs)) for n in names)), 1.0)
+    core.handle(
+        Text(
+            tuple(
+                TextRow(
+                    request_id=n,
+                    attempt=1,
+                    text="x" * outputs,
+                    byte_offset=0,
+                    token_offset=0,
+                    ids=_ids(outputs),
+                )
+                for n in names
+            )
+        ),
+        1.0,
+    )
     return core, more
 
 
@@ -176,13 +229,17 @@ def _detokenizer(requests: int, outputs: int) -> Made:
     folder, names = demo_path(), _names(requests)
     core = DetokenizerCore(DecoderFactory(load_tokenizer(folder, read_tokenizer_config(folder))))
     for name in names:
-        core.handle(Open(name, 1, 0, PARAMS, b""), 1.0)
-        core.handle(Tokens((TokenRow(name, 0, _ids(outputs)),)), 1.0)
+        core.handle(
+            Open(request_id=name, attempt=1, gateway=0, params=PARAMS, context_ids=b""), 1.0
+        )
+        core.handle(Tokens((TokenRow(request_id=name, offset=0, ids=_ids(outputs)),)), 1.0)
     told = [outputs]
 
     def more() -> Message:
         told[0] += 1
-        return Tokens(tuple(TokenRow(name, told[0] - 1, _ids(1)) for name in names))
+        return Tokens(
+            tuple(TokenRow(request_id=name, offset=told[0] - 1, ids=_ids(1)) for name in names)
+        )
 
     return core, more
 

@@ -61,7 +61,14 @@ class ManagerModel:
         admits = self._admits(program)
         rows = [slot for slot in range(SLOTS) if program.below(4)]
         counts = [(0, 1, 1, 2, 2 * self._size + 1, 9999)[program.below(6)] for _ in rows]
-        plan = Plan(1, self._number, releases, admits, pack(rows), pack(counts))
+        plan = Plan(
+            epoch=1,
+            number=self._number,
+            releases=releases,
+            admits=admits,
+            slots=pack(rows),
+            counts=pack(counts),
+        )
         self._number += 1
         applied = self._memory.apply(plan)
         self._memory.check_integrity()
@@ -76,9 +83,26 @@ class ManagerModel:
     def nonsense(self, program: Numbers) -> None:
         """A plan that contradicts the state is refused, whatever is wrong with it."""
         ids = pack([program.below(9) - 2 for _ in range(3)])
-        admit = Admit(program.below(9) - 2, "r", ids, 1, program.below(9), SamplingParams(), 0)
-        releases = (Release(program.below(9) - 2, True, ids[: program.below(9)]),)
-        plan = Plan(1, self._number, releases, (admit,), ids[:8], ids[: 4 * program.below(3)])
+        admit = Admit(
+            slot=program.below(9) - 2,
+            request_id="r",
+            token_ids=ids,
+            prompt_len=1,
+            max_total=program.below(9),
+            params=SamplingParams(),
+            seed=0,
+        )
+        releases = (
+            Release(slot=program.below(9) - 2, keep=True, output_ids=ids[: program.below(9)]),
+        )
+        plan = Plan(
+            epoch=1,
+            number=self._number,
+            releases=releases,
+            admits=(admit,),
+            slots=ids[:8],
+            counts=ids[: 4 * program.below(3)],
+        )
         try:
             self._memory.apply(plan)
         except ProtocolError:
@@ -94,9 +118,14 @@ class ManagerModel:
             outputs = one.tokens[one.known :]
             kept = outputs[: program.below(len(outputs) + 1)] if len(outputs) < 255 else []
             ways = (
-                Release(slot, True, pack(kept)),
-                Release(slot, False),
-                Release(slot, False, pack(outputs[: one.computed + 1 - one.known]), forget=True),
+                Release(slot=slot, keep=True, output_ids=pack(kept)),
+                Release(slot=slot, keep=False),
+                Release(
+                    slot=slot,
+                    keep=False,
+                    output_ids=pack(outputs[: one.computed + 1 - one.known]),
+                    forget=True,
+                ),
             )
             found.append(ways[program.below(3)])
         return tuple(found)
@@ -114,7 +143,17 @@ class ManagerModel:
             salt = ("", "s")[program.below(4) == 3]
             self._live[slot] = Sequence(salt, tokens, length, most)
             found.append(
-                Admit(slot, f"r{slot}", pack(tokens), length, most, SamplingParams(), 0, (), salt)
+                Admit(
+                    slot=slot,
+                    request_id=f"r{slot}",
+                    token_ids=pack(tokens),
+                    prompt_len=length,
+                    max_total=most,
+                    params=SamplingParams(),
+                    seed=0,
+                    suppress=(),
+                    cache_salt=salt,
+                )
             )
         return tuple(found)
 

@@ -60,7 +60,18 @@ class Gateway:
         for stage in STAGES:
             name, group, *rank = stage.split("-")
             at = int(group) if name in ("scheduler", "engine") else 0
-            self._feed(Heartbeat(stage, name, at, int((rank or [0])[0]), 0, 7, 1, "ready"))
+            self._feed(
+                Heartbeat(
+                    stage=stage,
+                    name=name,
+                    group=at,
+                    rank=int((rank or [0])[0]),
+                    index=0,
+                    pid=7,
+                    incarnation=1,
+                    state="ready",
+                )
+            )
         self._feed(Tick())
 
     def _feed(self, event: Message) -> None:
@@ -95,7 +106,11 @@ class Gateway:
             words = (submit.text or str(chat[-1].get("content", ""))).split()[:MOST_WORDS]
         words = [word[:20] + " " for word in words[: submit.params.max_tokens]] or ["nothing"]
         count = len(unpack(submit.prompt_ids or b"")) or len(words)
-        self._feed(Accepted(submit.request_id, submit.attempt, 0, count))
+        self._feed(
+            Accepted(
+                request_id=submit.request_id, attempt=submit.attempt, group=0, prompt_tokens=count
+            )
+        )
         self._say(submit, words, 0, 0)
 
     def _say(self, submit: Submit, words: list[str], at: int, offset: int) -> None:
@@ -104,9 +119,17 @@ class Gateway:
             return
         last = at + 1 == len(words)
         row = TextRow(
-            submit.request_id, submit.attempt, words[at], offset, at, pack([at]),
-            "stop" if last else None, None, at + 1 if last else 0, 0,
-        )  # fmt: skip
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            text=words[at],
+            byte_offset=offset,
+            token_offset=at,
+            ids=pack([at]),
+            finish="stop" if last else None,
+            stop_reason=None,
+            output_tokens=at + 1 if last else 0,
+            cached_tokens=0,
+        )
         self._feed(Text((row,)))
         if not last:
             size = len(words[at].encode(errors="replace"))

@@ -92,7 +92,14 @@ class EnginePart:
             return []
         self._epoch, self._next = begin.epoch, 0
         self._recorded_ids, self._live_ids = Numbered("r"), Numbered("r")
-        return [self._say(0.0, Ready(begin.epoch, self._hello.rank, self._hello.incarnation))]
+        return [
+            self._say(
+                0.0,
+                Ready(
+                    epoch=begin.epoch, rank=self._hello.rank, incarnation=self._hello.incarnation
+                ),
+            )
+        ]
 
     def _plan(self, plan: Plan) -> list[Timed]:
         if self.finished:

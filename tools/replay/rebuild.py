@@ -108,11 +108,21 @@ def _engine_core(recording: Recording, settings: Settings) -> Stage:
             settings.cache,
         )  # fmt: skip
         hello = Hello(
-            PROTOCOL, __version__, header.rank, settings.tp, header.incarnation,
-            settings.model_name, facts["page_size"], facts["pages"] - 1, facts["max_slots"],
-            facts["max_model_len"], facts["attention"], tuple(facts["graph_sizes"]),
-            facts["step_tokens"], msgspec.convert(facts["step_cost"], StepCost | None),
-        )  # fmt: skip
+            protocol=PROTOCOL,
+            version=__version__,
+            rank=header.rank,
+            tp=settings.tp,
+            incarnation=header.incarnation,
+            model=settings.model_name,
+            page_size=facts["page_size"],
+            pages=facts["pages"] - 1,
+            max_slots=facts["max_slots"],
+            max_model_len=facts["max_model_len"],
+            attention=facts["attention"],
+            graph_sizes=tuple(facts["graph_sizes"]),
+            step_tokens=facts["step_tokens"],
+            step_cost=msgspec.convert(facts["step_cost"], StepCost | None),
+        )
     except KeyError as error:
         raise CannotReplay(USAGE, f"the header does not say the engine's {error}") from None
     return Stage(EngineCore(hello, f"scheduler-{header.group}", memory))

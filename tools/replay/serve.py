@@ -146,9 +146,16 @@ class Player:
     def _beat(self) -> None:
         who = self._identity
         beat = Heartbeat(
-            who.id, who.name, who.group, who.rank, who.index, os.getpid(), self._incarnation,
-            "ready", "a recording is played",
-        )  # fmt: skip
+            stage=who.id,
+            name=who.name,
+            group=who.group,
+            rank=who.rank,
+            index=who.index,
+            pid=os.getpid(),
+            incarnation=self._incarnation,
+            state="ready",
+            reason="a recording is played",
+        )
         self._bus.send(Send("telemetry", EVERYONE, beat))
         if who.name == "engine":
             told = Rank(who.group, who.rank, self._incarnation, "ready")

@@ -35,9 +35,25 @@ class Arrival:
     def request(self, place: int) -> Request:
         """As request.from_work makes it, but for the prompt's ids, for which nobody asks."""
         params = SamplingParams(temperature=0.0, max_tokens=self.output, ignore_eos=True)
-        work = Work(self.id, 1, 0, 0, b"", params, 0)
+        work = Work(
+            request_id=self.id,
+            attempt=1,
+            gateway=0,
+            detokenizer=0,
+            prompt_ids=b"",
+            params=params,
+            seed=0,
+        )
         return Request(work, place, float("inf"), prompt_len=len(self.prompt), since=self.at)
 
 
 OUTPUT_IDS = 1 << 30  # prompts use ids below
-NOBODY = Work("nobody", 1, 0, 0, b"", SamplingParams(), 0)
+NOBODY = Work(
+    request_id="nobody",
+    attempt=1,
+    gateway=0,
+    detokenizer=0,
+    prompt_ids=b"",
+    params=SamplingParams(),
+    seed=0,
+)

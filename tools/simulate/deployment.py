@@ -43,6 +43,16 @@ class Deployment:
     def hello(self) -> Hello:
         """What an engine of this shape would say."""
         return Hello(
-            PROTOCOL, "simulated", 0, 1, 1, "simulated", self.page_size, self.kv_pages,
-            self.max_running, self.max_model_len, "none", step_cost=self.step_cost,
-        )  # fmt: skip
+            protocol=PROTOCOL,
+            version="simulated",
+            rank=0,
+            tp=1,
+            incarnation=1,
+            model="simulated",
+            page_size=self.page_size,
+            pages=self.kv_pages,
+            max_slots=self.max_running,
+            max_model_len=self.max_model_len,
+            attention="none",
+            step_cost=self.step_cost,
+        )

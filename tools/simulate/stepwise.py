@@ -69,7 +69,18 @@ class StepwiseGroup:
     def submit(self, arrival: Arrival, now: float) -> None:
         self._streams[arrival.id] = _Stream(arrival)
         params = SamplingParams(temperature=0.0, max_tokens=arrival.output, ignore_eos=True)
-        self._to_scheduler(Work(arrival.id, 1, 0, 0, pack(arrival.prompt), params, 0), now)
+        self._to_scheduler(
+            Work(
+                request_id=arrival.id,
+                attempt=1,
+                gateway=0,
+                detokenizer=0,
+                prompt_ids=pack(arrival.prompt),
+                params=params,
+                seed=0,
+            ),
+            now,
+        )
 
     def run_until(self, until: float) -> None:
         while (self._results or self._steps) and self.next_at <= until:

@@ -45,14 +45,16 @@ class Fa3Part:
             get_scheduler_metadata,
         )
 
-        self._attend, self._schedule = flash_attn_with_kvcache, get_scheduler_metadata
+        self._attend = flash_attn_with_kvcache
+        self._schedule = get_scheduler_metadata
         self._shapes = tuple(shapes)
         self._first = {shapes.index(shape) for shape in set(shapes)}  # layers
         self._k: list[torch.Tensor] = []
         self._v: list[torch.Tensor] = []
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
-        self._k, self._v = pool.k, pool.v
+        self._k = pool.k
+        self._v = pool.v
 
     def plan(self, rows: PagedRows, begin: int, end: int) -> Fa3Plan:
         device = rows.device

@@ -79,7 +79,8 @@ class FlashInferPart:
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
         """Builds or loads the kernels for the pool's dtype: seconds, the first time."""
-        self._k, self._v = pool.k, pool.v
+        self._k = pool.k
+        self._v = pool.v
         self._page_size = pool.page_size
         self._unsplit.clear()
         self._float = torch.zeros(self._float_bytes(most_rows), dtype=torch.uint8,

@@ -66,7 +66,8 @@ class TritonDecodePart:
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
         """Makes room for what pieces of rows leave for each other."""
-        self._k, self._v = pool.k, pool.v
+        self._k = pool.k
+        self._v = pool.v
         sizes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in self._shapes}
         rows = range(1, most_rows + 1)
         most = max(most_pieces(count, cut(count, self._kv_heads, self._dim)) for count in rows)
@@ -90,6 +91,14 @@ class TritonDecodePart:
         if first:
             cut_rows(rows.lengths, rows.pieces, how, window)
         decode_attention(
-            q, self._k[layer], self._v[layer], rows, shape.scale, out, self._scratch[size], how,
-            window, early=plan.early and not first,
-        )  # fmt: skip
+            q,
+            self._k[layer],
+            self._v[layer],
+            rows,
+            shape.scale,
+            out,
+            self._scratch[size],
+            how,
+            window,
+            early=plan.early and not first,
+        )

@@ -49,9 +49,11 @@ class Bus:
         context: zmq.Context[zmq.Socket[bytes]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.identity, self.incarnation = identity, incarnation
+        self.identity = identity
+        self.incarnation = incarnation
         self.reader = Reader()
-        self._topology, self._clock = topology, clock
+        self._topology = topology
+        self._clock = clock
         self._wires = Wires(topology, context, identity.id)
         self._address = topology.address(identity.id)
         self._outboxes: dict[str, zmq.Socket[bytes]] = {}

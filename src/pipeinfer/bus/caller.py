@@ -28,7 +28,8 @@ class Caller:
     def __init__(self, topology: Topology, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._wires = Wires(topology, context)
         self._wires.open()
-        self._name, self._incarnation = f"caller-{os.getpid()}", time.time_ns()
+        self._name = f"caller-{os.getpid()}"
+        self._incarnation = time.time_ns()
         self._ears: list[zmq.Socket[bytes]] = []
         self._mouths: dict[str, zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()

@@ -37,7 +37,8 @@ class Gate:
         self._zap.linger = 0
         self._zap.bind(ZAP)
         place = f"inproc://gate-{id(self)}"
-        self._bell, self._hears = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self._bell = context.socket(zmq.PAIR)
+        self._hears = context.socket(zmq.PAIR)
         self._hears.bind(place)
         self._bell.connect(place)
         self._new: SimpleQueue[tuple[zmq.Socket[bytes], str]] = SimpleQueue()

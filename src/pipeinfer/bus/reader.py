@@ -60,7 +60,8 @@ class Reader:
         awake as long. A process that was put to sleep answers late, by a tenth of a millisecond
         and at times by a whole one, and with cold caches; but staying awake takes a core.
         """
-        self._handler, self._loop = handler, asyncio.get_running_loop()
+        self._handler = handler
+        self._loop = asyncio.get_running_loop()
         self._patience = patience
         for socket in self._sockets:
             self._watch(socket)

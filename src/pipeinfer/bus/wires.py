@@ -32,7 +32,9 @@ class Wires:
     def __init__(
         self, topology: Topology, context: zmq.Context[zmq.Socket[bytes]], stage: str = ""
     ) -> None:
-        self._topology, self._context, self._stage = topology, context, stage
+        self._topology = topology
+        self._context = context
+        self._stage = stage
         self._keyring: Keyring | None = None
         self._gate: Gate | None = None
         self._open = False

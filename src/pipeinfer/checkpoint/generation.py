@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pipeinfer.checkpoint.fields import Fields, read_json
 
@@ -24,7 +23,7 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
 
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self) -> dict[str, float]:
         """The sampling defaults that are given, under the names of SamplingParams' fields."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         values = {name: getattr(self, name) for name in names} | {"max_tokens": self.max_new_tokens}

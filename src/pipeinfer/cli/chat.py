@@ -47,7 +47,9 @@ class Conversation:
     """The messages so far, and the model that answers them."""
 
     def __init__(self, llm: AsyncLLM, thread: LoopThread, params: SamplingParams) -> None:
-        self._llm, self._thread, self._params = llm, thread, params
+        self._llm = llm
+        self._thread = thread
+        self._params = params
         self._messages: list[dict[str, str]] = []
 
     def reset(self) -> None:

@@ -125,7 +125,8 @@ class _Session:
     """One recording of several stages: waits for each to be heard, asks it, waits for its end."""
 
     def __init__(self, caller: Caller, stages: list[str], request: StartRecording) -> None:
-        self._caller, self._request = caller, request
+        self._caller = caller
+        self._request = request
         self._silent = dict.fromkeys(stages, time.monotonic())  # stages that were not asked yet
         self._running: dict[str, float] = {}  # stages that were, and when they were heard last
         self._begun: set[str] = set()

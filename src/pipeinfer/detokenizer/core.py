@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 from pipeinfer.core import Send
 from pipeinfer.detokenizer.incremental import DecoderFactory
@@ -68,26 +69,13 @@ class DetokenizerCore:
         self._stop_hits = 0
         self._late_rows = 0
         self._failed = 0
-        self._handlers: dict[type[Message], Callable[..., list[Send]]] = {
-            Tokens: self._on_tokens,
-            Open: self._on_open,
-            Refused: self._on_refused,
-            Abort: self._on_abort,
-            Done: self._on_done,
-            Recover: self._on_recover,
-            Recovered: self._on_recovered,
-            Tick: self._on_tick,
-            Drain: self._on_drain,
-            Leave: self._on_leave,
-            Unsent: lambda event, now: [],
-        }
 
     def handle(self, event: Message, now: float) -> list[Send]:
         """See Core. Raises TypeError for a message that is not a detokenizer's."""
         handler = self._handlers.get(type(event))
         if handler is None:
             raise TypeError(f"the detokenizer takes no {type(event).__name__}")
-        return handler(event, now)
+        return handler(self, event, now)
 
     def state(self) -> tuple[State, str]:
         return ("draining" if self._draining or self._left else "ready", "")
@@ -230,3 +218,20 @@ class DetokenizerCore:
     def _on_leave(self, _event: Leave, _now: float) -> list[Send]:
         self._left = True
         return []
+
+    def _ignore(self, _event: Message, _now: float) -> list[Send]:
+        return []
+
+    _handlers: ClassVar[dict[type[Message], Callable[..., list[Send]]]] = {
+        Tokens: _on_tokens,
+        Open: _on_open,
+        Refused: _on_refused,
+        Abort: _on_abort,
+        Done: _on_done,
+        Recover: _on_recover,
+        Recovered: _on_recovered,
+        Tick: _on_tick,
+        Drain: _on_drain,
+        Leave: _on_leave,
+        Unsent: _ignore,
+    }

@@ -87,9 +87,9 @@ class Stream:
         """What a restarted scheduler must know; `last`: the row with which it ended."""
         ids = bytes(self._ids)
         if last is None:
-            return Delivered(self.request_id, self.attempt, ids)
+            return Delivered(request_id=self.request_id, attempt=self.attempt, ids=ids)
         if self.cut is not None:  # it is found again in the same ids
-            return Delivered(self.request_id, self.attempt, ids, True)
+            return Delivered(request_id=self.request_id, attempt=self.attempt, ids=ids, ended=True)
         return Delivered(
             request_id=self.request_id,
             attempt=self.attempt,

@@ -46,7 +46,8 @@ class CustomAllReduce:
     ) -> None:
         from torch.distributed import _symmetric_memory as symmetric
 
-        self.ranks, self.dtype = group.size(), dtype
+        self.ranks = group.size()
+        self.dtype = dtype
         self._name = group.group_name
         self._buffer = symmetric.empty(MOST_BYTES // dtype.itemsize, dtype=dtype, device=device)
         symmetric.rendezvous(self._buffer, group=group)

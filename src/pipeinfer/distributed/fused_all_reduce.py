@@ -50,7 +50,8 @@ class AllReduceNorm:
     ) -> None:
         counts = torch.zeros(kernel.PROGRAMS, dtype=torch.int32, device=region.device)
         self.shared = kernel.Shared(addresses, rank, ARRIVALS, counts)
-        self.ranks, self.dtype = len(addresses), dtype
+        self.ranks = len(addresses)
+        self.dtype = dtype
         self._region = region
         self._odd = False
 

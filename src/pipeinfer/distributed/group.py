@@ -48,7 +48,8 @@ class TorchGroup:
     ) -> None:
         """Returns when all ranks are there; `timeout` in seconds, for that and every collective.
         `place`: of this rank's GPU on its host."""
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
         self.custom: CustomAllReduce | None = None
         self.fusion: AllReduceNorm | None = None
         gpu = torch.device("cuda", place) if backend == "nccl" else None
@@ -195,9 +196,14 @@ def without_multicast(environ: MutableMapping[str, str]) -> None:
 
 
 def join(
-    address: str, rank: int, size: int, device: str, timeout: float, place: int | None = None,
+    address: str,
+    rank: int,
+    size: int,
+    device: str,
+    timeout: float,
+    place: int | None = None,
     wires: Wires | None = None,
-) -> TorchGroup:  # fmt: skip
+) -> TorchGroup:
     """Meets the other ranks at `address`, that of rank 0, and forms the group; see `meet`.
 
     place: of this rank's GPU on its host, by default `rank`. wires: see `meet`.

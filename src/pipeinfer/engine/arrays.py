@@ -18,6 +18,7 @@ from pipeinfer.engine.slot_state import FIELD_WORDS, SlotState, fields_by_name
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.kernels.tables import Expanded, Rows
 from pipeinfer.steps.step import Step
+from pipeinfer.tensors import tensor_of
 
 GATHERED = {"no": 0, "prompts": 1, "all": 2}  # kinds of rows
 MOST_CUTS = 1024  # that are kept: cutting tensors takes as long as packing a step
@@ -57,12 +58,20 @@ class StepArrays:
     """For steps up to `limits`, of which attention wants what its `traits` say."""
 
     def __init__(
-        self, limits: Limits, page_size: int, traits: Traits, state: SlotState,
-        device: torch.device, kernels: Kernels,
-    ) -> None:  # fmt: skip
+        self,
+        limits: Limits,
+        page_size: int,
+        traits: Traits,
+        state: SlotState,
+        device: torch.device,
+        kernels: Kernels,
+    ) -> None:
         rows, entries = 2 * limits.rows, limits.rows  # a graph has as many of either kind
-        self._page_size, self._traits, self._state = page_size, traits, state
-        self._limits, self._kernels = limits, kernels
+        self._page_size = page_size
+        self._traits = traits
+        self._state = state
+        self._limits = limits
+        self._kernels = kernels
         self.most_pairs = PAIRS
         self._cuts: dict[tuple[Room, int, bool], Cut] = {}
         words = layout(Room(limits.tokens, limits.rows, limits.rows)).pairs + 2 * PAIRS
@@ -122,10 +131,16 @@ class StepArrays:
         sampling["write_slots"] = expanded.write_slots
         every = graph and not room.prefills
         return Cut(
-            room, samples, graph, words[:1], words[at.pairs :],
-            Rows(*parts, tokens=words[at.tokens :][:tokens]), expanded, sampling,
+            room,
+            samples,
+            graph,
+            words[:1],
+            words[at.pairs :],
+            Rows(*parts, tokens=words[at.tokens :][:tokens]),
+            expanded,
+            sampling,
             None if every else expanded.last,
-        )  # fmt: skip
+        )
 
     def expand(self, cut: Cut) -> None:
         """On the current stream: what the words there say becomes what kernels index with."""
@@ -146,9 +161,14 @@ class StepArrays:
             longest = int((step.starts + step.counts).max())
             pages, queries = pages[:, : -(-longest // self._page_size)], int(step.counts.max())
         device = RowArrays(
-            out.lengths, out.last_page, out.offsets, out.prompt_offsets, out.begins,
-            out.listed if self._traits.listed else self._state.by_slot.table.view(-1), pages,
-        )  # fmt: skip
+            out.lengths,
+            out.last_page,
+            out.offsets,
+            out.prompt_offsets,
+            out.begins,
+            out.listed if self._traits.listed else self._state.by_slot.table.view(-1),
+            pages,
+        )
         host = self._on_host(cut, words, table) if self._traits.host_lengths else None
         return PagedRows(room.decodes, queries, parity, host, device, cut.graph)
 
@@ -167,7 +187,7 @@ class StepArrays:
         none = np.zeros(0, dtype=np.int32)
         arrays = [part.astype(np.int32, copy=False) for part in parts]
         return RowArrays(
-            *(torch.from_numpy(part) for part in arrays),
-            indices=torch.from_numpy(none),
-            table=torch.from_numpy(none if table is None else table),
+            *(tensor_of(part) for part in arrays),
+            indices=tensor_of(none),
+            table=tensor_of(none if table is None else table),
         )

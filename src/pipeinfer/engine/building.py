@@ -85,8 +85,10 @@ def _agreed(group: TorchGroup, pages: int) -> int:
     if least < pages:
         log.info(
             "rank %d has room for %s pages, but another rank for %s, which all ranks use",
-            group.rank, f"{pages - 1:,}", f"{least - 1:,}",
-        )  # fmt: skip
+            group.rank,
+            f"{pages - 1:,}",
+            f"{least - 1:,}",
+        )
     return least
 
 

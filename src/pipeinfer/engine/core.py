@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -81,6 +81,17 @@ class _InFlight:
     done: StepDone | None = None
 
 
+@dataclass
+class _Epoch:
+    """One that this rank takes part in. `expected`: the next plan; `in_flight`: oldest first;
+    `digests`: of the latest plans, to be told."""
+
+    number: int
+    expected: int = 0
+    in_flight: deque[_InFlight] = field(default_factory=deque[_InFlight])
+    digests: list[int] = field(default_factory=list[int])
+
+
 class EngineCore:
     """One rank. `hello` introduces it to the stage `scheduler` and describes `memory`; ValueError
     if it does not (its `pages` leave out the dummy page, which holds no tokens).
@@ -105,11 +116,8 @@ class EngineCore:
         self._span = span
         self._requests = RequestTable(hello.max_slots)
         self._steps = StepBuilder(memory, self._requests)
-        self._epoch: int | None = None  # None: waiting for a Begin that lists this incarnation
+        self._epoch: _Epoch | None = None  # None: waiting for a Begin that lists this incarnation
         self._reason = "waiting for the scheduler"
-        self._expected = 0
-        self._in_flight: deque[_InFlight] = deque()
-        self._digests: list[int] = []  # of the latest plans, to be told
         self._draining = self._left = False
         self._unchecked = False  # plans came since memory was last checked in full
         self._totals = dict.fromkeys(
@@ -164,8 +172,10 @@ class EngineCore:
 
     def idle(self) -> bool:
         """True when no step runs and no request is admitted, or is to be by this process."""
-        waiting = self._epoch is None or (self._left and not self._in_flight)
-        return waiting or not (self._in_flight or self.memory.slots.active.any())
+        if self._epoch is None:
+            return True
+        busy = self._epoch.in_flight or (not self._left and self.memory.slots.active.any())
+        return not busy
 
     def stats(self) -> dict[str, float]:
         """Pages and slots as of now; totals since the process started."""
@@ -178,7 +188,7 @@ class EngineCore:
             "page_tokens": memory.page_size,
             "slots_total": memory.slots.count,
             "slots_used": int(np.count_nonzero(memory.slots.active)),
-            "steps_in_flight": len(self._in_flight),
+            "steps_in_flight": 0 if self._epoch is None else len(self._epoch.in_flight),
             **self._totals,
         }
 
@@ -191,20 +201,26 @@ class EngineCore:
             # Someone else's epoch, or a scheduler that asks who is there: both end ours.
             self._stop(f"epoch {begin.epoch} began without this engine")
             return []
-        if begin.epoch == self._epoch and self._expected > 0:
-            return self._fault(f"epoch {begin.epoch} began again after {self._expected} plans")
+        epoch = self._epoch
+        if epoch is not None and begin.epoch == epoch.number and epoch.expected > 0:
+            return self._fault(f"epoch {begin.epoch} began again after {epoch.expected} plans")
         self._stop("")
         self.memory.reset()
-        self._epoch = begin.epoch
-        self._expected = 0
+        self._epoch = _Epoch(begin.epoch)
         hello, steps = self.hello, self._totals["steps_total"]
-        return [self._to_scheduler(Ready(begin.epoch, hello.rank, hello.incarnation, steps))]
+        return [
+            self._to_scheduler(
+                Ready(
+                    epoch=begin.epoch, rank=hello.rank, incarnation=hello.incarnation, steps=steps
+                )
+            )
+        ]
 
     def _tick(self) -> list[Send]:
         if self._epoch is None:
             return [] if self._left else [self._to_scheduler(self.hello)]
-        if self._digests and not self._in_flight:
-            return self._tell_digests()  # nothing may follow for long
+        if self._epoch.digests and not self._epoch.in_flight:
+            return self._tell_digests(self._epoch)  # nothing may follow for long
         if self._unchecked and self.idle():
             # The whole walk takes too long while requests run, and nothing when none do.
             self._unchecked = False
@@ -219,8 +235,6 @@ class EngineCore:
         what they write is ordered before all that a later epoch computes."""
         self._epoch = None
         self._reason = reason
-        self._in_flight.clear()
-        self._digests.clear()
 
     def _fault(self, reason: str, orderly: bool = False) -> list[Send]:
         """Leaves the epoch, and says so."""
@@ -231,7 +245,9 @@ class EngineCore:
     def _complaint(self, reason: str, orderly: bool) -> Send:
         assert self._epoch is not None
         self._totals["faults_total"] += 1
-        fault = Fault(self._epoch, self.hello.rank, reason, orderly)
+        fault = Fault(
+            epoch=self._epoch.number, rank=self.hello.rank, reason=reason, orderly=orderly
+        )
         return self._to_scheduler(fault)
 
     def _new_epoch(self) -> list[Send]:
@@ -245,20 +261,21 @@ class EngineCore:
 
     def _farewell(self) -> list[Send]:
         """Told to leave, and all results are sent: the rest of the epoch is for its successor."""
-        if not self._left or self._epoch is None or self._in_flight:
+        if not self._left or self._epoch is None or self._epoch.in_flight:
             return []
         return self._fault("it hands over to another process", orderly=True)
 
     # ----------------------------------------------------------------------------------------- plan
 
     def _plan(self, plan: Plan) -> list[Send]:
-        if plan.epoch != self._epoch or self._left:
+        epoch = self._epoch
+        if epoch is None or plan.epoch != epoch.number or self._left:
             self._totals["plans_dropped_total"] += 1
             return []
-        if plan.number != self._expected:
-            gap = f"plan {plan.number} came where {self._expected} was expected"
+        if plan.number != epoch.expected:
+            gap = f"plan {plan.number} came where {epoch.expected} was expected"
             return self._fault(gap, orderly=self.hello.tp == 1)  # of several, others went on
-        self._expected += 1
+        epoch.expected += 1
         self._unchecked = True
         try:
             applied = self.memory.apply(plan)
@@ -268,15 +285,15 @@ class EngineCore:
             self._requests.put(admit)
         self._count(plan, applied)
         step, sampled = self._steps.build(plan.epoch, applied)
-        self._in_flight.append(_InFlight(applied, sampled))
-        sends = self._decided(applied) if self.hello.rank else self._admitted(plan.epoch, applied)
+        epoch.in_flight.append(_InFlight(applied, sampled))
+        sends = self._decided(epoch, applied) if self.hello.rank else self._admitted(epoch, applied)
         if len(step.slots):
             self._totals["steps_total"] += 1
             sends.append(Send(LOCAL, "", Compute(step)))
             return sends
         # Nothing for the device; the result still waits for those of the plans before.
-        self._in_flight[-1].done = StepDone(plan.epoch, plan.number, b"", b"")
-        return sends + self._finished()
+        epoch.in_flight[-1].done = StepDone(plan.epoch, plan.number, b"", b"")
+        return sends + self._finished(epoch)
 
     def _count(self, plan: Plan, applied: Applied) -> None:
         totals, rows = self._totals, applied.rows
@@ -293,11 +310,11 @@ class EngineCore:
                 totals["prompt_tokens_total"] += known
                 totals["cached_tokens_total"] += cached
 
-    def _admitted(self, epoch: int, applied: Applied) -> list[Send]:
+    def _admitted(self, epoch: _Epoch, applied: Applied) -> list[Send]:
         if not len(applied.admitted):
             return []
         message = Admitted(
-            epoch=epoch,
+            epoch=epoch.number,
             number=applied.number,
             slots=pack(applied.admitted),
             cached=pack(applied.cached),
@@ -307,23 +324,27 @@ class EngineCore:
         )
         return [self._to_scheduler(message)]
 
-    def _decided(self, applied: Applied) -> list[Send]:
-        self._digests.append(applied.digest)
-        return self._tell_digests() if len(self._digests) >= DIGESTS else []
+    def _decided(self, epoch: _Epoch, applied: Applied) -> list[Send]:
+        epoch.digests.append(applied.digest)
+        return self._tell_digests(epoch) if len(epoch.digests) >= DIGESTS else []
 
-    def _tell_digests(self) -> list[Send]:
-        assert self._epoch is not None
-        values = np.array(self._digests, dtype="<u8").tobytes()
-        first = self._expected - len(self._digests)
-        self._digests.clear()
-        return [self._to_scheduler(Digests(self._epoch, self.hello.rank, first, values))]
+    def _tell_digests(self, epoch: _Epoch) -> list[Send]:
+        values = np.array(epoch.digests, dtype="<u8").tobytes()
+        first = epoch.expected - len(epoch.digests)
+        epoch.digests.clear()
+        return [
+            self._to_scheduler(
+                Digests(epoch=epoch.number, rank=self.hello.rank, first=first, values=values)
+            )
+        ]
 
     # --------------------------------------------------------------------------------------- result
 
     def _step_done(self, done: StepDone) -> list[Send]:
-        if done.epoch != self._epoch:
+        epoch = self._epoch
+        if epoch is None or done.epoch != epoch.number:
             return []
-        waiting = next((one for one in self._in_flight if one.done is None), None)
+        waiting = next((one for one in epoch.in_flight if one.done is None), None)
         if waiting is None or waiting.applied.number != done.number:
             expected = "none" if waiting is None else str(waiting.applied.number)
             return self._fault(f"step {done.number} ended where {expected} was expected")
@@ -336,13 +357,13 @@ class EngineCore:
         self._totals["sampled_tokens_total"] += ids
         self._totals["bad_rows_total"] += len(done.bad) // 4
         waiting.done = done
-        return self._finished() + self._farewell()
+        return self._finished(epoch) + self._farewell()
 
-    def _finished(self) -> list[Send]:
+    def _finished(self, epoch: _Epoch) -> list[Send]:
         """The results that are due, in plan order."""
         sends: list[Send] = []
-        while self._in_flight and (done := self._in_flight[0].done) is not None:
-            plan = self._in_flight.popleft()
+        while epoch.in_flight and (done := epoch.in_flight[0].done) is not None:
+            plan = epoch.in_flight.popleft()
             if self.hello.rank == 0:
                 sends.append(self._to_scheduler(_result(plan.applied, plan.sampled, done)))
         return sends

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 from pipeinfer.engine.core import Compute, StepFailed
 from pipeinfer.engine.executor import Executor
@@ -48,7 +47,7 @@ class DeviceDriver:
         self._feed = feed
         self._executor = self._begin(self._done, self._failed)
 
-    def deliver(self, message: Any) -> None:
+    def deliver(self, message: Message) -> None:
         assert self._executor is not None
         assert isinstance(message, Compute)
         if not self._pending and time.monotonic() - self._quiet_since > PAUSE:

@@ -80,7 +80,8 @@ class Executor:
     ) -> None:
         """`loop`: the running one if None."""
         self._runner = runner
-        self._on_done, self._on_error = on_done, on_error
+        self._on_done = on_done
+        self._on_error = on_error
         self._loop = loop or asyncio.get_running_loop()
         self._watch = watch
         self._before = unwatched if watch is None else watch.before

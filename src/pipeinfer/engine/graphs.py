@@ -98,7 +98,7 @@ class Graphs:
         libraries' matrix kernels are not always faster. As `capture`, after it.
         """
         small = [size for size in self.decodes if size <= SMALL]
-        seconds = {}
+        seconds: dict[int, float] = {}
         for size in small:
             prepare(alone(size))  # all read the same words, each in its own way
             seconds[size] = self.seconds(alone(size))

@@ -44,6 +44,7 @@ class EngineChoices:
     max_model_len: int
     shard: Shard
     stored: Mapping[str, Stored] | None
+    place: int
 
 
 @dataclass(frozen=True)
@@ -76,22 +77,23 @@ def choose(
     place: of this rank's GPU on its host, by default `rank`.
     Raises ConfigurationError that names the culprit.
     """
-    device = _device(settings.device)
+    device, place = _device(settings.device), rank if place is None else place
     config = read_config(folder)
     shard = Shard(rank, settings.tp, settings.enable_expert_parallel)
     check_shard(config, settings.tp, shard.whole_experts)
     dtype = _dtype(settings.dtype, config, device)
-    gpu = _gpu(dtype, config, rank if place is None else place) if device == "cuda" else None
+    gpu = _gpu(dtype, config, place) if device == "cuda" else None
     attention = registry.resolve(settings.attention, device, gpu)
     return EngineChoices(
-        config,
-        device,
-        dtype,
-        attention,
-        registry.resolve_page_size(attention, settings.page_size),
-        _max_model_len(settings.max_model_len, config),
-        shard,
-        None if settings.load_format == "dummy" else check_checkpoint(folder, config),
+        config=config,
+        device=device,
+        dtype=dtype,
+        attention=attention,
+        page_size=registry.resolve_page_size(attention, settings.page_size),
+        max_model_len=_max_model_len(settings.max_model_len, config),
+        shard=shard,
+        stored=None if settings.load_format == "dummy" else check_checkpoint(folder, config),
+        place=place,
     )
 
 
@@ -102,18 +104,17 @@ def load_engine(
     rank: int = 0,
     graph_progress: Callable[[int, int], None] | None = None,
     group: TorchGroup | None = None,
-    place: int | None = None,
     choices: EngineChoices | None = None,
 ) -> LoadedEngine:
     """Loads rank `rank`; `progress(done, total)` counts bytes of weights, `graph_progress` graphs.
-    `group`: how several ranks compute together; all of them must be loading. `place`: see `choose`,
-    which gave `choices`, or is asked here.
+    `group`: how several ranks compute together; all of them must be loading. `choices`: what
+    `choose` gave for this rank; it is asked here if they are not given.
 
     Raises ConfigurationError before any weight is read if something does not fit. What it changes
     of the process stands in the machines' docstrings.
     """
-    choices = choices or choose(settings, folder, rank, place)
-    chosen = machine(choices.device, settings, rank if place is None else place)
+    choices = choices or choose(settings, folder, rank)
+    chosen = machine(choices.device, settings, choices.place)
 
     def build() -> Runner:
         if group is not None:
@@ -127,18 +128,18 @@ def load_engine(
 
 def _loaded(choices: EngineChoices, max_slots: int, runner: Runner) -> LoadedEngine:
     return LoadedEngine(
-        runner,
-        choices.config,
-        choices.page_size,
-        runner.pool.pages,
-        choices.max_model_len,
-        max_slots,
-        choices.attention,
-        str(choices.dtype).removeprefix("torch."),
-        choices.device,
-        runner.graph_sizes,
-        runner.limits.tokens,
-        runner.step_cost,
+        runner=runner,
+        config=choices.config,
+        page_size=choices.page_size,
+        pages=runner.pool.pages,
+        max_model_len=choices.max_model_len,
+        max_slots=max_slots,
+        attention=choices.attention,
+        dtype=str(choices.dtype).removeprefix("torch."),
+        device=choices.device,
+        graph_sizes=runner.graph_sizes,
+        step_tokens=runner.limits.tokens,
+        step_cost=runner.step_cost,
     )
 
 
@@ -150,8 +151,15 @@ def _model(
     progress: Callable[[int, int], None] | None,
 ) -> CausalLM:
     """With its weights."""
-    model = build_model(choices.config, choices.shard, choices.dtype, choices.device, group,
-                        settings.compile, group.fusion if group else None)  # fmt: skip
+    model = build_model(
+        choices.config,
+        choices.shard,
+        choices.dtype,
+        choices.device,
+        group,
+        settings.compile,
+        group.fusion if group else None,
+    )
     if choices.stored is None:
         fill_dummy(model, settings.seed)
     else:

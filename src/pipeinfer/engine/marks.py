@@ -6,7 +6,6 @@ Knows torch, no step and no phase.
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -19,33 +18,36 @@ class NvtxMarks:
 
     def push(self, name: str) -> None:
         """Opens a range of this thread."""
-        torch.cuda.nvtx.range_push(name)
+        # torch's own code gives this argument no type.
+        torch.cuda.nvtx.range_push(name)  # pyright: ignore[reportUnknownMemberType]
 
     def pop(self) -> None:
         """Closes the innermost one."""
         torch.cuda.nvtx.range_pop()
 
 
+class _Opened(threading.local):
+    """The ranges that a thread has opened, the innermost last."""
+
+    def __init__(self) -> None:
+        self.ranges: list[record_function] = []
+
+
 class ProfilerMarks:
     """Ranges in the trace of a running torch profiler."""
 
     def __init__(self) -> None:
-        self._threads = threading.local()
+        self._opened = _Opened()
 
     def push(self, name: str) -> None:
         """Opens a range of this thread."""
         opened = record_function(name)
         opened.__enter__()
-        self._stack().append(opened)
+        self._opened.ranges.append(opened)
 
     def pop(self) -> None:
         """Closes the innermost one."""
-        self._stack().pop().__exit__(None, None, None)
-
-    def _stack(self) -> list[Any]:
-        if not hasattr(self._threads, "stack"):
-            self._threads.stack = []
-        return self._threads.stack
+        self._opened.ranges.pop().__exit__(None, None, None)
 
 
 def usual_marks() -> Marks:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from pipeinfer.steps.step import PenaltyRows, Said
+from pipeinfer.tensors import tensor_of
 
 AT_ONCE = 32  # rows, so that what is in between stays small
 IN_PROMPT, IN_OUTPUT = 1, 2  # of a count: the lowest bit, and all others
@@ -26,7 +27,9 @@ class Penalties:
     """
 
     def __init__(self, slots: int, device: torch.device | str, first_id: int = 0) -> None:
-        self._slots, self._device, self._first_id = slots, torch.device(device), first_id
+        self._slots = slots
+        self._device = torch.device(device)
+        self._first_id = first_id
         self._counts: torch.Tensor | None = None
 
     def sampled(
@@ -51,7 +54,8 @@ class Penalties:
         at = self._tensor(rows.rows if places is None else places[rows.rows])
         slots, factors = self._tensor(rows.slots), self._tensor(rows.factors)
         logits = logits.to(torch.float32, copy=True)
-        for part in torch.arange(len(at), device=self._device).split(AT_ONCE):
+        for begin in range(0, len(at), AT_ONCE):
+            part = slice(begin, begin + AT_ONCE)
             before, seen = logits[at[part]], self._counts[slots[part]]
             logits[at[part]] = penalized(before, seen, factors[part])
         drawn = sample(logits)
@@ -75,7 +79,7 @@ class Penalties:
         return self._tensor(column[(column >= 0) & (column < width)])
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return tensor_of(array).to(self._device)
 
 
 def penalized(logits: torch.Tensor, counts: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -84,7 +88,7 @@ def penalized(logits: torch.Tensor, counts: torch.Tensor, factors: torch.Tensor)
     What is finite stays finite, whatever the factors: only the model makes logits bad.
     """
     finite = logits.isfinite()
-    repetition, frequency, presence = factors.split(1, dim=1)
+    repetition, frequency, presence = factors.chunk(3, dim=1)
     again = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(counts > 0, again, logits)
     outputs = counts // IN_OUTPUT

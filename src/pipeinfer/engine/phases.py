@@ -7,7 +7,7 @@ up to the marks: nsys, a torch profiler, or nobody.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -47,7 +47,9 @@ class Span:
     __slots__ = ("_begin", "_marks", "_number", "_phase", "_phases")
 
     def __init__(self, phases: Phases, phase: str, number: int) -> None:
-        self._phases, self._phase, self._number = phases, phase, number
+        self._phases = phases
+        self._phase = phase
+        self._number = number
 
     def __enter__(self) -> None:
         self._marks = self._phases.marks  # may be others at the end
@@ -83,7 +85,7 @@ class Phases:
         return Span(self, phase, number)
 
     @contextmanager
-    def range(self, name: str) -> Iterator[None]:
+    def range(self, name: str) -> Generator[None]:
         """A range on the timeline that nobody times."""
         marks = self.marks
         marks.push(name)

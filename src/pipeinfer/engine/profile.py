@@ -11,7 +11,9 @@ import os
 from pathlib import Path
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
+
+# torch has no public name for it.
+from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
 from torch.profiler import ProfilerActivity, profile
 
 from pipeinfer.engine.marks import ProfilerMarks
@@ -49,7 +51,8 @@ class StepProfile:
         self._phases = phases
         self._usual = phases.marks
         self._steps = self._left = steps
-        self._epoch, self._decoded = -1, 0
+        self._epoch = -1
+        self._decoded = 0
         self._recording: profile | None = None
 
     def before(self, step: Step) -> None:
@@ -78,7 +81,8 @@ class StepProfile:
 
     def _warm(self, step: Step) -> bool:
         if step.epoch != self._epoch:
-            self._epoch, self._decoded = step.epoch, 0
+            self._epoch = step.epoch
+            self._decoded = 0
         warm = self._decoded >= WARM_STEPS
         self._decoded += step.decodes > 0
         return warm

@@ -143,7 +143,8 @@ class Packer:
     """
 
     def __init__(self, words: np.ndarray, nobody: int) -> None:
-        self.words, self._nobody = words, nobody
+        self.words = words
+        self._nobody = nobody
         self._last: tuple[Room, int, Step] | None = None
         self._places: np.ndarray | None = None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,8 +32,10 @@ from pipeinfer.engine.sampling import NONE, Sampler, truncated
 from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.memory.pool import KVPool
+from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.step_cost import StepCost
 from pipeinfer.steps.step import Sampled, Step
+from pipeinfer.tensors import tensor_of
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Any,
+        model: CausalLM,
         pool: KVPool,
         backend: Attention,
         limits: Limits,
@@ -108,7 +109,8 @@ class Runner:
         self._model = model
         self._backend = backend
         self.limits = limits
-        self._sampler, self._kernels = sampler, kernels
+        self._sampler = sampler
+        self._kernels = kernels
         where = pool.device
         self._penalties = Penalties(limits.rows, where, sampler.first_id)
         self._state = SlotState(limits.rows, limits.pages, MOST_EDITS, where)
@@ -213,7 +215,7 @@ class Runner:
         if len(cleared):  # rare: it waits for a copy, and so does what follows
             self.pool.clear(cleared)
         if late is not None:
-            pairs = torch.from_numpy(late).to(self._state.words.device).view(-1, 2)
+            pairs = tensor_of(late).to(self._state.words.device).view(-1, 2)
             self._state.words[pairs[:, 0].long()] = pairs[:, 1]
         packed.buffers.upload(packed.words, self._arrays.words)
 
@@ -303,9 +305,13 @@ class Runner:
             return
         limits, frame = self.limits, step_times.Frame(self.limits.pages, self.pool.page_size)
         self.step_cost = step_times.measured(
-            self._graphs, (limits.rows, limits.tokens), frame, self.pool.pages, self._replayed,
+            self._graphs,
+            (limits.rows, limits.tokens),
+            frame,
+            self.pool.pages,
+            self._replayed,
             self._seconds,
-        )  # fmt: skip
+        )
 
     def _seconds(self, step: Step) -> float:
         """What the device takes for it, without a graph."""

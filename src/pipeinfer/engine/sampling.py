@@ -7,13 +7,15 @@ kernels are those of kernels/interface.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from pipeinfer.kernels.host.truncation import is_truncated
 from pipeinfer.kernels.interface import Kernels, Knobs
+from pipeinfer.models.causal_lm import CausalLM
+from pipeinfer.tensors import tensor_of
 
 NONE = np.empty(0, dtype=np.int64)  # rows
 
@@ -49,7 +51,7 @@ class WholeSampler:
 
     first_id = 0
 
-    def __init__(self, model: Any, kernels: Kernels) -> None:
+    def __init__(self, model: CausalLM, kernels: Kernels) -> None:
         self.logits = model.logits
         self._kernels = kernels
 
@@ -80,12 +82,14 @@ class SplitSampler:
     A few numbers a row and rank are exchanged; of rows that are truncated all logits, too.
     """
 
-    def __init__(self, model: Any, ranks: Ranks, kernels: Kernels) -> None:
+    def __init__(self, model: CausalLM, ranks: Ranks, kernels: Kernels) -> None:
         rows = model.head.rows
         self.logits = model.local_logits
-        self.first_id, self._held = rows.start, rows.stop - rows.start
+        self.first_id = rows.start
+        self._held = rows.stop - rows.start
         self._vocab = rows.vocab_size
-        self._ranks, self._kernels = ranks, kernels
+        self._ranks = ranks
+        self._kernels = kernels
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         return self._ranks.all_gather(logits)[:, : self._vocab]
@@ -96,7 +100,7 @@ class SplitSampler:
         mine = self._kernels.offer(logits[:, : self._held], knobs, self.first_id)
         drawn = self._kernels.choose(self._ranks.collect(mine), knobs, last_token)
         if len(truncated):
-            at = torch.from_numpy(truncated).to(logits.device)
+            at = tensor_of(truncated).to(logits.device)
             some = {name: values[at] for name, values in knobs.items()}
             whole = self.whole(logits[at])
             drawn[at] = self._kernels.sample(whole, some, last_token, True)

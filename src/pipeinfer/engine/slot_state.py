@@ -14,6 +14,7 @@ import torch
 from pipeinfer.engine.fields import FIELDS, filled
 from pipeinfer.kernels.tables import BySlot, EditsBySlot
 from pipeinfer.steps.step import Delta, Edits
+from pipeinfer.tensors import tensor_of
 
 # Two words a slot first, so that these begin at an even one.
 ORDER = sorted(FIELDS, key=lambda field: -np.dtype(field.dtype).itemsize)
@@ -31,7 +32,8 @@ class SlotState:
 
     def __init__(self, slots: int, pages: int, edits: int, device: torch.device) -> None:
         self.nobody, many = slots, slots + 1
-        self._pages, self._edits = pages, edits
+        self._pages = pages
+        self._edits = edits
         self.biased = np.zeros(slots, dtype=bool)
         self._fields_at = many * pages
         self._counts_at = self._fields_at + many * FIELD_WORDS
@@ -41,7 +43,7 @@ class SlotState:
         words[self._fields_at : self._counts_at] = np.concatenate(
             [fields[field.name].view(np.int32) for field in ORDER]
         )
-        self.words = torch.from_numpy(words).to(device)
+        self.words = tensor_of(words).to(device)
         self.by_slot = BySlot(
             table=self.words[: self._fields_at].view(many, pages),
             fields=self.words[self._fields_at : self._counts_at],
@@ -68,7 +70,8 @@ class SlotState:
     def _admitted(self, delta: Delta) -> list[tuple[np.ndarray, np.ndarray]]:
         """Of slots that were filled: fields, and edits."""
         many, slots = self.nobody + 1, delta.admitted
-        found, begin = [], self._fields_at
+        found: list[tuple[np.ndarray, np.ndarray]] = []
+        begin = self._fields_at
         for field in ORDER:
             wide = np.dtype(field.dtype).itemsize // 4
             values = delta.fields[field.name].view(np.int32).reshape(-1, wide)
@@ -96,7 +99,8 @@ class SlotState:
 
 def fields_by_name(words: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
     """Views [count] into the words of `count` slots' or rows' fields."""
-    views, begin = {}, 0
+    views: dict[str, torch.Tensor] = {}
+    begin = 0
     for field in ORDER:
         size = np.dtype(field.dtype).itemsize
         part = words[begin : begin + count * size // 4]

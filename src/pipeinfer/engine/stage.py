@@ -49,7 +49,7 @@ def build(context: StageContext) -> Stage:
         Progress(f"{identity.id} CUDA graphs", "") as graphs,
     ):
         loaded = load_engine(
-            settings, folder, weights.show, identity.rank, graphs.show, group, place, choices
+            settings, folder, weights.show, identity.rank, graphs.show, group, choices
         )
     memory = MemoryManager(
         loaded.pages, loaded.page_size, loaded.max_slots, loaded.max_model_len, settings.cache
@@ -57,9 +57,14 @@ def build(context: StageContext) -> Stage:
     tokens = (loaded.pages - 1) * loaded.page_size
     log.info(
         "%s in %s: %s tokens of KV in %s pages of %s (%.2f GiB), attention %s",
-        settings.model_name, loaded.dtype, f"{tokens:,}", f"{loaded.pages - 1:,}",
-        loaded.page_size, loaded.runner.pool.total_bytes / 2**30, loaded.attention,
-    )  # fmt: skip
+        settings.model_name,
+        loaded.dtype,
+        f"{tokens:,}",
+        f"{loaded.pages - 1:,}",
+        loaded.page_size,
+        loaded.runner.pool.total_bytes / 2**30,
+        loaded.attention,
+    )
     scheduler = f"scheduler-{identity.group}"
     core = EngineCore(_hello(context, loaded), scheduler, memory, loaded.runner.phases.span)
     driver = _driver(loaded, settings.profile, profile)
@@ -111,7 +116,8 @@ def _group(context: StageContext, device: str, place: int) -> TorchGroup | None:
     first = context.topology.address(f"engine-{identity.group}-0")
     # Longer than the scheduler's patience, which is the one to say what happened.
     timeout = max(MEETING, context.settings.watchdog + 10)
-    wires = Wires(context.topology, zmq.Context.instance(), identity.id)
+    shared = zmq.Context[zmq.Socket[bytes]].instance()
+    wires = Wires(context.topology, shared, identity.id)
     wires.open(gate=False)  # the bus has it
     return join(first, identity.rank, size, device, timeout, place, wires)
 
@@ -131,7 +137,8 @@ class Progress:
     """A progress bar on stderr from the first `show` on; silent where nobody looks at it."""
 
     def __init__(self, name: str, unit: str) -> None:
-        self._name, self._unit = name, unit
+        self._name = name
+        self._unit = unit
         self._bar: Any = None
 
     def show(self, done: int, total: int) -> None:

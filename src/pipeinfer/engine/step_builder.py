@@ -22,7 +22,8 @@ class StepBuilder:
     """
 
     def __init__(self, memory: MemoryManager, requests: RequestTable) -> None:
-        self._memory, self._requests = memory, requests
+        self._memory = memory
+        self._requests = requests
         self._last: tuple[Step, np.ndarray] | None = None
         self._unseen: list[np.ndarray] = []  # pages, since the last step that computes anything
 
@@ -69,9 +70,18 @@ class StepBuilder:
         if penalties is not None and penalties.new:
             penalties = replace(penalties, new=())
         return Step(
-            last.epoch, applied.number, last.decodes, last.slots, applied.rows.starts, last.counts,
-            last.samples, last.tokens, last.fields, penalties, self._delta(),
-        )  # fmt: skip
+            last.epoch,
+            applied.number,
+            last.decodes,
+            last.slots,
+            applied.rows.starts,
+            last.counts,
+            last.samples,
+            last.tokens,
+            last.fields,
+            penalties,
+            self._delta(),
+        )
 
     def _delta(self) -> Delta:
         """What changed since the last step that computes anything."""

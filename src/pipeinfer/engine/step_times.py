@@ -50,9 +50,13 @@ def measured(
         return replayed(room, step)
 
     return step_cost(
-        graphs.decodes or few, graphs.mixed or unaided(most_tokens, most_rows), frame, pages,
-        lambda rows, step: seconds(alone(rows), step), seconds,
-    )  # fmt: skip
+        graphs.decodes or few,
+        graphs.mixed or unaided(most_tokens, most_rows),
+        frame,
+        pages,
+        lambda rows, step: seconds(alone(rows), step),
+        seconds,
+    )
 
 
 def step_cost(
@@ -113,7 +117,8 @@ def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, i
     What is measured is at times too long, never too short: one such price, five times too high,
     kept steps of that size from being made at all.
     """
-    found, least = [], sizes[-1][2]
+    found: list[tuple[int, int, int]] = []
+    least = sizes[-1][2]
     for tokens, begun, more in reversed(sizes):
         least = min(least, more)
         found.append((tokens, begun, least))

@@ -9,9 +9,9 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from prometheus_client import Counter
 
 from pipeinfer.gateway.errors import ApiError
@@ -33,7 +33,8 @@ class Client:
     __slots__ = ("account", "name", "output", "prompt")
 
     def __init__(self, name: str, account: Account, metrics: Metrics) -> None:
-        self.name, self.account = name, account
+        self.name = name
+        self.account = account
         self.prompt, self.output = metrics.key_counters(name)
 
     def use(self, counter: Counter, tokens: int, clock: Callable[[], float]) -> None:
@@ -67,12 +68,15 @@ class Admission:
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._metrics, self._clock = metrics, clock
+        self._metrics = metrics
+        self._clock = clock
         self._keys = Keys()
-        self._clients = {ANONYMOUS: Client(ANONYMOUS, Account(anonymous, clock()), metrics)}
+        self._clients: dict[str, Client] = {}
         if keys:
-            self._clients = {}
             self.replace(keys)
+        else:
+            account = Account(anonymous, clock())
+            self._clients[ANONYMOUS] = Client(ANONYMOUS, account, metrics)
 
     @property
     def keyed(self) -> bool:
@@ -83,7 +87,8 @@ class Admission:
         """Other keys from now on. A name that stays keeps what it has used; requests of a key
         that is gone go on."""
         now, before = self._clock(), self._clients
-        self._keys, self._clients = keys, {}
+        self._keys = keys
+        self._clients = {}
         for key in keys:
             client = before.get(key.name)
             if client is None:
@@ -91,7 +96,7 @@ class Admission:
             client.account.limit(key.limits, now)
             self._clients[key.name] = client
 
-    def middleware(self) -> Any:
+    def middleware(self) -> Middleware:
         """What stands before every handler: key, then limits, before anything of a body is read."""
 
         @web.middleware
@@ -188,7 +193,9 @@ class _Metered:
     __slots__ = ("_client", "_clock", "_sink")
 
     def __init__(self, sink: Sink, client: Client, clock: Callable[[], float]) -> None:
-        self._sink, self._client, self._clock = sink, client, clock
+        self._sink = sink
+        self._client = client
+        self._clock = clock
 
     def started(self, index: int, started: Started) -> None:
         client = self._client

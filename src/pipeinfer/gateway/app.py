@@ -10,9 +10,9 @@ import re
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from pipeinfer.gateway.admission import Admission
 from pipeinfer.gateway.bodies import Bodies
@@ -27,6 +27,7 @@ from pipeinfer.gateway.responses import Handler, error_response, json_response, 
 from pipeinfer.gateway.schema import ChatRequest, CompletionRequest, Request
 from pipeinfer.gateway.shapes import Answer
 from pipeinfer.gateway.streams import EventStream, WholeAnswer, api_error
+from pipeinfer.json_values import JsonObject, JsonValue
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class _Handlers:
     # --------------------------------------------------------------------------------- middlewares
 
     @property
-    def errors(self) -> Any:
+    def errors(self) -> Middleware:
         @web.middleware
         async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             try:
@@ -173,12 +174,16 @@ class _Handlers:
     def _check_answering(self) -> None:
         core = self._service.core
         if not core.answering():
-            raise ApiError(503, f"the server is {core.status}: {core.health.reason()}",
-                           code=core.status, retry_after=1)  # fmt: skip
+            raise ApiError(
+                503,
+                f"the server is {core.status}: {core.health.reason()}",
+                code=core.status,
+                retry_after=1,
+            )
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self) -> JsonObject:
         service = self._service
-        model = {
+        model: JsonObject = {
             "id": service.model,
             "object": "model",
             "created": service.created,
@@ -200,7 +205,7 @@ class _Handlers:
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         core = self._service.core
-        stages = [
+        stages: list[JsonValue] = [
             {
                 "name": row.name,
                 "group": row.group,

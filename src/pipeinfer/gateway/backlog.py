@@ -6,9 +6,8 @@ Knows no client and no time.
 
 from __future__ import annotations
 
-from typing import Any
-
 from pipeinfer.gateway.events import Call
+from pipeinfer.json_values import JsonValue
 
 BYTES_PER_TOKEN = 4  # of ids exactly, of English text about
 VALUE_BYTES = 64  # that a value of a conversation or of template arguments occupies beside its text
@@ -23,7 +22,9 @@ def size_of(call: Call) -> int:
     if call.prompt_ids is not None:
         return len(call.prompt_ids) // BYTES_PER_TOKEN
     occupied = 0
-    rest: list[Any] = [call.text] if call.chat is None else [call.chat, call.template_arguments]
+    rest: list[JsonValue] = (
+        [call.text] if call.chat is None else [*call.chat, call.template_arguments]
+    )
     while rest:  # no recursion: a caller of AsyncLLM may nest as deeply as it likes
         value = rest.pop()
         if isinstance(value, str):
@@ -42,7 +43,8 @@ class Backlog:
     """Counts the requests of which nothing was delivered. None and 0 tokens are no limit."""
 
     def __init__(self, most_requests: int | None, most_tokens: int = 0) -> None:
-        self._most_requests, self._most_tokens = most_requests, most_tokens
+        self._most_requests = most_requests
+        self._most_tokens = most_tokens
         self.requests = self.tokens = 0
 
     def add(self, tokens: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 
 from aiohttp import HttpVersion11, web
@@ -36,7 +36,7 @@ class Bodies:
         self._held = 0  # bytes beyond SMALL of bodies that are being read
 
     @asynccontextmanager
-    async def reading(self, request: web.Request) -> AsyncIterator[bytearray]:
+    async def reading(self, request: web.Request) -> AsyncGenerator[bytearray]:
         """The whole body, which counts as being read until the caller is through with it.
 
         ApiError: 400 if it is broken, 408 if it does not come, 413 if it is too large, 415 for an

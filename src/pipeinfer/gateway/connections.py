@@ -56,8 +56,10 @@ class Connections:
         bad: Callable[[], None],
         refused: Callable[[], None],
     ) -> None:
-        self.server, self.bad = server, bad
-        self._most, self._refused = most, refused
+        self.server = server
+        self.bad = bad
+        self._most = most
+        self._refused = refused
         self._all: set[Connection] = set()
         self._fresh: dict[Connection, float] = {}  # since when they wait, oldest first
         self._kept: dict[Connection, float] = {}
@@ -151,7 +153,8 @@ class Connection(web.RequestHandler):
                 # The parser gave up in the middle of a body, which nobody else is told.
                 self._last[1].set_exception(web.RequestPayloadError("malformed"))
             self._last = newest
-            self._busy, self.head_since = True, None
+            self._busy = True
+            self.head_since = None
             self._connections.busy(self)
         elif data and not self._busy and self.head_since is None:
             self.head_since = self._loop.time()
@@ -219,7 +222,7 @@ class Connection(web.RequestHandler):
         self._note(exc)
         return Unroutable.of(ApiError(status, f"no HTTP request: {_what(exc)}", code="bad_request"))
 
-    def log_exception(self, *args: Any, **kw: Any) -> None:
+    def log_exception(self, *args: object, **kw: object) -> None:
         exc = kw.get("exc_info")
         if isinstance(exc, web.RequestPayloadError):  # in a body that nobody wanted any more
             self._note(exc)

@@ -6,10 +6,9 @@ Knows no sockets, no clock, and nothing about the meaning of tokens.
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import ClassVar
 
 import msgspec
 
@@ -17,14 +16,15 @@ from pipeinfer.beats import silence
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.gateway.backlog import Backlog, size_of
-from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status, StatusChanged
+from pipeinfer.gateway.deadlines import Deadlines
+from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status
 from pipeinfer.gateway.health import Expected, Health
-from pipeinfer.gateway.ledger import REMEMBERED, End, Endings, Hole, Record
+from pipeinfer.gateway.ledger import End, Endings, Hole, Record
+from pipeinfer.gateway.standing import Standing
 from pipeinfer.gateway.submission import submission
 from pipeinfer.messages import (
     Abort,
     Accepted,
-    Done,
     GroupFault,
     Heartbeat,
     Message,
@@ -69,7 +69,7 @@ class GatewayCore:
         max_queue_tokens: int = 0,
     ) -> None:
         self.health = Health(expected, silence(len(expected)))
-        self.status: Status = "starting"
+        self._standing = Standing(self.health)
         self._index = index
         self._introduction: Recover | None = Recover(f"gateway-{index}", incarnation)
         self._random = random.Random(seed + index)
@@ -78,42 +78,28 @@ class GatewayCore:
         self._records: dict[str, Record] = {}
         self._backlog = Backlog(max_queue, max_queue_tokens)
         self._endings = Endings()
-        self._done: dict[str, list[str]] = {}  # ended in this event, by tokenizer
-        self._deadlines: list[tuple[float, str]] = []
-        self._draining = self._was_ready = False
-        self._told: StatusChanged | None = None
-        self._late_rows = self._stray_rows = self._resubmitted = 0
-        self._handlers: dict[type[Message], Callable[[Any, float], list[Send]]] = {
-            Text: self._text,
-            Call: self._call,
-            Hangup: self._hangup,
-            Accepted: self._accepted,
-            Refused: self._refused,
-            Recover: self._recover,
-            Heartbeat: self._heartbeat,
-            GroupFault: self._ignore,
-            Tick: self._tick,
-            Drain: self._drain,
-            Unsent: self._unsent,
-            Leave: self._drain,  # its connections cannot be handed over
-        }
+        self._deadlines = Deadlines(self._records)
+        self._counts = {"late_rows": 0, "stray_rows": 0, "resubmitted": 0}
 
     # ------------------------------------------------------------------------------- a stage's core
 
     def handle(self, event: Message, now: float) -> list[Send]:
         """Takes one event at `now` (monotonic seconds). KeyError for one that no gateway gets."""
-        out = self._handlers[type(event)](event, now)
-        if self._done:
-            done = ((to, Done(tuple(ids))) for to, ids in self._done.items())
-            out += [Send("requests", to, message) for to, message in done]
-            self._done.clear()
+        out = self._handlers[type(event)](self, event, now)
+        if self._endings.untold:
+            out += [Send("requests", to, done) for to, done in self._endings.tell()]
         return out
+
+    @property
+    def status(self) -> Status:
+        """What clients are told of the pipeline."""
+        return self._standing.status
 
     def state(self) -> tuple[State, str]:
         """(state, reason) for the heartbeat."""
-        if self._draining:
+        if self._standing.draining:
             return "draining", f"{len(self._records)} requests are running"
-        if self._was_ready and self.health.answering():
+        if self.answering():
             return "ready", ""
         return "waiting", self.health.reason()
 
@@ -124,9 +110,7 @@ class GatewayCore:
             "running": float(len(self._records) - self._backlog.requests),
             "waiting": float(self._backlog.requests),
             "waiting_tokens": float(self._backlog.tokens),
-            "late_rows": float(self._late_rows),
-            "stray_rows": float(self._stray_rows),
-            "resubmitted": float(self._resubmitted),
+            **self._counts,
         }
 
     def idle(self) -> bool:
@@ -135,7 +119,7 @@ class GatewayCore:
 
     def answering(self) -> bool:
         """Whether a request that came now would be answered without a pause."""
-        return self._was_ready and not self._draining and self.health.answering()
+        return self._standing.answering
 
     # -------------------------------------------------------------------------------- from a client
 
@@ -153,8 +137,7 @@ class GatewayCore:
         self._dispatched += 1
         self._records[call.request_id] = record = Record(submit, tokenizer, now, size)
         self._backlog.add(size)
-        if call.timeout > 0:
-            heapq.heappush(self._deadlines, (record.deadline, call.request_id))
+        self._deadlines.add(record)
         return [Send("requests", tokenizer, submit)]
 
     def refusal(self, name: str = "", requests: int = 1, tokens: int = 0) -> Failed | None:
@@ -162,10 +145,10 @@ class GatewayCore:
 
         To be asked before a request is read, so that those who come to a full server cost little.
         """
-        if self._draining:
+        if self._standing.draining:
             message = "the server is shutting down"
             return Failed(name, 503, message, code="draining", retry_after=RETRY_LATER)
-        if not self._was_ready:
+        if not self._standing.was_ready:
             message = f"the server is starting: {self.health.reason()}"
             return Failed(name, 503, message, code="starting", retry_after=RETRY_SOON)
         reason = self._backlog.no_room(requests, tokens)
@@ -183,7 +166,8 @@ class GatewayCore:
         record = self._records.get(accepted.request_id)
         if record is None or record.attempt != accepted.attempt:
             return []
-        again, record.accepted, record.group = record.accepted, True, accepted.group
+        again = record.group >= 0
+        record.group = accepted.group
         if again:
             return []  # another group took it over
         out = []
@@ -226,8 +210,8 @@ class GatewayCore:
             if record is None:
                 self._unknown(row, out, now)
             elif row.attempt != record.attempt:
-                self._late_rows += 1
-            elif not record.accepted:
+                self._counts["late_rows"] += 1
+            elif record.group < 0:  # not accepted yet
                 record.early.append(row)
             else:
                 self._deliver(record, row, out, now)
@@ -272,10 +256,10 @@ class GatewayCore:
         """A row of a request that is not live: late, of a dead gateway, or its end got lost."""
         end = self._endings.get(row.request_id)
         if end is None:
-            self._stray_rows += 1
+            self._counts["stray_rows"] += 1
             end = End("", row.attempt, "unknown to its gateway", now)
         else:
-            self._late_rows += 1
+            self._counts["late_rows"] += 1
             if now - end.at < LATE:
                 return
             end = end._replace(reason=end.reason or "it has ended", at=now)
@@ -287,7 +271,7 @@ class GatewayCore:
     def _recover(self, asked: Recover, now: float) -> list[Send]:
         """A tokenizer was started again: its requests, and the ends that it may have missed."""
         mine = [record for record in self._records.values() if record.tokenizer == asked.stage]
-        self._resubmitted += len(mine)
+        self._counts["resubmitted"] += len(mine)
         known = [record.again() for record in mine]
         ended = self._endings.lately(asked.stage, now)
         sends = (Send("requests", asked.stage, message) for message in (*known, *ended))
@@ -310,15 +294,8 @@ class GatewayCore:
             out += [Send("recovery", to, self._introduction) for to in self._tokenizers]
             self._introduction = None
         self.health.check(now)
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, request_id = heapq.heappop(self._deadlines)
-            record = self._records.get(request_id)
-            if record is not None and record.deadline == deadline:
-                self._expire(record, out, now)
-        if len(self._deadlines) > 2 * len(self._records) + REMEMBERED:  # mostly of ended requests
-            timed = (r for r in self._records.values() if r.timeout > 0)
-            self._deadlines = [(r.deadline, r.request_id) for r in timed]
-            heapq.heapify(self._deadlines)
+        for record in self._deadlines.over(now):
+            self._expire(record, out, now)
         self._tell(out)
         return out
 
@@ -340,25 +317,16 @@ class GatewayCore:
         out.append(local(delta))
 
     def _drain(self, _event: Drain | Leave, _now: float) -> list[Send]:
-        self._draining = True
+        self._standing.draining = True
         out: list[Send] = []
         self._tell(out)
         return out
 
     def _tell(self, out: list[Send]) -> None:
         """Tells the driver the status whenever it differs from what it was told."""
-        complete = self.health.complete()
-        self._was_ready = self._was_ready or complete
-        if self._draining:
-            self.status = "draining"
-        elif complete:
-            self.status = "ready"
-        else:
-            self.status = "degraded" if self._was_ready else "starting"
-        told = StatusChanged(self.status, self.answering(), self.health.reason())
-        if told != self._told:
-            self._told = told
-            out.append(local(told))
+        news = self._standing.news()
+        if news is not None:
+            out.append(local(news))
 
     # ------------------------------------------------------------------------------ ends of records
 
@@ -377,7 +345,6 @@ class GatewayCore:
     def _complete(self, record: Record, now: float) -> None:
         """Its client has all of it; the pipeline hears so when this event was handled."""
         self._end(record, "", now)
-        self._done.setdefault(record.tokenizer, []).append(record.request_id)
 
     def _abort(self, record: Record, reason: str, now: float) -> Send:
         """Nobody wants the rest of it; to be sent."""
@@ -390,6 +357,21 @@ class GatewayCore:
             self._backlog.remove(record.size)
         end = End(record.tokenizer, record.attempt, reason, now)
         self._endings.add(record.request_id, end)
+
+    _handlers: ClassVar[dict[type[Message], Callable[..., list[Send]]]] = {
+        Text: _text,
+        Call: _call,
+        Hangup: _hangup,
+        Accepted: _accepted,
+        Refused: _refused,
+        Recover: _recover,
+        Heartbeat: _heartbeat,
+        GroupFault: _ignore,
+        Tick: _tick,
+        Drain: _drain,
+        Unsent: _unsent,
+        Leave: _drain,  # its connections cannot be handed over
+    }
 
 
 def _timed_out(record: Record) -> Failed:

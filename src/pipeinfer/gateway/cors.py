@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from pipeinfer.gateway.responses import Handler
 from pipeinfer.settings import ConfigurationError
@@ -30,7 +30,7 @@ class Cors:
 
     origins: frozenset[str] = frozenset()
 
-    def middleware(self) -> Any:
+    def middleware(self) -> Middleware:
         """Answers the questions that browsers ask before the request itself (preflight)."""
 
         @web.middleware

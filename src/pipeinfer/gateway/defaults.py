@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from pipeinfer.checkpoint.generation import read_generation
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
 from pipeinfer.settings import ConfigurationError
@@ -21,6 +23,6 @@ def sampling_defaults(folder: Path) -> SamplingParams:
     """
     given = read_generation(folder).sampling()
     try:
-        return normalized(SamplingParams(**{"max_tokens": None, **given}))
+        return normalized(replace(SamplingParams(max_tokens=None), **given))
     except InvalidParameter as error:
         raise ConfigurationError(f"{folder / 'generation_config.json'}: {error}") from None

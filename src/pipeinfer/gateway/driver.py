@@ -42,8 +42,10 @@ class HttpDriver:
         listen: Callable[[], list[socket.socket]],
         certificate: Certificate | None = None,
     ) -> None:
-        self._service, self._certificate = service, certificate
-        self._host, self._listen = host, listen
+        self._service = service
+        self._certificate = certificate
+        self._host = host
+        self._listen = listen
         self._sockets: list[socket.socket] = []
         self._runner: web.AppRunner | None = None
         self._connections: Connections | None = None

@@ -38,7 +38,10 @@ class ApiError(Exception):
     ) -> None:
         message = _shortened(message)
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
         self.retry_after = retry_after
 
     def body(self) -> bytes:

@@ -6,8 +6,9 @@ here knows HTTP beyond the status numbers of an error.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
+from pipeinfer.json_values import JsonObject
 from pipeinfer.messages import FinishReason, Message
 from pipeinfer.params import SamplingParams
 
@@ -28,8 +29,8 @@ class Call(Message, frozen=True):
     params: SamplingParams
     text: str | None = None
     prompt_ids: bytes | None = None
-    chat: list[dict[str, Any]] | None = None
-    template_arguments: dict[str, Any] = {}
+    chat: list[JsonObject] | None = None
+    template_arguments: JsonObject = {}
     add_special_tokens: bool = True
     priority: int = 0
     timeout: float = 0.0

@@ -39,7 +39,7 @@ class Row:
     pid: int = 0
     incarnation: int = 0
     seen: float | None = None
-    stats: dict[str, float] = field(default_factory=dict)
+    stats: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class Health:

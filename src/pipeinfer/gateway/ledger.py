@@ -31,37 +31,40 @@ class Record:
     """
 
     __slots__ = (
-        "accepted",
         "attempt",
         "bytes",
         "deadline",
         "early",
         "group",
         "prompt_tokens",
-        "request_id",
         "size",
         "started",
         "submit",
-        "timeout",
         "tokenizer",
         "tokens",
     )
 
     def __init__(self, submit: Submit, tokenizer: str, now: float, size: int = 0) -> None:
-        self.request_id = submit.request_id
         self.submit = submit
         self.attempt = submit.attempt
         self.size = size
         self.tokenizer = tokenizer
-        self.timeout = submit.timeout
         self.deadline = now + submit.timeout if submit.timeout > 0 else float("inf")
-        self.accepted = False  # it has a group
-        self.group = -1
+        self.group = -1  # until the first Accepted
         self.prompt_tokens = -1  # unknown before the first Accepted
         self.early: list[TextRow] = []
         self.started = False  # a row was delivered
         self.bytes = 0
         self.tokens = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.submit.request_id
+
+    @property
+    def timeout(self) -> float:
+        """Seconds; 0: never."""
+        return self.submit.timeout
 
     def again(self) -> Submit:
         """What a tokenizer that was started again must know of it."""
@@ -108,13 +111,23 @@ class End(NamedTuple):
 
 
 class Endings:
-    """The latest ended requests, oldest first."""
+    """The latest ended requests, oldest first. untold: those that end with Done, of which their
+    tokenizers have not heard; by tokenizer."""
 
     def __init__(self) -> None:
         self._ends: dict[str, End] = {}
+        self.untold: dict[str, list[str]] = {}
+
+    def tell(self) -> list[tuple[str, Done]]:
+        """What to tell which tokenizer of those that were untold."""
+        told = [(tokenizer, Done(tuple(ids))) for tokenizer, ids in self.untold.items()]
+        self.untold.clear()
+        return told
 
     def add(self, request_id: str, end: End) -> None:
         """Records an end, or that the pipeline was told again."""
+        if not end.reason:
+            self.untold.setdefault(end.tokenizer, []).append(request_id)
         self._ends.pop(request_id, None)
         self._ends[request_id] = end
         if len(self._ends) > REMEMBERED:

@@ -38,7 +38,8 @@ class Bucket:
 
     def __init__(self, a_minute: int, now: float) -> None:
         self.a_minute = a_minute
-        self._level, self._at = float(a_minute), now
+        self._level = float(a_minute)
+        self._at = now
 
     def level(self, now: float) -> float:
         """What is there at `now` (seconds); a clock that goes back adds nothing."""

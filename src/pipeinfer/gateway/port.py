@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
@@ -44,7 +44,9 @@ class _Route:
     __slots__ = ("batch", "first", "index", "last", "sink")
 
     def __init__(self, batch: _Batch, index: int, now: float) -> None:
-        self.batch, self.sink, self.index = batch, batch.sink, index
+        self.batch = batch
+        self.sink = batch.sink
+        self.index = index
         self.last = now
         self.first = True
 
@@ -53,7 +55,8 @@ class Port:
     """Routes of the live requests. `bind` it to the core's feed before the first call."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._metrics, self._clock = metrics, clock
+        self._metrics = metrics
+        self._clock = clock
         self._routes: dict[str, _Route] = {}
         self._feed: Callable[[Message], None] | None = None
 
@@ -61,7 +64,7 @@ class Port:
         self._feed = feed
 
     @contextlib.asynccontextmanager
-    async def opened(self, calls: Iterable[Call], sink: Sink) -> AsyncIterator[None]:
+    async def opened(self, calls: Iterable[Call], sink: Sink) -> AsyncGenerator[None]:
         """Sends the calls, a few in each turn of the loop; call i delivers to `sink` as choice i.
 
         No more are sent, or even built, once one has failed. At the end of the context, also of one

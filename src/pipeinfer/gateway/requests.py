@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import cast
 
 import msgspec
+from msgspec.structs import replace
 
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS
 from pipeinfer.gateway.errors import ApiError
@@ -22,6 +23,7 @@ from pipeinfer.gateway.schema import (
     CompletionRequest,
     Generation,
 )
+from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.packing import pack
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
 
@@ -82,13 +84,12 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     _check_sendable("chat_template_kwargs", arguments)
     if request.add_generation_prompt is not None:
         arguments["add_generation_prompt"] = request.add_generation_prompt
-    call = Call(
-        base,
-        params,
+    call = replace(
+        _common(request, params, terms, trace),
+        request_id=base,
         chat=chat,
         template_arguments=arguments,
         add_special_tokens=bool(request.add_special_tokens),
-        **_common(request, terms, trace),
     )
     return _job(request, [call], 1)
 
@@ -99,15 +100,15 @@ def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: s
     limit = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     params = _params(request, terms.sampling, limit, "max_tokens")
     special = request.add_special_tokens is not False
-    common = _common(request, terms, trace)
+    common = _common(request, params, terms, trace)
 
     def calls() -> Iterator[Call]:
         for i, prompt in enumerate(prompts):
             name = base if len(prompts) == 1 else f"{base}-{i}"
             if isinstance(prompt, str):
-                yield Call(name, params, text=prompt, add_special_tokens=special, **common)
+                yield replace(common, request_id=name, text=prompt, add_special_tokens=special)
             else:
-                yield Call(name, params, prompt_ids=pack(prompt), **common)
+                yield replace(common, request_id=name, prompt_ids=pack(prompt))
 
     return _job(request, calls(), len(prompts))
 
@@ -121,13 +122,16 @@ def _job(request: Generation, calls: Iterable[Call], choices: int) -> Job:
     return Job(calls, choices, stream, usage)
 
 
-def _common(request: Generation, terms: Terms, trace: str) -> dict[str, Any]:
-    return {
-        "priority": request.priority or 0,
-        "timeout": request.timeout or terms.timeout,  # 0 is as not given
-        "cache_salt": request.cache_salt or "",
-        "trace": trace,
-    }
+def _common(request: Generation, params: SamplingParams, terms: Terms, trace: str) -> Call:
+    """What all calls of a request share; the id and the prompt of each are still to come."""
+    return Call(
+        request_id="",
+        params=params,
+        priority=request.priority or 0,
+        timeout=request.timeout or terms.timeout,  # 0 is as not given
+        cache_salt=request.cache_salt or "",
+        trace=trace,
+    )
 
 
 def _params(
@@ -136,21 +140,21 @@ def _params(
     given = {name: getattr(request, name) for name in PLAIN}
     known = {name: value for name, value in given.items() if value is not None}
     try:
-        return normalized(msgspec.structs.replace(defaults, **{**known, "max_tokens": max_tokens}))
+        return normalized(replace(defaults, **{**known, "max_tokens": max_tokens}))
     except InvalidParameter as error:
         param = field if error.param == "max_tokens" else error.param
         message = str(error).replace("max_tokens must", f"{param} must")
         raise ApiError(400, message, param, "invalid_value") from None
 
 
-def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str] | list[list[int]]:
+def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str | list[int]]:
     """The prompts, all texts or all lists of ids; none of them empty, and at most `most`."""
     kinds = set(map(type, prompt)) if isinstance(prompt, list) else {str}  # of perhaps a million
     if len(kinds) > 1:
         message = "prompt must be a text, a list of token ids, or a list of only one of these"
         raise ApiError(400, message, "prompt", "invalid_type")
     single = isinstance(prompt, str) or kinds == {int}
-    listed: list[Any] = [prompt] if single else list(islice(prompt, most + 1))
+    listed = [prompt] if single else list(islice(prompt, most + 1))
     if len(listed) > most:
         message = f"at most {most} prompts a request, not {len(prompt)}"
         raise ApiError(400, message, "prompt", "invalid_value")
@@ -158,19 +162,19 @@ def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str] 
         if not item:
             param = "prompt" if single or not listed else f"prompt[{i}]"
             raise ApiError(400, f"{param} must not be empty", param, "invalid_value")
-    return listed
+    return cast(list[str | list[int]], listed)  # of one kind, and no single ids
 
 
-def _chat(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+def _chat(messages: list[ChatMessage]) -> list[JsonObject]:
     """The conversation as chat templates want it."""
     if not 0 < len(messages) <= MOST_MESSAGES:
         reason = f"be at most {MOST_MESSAGES}, not {len(messages)}" if messages else "not be empty"
         raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
-    _check_sendable("messages", [m.tool_calls for m in messages if m.tool_calls])
+    _check_sendable("messages", [call for m in messages for call in m.tool_calls or ()])
     return [_message(i, message) for i, message in enumerate(messages)]
 
 
-def _check_sendable(param: str, value: Any) -> None:
+def _check_sendable(param: str, value: JsonValue) -> None:
     """Free-form JSON may hold numbers that the bus cannot carry."""
     try:
         msgspec.msgpack.encode(value)
@@ -178,9 +182,9 @@ def _check_sendable(param: str, value: Any) -> None:
         raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
 
 
-def _message(i: int, message: ChatMessage) -> dict[str, Any]:
+def _message(i: int, message: ChatMessage) -> JsonObject:
     """The message as chat templates want it: content as one text, no absent fields."""
-    plain: dict[str, Any] = msgspec.to_builtins(message)
+    plain: JsonObject = msgspec.to_builtins(message)
     if isinstance(message.content, list):
         plain["content"] = _joined(i, message)
     elif message.content is None:
@@ -195,7 +199,7 @@ def _message(i: int, message: ChatMessage) -> dict[str, Any]:
 
 def _joined(i: int, message: ChatMessage) -> str:
     assert isinstance(message.content, list)
-    texts = []
+    texts: list[str] = []
     for j, part in enumerate(message.content):
         place = f"messages[{i}].content[{j}]"
         if part.type != "text":

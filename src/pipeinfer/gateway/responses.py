@@ -6,18 +6,18 @@ Knows errors and JSON, and no endpoint.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.json_values import JsonObject
 
 GONE = 499  # the status of what nobody will read: its client has left
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def json_response(content: Any, status: int = 200) -> web.Response:
+def json_response(content: JsonObject, status: int = 200) -> web.Response:
     """`content` as JSON."""
     return web.Response(
         body=msgspec.json.encode(content), status=status, content_type="application/json"

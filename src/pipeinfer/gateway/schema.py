@@ -7,13 +7,14 @@ value only), or absent (harmless, ignored). Knows no tokenizer and no HTTP libra
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
 
 from pipeinfer.gateway.errors import ApiError, from_validation
 from pipeinfer.gateway.survey import CHAT, COMPLETION, Bounds, TooMuch, survey
+from pipeinfer.json_values import JsonObject, JsonValue
 
 INT32 = 2**31 - 1
 # Seconds. The ledgers of three stages keep a request until its time is up; a day is longer than
@@ -29,7 +30,7 @@ Bounded = Annotated[int, Meta(ge=-INT32, le=INT32)]  # signs are checked with th
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
 # Fields of OpenAI or vLLM that change the answer and are not built, with the values that do not.
-NOT_BUILT: dict[str, tuple[Any, ...]] = {
+NOT_BUILT: dict[str, tuple[JsonValue, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "logprobs": (False,),
@@ -113,7 +114,7 @@ class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[JsonObject] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -123,7 +124,7 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
 
     messages: list[ChatMessage]
     max_completion_tokens: Bounded | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
 
 
@@ -135,17 +136,21 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
 
 Request = TypeVar("Request", ChatRequest, CompletionRequest)
 
-_BOUNDS: dict[type[Any], Bounds] = {ChatRequest: CHAT, CompletionRequest: COMPLETION}
+_BOUNDS: dict[type[Generation], Bounds] = {ChatRequest: CHAT, CompletionRequest: COMPLETION}
 
 
-def _with_unbuilt(kind: type[Any]) -> type[Any]:
+def _with_unbuilt(kind: type[Request]) -> type[Request]:
     """`kind` with the fields of NOT_BUILT as raw JSON, so that one pass reads all, and builds
     nothing that will be refused."""
     fields = [(name, msgspec.Raw, msgspec.Raw()) for name in NOT_BUILT]
-    return msgspec.defstruct(kind.__name__, fields, bases=(kind,), frozen=True, kw_only=True)
+    made = msgspec.defstruct(kind.__name__, fields, bases=(kind,), frozen=True, kw_only=True)
+    return cast(type[Request], made)
 
 
-_BODIES = {kind: _with_unbuilt(kind) for kind in _BOUNDS}
+_BODIES: dict[type[Generation], type[Generation]] = {
+    ChatRequest: _with_unbuilt(ChatRequest),
+    CompletionRequest: _with_unbuilt(CompletionRequest),
+}
 
 
 def surveyed(body: bytes, kind: type[Request]) -> Iterator[None]:
@@ -162,7 +167,7 @@ def decode(body: bytes, kind: type[Request]) -> Request:
     if not body.strip():
         raise ApiError(400, "the body is empty; it must be a JSON object", code="invalid_json")
     try:
-        request = msgspec.json.decode(body, type=_BODIES[kind])
+        request = msgspec.json.decode(body, type=cast(type[Request], _BODIES[kind]))
     except msgspec.ValidationError as error:
         raise from_validation(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -174,7 +179,7 @@ def decode(body: bytes, kind: type[Request]) -> Request:
     return request
 
 
-def _neutral(raw: msgspec.Raw, neutral: tuple[Any, ...]) -> bool:
+def _neutral(raw: msgspec.Raw, neutral: tuple[JsonValue, ...]) -> bool:
     """Whether a field that is not built was left out, is null, or has a value that asks nothing."""
     size = memoryview(raw).nbytes
     if size == 0:
@@ -188,6 +193,6 @@ def _neutral(raw: msgspec.Raw, neutral: tuple[Any, ...]) -> bool:
     return value is None or any(_same(value, other) for other in neutral)
 
 
-def _same(value: Any, neutral: Any) -> bool:
+def _same(value: JsonValue, neutral: JsonValue) -> bool:
     """Equality that tells False from 0: `logprobs: 0` asks for something, `false` does not."""
     return type(value) is type(neutral) and value == neutral

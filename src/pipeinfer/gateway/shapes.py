@@ -6,11 +6,11 @@ What is the same in all chunks of a stream is encoded once. Knows no HTTP and no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.json_values import JsonObject
 from pipeinfer.messages import FinishReason
 
 DONE = b"data: [DONE]\n\n"
@@ -36,7 +36,7 @@ class Usage:
     output: int = 0
     cached: int = 0
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> JsonObject:
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.output,
@@ -59,7 +59,8 @@ class Chunks:
 
     def __init__(self, answer: Answer, choices: int, include_usage: bool) -> None:
         kind = "chat.completion.chunk" if answer.chat else "text_completion"
-        self._answer, self._kind = answer, kind
+        self._answer = answer
+        self._kind = kind
         head = _head(answer, kind)
         usage = b',"usage":null}\n\n' if include_usage else b"}\n\n"
         field = b'"delta":{"content":' if answer.chat else b'"text":'
@@ -135,8 +136,8 @@ def _head(answer: Answer, kind: str) -> bytes:
     return _json.encode(fields)[:-1]
 
 
-def _choice(chat: bool, index: int, choice: Choice) -> dict[str, Any]:
-    content: dict[str, Any] = {"text": choice.text}
+def _choice(chat: bool, index: int, choice: Choice) -> JsonObject:
+    content: JsonObject = {"text": choice.text}
     if chat:
         content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
     return {

@@ -16,7 +16,8 @@ class Certificate:
 
     def __init__(self, chain: str, key: str) -> None:
         """Raises ConfigurationError if the files cannot be read, or do not belong together."""
-        self._chain, self._key = chain, key
+        self._chain = chain
+        self._key = key
         self.context = self._read()
 
     def reload(self) -> None:

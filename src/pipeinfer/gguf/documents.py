@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from pipeinfer.gguf.header import Header, read_header
 from pipeinfer.gguf.hyperparameters import config_json
 from pipeinfer.gguf.tokenizer import MODEL, tokenizer_config
 from pipeinfer.gguf.values import Metadata
+from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import ConfigurationError
 
 if TYPE_CHECKING:
@@ -27,13 +28,13 @@ def is_gguf(checkpoint: Path) -> bool:
     return checkpoint.suffix.lower() == SUFFIX
 
 
-def document(path: Path, name: str) -> dict[str, Any] | None:
+def document(path: Path, name: str) -> JsonObject | None:
     """The object that file `name` would hold, None where there would be no such file.
 
     Raises ConfigurationError in one line that names `path`.
     """
     make = DOCUMENTS.get(name)
-    return None if make is None else make(read_header(path))
+    return None if make is None else cast(JsonObject | None, make(read_header(path)))
 
 
 def tokenizer(path: Path) -> Tokenizer | None:
@@ -43,7 +44,7 @@ def tokenizer(path: Path) -> Tokenizer | None:
     return _of_vocabulary(read_header(path), load_tokenizer)
 
 
-def _tokenizer_config(header: Header) -> dict[str, Any] | None:
+def _tokenizer_config(header: Header) -> dict[str, object] | None:
     return _of_vocabulary(header, tokenizer_config)
 
 
@@ -57,7 +58,7 @@ def _of_vocabulary(header: Header, make: Callable[[Metadata], Made]) -> Made | N
         raise error if str(header.path) in text else header.error(text) from None
 
 
-DOCUMENTS: dict[str, Callable[[Header], dict[str, Any] | None]] = {
+DOCUMENTS: dict[str, Callable[[Header], dict[str, object] | None]] = {
     "config.json": config_json,
     "tokenizer_config.json": _tokenizer_config,
 }

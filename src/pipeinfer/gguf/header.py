@@ -49,7 +49,9 @@ class Metadata(Mapping[str, Value]):
 
     def __init__(self, path: Path, data: mmap.mmap, places: dict[str, tuple[int, int]]) -> None:
         """`places`: type and position by key."""
-        self._path, self._data, self._places = path, data, places
+        self._path = path
+        self._data = data
+        self._places = places
 
     def __getitem__(self, key: str) -> Value:
         kind, at = self._places[key]

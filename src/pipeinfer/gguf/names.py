@@ -92,9 +92,14 @@ def _packed(header: Header, keys: Keys, tensor: Tensor, part: str = "") -> Packe
             raise header.error(f"{tensor.name} has {tensor.shape[0]} rows for {heads} heads")
     shifted = keys.architecture == "gemma3" and tensor.name.endswith("norm.weight")
     return Packed(
-        header.path, tensor.type, tensor.shape, tensor.nbytes, tensor.offset, heads,
+        header.path,
+        tensor.type,
+        tensor.shape,
+        tensor.nbytes,
+        tensor.offset,
+        heads,
         1.0 if shifted else 0.0,
-    )  # fmt: skip
+    )
 
 
 def _expert(header: Header, tensor: Tensor, index: int) -> Packed:

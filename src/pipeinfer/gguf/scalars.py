@@ -44,7 +44,8 @@ class Cursor:
     """Reads one value after another from `data`, from `at` on; raises Broken at the end of it."""
 
     def __init__(self, data: mmap | bytes, at: int = 0) -> None:
-        self._data, self.at = data, at
+        self._data = data
+        self.at = at
         self._size = len(data)
 
     @property

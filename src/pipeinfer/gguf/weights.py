@@ -50,8 +50,9 @@ class WeightFile:
     def _blocks(self, packed: Packed) -> np.ndarray:
         """uint8 [rows, blocks, bytes of a block], a view."""
         raw = self._bytes[packed.offset : packed.offset + packed.nbytes]
-        return raw.reshape(packed.shape[0] if len(packed.shape) > 1 else 1, -1,
-                           BLOCKS[packed.dtype][1])  # fmt: skip
+        return raw.reshape(
+            packed.shape[0] if len(packed.shape) > 1 else 1, -1, BLOCKS[packed.dtype][1]
+        )
 
 
 def _plain(values: np.ndarray, packed: Packed) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from pipeinfer.layers.linear import RowLinear, merged_qkv
-from pipeinfer.layers.norm import USUAL, HeadNorm, NormKind
+from pipeinfer.layers.norm import HeadNorm, NormKind
 from pipeinfer.layers.pending import Pending
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rotation, rotate
@@ -48,38 +48,45 @@ class MergedHeads(NamedTuple):
 Attend = Callable[[int, MergedHeads], torch.Tensor]
 
 
+class Heads(NamedTuple):
+    """Of all ranks. `norm`: the kind and epsilon of their QK norm, None where there is none."""
+
+    queries: int
+    keys: int
+    head_dim: int
+    norm: tuple[NormKind, float] | None = None
+
+
 class SelfAttention:
-    """[T, hidden] to [T, hidden]. `norm_eps` turns QK norm on, of kind `norm_kind`; heads are those
-    of all ranks.
-    """
+    """[T, hidden] to [T, hidden]; `bias`: of queries, keys and values."""
 
     def __init__(
         self,
         layer: int,
         *,
         hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        heads: Heads,
         bias: bool,
         output_bias: bool,
-        norm_eps: float | None,
         placement: Placement,
-        norm_kind: NormKind = USUAL,
     ) -> None:
         shard = placement.shard
         self.layer = layer
-        self.head_dim = head_dim
-        self.num_heads = num_heads // shard.size
-        first, last = shard.kv_span(num_kv_heads)
+        self.head_dim = heads.head_dim
+        self.num_heads = heads.queries // shard.size
+        first, last = shard.kv_span(heads.keys)
         self.num_kv_heads = last - first
-        self.qkv = merged_qkv(hidden_size, num_heads, num_kv_heads, head_dim, bias, placement)
-        self.norm = (
-            HeadNorm(self.num_heads, self.num_kv_heads, head_dim, norm_eps, placement, norm_kind)
-            if norm_eps is not None
-            else None
+        self.qkv = merged_qkv(
+            hidden_size, heads.queries, heads.keys, heads.head_dim, bias, placement
         )
-        self.output = RowLinear("o_proj", num_heads * head_dim, hidden_size, output_bias, placement)
+        self.norm: HeadNorm | None = None
+        if heads.norm is not None:
+            kind, eps = heads.norm
+            self.norm = HeadNorm(
+                self.num_heads, self.num_kv_heads, heads.head_dim, eps, placement, kind
+            )
+        width = heads.queries * heads.head_dim
+        self.output = RowLinear("o_proj", width, hidden_size, output_bias, placement)
 
     def __call__(
         self,

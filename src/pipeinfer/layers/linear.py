@@ -79,7 +79,8 @@ class RowLinear:
         self._placement = placement
         skinny = skinny_products(placement.device, placement.dtype)
         self._skinny = skinny if placement.alone and placement.pending else None
-        self._in_features, self._out_features = in_features, out_features
+        self._in_features = in_features
+        self._out_features = out_features
         self._start, self._stop = placement.shard.span(in_features)
         self._bias = placement.empty(out_features) if bias else None
         weight = placement.empty(out_features, self._stop - self._start)

@@ -24,7 +24,8 @@ class SkinnyProducts:
     def __init__(self) -> None:
         from pipeinfer.kernels import norm, skinny
 
-        self._products, self._norm = skinny, norm
+        self._products = skinny
+        self._norm = norm
 
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

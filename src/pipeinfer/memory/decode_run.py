@@ -24,14 +24,17 @@ class DecodeRun:
     """
 
     def __init__(self, plan: Plan, rows: Rows, slots: Slots, table: PageTable, page: int) -> None:
-        self._slot_bytes, self._count_bytes = plan.slots, plan.counts
+        self._slot_bytes = plan.slots
+        self._count_bytes = plan.counts
         self._page = page
         self.slots = rows.slots
         self.starts = rows.starts + rows.counts
         self.room = table.held[rows.slots] * np.int32(page)
         # A row may decode position p while p + 2 tokens are within its limit.
         self.left = int((slots.max_total[rows.slots] - self.starts).min()) - 1
-        self._ones, self._yes, self._no = rows.counts, rows.samples, rows.deferred
+        self._ones = rows.counts
+        self._yes = rows.samples
+        self._no = rows.deferred
 
     @staticmethod
     def begins(plan: Plan, rows: Rows) -> bool:

@@ -30,6 +30,7 @@ class RunningDigest:
     def close(self) -> int:
         """Ends a link of the chain, returns and keeps its hash."""
         whole = self._hash or blake2b(self._link, digest_size=8)
-        self._link, self._hash = whole.digest(), None
+        self._link = whole.digest()
+        self._hash = None
         self.value = int.from_bytes(self._link, "little")
         return self.value

@@ -96,10 +96,16 @@ class MemoryManager:
         self._note(cached, rows.starts, rows.counts, rows.deferred)
         unseen, self._unseen = self._unseen, []
         return Applied(
-            plan.number, rows, admitted, cached, self.free, self.evictable, self.evicted_pages,
+            plan.number,
+            rows,
+            admitted,
+            cached,
+            self.free,
+            self.evictable,
+            self.evicted_pages,
             self._digest.close(),
             np.concatenate(unseen) if unseen else _NONE,
-        )  # fmt: skip
+        )
 
     def check_integrity(self) -> None:
         """Checks every invariant, at the cost of walking everything; raises IntegrityError."""

@@ -6,7 +6,6 @@ For comparison and for debugging. Knows no page.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -29,10 +28,10 @@ class NaiveCache:
         """Nothing."""
         return _NOTHING
 
-    def lock(self, node: Any) -> None:
+    def lock(self, node: object) -> None:
         """Nothing to lock."""
 
-    def unlock(self, node: Any) -> None:
+    def unlock(self, node: object) -> None:
         """Nothing to unlock."""
 
     def insert(self, tokens: np.ndarray, pages: np.ndarray, salt: str, clock: int) -> Match:
@@ -50,7 +49,7 @@ class NaiveCache:
     def reset(self) -> None:
         """Nothing to forget."""
 
-    def check_integrity(self, holders: Sequence[Any]) -> np.ndarray:
+    def check_integrity(self, holders: Sequence[object]) -> np.ndarray:
         """Nobody can hold a lock here."""
         if len(holders):
             raise IntegrityError(f"{len(holders)} locks on a cache without nodes")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from pipeinfer.steps.shape import AttentionShape
+from pipeinfer.tensors import tensor_of
 
 
 def bytes_per_page(shapes: Sequence[AttentionShape], page_size: int, dtype: torch.dtype, /) -> int:
@@ -61,7 +62,7 @@ class KVPool:
         Whoever gets such a page fills it token by token, and FlashAttention-3 multiplies what lies
         behind a row's end, too (https://github.com/Dao-AILab/flash-attention/issues/2374).
         """
-        at = torch.from_numpy(pages.astype(np.int64)).to(self.device)
+        at = tensor_of(pages.astype(np.int64)).to(self.device)
         for part in (*self.k, *self.v):
             part.index_fill_(0, at, 0)
 
@@ -82,4 +83,4 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     # torch.zeros writes every byte (1.5 s for 1 GiB); NumPy takes zero pages from the kernel, which
     # become real memory only where a token is stored.
     raw = np.zeros(int(np.prod(size)) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(size)
+    return tensor_of(raw).view(dtype).view(size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,7 +23,7 @@ CACHES = {
 class Match(NamedTuple):
     """A cached prefix: the node it ends in (None: nothing cached) and its pages, int32 [n]."""
 
-    node: Any
+    node: object
     pages: np.ndarray
 
 
@@ -37,11 +37,11 @@ class PrefixCache(Protocol):
         """The longest cached prefix of `tokens` (int32 [n], whole pages count) under `salt`."""
         ...
 
-    def lock(self, node: Any) -> None:
+    def lock(self, node: object) -> None:
         """Keeps the path from the root to `node` from eviction; None is no path. Locks nest."""
         ...
 
-    def unlock(self, node: Any) -> None:
+    def unlock(self, node: object) -> None:
         """Undoes one lock; raises IntegrityError if there is none."""
         ...
 
@@ -68,7 +68,7 @@ class PrefixCache(Protocol):
         """Forgets everything, locks included."""
         ...
 
-    def check_integrity(self, holders: Sequence[Any]) -> np.ndarray:
+    def check_integrity(self, holders: Sequence[object]) -> np.ndarray:
         """Raises IntegrityError unless all is consistent; `holders` has one node for each lock.
 
         Returns all pages that the cache owns, int32.

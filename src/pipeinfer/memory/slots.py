@@ -6,8 +6,6 @@ request comes, goes, or computes tokens of its prompt.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 
@@ -26,7 +24,7 @@ class Slots:
         self.computed = np.zeros(max_slots, dtype=np.int32)
         self.max_total = np.zeros(max_slots, dtype=np.int32)
         self.tokens: list[np.ndarray | None] = [None] * max_slots  # int32 [known]
-        self.node: list[Any] = [None] * max_slots  # where this request's lock is
+        self.node: list[object] = [None] * max_slots  # where this request's lock is
         self.salt: list[str] = [""] * max_slots
 
     def put(self, slot: int, tokens: np.ndarray, max_total: int, salt: str) -> None:

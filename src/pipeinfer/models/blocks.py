@@ -6,7 +6,7 @@ Knows no architecture: each says which projections have biases and hands in its 
 from __future__ import annotations
 
 from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.layers.attention import SelfAttention
+from pipeinfer.layers.attention import Heads, SelfAttention
 from pipeinfer.layers.mlp import GATES, GatedMLP
 from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
 from pipeinfer.layers.placement import Placement
@@ -43,17 +43,14 @@ def attention(
     head_norm: NormKind | None,
 ) -> SelfAttention:
     """The attention of layer `index`; `head_norm`: the kind of its QK norm, if it has one."""
+    norm = None if head_norm is None else (head_norm, config.rms_norm_eps)
     return SelfAttention(
         index,
         hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        heads=Heads(config.num_heads, config.num_kv_heads, config.head_dim, norm),
         bias=qkv_bias,
         output_bias=output_bias,
-        norm_eps=None if head_norm is None else config.rms_norm_eps,
         placement=placement,
-        norm_kind=head_norm or USUAL,
     )
 
 

@@ -6,7 +6,8 @@ Knows no file; loading.py fills the parameters.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -39,13 +40,13 @@ def build_model(
     """
     check_shard(config, shard.size, shard.whole_experts)
     placement = Placement(shard, dtype, torch.device(device), group, compiled, fusion)
-    model = _builder(config.architecture)(config, placement)
+    model = cast(CausalLM, _builder(config.architecture)(config, placement))
     if compiled:
         _compile(model, placement)
     return model
 
 
-def _builder(architecture: str) -> Any:
+def _builder(architecture: str) -> Callable[..., object]:
     """Imported only now; KeyError for an architecture that is not in the table."""
     module, _, name = ARCHITECTURES[architecture].partition(":")
     return getattr(importlib.import_module(module), name)

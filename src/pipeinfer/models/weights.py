@@ -71,7 +71,8 @@ class _Packed:
     """Pieces of a few megabytes are decoded and copied one after another."""
 
     def __init__(self, file: WeightFile, stored: Mapping[str, Any]) -> None:
-        self._file, self._stored = file, stored
+        self._file = file
+        self._stored = stored
 
     def fill(self, source: Source) -> None:
         rows = len(source.part) > 1

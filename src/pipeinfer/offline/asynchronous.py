@@ -9,9 +9,8 @@ import asyncio
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -19,6 +18,7 @@ from pipeinfer import settings as config
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS, sampling_defaults
 from pipeinfer.gateway.events import Call
+from pipeinfer.json_values import JsonValue
 from pipeinfer.offline import calls
 from pipeinfer.offline.calls import Message, Prompt
 from pipeinfer.offline.outputs import Collector, Delta, DeltaStream, RequestError
@@ -38,7 +38,7 @@ class AsyncLLM:
     wrong one. Use it as `async with AsyncLLM(...) as llm`, or call start() and close().
     """
 
-    def __init__(self, model: str = "", **settings: Any) -> None:
+    def __init__(self, model: str = "", **settings: object) -> None:
         self._given = {"model": model, **settings} if model else settings
         config.build(self._given)
         self._defaults = SamplingParams()
@@ -95,9 +95,13 @@ class AsyncLLM:
         PipelineStopped if the stages are gone.
         """
         call = calls.completion(
-            self.name(request_id), prompt, self._checked(params), priority=priority,
-            timeout=timeout, cache_salt=cache_salt,
-        )  # fmt: skip
+            self.name(request_id),
+            prompt,
+            self._checked(params),
+            priority=priority,
+            timeout=timeout,
+            cache_salt=cache_salt,
+        )
         return self._stream(call)
 
     def chat(
@@ -106,7 +110,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, JsonValue] | None = None,
         priority: int = 0,
         timeout: float = 0.0,
         cache_salt: str = "",
@@ -116,9 +120,14 @@ class AsyncLLM:
         The rest is as for generate().
         """
         call = calls.chat(
-            self.name(request_id), messages, self._checked(params), chat_template_kwargs,
-            priority=priority, timeout=timeout, cache_salt=cache_salt,
-        )  # fmt: skip
+            self.name(request_id),
+            messages,
+            self._checked(params),
+            chat_template_kwargs,
+            priority=priority,
+            timeout=timeout,
+            cache_salt=cache_salt,
+        )
         return self._stream(call)
 
     async def collect(

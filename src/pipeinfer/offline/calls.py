@@ -6,21 +6,30 @@ would be dropped, and its request never answered. Knows no pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 import msgspec
 import numpy as np
 
 from pipeinfer.gateway.events import Call
+from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.offline.outputs import RequestError
 from pipeinfer.packing import pack
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
 
 T = TypeVar("T")
 Prompt: TypeAlias = str | Sequence[int]
-Message: TypeAlias = dict[str, Any]
+Message: TypeAlias = Mapping[str, JsonValue]
 UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError)
+
+
+class Options(TypedDict, total=False):
+    """What a call may say beside its prompt; see Call."""
+
+    priority: int
+    timeout: float
+    cache_salt: str
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -61,7 +70,9 @@ def checked(params: SamplingParams) -> SamplingParams:
         raise RequestError(f"{params}: {error}", "params") from None
 
 
-def completion(request_id: str, prompt: Prompt, params: SamplingParams, **options: Any) -> Call:
+def completion(
+    request_id: str, prompt: Prompt, params: SamplingParams, **options: Unpack[Options]
+) -> Call:
     """The call for a text or for token ids; `params` are checked. Raises RequestError."""
     if isinstance(prompt, str):
         call = Call(request_id, params, text=prompt, **options)
@@ -74,12 +85,12 @@ def chat(
     request_id: str,
     messages: Sequence[Message],
     params: SamplingParams,
-    template_arguments: dict[str, Any] | None = None,
-    **options: Any,
+    template_arguments: Mapping[str, JsonValue] | None = None,
+    **options: Unpack[Options],
 ) -> Call:
     """The call for a chat; `params` are checked. Raises RequestError."""
-    arguments = template_arguments or {}
-    chat = list(messages)
+    arguments = cast(JsonObject, template_arguments or {})  # looked at when it is packed
+    chat = cast(list[JsonObject], list(messages))
     call = Call(request_id, params, chat=chat, template_arguments=arguments, **options)
     return _sendable(call, "messages")
 

@@ -9,7 +9,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import wait
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import uvloop
 
@@ -29,7 +29,7 @@ class LoopThread:
         self._thread.start()
 
     def run(
-        self, coroutine: Coroutine[Any, Any, T], meanwhile: Callable[[], None] | None = None
+        self, coroutine: Coroutine[object, None, T], meanwhile: Callable[[], None] | None = None
     ) -> T:
         """The coroutine's result. If the wait is interrupted, the coroutine is cancelled first."""
         over = threading.Event()
@@ -45,7 +45,7 @@ class LoopThread:
                 over.wait(CANCELLING)
             raise
 
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def start(self, coroutine: Coroutine[object, None, object]) -> None:
         """Begins the coroutine and does not wait for it."""
         asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
@@ -64,7 +64,7 @@ class LoopThread:
         self._loop.run_forever()
 
 
-async def _telling(coroutine: Coroutine[Any, Any, T], over: threading.Event) -> T:
+async def _telling(coroutine: Coroutine[object, None, T], over: threading.Event) -> T:
     try:
         return await coroutine
     finally:

@@ -23,7 +23,8 @@ class RequestError(ValueError):
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.param, self.code = param, code
+        self.param = param
+        self.code = code
 
 
 @dataclass(slots=True)
@@ -104,7 +105,8 @@ class Collector:
     __slots__ = ("_call", "_done", "_ids", "_metrics", "_prompt_ids", "_text", "end", "refusal")
 
     def __init__(self, call: Call, done: Callable[[Collector], None]) -> None:
-        self._call, self._done = call, done
+        self._call = call
+        self._done = done
         self._text: list[str] = []
         self._ids: list[bytes] = []
         self._prompt_ids = b""
@@ -181,10 +183,14 @@ class DeltaStream:
         self._received = delta.token_offset + len(ids)
         self._put(
             Delta(
-                delta.text, ids, delta.token_offset, delta.finish,
-                delta.stop_reason, delta.cached_tokens,
+                delta.text,
+                ids,
+                delta.token_offset,
+                delta.finish,
+                delta.stop_reason,
+                delta.cached_tokens,
             )
-        )  # fmt: skip
+        )
 
     def failed(self, failed: Failed) -> None:
         if is_refusal(failed):

@@ -85,11 +85,11 @@ class Pipeline:
 
     def _begin(self) -> None:
         stages = self._resources.enter_context(
-            local_stages(self._settings, self._context, without="gateway")
+            local_stages(
+                self._settings, self._context, without="gateway", on_give_up=self._on_give_up
+            )
         )
         self._service = stages.service
-        if isinstance(self._service, Supervisor):
-            self._service.on_give_up = self._on_give_up
         # The caller's own loop, and perhaps the only core that it has: awake only if asked to be.
         awake = wakefulness.PATIENCE if self._settings.stay_awake == "always" else 0.0
         self._shell = Shell(
@@ -152,8 +152,6 @@ class Pipeline:
     @staticmethod
     async def _stop_stages(service: Supervisor | InProcess, task: asyncio.Task[Any]) -> None:
         service.stop()
-        if isinstance(service, InProcess):
-            service.stop()  # the first only drains a gateway, and there is none
         _, late = await asyncio.wait([task], timeout=PATIENCE)
         if late:
             service.stop()  # a supervisor kills now

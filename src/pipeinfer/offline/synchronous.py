@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from tqdm import tqdm
 
 from pipeinfer.gateway.events import Call
+from pipeinfer.json_values import JsonValue
 from pipeinfer.offline import calls
 from pipeinfer.offline.asynchronous import AsyncLLM
 from pipeinfer.offline.calls import Message, Prompt
@@ -32,7 +32,7 @@ class LLM:
     with close(), with the `with` block, or with the interpreter.
     """
 
-    def __init__(self, model: str = "", **settings: Any) -> None:
+    def __init__(self, model: str = "", **settings: object) -> None:
         self._llm = AsyncLLM(model, **(NO_TARGETS | settings))
         self._thread = LoopThread()
         # Runs once: on close(), when nobody holds the LLM any more, or when the interpreter ends.
@@ -87,7 +87,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, JsonValue] | None = None,
     ) -> list[RequestOutput]:
         """Answers one chat (a list of dicts with "role" and "content") or a list of chats.
 

@@ -70,7 +70,9 @@ class Child:
         self.ready.clear()
         self.heard.clear()
         self.process = None  # so that a late word of the old one is not taken for the new one's
-        self._started, self._pid, self.reason = time.time_ns(), 0, ""
+        self._started = time.time_ns()
+        self._pid = 0
+        self.reason = ""
         self.end_reports()
         reports = self._reports = Reports()
         defaults = {} if self.identity.name == "engine" else LIGHT
@@ -119,7 +121,9 @@ class Child:
             return False
         if said.pid != self.process.pid and said.incarnation < self._started:
             return False
-        self._pid, self._incarnation, self.ended = said.pid, said.incarnation, None
+        self._pid = said.pid
+        self._incarnation = said.incarnation
+        self.ended = None
         self.heard.set()
         if self._reload_when_heard:
             self.reload()

@@ -24,7 +24,8 @@ class Claim:
     """`identity` is ours as long as this object lives. `note` names it for health checks."""
 
     def __init__(self, identity: Identity, lock: IO[str]) -> None:
-        self.identity, self._lock = identity, lock
+        self.identity = identity
+        self._lock = lock
         with _ours(note()) as file:
             file.truncate()
             file.write(identity.id)

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import uvloop
 import zmq
@@ -76,7 +75,7 @@ def _claim(topology: Topology, name: str, options: argparse.Namespace) -> Claim 
 
 
 def stage_settings(
-    topology: Topology, flags: dict[str, Any], environ: dict[str, str] | os._Environ[str]
+    topology: Topology, flags: dict[str, object], environ: dict[str, str] | os._Environ[str]
 ) -> Settings:
     """Settings of one stage: flags over environment over the topology's [settings]."""
     named = {**topology.defaults(), **config.from_environment(environ), **flags}
@@ -107,16 +106,22 @@ def _parser(stage: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument(
-        "--claim", metavar="DIR", default="",
+        "--claim",
+        metavar="DIR",
+        default="",
         help="be the first stage of this name that no other process of this host is; DIR is theirs "
         "in common",
-    )  # fmt: skip
+    )
     parser.add_argument("--on", metavar="HOST", default="", help="claim a stage of this host only")
     parser.add_argument("--child", action="store_true", help="stop when the parent process is gone")
     parser.add_argument(
-        "--listen-fd", type=int, action="append", default=[], metavar="N",
+        "--listen-fd",
+        type=int,
+        action="append",
+        default=[],
+        metavar="N",
         help="a listening socket of the parent process, instead of --host and --port",
-    )  # fmt: skip
+    )
     return parser
 
 

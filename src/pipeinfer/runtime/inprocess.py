@@ -46,12 +46,13 @@ class InProcess:
             shell.reload()
 
     def stop(self) -> None:
-        """Drains the gateway, whose end ends the rest; called again, stops everything."""
-        if self._stopping:
+        """Drains the gateway, whose end ends the rest; without one, or called again, stops
+        everything."""
+        gateways = [shell for shell in self._shells if shell.identity.name == "gateway"]
+        if self._stopping or not gateways:
             for shell in self._shells:
                 shell.stop()
             return
         self._stopping = True
-        for shell in self._shells:
-            if shell.identity.name == "gateway":
-                shell.drain()
+        for shell in gateways:
+            shell.drain()

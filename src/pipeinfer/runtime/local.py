@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import zmq
@@ -36,7 +35,7 @@ class LocalStages:
     topology: Topology
 
 
-def prepare(given: Mapping[str, Any], say: Callable[[str], None]) -> Settings:
+def prepare(given: Mapping[str, object], say: Callable[[str], None]) -> Settings:
     """Settings from `given` over the environment over the topology file, the model as a folder.
 
     A hub id is downloaded here, once, and not by every stage; `say` is told what takes time.
@@ -70,12 +69,17 @@ def _absolute(path: str) -> str:
 
 @contextmanager
 def local_stages(
-    settings: Settings, context: zmq.Context[zmq.Socket[bytes]], without: str = "", on: str = ""
+    settings: Settings,
+    context: zmq.Context[zmq.Socket[bytes]],
+    without: str = "",
+    on: str = "",
+    on_give_up: Callable[[str], None] | None = None,
 ) -> Iterator[LocalStages]:
     """The stages of prepared `settings`, all but those called `without`: the caller runs those.
 
-    on: only the stages of that host, where the topology names several. The folder of their sockets
-    is removed at the end. Raises ConfigurationError.
+    on: only the stages of that host, where the topology names several. on_give_up: told why the
+    processes are not started again any more. The folder of their sockets is removed at the end.
+    Raises ConfigurationError.
     """
     if settings.in_process:
         topology = _topology(settings, "inproc://")
@@ -94,6 +98,7 @@ def local_stages(
         file = Path(folder, TOPOLOGY)
         file.write_text(topology.to_toml())
         service = Supervisor(settings, topology, str(file), identities, context)
+        service.on_give_up = on_give_up
         with alive(file):
             yield LocalStages(service, topology)
     finally:

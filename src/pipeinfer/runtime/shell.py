@@ -213,10 +213,10 @@ class Shell:
         def settle(result: Stage | BaseException) -> None:
             if built.done():
                 return
-            if isinstance(result, Stage):
-                built.set_result(result)
-            else:
+            if isinstance(result, BaseException):
                 built.set_exception(result)
+            else:
+                built.set_result(result)
 
         def work() -> None:
             result: Stage | BaseException

@@ -59,7 +59,7 @@ class Driver(Protocol):
         """Begins; `feed(event)` hands a local event to the core, on the shell's loop."""
         ...
 
-    def deliver(self, message: Any) -> None:
+    def deliver(self, message: Message) -> None:
         """Takes what the core sent on channel `local`."""
         ...
 

@@ -43,7 +43,8 @@ class Supervisor:
         identities: list[Identity],
         context: zmq.Context[zmq.Socket[bytes]],
     ) -> None:
-        self._settings, self._topology_file = settings, topology_file
+        self._settings = settings
+        self._topology_file = topology_file
         self._children = {i.id: Child(i) for i in identities}
         for child in self._children.values():
             child.told = self._look

@@ -52,7 +52,9 @@ class Swaps:
     ) -> None:
         self._incarnation = time.time_ns()
         self._bus = Bus(Identity("supervisor"), self._incarnation, topology, context)
-        self._children, self._start, self._restart = children, start, restart
+        self._children = children
+        self._start = start
+        self._restart = restart
         self._gateway_seconds = gateway_seconds
         self._tasks: set[asyncio.Task[None]] = set()
         self._beats: asyncio.Task[None] | None = None

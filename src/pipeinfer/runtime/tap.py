@@ -67,8 +67,12 @@ class Tap:
         feed: Callable[[Message], None],
         forks: bool = False,
     ) -> None:
-        self._settings, self._topology, self._identity = settings, topology, identity
-        self._incarnation, self._answer, self._feed = incarnation, answer, feed
+        self._settings = settings
+        self._topology = topology
+        self._identity = identity
+        self._incarnation = incarnation
+        self._answer = answer
+        self._feed = feed
         self._loop = asyncio.get_running_loop()
         who = identity
         place = who.rank if who.name == "engine" else who.index
@@ -83,7 +87,9 @@ class Tap:
         self.add = self._recorder.add
         self._copier = Copier(forks)
         self._waits = engine and not forks  # for a quiet moment to take a large state
-        self._inputs, self._quiet_since, self._seen = 0, 0.0, 0  # all but ticks, and the last one
+        self._inputs = 0  # all but ticks
+        self._seen = 0  # of them, when they were looked at last
+        self._quiet_since = 0.0
         self._core: Core | None = None
         self._facts: dict[str, object] = {}
         self._wanted = 0  # recordings that were begun and have not ended
@@ -139,7 +145,8 @@ class Tap:
 
     def begin(self, core: Core, facts: dict[str, object]) -> None:
         """The core is built and has seen nothing yet."""
-        self._core, self._facts = core, facts
+        self._core = core
+        self._facts = facts
         if self._settings.record:
             limits = Limits(bytes=self._settings.record_max_bytes)
             recording = Recording(FROM_THE_START, self._settings.record, limits, self._tell)
@@ -259,7 +266,8 @@ class Tap:
         """Whether the core does nothing, and has taken nothing for a while: the first ticks after
         its work may change it yet."""
         if self._seen != self._inputs:
-            self._seen, self._quiet_since = self._inputs, now
+            self._seen = self._inputs
+            self._quiet_since = now
         idle = self._core is not None and self._core.idle()
         return idle and now - self._quiet_since >= QUIET
 
@@ -287,12 +295,24 @@ class Tap:
         settings = msgspec.structs.asdict(self._settings)
         del settings["api_key"]
         return TraceHeader(
-            protocol=PROTOCOL, version=__version__, stage=who.id, name=who.name, group=who.group,
-            rank=who.rank, index=who.index, incarnation=self._incarnation, pid=os.getpid(),
-            host=socket.gethostname(), settings=settings, stages=tuple(self._topology.ids()),
-            seed=self._settings.seed, wall=time.time(), monotonic=time.monotonic(),
-            facts=dict(self._facts), reason="flight" if flight else "record",
-        )  # fmt: skip
+            protocol=PROTOCOL,
+            version=__version__,
+            stage=who.id,
+            name=who.name,
+            group=who.group,
+            rank=who.rank,
+            index=who.index,
+            incarnation=self._incarnation,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            settings=settings,
+            stages=tuple(self._topology.ids()),
+            seed=self._settings.seed,
+            wall=time.time(),
+            monotonic=time.monotonic(),
+            facts=dict(self._facts),
+            reason="flight" if flight else "record",
+        )
 
     def _flight_folders(self) -> list[Path]:
         """Where the ring may be written, the best place first."""

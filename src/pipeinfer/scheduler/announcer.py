@@ -1,6 +1,6 @@
 """When the tokenizers are told of this group: when its standing has changed, and twice a second.
 
-Knows the message, and neither requests nor engines.
+Knows which engines are there, and no requests.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ from collections.abc import Callable
 from pipeinfer.beats import HEARTBEAT
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import Group, Standing
+from pipeinfer.scheduler.ranks import Ranks
 
 
 class Announcer:
-    """Remembers what was said, and when."""
+    """Remembers what was said, and when. `ranks`: of the group `group`, by what is said of them;
+    `engines`: their numbers, by stage id. `incarnation`: of this scheduler."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: int, incarnation: int, tp: int) -> None:
+        self.group = group
+        self.incarnation = incarnation
+        self.ranks = Ranks()
+        self.engines = {f"engine-{group}-{rank}": rank for rank in range(tp)}
         self._said: Standing | None = None
         self._at = float("-inf")
 
@@ -23,5 +29,6 @@ class Announcer:
         """What is to be published now; `told()` makes it. `now`: monotonic seconds."""
         if standing == self._said and now - self._at < HEARTBEAT:
             return []
-        self._said, self._at = standing, now
+        self._said = standing
+        self._at = now
         return [Send("group", EVERYONE, told())]

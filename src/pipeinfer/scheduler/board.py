@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipeinfer.scheduler.credits import Credits
+from pipeinfer.scheduler.credits import Allowance
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
 
@@ -19,18 +19,17 @@ class Board:
     """Composition of one step.
 
     rows: (request, count) in order. admitted, preempted: what the plan admits and takes back.
-    pages: what all of it takes from the credits, net of what preemption gives back.
+    pages: what all of it takes, net of what preemption gives back.
     """
 
     def __init__(
         self,
         running: list[Request],
         queue: WaitingQueue,
-        credits: Credits,
+        pages: Allowance,
         free_slots: int,
         budget: int,
         nothing_in_flight: bool,
-        released_pages: int = 0,
         beside: Callable[[list[Row], list[Request]], int] | None = None,
     ) -> None:
         """`beside`: how many tokens of prompts may go beside these decodes, where these are
@@ -38,14 +37,15 @@ class Board:
         self.rows: list[Row] = []
         self.admitted: list[Request] = []
         self.preempted: list[Request] = []
-        self._running, self._queue, self._credits = running, queue, credits
-        self._free_slots, self._budget = free_slots, budget
+        self.pages = pages
+        self._running = running
+        self._queue = queue
+        self._free_slots = free_slots
+        self._budget = budget  # tokens
         self._beside = beside
         self._desperate = nothing_in_flight
-        self.pages = -released_pages
-        self._available = credits.available + released_pages
         self._prompts = [r for r in running if r.projected < r.known]  # half-computed
-        self._reserved = sum([credits.between(r.projected, r.known) for r in self._prompts])
+        self._reserved = sum([pages.between(r.projected, r.known) for r in self._prompts])
 
     @property
     def prompts_wait(self) -> bool:
@@ -61,12 +61,11 @@ class Board:
         if self.preempted:
             decodes = [r for r in decodes if r not in self.preempted]
         need = self._needed(decodes)
-        if need > self._available:
+        if need > self.pages.left:
             decodes = self._make_room(decodes, need)
             need = self._needed(decodes)
         del decodes[max(self._budget, 0) :]
-        self.pages += need
-        self._available -= need
+        self.pages.take(need)
         self._budget -= len(decodes)
         self.rows += [(request, 1) for request in decodes]
 
@@ -100,8 +99,8 @@ class Board:
         if request.phase != "running":
             if request.pending:
                 return
-            need = self._credits.between(0, request.length)
-            while need > self._available or self._free_slots <= 0:
+            need = self.pages.between(0, request.length)
+            while need > self.pages.left or self._free_slots <= 0:
                 victim = self._victim()
                 if victim is None:
                     break
@@ -136,25 +135,24 @@ class Board:
             return False  # preempted, and its last step has not reported
         if not self._running and not self.admitted:
             return True  # it fits into the pool by itself, that was checked on arrival
-        spare = self._available - self._reserved - len(self._running) - len(self.admitted)
-        return self._credits.between(0, request.length) <= spare
+        spare = self.pages.left - self._reserved - len(self._running) - len(self.admitted)
+        return self.pages.between(0, request.length) <= spare
 
     def _admit(self, request: Request) -> None:
         request.begin()
         self.admitted.append(request)
         self._free_slots -= 1
         # Without counting on hits: a hit locks pages that were evictable, a miss takes new ones.
-        pages = self._credits.between(0, request.known)
-        self.pages += pages
-        self._available -= pages
+        pages = self.pages.between(0, request.known)
+        self.pages.take(pages)
         self._row(request, min(self._budget, request.known))
 
     def _chunk(self, request: Request) -> None:
         count = min(self._budget, request.known - request.projected)
-        need = self._credits.between(request.projected, request.projected + count)
-        if need > self._available:
-            fits = max(self._available, 0) * self._credits.page_size
-            count = min(count, fits - request.projected % self._credits.page_size)
+        need = self.pages.between(request.projected, request.projected + count)
+        if need > self.pages.left:
+            fits = max(self.pages.left, 0) * self.pages.page_size
+            count = min(count, fits - request.projected % self.pages.page_size)
         if count <= 0 and self._desperate and not self.rows:
             victim = self._victim()
             if victim is not None and victim is not request:
@@ -167,13 +165,13 @@ class Board:
 
     def _needed(self, decodes: list[Request]) -> int:
         """Pages for one more token each: one where the last page is full."""
-        size = self._credits.page_size
+        size = self.pages.page_size
         return sum([1 for r in decodes if r.projected % size == 0])
 
     def _make_room(self, decodes: list[Request], need: int) -> list[Request]:
         """Preempts until the decodes that remain fit; some may wait for the steps in flight."""
-        between = self._credits.between
-        while need > self._available:
+        between = self.pages.between
+        while need > self.pages.left:
             victim = self._victim()
             if victim is None:
                 break
@@ -182,7 +180,7 @@ class Board:
                 decodes.remove(victim)
                 need -= between(victim.projected, victim.projected + 1)
         fitting: list[Request] = []
-        left = self._available
+        left = self.pages.left
         for request in decodes:
             pages = between(request.projected, request.projected + 1)
             if pages <= left or (self._desperate and not fitting):
@@ -206,14 +204,12 @@ class Board:
         """Its own pages may be evicted from now on; those it shares may not."""
         self.preempted.append(request)
         self._free_slots += 1
-        pages = max(self._credits.between(request.hit, request.projected), 0)
-        self.pages -= pages
-        self._available += pages
+        pages = max(self.pages.between(request.hit, request.projected), 0)
+        self.pages.take(-pages)
 
     def _put(self, request: Request, count: int) -> None:
-        pages = self._credits.between(request.projected, request.projected + count)
-        self.pages += pages
-        self._available -= pages
+        pages = self.pages.between(request.projected, request.projected + count)
+        self.pages.take(pages)
         if request.prefilling:
             self._reserved -= pages
         self._row(request, count)

@@ -8,7 +8,7 @@ what tokenizers and detokenizers tell it. Knows no pages (only counts of them), 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import ClassVar, Literal
 
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.events import Drain, Leave, Tick
@@ -37,21 +37,22 @@ from pipeinfer.messages import (
     Work,
 )
 from pipeinfer.recovery import RollCall, answer
-from pipeinfer.scheduler.agreement import Agreement, Disagreement
+from pipeinfer.scheduler.aboard import Aboard
+from pipeinfer.scheduler.agreement import Disagreement
 from pipeinfer.scheduler.announcer import Announcer
 from pipeinfer.scheduler.awake import AwakeClock
-from pipeinfer.scheduler.deadlines import Deadlines
 from pipeinfer.scheduler.ends import ENDS, Ending
 from pipeinfer.scheduler.epochs import Epochs, Torn
-from pipeinfer.scheduler.flights import Flights, OutOfOrder, Overdue
+from pipeinfer.scheduler.flights import OutOfOrder, Overdue
 from pipeinfer.scheduler.ledger import Ledger
 from pipeinfer.scheduler.limits import TooLong, max_total
+from pipeinfer.scheduler.live import Live
 from pipeinfer.scheduler.options import SchedulerOptions
 from pipeinfer.scheduler.outbox import Outbox, home, last_row, next_row, refusal
 from pipeinfer.scheduler.planner import Planner
-from pipeinfer.scheduler.ranks import Ranks
-from pipeinfer.scheduler.request import Request, from_work
-from pipeinfer.scheduler.slots import Slots
+from pipeinfer.scheduler.request import Request
+
+Stays = Literal["yes", "until done", "left"]  # until its requests have ended, or left to another
 
 
 class SchedulerCore:
@@ -61,33 +62,37 @@ class SchedulerCore:
     """
 
     def __init__(
-        self, options: SchedulerOptions, group: int = 0, incarnation: int = 0,
-        tokenizers: Sequence[str] = (), detokenizers: Sequence[str] = (),
-    ) -> None:  # fmt: skip
-        self.options, self.group = options, group
-        self._stage, self._slots, self._flights = f"scheduler-{group}", Slots(), Flights()
-        self._planner = Planner(options, self._slots, self._flights)
-        self._incarnation = incarnation
-        self._epochs, self._agreement = Epochs(options.tp, incarnation), Agreement(options.tp)
-        self._engines = {f"engine-{group}-{rank}": rank for rank in range(options.tp)}
-        self._ranks, self._announcer = Ranks(), Announcer()
-        self._live, self._arrivals = dict[str, Request](), 0
-        self._deadlines, self._tokenizers = Deadlines(), tuple(tokenizers)
-        self._awake, self._now = AwakeClock(), 0.0
-        self._draining = self._left = False
-        self._roll_call = RollCall(self._stage, incarnation, (*tokenizers, *detokenizers))
-        self._ledger, self._outbox, self._out = Ledger(detokenizers), Outbox(group), list[Send]()
-        self.counts = self._planner.counts
+        self,
+        options: SchedulerOptions,
+        group: int = 0,
+        incarnation: int = 0,
+        tokenizers: Sequence[str] = (),
+        detokenizers: Sequence[str] = (),
+    ) -> None:
+        self.options = options
+        self._announcer = Announcer(group, incarnation, options.tp)
+        self._aboard = Aboard(options.tp)
+        self._planner = Planner(options, self._aboard.slots, self._aboard.flights)
+        self._epochs = Epochs(options.tp, incarnation)
+        self._live = Live()
+        self._awake = AwakeClock()
+        self._now = 0.0
+        self._stays: Stays = "yes"
+        neighbours = (*tokenizers, *detokenizers)
+        self._roll_call = RollCall(f"scheduler-{group}", incarnation, neighbours)
+        self._ledger = Ledger(tokenizers, detokenizers)
+        self._outbox = Outbox(group)
         self.counts.update(epochs=0, bad_logits=0, **dict.fromkeys(ENDS, 0))
-        self._handlers: dict[type[Message], Callable[[Any, float], None]] = {
-            Work: self._on_work, Abort: self._on_abort, Done: self._on_done,
-            StopHit: self._on_stop_hit, Hello: self._on_hello, Ready: self._on_ready,
-            Admitted: self._on_admitted, Result: self._on_result, Digests: self._on_digests,
-            Fault: self._on_fault, Recover: self._on_recover, Recovered: self._on_recovered,
-            Delivered: self._on_delivered, Tick: self._on_tick, Drain: self._on_drain,
-            Leave: self._on_leave, Rank: self._on_rank, Ended: self._on_ended,
-            HandOver: self._on_hand_over,
-        }  # fmt: skip
+
+    @property
+    def group(self) -> int:
+        """Its number."""
+        return self._announcer.group
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What happened so far, for the statistics."""
+        return self._planner.counts
 
     def handle(self, event: Message, now: float) -> list[Send]:
         """One event; see core.Core. What is expected of engines goes by a clock that stands still
@@ -98,62 +103,62 @@ class SchedulerCore:
         if isinstance(event, Tick):
             self._awake.tick(now)
         self._now, awake = now, self._awake.at(now)
-        handler(event, awake)
-        if self._roll_call.complete and not self._left:
+        handler(self, event, awake)
+        if self._roll_call.complete and self._stays != "left":
             self._pump(awake)
-        self._outbox.flush(self._out)
-        out, self._out = self._out, []
-        return out
+        return self._outbox.take()
 
     def state(self) -> tuple[State, str]:
-        if self._draining or self._left:
+        if self._stays != "yes":
             return "draining", ""
         if not self._roll_call.complete:
             return "waiting", f"for what {', '.join(self._roll_call.missing)} will tell"
         return ("ready", "") if self._epochs.running else ("waiting", self._epochs.reason)
 
     def _standing(self) -> Standing:
-        if self._draining or self._left or not self._roll_call.complete:
+        ranks = self._announcer.ranks
+        if self._stays != "yes" or not self._roll_call.complete:
             return "waits"
         if not self._epochs.running:
-            return "deserted" if self._ranks.gone else "waits"
-        return "waits" if self._ranks.gone or self._ranks.silent else "serves"
+            return "deserted" if ranks.gone else "waits"
+        return "waits" if ranks.gone or ranks.silent else "serves"
 
     def told(self) -> Group:
         """What tokenizers are told of this group."""
-        shape, slots = self._epochs.last_shape, self._slots
+        shape = self._epochs.last_shape
         page_size = shape.page_size if shape is not None else 0
         return Group(
             group=self.group,
-            incarnation=self._incarnation,
+            incarnation=self._announcer.incarnation,
             standing=self._standing(),
             epoch=self._epochs.epoch,
             requests=len(self._live),
-            tokens=sum(request.left for request in self._live.values()),
+            tokens=sum(request.left for request in self._live),
             capacity=shape.pages * page_size if shape is not None else 0,
-            evicted=slots.evicted * page_size,
+            evicted=self._aboard.slots.evicted * page_size,
         )
 
     def stats(self) -> dict[str, float]:
         """See docs/telemetry.md."""
-        running, (step_tokens, prompt_rate) = len(self._slots.running), self._planner.allowed
+        step_tokens, prompt_rate = self._planner.allowed
+        flights, running = self._aboard.flights, len(self._aboard.slots.running)
         return {
             "running": running,
             "waiting": len(self._live) - running,
-            "accepted_total": self._arrivals,
-            "tokens_left": sum(request.left for request in self._live.values()),
+            "accepted_total": self._live.arrivals,
+            "tokens_left": sum(request.left for request in self._live),
             "kept": len(self._ledger.kept),
             "orphans": self._ledger.orphans,
-            "in_flight": len(self._flights),
-            "deferred_total": self._flights.deferred,
-            "agreed_plans": self._agreement.compared,
+            "in_flight": len(flights),
+            "deferred_total": flights.deferred,
+            "agreed_plans": self._aboard.agreed,
             "target_step_tokens": step_tokens,
             "target_prompt_rate": prompt_rate,
             **{f"{name}_total": count for name, count in self.counts.items()},
         }
 
     def idle(self) -> bool:
-        return (self._left or not self._live) and not len(self._flights)
+        return (self._stays == "left" or not self._live) and not len(self._aboard.flights)
 
     # -------------------------------------------------------------------------------- requests
 
@@ -163,11 +168,10 @@ class SchedulerCore:
             if work.attempt <= known.work.attempt:
                 return
             self._drop(known, "aborted")  # sent again by its gateway: start over
-        if self._left or self._ledger.settled(work.request_id):
+        if self._stays == "left" or self._ledger.settled(work.request_id):
             return
-        self._arrivals += 1
-        request = from_work(work, self._arrivals, self._now, now)
-        if self._draining:
+        request = self._live.arrived(work, self._now, now)
+        if self._stays == "until done":
             self._refuse(request, 503, "the server is shutting down", None)
             return
         try:
@@ -176,21 +180,21 @@ class SchedulerCore:
         except TooLong as error:
             self._refuse(request, 400, str(error), error.param)
             return
-        self._live[request.id] = request
-        self._deadlines.add(request)
+        self._live.add(request)
         delivered = self._ledger.claim(request.id)
         if delivered is None:
-            self._out.append(self._outbox.opened(request))
+            self._outbox.add([self._outbox.opened(request)])
         else:
             self._resume(request, delivered)
-            self._out += self._outbox.whole(*self._ledger.kept.get(request.id, (request, None)))
+            known, last = self._ledger.kept.get(request.id, (request, None))
+            self._outbox.add(self._outbox.whole(known, last))
         if request.phase == "new":
             self._planner.enqueue(request, -1 if delivered is None else delivered.crashes)
 
     def _on_abort(self, abort: Abort, _now: float) -> None:
         request = self._live.get(abort.request_id)
         if request is None or request.work.attempt <= abort.attempt:
-            self._out += [Send("tokens", to, abort) for to in self._forget(abort.request_id)]
+            self._outbox.send_each("tokens", self._forget(abort.request_id), abort)
 
     def _on_hand_over(self, asked: HandOver, _now: float) -> None:
         """Another group is to go on with it, unless there are engines here: says what it needs."""
@@ -198,7 +202,7 @@ class SchedulerCore:
         waits = self._roll_call.complete and not self._epochs.running
         if request is not None and request.work.attempt == asked.attempt and waits:
             told = self._ledger.hand_over(request, self._planner.crashes(request))
-            self._out += [Send("recovery", to, told) for to in self._tokenizers]
+            self._outbox.send_each("recovery", self._ledger.tokenizers, told)
             self._drop(request, "handed_over")
 
     def _on_done(self, done: Done, _now: float) -> None:
@@ -206,7 +210,8 @@ class SchedulerCore:
         for request_id in done.request_ids:
             for to in self._forget(request_id):
                 told.setdefault(to, []).append(request_id)
-        self._out += [Send("tokens", to, Done(tuple(ids))) for to, ids in told.items()]
+        for to, ids in told.items():
+            self._outbox.send("tokens", to, Done(tuple(ids)))
 
     def _forget(self, request_id: str) -> tuple[str, ...]:
         """It is over for good; returns the detokenizers that may know it."""
@@ -229,24 +234,30 @@ class SchedulerCore:
     def _refuse(self, request: Request, status: int, message: str, param: str | None) -> None:
         self._drop(request, "refused")
         refused = refusal(request, status, message, param)
-        self._out.append(Send("tokens", home(request), refused))
+        self._outbox.send("tokens", home(request), refused)
         self._ledger.keep(request, refused)
 
     def _finish(self, request: Request, row: TokenRow, end: Ending = "finished") -> None:
-        self._outbox.rows.setdefault(request.work.detokenizer, []).append(row)
+        self._outbox.row(request, row)
         self._drop(request, end)
         self._ledger.keep(request, row)
 
     def _fail(self, request: Request, reason: str, message: str) -> None:
         finish = "abort" if reason == "abort" else "error"
-        row = TokenRow(request.id, len(request.outputs), b"", finish, None, message)
+        row = TokenRow(
+            request_id=request.id,
+            offset=len(request.outputs),
+            ids=b"",
+            finish=finish,
+            stop_token=None,
+            error=message,
+        )
         self._finish(request, row, "timed_out" if finish == "abort" else "failed")
 
     def _drop(self, request: Request, end: Ending) -> None:
         """It is over; its slot is released with the next plan."""
         self.counts[end] += 1
-        self._live.pop(request.id, None)  # one that is refused as it comes never was among them
-        self._deadlines.forget(request)
+        self._live.forget(request)
         self._planner.drop(request)
 
     # -------------------------------------------------------------------------------- recovery
@@ -258,7 +269,7 @@ class SchedulerCore:
             return
         abort = self._ledger.put(delivered, self._now)
         if abort is not None:
-            self._out += [Send("tokens", to, abort) for to in self._ledger.detokenizers]
+            self._outbox.send_each("tokens", self._ledger.detokenizers, abort)
 
     def _resume(self, request: Request, delivered: Delivered) -> None:
         """Goes on after what the scheduler before had delivered, or knows that it is over."""
@@ -275,11 +286,11 @@ class SchedulerCore:
 
     def _on_recover(self, asked: Recover, _now: float) -> None:
         known: list[Send] = []
-        live = ((request, None) for request in self._live.values())
+        live = ((request, None) for request in self._live)
         for request, last in (*live, *self._ledger.kept.values()):
             if home(request) == asked.stage:
                 known += self._outbox.whole(request, last)
-        self._out += answer(self._stage, asked, known)
+        self._outbox.add(answer(self._roll_call.stage, asked, known))
 
     def _on_recovered(self, told: Recovered, _now: float) -> None:
         if self._roll_call.hear(told):
@@ -295,7 +306,7 @@ class SchedulerCore:
     def _begin(self, now: float) -> None:
         begin = self._epochs.begin(now)
         if begin is not None:
-            self._out.append(Send("plan", EVERYONE, begin))
+            self._outbox.send("plan", EVERYONE, begin)
 
     def _on_ready(self, ready: Ready, now: float) -> None:
         try:
@@ -304,10 +315,10 @@ class SchedulerCore:
         except Torn as error:
             self._restart_ranks(str(error), now)
             return
-        self._agreement.begin()
+        self._aboard.begin()
         self._planner.begin(self._epochs.shape)
         self.counts["epochs"] += 1
-        for request in list(self._live.values()):
+        for request in list(self._live):
             self._size(request)
 
     def _size(self, request: Request) -> None:
@@ -321,7 +332,12 @@ class SchedulerCore:
                 self._refuse(request, 400, str(error), error.param)
             return
         if request.length >= request.max_total:
-            self._finish(request, TokenRow(request.id, len(request.outputs), b"", "length"))
+            self._finish(
+                request,
+                TokenRow(
+                    request_id=request.id, offset=len(request.outputs), ids=b"", finish="length"
+                ),
+            )
 
     def _on_fault(self, fault: Fault, now: float) -> None:
         if not self._epochs.running or fault.epoch != self._epochs.epoch:
@@ -335,18 +351,19 @@ class SchedulerCore:
 
     def _on_rank(self, told: Rank, now: float) -> None:
         if told.group == self.group:
-            self._ranks.hear(told, now)
+            self._announcer.ranks.hear(told, now)
             self._epochs.gone(told.rank, told.incarnation - 1)
 
     def _on_ended(self, told: Ended, now: float) -> None:
         """Whoever says so starts all ranks of its host again; others are told a moment later."""
-        rank = self._engines.get(told.stage)
+        ranks = self._announcer.ranks
+        rank = self._announcer.engines.get(told.stage)
         if rank is None:
             return
-        self._ranks.ended(rank, told, now)
+        ranks.ended(rank, told, now)
         if self._epochs.lost(rank, told.incarnation):
             reason = f"engine rank {rank}: {told.reason}"
-            self._epochs.condemn(reason, now, self._ranks.alive(), told.at)
+            self._epochs.condemn(reason, now, ranks.alive(), told.at)
             self._lose_everything()
         self._epochs.gone(rank, told.incarnation)
 
@@ -359,39 +376,37 @@ class SchedulerCore:
         self._lose_everything(blameless)
 
     def _restart_ranks(self, reason: str, now: float) -> None:
-        self._epochs.condemn(reason, now, self._ranks.alive())
+        self._epochs.condemn(reason, now, self._announcer.ranks.alive())
         self._lose_everything()
         self._complain(reason)
 
     def _complain(self, reason: str) -> None:
         fault = GroupFault(self.group, reason, self._epochs.doomed)
-        self._out.append(Send("group", EVERYONE, fault))
+        self._outbox.send("group", EVERYONE, fault)
 
     def _lose_everything(self, blameless: bool = False) -> None:
-        guilty = self._planner.lose(self._slots.lose(), self._flights.crash(), blameless)
+        lost, flying = self._aboard.lose()
+        guilty = self._planner.lose(lost, flying, blameless)
         if guilty is not None:
             self._fail(guilty, "error", "the engine crashed repeatedly on this request")
 
     def _on_admitted(self, admitted: Admitted, _now: float) -> None:
         if self._epochs.running and admitted.epoch == self._epochs.epoch:
-            self._slots.report(admitted)
-            self._flights.matched(admitted)
+            self._aboard.admitted(admitted)
 
     def _on_result(self, result: Result, now: float) -> None:
         if not self._epochs.running or result.epoch != self._epochs.epoch:
             return
-        self._slots.report(result)
         try:
-            for request, tokens in self._flights.land(result):
+            for request, tokens in self._aboard.land(result):
                 self._accept(request, tokens)
-            self._agreement.result(result.digest)
         except (OutOfOrder, Disagreement) as error:
             self._end_epoch(str(error), now, blameless=True)  # who answers has not crashed
 
     def _on_digests(self, digests: Digests, now: float) -> None:
         if self._epochs.running and digests.epoch == self._epochs.epoch:
             try:
-                self._agreement.told(digests)
+                self._aboard.told(digests)
             except Disagreement as error:
                 self._end_epoch(str(error), now)
 
@@ -406,40 +421,64 @@ class SchedulerCore:
         self._planner.cleared(request)
         row = next_row(request, offset, finish, stop_token)
         if finish is None:
-            self._outbox.rows.setdefault(request.work.detokenizer, []).append(row)
+            self._outbox.row(request, row)
         else:
             self._finish(request, row)
 
     # ------------------------------------------------------------------------------- the clock
 
     def _on_tick(self, _tick: Tick, now: float) -> None:
-        self._out += self._roll_call.ask(now)
+        self._outbox.add(self._roll_call.ask(now))
         if self._roll_call.complete:
-            self._out += [Send("tokens", to, abort) for to, abort in self._ledger.lost(self._now)]
-        self._ranks.check(now)
+            for to, abort in self._ledger.lost(self._now):
+                self._outbox.send("tokens", to, abort)
+        self._announcer.ranks.check(now)
         self._begin(now)
         if self._epochs.running and (probe := self._planner.probe(self._epochs.epoch, now)):
-            self._out.append(Send("plan", EVERYONE, probe))
-        for request in self._deadlines.over(self._now):
+            self._outbox.send("plan", EVERYONE, probe)
+        for request in self._live.late(self._now):
             self._fail(request, "abort", "the request's timeout is over")
         try:
-            self._flights.check(now, self.options.watchdog)
+            self._aboard.flights.check(now, self.options.watchdog)
             self._epochs.check(now, self.options.watchdog)
         except (Overdue, Torn) as error:
             self._restart_ranks(str(error), now)
         if self._epochs.complain(now):
             self._complain(self._epochs.reason)
-        self._out += self._announcer.say(self._standing(), self._now, self.told)
+        self._outbox.add(self._announcer.say(self._standing(), self._now, self.told))
 
     def _on_drain(self, _drain: Drain, _now: float) -> None:
-        self._draining = True
+        if self._stays == "yes":
+            self._stays = "until done"
 
     def _on_leave(self, _leave: Leave, _now: float) -> None:
-        self._left = True
+        self._stays = "left"
 
     # -------------------------------------------------------------------------------- the loop
 
     def _pump(self, now: float) -> None:
         """Publishes steps until enough are in flight or nothing is left to do."""
         while self._epochs.running and (plan := self._planner.plan(self._epochs.epoch, now)):
-            self._out.append(Send("plan", EVERYONE, plan))
+            self._outbox.send("plan", EVERYONE, plan)
+
+    _handlers: ClassVar[dict[type[Message], Callable[..., None]]] = {
+        Work: _on_work,
+        Abort: _on_abort,
+        Done: _on_done,
+        StopHit: _on_stop_hit,
+        HandOver: _on_hand_over,
+        Hello: _on_hello,
+        Ready: _on_ready,
+        Admitted: _on_admitted,
+        Result: _on_result,
+        Digests: _on_digests,
+        Fault: _on_fault,
+        Rank: _on_rank,
+        Ended: _on_ended,
+        Delivered: _on_delivered,
+        Recover: _on_recover,
+        Recovered: _on_recovered,
+        Tick: _on_tick,
+        Drain: _on_drain,
+        Leave: _on_leave,
+    }

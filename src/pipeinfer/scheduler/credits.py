@@ -14,7 +14,8 @@ class Credits:
     """Pages of one group. `page_size` in tokens, `pages` in the whole pool."""
 
     def __init__(self, page_size: int, pages: int) -> None:
-        self.page_size, self.pages = page_size, pages
+        self.page_size = page_size
+        self.pages = pages
         self._reported = pages
         self._planned: deque[tuple[int, int]] = deque()  # (plan number, pages it may take)
 
@@ -37,3 +38,21 @@ class Credits:
     def available(self) -> int:
         """Pages that a new plan may take."""
         return self._reported - sum(pages for _, pages in self._planned)
+
+
+class Allowance:
+    """Pages that one plan may take of the `credits`, and of the `released` ones that it gives back.
+
+    taken: what it takes so far, net of what it gives back. left: what it may still take.
+    """
+
+    def __init__(self, credits: Credits, released: int = 0) -> None:
+        self.page_size = credits.page_size
+        self.between = credits.between
+        self.taken = -released
+        self.left = credits.available + released
+
+    def take(self, pages: int) -> None:
+        """So many more; below 0 they are given back."""
+        self.taken += pages
+        self.left -= pages

@@ -38,7 +38,8 @@ class Epochs:
     """
 
     def __init__(self, tp: int, first: int) -> None:
-        self.tp, self.epoch = tp, first
+        self.tp = tp
+        self.epoch = first
         self.running = False
         self.last_shape: Hello | None = None  # of the epoch that runs, or ran last
         self.reason = "no engine yet"
@@ -106,7 +107,8 @@ class Epochs:
                     return None
         if not self._begun:
             self.epoch += 1
-            self._begun, self._since = True, now
+            self._begun = True
+            self._since = now
             self._steps.clear()
         self.reason = f"epoch {self.epoch} begins" + (f" ({self._ended})" if self._ended else "")
         incarnations = tuple(self._hellos[rank].incarnation for rank in range(self.tp))
@@ -129,7 +131,9 @@ class Epochs:
         if len(set(self._steps.values())) > 1:
             told = ", ".join(f"rank {rank} {steps}" for rank, steps in sorted(self._steps.items()))
             raise Torn(f"ranks have computed different numbers of steps: {told}")
-        self.running, self.reason, self._ended = True, "", ""
+        self.running = True
+        self.reason = ""
+        self._ended = ""
         self.last_shape = self.shape
         return True
 

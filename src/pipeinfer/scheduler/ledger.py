@@ -20,9 +20,10 @@ KEPT = 3_600.0  # seconds, at least, that a finished request waits for its Done
 
 
 class Ledger:
-    """Of one scheduler; `detokenizers` are the stages that may know a request."""
+    """Of one scheduler; `tokenizers` and `detokenizers` are the stages that may know a request."""
 
-    def __init__(self, detokenizers: Sequence[str]) -> None:
+    def __init__(self, tokenizers: Sequence[str], detokenizers: Sequence[str]) -> None:
+        self.tokenizers = tuple(tokenizers)
         self.detokenizers = tuple(detokenizers)
         self.kept: dict[str, tuple[Request, Last]] = {}
         self._delivered: dict[str, tuple[Delivered, float]] = {}
@@ -55,7 +56,7 @@ class Ledger:
         """What another group needs to go on with it. Its end will be told here as well."""
         self._moved[request.id] = home(request)
         ids, attempt = pack(request.outputs), request.work.attempt
-        return Delivered(request.id, attempt, ids, crashes=crashes)
+        return Delivered(request_id=request.id, attempt=attempt, ids=ids, crashes=crashes)
 
     @property
     def orphans(self) -> int:

@@ -5,12 +5,12 @@ Knows requests and messages; whom a request belongs to it reads from its work. O
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from pipeinfer.core import Send
-from pipeinfer.messages import FinishReason, Open, Refused, TokenRow, Tokens
+from pipeinfer.messages import FinishReason, Message, Open, Refused, TokenRow, Tokens
 from pipeinfer.packing import pack, pack_few
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 
@@ -20,20 +20,37 @@ Last = TokenRow | Refused  # with what a request ended
 
 
 class Outbox:
-    """Collects the rows of one event, so that each detokenizer gets one message of them.
-
-    rows: new tokens and ends of requests, by detokenizer; since the last flush.
+    """Collects what one event sends. Rows come behind all else, so that each detokenizer gets one
+    message of them.
     """
 
     def __init__(self, group: int) -> None:
         self._group = group
-        self.rows: dict[int, list[TokenRow]] = {}
+        self._sends: list[Send] = []
+        self._rows: dict[str, list[TokenRow]] = {}
 
-    def flush(self, out: list[Send]) -> None:
-        """Puts the collected rows behind what is in `out`."""
-        for detokenizer, rows in self.rows.items():
-            out.append(Send("tokens", f"detokenizer-{detokenizer}", Tokens(tuple(rows))))
-        self.rows.clear()
+    def send(self, channel: str, to: str, message: Message) -> None:
+        """One more message."""
+        self._sends.append(Send(channel, to, message))
+
+    def send_each(self, channel: str, stages: Iterable[str], message: Message) -> None:
+        """The same message to each of `stages`."""
+        self._sends += [Send(channel, to, message) for to in stages]
+
+    def add(self, sends: Iterable[Send]) -> None:
+        """More messages."""
+        self._sends += sends
+
+    def row(self, request: Request, row: TokenRow) -> None:
+        """New tokens of a request, or its end."""
+        self._rows.setdefault(home(request), []).append(row)
+
+    def take(self) -> list[Send]:
+        """All that was collected since it was last asked."""
+        out, self._sends = self._sends, []
+        out += [Send("tokens", to, Tokens(tuple(rows))) for to, rows in self._rows.items()]
+        self._rows.clear()
+        return out
 
     def opened(self, request: Request) -> Send:
         """Comes before a request's first row."""
@@ -59,7 +76,9 @@ class Outbox:
         if last is not None:
             row = msgspec.structs.replace(last, offset=0, ids=ids)
         elif ids:
-            row = TokenRow(request.id, 0, ids, cached_tokens=max(request.cached, 0))
+            row = TokenRow(
+                request_id=request.id, offset=0, ids=ids, cached_tokens=max(request.cached, 0)
+            )
         else:
             return
         yield Send("tokens", home(request), Tokens((row,)))
@@ -73,7 +92,14 @@ def home(request: Request) -> str:
 def refusal(request: Request, status: int, message: str, param: str | None) -> Refused:
     """Instead of any row: the request cannot be served, and nothing of it was delivered."""
     work = request.work
-    return Refused(work.request_id, work.attempt, work.gateway, status, message, param)
+    return Refused(
+        request_id=work.request_id,
+        attempt=work.attempt,
+        gateway=work.gateway,
+        status=status,
+        message=message,
+        param=param,
+    )
 
 
 def next_row(
@@ -99,4 +125,11 @@ def last_row(request: Request, finish: FinishReason | None, error: str = "") -> 
     if finish is None:
         finish, error = "error", "it ended in a detokenizer that was lost, nobody knows how"
     stop_token = request.outputs[-1] if finish == "stop" and request.outputs else None
-    return TokenRow(request.id, len(request.outputs), b"", finish, stop_token, error)
+    return TokenRow(
+        request_id=request.id,
+        offset=len(request.outputs),
+        ids=b"",
+        finish=finish,
+        stop_token=stop_token,
+        error=error,
+    )

@@ -14,7 +14,7 @@ from pipeinfer.messages import Admit, Hello, Plan, Release
 from pipeinfer.packing import pack
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.board import Board, Row
-from pipeinfer.scheduler.credits import Credits
+from pipeinfer.scheduler.credits import Allowance, Credits
 from pipeinfer.scheduler.options import DEFAULT_STEP_TOKENS, SchedulerOptions
 from pipeinfer.scheduler.probation import Probation
 from pipeinfer.scheduler.queue import WaitingQueue
@@ -75,12 +75,14 @@ class Planner:
     def __init__(
         self, options: SchedulerOptions, slots: SlotsToPlan, flights: StepsInFlight
     ) -> None:
-        self._slots, self._flights = slots, flights
+        self._slots = slots
+        self._flights = flights
         self.counts: dict[str, int] = {"plans": 0, "planned_tokens": 0, "preemptions": 0}
         self._options = options
         self._policy = policies.create(options.policy)
         self._budget = 0  # tokens of a step, known when an epoch begins, as is the next
-        self._mixed_budget, self.allowed = MixedBudget(0), (0, 0.0)
+        self._mixed_budget = MixedBudget(0)
+        self.allowed = (0, 0.0)
         self._queue = WaitingQueue()
         self._probation = Probation()
         self._others = False  # whether the last step was one of those who are no suspects
@@ -155,9 +157,14 @@ class Planner:
             return None
         slots = self._slots
         board = Board(
-            list(slots.running.values()), self._queue, slots.credits, slots.free, self._budget,
-            not len(self._flights), slots.released_pages, partial(self._beside, now),
-        )  # fmt: skip
+            running=list(slots.running.values()),
+            queue=self._queue,
+            pages=Allowance(slots.credits, slots.released_pages),
+            free_slots=slots.free,
+            budget=self._budget,
+            nothing_in_flight=not len(self._flights),
+            beside=partial(self._beside, now),
+        )
         if not self._compose(board):
             return None
         if not board.rows and not board.preempted and not slots.releasing:
@@ -238,9 +245,11 @@ class Planner:
         slots, counts = pack([r.slot for r, _ in rows]), pack([count for _, count in rows])
         number = self.take_number()
         self.counts["planned_tokens"] += self._flights.launch(number, rows, now)
-        self._slots.credits.plan(number, board.pages)
+        self._slots.credits.plan(number, board.pages.taken)
         self.counts["plans"] += 1
-        return Plan(epoch, number, releases, admits, slots, counts)
+        return Plan(
+            epoch=epoch, number=number, releases=releases, admits=admits, slots=slots, counts=counts
+        )
 
     def _preempt(self, request: Request) -> None:
         self._slots.release(request, count_pages=False)  # the board has counted them

@@ -71,7 +71,9 @@ class Slots:
         del self.running[request.id]
         ids = pack(request.confirmed)
         keep = not request.spoiled and (bool(ids) or request.phase != "over")
-        self._releases.append(Release(request.slot, keep, ids, request.spoiled))
+        self._releases.append(
+            Release(slot=request.slot, keep=keep, output_ids=ids, forget=request.spoiled)
+        )
         if count_pages:
             self.released_pages += max(self.credits.between(request.hit, request.computed), 0)
         request.leave()

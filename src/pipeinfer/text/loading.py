@@ -7,13 +7,13 @@ it. Knows no request and no template.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
 from pipeinfer.checkpoint.fields import read_object
 from pipeinfer.gguf.documents import is_gguf
 from pipeinfer.gguf.documents import tokenizer as gguf_tokenizer
+from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.settings import ConfigurationError
 
 NAMED_TOKENS = (
@@ -27,19 +27,19 @@ NAMED_TOKENS = (
 )
 
 
-def read_json(checkpoint: Path, name: str) -> dict[str, Any]:
+def read_json(checkpoint: Path, name: str) -> JsonObject:
     """The object in one of the checkpoint's JSON files, {} if there is no such file;
     ConfigurationError if it is broken."""
     return read_object(checkpoint, name) or {}
 
 
-def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+def read_tokenizer_config(folder: Path) -> JsonObject:
     """tokenizer_config.json; tokens that it does not name come from special_tokens_map.json."""
     older = read_json(folder, "special_tokens_map.json")
     return {**older, **read_json(folder, "tokenizer_config.json")}
 
 
-def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+def special_tokens(config: JsonObject) -> dict[str, str]:
     """{"eos_token": "</s>", ...}: the named tokens as text, also the model's own named ones."""
     named = {name: config.get(name) for name in NAMED_TOKENS}
     extra = config.get("extra_special_tokens")
@@ -48,7 +48,7 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return {name: _text(token) for name, token in named.items() if token is not None}
 
 
-def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer | None:
+def load_tokenizer(folder: Path, config: JsonObject) -> Tokenizer | None:
     """The tokenizer of a checkpoint, or None where there is no tokenizer.json.
 
     `config`: what `read_tokenizer_config` gave; of `add_bos_token` and `add_eos_token` there,
@@ -73,32 +73,35 @@ def _read(folder: Path) -> Tokenizer | None:
         raise ConfigurationError(f"cannot read {path}: {error}") from None
 
 
-def _add_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
+def _add_tokens(tokenizer: Tokenizer, config: JsonObject) -> None:
     """Tokens that only tokenizer_config.json knows, in the order of their ids."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     named = set(special_tokens(config).values())
-    decoder = config.get("added_tokens_decoder") or {}
-    tokens = [token for _, token in sorted(decoder.items(), key=lambda item: int(item[0]))]
+    decoder = config.get("added_tokens_decoder")
+    by_id = decoder.items() if isinstance(decoder, dict) else ()
+    tokens = [token for _, token in sorted(by_id, key=lambda item: int(item[0]))]
     tokens += [config[name] for name in NAMED_TOKENS if config.get(name) is not None]
     tokens += _listed(config.get("additional_special_tokens"))
     tokens += _listed(config.get("extra_special_tokens"))
     for token in tokens:
         if _text(token) not in known:
             known.add(_text(token))
-            tokenizer.add_tokens([_added(token, _text(token) in named)])
+            added = _added(token, _text(token) in named)
+            # A bare list in the library's stub.
+            tokenizer.add_tokens([added])  # pyright: ignore[reportUnknownMemberType]
 
 
-def _text(token: Any) -> str:
+def _text(token: JsonValue) -> str:
     return str(token["content"]) if isinstance(token, dict) else str(token)
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: JsonValue) -> list[JsonValue]:
     if isinstance(value, dict):
         return list(value.values())
     return list(value) if isinstance(value, list) else []
 
 
-def _added(token: Any, named: bool) -> AddedToken:
+def _added(token: JsonValue, named: bool) -> AddedToken:
     if not isinstance(token, dict):
         return AddedToken(str(token), special=True)
     flags = {

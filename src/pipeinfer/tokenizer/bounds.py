@@ -6,10 +6,12 @@ what surrounds a token, and then any length may fit. Knows no request.
 
 from __future__ import annotations
 
-import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import msgspec
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.normalizers import Normalizer
+from tokenizers.pre_tokenizers import PreTokenizer
 
 # NFC composes: the longest spelling of a character has 3.5 times the bytes of its composed form
 # (U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes). The library's table of Unicode may be
@@ -40,12 +42,12 @@ def cover(tokenizer: Tokenizer) -> Cover | None:
     if any(token.lstrip or token.rstrip for token in added):
         return None  # it takes all white space around it, however much there is
     shrinks = 1
-    for part in parts(tokenizer.normalizer, "normalizers"):
+    for part in parts(tokenizer.normalizer):
         shrinks *= _shrinks(part)
-    splitters = parts(tokenizer.pre_tokenizer, "pretokenizers")
+    splitters = parts(tokenizer.pre_tokenizer)
     if not shrinks or not all(_keeps(part) for part in splitters):
         return None
-    spelled = any(part["type"] == "ByteLevel" for part in splitters)
+    spelled = any(part.type == "ByteLevel" for part in splitters)
     longest = _longest(tokenizer, spelled)
     if not longest:
         return None
@@ -57,39 +59,50 @@ def cover(tokenizer: Tokenizer) -> Cover | None:
     return Cover(longest, shrinks)
 
 
-def parts(component: Any, listed: str) -> list[dict[str, Any]]:
-    """What a normalizer or pre-tokenizer consists of, in the words of tokenizer.json; `listed`:
-    what the file calls the parts of a sequence."""
+class Part(msgspec.Struct, frozen=True):
+    """A normalizer or pre-tokenizer in the words of tokenizer.json, as far as anybody asks here."""
+
+    type: str
+    pattern: dict[str, str] = {}
+    content: str = ""
+    behavior: str = ""
+    normalizers: list[Part] = []  # of a sequence, as the next one
+    pretokenizers: list[Part] = []
+
+
+def parts(component: Normalizer | PreTokenizer | None) -> list[Part]:
+    """What it consists of, sequences taken apart."""
     if component is None:
         return []
-    waiting, parts = [json.loads(component.__getstate__())], []
+    waiting = [msgspec.json.decode(component.__getstate__(), type=Part)]
+    parts: list[Part] = []
     while waiting:
         part = waiting.pop(0)
-        if part["type"] == "Sequence":
-            waiting = [*part[listed], *waiting]
+        if part.type == "Sequence":
+            waiting = [*part.normalizers, *part.pretokenizers, *waiting]
         else:
             parts.append(part)
     return parts
 
 
-def _shrinks(part: dict[str, Any]) -> int:
+def _shrinks(part: Part) -> int:
     """So many bytes become at least one; 0: any number may vanish."""
-    kind = part["type"]
+    kind = part.type
     if kind == "NFC":
         return NFC_SHRINKS
     if kind == "Prepend":
         return 1
     if kind == "Replace":
-        old, new = part["pattern"].get("String"), part["content"]
+        old, new = part.pattern.get("String", ""), part.content
         return int(bool(old) and len(new.encode()) >= len(old.encode()))
     return 0
 
 
-def _keeps(part: dict[str, Any]) -> bool:
+def _keeps(part: Part) -> bool:
     """Whether a pre-tokenizer passes on every character."""
-    if part["type"] in ("Split", "Punctuation"):
-        return part["behavior"] in WHOLE
-    return part["type"] in ("ByteLevel", "Metaspace", "Digits")
+    if part.type in ("Split", "Punctuation"):
+        return part.behavior in WHOLE
+    return part.type in ("ByteLevel", "Metaspace", "Digits")
 
 
 def _longest(tokenizer: Tokenizer, spelled: bool) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.generation import read_generation
+from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import Settings
 from pipeinfer.text.loading import load_tokenizer, read_tokenizer_config, special_tokens
 from pipeinfer.tokenizer.prompts import PromptEncoder
@@ -45,7 +46,7 @@ def make_encoder(folder: Path, settings: Settings, alone: bool = False) -> Built
     return Built(encoder, eos_ids)
 
 
-def _eos_ids(folder: Path, tokenizer: Tokenizer | None, config: dict[str, Any]) -> tuple[int, ...]:
+def _eos_ids(folder: Path, tokenizer: Tokenizer | None, config: JsonObject) -> tuple[int, ...]:
     """The union of what config.json, generation_config.json and the tokenizer say."""
     ids = dict.fromkeys(read_generation(folder).eos_ids)
     text = special_tokens(config).get("eos_token")

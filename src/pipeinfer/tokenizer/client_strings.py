@@ -7,7 +7,9 @@ template.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Literal
+
+from pipeinfer.json_values import JsonObject, JsonValue
 
 # What a template knows by name and may build a control token of, as in '<|' + role + '|>'.
 ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
@@ -21,10 +23,10 @@ Kind = Literal["free", "part", "key"]
 Write = Callable[[str, Kind], str]
 
 
-def weight(*values: Any) -> int:
+def weight(*values: JsonValue | list[JsonObject]) -> int:
     """About how many bytes of text there are, in at most a millisecond; HUGE if that is too much
     to count."""
-    waiting: list[Any] = list(values)
+    waiting: list[JsonValue | list[JsonObject]] = list(values)
     total = seen = 0
     while waiting:
         value = waiting.pop()
@@ -45,7 +47,7 @@ def _size(text: str) -> int:
     return len(text.encode("utf-8", "surrogatepass")) if short else len(text)
 
 
-def strings(chat: list[dict[str, Any]], arguments: dict[str, Any]) -> Iterator[tuple[str, Kind]]:
+def strings(chat: list[JsonObject], arguments: JsonObject) -> Iterator[tuple[str, Kind]]:
     """All of them, but for the roles that templates know."""
     found: list[tuple[str, Kind]] = []
 
@@ -58,14 +60,15 @@ def strings(chat: list[dict[str, Any]], arguments: dict[str, Any]) -> Iterator[t
 
 
 def rewritten(
-    chat: list[dict[str, Any]], arguments: dict[str, Any], write: Write
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    chat: list[JsonObject], arguments: JsonObject, write: Write
+) -> tuple[list[JsonObject], JsonObject]:
     """(messages, arguments) with `write(text, kind)` in place of each string."""
-    return [_message(message, write) for message in chat], _nested(arguments, write)
+    messages = [_message(message, write) for message in chat]
+    return messages, _object(arguments, write)
 
 
-def _message(message: dict[str, Any], write: Write) -> dict[str, Any]:
-    copy = {}
+def _message(message: JsonObject, write: Write) -> JsonObject:
+    copy: JsonObject = {}
     for key, value in message.items():
         if key == "role" and isinstance(value, str) and value in ROLES:
             copy[key] = value
@@ -76,11 +79,15 @@ def _message(message: dict[str, Any], write: Write) -> dict[str, Any]:
     return copy
 
 
-def _nested(value: Any, write: Write) -> Any:
+def _nested(value: JsonValue, write: Write) -> JsonValue:
     if isinstance(value, str):
         return write(value, "part")
     if isinstance(value, list):
         return [_nested(one, write) for one in value]
     if isinstance(value, dict):
-        return {write(key, "key"): _nested(one, write) for key, one in value.items()}
+        return _object(value, write)
     return value
+
+
+def _object(value: JsonObject, write: Write) -> JsonObject:
+    return {write(key, "key"): _nested(one, write) for key, one in value.items()}

@@ -8,9 +8,10 @@ taken out afterwards. Knows no ids.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
+from pipeinfer.json_values import JsonObject
 from pipeinfer.tokenizer.client_strings import Kind, rewritten, strings
 from pipeinfer.tokenizer.templates import ChatTemplates
 
@@ -85,7 +86,7 @@ class ControlTexts:
         self._piece = _one_of(sorted(ends))
         self._spaced = any(map(str.isspace, "".join(tokens)))
 
-    def render(self, chat: list[dict[str, Any]], arguments: dict[str, Any]) -> Rendered:
+    def render(self, chat: list[JsonObject], arguments: JsonObject) -> Rendered:
         """The prompt. Raises TemplateFailed, and NoMarks.
 
         A chat in which nothing looks like a control token is rendered once, as it is. Else also
@@ -156,5 +157,5 @@ def _next(free: Iterator[str]) -> str:
     raise NoMarks("the messages hold control tokens' texts and all private-use characters")
 
 
-def _constant(text: str) -> Any:
+def _constant(text: str) -> Callable[[re.Match[str]], str]:
     return lambda _: text

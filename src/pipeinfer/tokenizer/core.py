@@ -8,6 +8,7 @@ vocabulary and its length.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -71,50 +72,28 @@ class TokenizerCore:
         self._all_groups = tuple(range(groups))
         self._schedulers = {f"scheduler-{group}": group for group in self._all_groups}
         self._eos_ids = eos_ids
-        self._stage = stage
         self._ledger = Ledger(self._all_groups)
         self._encoding = Encoding()
         self._roll_call = RollCall(stage, incarnation, gateways)
         self._draining = False
         self._left = False
-        self._accepted = self._refused = self._moved = 0
         self._asked: dict[int, float] = {}  # when a group was asked to hand over what it has
-        self._prompt_tokens = 0
-        self._handlers: dict[type[Message], Callable[..., list[Send]]] = {
-            Submit: self._on_submit,
-            Encoded: self._on_encoded,
-            Abort: self._on_abort,
-            Done: self._on_done,
-            Recover: self._on_recover,
-            Recovered: self._on_recovered,
-            Delivered: self._on_delivered,
-            Group: self._on_group,
-            Ended: self._on_ended,
-            GroupFault: lambda event, now: [],  # is for others
-            Rank: lambda event, now: [],
-            Tick: self._on_tick,
-            Drain: self._on_drain,
-            Leave: self._on_leave,
-            Unsent: self._on_unsent,
-        }
+        self._counts = {"accepted": 0, "refused": 0, "moved": 0, "prompt_tokens": 0}
 
     def handle(self, event: Message, now: float) -> list[Send]:
         """See Core. Raises TypeError for a message that is not a tokenizer's."""
         handler = self._handlers.get(type(event))
         if handler is None:
             raise TypeError(f"the tokenizer takes no {type(event).__name__}")
-        return handler(event, now)
+        return handler(self, event, now)
 
     def state(self) -> tuple[State, str]:
         return ("draining" if self._draining or self._left else "ready", "")
 
     def stats(self) -> dict[str, float]:
         return {
-            "accepted_total": self._accepted,
-            "refused_total": self._refused,
             "abandoned_total": self._encoding.abandoned,
-            "moved_total": self._moved,
-            "prompt_tokens_total": self._prompt_tokens,
+            **{f"{name}_total": count for name, count in self._counts.items()},
             "ledger": len(self._ledger),
             "encoding": len(self._encoding),
             "groups_up": self._router.up,
@@ -166,7 +145,7 @@ class TokenizerCore:
         param: str | None = None,
         code: str | None = None,
     ) -> list[Send]:
-        self._refused += 1
+        self._counts["refused"] += 1
         refusal = Refused(
             request_id=event.request_id,
             attempt=event.attempt,
@@ -185,13 +164,19 @@ class TokenizerCore:
         group = (
             self._router.sent(event.group, *request) if routed else self._router.choose(*request)
         )
-        self._accepted += 1
-        self._prompt_tokens += len(ids)
+        self._counts["accepted"] += 1
+        self._counts["prompt_tokens"] += len(ids)
         raw = ids.tobytes()
         work = self._work(event, raw)
         self._ledger.put(Entry(work, group, routed or alone, alone))
         asked = raw if event.return_prompt_ids else b""
-        accepted = Accepted(event.request_id, event.attempt, group, len(ids), asked)
+        accepted = Accepted(
+            request_id=event.request_id,
+            attempt=event.attempt,
+            group=group,
+            prompt_tokens=len(ids),
+            prompt_ids=asked,
+        )
         gateway = f"gateway-{event.gateway}"
         return [Send("text", gateway, accepted), Send("work", f"scheduler-{group}", work)]
 
@@ -249,7 +234,7 @@ class TokenizerCore:
         if group is not None:
             works = self._ledger.of_group(group)
             known = (Send("work", event.stage, work) for work in works)
-            return answer(self._stage, event, known)
+            return answer(self._roll_call.stage, event, known)
         out: list[Send] = []
         if gateway is None:
             return out
@@ -286,8 +271,10 @@ class TokenizerCore:
         request = (event.request_id, ids, work.params.max_tokens, work.cache_salt)
         group = self._router.choose(*request)
         self._ledger.move(event.request_id, group)
-        self._moved += 1
-        accepted = Accepted(event.request_id, event.attempt, group, len(ids))
+        self._counts["moved"] += 1
+        accepted = Accepted(
+            request_id=event.request_id, attempt=event.attempt, group=group, prompt_tokens=len(ids)
+        )
         return [
             Send("recovery", f"scheduler-{group}", event),
             Send("work", f"scheduler-{group}", work),
@@ -330,3 +317,24 @@ class TokenizerCore:
         self._left = True
         self._encoding.clear()  # the gateways tell the successor of all that is unfinished
         return []
+
+    def _ignore(self, _event: Message, _now: float) -> list[Send]:
+        return []
+
+    _handlers: ClassVar[dict[type[Message], Callable[..., list[Send]]]] = {
+        Submit: _on_submit,
+        Encoded: _on_encoded,
+        Abort: _on_abort,
+        Done: _on_done,
+        Recover: _on_recover,
+        Recovered: _on_recovered,
+        Delivered: _on_delivered,
+        Group: _on_group,
+        Ended: _on_ended,
+        GroupFault: _ignore,  # and Rank: others are meant
+        Rank: _ignore,
+        Tick: _on_tick,
+        Drain: _on_drain,
+        Leave: _on_leave,
+        Unsent: _on_unsent,
+    }

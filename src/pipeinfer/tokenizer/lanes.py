@@ -91,8 +91,10 @@ class Apart:
             }
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipeinfer.tokenizer.apart"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+            )
             if self._killed:  # meanwhile
                 self._process.kill()
             assert self._process.stdin is not None
@@ -136,10 +138,12 @@ class Lanes:
 
     async def start(self, feed: Callable[[Message], None]) -> None:
         """Processes start with the first prompt of their lane."""
-        self._feed, self._loop = feed, asyncio.get_running_loop()
+        self._feed = feed
+        self._loop = asyncio.get_running_loop()
 
-    def deliver(self, message: Encode) -> None:
+    def deliver(self, message: Message) -> None:
         """Takes the core's local outputs."""
+        assert isinstance(message, Encode)
         lane = self._lanes[message.weight > CHAPTER]
         self._count += 1
         heapq.heappush(lane.waiting, (message.weight, self._count, message))

@@ -22,7 +22,7 @@ def chain(prompt_ids: np.ndarray, cache_salt: str) -> list[bytes]:
     """
     key = blake2b(cache_salt.encode(), digest_size=8).digest()
     raw = np.ascontiguousarray(prompt_ids, dtype="<i4").tobytes()
-    keys = []
+    keys: list[bytes] = []
     for end in range(4 * BLOCK, len(raw) + 1, 4 * BLOCK):
         key = blake2b(key + raw[end - 4 * BLOCK : end], digest_size=8).digest()
         keys.append(key)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn, cast
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pipeinfer.json_values import JsonValue
 
 Clock = Callable[[str], str]  # a strftime format -> the formatted local time
 
@@ -25,9 +27,12 @@ def make_environment(strftime_now: Clock) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = strftime_now
+    # Jinja says nothing of what the values of these two are.
+    filters = cast(dict[str, object], environment.filters)  # pyright: ignore[reportUnknownMemberType]
+    variables = cast(dict[str, object], environment.globals)  # pyright: ignore[reportUnknownMemberType]
+    filters["tojson"] = _tojson
+    variables["raise_exception"] = _raise_exception
+    variables["strftime_now"] = strftime_now
     return environment
 
 
@@ -47,7 +52,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _tojson(
-    value: Any,
+    value: JsonValue,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

@@ -91,7 +91,9 @@ class StandIns:
             )
             for k, (_, token) in enumerate(self._special)
         ]  # fmt: skip
-        made.add_tokens([*tokens, *(token for _, token in self._others)])
+        tokens += [token for _, token in self._others]
+        # A bare list in the library's stub.
+        made.add_tokens(tokens)  # pyright: ignore[reportUnknownMemberType]
         ids = {token.content: i for i, token in made.get_added_tokens_decoder().items()}
         size = max([*ids.values(), made.get_vocab_size()]) + 1
         names, controls = np.arange(size, dtype="<i4"), np.zeros(size, dtype=bool)
@@ -109,6 +111,6 @@ def folds(tokenizer: Tokenizer) -> bool:
     if not any(token.special and token.normalized for token in added):
         return False
     return any(
-        part["type"] != "Prepend" and part.get("pattern") != {"String": " "}
-        for part in parts(tokenizer.normalizer, "normalizers")
+        part.type != "Prepend" and part.pattern != {"String": " "}
+        for part in parts(tokenizer.normalizer)
     )

@@ -6,10 +6,10 @@ Gives the text that transformers' `apply_chat_template` gives. Knows no token id
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Template, TemplateSyntaxError
 
+from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text.loading import special_tokens
 from pipeinfer.tokenizer.sandbox import Clock, make_environment
@@ -43,7 +43,7 @@ class ChatTemplates:
             except TemplateSyntaxError as error:
                 self.problems[name] = f"line {error.lineno}: {error.message}"
 
-    def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+    def render(self, messages: list[JsonObject], arguments: JsonObject) -> str:
         """The prompt's text, special tokens included. Raises TemplateFailed.
 
         `arguments` are further variables of the template (`enable_thinking`, `tools` ...);
@@ -81,7 +81,7 @@ class ChatTemplates:
 
 
 def load_templates(
-    folder: Path, config: dict[str, Any], override: str, strftime_now: Clock
+    folder: Path, config: JsonObject, override: str, strftime_now: Clock
 ) -> ChatTemplates:
     """The templates of the checkpoint in `folder`, or the one in file `override` if not empty.
 
@@ -97,13 +97,14 @@ def load_templates(
     return templates
 
 
-def _find(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+def _find(folder: Path, config: JsonObject) -> dict[str, str]:
     sources: dict[str, str] = {}
     given = config.get("chat_template")
     if isinstance(given, str):
         sources["default"] = given
     elif isinstance(given, list):
-        sources = {entry["name"]: entry["template"] for entry in given}
+        named = [entry for entry in given if isinstance(entry, dict)]
+        sources = {str(entry["name"]): str(entry["template"]) for entry in named}
     if (folder / "chat_template.jinja").exists():
         sources = {"default": _read(folder / "chat_template.jinja")}
         for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
@@ -118,20 +119,24 @@ def _read(path: Path) -> str:
         raise ConfigurationError(f"cannot read chat template {path}: {error}") from None
 
 
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
+def _plain(message: JsonObject) -> JsonObject:
     """One message as templates expect it: no nulls, text parts joined, reasoning by its names."""
-    plain = {key: value for key, value in message.items() if value is not None}
+    plain: JsonObject = {key: value for key, value in message.items() if value is not None}
     content = plain.get("content")
-    if isinstance(content, list) and all(_is_text(part) for part in content):
-        # Most templates only know strings; lines keep the parts apart.
-        plain["content"] = "\n".join(part["text"] for part in content)
+    if isinstance(content, list):
+        texts = [text for text in map(_text, content) if text is not None]
+        if len(texts) == len(content):
+            # Most templates only know strings; lines keep the parts apart.
+            plain["content"] = "\n".join(texts)
     for field in REASONING_FIELDS:
         if field in plain:
             return {"thinking": plain[field], **plain, "reasoning_content": plain[field]}
     return plain
 
 
-def _is_text(part: Any) -> bool:
-    return (
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-    )
+def _text(part: JsonValue) -> str | None:
+    """Of a part of a message's content; None if it is of another kind."""
+    if not isinstance(part, dict) or part.get("type") != "text":
+        return None
+    text = part.get("text")
+    return text if isinstance(text, str) else None

@@ -130,7 +130,7 @@ class Topology:
         """How many data-parallel groups there are; 1 if their schedulers are not listed."""
         return max(len(self.ids("scheduler")), 1)
 
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> dict[str, object]:
         """What the file says of settings, and what follows from its stages."""
         return {"tp": self.ranks(), "dp": self.groups(), **self.settings}
 

@@ -5,7 +5,10 @@ Notes are never fed to a core and never compared. Knows nobody.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sized
+from typing import Protocol
+
+import numpy as np
 
 from pipeinfer.messages import Message
 
@@ -57,18 +60,22 @@ class _Arrays(Protocol):
     def decodes(self) -> int: ...
 
     @property
-    def slots(self) -> Any: ...
+    def slots(self) -> Sized: ...
 
     @property
-    def tokens(self) -> Any: ...
+    def tokens(self) -> Sized: ...
 
     @property
-    def samples(self) -> Any: ...
+    def samples(self) -> np.ndarray: ...
 
 
 def step_note(step: _Arrays) -> StepNote:
     """The numbers of an engine's step (steps/step.py, which is not imported here)."""
     return StepNote(
-        step.epoch, step.number, len(step.slots), step.decodes, len(step.tokens),
+        step.epoch,
+        step.number,
+        len(step.slots),
+        step.decodes,
+        len(step.tokens),
         int(step.samples.sum()),
-    )  # fmt: skip
+    )

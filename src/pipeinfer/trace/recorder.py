@@ -49,7 +49,9 @@ class Recorder:
         ring: Ring | None = None,
         restarts: bool = False,
     ) -> None:
-        self._stem, self._identify, self._restarts = stem, identify, restarts
+        self._stem = stem
+        self._identify = identify
+        self._restarts = restarts
         self._model: ModelIdentity | None = None
         self._rows: list[Row] = []
         self.add = self._rows.append

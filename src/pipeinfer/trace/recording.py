@@ -69,7 +69,9 @@ class Recording:
     ) -> None:
         self.name = name
         self.ended = False
-        self._folder, self._limits, self._make_rewriter = folder, limits, rewriter
+        self._folder = folder
+        self._limits = limits
+        self._make_rewriter = rewriter
         self._rewriter: Rewriter | None = None
         self._on_change = on_change
         self._file: TraceFile | None = None

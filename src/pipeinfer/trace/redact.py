@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -53,6 +53,7 @@ AS_THEY_ARE = {
     "Crash", "End",
 }  # fmt: skip
 
+M = TypeVar("M", bound=msgspec.Struct)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -60,7 +61,9 @@ class Redactor:
     """Rewrites rows of a stage called `stage` ("scheduler")."""
 
     def __init__(self, stage: str, key: bytes, names: Permutation) -> None:
-        self._bodies, self._key, self.names = Bodies(stage), key, names
+        self._bodies = Bodies(stage)
+        self._key = key
+        self.names = names
         self._how: dict[str, Callable[[Any], Any]] = {
             "ids": names.ids,
             "one": lambda value: names.one(value) if isinstance(value, int) else "",
@@ -96,7 +99,7 @@ class Redactor:
             state = redact_state(state, self.message, self.names)
         return msgspec.structs.replace(header, redacted=True, snapshot=state)
 
-    def message(self, message: Any) -> Any:
+    def message(self, message: M) -> M:
         """The same message without text, its ids renamed."""
         fields = FIELDS.get(type(message).__name__, {})
         changed = {}

@@ -16,6 +16,7 @@ from pipeinfer.trace.permutation import Permutation
 from pipeinfer.trace.restore import known_class
 
 Place = tuple[str, str]  # a class and an attribute of it
+Rewrite = Callable[[msgspec.Struct], msgspec.Struct]
 
 _REQUEST = "pipeinfer.scheduler.request:Request"
 IDS: frozenset[Place] = frozenset((_REQUEST, name) for name in ("outputs", "stops"))
@@ -36,7 +37,7 @@ _MAPPINGS = ("dict", "ordered", "counter")
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def redact_state(state: bytes, message: Callable[[Any], Any], names: Permutation) -> bytes:
+def redact_state(state: bytes, message: Rewrite, names: Permutation) -> bytes:
     """The snapshot with `message` applied to every message and the ids renamed by `names`.
 
     Raises ValueError for a part of the state that may hold ids and is not known to.
@@ -75,7 +76,10 @@ def _parts(node: list[Any], place: Place) -> list[tuple[Place, Any]]:
 
 
 def _node(
-    node: list[Any], place: Place, message: Callable[[Any], Any], names: Permutation
+    node: list[Any],
+    place: Place,
+    message: Rewrite,
+    names: Permutation,
 ) -> list[Any]:
     kind = node[0]
     if kind == "struct":

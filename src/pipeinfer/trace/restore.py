@@ -45,7 +45,8 @@ class _Builder:
     """Makes nodes into objects, each once; from the core on, so that its own parts are found."""
 
     def __init__(self, nodes: list[list[Any]], outside: dict[str, object]) -> None:
-        self._nodes, self._outside = nodes, outside
+        self._nodes = nodes
+        self._outside = outside
         self._made: dict[int, Any] = {}
         self._claimed: set[int] = set()
         self._unfilled: deque[Callable[[], None]] = deque()

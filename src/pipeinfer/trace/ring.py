@@ -47,7 +47,8 @@ class Ring:
     """
 
     def __init__(self, budget: int, keep_all: bool = False) -> None:
-        self._budget, self._keep_all = budget, keep_all
+        self._budget = budget
+        self._keep_all = keep_all
         self._segments: deque[_Segment] = deque()
         self.bytes = 0
 

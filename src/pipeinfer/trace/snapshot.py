@@ -66,7 +66,7 @@ def slots(kind: type) -> tuple[str, ...]:
     return tuple(name for some in named for name in some if name not in ("__dict__", "__weakref__"))
 
 
-def attributes(value: object) -> list[tuple[str, Any]]:
+def attributes(value: object) -> list[tuple[str, object]]:
     """(name, value) of all that is set on an object, slots first, in a fixed order."""
     found = [(name, getattr(value, name, _UNSET)) for name in slots(type(value))]
     found = [(name, part) for name, part in found if part is not _UNSET]

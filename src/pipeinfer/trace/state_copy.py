@@ -160,7 +160,9 @@ class _Meanwhile:
     def __init__(
         self, core: object, still: Callable[[], bool], learn: Callable[[float], None]
     ) -> None:
-        self._core, self._still, self._learn = core, still, learn
+        self._core = core
+        self._still = still
+        self._learn = learn
 
     def packed(self, given_up: Callable[[], bool]) -> bytes:
         begun = time.perf_counter()
@@ -180,7 +182,9 @@ class _Elsewhere:
     """A state that process `pid` walks and writes into the pipe `source`."""
 
     def __init__(self, pid: int, source: int, learn: Callable[[float], None]) -> None:
-        self.pid, self._source, self._learn = pid, source, learn
+        self.pid = pid
+        self._source = source
+        self._learn = learn
 
     def packed(self, given_up: Callable[[], bool]) -> bytes:
         try:

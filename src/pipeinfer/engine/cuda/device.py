@@ -31,7 +31,9 @@ class CudaMark:
         before: torch.cuda.Event | None,
     ) -> None:
         self._device = device
-        self._began, self._ended, self._before = began, ended, before
+        self._began = began
+        self._ended = ended
+        self._before = before
         self._seconds: tuple[float, float] | None = None  # busy and idle, once they were read
 
     @property
