@@ -41,7 +41,7 @@ def say(scheduler: Bus, group: int, reason: str) -> None:
 async def test_only_the_fault_of_its_own_group_ends_an_engine(place, scheduler):
     ends: list[int] = []
     with zmq.Context() as context:
-        listener = end_on_group_fault(place, Identity("engine"), context, end=ends.append)
+        listener = end_on_group_fault(place, Identity("engine"), context, lambda: True, ends.append)
         async with asyncio.timeout(20):
             while not ends:  # the first may be lost: a subscription takes its time
                 say(scheduler, 1, "somebody else's")

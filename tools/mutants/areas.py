@@ -17,8 +17,6 @@ STORIES = (
 LEFT_OUT = (
     # Judges by a clock: on a busy machine it may fail whatever the code does.
     "tests/detokenizer/test_stops.py::test_the_cost_of_a_token_does_not_grow_with_the_held_text",
-    # Wants more address space than a mutant may have.
-    "tests/memory/test_kv_pool.py::test_a_large_pool_takes_memory_only_where_it_is_written",
 )
 
 
@@ -49,13 +47,26 @@ RECOVERY = (
 AREAS = {
     "scheduler": Area(
         ("scheduler/*.py", "scheduler/policies/*.py"),
-        ("tests/scheduler", "tests/pipeline/test_take_over_simulated.py", *STORIES),
+        (
+            "tests/scheduler/test_board.py",
+            "tests/scheduler/test_request_state.py",
+            "tests/scheduler/test_request_phases.py",
+            "tests/scheduler/test_requests_that_end.py",
+            "tests/scheduler/test_scheduler_recovery.py",
+            "tests/scheduler/test_scheduler_core.py",
+            "tests/scheduler",
+            "tests/distributed/test_ranks_agree.py",
+            "tests/pipeline/test_take_over_simulated.py",
+            *STORIES,
+        ),
         (*RECOVERY, "scheduler/stage.py"),
     ),
     "memory": Area(
         ("memory/*.py",),
         (
             "tests/memory/test_page_allocator.py",
+            "tests/memory/test_page_table.py",
+            "tests/memory/test_digest.py",
             "tests/memory/test_memory_manager.py",
             "tests/memory/test_kv_pool.py",
             "tests/memory/test_radix_tree.py",
@@ -74,12 +85,18 @@ AREAS = {
     "recovery": Area(
         RECOVERY,
         (
+            "tests/scheduler/test_epochs.py",
+            "tests/scheduler/test_probation.py",
+            "tests/runtime/test_roll_call.py",
+            "tests/gateway/test_gateway_ledger.py",
+            "tests/tokenizer/test_tokenizer_ledger.py",
+            "tests/scheduler/test_scheduler_recovery.py",
             "tests/runtime/test_fence.py",
             "tests/runtime/test_unsent.py",
-            "tests/runtime/test_group_fault.py",
-            "tests/scheduler/test_scheduler_recovery.py",
+            "tests/distributed/test_ranks_agree.py",
             "tests/scheduler/test_hand_over.py",
             "tests/gateway/test_gateway_core.py",
+            "tests/runtime/test_group_fault.py",
             "tests/tokenizer/test_tokenizer_core.py",
             "tests/pipeline/test_recovery_simulated.py",
             "tests/pipeline/test_take_over_simulated.py",

@@ -19,6 +19,8 @@ from cosmic_ray.operators.provider import OperatorProvider
 from mutants import exclusions
 from mutants.deletion import DeleteStatement
 
+NEVER_CHANGED = frozenset(("name", "newline", "string", "endmarker"))  # most of all leaves
+BRACKETS = frozenset("()[]{},.:=")
 NAMELESS = ("VariableReplacer", "VariableInserter")  # of Cosmic Ray's: they want names
 
 
@@ -46,6 +48,8 @@ def changes(text: str, known: dict[str, Operator]) -> dict[tuple[int, int], list
     counts: Counter[str] = Counter()
     found: dict[tuple[int, int], list[Change]] = defaultdict(list)
     for node in ast_nodes(parso.parse(text)):
+        if node.type in NEVER_CHANGED or (node.type == "operator" and node.value in BRACKETS):
+            continue
         for name, operator in known.items():
             for (line, column), _ in operator.mutation_positions(node):
                 number = counts[name]

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from mutants.areas import LEFT_OUT, ROOT
 
-MEMORY = 8 * 2**30  # bytes of address space of one process: a change may let something grow
+MEMORY = 16 * 2**30  # bytes of address space of one process: a change may let something grow
 PASSED, NONE_RAN = 0, 5  # exit codes of pytest
 NOTICED = re.compile(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", re.MULTILINE)
 

@@ -28,7 +28,7 @@ def end_on_group_fault(
     topology: Topology,
     engine: Identity,
     context: zmq.Context[zmq.Socket[bytes]],
-    formed: Callable[[], bool] = lambda: True,
+    formed: Callable[[], bool],
     end: Callable[[int], object] = os._exit,
 ) -> Listener:
     """Ends this process at once, with code 1, when the group of `engine` is given up, or when a
