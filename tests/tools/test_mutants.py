@@ -23,7 +23,9 @@ def place(tmp_path_factory):
 def test_each_module_is_in_one_area_and_each_test_is_there():
     files = [path for area in AREAS.values() for path in area.files()]
     assert len(files) == len(set(files)) > 40
-    tests = {test for area in AREAS.values() for test in area.tests} | set(LEFT_OUT)
+    ordered = [area.in_order() for area in AREAS.values()]
+    assert all(len(tests) == len(set(tests)) for tests in ordered)
+    tests = {test for tests in ordered for test in tests} | set(LEFT_OUT)
     for test in tests:
         path, _, name = test.partition("::")
         assert (ROOT / path).exists(), test

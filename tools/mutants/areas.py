@@ -22,11 +22,24 @@ LEFT_OUT = (
 
 @dataclass(frozen=True)
 class Area:
-    """Modules below src/pipeinfer, as patterns; `but`: those of them that belong elsewhere."""
+    """Modules below src/pipeinfer, as patterns; `but`: those of them that belong elsewhere.
+
+    tests: modules, single tests, or folders for all that is in them and not named before.
+    """
 
     modules: tuple[str, ...]
     tests: tuple[str, ...]
     but: tuple[str, ...] = ()
+
+    def in_order(self) -> list[str]:
+        """The tests, each once. pytest itself would sort what is in a folder."""
+        found: dict[str, None] = {}
+        for test in self.tests:
+            folder = ROOT / test
+            inside = sorted(folder.glob("test_*.py")) if folder.is_dir() else ()
+            found |= dict.fromkeys(str(path.relative_to(ROOT)) for path in inside)
+            found |= {} if inside else {test: None}
+        return list(found)
 
     def files(self, root: Path = ROOT) -> Iterator[Path]:
         """Relative to the checkout `root`."""

@@ -92,7 +92,7 @@ def _run(
     def test(mutant: Mutant, limit: float) -> Outcome:
         place = free.get()
         try:
-            return place.test(mutant.path, mutant.text, AREAS[mutant.area].tests, limit)
+            return place.test(mutant.path, mutant.text, AREAS[mutant.area].in_order(), limit)
         finally:
             free.put(place)
 
