@@ -201,6 +201,18 @@ def test_a_character_that_never_came_whole_ends_as_replacement(bench: Bench) -> 
     assert bench.last.finish == "abort"
 
 
+def test_a_stop_string_that_the_end_completes_counts_the_tokens_before_it(bench: Bench) -> None:
+    """The tail of a character that never came whole is text like any other."""
+    ids = [*bench.ids("hello"), *bench.ids("€")[:1]]
+    bench.open(stop=("\ufffd",))
+    bench.row(ids[:1])
+    bench.row(ids[1:], 1, finish="length")
+    assert (bench.text, bench.last.finish, bench.last.stop_reason) == ("hello", "stop", "\ufffd")
+    assert bench.last.output_tokens == len(ids) and bench.token_ids == ids
+    assert bench.hits == [("scheduler-0", StopHit("r", 1, len(ids)))]
+    assert bench.delivered() == [Delivered("r", 1, pack(ids), True)]
+
+
 def test_repeated_rows_are_dropped_and_overlapping_ones_trimmed(bench: Bench) -> None:
     bench.open()
     ids = bench.ids("the quick brown fox")

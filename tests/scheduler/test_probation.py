@@ -113,3 +113,25 @@ def test_who_had_no_step_in_flight_is_resumed_before_any_suspect():
     assert [a.request_id for plan in plans for a in plan.admits] == [stream, prompt]
     begun = [plan for plan in plans if plan.admits]
     assert all(len(plan.slots) == 4 for plan in begun), "each begins alone"
+
+
+def test_a_suspect_does_not_wait_for_all_who_come_later():
+    p, admitted = pipeline(depth=1, pages=200, slots=2), []
+    receive = p.engine.receive
+
+    def hear(message) -> None:
+        if isinstance(message, Plan):
+            admitted.extend(admit.request_id for admit in message.admits)
+        receive(message)
+
+    p.engine.receive = hear
+    suspect = p.submit([5, 6], 4)
+    p.deliver()
+    p.deliver()
+    assert admitted == [suspect]
+    p.engine.crash()
+    p.deliver()
+    others = [p.submit([20 + n] * 3, 12) for n in range(8)]
+    admitted.clear()
+    p.settle()
+    assert admitted.index(suspect) < admitted.index(others[4])

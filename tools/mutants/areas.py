@@ -64,6 +64,7 @@ AREAS = {
             "tests/scheduler/test_board.py",
             "tests/scheduler/test_request_state.py",
             "tests/scheduler/test_request_phases.py",
+            "tests/scheduler/test_probation.py",
             "tests/scheduler/test_requests_that_end.py",
             "tests/scheduler/test_scheduler_recovery.py",
             "tests/scheduler/test_scheduler_core.py",
