@@ -264,6 +264,37 @@ def test_abort_by_the_scheduler_for_time_is_the_same_error(timeout: float) -> No
     assert isinstance(failed, Failed) and failed.status == 408
 
 
+def test_an_abort_keeps_the_text_and_without_a_timeout_it_is_no_matter_of_time() -> None:
+    harness = Harness()
+    harness.running("r", timeout=2.0)
+    harness.do(Text((row("ab", 0, 0),)))
+    for text, timeout in (("", 2.0), ("c", 2.0), ("", 0.0)):
+        if not harness.core._records:
+            harness.running("r", timeout=timeout)
+        known = harness.core._records["r"]
+        last = TextRow("r", 1, text, known.bytes, known.tokens, b"", "abort")
+        [delta] = harness.local(Text((last,)))
+        assert isinstance(delta, Delta) and (delta.text, delta.finish) == (text, "abort")
+
+
+def test_the_end_is_told_again_to_the_tokenizer_that_had_the_request_or_to_all() -> None:
+    two = [*EXPECTED, Expected("tokenizer-1", "tokenizer")]
+    core = GatewayCore(two)
+    for stage in two:
+        core.handle(heartbeat(stage.stage), 0.0)
+    for name in ("first", "r"):
+        [submit] = core.handle(Call(name, PARAMS, text="x"), 0.0)
+    assert submit.to == "tokenizer-1"
+    core.handle(Hangup("r", "disconnect"), 0.0)
+    [again] = core.handle(Text((row("late", 0, 0),)), 60.0)
+    assert (again.to, again.message) == ("tokenizer-1", Abort("r", 1, "disconnect"))
+    stray = TextRow("stray", 3, "x", 0, 0, b"")
+    sends = core.handle(Text((stray,)), 60.0)
+    assert [(s.to, s.message) for s in sends] == [
+        (to, Abort("stray", 3, "unknown to its gateway")) for to in ("tokenizer-0", "tokenizer-1")
+    ]
+
+
 def test_queue_limit_counts_only_requests_without_output() -> None:
     harness = Harness(max_queue=2)
     harness.running("r")

@@ -345,6 +345,16 @@ def test_request_never_grows_past_max_total():
         assert applied.rows.deferred.tolist() == [False]
 
 
+def test_decodes_that_go_on_alike_end_at_the_shortest_limit():
+    memory = Memory()
+    memory.run({0: 99, 1: 99}, [admit(0, [1, 2, 3], max_total=9), admit(1, [4, 5], max_total=30)])
+    for number in range(20):
+        applied = memory.plan({0: 1, 1: 1})
+        computed = [min(4 + number, 8), 3 + number]
+        assert memory.manager.slots.computed[:2].tolist() == computed
+        assert applied.rows.counts.tolist() == [int(number < 5), 1]
+
+
 def test_rows_of_empty_slots_and_empty_counts_do_nothing():
     memory = Memory()
     applied, _ = memory.run({5: 3, 0: 0}, [admit(0, PROMPT)])
