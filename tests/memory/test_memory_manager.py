@@ -323,6 +323,17 @@ def test_unused_prefixes_make_room_and_used_ones_do_not():
     assert memory.manager.evictable == 3 and memory.manager.free == 0
 
 
+def test_pages_that_had_to_go_are_counted_until_the_cache_is_empty_again():
+    memory = Memory(pages=9)
+    memory.run({0: 99}, [admit(0, PROMPT)])
+    memory.plan({}, releases=[Release(0, True)])
+    assert (memory.manager.evictable, memory.manager.evicted_pages) == (3, 0)
+    memory.run({1: 99}, [admit(1, [1] * 25)])  # seven pages of eight
+    assert (memory.manager.evictable, memory.manager.evicted_pages) == (1, 2)
+    memory.manager.reset()
+    assert memory.manager.evicted_pages == 0
+
+
 def test_prefix_of_a_request_admitted_ahead_is_kept_for_it():
     memory = Memory(pages=7)
     memory.run({0: 99}, [admit(0, PROMPT)])

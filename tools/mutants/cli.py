@@ -24,7 +24,7 @@ from mutants.drawing import Mutant
 from mutants.running import Outcome, Workplace
 
 SCHEMA = "pipeinfer-mutants/1"
-PATIENCE, SPARE = 2.0, 10.0  # a mutant may take so many times what its area takes; seconds more
+PATIENCE, SPARE = 3.0, 30.0  # a mutant may take so many times what its area takes; seconds more
 
 T, R = TypeVar("T"), TypeVar("R")
 
