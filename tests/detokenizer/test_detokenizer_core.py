@@ -15,7 +15,7 @@ from pipeinfer.core import Send
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.incremental import DecoderFactory
 from pipeinfer.detokenizer.stage import build
-from pipeinfer.events import Leave, Tick
+from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -200,6 +200,18 @@ def test_a_character_that_never_came_whole_ends_as_replacement(bench: Bench) -> 
     assert bench.last.finish == "abort"
 
 
+def test_a_stop_string_that_the_end_completes_counts_the_tokens_before_it(bench: Bench) -> None:
+    """The tail of a character that never came whole is text like any other."""
+    ids = [*bench.ids("hello"), *bench.ids("€")[:1]]
+    bench.open(stop=("\ufffd",))
+    bench.row(ids[:1])
+    bench.row(ids[1:], 1, finish="length")
+    assert (bench.text, bench.last.finish, bench.last.stop_reason) == ("hello", "stop", "\ufffd")
+    assert bench.last.output_tokens == len(ids) and bench.token_ids == ids
+    assert bench.hits == [("scheduler-0", StopHit("r", 1, len(ids)))]
+    assert bench.delivered() == [Delivered("r", 1, pack(ids), True)]
+
+
 def test_repeated_rows_are_dropped_and_overlapping_ones_trimmed(bench: Bench) -> None:
     bench.open()
     ids = bench.ids("the quick brown fox")
@@ -308,6 +320,37 @@ def test_an_ended_request_that_is_opened_and_sent_again_stays_ended(bench: Bench
     bench.open()
     bench.row(ids, finish="length")
     assert len(bench.rows) == 1 and len(bench.delivered()) == 1
+
+
+def test_a_request_that_another_group_took_over_is_that_groups(bench: Bench) -> None:
+    ids = bench.ids("the quick brown fox")
+    bench.open(stop=("brown",))
+    bench.row(ids[:1])
+    bench.open(stop=("brown",), group=2)
+    assert bench.delivered(0) == [] and bench.delivered(2) == [Delivered("r", 1, pack(ids[:1]))]
+    bench.row(ids[1:], 1)
+    assert bench.hits == [("scheduler-2", StopHit("r", 1, 3))]
+
+
+def test_an_earlier_attempt_changes_nothing_of_a_later_one(bench: Bench) -> None:
+    bench.open(attempt=2)
+    bench.open(attempt=1, group=3)
+    assert bench.delivered(3) == [] and len(bench.delivered(0)) == 1
+
+
+def test_the_end_of_a_request_that_nobody_opened_is_nothing(bench: Bench) -> None:
+    assert bench.say(Abort("stranger", 1)) == bench.say(Done(("stranger",))) == []
+    bench.row([1], 0, "stranger")
+    assert bench.core.stats()["late_rows_total"] == 1 and bench.core.idle()
+
+
+def test_a_detokenizer_that_drains_says_so_and_finishes(bench: Bench) -> None:
+    bench.open()
+    assert bench.core.state() == ("ready", "")
+    bench.say(Drain())
+    assert bench.core.state() == ("draining", "") and not bench.core.idle()
+    bench.row(bench.ids("hello"), finish="length")
+    assert bench.text == "hello" and bench.core.idle()
 
 
 def test_done_forgets_a_stream_that_goes_on(bench: Bench) -> None:

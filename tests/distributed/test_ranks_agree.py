@@ -333,3 +333,11 @@ def test_a_rank_that_says_nothing_is_noticed():
     with pytest.raises(Disagreement, match=f"rank 1 said nothing of {SILENT + 1} plans"):
         for _ in range(SILENT + 1):
             agreement.result(1)
+
+
+def test_plans_of_a_rank_that_has_nobody_to_agree_with_are_not_compared():
+    agreement = Agreement(1)
+    agreement.result(5)
+    assert agreement.compared == 0
+    with pytest.raises(Disagreement, match="there is no rank 1 beside rank 0"):
+        agreement.told(Digests(1, 1, 0, np.array([5], dtype="<u8").tobytes()))

@@ -70,7 +70,7 @@ def test_what_waits_never_exceeds_its_bounds(
     waiting: list[int] = []
     for comes, tokens in steps:
         if comes:
-            reason = backlog.no_room(tokens=tokens)
+            reason = backlog.no_room(1, tokens)
             fits = sum(waiting) + tokens <= most_tokens or not most_tokens or not waiting
             room = sum(waiting) < most_tokens or not most_tokens or not waiting
             assert (not reason) == (len(waiting) < most_requests and fits and room)
@@ -86,7 +86,7 @@ def test_what_waits_never_exceeds_its_bounds(
 
 @pytest.mark.parametrize(("waiting", "more", "room"), [(0, 4, True), (1, 3, True), (1, 4, False)])
 def test_each_prompt_of_a_request_needs_room(waiting: int, more: int, room: bool) -> None:
-    backlog = Backlog(4)
+    backlog = Backlog(4, 0)
     for _ in range(waiting):
         backlog.add(1)
-    assert (not backlog.no_room(more)) == room
+    assert (not backlog.no_room(more, 0)) == room

@@ -12,6 +12,7 @@ from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
 from pipeinfer.gateway.health import Expected
+from pipeinfer.gateway.ledger import REMEMBERED
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -121,6 +122,15 @@ def test_submit_carries_the_call_and_a_final_seed() -> None:
     assert len(set(first)) == 3
 
 
+def test_a_call_without_wishes_is_a_plain_request() -> None:
+    harness = Harness()
+    for n in range(64):
+        [send] = harness.do(Call(f"r{n}", PARAMS, text="x"))
+        submit = send.message
+        assert isinstance(submit, Submit) and 0 <= submit.seed < 2**63
+        assert submit == Submit(f"r{n}", 1, 0, PARAMS, submit.seed, "x", group=-1)
+
+
 def test_deltas_follow_started_and_end_with_the_counts() -> None:
     harness = Harness()
     harness.do(Call("r", PARAMS, text="x"))
@@ -226,12 +236,63 @@ def test_timeout_without_output_is_an_error_and_with_output_an_abort() -> None:
     assert harness.is_live("patient")
 
 
-def test_abort_by_the_scheduler_for_time_is_the_same_error() -> None:
+def test_requests_whose_deadlines_came_late_or_early_all_end_in_time() -> None:
+    """Also after the deadlines of many that ended were dropped."""
     harness = Harness()
-    harness.running("r", timeout=2.0)
+    for name, timeout in (("last", 30.0), ("first", 10.0), ("second", 20.0), ("never", 0.0)):
+        harness.running(name, timeout=timeout)
+    for n in range(REMEMBERED + 10):
+        harness.do(Call(str(n), PARAMS, text="x", timeout=100.0))
+        harness.do(Hangup(str(n)))
+    assert len(harness.core._deadlines) > REMEMBERED
+    assert harness.upstream(Tick()) == []
+    assert len(harness.core._deadlines) == 3
+    for name in ("first", "second", "last"):
+        harness.now += 9.9
+        assert harness.upstream(Tick()) == []
+        harness.now += 0.1
+        assert harness.upstream(Tick()) == [Abort(name, 1, "timeout")]
+    assert harness.is_live("never")
+
+
+@pytest.mark.parametrize("timeout", [0.5, 2.0])
+def test_abort_by_the_scheduler_for_time_is_the_same_error(timeout: float) -> None:
+    harness = Harness()
+    harness.running("r", timeout=timeout)
     empty = TextRow("r", 1, "", 0, 0, b"", "abort")
     [failed] = harness.local(Text((empty,)))
     assert isinstance(failed, Failed) and failed.status == 408
+
+
+def test_an_abort_keeps_the_text_and_without_a_timeout_it_is_no_matter_of_time() -> None:
+    harness = Harness()
+    harness.running("r", timeout=2.0)
+    harness.do(Text((row("ab", 0, 0),)))
+    for text, timeout in (("", 2.0), ("c", 2.0), ("", 0.0)):
+        if not harness.core._records:
+            harness.running("r", timeout=timeout)
+        known = harness.core._records["r"]
+        last = TextRow("r", 1, text, known.bytes, known.tokens, b"", "abort")
+        [delta] = harness.local(Text((last,)))
+        assert isinstance(delta, Delta) and (delta.text, delta.finish) == (text, "abort")
+
+
+def test_the_end_is_told_again_to_the_tokenizer_that_had_the_request_or_to_all() -> None:
+    two = [*EXPECTED, Expected("tokenizer-1", "tokenizer")]
+    core = GatewayCore(two)
+    for stage in two:
+        core.handle(heartbeat(stage.stage), 0.0)
+    for name in ("first", "r"):
+        [submit] = core.handle(Call(name, PARAMS, text="x"), 0.0)
+    assert submit.to == "tokenizer-1"
+    core.handle(Hangup("r", "disconnect"), 0.0)
+    [again] = core.handle(Text((row("late", 0, 0),)), 60.0)
+    assert (again.to, again.message) == ("tokenizer-1", Abort("r", 1, "disconnect"))
+    stray = TextRow("stray", 3, "x", 0, 0, b"")
+    sends = core.handle(Text((stray,)), 60.0)
+    assert [(s.to, s.message) for s in sends] == [
+        (to, Abort("stray", 3, "unknown to its gateway")) for to in ("tokenizer-0", "tokenizer-1")
+    ]
 
 
 def test_queue_limit_counts_only_requests_without_output() -> None:

@@ -7,6 +7,7 @@ from typing import get_args
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pipeinfer.gateway.health import NAMED, PER_GROUP, Expected, Health
 from pipeinfer.messages import Heartbeat, State
@@ -84,3 +85,37 @@ def lines(groups: int, ranks: int) -> int:
 
 def test_a_heartbeat_costs_the_same_however_many_stages_there_are():
     assert lines(64, 8) == lines(4, 3)
+
+
+def test_a_statistic_is_summed_over_groups_and_not_over_ranks():
+    health = Health(expected(3, 2))
+    for group in range(2):
+        for rank in range(2):
+            stage = Expected(f"engine-{group}-{rank}", "engine", group, rank)
+            told = beat(stage, "ready")
+            health.beat(structs.replace(told, stats={"pages": 10.0 + group + 100 * rank}), 0.0)
+    assert health.total("engine", "pages") == 10 + 11
+    assert health.total("engine", "unknown") == health.total("scheduler", "pages") == 0
+    assert health.total("gateway", "pages") == 0
+
+
+def test_a_stage_is_lost_after_its_silence_and_not_at_its_end():
+    health = Health(STAGES)
+    health.beat(beat(STAGES[1], "ready", reason=""), 10.0)
+    health.check(10.0 + SILENCE)
+    assert STAGES[1].stage not in [row.stage for row in health.missing()]
+    health.check(10.1 + SILENCE)
+    [row] = [row for row in health.missing() if row.stage == STAGES[1].stage]
+    assert (row.state, row.reason) == ("lost", f"silent for more than {SILENCE:g} s")
+    health.beat(beat(STAGES[1], "ready"), 30.0)
+    assert row.state == "ready" and row not in health.missing()
+
+
+def test_a_process_that_was_replaced_is_not_heard():
+    health = Health(STAGES)
+    health.beat(beat(STAGES[1], "ready", 5), 0.0)
+    health.beat(beat(STAGES[1], "draining", 4), 0.0)
+    health.beat(beat(Expected("stranger-0", "stranger"), "ready"), 0.0)
+    assert health.rows[STAGES[1].stage].state == "ready" and "stranger-0" not in health.rows
+    health.beat(beat(STAGES[1], "loading", 5), 0.0)
+    assert health.rows[STAGES[1].stage].state == "loading", "the same process"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -121,3 +122,35 @@ def test_other_limits_keep_what_was_used(before: int, used: int, after: int) -> 
     assert account.left(0.0) == (5, max(0, after - used))
     account.limit(Limits(), 0.0)
     assert account.left(0.0) == (None, None) and account.enter(0.0) is None
+
+
+def test_further_prompts_wait_until_there_is_room_for_the_whole_request() -> None:
+    """Ten a minute: one in six seconds. With eight used, three find two; then one is missing."""
+    account = Account(Limits(requests=10), 0.0)
+    for _ in range(8):
+        assert account.enter(0.0) is None
+    assert account.enter(0.0) is None
+    excess = account.enter_more(2, 0.0)
+    assert excess is not None and excess.wait == pytest.approx(6.0)
+    account.leave()
+    assert account.left(0.0) == (2, None), "its first has its request back"
+    assert account.enter(6.0) is None and account.enter_more(2, 6.0) is None
+    assert account.running == 8 + 3 and account.left(6.0) == (0, None)
+
+
+def test_more_prompts_than_a_minute_allows_never_come() -> None:
+    account = Account(Limits(requests=3), 0.0)
+    assert account.enter(0.0) is None
+    excess = account.enter_more(3, 0.0)
+    assert excess is not None and excess.wait == 0 and "4 prompts" in excess.reason
+    assert account.enter(0.0) is None and account.enter_more(2, 0.0) is None
+
+
+def test_a_key_whose_tokens_are_used_up_waits_for_one() -> None:
+    account = Account(Limits(tokens=60), 0.0)
+    account.use(60, 0.0)
+    excess = account.enter(0.0)
+    assert excess is not None and excess.wait == pytest.approx(1.0)
+    account.use(-1, 0.0)
+    assert account.enter(0.0) is None
+    assert account.running == 1

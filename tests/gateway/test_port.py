@@ -11,7 +11,7 @@ from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import SLICE, Port
-from pipeinfer.messages import Message
+from pipeinfer.messages import Message, pack
 from pipeinfer.params import SamplingParams
 
 PROMPTS = 10 * SLICE
@@ -135,3 +135,60 @@ async def test_calls_that_are_done_early_do_not_stop_the_others() -> None:
         await asyncio.sleep(0)
     assert len(fed.calls) == PROMPTS and not sink.failures
     await cancelled(task)
+
+
+async def test_times_and_tokens_and_ends_are_counted() -> None:
+    fed, now = Fed(), iter([1.0, 1.5, 1.75, 2.75])  # begun, and when each row with tokens comes
+    metrics = Metrics(Health([]))
+    fed.port = Port(metrics, lambda: next(now))
+    fed.port.bind(fed.take)
+    async with fed.port.opened([Call("r", SamplingParams(), text="x")], Errors()):
+        fed.port.deliver(Started("r", 0, 7))
+        fed.port.deliver(Delta("r", "", b"", 0, 0))
+        for ids in (1, 2, 3):
+            fed.port.deliver(Delta("r", "x", pack(range(ids)), 0, 0))
+        fed.port.deliver(Delta("r", "", b"", 0, 0, "stop"))
+        fed.port.deliver(Delta("r", "late", pack([1]), 0, 0))
+    told = metrics.exposition().decode()
+    for line in (
+        "pipeinfer_prompt_tokens_total 7.0",
+        "pipeinfer_generated_tokens_total 6.0",
+        "pipeinfer_time_to_first_token_seconds_count 1.0",
+        "pipeinfer_time_to_first_token_seconds_sum 0.5",
+        "pipeinfer_inter_token_seconds_count 2.0",
+        "pipeinfer_inter_token_seconds_sum 1.25",
+        'pipeinfer_requests_total{outcome="stop"} 1.0',
+    ):
+        assert line in told.splitlines(), line
+    assert fed.hung_up == []
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "outcome"),
+    [
+        (408, "timeout", "abort"),
+        (429, "queue_full", "refused"),
+        (503, "starting", "refused"),
+        (503, "draining", "refused"),
+        (499, "", "refused"),
+        (500, "request_failed", "error"),
+        (503, "shutting_down", "error"),
+    ],
+)
+async def test_failures_count_by_whose_they_are(status: int, code: str, outcome: str) -> None:
+    fed, sink = Fed(), Errors()
+    metrics = Metrics(Health([]))
+    fed.port = Port(metrics)
+    fed.port.bind(fed.take)
+    async with fed.port.opened([Call("r", SamplingParams(), text="x")], sink):
+        fed.port.deliver(Failed("r", status, "no", code=code))
+    assert sink.failures == [(0, status)] and fed.hung_up == []
+    line = f'pipeinfer_requests_total{{outcome="{outcome}"}} 1.0'
+    assert line in metrics.exposition().decode().splitlines()
+
+
+async def test_a_server_that_stops_tells_every_request() -> None:
+    fed, sink = Fed(), Errors()
+    async with fed.port.opened([Call(n, SamplingParams(), text="x") for n in "ab"], sink):
+        fed.port.fail_all(503, "the server is shutting down")
+    assert sink.failures == [(0, 503), (1, 503)]

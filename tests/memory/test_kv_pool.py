@@ -29,7 +29,11 @@ def test_layers_may_differ_in_shape_and_bytes_per_page_counts_them_all(dtype):
     pool = KVPool(shapes, 5, 4, dtype)
     assert [tuple(k.shape) for k in pool.k] == [(5, 4, 2, 8), (5, 4, 1, 16)]
     tensors = pool.k + pool.v
-    assert pool.bytes_per_page * 5 == sum(t.numel() * t.element_size() for t in tensors)
+    assert (
+        pool.total_bytes
+        == pool.bytes_per_page * 5
+        == sum(t.numel() * t.element_size() for t in tensors)
+    )
     assert all(t.dtype == dtype and not t.any() for t in tensors)
 
 

@@ -324,6 +324,17 @@ def test_unused_prefixes_make_room_and_used_ones_do_not():
     assert memory.manager.evictable == 3 and memory.manager.free == 0
 
 
+def test_pages_that_had_to_go_are_counted_until_the_cache_is_empty_again():
+    memory = Memory(pages=9)
+    memory.run({0: 99}, [admit(0, PROMPT)])
+    memory.plan({}, releases=[Release(0, True)])
+    assert (memory.manager.evictable, memory.manager.evicted_pages) == (3, 0)
+    memory.run({1: 99}, [admit(1, [1] * 25)])  # seven pages of eight
+    assert (memory.manager.evictable, memory.manager.evicted_pages) == (1, 2)
+    memory.manager.reset()
+    assert memory.manager.evicted_pages == 0
+
+
 def test_prefix_of_a_request_admitted_ahead_is_kept_for_it():
     memory = Memory(pages=7)
     memory.run({0: 99}, [admit(0, PROMPT)])
@@ -344,6 +355,16 @@ def test_request_never_grows_past_max_total():
         applied, ids = memory.run({0: 5})
         assert applied.rows.counts.tolist() == [0] and ids == []
         assert applied.rows.deferred.tolist() == [False]
+
+
+def test_decodes_that_go_on_alike_end_at_the_shortest_limit():
+    memory = Memory()
+    memory.run({0: 99, 1: 99}, [admit(0, [1, 2, 3], max_total=9), admit(1, [4, 5], max_total=30)])
+    for number in range(20):
+        applied = memory.plan({0: 1, 1: 1})
+        computed = [min(4 + number, 8), 3 + number]
+        assert memory.manager.slots.computed[:2].tolist() == computed
+        assert applied.rows.counts.tolist() == [int(number < 5), 1]
 
 
 def test_rows_of_empty_slots_and_empty_counts_do_nothing():

@@ -43,3 +43,10 @@ def test_no_page_is_owned_twice_and_order_repeats(moves: list[int]):
         free = first.free_pages().tolist()
         assert sorted(held + free) == list(range(1, 40))
         assert first.free == len(free)
+
+
+def test_a_single_page_beside_the_dummy_is_enough():
+    allocator = PageAllocator(2)
+    assert allocator.take(1).tolist() == [1]
+    with pytest.raises(ValueError, match="not 1"):
+        PageAllocator(1)

@@ -232,3 +232,48 @@ def test_naive_cache_takes_nothing():
 def test_unknown_cache_is_refused_with_the_names_there_are():
     with pytest.raises(ConfigurationError, match="'lru', there are radix, naive"):
         make_cache("lru", 16)
+
+
+def test_a_leaf_that_was_skipped_while_locked_can_be_evicted_later():
+    """At every clock, also the first ones: what marks a leaf as waiting is no time."""
+    for clock in range(4):
+        tree = RadixCache(1)
+        node, _ = tree.insert(ids(1), pages(1), "", clock)
+        tree.insert(ids(2), pages(2), "", clock)
+        tree.lock(node)
+        assert tree.evict(1).tolist() == [2]  # skips the locked one
+        tree.unlock(node)
+        tree.check_integrity([])
+        assert tree.evict(1).tolist() == [1]
+
+
+def test_leaves_that_are_dropped_as_stale_are_offered_again():
+    """Locked ones are stale while many others come and go."""
+    tree = RadixCache(1)
+    node, _ = tree.insert(ids(1), pages(1), "", 7)
+    tree.lock(node)
+    tree.insert(ids(2), pages(2), "", 8)
+    for clock in range(9, 300):
+        tree.match(ids(2), "", clock)
+    tree.unlock(node)
+    tree.check_integrity([])
+    assert sorted(tree.evict(2).tolist()) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda node: setattr(node, "key", ids(1)), "1 tokens on 2 pages"),
+        (lambda node: setattr(node, "key", ids(1, 2, 3)), "3 tokens on 2 pages"),
+        (lambda node: setattr(node, "parent", None), "does not hang from its parent"),
+        (lambda node: node.parent.children.clear(), "0 nodes with 0 unlocked"),
+        (lambda node: node.parent.children.update({b"": node}), "hang from its parent|2 nodes"),
+    ],
+)
+def test_integrity_check_sees_what_does_not_fit(spoil, message):
+    tree = RadixCache(1)
+    node, _ = tree.insert(ids(1, 2), pages(1, 2), "", 1)
+    tree.check_integrity([])
+    spoil(node)
+    with pytest.raises(IntegrityError, match=message):
+        tree.check_integrity([])

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import zmq
 
 from pipeinfer.bus.bus import Bus
+from pipeinfer.bus.frames import Header
 from pipeinfer.bus.listener import Listener
 from pipeinfer.core import Send
-from pipeinfer.messages import Abort, Heartbeat, Message, Recover
+from pipeinfer.messages import PROTOCOL, Abort, Heartbeat, Message, Recover
+from pipeinfer.runtime.fence import Fence
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage
 from pipeinfer.settings import Settings
@@ -75,3 +77,15 @@ async def test_frames_of_a_replaced_process_are_dropped_and_counted(tmp_path):
         for bus in (old, new, other):
             bus.close()
         listener.close()
+
+
+def test_the_newest_process_passes_whatever_its_number_and_whoever_else_is_newer():
+    fence = Fence()
+
+    def passes(sender: str, incarnation: int) -> bool:
+        return fence.passes(Header(PROTOCOL, sender, incarnation, 0, 0.0))
+
+    assert passes("tokenizer-0", 0) and passes("tokenizer-0", 0)
+    assert passes("tokenizer-0", 5) and passes("tokenizer-0", 5)
+    assert not passes("tokenizer-0", 4) and passes("tokenizer-1", 4)
+    assert passes("tokenizer-0", 5) and fence.dropped == 1

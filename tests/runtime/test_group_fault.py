@@ -43,7 +43,9 @@ def say(scheduler: Bus, group: int, reason: str, incarnation: int) -> None:
 async def test_only_the_fault_of_its_own_group_ends_an_engine(place, scheduler):
     ends: list[int] = []
     with zmq.Context() as context:
-        listener = end_on_group_fault(place, Identity("engine"), 7, context, end=ends.append)
+        listener = end_on_group_fault(
+            place, Identity("engine"), 7, context, lambda: True, ends.append
+        )
         for _ in range(100):
             say(scheduler, 1, "somebody else's", 7)
             say(scheduler, 0, "of the process before", 6)

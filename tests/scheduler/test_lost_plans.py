@@ -21,7 +21,7 @@ def running():
     p.submit([4, 5, 6, 7], 9)
     for _ in range(4):
         p.deliver()
-    assert len(p.core._flights) == 2 and p.engine.outbox
+    assert len(p.core._aboard.flights) == 2 and p.engine.outbox
     return p
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from model_engine import ModelEngine, expected_outputs
+from msgspec.structs import replace
 
 from pipeinfer.core import Send
 from pipeinfer.events import Leave, Tick
@@ -11,12 +12,14 @@ from pipeinfer.messages import (
     Begin,
     Delivered,
     Done,
+    Heartbeat,
     Message,
     Open,
     Plan,
     Recover,
     Recovered,
     Refused,
+    Result,
     StopHit,
     TokenRow,
     Tokens,
@@ -26,6 +29,7 @@ from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.ledger import KEPT, ORPHANED
+from pipeinfer.scheduler.outbox import CONTEXT_TOKENS
 
 TOKENIZER, DETOKENIZER = "tokenizer-0", "detokenizer-0"
 PROMPT = [5, 6, 7]
@@ -197,6 +201,53 @@ def test_output_of_a_request_that_nobody_asks_for_is_dropped_after_a_minute() ->
     bench.feed(work("r"))
     bench.run()
     assert [row.offset for row in bench.rows()] == list(range(20)), "later, it starts over"
+
+
+def test_what_is_not_asked_for_counts_from_when_all_have_told() -> None:
+    bench = Bench()
+    bench.hear(DETOKENIZER, Delivered("r", 1, pack([1, 2])))
+    bench.now = ORPHANED - 1
+    bench.hear(TOKENIZER)
+    for now, told in ((ORPHANED + 1, 0), (2 * ORPHANED, 1)):
+        bench.now = now
+        bench.feed(Recovered(TOKENIZER, ME))  # once more: nothing begins anew
+        bench.feed(Tick())
+        assert len(bench.told) == told, now
+
+
+def test_the_detokenizer_hears_what_the_prompt_ended_with() -> None:
+    bench = Bench(peers=False)
+    prompt = list(range(3 * CONTEXT_TOKENS + 1))
+    bench.feed(Work("r", 1, 0, 0, pack(prompt), SamplingParams(max_tokens=1), 0))
+    [opened] = [message for message in bench.told if isinstance(message, Open)]
+    assert unpack(opened.context_ids).tolist() == prompt[-CONTEXT_TOKENS:]
+
+
+def test_a_result_out_of_order_ends_the_epoch_and_no_request() -> None:
+    bench = Bench(peers=False)
+    bench.run()
+    bench.feed(work("r"))
+    first = bench.engine.outbox.popleft()
+    while not isinstance(first, Result):
+        first = bench.engine.outbox.popleft()
+    bench.feed(replace(first, number=first.number + 1))
+    state, reason = bench.core.state()
+    assert state == "waiting" and "1 came, 0 was expected" in reason
+    bench.run()
+    assert bench.core.stats()["epochs_total"] == 2
+    assert [t for row in bench.rows() for t in unpack(row.ids).tolist()] == outputs()
+
+
+def test_only_the_end_of_an_engine_of_its_own_group_ends_an_epoch() -> None:
+    bench = Bench(peers=False)
+    bench.run()
+    bench.feed(work("r"))
+    newer = bench.engine.incarnation + 1
+    for name, group in (("scheduler", 0), ("detokenizer", 0), ("engine", 1)):
+        bench.feed(Heartbeat("other", name, group, 0, 0, 1, newer, "starting", "it ended"))
+        assert bench.core.state()[0] == "ready", (name, group)
+    bench.feed(Heartbeat("engine-0", "engine", 0, 0, 0, 1, newer, "starting", "it ended"))
+    assert bench.core.state() == ("waiting", "engine rank 0: it ended")
 
 
 def test_what_was_aborted_meanwhile_is_dropped_when_it_is_told() -> None:

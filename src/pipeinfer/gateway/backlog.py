@@ -42,7 +42,7 @@ def size_of(call: Call) -> int:
 class Backlog:
     """Counts the requests of which nothing was delivered. None and 0 tokens are no limit."""
 
-    def __init__(self, most_requests: int | None, most_tokens: int = 0) -> None:
+    def __init__(self, most_requests: int | None, most_tokens: int) -> None:
         self._most_requests = most_requests
         self._most_tokens = most_tokens
         self.requests = self.tokens = 0
@@ -61,7 +61,7 @@ class Backlog:
         self.requests -= 1
         self.tokens -= tokens
 
-    def no_room(self, requests: int = 1, tokens: int = 0) -> str:
+    def no_room(self, requests: int, tokens: int) -> str:
         """Why so many more cannot wait; "" if they can.
 
         One that alone has more tokens than may wait has room where no other waits.

@@ -44,7 +44,7 @@ class Record:
         "tokens",
     )
 
-    def __init__(self, submit: Submit, tokenizer: str, now: float, size: int = 0) -> None:
+    def __init__(self, submit: Submit, tokenizer: str, now: float, size: int) -> None:
         self.submit = submit
         self.attempt = submit.attempt
         self.size = size

@@ -29,7 +29,7 @@ def end_on_group_fault(
     engine: Identity,
     incarnation: int,
     context: zmq.Context[zmq.Socket[bytes]],
-    formed: Callable[[], bool] = lambda: True,
+    formed: Callable[[], bool],
     end: Callable[[int], object] = os._exit,
 ) -> Listener:
     """Ends this process at once, with code 1, when the group of `engine` is given up while it is

@@ -150,7 +150,6 @@ class Request:
     def leave(self) -> None:
         """It has no slot any more; rows in flight still report."""
         self.slot = -1
-        self.inflight.clear()
 
 
 def from_work(work: Work, arrival: int, now: float, since: float = 0.0) -> Request:

@@ -1,0 +1,83 @@
+"""The root ledger's entries: what of a row is new, and which ends are said again."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeinfer.gateway.ledger import LATELY, REMEMBERED, End, Endings, Hole, Record
+from pipeinfer.messages import Abort, Done, Submit, TextRow, pack
+from pipeinfer.params import SamplingParams
+
+
+def record(timeout: float = 0.0) -> Record:
+    submit = Submit("r", 1, 0, SamplingParams(), 7, "x", timeout=timeout)
+    return Record(submit, "tokenizer-0", 100.0, 3)
+
+
+def row(text: str, byte: int, token: int, ids: int) -> TextRow:
+    return TextRow("r", 1, text, byte, token, pack(range(token, token + ids)))
+
+
+def test_a_new_record_has_delivered_nothing_and_has_no_group():
+    new = record()
+    assert not new.accepted and not new.started and new.early == []
+    assert (new.bytes, new.tokens, new.group, new.prompt_tokens) == (0, 0, -1, -1)
+    assert new.again() == new.submit and new.submit.group == -1
+    new.group = 2
+    assert new.again().group == 2
+
+
+def test_deadlines_count_from_when_a_request_came():
+    assert record(2.0).deadline == 102.0
+    assert record().deadline == float("inf")
+
+
+def test_only_what_was_not_delivered_is_new():
+    new = record()
+    assert new.advance(row("aé", 0, 0, 2)) == ("aé", pack([0, 1]))
+    assert (new.bytes, new.tokens) == (3, 2)
+    assert new.advance(row("aéb", 0, 0, 3)) == ("b", pack([2]))
+    assert new.advance(row("é", 1, 1, 1)) == ("", b"")
+    assert new.advance(row("c", 4, 3, 1)) == ("c", pack([3]))
+    assert (new.bytes, new.tokens) == (5, 4)
+
+
+@pytest.mark.parametrize(
+    ("again", "message"),
+    [
+        (row("x", 4, 2, 1), "continues at byte 4, but 3 were"),
+        (row("x", 3, 3, 1), "continue at 3, but 2 were"),
+        (row("aaé", 0, 0, 2), "byte 3, .* inside a character"),
+    ],
+)
+def test_what_does_not_continue_is_a_hole_and_nothing_of_it_is_delivered(again, message):
+    new = record()
+    new.advance(row("aé", 0, 0, 2))
+    with pytest.raises(Hole, match=message):
+        new.advance(again)
+    assert (new.bytes, new.tokens) == (3, 2)
+
+
+def test_the_ends_of_the_last_minute_are_said_again():
+    endings = Endings()
+    endings.add("early", End("tokenizer-0", 1, "", 0.0))
+    endings.add("done", End("tokenizer-0", 1, "", 1.0))
+    endings.add("aborted", End("tokenizer-0", 2, "timeout", 1.0))
+    endings.add("stray", End("", 3, "unknown", 1.0))
+    endings.add("of another", End("tokenizer-1", 1, "", 1.0))
+    assert list(endings.lately("tokenizer-0", LATELY)) == [
+        Done(("done",)),
+        Abort("aborted", 2, "timeout"),
+        Abort("stray", 3, "unknown"),
+    ]
+    assert list(endings.lately("tokenizer-0", LATELY + 1)) == []
+
+
+def test_the_latest_ends_are_remembered():
+    endings, end = Endings(), End("tokenizer-0", 1, "", 0.0)
+    for n in range(REMEMBERED):
+        endings.add(str(n), end)
+    endings.add("0", end)  # told again: it is the latest now
+    endings.add("more", end)
+    assert endings.get("1") is None
+    assert endings.get("0") == endings.get("2") == endings.get("more") == end

@@ -1,0 +1,65 @@
+"""Rows of pages, and what devices that have copies of them are told."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeinfer.memory.page_table import PageTable
+
+
+def pages(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=np.int32)
+
+
+def told(table: PageTable) -> list[tuple[int, int, int]]:
+    """(slot, column, page) of all changes."""
+    changes = table.changes()
+    if changes is None:
+        return []
+    assert all(part.dtype == np.int32 for part in changes)
+    return sorted(zip(*(part.tolist() for part in changes), strict=True))
+
+
+def test_pages_of_the_cache_come_first_and_are_not_the_requests_own():
+    table = PageTable(3, 5)
+    table.share(1, pages(4, 5))
+    table.append(pages(1, 2), pages(2, 1), pages(6, 7, 8))
+    assert table.row(1).tolist() == [4, 5, 6, 7] and table.own(1).tolist() == [6, 7]
+    assert table.row(2).tolist() == table.own(2).tolist() == [8]
+    assert table.owned == 3
+    table.share(1, pages(4, 5, 9))
+    assert table.own(1).tolist() == [7] and table.owned == 2
+    table.clear(1)
+    assert (table.owned, table.row(1).tolist(), table.own(1).tolist()) == (1, [], [])
+    table.append(pages(1), pages(2), pages(3, 4))
+    assert table.own(1).tolist() == [3, 4], "nothing of who had it before is shared"
+
+
+def test_every_page_that_is_written_is_told_once():
+    table = PageTable(2, 4)
+    table.share(0, pages(1, 2))
+    table.extend(pages(0, 1), pages(3, 4))
+    assert told(table) == [(0, 0, 1), (0, 1, 2), (0, 2, 3), (1, 0, 4)]
+    assert told(table) == []
+    table.share(0, pages(1, 7))
+    assert told(table) == [(0, 1, 7)], "the first is known"
+
+
+def test_a_row_that_was_emptied_is_told_anew_whatever_its_pages_are():
+    table = PageTable(1, 4)
+    for end in (table.reset, lambda: table.clear(0)):
+        table.append(pages(0), pages(3), pages(1, 2, 3))
+        told(table)
+        end()
+        table.share(0, pages(1, 2, 3))
+        assert told(table) == [(0, 0, 1), (0, 1, 2), (0, 2, 3)]
+        table.clear(0)
+
+
+def test_reset_empties_all_rows_and_tells_nothing_of_what_was_in_them():
+    table = PageTable(2, 4)
+    table.share(0, pages(1))
+    table.append(pages(0, 1), pages(1, 2), pages(2, 3, 4))
+    table.reset()
+    assert told(table) == [] and table.owned == 0
+    assert not table.held.any() and not table.shared.any() and not table._rows.any()

@@ -1,0 +1,155 @@
+"""What one step takes and gives back, request by request, on a board without an engine."""
+
+from __future__ import annotations
+
+import pytest
+from test_memory_runs_short import SIZE, running, work
+
+from pipeinfer.scheduler.board import Board
+from pipeinfer.scheduler.credits import Credits
+from pipeinfer.scheduler.queue import WaitingQueue
+from pipeinfer.scheduler.request import Request, from_work
+
+BUDGET = 64
+
+
+def board(requests: list[Request], pages: int = 100, **options) -> Board:
+    queue = options.pop("queue", WaitingQueue())
+    nothing_in_flight = options.pop("nothing_in_flight", False)
+    return Board(requests, queue, Credits(SIZE, pages), 8, BUDGET, nothing_in_flight, **options)
+
+
+def waiting(*tokens: int) -> WaitingQueue:
+    queue = WaitingQueue()
+    for n, many in enumerate(tokens):
+        queue.push(from_work(work(f"w{n}", many), n, 0.0))
+    return queue
+
+
+def test_pages_are_what_a_plan_takes_less_what_it_takes_back():
+    decodes = [running(f"r{n}", n, 8, 8) for n in range(3)]
+    short = board(decodes, pages=0)
+    short.decode_all()
+    assert short.preempted == [decodes[2]], "its two pages are enough for the others"
+    assert short.pages == 2 - 2
+    enough = board(decodes, pages=3)
+    enough.decode_all()
+    assert (enough.preempted, enough.pages) == ([], 3)
+
+
+def test_pages_from_the_cache_are_not_given_back_by_who_only_shares_them():
+    decodes = [running(f"r{n}", n, 8, 8) for n in range(3)]
+    decodes[2].hit = 8
+    short = board(decodes, pages=0)
+    short.decode_all()
+    assert short.preempted == [decodes[2], decodes[1]]
+
+
+def test_a_prompt_waits_where_there_is_no_page():
+    prompt = running("prompt", 0, 40, 20)
+    short = board([prompt], pages=0)
+    short.continue_prompts()
+    assert (short.rows, short.pages) == ([], 0)
+    short = board([prompt], pages=2)
+    short.continue_prompts()
+    assert (short.rows, short.pages) == ([(prompt, 2 * SIZE)], 2)
+
+
+def test_where_nobody_says_how_many_prompts_get_all_that_is_left():
+    decode, prompt = running("decode", 0, 8, 8), running("prompt", 1, 200, 20)
+    step = board([decode, prompt])
+    step.decode_all()
+    step.spare_decodes()
+    step.continue_prompts()
+    assert step.rows == [(decode, 1), (prompt, BUDGET - 1)]
+
+
+def test_prompts_get_what_the_decodes_can_bear():
+    decode, prompt = running("decode", 0, 8, 8), running("prompt", 1, 200, 20)
+    asked = []
+
+    def beside(rows, prompts):
+        asked.append((list(rows), list(prompts)))
+        return 5
+
+    step = board([decode, prompt], beside=beside)
+    step.decode_all()
+    step.spare_decodes()
+    step.continue_prompts()
+    assert step.rows == [(decode, 1), (prompt, 5)]
+    assert asked == [([(decode, 1)], [prompt])]
+
+
+@pytest.mark.parametrize("runs", [[], [running("prompt", 0, 200, 20)]])
+def test_where_nobody_decodes_nobody_is_asked_what_decodes_can_bear(runs):
+    step = board(runs, queue=waiting(9), beside=lambda *_: pytest.fail("asked"))
+    step.decode_all()
+    step.spare_decodes()
+    step.continue_prompts()
+    step.admit_while_possible()
+    assert sum(count for _, count in step.rows) == (BUDGET if runs else 9)
+
+
+def test_a_prompt_of_one_token_left_takes_the_last_of_the_budget():
+    prompts = [running("long", 0, BUDGET - 1, 0), running("short", 1, 9, 8)]
+    step = board(prompts)
+    step.continue_prompts()
+    assert step.rows == [(prompts[0], BUDGET - 1), (prompts[1], 1)]
+
+
+def test_who_is_admitted_leaves_a_page_for_each_to_grow_into():
+    """Two run and may each want a page: of five, three are left for a prompt."""
+    for tokens, admitted in ((3 * SIZE, 1), (3 * SIZE + 1, 0)):
+        step = board([running(f"r{n}", n, 6, 6) for n in range(2)], 5, queue=waiting(tokens))
+        step.admit_while_possible()
+        assert len(step.admitted) == admitted, tokens
+
+
+def test_relief_takes_the_latest_back_and_never_the_last():
+    runs = [running(f"r{n}", n, 8, 8) for n in range(2)]
+    step = board(runs)
+    step.relieve()
+    step.relieve()
+    assert step.preempted == [runs[1]]
+    alone = board(runs[:1])
+    alone.relieve()
+    assert alone.preempted == []
+
+
+def test_who_runs_alone_takes_the_pages_of_as_many_as_it_needs():
+    runs = [running(f"r{n}", n, 8, 8) for n in range(3)]
+    suspect = from_work(work("suspect", 16), 9, 0.0)
+    suspect.max_total = 60
+    step = board(runs, pages=1)
+    step.run_alone(suspect)
+    assert step.preempted == [runs[2], runs[1]], "two pages each, and one was there"
+    assert step.rows == [(suspect, 16)]
+
+
+def test_who_runs_alone_and_decodes_gets_one_token():
+    suspect = running("suspect", 0, 8, 8)
+    step = board([suspect])
+    step.run_alone(suspect)
+    assert (step.rows, step.pages) == ([(suspect, 1)], 1)
+
+
+def test_decodes_that_find_no_page_wait_for_steps_in_flight():
+    """Prompts that are older give nothing back, so one of the decodes has to wait."""
+    runs = [running("inside", 0, 7, 7), running("at its end", 1, 8, 8)]
+    step = board([*runs[:1], running("prompt", 2, 40, 20)], pages=0)
+    step.decode_all()
+    assert step.rows == [(runs[0], 1)], "its page has room"
+    alone = board(runs[1:], pages=0)
+    alone.decode_all()
+    assert alone.rows == []
+    desperate = board(runs[1:], pages=0, nothing_in_flight=True)
+    desperate.decode_all()
+    assert desperate.rows == [(runs[1], 1)], "with nothing in flight the engine decides"
+
+
+def test_a_prompt_for_which_others_give_way_takes_their_pages_in_the_same_step():
+    decode, prompt = running("decode", 5, 8, 8), running("prompt", 0, 40, 20)
+    step = board([decode, prompt], pages=0, nothing_in_flight=True)
+    step.continue_prompts()
+    assert step.preempted == [decode]
+    assert step.rows == [(prompt, 2 * SIZE)]

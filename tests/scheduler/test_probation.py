@@ -1,0 +1,137 @@
+"""Suspects are tried one at a time; a token clears, three lone crashes condemn."""
+
+from __future__ import annotations
+
+from test_memory_runs_short import work
+from test_scheduler_core import pipeline
+
+from pipeinfer.messages import Plan
+from pipeinfer.scheduler.probation import LONE_CRASHES, Probation
+from pipeinfer.scheduler.request import Request, from_work
+
+
+def lost(name: str) -> Request:
+    request = from_work(work(name, 3), 1, 0.0)
+    request.phase = "lost"
+    return request
+
+
+def crash(probation: Probation, *flying: Request) -> Request | None:
+    for request in flying:
+        request.phase = "lost"
+    return probation.accuse(list(flying))
+
+
+def test_a_request_that_crashes_engines_alone_is_guilty_and_no_earlier():
+    probation, request = Probation(), lost("r")
+    assert crash(probation, request) is None
+    for crashes in range(1, LONE_CRASHES):
+        assert probation.next() is request
+        assert crash(probation, request) is None
+        assert probation.crashes(request) == crashes
+    assert probation.next() is request
+    assert crash(probation, request) is request
+    assert len(probation) == 0 and probation.next() is None
+
+
+def test_a_token_clears_and_crashes_count_from_the_beginning():
+    probation, request = Probation(), lost("r")
+    crash(probation, request)
+    for _ in range(LONE_CRASHES - 1):
+        assert probation.next() is request
+        crash(probation, request)
+    assert probation.next() is request
+    request.phase = "running"
+    probation.cleared(request)
+    assert (probation.tried, len(probation)) == (None, 0)
+    assert probation.crashes(request) == -1
+    assert crash(probation, request) is None, "with others it was one of several"
+    assert probation.crashes(request) == 0
+
+
+def test_a_token_of_another_clears_nobody():
+    probation, suspect, other = Probation(), lost("suspect"), lost("other")
+    crash(probation, suspect)
+    assert probation.next() is suspect
+    probation.cleared(other)
+    assert probation.tried is suspect
+
+
+def test_who_is_tried_and_had_no_step_in_flight_is_tried_first_again_and_blamed_for_nothing():
+    probation, first, second, other = Probation(), lost("first"), lost("second"), lost("other")
+    crash(probation, first, second)
+    assert probation.next() is first
+    first.phase = "lost"
+    assert crash(probation, other) is None
+    assert first.phase == other.phase == "suspected"
+    assert len(probation) == 3 and probation.crashes(first) == 0
+    assert probation.next() is first
+
+
+def test_suspects_that_end_are_nobodys_business():
+    probation, first, second = Probation(), lost("first"), lost("second")
+    crash(probation, first, second)
+    assert probation.next() is first
+    first.phase = "over"
+    assert probation.next() is second
+    second.phase = "over"
+    assert probation.next() is None and len(probation) == 0
+    crash(probation, third := lost("third"))
+    probation.forget(third)
+    assert len(probation) == 0 and probation.next() is None
+
+
+def test_a_suspect_from_elsewhere_brings_its_crashes():
+    probation, request = Probation(), from_work(work("r", 3), 1, 0.0)
+    probation.suspect(request, LONE_CRASHES - 1)
+    assert (len(probation), probation.crashes(request)) == (1, LONE_CRASHES - 1)
+    assert probation.next() is request
+    assert crash(probation, request) is request
+
+
+def test_who_had_no_step_in_flight_is_resumed_before_any_suspect():
+    """Prompts are computed alone here, so the stream had no part in the step that was lost."""
+    p, plans = pipeline("prefill-first", depth=1, pages=200), []
+    receive = p.engine.receive
+
+    def hear(message) -> None:
+        plans.extend([message] if isinstance(message, Plan) else [])
+        receive(message)
+
+    p.engine.receive = hear
+    p.submit([5], 20)
+    for _ in range(6):
+        p.deliver()
+    p.submit([6] * 60, 5)
+    p.deliver()
+    p.deliver()
+    stream, prompt = p.clients
+    assert [a.request_id for plan in plans for a in plan.admits] == [stream, prompt]
+    p.engine.crash()
+    plans.clear()
+    p.settle()
+    assert [a.request_id for plan in plans for a in plan.admits] == [stream, prompt]
+    begun = [plan for plan in plans if plan.admits]
+    assert all(len(plan.slots) == 4 for plan in begun), "each begins alone"
+
+
+def test_a_suspect_does_not_wait_for_all_who_come_later():
+    p, admitted = pipeline(depth=1, pages=200, slots=2), []
+    receive = p.engine.receive
+
+    def hear(message) -> None:
+        if isinstance(message, Plan):
+            admitted.extend(admit.request_id for admit in message.admits)
+        receive(message)
+
+    p.engine.receive = hear
+    suspect = p.submit([5, 6], 4)
+    p.deliver()
+    p.deliver()
+    assert admitted == [suspect]
+    p.engine.crash()
+    p.deliver()
+    others = [p.submit([20 + n] * 3, 12) for n in range(8)]
+    admitted.clear()
+    p.settle()
+    assert admitted.index(suspect) < admitted.index(others[4])

@@ -1,0 +1,81 @@
+"""How far a request has come: what is left of it, what its rows in flight will compute."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeinfer.messages import Work, pack
+from pipeinfer.params import SamplingParams
+from pipeinfer.scheduler.request import UNKNOWN_OUTPUT, Request, from_work
+
+
+def request(prompt: int = 10, max_tokens: int | None = 5) -> Request:
+    params = SamplingParams(max_tokens=max_tokens)
+    made = from_work(Work("r", 1, 0, 0, pack(range(prompt)), params, 0), 1, 0.0)
+    made.max_total = prompt + (max_tokens or 1000)
+    return made
+
+
+def test_what_is_left_are_the_tokens_to_be_computed():
+    one = request()
+    assert one.left == 10 + 5
+    one.begin()
+    one.phase, one.computed = "running", 4
+    assert one.left == 6 + 5
+    one.computed = 11
+    one.outputs.extend([1, 2])
+    assert one.left == 0 + 3
+
+
+def test_nothing_more_is_left_of_one_that_is_longer_than_it_was_taken_to_be():
+    one = request(max_tokens=None)
+    assert one.left == 10 + UNKNOWN_OUTPUT
+    one.outputs.extend([1] * (UNKNOWN_OUTPUT + 7))
+    one.begin()
+    one.phase, one.computed = "running", one.known
+    assert one.left == 0
+
+
+def test_rows_in_flight_are_projected_and_projected_anew_when_one_did_less():
+    one = request()
+    one.begin()
+    assert [one.take(4), one.take(4), one.take(4), one.take(1)] == [4, 4, 2, 1]
+    assert (one.projected, one.pending, one.inflight) == (11, 4, [4, 4, 4, 1])
+    one.confirm(1)
+    assert (one.computed, one.projected, one.inflight) == (1, 10, [4, 4, 1])
+
+
+def test_nothing_is_projected_beyond_its_length():
+    one = request(10, 2)
+    one.begin()
+    assert [one.take(10), one.take(1), one.take(1)] == [10, 1, 0]
+    assert one.exhausted
+    one.confirm(10)
+    assert one.projected == 11
+
+
+def test_one_that_begins_again_knows_its_outputs_and_has_nothing_in_flight():
+    one = request()
+    one.begin()
+    one.take(10)
+    one.outputs.extend([1, 2])
+    one.deferrals = one.hit = 3
+    one.begin()
+    assert (one.admission, one.known, one.computed, one.projected) == (2, 12, 0, 0)
+    assert (one.inflight, one.deferrals, one.hit) == ([], 0, 0)
+    assert list(one.confirmed) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "end"),
+    [
+        ([7, 3, 9], [7, 3], ("stop", 3)),
+        ([7] * 9, [7] * 5, ("length", None)),
+        ([7], [7], (None, None)),
+    ],
+)
+def test_what_follows_an_end_does_not_exist(tokens, outputs, end):
+    one = request()
+    one.stops = frozenset([3])
+    assert one.accept(tokens) == end
+    assert list(one.outputs) == outputs
