@@ -352,7 +352,7 @@ class Heartbeat(Message, frozen=True):
 Standing = Literal["serves", "waits", "deserted"]
 
 
-class Group(Message, frozen=True):
+class GroupStatus(Message, frozen=True):
     """scheduler -> tokenizers, twice a second and soon after each change of `standing`: whether it
     takes requests. Deserted: its engines are gone, and it can hand its requests over. `requests`:
     live ones, `tokens`: left to compute of them; `capacity`: tokens that the pool holds, `evicted`:
@@ -368,7 +368,7 @@ class Group(Message, frozen=True):
     evicted: int = 0
 
 
-class Rank(Message, frozen=True):
+class RankStatus(Message, frozen=True):
     """engine -> its scheduler and the other ranks, twice a second and at every change."""
 
     group: int

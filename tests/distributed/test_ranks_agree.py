@@ -34,8 +34,8 @@ from pipeinfer.messages import Rank as RankSays
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.agreement import SILENT, Agreement, Disagreement
+from pipeinfer.scheduler.condemned import ASK_AGAIN
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.scheduler.epochs import ASK_AGAIN
 from pipeinfer.steps.step import Sampled, Step
 
 PAGES, SIZE, SLOTS, LIMIT = 40, 4, 6, 400

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeinfer.gateway.ledger import LATELY, REMEMBERED, End, Endings, Hole, Record
-from pipeinfer.messages import Abort, Done, Submit, TextRow, pack
+from pipeinfer.messages import Abort, Done, Submit, TextRow
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 
 

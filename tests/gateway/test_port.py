@@ -11,7 +11,8 @@ from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import SLICE, Port
-from pipeinfer.messages import Message, pack
+from pipeinfer.messages import Message
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 
 PROMPTS = 10 * SLICE

@@ -31,7 +31,7 @@ from pipeinfer.messages import (
     Heartbeat,
     Message,
     Open,
-    Rank,
+    RankStatus,
     Text,
     TokenRow,
     Tokens,
@@ -255,7 +255,7 @@ class Simulation:
         life = self.processes[stage]
         life.shown = life.core.state()  # type: ignore[attr-defined]
         if name == "engine":
-            told = Rank(int(group), int(rank[0]), life.incarnation, life.shown[0])
+            told = RankStatus(int(group), int(rank[0]), life.incarnation, life.shown[0])
             link = (f"{stage} group", life.incarnation, f"scheduler-{group}")
             self.links.setdefault(link, deque()).append(told)
 

@@ -13,7 +13,7 @@ from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.frames import Header
 from pipeinfer.bus.listener import Listener
 from pipeinfer.core import EVERYONE, Send
-from pipeinfer.messages import GroupFault, Message, Rank, State
+from pipeinfer.messages import GroupFault, Message, RankStatus, State
 from pipeinfer.runtime.group_fault import FAILED, end_on_group_fault
 from pipeinfer.settings import Settings
 from pipeinfer.topology import topology as topologies
@@ -59,8 +59,8 @@ async def test_only_the_fault_of_its_own_group_ends_an_engine(place, scheduler):
     assert set(ends) == {FAILED}
 
 
-def beat(incarnation: int, state: State) -> Rank:
-    return Rank(0, 1, incarnation, state)
+def beat(incarnation: int, state: State) -> RankStatus:
+    return RankStatus(0, 1, incarnation, state)
 
 
 async def test_a_rank_ends_when_one_that_it_has_met_is_another_process(tmp_path):
@@ -74,7 +74,7 @@ async def test_a_rank_ends_when_one_that_it_has_met_is_another_process(tmp_path)
             place, Identity("engine"), 1, context, lambda: formed[0], ends.append
         )
 
-        async def told(*beats: Rank) -> None:
+        async def told(*beats: RankStatus) -> None:
             """Long enough for the subscription to be there, and all of it to be heard."""
             for _ in range(100):
                 for one in beats:
@@ -99,7 +99,7 @@ async def test_an_engine_started_by_hand_ends_with_code_1(tmp_path, place, sched
     file.write_text(Topology(place.entries, {"kv_pages": 50}).to_toml())
 
     def hear(_channel: str, _header: Header, message: Message) -> None:
-        if isinstance(message, Rank):
+        if isinstance(message, RankStatus):
             say(scheduler, 0, "no result for 2 s", message.incarnation)
 
     with zmq.Context() as context:

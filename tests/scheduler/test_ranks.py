@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pipeinfer.messages import Ended, Group, Rank, State, Work
+from pipeinfer.messages import Ended, GroupStatus, RankStatus, State, Work
 from pipeinfer.scheduler.announcer import Announcer
 from pipeinfer.scheduler.ranks import SILENCE, Ranks
 
 
-def said(rank: int, incarnation: int = 1, state: State = "ready") -> Rank:
-    return Rank(0, rank, incarnation, state)
+def said(rank: int, incarnation: int = 1, state: State = "ready") -> RankStatus:
+    return RankStatus(0, rank, incarnation, state)
 
 
 def test_a_rank_that_begins_anew_is_gone_until_it_has_loaded():
@@ -59,8 +59,8 @@ def test_one_that_has_ended_is_gone_however_long_nobody_starts_it():
 def test_tokenizers_are_told_at_a_change_and_twice_a_second():
     announcer = Announcer(0, 1, 1)
 
-    def told() -> Group:
-        return Group(0, 1, "serves")
+    def told() -> GroupStatus:
+        return GroupStatus(0, 1, "serves")
 
     assert [s.channel for s in announcer.say("serves", 0.0, told)] == ["group"]
     assert announcer.say("serves", 0.4, told) == []
@@ -89,6 +89,8 @@ def test_work_of_a_group_is_what_tokenizers_are_told():
     ):
         p.core.handle(event, p.now)
         p.now += 1.0
-        [told] = [s.message for s in p.core.handle(Tick(), p.now) if isinstance(s.message, Group)]
+        [told] = [
+            s.message for s in p.core.handle(Tick(), p.now) if isinstance(s.message, GroupStatus)
+        ]
         assert told.standing == standing, event
         assert (told.requests, told.tokens, told.capacity) == (1, 16, 40)

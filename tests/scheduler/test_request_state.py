@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.messages import Work, pack
+from pipeinfer.messages import Work
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.request import UNKNOWN_OUTPUT, Request, from_work
 

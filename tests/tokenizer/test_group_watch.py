@@ -5,15 +5,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.messages import Ended, Group, Standing
+from pipeinfer.messages import Ended, GroupStatus, Standing
 from pipeinfer.tokenizer.group_watch import SILENCE, GroupWatch
 from pipeinfer.tokenizer.routing import Report, Router
 
 GROUPS = 3
 
 
-def said(group: int, standing: Standing = "serves", incarnation: int = 1, **told: int) -> Group:
-    return Group(group, incarnation, standing, **told)
+def said(
+    group: int, standing: Standing = "serves", incarnation: int = 1, **told: int
+) -> GroupStatus:
+    return GroupStatus(group, incarnation, standing, **told)
 
 
 def up(report: Report | None) -> bool:
@@ -54,13 +56,13 @@ def test_a_report_is_what_the_scheduler_said():
 def test_late_words_of_a_scheduler_that_ended_do_not_count():
     watch = GroupWatch()
     watch.hear(said(0, incarnation=5), 0.0)
-    assert not up(watch.ended(0, Ended("scheduler-0", 5, 9, "killed")))
-    assert watch.ended(0, Ended("scheduler-0", 5, 9, "killed")) is None, "it is told again"
+    assert not up(watch.ended(Ended("scheduler-0", 5, 9, "killed"))[1])
+    assert watch.ended(Ended("scheduler-0", 5, 9, "killed"))[1] is None, "it is told again"
     assert not up(watch.hear(said(0, "waits", incarnation=6), 0.1))
     assert watch.hear(said(0, incarnation=5), 0.2) is None
-    assert watch.ended(0, Ended("scheduler-0", 5, 9, "killed")) is None
+    assert watch.ended(Ended("scheduler-0", 5, 9, "killed"))[1] is None
     assert up(watch.hear(said(0, incarnation=6), 0.3))
-    assert watch.ended(1, Ended("scheduler-1", 5, 9, "killed")) is None, "never heard of"
+    assert watch.ended(Ended("scheduler-1", 5, 9, "killed"))[1] is None, "never heard of"
 
 
 words = st.tuples(
@@ -90,7 +92,7 @@ def test_what_is_up_and_deserted_is_what_the_last_words_say(done):
         group, standing, incarnation, ends = step
         before = last[group][1] if group in last else 0
         if ends:
-            report = watch.ended(group, Ended(f"scheduler-{group}", incarnation, 9, ""))
+            report = watch.ended(Ended(f"scheduler-{group}", incarnation, 9, ""))[1]
             news = group in last and group not in lost and incarnation >= before
             lost |= {group} if news else set()
         else:

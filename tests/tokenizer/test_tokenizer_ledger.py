@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pipeinfer.messages import Work, pack
+from pipeinfer.messages import Work
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.tokenizer.ledger import Entry, Ledger
 

@@ -31,7 +31,7 @@ from pipeinfer.beats import HEARTBEAT, period
 from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.room import make_room
 from pipeinfer.core import EVERYONE, Send
-from pipeinfer.messages import Group, Heartbeat, Message, Rank
+from pipeinfer.messages import GroupStatus, Heartbeat, Message, RankStatus
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Identity, Topology
 
@@ -167,7 +167,18 @@ def _beat(who: Identity) -> Heartbeat:
 def _words(who: Identity) -> list[Message]:
     """What a stage says on `group`."""
     if who.name == "engine":
-        return [Rank(who.group, who.rank, 1, "ready")]
+        return [RankStatus(group=who.group, rank=who.rank, incarnation=1, state="ready")]
     if who.name == "scheduler":
-        return [Group(who.group, 1, "serves", 1, 200, 50_000, 1_000_000, 5_000)]
+        return [
+            GroupStatus(
+                group=who.group,
+                incarnation=1,
+                standing="serves",
+                epoch=1,
+                requests=200,
+                tokens=50_000,
+                capacity=1_000_000,
+                evicted=5_000,
+            )
+        ]
     return []

@@ -19,7 +19,7 @@ import zmq
 from pipeinfer.bus.bus import Bus
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import EVERYONE, Send
-from pipeinfer.messages import Group, Heartbeat, Message, Rank
+from pipeinfer.messages import GroupStatus, Heartbeat, Message, RankStatus
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import NAMES, Topology
@@ -158,7 +158,15 @@ class Player:
         )
         self._bus.send(Send("telemetry", EVERYONE, beat))
         if who.name == "engine":
-            told = Rank(who.group, who.rank, self._incarnation, "ready")
+            told = RankStatus(
+                group=who.group, rank=who.rank, incarnation=self._incarnation, state="ready"
+            )
             self._bus.send(Send("group", EVERYONE, told))
         if who.name == "scheduler":
-            self._bus.send(Send("group", EVERYONE, Group(who.group, self._incarnation, "serves")))
+            self._bus.send(
+                Send(
+                    "group",
+                    EVERYONE,
+                    GroupStatus(group=who.group, incarnation=self._incarnation, standing="serves"),
+                )
+            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from pipeinfer.messages import Group
+from pipeinfer.messages import GroupStatus
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.limits import TooLong, max_total
 from pipeinfer.scheduler.options import DEFAULT_STEP_TOKENS
@@ -63,12 +63,12 @@ class FoldedGroup:
     def next_at(self) -> float:
         return self._in_flight[0].ends if self._in_flight else float("inf")
 
-    def told(self) -> Group:
+    def told(self) -> GroupStatus:
         memory = self._memory
         # What a waiting request has left is all of it, however often it was preempted.
         left = self._tokens - self._seats.tokens + self._cohort.left
         left += sum([seat.request.left for seat in self._seats.running.hot])
-        return Group(
+        return GroupStatus(
             group=self._index,
             incarnation=0,
             standing="serves",

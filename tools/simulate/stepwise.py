@@ -15,7 +15,17 @@ from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.driver import step_done
 from pipeinfer.events import StepDone, Tick
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import Admitted, Done, Group, Message, Plan, Refused, Result, Tokens, Work
+from pipeinfer.messages import (
+    Admitted,
+    Done,
+    GroupStatus,
+    Message,
+    Plan,
+    Refused,
+    Result,
+    Tokens,
+    Work,
+)
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore
@@ -91,7 +101,7 @@ class StepwiseGroup:
                 now, done = self._steps.popleft()
                 self._to_engine(done, now)
 
-    def told(self) -> Group:
+    def told(self) -> GroupStatus:
         """With what was evicted until now, and not when the scheduler heard last."""
         evicted = self._memory.evicted_pages * self._memory.page_size
         return structs.replace(self.scheduler.told(), evicted=evicted)

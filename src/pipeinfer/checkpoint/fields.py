@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.gguf.documents import document, is_gguf
+from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import ConfigurationError
 
 
@@ -84,7 +85,7 @@ def read_json(checkpoint: Path, name: str) -> Fields:
     return Fields(checkpoint if is_gguf(checkpoint) else checkpoint / name, raw)
 
 
-def read_object(checkpoint: Path, name: str) -> dict[str, Any] | None:
+def read_object(checkpoint: Path, name: str) -> JsonObject | None:
     """The JSON object in file `name` of a folder, or what a GGUF file says in its place; None if
     there is no such file. Raises ConfigurationError if it is broken, or not an object."""
     if is_gguf(checkpoint):

@@ -37,6 +37,9 @@ from pipeinfer.recovery import RollCall, answer, number
 log = logging.getLogger(__name__)
 
 
+COUNTED = ("opened", "finished", "aborted", "tokens", "stop_hits", "late_rows", "failed")
+
+
 class DetokenizerCore:
     """Turns the tokens of open requests into text.
 
@@ -64,11 +67,7 @@ class DetokenizerCore:
         self._roll_call = RollCall(stage, incarnation, schedulers)
         self._draining = False
         self._left = False
-        self._opened = self._finished = self._aborted = 0
-        self._tokens = 0
-        self._stop_hits = 0
-        self._late_rows = 0
-        self._failed = 0
+        self._counts = dict.fromkeys(COUNTED, 0)
 
     def handle(self, event: Message, now: float) -> list[Send]:
         """See Core. Raises TypeError for a message that is not a detokenizer's."""
@@ -86,13 +85,7 @@ class DetokenizerCore:
         return {
             "running": len(self._streams),
             "kept": len(self._ended),
-            "opened_total": self._opened,
-            "finished_total": self._finished,
-            "aborted_total": self._aborted,
-            "tokens_total": self._tokens,
-            "stop_hits_total": self._stop_hits,
-            "late_rows_total": self._late_rows,
-            "failed_total": self._failed,
+            **{f"{name}_total": count for name, count in self._counts.items()},
         }
 
     def idle(self) -> bool:
@@ -103,8 +96,8 @@ class DetokenizerCore:
         known = self._streams.get(event.request_id) if over is None else over[1]
         if known is None or event.attempt > known.attempt:
             self._ended.pop(event.request_id, None)
-            self._aborted += over is None and known is not None
-            self._opened += 1
+            self._counts["aborted"] += over is None and known is not None
+            self._counts["opened"] += 1
             context = unpack(event.context_ids).tolist()
             decoder = self._decoders.open(context, event.params.skip_special_tokens)
             self._streams[event.request_id] = Stream(event, decoder)
@@ -118,17 +111,17 @@ class DetokenizerCore:
         for row in event.rows:
             stream = self._streams.get(row.request_id)
             if stream is None or self._will_be_told(stream, row):
-                self._late_rows += 1
+                self._counts["late_rows"] += 1
                 continue
             before = stream.received
             text = self._take(stream, row)
             if text is None:
                 continue
-            self._tokens += stream.received - before
+            self._counts["tokens"] += stream.received - before
             texts.setdefault(stream.gateway, []).append(text)
             if text.finish is not None:
                 del self._streams[row.request_id]
-                self._finished += 1
+                self._counts["finished"] += 1
                 self._ended[row.request_id] = stream.group, stream.delivered(row)
                 hits.extend(self._upstream(stream, text, row))
         return [
@@ -154,9 +147,9 @@ class DetokenizerCore:
     def _upstream(self, stream: Stream, text: TextRow, row: TokenRow) -> list[Send]:
         """Tells the scheduler about an end that it does not know of."""
         if stream.cut is not None:
-            self._stop_hits += 1
+            self._counts["stop_hits"] += 1
         elif text.finish == "error" and row.finish is None:
-            self._failed += 1
+            self._counts["failed"] += 1
         else:
             return []
         hit = StopHit(stream.request_id, stream.attempt, stream.received)
@@ -174,14 +167,14 @@ class DetokenizerCore:
         stream = self._streams.get(request_id)
         if stream is not None and stream.attempt <= attempt:
             del self._streams[request_id]
-            self._aborted += 1
+            self._counts["aborted"] += 1
         over = self._ended.get(request_id)
         if over is not None and over[1].attempt <= attempt:
             del self._ended[request_id]
 
     def _on_done(self, event: Done, _now: float) -> list[Send]:
         for request_id in event.request_ids:
-            self._aborted += self._streams.pop(request_id, None) is not None
+            self._counts["aborted"] += self._streams.pop(request_id, None) is not None
             self._ended.pop(request_id, None)
         return []
 

@@ -141,7 +141,9 @@ class Child:
         if not self._incarnation:
             return None
         who = self.identity
-        self.ended = Ended(who.id, self._incarnation, time.time_ns(), reason)
+        self.ended = Ended(
+            stage=who.id, incarnation=self._incarnation, at=time.time_ns(), reason=reason
+        )
         return Heartbeat(
             stage=who.id,
             name=who.name,

@@ -15,7 +15,7 @@ import zmq
 
 from pipeinfer.bus.frames import Header
 from pipeinfer.bus.listener import Listener
-from pipeinfer.messages import GroupFault, Message, Rank
+from pipeinfer.messages import GroupFault, Message, RankStatus
 from pipeinfer.topology.topology import Identity, Topology
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def end_on_group_fault(
         if isinstance(message, GroupFault):
             if message.group == engine.group and incarnation in message.incarnations:
                 give_up(f"{scheduler}: {message.reason}")
-        elif isinstance(message, Rank) and message.group == engine.group:
+        elif isinstance(message, RankStatus) and message.group == engine.group:
             if message.incarnation > met.get(message.rank, message.incarnation):
                 give_up(f"rank {message.rank} was started again")
             elif formed() and message.state in JOINED:

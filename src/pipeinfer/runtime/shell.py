@@ -21,7 +21,7 @@ from pipeinfer.bus.bus import Bus, NoSuchStage
 from pipeinfer.bus.frames import Header, Unencodable
 from pipeinfer.core import EVERYONE, LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
-from pipeinfer.messages import GroupFault, Heartbeat, Message, Rank, Recover, State
+from pipeinfer.messages import GroupFault, Heartbeat, Message, RankStatus, Recover, State
 from pipeinfer.runtime.fence import Fence
 from pipeinfer.runtime.stage import TAKES, TAKES_NOT, Stage, StageContext, builder
 from pipeinfer.runtime.tap import Tap
@@ -345,7 +345,12 @@ class Shell:
         """Of an engine, to those who decide by it."""
         if self.identity.name == "engine":
             who, (state, _) = self.identity, self._state()
-            self._say("group", Rank(who.group, who.rank, self.incarnation, state))
+            self._say(
+                "group",
+                RankStatus(
+                    group=who.group, rank=who.rank, incarnation=self.incarnation, state=state
+                ),
+            )
 
     def _stats(self) -> dict[str, float]:
         if self._stage is None:

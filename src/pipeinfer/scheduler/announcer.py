@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pipeinfer.beats import HEARTBEAT
 from pipeinfer.core import EVERYONE, Send
-from pipeinfer.messages import Group, Standing
+from pipeinfer.messages import GroupStatus, Standing
 from pipeinfer.scheduler.ranks import Ranks
 
 
@@ -25,7 +25,7 @@ class Announcer:
         self._said: Standing | None = None
         self._at = float("-inf")
 
-    def say(self, standing: Standing, now: float, told: Callable[[], Group]) -> list[Send]:
+    def say(self, standing: Standing, now: float, told: Callable[[], GroupStatus]) -> list[Send]:
         """What is to be published now; `told()` makes it. `now`: monotonic seconds."""
         if standing == self._said and now - self._at < HEARTBEAT:
             return []

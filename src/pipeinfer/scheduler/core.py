@@ -20,12 +20,12 @@ from pipeinfer.messages import (
     Done,
     Ended,
     Fault,
-    Group,
     GroupFault,
+    GroupStatus,
     HandOver,
     Hello,
     Message,
-    Rank,
+    RankStatus,
     Ready,
     Recover,
     Recovered,
@@ -123,11 +123,11 @@ class SchedulerCore:
             return "deserted" if ranks.gone else "waits"
         return "waits" if ranks.gone or ranks.silent else "serves"
 
-    def told(self) -> Group:
+    def told(self) -> GroupStatus:
         """What tokenizers are told of this group."""
         shape = self._epochs.last_shape
         page_size = shape.page_size if shape is not None else 0
-        return Group(
+        return GroupStatus(
             group=self.group,
             incarnation=self._announcer.incarnation,
             standing=self._standing(),
@@ -349,10 +349,10 @@ class SchedulerCore:
         else:
             self._end_epoch(reason, now)
 
-    def _on_rank(self, told: Rank, now: float) -> None:
+    def _on_rank(self, told: RankStatus, now: float) -> None:
         if told.group == self.group:
             self._announcer.ranks.hear(told, now)
-            self._epochs.gone(told.rank, told.incarnation - 1)
+            self._epochs.condemned.gone(told.rank, told.incarnation - 1)
 
     def _on_ended(self, told: Ended, now: float) -> None:
         """Whoever says so starts all ranks of its host again; others are told a moment later."""
@@ -365,7 +365,7 @@ class SchedulerCore:
             reason = f"engine rank {rank}: {told.reason}"
             self._epochs.condemn(reason, now, ranks.alive(), told.at)
             self._lose_everything()
-        self._epochs.gone(rank, told.incarnation)
+        self._epochs.condemned.gone(rank, told.incarnation)
 
     def _end_epoch(self, reason: str, now: float, blameless: bool = False) -> None:
         """Of several ranks one may be inside a collective for which the others never come."""
@@ -381,7 +381,7 @@ class SchedulerCore:
         self._complain(reason)
 
     def _complain(self, reason: str) -> None:
-        fault = GroupFault(self.group, reason, self._epochs.doomed)
+        fault = GroupFault(self.group, reason, self._epochs.condemned.doomed)
         self._outbox.send("group", EVERYONE, fault)
 
     def _lose_everything(self, blameless: bool = False) -> None:
@@ -443,7 +443,7 @@ class SchedulerCore:
             self._epochs.check(now, self.options.watchdog)
         except (Overdue, Torn) as error:
             self._restart_ranks(str(error), now)
-        if self._epochs.complain(now):
+        if self._epochs.condemned.complain(now):
             self._complain(self._epochs.reason)
         self._outbox.add(self._announcer.say(self._standing(), self._now, self.told))
 
@@ -473,7 +473,7 @@ class SchedulerCore:
         Result: _on_result,
         Digests: _on_digests,
         Fault: _on_fault,
-        Rank: _on_rank,
+        RankStatus: _on_rank,
         Ended: _on_ended,
         Delivered: _on_delivered,
         Recover: _on_recover,

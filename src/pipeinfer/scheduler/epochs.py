@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from math import inf
 
 from pipeinfer.messages import PROTOCOL, Begin, Hello, Ready
+from pipeinfer.scheduler.condemned import Condemned
 
 AGREED = (
     "model",
@@ -22,9 +23,6 @@ AGREED = (
     "graph_sizes",
     "step_tokens",
 )
-
-
-ASK_AGAIN = 1.0  # seconds after which ranks that should have ended are complained of again
 
 
 class Torn(Exception):
@@ -44,9 +42,7 @@ class Epochs:
         self.last_shape: Hello | None = None  # of the epoch that runs, or ran last
         self.reason = "no engine yet"
         self._hellos: dict[int, Hello] = {}
-        self._condemned: set[int] = set()  # incarnations that are not begun with any more
-        self._doomed: dict[int, int] = {}  # by rank: of processes that are to end, and may not have
-        self._complained = 0.0
+        self.condemned = Condemned()
         self._steps: dict[int, int] = {}  # of each rank that is ready
         self._begun = False
         self._since = 0.0  # when that was
@@ -59,9 +55,9 @@ class Epochs:
 
     def hello(self, hello: Hello) -> bool:
         """Takes a hello; True if it ends a running epoch: the rank is another process now."""
-        if hello.incarnation in self._condemned:
+        if hello.incarnation in self.condemned:
             return False
-        self.gone(hello.rank, hello.incarnation)
+        self.condemned.gone(hello.rank, hello.incarnation)
         if hello.protocol != PROTOCOL:
             self.reason = (
                 f"rank {hello.rank} (pipeinfer {hello.version}) speaks protocol {hello.protocol}, "
@@ -159,26 +155,7 @@ class Epochs:
         """
         self.end(reason)
         told = {rank: hello.incarnation for rank, hello in self._hellos.items()}
-        self._doomed = {r: i for r, i in {**dict(alive), **told}.items() if i <= until}
-        if self.tp > 1:
-            self._condemned.update(self._doomed.values())
-        self._complained = now
-        for rank in self._doomed.keys() & told.keys():
+        doomed = {r: i for r, i in {**dict(alive), **told}.items() if i <= until}
+        self.condemned.add(doomed, now, shun=self.tp > 1)
+        for rank in doomed.keys() & told.keys():
             del self._hellos[rank]
-
-    @property
-    def doomed(self) -> tuple[int, ...]:
-        """Incarnations of processes that are to end, and of which nobody has said that they did."""
-        return tuple(self._doomed[rank] for rank in sorted(self._doomed))
-
-    def gone(self, rank: int, incarnation: int) -> None:
-        """The rank's processes up to `incarnation` have ended, or answer again."""
-        if self._doomed.get(rank, inf) <= incarnation:
-            del self._doomed[rank]
-
-    def complain(self, now: float) -> bool:
-        """Whether it is time to say again who must end."""
-        if not self._doomed or now - self._complained < ASK_AGAIN:
-            return False
-        self._complained = now
-        return True

@@ -179,7 +179,7 @@ class Planner:
         number = self.take_number()
         self._flights.launch(number, [], now)
         self._slots.credits.plan(number, 0)
-        return Plan(epoch, number, (), (), b"", b"")
+        return Plan(epoch=epoch, number=number, releases=(), admits=(), slots=b"", counts=b"")
 
     def _beside(self, now: float, decodes: list[Row], prompts: list[Request]) -> int:
         """Tokens of prompts that go with these decodes; `prompts` are half-computed."""

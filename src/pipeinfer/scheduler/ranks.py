@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeinfer.messages import Ended, Rank, State
+from pipeinfer.messages import Ended, RankStatus, State
 
 BEGINNING: tuple[State, ...] = ("starting", "loading")  # of a process that comes after another one
 SILENCE = 3.0  # seconds
@@ -31,7 +31,7 @@ class Ranks:
         self.gone = self.silent = False
         self._known: dict[int, _Known] = {}
 
-    def hear(self, told: Rank, now: float) -> None:
+    def hear(self, told: RankStatus, now: float) -> None:
         """A late word of a process before the one that was heard last does not count."""
         known = self._known.get(told.rank)
         if known is None or (known.incarnation, known.over) <= (told.incarnation, False):

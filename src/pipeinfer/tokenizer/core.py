@@ -20,11 +20,11 @@ from pipeinfer.messages import (
     Delivered,
     Done,
     Ended,
-    Group,
     GroupFault,
+    GroupStatus,
     HandOver,
     Message,
-    Rank,
+    RankStatus,
     Recover,
     Recovered,
     Refused,
@@ -70,7 +70,6 @@ class TokenizerCore:
         self._router = router
         self._watch = GroupWatch()
         self._all_groups = tuple(range(groups))
-        self._schedulers = {f"scheduler-{group}": group for group in self._all_groups}
         self._eos_ids = eos_ids
         self._ledger = Ledger(self._all_groups)
         self._encoding = Encoding()
@@ -283,16 +282,14 @@ class TokenizerCore:
 
     # ------------------------------------------------------------------------------ time and stop
 
-    def _on_group(self, event: Group, now: float) -> list[Send]:
+    def _on_group(self, event: GroupStatus, now: float) -> list[Send]:
         if not 0 <= event.group < len(self._all_groups):
             return []
         return self._report(event.group, self._watch.hear(event, now), now)
 
     def _on_ended(self, event: Ended, now: float) -> list[Send]:
-        group = self._schedulers.get(event.stage)
-        if group is None:
-            return []
-        return self._report(group, self._watch.ended(group, event), now)
+        group, report = self._watch.ended(event)
+        return self._report(group, report, now)
 
     def _report(self, group: int, report: Report | None, now: float) -> list[Send]:
         if report is None:
@@ -329,10 +326,10 @@ class TokenizerCore:
         Recover: _on_recover,
         Recovered: _on_recovered,
         Delivered: _on_delivered,
-        Group: _on_group,
+        GroupStatus: _on_group,
         Ended: _on_ended,
-        GroupFault: _ignore,  # and Rank: others are meant
-        Rank: _ignore,
+        GroupFault: _ignore,  # and RankStatus: others are meant
+        RankStatus: _ignore,
         Tick: _on_tick,
         Drain: _on_drain,
         Leave: _on_leave,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeinfer.messages import Ended, Group
+from pipeinfer.messages import Ended, GroupStatus
 from pipeinfer.tokenizer.routing import Report
 
 SILENCE = 3.0  # seconds without a word, after which a scheduler counts as lost
@@ -17,7 +17,7 @@ SILENCE = 3.0  # seconds without a word, after which a scheduler counts as lost
 class _Known:
     """What its scheduler said last, when (seconds), and whether it is silent or has ended since."""
 
-    told: Group
+    told: GroupStatus
     heard: float
     lost: bool = False
 
@@ -38,7 +38,7 @@ class GroupWatch:
     def __init__(self) -> None:
         self._groups: dict[int, _Known] = {}
 
-    def hear(self, told: Group, now: float) -> Report | None:
+    def hear(self, told: GroupStatus, now: float) -> Report | None:
         """The group's report; None for a late word of a scheduler before. `now`: monotonic s."""
         known = self._groups.get(told.group)
         if known is not None and told.incarnation < known.told.incarnation:
@@ -46,13 +46,16 @@ class GroupWatch:
         known = self._groups[told.group] = _Known(told, now)
         return known.report
 
-    def ended(self, group: int, told: Ended) -> Report | None:
-        """Its scheduler has ended; None if that is no news."""
-        known = self._groups.get(group)
-        if known is None or known.lost or told.incarnation < known.told.incarnation:
-            return None
-        known.lost = True
-        return known.report
+    def ended(self, told: Ended) -> tuple[int, Report | None]:
+        """Somebody has ended. If that is the scheduler of a group, and news: its number and report;
+        else (-1, None)."""
+        for group, known in self._groups.items():
+            if told.stage == f"scheduler-{group}":
+                if known.lost or told.incarnation < known.told.incarnation:
+                    break
+                known.lost = True
+                return group, known.report
+        return -1, None
 
     def silent(self, now: float) -> list[tuple[int, Report]]:
         """Groups that are down from now on because their scheduler has not been heard."""
