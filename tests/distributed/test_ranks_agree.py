@@ -25,12 +25,12 @@ from pipeinfer.messages import (
     Hello,
     Message,
     Plan,
+    RankStatus,
     Ready,
     TokenRow,
     Tokens,
     Work,
 )
-from pipeinfer.messages import Rank as RankSays
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.agreement import SILENT, Agreement, Disagreement
@@ -288,7 +288,7 @@ def test_who_must_end_is_said_again_until_all_have_ended():
     group.faults.clear()
     group.wait(2)
     assert {fault.incarnations for fault in group.faults} == {(101,)}
-    group.feed(RankSays(0, 1, 200, "starting"))
+    group.feed(RankStatus(0, 1, 200, "starting"))
     group.faults.clear()
     group.wait(3)
     assert group.faults == []

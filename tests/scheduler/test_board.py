@@ -6,7 +6,7 @@ import pytest
 from test_memory_runs_short import SIZE, running, work
 
 from pipeinfer.scheduler.board import Board
-from pipeinfer.scheduler.credits import Credits
+from pipeinfer.scheduler.credits import Allowance, Credits
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request, from_work
 
@@ -16,7 +16,8 @@ BUDGET = 64
 def board(requests: list[Request], pages: int = 100, **options) -> Board:
     queue = options.pop("queue", WaitingQueue())
     nothing_in_flight = options.pop("nothing_in_flight", False)
-    return Board(requests, queue, Credits(SIZE, pages), 8, BUDGET, nothing_in_flight, **options)
+    allowance = Allowance(Credits(SIZE, pages))
+    return Board(requests, queue, allowance, 8, BUDGET, nothing_in_flight, **options)
 
 
 def waiting(*tokens: int) -> WaitingQueue:
@@ -31,10 +32,10 @@ def test_pages_are_what_a_plan_takes_less_what_it_takes_back():
     short = board(decodes, pages=0)
     short.decode_all()
     assert short.preempted == [decodes[2]], "its two pages are enough for the others"
-    assert short.pages == 2 - 2
+    assert short.pages.taken == 2 - 2
     enough = board(decodes, pages=3)
     enough.decode_all()
-    assert (enough.preempted, enough.pages) == ([], 3)
+    assert (enough.preempted, enough.pages.taken) == ([], 3)
 
 
 def test_pages_from_the_cache_are_not_given_back_by_who_only_shares_them():
@@ -49,10 +50,10 @@ def test_a_prompt_waits_where_there_is_no_page():
     prompt = running("prompt", 0, 40, 20)
     short = board([prompt], pages=0)
     short.continue_prompts()
-    assert (short.rows, short.pages) == ([], 0)
+    assert (short.rows, short.pages.taken) == ([], 0)
     short = board([prompt], pages=2)
     short.continue_prompts()
-    assert (short.rows, short.pages) == ([(prompt, 2 * SIZE)], 2)
+    assert (short.rows, short.pages.taken) == ([(prompt, 2 * SIZE)], 2)
 
 
 def test_where_nobody_says_how_many_prompts_get_all_that_is_left():
@@ -130,7 +131,7 @@ def test_who_runs_alone_and_decodes_gets_one_token():
     suspect = running("suspect", 0, 8, 8)
     step = board([suspect])
     step.run_alone(suspect)
-    assert (step.rows, step.pages) == ([(suspect, 1)], 1)
+    assert (step.rows, step.pages.taken) == ([(suspect, 1)], 1)
 
 
 def test_decodes_that_find_no_page_wait_for_steps_in_flight():

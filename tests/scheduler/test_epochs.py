@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from pipeinfer.messages import PROTOCOL, Begin, Hello, Ready
-from pipeinfer.scheduler.epochs import AGREED, ASK_AGAIN, Epochs, Torn
+from pipeinfer.scheduler.condemned import ASK_AGAIN
+from pipeinfer.scheduler.epochs import AGREED, Epochs
 
 FIRST = 40
 
@@ -22,7 +23,7 @@ def begun(tp: int = 2) -> Epochs:
     """Everybody said hello, nobody is ready yet."""
     epochs = Epochs(tp, FIRST)
     for rank in range(tp):
-        assert not epochs.hello(hello(rank), 1.0)
+        assert not epochs.hello(hello(rank))
     assert epochs.begin(1.0) == Begin(FIRST + 1, tuple(100 + rank for rank in range(tp)))
     return epochs
 
@@ -38,7 +39,7 @@ def running(tp: int = 2) -> Epochs:
 def test_until_all_ranks_are_there_those_of_an_earlier_scheduler_are_asked_for_a_hello():
     epochs = Epochs(2, FIRST)
     assert epochs.begin(0.0) == Begin(FIRST, ())
-    epochs.hello(hello(1), 0.0)
+    epochs.hello(hello(1))
     assert epochs.begin(0.0) == Begin(FIRST, ())
     assert not epochs.running
 
@@ -70,7 +71,7 @@ def test_an_answer_of_another_epoch_or_process_does_not_count(answer):
 def test_an_answer_before_the_question_or_after_the_beginning_does_not_count():
     epochs = Epochs(1, FIRST)
     assert not epochs.ready(Ready(FIRST, 0, 100))
-    epochs.hello(hello(), 0.0)
+    epochs.hello(hello())
     assert not epochs.ready(Ready(FIRST, 0, 100))
     assert not epochs.running
     assert not running(1).ready(Ready(FIRST + 1, 0, 100))
@@ -78,13 +79,13 @@ def test_an_answer_before_the_question_or_after_the_beginning_does_not_count():
 
 def test_a_hello_that_came_before_begin_was_heard_changes_nothing():
     epochs = running()
-    assert not epochs.hello(hello(1), 2.0)
+    assert not epochs.hello(hello(1))
     assert epochs.running
 
 
 def test_another_process_ends_the_epoch_and_the_next_one_says_why():
     epochs = running()
-    assert epochs.hello(hello(1, 500), 2.0)
+    assert epochs.hello(hello(1, 500))
     assert not epochs.running
     assert epochs.reason == "engine rank 1 was started again"
     assert epochs.begin(2.0) == Begin(FIRST + 2, (100, 501))
@@ -96,18 +97,18 @@ def test_another_process_ends_the_epoch_and_the_next_one_says_why():
 def test_a_process_that_is_started_again_amid_the_handshake_gets_another_epoch():
     epochs = begun()
     epochs.ready(Ready(FIRST + 1, 0, 100))
-    assert not epochs.hello(hello(1, 500), 2.0)
+    assert not epochs.hello(hello(1, 500))
     assert epochs.begin(2.0) == Begin(FIRST + 2, (100, 501))
-    epochs.hello(hello(1, 500), 2.5)
+    epochs.hello(hello(1, 500))
     assert epochs.begin(3.0) == Begin(FIRST + 2, (100, 501)), "the same process, once more"
 
 
 @pytest.mark.parametrize("name", AGREED)
 def test_ranks_that_differ_in_what_must_agree_never_begin(name):
     epochs = Epochs(2, FIRST)
-    epochs.hello(hello(0), 0.0)
+    epochs.hello(hello(0))
     other = {"graph_sizes": (1, 2), "model": "n", "attention": "none"}.get(name, 7)
-    epochs.hello(hello(1, **{name: other}), 0.0)
+    epochs.hello(hello(1, **{name: other}))
     assert epochs.begin(0.0) is None
     assert epochs.reason.startswith(f"ranks 0 and 1 disagree on {name}: ")
     assert epochs.reason.endswith(f" and {other!r}")
@@ -123,55 +124,56 @@ def test_ranks_that_differ_in_what_must_agree_never_begin(name):
 )
 def test_a_hello_that_cannot_be_meant_is_named(wrong, reason):
     epochs = Epochs(2, FIRST)
-    assert not epochs.hello(hello(**wrong), 0.0)
+    assert not epochs.hello(hello(**wrong))
     assert reason in epochs.reason
-    epochs.hello(hello(1), 0.0)
+    epochs.hello(hello(1))
     assert epochs.begin(0.0) == Begin(FIRST, ()), "it is none of the ranks"
 
 
-def test_a_rank_is_lost_when_an_older_process_said_hello():
+def test_a_rank_is_lost_when_that_process_or_an_older_one_said_hello():
     epochs = begun()
     assert epochs.lost(1, 102)
-    assert not epochs.lost(1, 101), "it is that very process"
+    assert epochs.lost(1, 101)
+    assert not epochs.lost(1, 100), "of the process before"
     assert not epochs.lost(2, 500)
 
 
-def test_ranks_that_were_given_up_are_not_heard_and_complained_of_when_they_stay():
+def test_ranks_that_were_given_up_are_not_heard_and_complained_of_while_they_stay():
     epochs = running()
     epochs.condemn("no result", 10.0)
     assert not epochs.running and epochs.reason == "no result"
-    assert not epochs.hello(hello(0), 10.0 + ASK_AGAIN)
+    condemned = epochs.condemned
+    assert condemned.doomed == (100, 101)
+    assert not condemned.complain(10.0 + ASK_AGAIN - 0.01)
+    assert condemned.complain(10.0 + ASK_AGAIN)
+    assert not condemned.complain(10.0 + ASK_AGAIN), "only just now"
+    assert not epochs.hello(hello(0))
     assert epochs.begin(11.0) == Begin(FIRST + 1, ()), "all of them must say hello again"
-    with pytest.raises(Torn, match="no result"):
-        epochs.hello(hello(1), 10.1 + ASK_AGAIN)
-    for rank in range(2):
-        epochs.hello(hello(rank, 500), 11.0)
+    epochs.hello(hello(0, 500))
+    assert condemned.doomed == (101,), "another process is in its place"
+    condemned.gone(1, 100)
+    assert condemned.doomed == (101,)
+    condemned.gone(1, 101)
+    assert condemned.doomed == () and not condemned.complain(99.0)
+    epochs.hello(hello(1, 500))
     assert epochs.begin(11.0) == Begin(FIRST + 2, (500, 501))
 
 
-def test_a_single_rank_that_was_only_slow_may_go_on():
+def test_processes_that_began_after_a_death_or_said_nothing_yet():
+    epochs = Epochs(2, FIRST)
+    epochs.hello(hello(0, 700))
+    epochs.condemn("rank 1 has ended", 1.0, alive=[(1, 650)], until=600)
+    assert epochs.condemned.doomed == ()
+    epochs.hello(hello(1, 700))
+    assert epochs.begin(1.0) == Begin(FIRST + 1, (700, 701)), "both have begun since"
+    epochs.condemn("no result", 2.0, alive=[(1, 701)])
+    assert epochs.condemned.doomed == (700, 701)
+
+
+def test_a_single_rank_that_was_only_slow_goes_on():
     epochs = running(1)
-    epochs.condemn("no result", 10.0)
-    epochs.hello(hello(0), 10.1)
-    assert epochs.begin(11.0) == Begin(FIRST + 2, (100,))
-
-
-def test_ranks_with_different_numbers_of_steps_are_torn():
-    epochs = begun()
-    epochs.ready(Ready(FIRST + 1, 0, 100, 7))
-    with pytest.raises(Torn, match="rank 0 7, rank 1 8"):
-        epochs.ready(Ready(FIRST + 1, 1, 101, 8))
-    assert not epochs.running
-
-
-def test_a_rank_that_does_not_answer_is_named_after_its_time_and_not_before():
-    epochs = begun()
-    epochs.ready(Ready(FIRST + 1, 0, 100))
-    epochs.check(31.0, 30.0)
-    with pytest.raises(Torn, match="rank 1 gave no answer"):
-        epochs.check(31.1, 30.0)
-    running().check(1000.0, 30.0)
-    Epochs(2, FIRST).check(1000.0, 30.0)
-    ended = running()
-    ended.end("it leaves")
-    ended.check(1000.0, 30.0)
+    epochs.condemn("no result", 1.0)
+    assert epochs.condemned.doomed == (100,)
+    epochs.hello(hello())
+    assert epochs.condemned.doomed == ()
+    assert epochs.begin(1.0) == Begin(FIRST + 2, (100,))

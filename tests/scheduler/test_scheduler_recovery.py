@@ -12,7 +12,7 @@ from pipeinfer.messages import (
     Begin,
     Delivered,
     Done,
-    Heartbeat,
+    Ended,
     Message,
     Open,
     Plan,
@@ -242,11 +242,11 @@ def test_only_the_end_of_an_engine_of_its_own_group_ends_an_epoch() -> None:
     bench = Bench(peers=False)
     bench.run()
     bench.feed(work("r"))
-    newer = bench.engine.incarnation + 1
-    for name, group in (("scheduler", 0), ("detokenizer", 0), ("engine", 1)):
-        bench.feed(Heartbeat("other", name, group, 0, 0, 1, newer, "starting", "it ended"))
-        assert bench.core.state()[0] == "ready", (name, group)
-    bench.feed(Heartbeat("engine-0", "engine", 0, 0, 0, 1, newer, "starting", "it ended"))
+    its = bench.engine.incarnation
+    for stage in ("scheduler-0", "detokenizer-0", "engine-1-0"):
+        bench.feed(Ended(stage, its, its, "it ended"))
+        assert bench.core.state()[0] == "ready", stage
+    bench.feed(Ended("engine-0-0", its, its, "it ended"))
     assert bench.core.state() == ("waiting", "engine rank 0: it ended")
 
 

@@ -158,15 +158,15 @@ class Player:
         )
         self._bus.send(Send("telemetry", EVERYONE, beat))
         if who.name == "engine":
-            told = RankStatus(
-                group=who.group, rank=who.rank, incarnation=self._incarnation, state="ready"
-            )
-            self._bus.send(Send("group", EVERYONE, told))
-        if who.name == "scheduler":
-            self._bus.send(
-                Send(
-                    "group",
-                    EVERYONE,
-                    GroupStatus(group=who.group, incarnation=self._incarnation, standing="serves"),
+            self._say(
+                RankStatus(
+                    group=who.group, rank=who.rank, incarnation=self._incarnation, state="ready"
                 )
             )
+        if who.name == "scheduler":
+            self._say(
+                GroupStatus(group=who.group, incarnation=self._incarnation, standing="serves")
+            )
+
+    def _say(self, message: Message) -> None:
+        self._bus.send(Send("group", EVERYONE, message))

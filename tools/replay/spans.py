@@ -18,7 +18,7 @@ from replay.subjects import Subjects
 ORDER = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
 ROWS = ("core", "in flight 0", "in flight 1", "prepare", "forward")  # of a stage, downwards
 SHORTEST = 1e-6  # seconds; what is shorter could not be seen or clicked
-SILENT = frozenset({"Tick", "Heartbeat", "Rank"})  # not drawn unless something came of them
+SILENT = frozenset({"Tick", "Heartbeat", "RankStatus"})  # not drawn unless something came of them
 
 
 @dataclass(frozen=True, slots=True)

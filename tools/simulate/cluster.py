@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from pipeinfer.beats import HEARTBEAT
-from pipeinfer.messages import Group as Told
+from pipeinfer.messages import GroupStatus
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.routing import Router
 from simulate.arrivals import Arrival
@@ -37,7 +37,7 @@ class Group(Protocol):
         """Everything that happens by itself up to `until`, included."""
         ...
 
-    def told(self) -> Told:
+    def told(self) -> GroupStatus:
         """What its scheduler says of it now."""
         ...
 

@@ -19,6 +19,10 @@ class Deadlines:
         self._records = records
         self._heap: list[tuple[float, str]] = []
 
+    def __len__(self) -> int:
+        """Entries, with those of requests that ended."""
+        return len(self._heap)
+
     def add(self, record: Record) -> None:
         """Requests without a timeout are not kept."""
         if record.timeout > 0:
