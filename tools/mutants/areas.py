@@ -54,7 +54,8 @@ class Area:
 RECOVERY = (
     "recovery.py", "scheduler/agreement.py", "scheduler/epochs.py", "scheduler/ledger.py",
     "scheduler/probation.py", "tokenizer/ledger.py", "gateway/ledger.py", "runtime/fence.py",
-    "runtime/unsent.py", "runtime/group_fault.py",
+    "runtime/unsent.py", "runtime/group_fault.py", "scheduler/condemned.py", "scheduler/ranks.py",
+    "scheduler/announcer.py", "tokenizer/group_watch.py",
 )  # fmt: skip
 
 AREAS = {
@@ -100,6 +101,8 @@ AREAS = {
         RECOVERY,
         (
             "tests/scheduler/test_epochs.py",
+            "tests/scheduler/test_ranks.py",
+            "tests/tokenizer/test_group_watch.py",
             "tests/scheduler/test_probation.py",
             "tests/runtime/test_roll_call.py",
             "tests/gateway/test_gateway_ledger.py",
@@ -120,7 +123,17 @@ AREAS = {
     "gateway core": Area(
         tuple(
             f"gateway/{name}.py"
-            for name in ("core", "backlog", "events", "health", "limits", "port", "submission")
+            for name in (
+                "core",
+                "backlog",
+                "deadlines",
+                "events",
+                "health",
+                "limits",
+                "port",
+                "standing",
+                "submission",
+            )
         ),
         (
             "tests/gateway/test_gateway_core.py",
