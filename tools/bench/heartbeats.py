@@ -136,7 +136,8 @@ async def _play(topology: Topology, every: float) -> None:
     for bus in buses:
         bus.bind()
     loop, turn = asyncio.get_running_loop(), 0
-    beats = max(1, round(every / HEARTBEAT))  # one word in so many is a heartbeat, too
+    beats = max(1, round(every / HEARTBEAT))  # one turn in so many is a heartbeat, too
+    groups = max(1, round(period(len(topology.ids("scheduler"))) / HEARTBEAT))
     begin = loop.time()
     while True:
         for number, (who, bus) in enumerate(zip(others, buses, strict=True)):
@@ -146,7 +147,8 @@ async def _play(topology: Topology, every: float) -> None:
             if (turn + number) % beats == 0:
                 bus.send(Send("telemetry", EVERYONE, _beat(who)))
             for word in _words(who):
-                bus.send(Send("group", EVERYONE, word))
+                if who.name == "engine" or (turn + number) % groups == 0:
+                    bus.send(Send("group", EVERYONE, word))
         turn += 1
 
 

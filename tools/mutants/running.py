@@ -66,6 +66,7 @@ class Workplace:
 
     def _run(self, tests: Sequence[str], limit: float) -> Outcome:
         paths = [self._folder / "src", ROOT / "tools"]
+        paths += [Path(one) for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, paths)),

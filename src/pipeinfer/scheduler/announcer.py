@@ -1,4 +1,4 @@
-"""When the tokenizers are told of this group: when its standing has changed, and twice a second.
+"""When tokenizers are told of this group: after each change of its standing, and now and then.
 
 Knows which engines are there, and no requests.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipeinfer.beats import HEARTBEAT
+from pipeinfer.beats import period
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import GroupStatus, Standing
 from pipeinfer.scheduler.ranks import Ranks
@@ -15,9 +15,11 @@ from pipeinfer.scheduler.ranks import Ranks
 
 class Announcer:
     """Remembers what was said, and when. `ranks`: of the group `group`, by what is said of them;
-    `engines`: their numbers, by stage id. `incarnation`: of this scheduler."""
+    `engines`: their numbers, by stage id. `incarnation`: of this scheduler; `groups`: how many
+    there are."""
 
-    def __init__(self, group: int, incarnation: int, tp: int) -> None:
+    def __init__(self, group: int, incarnation: int, tp: int, groups: int = 1) -> None:
+        self._every = period(groups)
         self.group = group
         self.incarnation = incarnation
         self.ranks = Ranks()
@@ -27,7 +29,7 @@ class Announcer:
 
     def say(self, standing: Standing, now: float, told: Callable[[], GroupStatus]) -> list[Send]:
         """What is to be published now; `told()` makes it. `now`: monotonic seconds."""
-        if standing == self._said and now - self._at < HEARTBEAT:
+        if standing == self._said and now - self._at < self._every:
             return []
         self._said = standing
         self._at = now

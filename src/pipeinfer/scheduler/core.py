@@ -70,7 +70,7 @@ class SchedulerCore:
         detokenizers: Sequence[str] = (),
     ) -> None:
         self.options = options
-        self._announcer = Announcer(group, incarnation, options.tp)
+        self._announcer = Announcer(group, incarnation, options.tp, options.groups)
         self._aboard = Aboard(options.tp)
         self._planner = Planner(options, self._aboard.slots, self._aboard.flights)
         self._epochs = Epochs(options.tp, incarnation)

@@ -17,7 +17,7 @@ class SchedulerOptions:
     """What the core needs of the settings. max_step_tokens: token budget of a step; 0 leaves it to
     the engine, and an engine that says nothing gets DEFAULT_STEP_TOKENS. mixed_step_tokens: the
     budget of a step that also decodes, where the policy mixes; 0: see step_budget.py, as for
-    `targets`.
+    `targets`. groups: of the deployment, which tokenizers hear of.
     """
 
     policy: str = "mixed"
@@ -27,4 +27,5 @@ class SchedulerOptions:
     watchdog: float = 120.0
     tp: int = 1
     mixed_step_tokens: int = 0
+    groups: int = 1
     targets: Targets = field(default_factory=Targets)

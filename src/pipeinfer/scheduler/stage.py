@@ -22,6 +22,7 @@ def build(context: StageContext) -> Stage:
         targets=Targets(settings.itl_target, settings.ttft_target),
         watchdog=settings.watchdog,
         tp=settings.tp,
+        groups=settings.dp,
     )
     core = SchedulerCore(
         options,

@@ -68,7 +68,7 @@ class TokenizerCore:
     ) -> None:
         self._encoder = encoder
         self._router = router
-        self._watch = GroupWatch()
+        self._watch = GroupWatch(groups)
         self._all_groups = tuple(range(groups))
         self._eos_ids = eos_ids
         self._ledger = Ledger(self._all_groups)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeinfer.beats import silence
 from pipeinfer.messages import Ended, GroupStatus
 from pipeinfer.tokenizer.routing import Report
 
-SILENCE = 3.0  # seconds without a word, after which a scheduler counts as lost
+SILENCE = 3.0  # seconds without a word, after which a scheduler counts as lost, or more (beats.py)
 
 
 @dataclass
@@ -33,9 +34,10 @@ class _Known:
 
 
 class GroupWatch:
-    """The latest of each group. One of which nothing was heard counts as up: it starts."""
+    """The latest of each of `groups`. One of which nothing was heard counts as up: it starts."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: int = 1) -> None:
+        self._silence = silence(groups, SILENCE)
         self._groups: dict[int, _Known] = {}
 
     def hear(self, told: GroupStatus, now: float) -> Report | None:
@@ -61,7 +63,7 @@ class GroupWatch:
         """Groups that are down from now on because their scheduler has not been heard."""
         gone: list[tuple[int, Report]] = []
         for number, known in self._groups.items():
-            if now - known.heard > SILENCE and not known.lost:
+            if now - known.heard > self._silence and not known.lost:
                 was, known.lost = known.report.up, True
                 if was:
                     gone.append((number, known.report))
