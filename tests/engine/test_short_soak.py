@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import random
 import sys
 from pathlib import Path
@@ -14,8 +14,13 @@ from pipeinfer.memory.errors import IntegrityError
 
 @pytest.fixture(scope="module")
 def soak():
-    sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
-    return importlib.import_module("soak")
+    """Under a name of its own: tools/ has a package of that name, too."""
+    path = Path(__file__).parents[1] / "gpu/soak.py"
+    spec = importlib.util.spec_from_file_location("gpu_soak", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["gpu_soak"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_random_traffic_ends_as_asked_and_leaves_every_page_accounted_for(soak):

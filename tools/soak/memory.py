@@ -1,40 +1,40 @@
 """Whether the memory of a server's processes stays flat, from samples of it.
 
 A process has its working size after the first tenth of the requests; then caches, KV pages and
-flight recorders are filled. The rest is cut into nine tenths, whose level is the median of their
-samples: a body of 5 MB, or a copy forked for a moment, is no growth. No level may be more than 5 %
-above the first of the nine, so what grows late, or grows and shrinks again, counts as well.
+flight recorders are filled. The samples of the rest are cut into nine parts, in the order of time,
+whose level is their median: a body of 5 MB, or a copy forked for a moment, is no growth. No level
+may be more than 5 % above the first, so what grows late, or grows and shrinks again, counts too.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 TENTHS = 10
 MOST = 5.0  # percent
-FEWEST = 3  # samples of a tenth
+PARTS = TENTHS - 1
+FEWEST = 3  # samples of a part
 MIB = 2**20
 
 Sample = Mapping[str, Any]
 
 
 def levels(samples: Sequence[Sample], requests: int) -> dict[str, list[float]]:
-    """For each process that is in every sample after the first tenth: the median of its own
-    bytes in each tenth but the first. `requests`: of the whole run. ValueError if a tenth has fewer
-    than FEWEST samples."""
-    tenths: list[list[Sample]] = [[] for _ in range(TENTHS)]
-    for sample in samples:
-        place = min(int(sample["done"] * TENTHS / requests), TENTHS - 1)
-        tenths[place].append(sample["processes"])
-    late = tenths[1:]
-    fewest = min(map(len, late))
-    if fewest < FEWEST:
-        raise ValueError(f"a tenth of the requests has {fewest} samples, not {FEWEST} or more")
-    names = set.intersection(*(set(one) for tenth in late for one in tenth))
+    """For each process that is in every sample after the first tenth of the `requests`: the median
+    of its own bytes in each part. ValueError if a part has fewer than FEWEST samples."""
+    late = [one["processes"] for one in samples if one["done"] * TENTHS >= requests]
+    if len(late) < PARTS * FEWEST:
+        raise ValueError(f"{len(late)} samples after a tenth of the requests are too few")
+    cuts = [len(late) * part // PARTS for part in range(PARTS + 1)]
+    names = set.intersection(*map(set, late))
     return {
-        name: [median(one[name]["own"] for one in tenth) for tenth in late]
+        name: [
+            median(one[name]["own"] for one in late[begin:end])
+            for begin, end in itertools.pairwise(cuts)
+        ]
         for name in sorted(names)
     }
 
