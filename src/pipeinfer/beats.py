@@ -7,11 +7,11 @@ these must not spend their time on it. Knows numbers only.
 from __future__ import annotations
 
 HEARTBEAT = 0.5  # seconds
-MOST = 150  # a second, of all stages together: each takes 0.2 ms where nothing else is to be done
+MOST = 100  # a second, of all stages together: each takes 0.2 ms where nothing else is to be done
 
 
 def period(stages: int) -> float:
-    """Seconds between what a stage says, where so many stages say it; HEARTBEAT up to 75 of
+    """Seconds between what a stage says, where so many stages say it; HEARTBEAT up to 50 of
     them."""
     return max(HEARTBEAT, stages / MOST)
 
