@@ -51,13 +51,14 @@ class GroupWatch:
     def ended(self, told: Ended) -> tuple[int, Report | None]:
         """Somebody has ended. If that is the scheduler of a group, and news: its number and report;
         else (-1, None)."""
-        for group, known in self._groups.items():
-            if told.stage == f"scheduler-{group}":
-                if known.lost or told.incarnation < known.told.incarnation:
-                    break
-                known.lost = True
-                return group, known.report
-        return -1, None
+        name, _, number = told.stage.rpartition("-")
+        if name != "scheduler" or not number.isdecimal():
+            return -1, None
+        known = self._groups.get(int(number))
+        if known is None or known.lost or told.incarnation < known.told.incarnation:
+            return -1, None
+        known.lost = True
+        return known.told.group, known.report
 
     def silent(self, now: float) -> list[tuple[int, Report]]:
         """Groups that are down from now on because their scheduler has not been heard."""
