@@ -33,7 +33,7 @@ PROMPTS = (
     *(f"The best time of the year to travel to {place} is" for place in PLACES),
     *BEGINNINGS,
 )
-TOKENS = 32  # of each answer
+TOKENS = 24  # of each answer
 
 # Later questions mean nothing without what came before.
 CONVERSATIONS = (
