@@ -29,13 +29,12 @@ TokenId = Annotated[int, Meta(ge=0, le=INT32)]
 Bounded = Annotated[int, Meta(ge=-INT32, le=INT32)]  # signs are checked with the other ranges
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
-# Fields of OpenAI or vLLM that change the answer and are not built, with the values that do not.
+# Fields of OpenAI or vLLM that change the answer and are not built, with the values that do not. A
+# body that has such a field below is one for which it is built.
 NOT_BUILT: dict[str, tuple[JsonValue, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "logprobs": (False,),
     "top_logprobs": (0,),
-    "prompt_logprobs": (),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
     "suffix": ("",),
@@ -98,6 +97,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     priority: Bounded | None = None
     timeout: Annotated[float, Meta(ge=0, le=MOST_TIMEOUT)] | None = None
     cache_salt: Annotated[str, Meta(max_length=MOST_SALT)] | None = None
+    prompt_logprobs: Bounded | None = None
     add_special_tokens: bool | None = None
 
 
@@ -123,15 +123,20 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     """The body of /v1/chat/completions."""
 
     messages: list[ChatMessage]
+    logprobs: bool | None = None
+    top_logprobs: Bounded | None = None
     max_completion_tokens: Bounded | None = None
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
 
 
 class CompletionRequest(Generation, frozen=True, kw_only=True):
-    """The body of /v1/completions; `prompt` is a text, token ids, or a list of either."""
+    """The body of /v1/completions; `prompt` is a text, token ids, or a list of either. `logprobs`:
+    how many alternatives; false is as not given."""
 
     prompt: str | list[TokenId | str | list[TokenId]]
+    logprobs: Bounded | bool | None = None
+    echo: bool | None = None
 
 
 Request = TypeVar("Request", ChatRequest, CompletionRequest)
@@ -139,10 +144,16 @@ Request = TypeVar("Request", ChatRequest, CompletionRequest)
 _BOUNDS: dict[type[Generation], Bounds] = {ChatRequest: CHAT, CompletionRequest: COMPLETION}
 
 
+def not_built(kind: type[Generation]) -> dict[str, tuple[JsonValue, ...]]:
+    """What bodies of that kind may have with these values only."""
+    built = kind.__struct_fields__
+    return {name: neutral for name, neutral in NOT_BUILT.items() if name not in built}
+
+
 def _with_unbuilt(kind: type[Request]) -> type[Request]:
     """`kind` with the fields of NOT_BUILT as raw JSON, so that one pass reads all, and builds
     nothing that will be refused."""
-    fields = [(name, msgspec.Raw, msgspec.Raw()) for name in NOT_BUILT]
+    fields = [(name, msgspec.Raw, msgspec.Raw()) for name in not_built(kind)]
     made = msgspec.defstruct(kind.__name__, fields, bases=(kind,), frozen=True, kw_only=True)
     return cast(type[Request], made)
 
@@ -172,7 +183,7 @@ def decode(body: bytes, kind: type[Request]) -> Request:
         raise from_validation(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
-    for name, neutral in NOT_BUILT.items():
+    for name, neutral in not_built(kind).items():
         if not _neutral(getattr(request, name), neutral):
             message = f"{name} is not supported by this server"
             raise ApiError(400, message, name, "unsupported_parameter")

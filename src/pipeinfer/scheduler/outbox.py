@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from pipeinfer.core import Send
-from pipeinfer.messages import FinishReason, Message, Open, Refused, TokenRow, Tokens
+from pipeinfer.logprobs import AT_ONCE
+from pipeinfer.messages import FinishReason, Message, Open, PromptTokens, Refused, TokenRow, Tokens
 from pipeinfer.packing import pack, pack_few
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 
@@ -72,16 +73,36 @@ class Outbox:
             yield Send("tokens", home(request), last)
             return
         yield self.opened(request)
-        ids = pack(request.outputs)
+        yield from self.prompt(request, 0)
+        ids, logprobs = pack(request.outputs), bytes(request.logprobs)
         if last is not None:
-            row = msgspec.structs.replace(last, offset=0, ids=ids)
+            row = msgspec.structs.replace(last, offset=0, ids=ids, logprobs=logprobs)
         elif ids:
             row = TokenRow(
-                request_id=request.id, offset=0, ids=ids, cached_tokens=max(request.cached, 0)
+                request_id=request.id,
+                offset=0,
+                ids=ids,
+                cached_tokens=max(request.cached, 0),
+                logprobs=logprobs,
             )
         else:
             return
         yield Send("tokens", home(request), Tokens((row,)))
+
+    def prompt(self, request: Request, first: int) -> Iterator[Send]:
+        """The log-probs of its prompt's tokens from `first` on, as far as they are known, in
+        messages of a bounded size."""
+        width, work = request.prompt_entry, request.work
+        for begin in range(first, request.scored, AT_ONCE):
+            tokens = slice(begin * TOKEN_BYTES, min(begin + AT_ONCE, request.scored) * TOKEN_BYTES)
+            told = PromptTokens(
+                request_id=work.request_id,
+                attempt=work.attempt,
+                first=begin,
+                ids=work.prompt_ids[tokens],
+                logprobs=bytes(request.prompt_logprobs[begin * width : (begin + AT_ONCE) * width]),
+            )
+            yield Send("tokens", home(request), told)
 
 
 def home(request: Request) -> str:
@@ -107,6 +128,7 @@ def next_row(
 ) -> TokenRow:
     """The row of what the request has generated from `offset` on."""
     ids, cached = pack_few(request.outputs[offset:]), max(request.cached, 0)
+    logprobs = bytes(request.logprobs[offset * request.entry :]) if request.entry else b""
     return TokenRow(
         request_id=request.id,
         offset=offset,
@@ -114,6 +136,7 @@ def next_row(
         finish=finish,
         stop_token=stop_token,
         cached_tokens=cached,
+        logprobs=logprobs,
     )
 
 
