@@ -38,9 +38,7 @@ def size(most: int | None) -> int:
 
 def unscored(most: int) -> bytes:
     """The entry of a token that nothing comes before."""
-    words = np.zeros(OWN_WORDS + 2 * most, dtype="<i4")
-    words[OWN_WORDS : OWN_WORDS + most] = NO_ID
-    return words.tobytes()
+    return bytes(size(most))
 
 
 def narrowed(table: np.ndarray, most: int) -> np.ndarray:
@@ -61,8 +59,8 @@ def entries(raw: bytes, most: int) -> Iterator[Entry]:
     for own, rank, some, theirs in zip(
         numbers[:, 0].tolist(), words[:, 1].tolist(), ids.tolist(), values.tolist(), strict=True
     ):
-        if NO_ID in some:
-            end = some.index(NO_ID)
+        if not rank or NO_ID in some:
+            end = some.index(NO_ID) if rank else 0
             some, theirs = some[:end], theirs[:end]
         yield Entry(own, rank, some, theirs)
 

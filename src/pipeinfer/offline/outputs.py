@@ -30,8 +30,8 @@ class RequestError(ValueError):
 
 @dataclass(slots=True)
 class Logprob:
-    """Of a token at one position. rank: 1 is the likeliest. decoded_token: the token by itself; what
-    is only a part of a character is U+FFFD."""
+    """Of a token at one position. rank: 1 is the likeliest. decoded_token: the token by itself;
+    U+FFFD is what is only a part of a character."""
 
     logprob: float
     rank: int
