@@ -62,7 +62,8 @@ class Bus:
         self._outboxes: dict[str, zmq.Socket[bytes]] = {}
         self._publishers: dict[str, zmq.Socket[bytes]] = {}
         self._sequence: dict[tuple[str, str], int] = {}
-        everybody, far = frozenset(topology.ids()), frozenset(topology.over_tcp())
+        far = frozenset(topology.over_tcp())
+        everybody = frozenset(topology.ids() if far else ())
         self._links = Links(incarnation, everybody, far, self._say_of_link, self._push)
         self._reminder: asyncio.TimerHandle | None = None
 
