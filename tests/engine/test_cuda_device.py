@@ -117,7 +117,7 @@ def test_a_third_step_waits_for_the_first_result_whose_buffers_it_takes():
     """A rank that hears plans at another's pace takes many in one turn of its loop."""
     happened: list[tuple[str, int]] = []
 
-    class Flight:
+    class LaunchedStep:
         def __init__(self, number: int) -> None:
             self.number = number
 
@@ -133,12 +133,12 @@ def test_a_third_step_waits_for_the_first_result_whose_buffers_it_takes():
         assert parity == step.number % PARITIES
 
     runner = Runner.__new__(Runner)
-    runner.phases, runner._launched, runner._flights = Phases(), 0, [None] * PARITIES
+    runner.phases, runner._launched, runner._latest = Phases(), 0, [None] * PARITIES
     runner.device, runner._graphs = Device(), Graphs(None)  # type: ignore
     runner._pack = pack  # type: ignore
     for number in range(4):
         runner.launch(empty_step(number), lambda step: happened.append(("watch", step.number)))
-        runner._flights[number % PARITIES] = Flight(number)  # type: ignore
+        runner._latest[number % PARITIES] = LaunchedStep(number)  # type: ignore
     assert happened == [
         ("watch", 0), ("pack", 0), ("watch", 1), ("pack", 1),
         ("watch", 2), ("take", 0), ("pack", 2), ("watch", 3), ("take", 1), ("pack", 3),

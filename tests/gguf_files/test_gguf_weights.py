@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory) -> CheckpointCache:
 def filled(path: Path, shard: Shard | None = None) -> dict[str, tuple]:
     """The part and the values of every parameter's sources, before they are packed."""
     model = build_model(read_config(path), shard or Shard())
-    targets = {source.name: (source.part, source.target) for source in model.sources()}
+    targets = {source.name: (source.slices, source.target) for source in model.sources()}
     model.pack = lambda: None
     load_weights(model, path)
     return targets

@@ -27,7 +27,7 @@ class Flight:
     evictable: int
 
 
-class Launched:
+class Flights:
     """See planner.StepsInFlight: as many as are in flight; `rows` of the latest plan."""
 
     def __init__(self, flights: deque[Flight]) -> None:

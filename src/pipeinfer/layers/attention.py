@@ -13,7 +13,7 @@ import torch
 
 from pipeinfer.layers.linear import RowLinear, merged_qkv
 from pipeinfer.layers.norm import HeadNorm, NormKind
-from pipeinfer.layers.pending import Pending
+from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rotation, rotate
 
@@ -94,7 +94,7 @@ class SelfAttention:
         rotation: Rotation,
         attend: Attend,
         rows: torch.Tensor | None = None,
-    ) -> torch.Tensor | Pending:
+    ) -> torch.Tensor | PartialSum:
         """rows: int64 [S], whose output is wanted; None: all."""
         heads = MergedHeads(self.qkv(x), self.num_heads, self.num_kv_heads, self.norm, rotation)
         out = attend(self.layer, heads).flatten(1)

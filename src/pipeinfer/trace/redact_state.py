@@ -22,7 +22,7 @@ _REQUEST = "pipeinfer.scheduler.request:Request"
 IDS: frozenset[Place] = frozenset((_REQUEST, name) for name in ("outputs", "stops"))
 NUMBERS: frozenset[Place] = frozenset(
     (
-        (_REQUEST, "inflight"),
+        (_REQUEST, "counts_in_flight"),
         ("pipeinfer.scheduler.flights:Flight", "slots"),
         ("pipeinfer.scheduler.slots:Slots", "_free"),
         ("pipeinfer.scheduler.credits:Credits", "_planned"),

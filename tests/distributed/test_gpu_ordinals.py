@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.distributed.group import without_multicast
+from pipeinfer.distributed.collectives import without_multicast
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology.topology import Entry, Topology, local
 
