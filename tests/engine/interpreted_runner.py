@@ -159,15 +159,15 @@ if __name__ == "__main__":
     if len(sys.argv) > 2:
         print(json.dumps(rank(*sys.argv[1:])))
         sys.exit()
-    place = sys.argv[1]
-    replayed = served(place)
-    eager = served(place, no_cuda_graph=True)
+    folder = sys.argv[1]
+    replayed = served(folder)
+    eager = served(folder, no_cuda_graph=True)
     found = {
         "graphs": good_ones(replayed),
         "no graphs": good_ones(eager),
-        "pages listed, lengths on the host": good_ones(served(place, reads="flashinfer")),
-        "all pages gathered": good_ones(served(place, reads="fa3")),
-        "torch backend": good_ones(served(place, reads="torch")),
+        "pages listed, lengths on the host": good_ones(served(folder, reads="flashinfer")),
+        "all pages gathered": good_ones(served(folder, reads="fa3")),
+        "torch backend": good_ones(served(folder, reads="torch")),
         "step cost": msgspec.to_builtins(replayed.loaded.step_cost),
         "step cost without graphs": msgspec.to_builtins(eager.loaded.step_cost),
     }

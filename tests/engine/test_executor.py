@@ -110,7 +110,7 @@ async def test_more_steps_than_the_overlap_loop_needs_are_refused(running):
         executor.submit(empty_step(number))
     with pytest.raises(RuntimeError, match=f"while {MOST_UNFINISHED} are unfinished"):
         executor.submit(empty_step(9))
-    runner.end(0)  # the loop has no turn in which it could be reported
+    runner.end(0)  # the loop has no iteration in which it could be reported
     executor.submit(empty_step(MOST_UNFINISHED))
     for number in range(1, MOST_UNFINISHED + 1):
         runner.end(number)

@@ -47,7 +47,7 @@ def time_store() -> None:
         places = torch.randperm(1024 * 16, device="cuda")[:tokens].int()
         positions = torch.randint(0, 4096, (tokens,), device="cuda").int()
         store.ELEMENTS = elements
-        run = partial(store.turn_and_store, qkv, *table, places, *pool, heads)
+        run = partial(store.rotate_and_store, qkv, *table, places, *pool, heads)
         run = partial(run, positions=positions, q_norm=weight, k_norm=weight)
         name = f"store {heads}/8 x 128, {tokens} tokens, {elements} a program"
         line(name, run, 4 * qkv.numel() / BYTES_PER_US)

@@ -109,7 +109,7 @@ def test_every_sum_of_a_pass_but_the_embeddings_is_made_by_the_norm_after_it(
     assert [(rank.summed, rank.fused) for rank in ranks] == [(1, 2 * layers)] * RANKS
 
 
-def test_a_model_that_norms_its_sums_before_it_adds_them_has_none_pending(
+def test_a_model_that_norms_its_sums_before_it_adds_them_hands_on_no_partial_one(
     checkpoint: CheckpointCache,
 ) -> None:
     folder = checkpoint("Gemma3ForCausalLM", attention_bias=True)

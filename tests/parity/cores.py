@@ -132,8 +132,8 @@ class Cores:
         logits = kept(flight).float().cpu().numpy()
         ends = (step.starts + step.counts).tolist()
         sampling = np.flatnonzero(step.samples).tolist()
-        for row, place in enumerate(sampling):
-            self.logits[names[place], ends[place]] = logits[row]
+        for row, entry in enumerate(sampling):
+            self.logits[names[entry], ends[entry]] = logits[row]
 
     def _run_one_result(self) -> bool:
         if not self._results:

@@ -89,17 +89,17 @@ def test_a_stages_process_does_what_is_set(setting, monkeypatch):
             given.append(self._patience)
 
     monkeypatch.setattr(entry, "Shell", Ended)
-    place = topologies.local(settings, "inproc://wakefulness-")
+    topology = topologies.local(settings, "inproc://wakefulness-")
     options = argparse.Namespace(listen_fd=[], child=False)
-    asyncio.run(entry._run(settings, place, Identity("scheduler"), options))
+    asyncio.run(entry._run(settings, topology, Identity("scheduler"), options))
     assert given == [PATIENCE if setting == "always" else 0.0]
 
 
-async def test_a_callers_own_loop_stays_awake_only_if_that_is_asked_for(turns, monkeypatch):
+async def test_a_callers_own_loop_stays_awake_only_if_that_is_asked_for(iterations, monkeypatch):
     monkeypatch.setattr(wakefulness, "PATIENCE", 60.0)
     for setting in ("auto", "always"):
-        assert not turns
+        assert not iterations
         async with AsyncLLM(stay_awake=setting, kv_pages=64, log_level="error") as llm:
             async for _ in llm.generate("a", SamplingParams(max_tokens=3, ignore_eos=True)):
                 pass
-    assert turns
+    assert iterations

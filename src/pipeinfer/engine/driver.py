@@ -29,7 +29,7 @@ StartExecutor = Callable[
 
 
 class DeviceDriver:
-    """Hands every Compute that the core sends to an executor, in order, off the event loop.
+    """Hands every Compute that the core sends to an executor, in order.
 
     `begin(on_done, on_error)` makes the executor, on the running loop. `phases`: where core and
     runner note what a step costs; the driver adds what it takes to hand the result on.

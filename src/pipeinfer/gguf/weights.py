@@ -65,7 +65,7 @@ def _order(start: int, stop: int, packed: Packed) -> np.ndarray | slice:
     """Which rows of the file are rows start..stop of the tensor."""
     if not packed.turned_heads:
         return slice(start, stop)
-    # A head's rows in the file: 0, half, 1, half + 1 ...; neighbours are turned together.
+    # A head's rows in the file: 0, half, 1, half + 1 ...; neighbours are rotated together.
     size = packed.shape[0] // packed.turned_heads
     rows = np.arange(start, stop)
     within = rows % size

@@ -29,14 +29,14 @@ class MergedHeads(NamedTuple):
     norm: HeadNorm | None
     rotation: Rotation
 
-    def split_and_turn(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [T, heads, head_dim], normed and turned by torch operations;
+    def split_and_rotate(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [T, heads, head_dim], normed and rotated by torch operations;
         views with strided rows.
         """
         # Heads of one token: [ queries | keys | values ]
         heads = self.product.unflatten(-1, (self.num_heads + 2 * self.num_kv_heads, -1))
-        turned = self.num_heads + self.num_kv_heads
-        keyed, values = heads[:, :turned], heads[:, turned:]
+        rotated = self.num_heads + self.num_kv_heads
+        keyed, values = heads[:, :rotated], heads[:, rotated:]
         if self.norm is not None:
             keyed = self.norm(keyed)
         keyed = rotate(keyed, self.rotation.angles)

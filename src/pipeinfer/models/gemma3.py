@@ -1,7 +1,7 @@
 """Gemma 3 (text): norms around attention and MLP, five layers with a window to each without.
 
 Every norm multiplies by one plus its weight, embeddings are scaled by the root of their size, and
-layers with a window turn by a RoPE of their own. Knows no file and no cache.
+layers with a window rotate by a RoPE of their own. Knows no file and no cache.
 Source: https://arxiv.org/abs/2503.19786.
 """
 

@@ -75,11 +75,11 @@ class Tap:
         self._feed = feed
         self._loop = asyncio.get_running_loop()
         who = identity
-        place = who.rank if who.name == "engine" else who.index
+        number = who.rank if who.name == "engine" else who.index
         engine = who.name == "engine"
         budget = settings.flight_recorder_mib << 20
         self._recorder = Recorder(
-            f"{who.name}-{who.group}-{place}-{os.getpid()}",
+            f"{who.name}-{who.group}-{number}-{os.getpid()}",
             partial(identify, settings.model_name, settings.model),
             Ring(budget, keep_all=engine) if budget else None,
             restarts=engine,
