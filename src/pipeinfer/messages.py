@@ -15,7 +15,7 @@ from pipeinfer.json_values import JsonObject
 from pipeinfer.params import SamplingParams
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

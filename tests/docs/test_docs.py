@@ -172,7 +172,7 @@ def documented_statistics() -> dict[str, set[str]]:
 
 OF_EVERY_STAGE = {
     "bad_frames", "fenced", "recordings", "recorded_bytes_total", "recorded_lost_total",
-    "flight_bytes", "refused_handshakes_total", "unsent_total",
+    "flight_bytes", "refused_handshakes_total", "repeated_frames_total", "unsent_total",
 }  # fmt: skip
 
 

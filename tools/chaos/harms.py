@@ -22,7 +22,6 @@ KINDS = {
     "full": "the disk is full while stages record",
 }
 LINKS = ("hold", "cut", "sever", "slow")  # kinds that need a network between stages
-BEYOND = ("sever",)  # what no promise covers (docs/topology.md): only to see what happens
 SPARED = ("kill", "two")  # kinds that the gateway is spared: its connections would be gone
 WAIT = 1.0  # seconds at most before a harm
 

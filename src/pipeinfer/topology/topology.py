@@ -86,7 +86,11 @@ class Topology:
 
     def has_tcp(self) -> bool:
         """Whether any stage is reached over tcp."""
-        return any(addresses.is_tcp(entry.address) for entry in self.entries)
+        return bool(self.over_tcp())
+
+    def over_tcp(self) -> list[str]:
+        """Ids of the stages that are reached over tcp."""
+        return [e.identity.id for e in self.entries if addresses.is_tcp(e.address)]
 
     def address(self, stage: str) -> str:
         """The address of stage id `stage`; ConfigurationError if there is no such stage."""
