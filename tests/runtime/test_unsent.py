@@ -123,9 +123,9 @@ async def test_a_request_that_cannot_be_sent_fails_alone_and_replays(tmp_path, m
     assert any(isinstance(entry.message, Unsent) for entry in recording.entries)
     assert Unencoded("Submit") in [entry.message for entry in recording.entries]
     again = GatewayCore(expected_stages(gateway.topology))
-    for group in recording.groups():
-        sends = again.handle(group.input.message, group.input.time)
-        assert first_difference(group, sends, left_out) is None, group.input
+    for exchange in recording.exchanges():
+        sends = again.handle(exchange.input.message, exchange.input.time)
+        assert first_difference(exchange, sends, left_out) is None, exchange.input
 
 
 async def test_a_request_that_cannot_even_be_recorded_fails_alone(tmp_path):
