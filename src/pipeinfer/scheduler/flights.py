@@ -102,7 +102,7 @@ class Flights:
         rows = zip(flight.rows, slots, ends, produced, strict=True)
         for (request, admission), slot, end, many in rows:
             tokens, at = ids[at : at + many], at + many
-            request.pending -= 1
+            request.steps_in_flight -= 1
             if request.phase == "over" or request.admission != admission:
                 continue
             if request.phase == "running":
@@ -117,7 +117,7 @@ class Flights:
         """No result will come any more; returns the requests that were in flight, oldest first."""
         lost = {id(r): r for flight in self._flights for r, _ in flight.rows}
         for request in lost.values():
-            request.pending = 0
+            request.steps_in_flight = 0
         self._flights.clear()
         self._patience = LATE
         return list(lost.values())
