@@ -1,8 +1,9 @@
-"""Every message on the bus; with channels.py, read from top to bottom, it is the whole protocol.
+"""Every message between stages; with channels.py, read from top to bottom, it is the protocol.
 
 Knows nobody: no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec
 struct, encoded as MessagePack; token sequences are raw little-endian int32 bytes, log-probs entries
 of logprobs.py. Structs grow only at their end, with defaults; any other change is a new PROTOCOL.
+control.py has what a person asks.
 """
 
 from __future__ import annotations

@@ -14,19 +14,19 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 import torch  # noqa: E402
 from cores import Cores  # noqa: E402
 
-from pipeinfer.distributed.group import join  # noqa: E402
+from pipeinfer.distributed.collectives import join  # noqa: E402
 from pipeinfer.logprobs import entries  # noqa: E402
 from pipeinfer.params import SamplingParams, normalized  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 
 
-def generate(folder: str, requests: list[dict], size: int, group=None, **changes) -> Cores:
+def generate(folder: str, requests: list[dict], size: int, collectives=None, **changes) -> Cores:
     """Runs requests {"prompt", "params", "seed"} and returns the cores that did it."""
     settings = Settings(
         device="cpu", dtype="float32", kv_pages=200, page_size=16, max_running=8, tp=size,
         **changes,
     )  # fmt: skip
-    cores = Cores(Path(folder), settings, group=group)
+    cores = Cores(Path(folder), settings, collectives=collectives)
     for index, request in enumerate(requests):
         params = normalized(SamplingParams(**request["params"]))
         cores.submit(f"r{index}", request["prompt"], params, seed=request["seed"])
@@ -51,13 +51,13 @@ def scores(cores: Cores, requests: list[dict]) -> dict[str, list]:
 def main() -> None:
     address, rank, size, work, out = sys.argv[1:]
     torch.set_num_threads(1)
-    group = join(address, int(rank), int(size), "cpu", 120)
+    collectives = join(address, int(rank), int(size), "cpu", 120)
     found = []
     for folder, requests, changes in json.loads(Path(work).read_text()):
-        cores = generate(folder, requests, int(size), group, **changes)
+        cores = generate(folder, requests, int(size), collectives, **changes)
         found.append({"outputs": cores.outputs, "scores": scores(cores, requests)})
     Path(out).write_text(json.dumps(found))
-    group.close()
+    collectives.close()
 
 
 if __name__ == "__main__":

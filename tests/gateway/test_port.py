@@ -58,15 +58,15 @@ class Errors:
         self.failures.append((index, failed.status))
 
 
-async def begun(fed: Fed, sink: Errors, turns: int) -> asyncio.Task[None]:
-    """A handler that opens all calls and waits for ever, after so many turns of the loop."""
+async def begun(fed: Fed, sink: Errors, iterations: int) -> asyncio.Task[None]:
+    """A handler that opens all calls and waits for ever, after so many iterations of the loop."""
 
     async def handler() -> None:
         async with fed.port.opened(fed.requests(), sink):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(handler())
-    for _ in range(turns):
+    for _ in range(iterations):
         await asyncio.sleep(0)
     return task
 

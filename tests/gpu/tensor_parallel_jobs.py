@@ -77,7 +77,7 @@ def all_reduce_rank(address: str, rank: str, ranks: str, folder: str) -> None:
     import torch
     from fused_all_reduce import measured as measured_norms
 
-    from pipeinfer.distributed.group import join
+    from pipeinfer.distributed.collectives import join
 
     result: dict[str, Any] = {"ranks": int(ranks)}
 

@@ -42,15 +42,15 @@ class Cores:
     """One scheduler and one engine over the checkpoint in `folder`.
 
     logits: (request id, position) -> float32 [vocab] from which the token there was sampled. With
-    `group`, of that rank's part; the cores of all ranks then do the same at the same time.
+    `collectives`, of that rank's share; the cores of all ranks then do the same at the same time.
     `loaded`: an engine whose former cores are not used any more, instead of loading one.
     """
 
     def __init__(
-        self, folder, settings: Settings, policy="mixed", budget=256, group=None, loaded=None
+        self, folder, settings: Settings, policy="mixed", budget=256, collectives=None, loaded=None
     ) -> None:
-        rank = group.rank if group else 0
-        loaded = loaded or load_engine(settings, folder, rank=rank, group=group)
+        rank = collectives.rank if collectives else 0
+        loaded = loaded or load_engine(settings, folder, rank=rank, collectives=collectives)
         self.loaded = loaded
         self.memory = MemoryManager(
             loaded.pages, loaded.page_size, loaded.max_slots, loaded.max_model_len, settings.cache
@@ -144,8 +144,8 @@ class Cores:
         logits = kept(flight).float().cpu().numpy()
         ends = (step.starts + step.counts).tolist()
         sampling = np.flatnonzero(step.samples).tolist()
-        for row, place in enumerate(sampling):
-            self.logits[names[place], ends[place]] = logits[row]
+        for row, entry in enumerate(sampling):
+            self.logits[names[entry], ends[entry]] = logits[row]
 
     def _run_one_result(self) -> bool:
         if not self._results:

@@ -24,7 +24,7 @@ from pipeinfer.tokenizer import events as tokenizer
 from pipeinfer.trace import notes
 from pipeinfer.trace.permutation import Permutation
 from pipeinfer.trace.reader import Trace
-from pipeinfer.trace.recording import Limits, Recording
+from pipeinfer.trace.recording import Quota, Recording
 from pipeinfer.trace.redact import AS_THEY_ARE, FIELDS, redactor
 from pipeinfer.trace.restore import restore
 from pipeinfer.trace.snapshot import snapshot
@@ -72,9 +72,7 @@ def rewrite(trace: Trace, folder: Path, state: bytes | None = None) -> Trace:
     header = msgspec.structs.replace(trace.header, snapshot=state)
     model = trace.header.settings["model"]
     name = trace.header.name
-    recording = Recording(
-        "r", folder, Limits(), outcomes.append, lambda: redactor(KEY, name, model)
-    )
+    recording = Recording("r", folder, Quota(), outcomes.append, lambda: redactor(KEY, name, model))
     recording.begin(name, header)
     rows = [msgspec.structs.astuple(record)[:7] for record in trace]
     for at in range(0, len(rows), 50):

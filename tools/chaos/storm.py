@@ -106,9 +106,9 @@ class Storm:
     def _do(self, harm: Harm) -> None:
         server, seconds = self.server, self._options.seconds
         if harm.kind in SPARED:
-            hurting.kill(server, harm.places)
+            hurting.kill(server, harm.stages)
         elif harm.kind == "stop":
-            hurting.stop(server, harm.places, seconds)
+            hurting.stop(server, harm.stages, seconds)
         elif harm.kind == "full":
             hurting.unhurt(server, self._record)
         else:
@@ -127,6 +127,6 @@ class Storm:
         assert self._network is not None
         how = SLOW if harm.kind == "slow" else ()
         verb = "cut" if harm.kind == "sever" else harm.kind
-        self._network.change(verb, harm.places, harm.sockets, *how)
+        self._network.change(verb, harm.stages, harm.sockets, *how)
         time.sleep(self._options.seconds)
-        self._network.change("mend", harm.places, harm.sockets)
+        self._network.change("mend", harm.stages, harm.sockets)

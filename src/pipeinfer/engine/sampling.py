@@ -74,7 +74,7 @@ class WholeSampler:
 
 
 class Ranks(Protocol):
-    """What ranks exchange; see distributed/group.py."""
+    """What ranks exchange; see distributed/collectives.py."""
 
     def collect(self, partial: torch.Tensor) -> torch.Tensor:
         """[size, ...]: `partial` of every rank."""

@@ -1,6 +1,6 @@
 """From a body to a decoded request, so that no large one holds up the others.
 
-All handlers share one intake, which gives the loop's other work a turn between any two parts that
+All handlers share one intake, which lets the loop's other work run between any two parts that
 take long. Knows no core.
 """
 
@@ -35,7 +35,7 @@ class Intake:
                 for _ in surveyed(raw, kind):
                     continue
                 return decode(raw, kind, self._strange)
-            async with self._one_large:  # in one turn of the loop, one of them is decoded
+            async with self._one_large:  # in one iteration of the loop, one of them is decoded
                 raw = bytes(body)
                 for _ in surveyed(raw, kind):
                     await asyncio.sleep(0)

@@ -238,11 +238,11 @@ def _joined(i: int, message: ChatMessage) -> str:
     assert isinstance(message.content, list)
     texts: list[str] = []
     for j, part in enumerate(message.content):
-        place = f"messages[{i}].content[{j}]"
+        where = f"messages[{i}].content[{j}]"
         if part.type != "text":
-            text = f"{place}.type: {part.type[:100]!r} is not supported, only 'text' is"
-            raise ApiError(400, text, f"{place}.type", "unsupported_parameter")
+            text = f"{where}.type: {part.type[:100]!r} is not supported, only 'text' is"
+            raise ApiError(400, text, f"{where}.type", "unsupported_parameter")
         if part.text is None:
-            raise ApiError(400, f"{place}.text must be given", f"{place}.text", "invalid_value")
+            raise ApiError(400, f"{where}.text must be given", f"{where}.text", "invalid_value")
         texts.append(part.text)
     return "\n".join(texts)

@@ -45,7 +45,7 @@ class AsyncLLM:
         self._pipeline: Pipeline | None = None
         self._prefix = uuid.uuid4().hex[:12]  # request ids are unique over all that ever ran
         self._numbers = itertools.count()  # drawn from by any thread
-        self._turn = asyncio.Lock()
+        self._one_begins = asyncio.Lock()
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -171,7 +171,7 @@ class AsyncLLM:
 
     async def _stream(self, call: Call) -> AsyncGenerator[Delta, None]:
         pipeline, stream = self._running(), DeltaStream()
-        async with self._turn:  # of many that begin at once, one in each turn of the loop
+        async with self._one_begins:  # of many at once, one in each iteration of the loop
             pipeline.open(call, stream)
         try:
             while True:

@@ -46,7 +46,7 @@ from pipeinfer.scheduler.ends import ENDS, Ending
 from pipeinfer.scheduler.epochs import Epochs, Torn
 from pipeinfer.scheduler.flights import OutOfOrder, Overdue
 from pipeinfer.scheduler.ledger import Ledger
-from pipeinfer.scheduler.limits import TooLong, max_total
+from pipeinfer.scheduler.lengths import TooLong, max_total
 from pipeinfer.scheduler.live import Live
 from pipeinfer.scheduler.options import SchedulerOptions
 from pipeinfer.scheduler.outbox import Outbox, home, last_row, next_row, refusal

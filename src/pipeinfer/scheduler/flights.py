@@ -121,7 +121,7 @@ class Flights:
             if logprobs:
                 begin, entry = entry, entry + many * request.entry
                 some = logprobs[begin:entry]
-            request.pending -= 1
+            request.steps_in_flight -= 1
             if request.phase == "over" or request.admission != admission:
                 continue
             if request.phase == "running":
@@ -136,7 +136,7 @@ class Flights:
         """No result will come any more; returns the requests that were in flight, oldest first."""
         lost = {id(r): r for flight in self._flights for r, _ in flight.rows}
         for request in lost.values():
-            request.pending = 0
+            request.steps_in_flight = 0
         self._flights.clear()
         self._patience = LATE
         return list(lost.values())

@@ -26,8 +26,9 @@ class Request:
     since: when it came, by the clock that plans are made by. queued: the tokens as which it counts
     while it waits. slot: -1 unless it runs.
     known: tokens told at the last admission (K). computed: confirmed by results. projected: what
-    will be computed once the steps in flight are done, if none is deferred. inflight: planned
-    counts of those steps, oldest first. pending: steps in flight, also after it lost its slot.
+    will be computed once the steps in flight are done, if none is deferred. counts_in_flight: what
+    was planned for each of those steps, oldest first. steps_in_flight: how many there are, also
+    after it lost its slot.
     cached: tokens from the prefix cache at the first admission, hit: at the last.
     admission: how often it was admitted; rows of older admissions are stale. spoiled: its logits
     were bad, so that nobody may reuse what was computed of it.
@@ -47,8 +48,8 @@ class Request:
     known: int = 0
     computed: int = 0
     projected: int = 0
-    inflight: list[int] = field(default_factory=list[int])
-    pending: int = 0
+    counts_in_flight: list[int] = field(default_factory=list[int])
+    steps_in_flight: int = 0
     cached: int = -1
     hit: int = 0
     deferrals: int = 0
@@ -116,19 +117,19 @@ class Request:
             self.projected = min(before + count, self.known)
         elif before + 1 < self.max_total:
             self.projected = before + 1
-        self.inflight.append(count)
-        self.pending += 1
+        self.counts_in_flight.append(count)
+        self.steps_in_flight += 1
         return self.projected - before
 
     def confirm(self, computed: int) -> None:
         """The oldest row in flight has left the engine at `computed`; projects the others anew."""
-        del self.inflight[0]
+        del self.counts_in_flight[0]
         self.rebase(computed)
 
     def rebase(self, computed: int) -> None:
         """The engine is at `computed` before the rows in flight."""
         self.computed = computed
-        for count in self.inflight:
+        for count in self.counts_in_flight:
             if computed < self.known:
                 computed = min(computed + count, self.known)
             elif computed + 1 < self.max_total:
@@ -140,7 +141,7 @@ class Request:
         self.admission += 1
         self.known = self.length
         self.computed = self.projected = self.deferrals = self.hit = 0
-        self.inflight.clear()
+        self.counts_in_flight.clear()
 
     def resume(self, delivered: Delivered) -> None:
         """It will go on after output that another scheduler had sampled, and that was delivered.

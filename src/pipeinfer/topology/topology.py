@@ -207,10 +207,12 @@ def checked(topology: Topology) -> Topology:
             raise ConfigurationError(f"unknown stage {entry.name!r}; there are {', '.join(NAMES)}")
         addresses.check(entry.address, topology.keyed)
         for name in addresses.OFFSETS:
-            place = addresses.derive(entry.address, name)
-            if place in seen:
-                raise ConfigurationError(f"{entry.identity.id} and {seen[place]} both take {place}")
-            seen[place] = entry.identity.id
+            endpoint = addresses.derive(entry.address, name)
+            if endpoint in seen:
+                raise ConfigurationError(
+                    f"{entry.identity.id} and {seen[endpoint]} both take {endpoint}"
+                )
+            seen[endpoint] = entry.identity.id
     for name in ("gateway", "tokenizer", "detokenizer"):
         count = len(topology.ids(name))
         if count != 1:
