@@ -43,8 +43,8 @@ class NewEpoch(Message, frozen=True):
 class StepDone(Message, frozen=True):
     """The device finished step `number`. int32 bytes: `counts`, how many tokens each row gave that
     sampled; `token_ids`, row after row; `bad`, those of these rows whose logits were not finite.
-    `logprobs`, `prompts`: entries (pipeinfer/logprobs.py) of those ids whose rows ask for them, and
-    of each of the step's parts of prompts."""
+    `logprobs`, `prompts`: scores (pipeinfer/logprobs.py) of those ids whose rows ask for them, and
+    of each of the chunks whose tokens are scored."""
 
     epoch: int
     number: int

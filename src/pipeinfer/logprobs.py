@@ -1,6 +1,6 @@
-"""Log-probs as the bytes that messages carry: an entry of one size for each token of a request.
+"""Log-probs as the bytes that messages carry: a score of one size for each token of a request.
 
-How many alternatives an entry has, its request says; whoever cuts entries needs to know nothing
+How many alternatives a score has, its request says; whoever cuts scores needs to know nothing
 else. Knows no message and no text.
 
     | log-prob float32 | rank int32 | ids int32 [most] | their log-probs float32 [most] |
@@ -21,7 +21,7 @@ OWN_WORDS = 2  # of the token itself
 LEAST = -9999.0
 
 
-class Entry(NamedTuple):
+class Score(NamedTuple):
     """rank: 1 is the likeliest; of equal ones the lowest id comes first. 0: the token has no
     log-prob, because nothing comes before it. ids, logprobs: of the likeliest, in that order."""
 
@@ -32,12 +32,12 @@ class Entry(NamedTuple):
 
 
 def size(most: int | None) -> int:
-    """Bytes of an entry with `most` alternatives; 0 where no log-probs are asked for (None)."""
+    """Bytes of a score with `most` alternatives; 0 where no log-probs are asked for (None)."""
     return 0 if most is None else WORD * (OWN_WORDS + 2 * most)
 
 
 def unscored(most: int) -> bytes:
-    """The entry of a token that nothing comes before."""
+    """The score of a token that nothing comes before."""
     return bytes(size(most))
 
 
@@ -51,7 +51,7 @@ def narrowed(table: np.ndarray, most: int) -> np.ndarray:
     return np.concatenate(parts, axis=1)
 
 
-def entries(raw: bytes, most: int) -> Iterator[Entry]:
+def scores(raw: bytes, most: int) -> Iterator[Score]:
     """What `raw` says, token after token. Alternatives that do not exist are left out."""
     words = np.frombuffer(raw, dtype="<i4").reshape(-1, OWN_WORDS + 2 * most)
     numbers = words.view("<f4")
@@ -62,7 +62,7 @@ def entries(raw: bytes, most: int) -> Iterator[Entry]:
         if not rank or NO_ID in some:
             end = some.index(NO_ID) if rank else 0
             some, theirs = some[:end], theirs[:end]
-        yield Entry(own, rank, some, theirs)
+        yield Score(own, rank, some, theirs)
 
 
 def finite(logprob: float) -> float:

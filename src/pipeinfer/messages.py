@@ -1,7 +1,7 @@
 """Every message between stages; with channels.py, read from top to bottom, it is the protocol.
 
 Knows nobody: no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec
-struct, encoded as MessagePack; token sequences are raw little-endian int32 bytes, log-probs entries
+struct, encoded as MessagePack; token sequences are raw little-endian int32 bytes, scores are those
 of logprobs.py. Structs grow only at their end, with defaults; any other change is a new PROTOCOL.
 control.py has what a person asks.
 """
@@ -205,7 +205,7 @@ class Result(Message, frozen=True):
     `produced`: int32 bytes, how many ids of `token_ids` belong to each row (0 where it did not
     sample). `free`, `evictable`, `evicted`: as in Admitted. `digest`: running hash of decisions.
     `bad`: int32 bytes, slots whose logits were not finite: such a row has produced nothing.
-    `logprobs`: entries of the ids whose requests ask for them, in the ids' order."""
+    `logprobs`: scores of the ids whose requests ask for them, in the ids' order."""
 
     epoch: int
     number: int
@@ -224,7 +224,7 @@ class Result(Message, frozen=True):
 
 
 class PromptScores(Message, frozen=True):
-    """Step `number` computed what comes before prompt tokens whose log-probs are wanted: entries of
+    """Step `number` computed what comes before prompt tokens whose log-probs are wanted: scores of
     those from position `first` on of the request in `slot`. Comes before its Result."""
 
     epoch: int
@@ -271,7 +271,7 @@ class Open(Message, frozen=True):
 class TokenRow(msgspec.Struct, frozen=True, array_like=True):
     """New output ids of one request, gapless; `offset`: of the first. `finish`: None if it goes on.
     With "stop" by a token, `stop_token` is the last of `ids`, has no text, is not in the result.
-    `logprobs`: an entry for each of `ids`, if the request asks for them."""
+    `logprobs`: a score for each of `ids`, if the request asks for them."""
 
     request_id: str
     offset: int
@@ -284,7 +284,7 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptTokens(Message, frozen=True):
-    """`ids` of a request's prompt from position `first` on, gapless, with an entry for each; the
+    """`ids` of a request's prompt from position `first` on, gapless, with a score for each; the
     prompt's first token has an empty one. All of them come before the first row."""
 
     request_id: str
@@ -336,11 +336,11 @@ class Accepted(Message, frozen=True):
 
 
 class LogprobTexts(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probs of some tokens, to be shown. `entries`: one for each. `texts`: the bytes of each
+    """Log-probs of some tokens, to be shown. `scores`: one for each. `texts`: the bytes of each
     token, followed by those of its alternatives. `offsets`: int32 bytes, letters of text before
     each token. `ids`: of prompt tokens; of output tokens the row has them."""
 
-    entries: bytes
+    scores: bytes
     texts: tuple[bytes, ...]
     offsets: bytes
     ids: bytes = b""
@@ -467,8 +467,8 @@ class Recovered(Message, frozen=True):
 class Delivered(Message, frozen=True):
     """Output ids (int32 bytes) that a client may have seen; `ended`: no more of them is wanted.
     `finish`, `error`: as the scheduler's last row said; None if the detokenizer ended it.
-    `crashes`: of engines that ran it alone, if it is suspected of one; else -1. `logprobs`: an
-    entry for each id, `prompt_logprobs`: for each prompt token so far, if they are asked for."""
+    `crashes`: of engines that ran it alone, if it is suspected of one; else -1. `logprobs`: a
+    score for each id, `prompt_logprobs`: for each prompt token so far, if they are asked for."""
 
     request_id: str
     attempt: int

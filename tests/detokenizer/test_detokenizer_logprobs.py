@@ -35,7 +35,7 @@ def check(bench: Bench) -> None:
             assert row.logprobs is None
             continue
         assert row.logprobs is not None
-        assert row.logprobs.entries == b"".join(map(entry, ids))
+        assert row.logprobs.scores == b"".join(map(entry, ids))
         texts = TokenTexts(bench.tokenizer)
         assert row.logprobs.texts == tuple(texts[token] for token in ids for _ in range(1 + MOST))
         assert len(row.logprobs.offsets) == 4 * len(ids)
@@ -146,7 +146,7 @@ def test_a_prompts_tokens_come_before_the_output_and_each_once(bench: Bench) -> 
     bench.row(bench.ids("!"))
     shown: list[LogprobTexts] = [row.prompt for row in bench.rows if row.prompt is not None]
     assert b"".join(one.ids for one in shown) == pack(ids)
-    assert b"".join(one.entries for one in shown)[size(MOST) :] == b"".join(map(entry, ids[1:]))
+    assert b"".join(one.scores for one in shown)[size(MOST) :] == b"".join(map(entry, ids[1:]))
     assert [row.prompt_offset for row in bench.rows if row.prompt is not None] == [0, 1, 5]
     assert b"".join(piece for one in shown for piece in one.texts[::2]).decode() == text
     assert bench.text == "!" and bench.last.prompt is None

@@ -15,7 +15,7 @@ import torch  # noqa: E402
 from cores import Cores  # noqa: E402
 
 from pipeinfer.distributed.collectives import join  # noqa: E402
-from pipeinfer.logprobs import entries  # noqa: E402
+from pipeinfer.logprobs import scores as scores_in  # noqa: E402
 from pipeinfer.params import SamplingParams, normalized  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 
@@ -44,7 +44,7 @@ def scores(cores: Cores, requests: list[dict]) -> dict[str, list]:
             (cores.prompt_logprobs[name], params.prompt_logprobs, "prompt"),
         ):
             if most is not None:
-                found[f"{name} {what}"] = [list(entry) for entry in entries(raw, most)]
+                found[f"{name} {what}"] = [list(entry) for entry in scores_in(raw, most)]
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeinfer.logprobs import entries
+from pipeinfer.logprobs import scores as scores_in
 from pipeinfer.params import SamplingParams
 
 LENGTHS = (3, 60, 17, 33)
@@ -45,6 +45,6 @@ def good_ones(cores) -> dict[str, list[int]]:
 def scores(cores) -> dict[str, list]:
     """Log-probs of those that ask: [log-prob, rank, ids, their log-probs] of each token."""
     return {
-        f"r{index}": [list(entry) for entry in entries(cores.logprobs[f"r{index}"], most)]
+        f"r{index}": [list(entry) for entry in scores_in(cores.logprobs[f"r{index}"], most)]
         for index, most in SCORED.items()
     }

@@ -97,11 +97,11 @@ class Client:
             delta.finish,
         )
         if delta.logprobs is not None:
-            self.logprobs += delta.logprobs.entries
+            self.logprobs += delta.logprobs.scores
             self.offsets += unpack(delta.logprobs.offsets).tolist()
         if delta.prompt is not None:
             assert not self.ids
-            self.scored += delta.prompt.entries
+            self.scored += delta.prompt.scores
             self.shown_ids += delta.prompt.ids
 
     def check_scores(self) -> None:

@@ -1,6 +1,6 @@
-"""Log-probs on their way to a client: entries become texts, and each token gets its place.
+"""Log-probs on their way to a client: entries become texts, and each token gets its offset.
 
-What came in is kept, because a restarted scheduler must know it. Knows entries and tokens; where an
+What came in is kept, because a restarted scheduler must know it. Knows scores and tokens; where an
 output ends is the stream's business.
 """
 
@@ -8,23 +8,21 @@ from __future__ import annotations
 
 from pipeinfer.detokenizer.incremental import DecoderFactory, IncrementalDecoder
 from pipeinfer.detokenizer.token_texts import TokenTexts
-from pipeinfer.logprobs import entries, size
+from pipeinfer.logprobs import scores, size
 from pipeinfer.messages import LogprobTexts
 from pipeinfer.packing import pack_few, unpack_few
 from pipeinfer.params import SamplingParams
 
-ID_BYTES = 4
-
 
 class Side:
-    """Of the output or of the prompt, if `most` (alternatives) is a number. `kept`: all entries so
+    """Of the output or of the prompt, if `most` (alternatives) is a number. `kept`: all scores so
     far. `letters`: of the text so far, by which tokens get their offsets."""
 
-    __slots__ = ("_offsets", "_texts", "entry", "kept", "letters", "most")
+    __slots__ = ("_offsets", "_texts", "kept", "letters", "most", "score_size")
 
     def __init__(self, most: int | None, texts: TokenTexts) -> None:
         self.most = most
-        self.entry = size(most)
+        self.score_size = size(most)
         self.kept = bytearray()
         self.letters = 0
         self._texts = texts
@@ -42,14 +40,14 @@ class Side:
         if self.most is None or not ids:
             return None
         tokens, texts = unpack_few(ids), list[bytes]()
-        raw = raw[: len(tokens) * self.entry]
-        for token, entry in zip(tokens, entries(raw, self.most), strict=True):
+        raw = raw[: len(tokens) * self.score_size]
+        for token, score in zip(tokens, scores(raw, self.most), strict=True):
             texts.append(self._texts[token])
-            texts += [self._texts[other] for other in entry.ids]
-            texts += [b""] * (self.most - len(entry.ids))
-        places = pack_few(offsets[: len(tokens)])
+            texts += [self._texts[other] for other in score.ids]
+            texts += [b""] * (self.most - len(score.ids))
+        shown = pack_few(offsets[: len(tokens)])
         return LogprobTexts(
-            entries=raw, texts=tuple(texts), offsets=places, ids=ids if name_ids else b""
+            scores=raw, texts=tuple(texts), offsets=shown, ids=ids if name_ids else b""
         )
 
 
@@ -66,7 +64,7 @@ class Scores:
     @property
     def scored(self) -> int:
         """Prompt tokens so far."""
-        return len(self.prompt.kept) // self.prompt.entry if self.prompt.entry else 0
+        return len(self.prompt.kept) // self.prompt.score_size if self.prompt.score_size else 0
 
     def score(self, ids: bytes, raw: bytes) -> LogprobTexts | None:
         """More of the prompt's tokens."""

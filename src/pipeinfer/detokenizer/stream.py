@@ -99,7 +99,7 @@ class Stream:
         seen = scores.scored - told.first
         if seen < 0:
             return self.fail(f"log-probs of prompt tokens before {told.first} were lost")
-        shown = scores.score(told.ids[4 * seen :], told.logprobs[scores.prompt.entry * seen :])
+        shown = scores.score(told.ids[4 * seen :], told.logprobs[scores.prompt.score_size * seen :])
         if shown is None:
             return None
         row = self._row(self.received, b"", "")
@@ -134,8 +134,10 @@ class Stream:
         self._ids[4 * start :] = ids
         if self._scores is not None:
             side, many = self._scores.output, len(ids) // 4
-            begin = side.entry * (start - row.offset)
-            side.kept[side.entry * start :] = row.logprobs[begin : begin + side.entry * many]
+            begin = side.score_size * (start - row.offset)
+            side.kept[side.score_size * start :] = row.logprobs[
+                begin : begin + side.score_size * many
+            ]
 
     def _decode(self, ids: Sequence[int]) -> tuple[str, str | None]:
         """(text, stop string); after a stop string `cut` is set and the rest is not decoded."""
@@ -204,7 +206,7 @@ class Stream:
         before, scores, logprobs = self._sent_bytes, self._scores, None
         if scores is not None:
             side = scores.output
-            logprobs = side.shown(ids, bytes(side.kept[side.entry * start :]))
+            logprobs = side.shown(ids, bytes(side.kept[side.score_size * start :]))
         self._sent_bytes += len(text) if text.isascii() else len(text.encode())
         return TextRow(
             request_id=self.request_id,

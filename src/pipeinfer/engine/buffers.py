@@ -19,7 +19,7 @@ BLOCK = 256  # words that uploads are a multiple of, so that few sizes of them o
 
 
 class Download:
-    """Pinned words for entries of log-probs, as many as the largest step had; none before the first
+    """Pinned words for log-probs, as many as the largest step had; none before the first
     one that has any."""
 
     def __init__(self, device: Device) -> None:

@@ -35,7 +35,7 @@ from pipeinfer.messages import (
     State,
 )
 from pipeinfer.packing import pack, unpack
-from pipeinfer.steps.step import LogprobRows, PromptPart, Step
+from pipeinfer.steps.step import LogprobRows, ScoredChunk, Step
 from pipeinfer.trace.notes import StepNote, step_note
 
 
@@ -82,7 +82,7 @@ class _InFlight:
     applied: Applied
     sampled: np.ndarray
     logprobs: LogprobRows | None = None
-    prompts: tuple[PromptPart, ...] = ()
+    prompts: tuple[ScoredChunk, ...] = ()
     done: StepDone | None = None
 
 
@@ -433,21 +433,21 @@ def _scores_trouble(plan: _InFlight, counts: np.ndarray, done: StepDone) -> str:
             int(counts[row]) * size(most)
             for row, most in zip(asked.rows.tolist(), asked.most.tolist(), strict=True)
         )
-    parts = [len(part.ids) * size(part.most) for part in plan.prompts]
+    parts = [len(chunk.ids) * size(chunk.most) for chunk in plan.prompts]
     if (expected, parts) == (len(done.logprobs), [len(raw) for raw in done.prompts]):
         return ""
     return f"brought {len(done.logprobs)} bytes of log-probs, where {expected} were expected"
 
 
-def _prompt_scores(parts: tuple[PromptPart, ...], done: StepDone) -> Iterator[PromptScores]:
+def _prompt_scores(chunks: tuple[ScoredChunk, ...], done: StepDone) -> Iterator[PromptScores]:
     """What the step says of prompts, in messages of a bounded size."""
-    for part, raw in zip(parts, done.prompts, strict=True):
-        for begin in range(0, len(part.ids), AT_ONCE):
-            width = size(part.most)
+    for chunk, raw in zip(chunks, done.prompts, strict=True):
+        for begin in range(0, len(chunk.ids), AT_ONCE):
+            width = size(chunk.most)
             yield PromptScores(
                 epoch=done.epoch,
                 number=done.number,
-                slot=part.slot,
-                first=part.first + begin,
+                slot=chunk.slot,
+                first=chunk.first + begin,
                 logprobs=raw[begin * width : (begin + AT_ONCE) * width],
             )

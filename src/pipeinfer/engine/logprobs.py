@@ -28,7 +28,7 @@ def alone(mine: torch.Tensor) -> torch.Tensor:
 def log_probs(
     logits: torch.Tensor, ids: torch.Tensor, most: int, first_id: int, collect: Collect
 ) -> torch.Tensor:
-    """The entries (pipeinfer/logprobs.py) of `ids` int64 [N], each with `most` alternatives, from
+    """The scores (pipeinfer/logprobs.py) of `ids` int64 [N], each with `most` alternatives, from
     logits [N, share] of the ids from `first_id` on: int32 [N, 2 + 2 most], the same on all ranks.
 
     Sums are float32. Of equal logits the lowest id is the likeliest.

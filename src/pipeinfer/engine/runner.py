@@ -29,7 +29,7 @@ from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.requests import MOST_EDITS
 from pipeinfer.engine.rooms import LargestStep, Room
 from pipeinfer.engine.sampling import NONE, Sampler, truncated
-from pipeinfer.engine.scores import Said, Scores
+from pipeinfer.engine.scores import Scores, StepScores
 from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.memory.pool import KVPool
@@ -44,14 +44,14 @@ class LaunchedStep:
     """A launched step; `mark` is its end.
 
     drawn: int64 [S, 2], as its sampler has it; rows: those of it that are rows which sample, in
-    their order. said: of its logits, where log-probs are asked for. logits: [S, vocab], if they
+    their order. scores: of its logits, where log-probs are asked for. logits: [S, vocab], if they
     are kept.
     """
 
     mark: Mark = field(init=False)
     drawn: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
     rows: np.ndarray | slice = field(default_factory=lambda: slice(0))
-    said: Said | None = None
+    scores: StepScores | None = None
     logits: torch.Tensor | None = None
     _sampled: Sampled | None = None
 
@@ -60,7 +60,7 @@ class LaunchedStep:
         if self._sampled is None:
             self.mark.wait()
             sampled = Sampled.of(self.drawn[self.rows])
-            self._sampled = sampled if self.said is None else self.said.beside(sampled)
+            self._sampled = sampled if self.scores is None else self.scores.beside(sampled)
         return self._sampled
 
 
@@ -207,7 +207,7 @@ class Runner:
                 if scores is not None:
                     scores.rows(logits, drawn)
             if scores is not None:
-                launched.said = scores.download(buffers.logprobs)
+                launched.scores = scores.download(buffers.logprobs)
 
     def _pack(self, step: Step, parity: int, captured: Captured | None) -> _Packed:
         """The step in this parity's buffer, for that graph or none."""

@@ -47,7 +47,7 @@ class Sampler(Protocol):
         ...
 
     def score(self, logits: torch.Tensor, ids: torch.Tensor, most: int, /) -> torch.Tensor:
-        """int32 [N, 2 + 2 most]: entries of `ids` int64 [N], from logits [N, share] that nothing
+        """int32 [N, 2 + 2 most]: scores of `ids` int64 [N], from logits [N, share] that nothing
         has changed; all ranks must call it."""
         ...
 

@@ -1,7 +1,7 @@
 """What a step says of its logits where requests ask for log-probs: queued behind what it computes.
 
-Nobody waits for the device: what is uploaded is small and copied at once, and the entries go to the
-host with the step's tokens. Knows rows and entries; no request and no message.
+Nobody waits for the device: what is uploaded is small and copied at once, and the scores go to the
+host with the step's tokens. Knows rows and tokens; no request and no message.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pipeinfer.engine.buffers import Download
 from pipeinfer.engine.logprobs import AT_ONCE
 from pipeinfer.engine.sampling import Sampler
 from pipeinfer.logprobs import OWN_WORDS, narrowed
-from pipeinfer.steps.step import LogprobRows, PromptPart, Sampled, Step
+from pipeinfer.steps.step import LogprobRows, Sampled, ScoredChunk, Step
 from pipeinfer.tensors import tensor_of
 
 
 @dataclass(frozen=True)
-class Said:
-    """Of one step, once it has ended. `words`: the entries of its rows, then those of its prompts'
-    parts, all of each with as many alternatives as the one that has most."""
+class StepScores:
+    """Of one step, once it has ended. `words`: the scores of its rows, with as many
+    alternatives each as the one that wants most, then those of its prompts' chunks."""
 
     words: np.ndarray
     rows: LogprobRows | None
-    parts: tuple[PromptPart, ...]
+    chunks: tuple[ScoredChunk, ...]
 
     def beside(self, sampled: Sampled) -> Sampled:
         """The same with log-probs."""
@@ -42,9 +42,9 @@ class Said:
                 if gave[row]
             )
         prompts: list[bytes] = []
-        for part in self.parts:
-            width = _width(part.most)
-            end = at + len(part.ids) * width
+        for chunk in self.chunks:
+            width = _width(chunk.most)
+            end = at + len(chunk.ids) * width
             prompts.append(self.words[at:end].tobytes())
             at = end
         return replace(sampled, logprobs=made, prompts=tuple(prompts))
@@ -53,11 +53,11 @@ class Said:
 class Scores:
     """Of one step on its way through the device."""
 
-    def __init__(self, step: Step, places: np.ndarray | None, sampler: Sampler) -> None:
-        """places: which row of logits belongs to each row that samples; None: the same."""
+    def __init__(self, step: Step, entries: np.ndarray | None, sampler: Sampler) -> None:
+        """entries: which row of logits belongs to each row that samples; None: the same."""
         self._rows = step.logprobs
-        self._parts = step.prompts
-        self._places = places
+        self._chunks = step.prompts
+        self._entries = entries
         self._sampler = sampler
         self._raw: torch.Tensor | None = None
         self._words: list[torch.Tensor] = []
@@ -65,22 +65,24 @@ class Scores:
     @property
     def of_prompts(self) -> bool:
         """Whether logits of more than the rows that sample are needed."""
-        return bool(self._parts)
+        return bool(self._chunks)
 
     def tokens(self, last: torch.Tensor) -> torch.Tensor:
-        """int64: `last`, whose tokens are sampled behind, and those of the prompts' parts."""
-        at = [np.arange(part.at, part.at + len(part.ids), dtype=np.int64) for part in self._parts]
+        """int64: `last`, whose tokens are sampled behind, and those of the prompts' chunks."""
+        at = [
+            np.arange(chunk.at, chunk.at + len(chunk.ids), dtype=np.int64) for chunk in self._chunks
+        ]
         return torch.cat((last, _there(np.concatenate(at), last.device)))
 
     def prompts(self, hidden: torch.Tensor) -> None:
         """From the hidden states of the prompts' tokens."""
         begin = 0
-        for part in self._parts:
-            ids = _there(part.ids.astype(np.int64), hidden.device)
+        for chunk in self._chunks:
+            ids = _there(chunk.ids.astype(np.int64), hidden.device)
             for first in range(0, len(ids), AT_ONCE):
                 some = ids[first : first + AT_ONCE]
                 logits = self._sampler.logits(hidden[begin : begin + len(some)])
-                self._words.append(self._sampler.score(logits, some, part.most).flatten())
+                self._words.append(self._sampler.score(logits, some, chunk.most).flatten())
                 begin += len(some)
 
     def keep(self, logits: torch.Tensor) -> None:
@@ -100,17 +102,17 @@ class Scores:
             self._sampler.score(raw[begin : begin + AT_ONCE], ids[begin : begin + AT_ONCE], most)
             for begin in range(0, len(at), AT_ONCE)
         ]
-        self._words[:0] = [part.flatten() for part in made]
+        self._words[:0] = [table.flatten() for table in made]
 
-    def download(self, room: Download) -> Said:
+    def download(self, room: Download) -> StepScores:
         """To the host; there when the step has ended."""
         words = torch.cat(self._words) if self._words else torch.empty(0, dtype=torch.int32)
-        return Said(room.download(words), self._rows, self._parts)
+        return StepScores(room.download(words), self._rows, self._chunks)
 
     def _at(self, where: torch.device) -> torch.Tensor:
         assert self._rows is not None
         rows = self._rows.rows
-        return _there(rows if self._places is None else self._places[rows], where)
+        return _there(rows if self._entries is None else self._entries[rows], where)
 
 
 def _width(most: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.memory.applied import Applied, Rows
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.steps.step import LAST_TOKEN, NOTHING, Delta, LogprobRows, PromptPart, Step
+from pipeinfer.steps.step import LAST_TOKEN, NOTHING, Delta, LogprobRows, ScoredChunk, Step
 
 
 class StepBuilder:
@@ -94,7 +94,7 @@ class StepBuilder:
             return last.logprobs
         return self._requests.logprobs(rows.slots, rows.starts + rows.counts)
 
-    def _prompts(self, rows: Rows, order: np.ndarray) -> Iterator[PromptPart]:
+    def _prompts(self, rows: Rows, order: np.ndarray) -> Iterator[ScoredChunk]:
         """The rows that compute what comes before prompt tokens that are to be scored."""
         counts = rows.counts[order]
         begins = np.cumsum(counts) - counts
@@ -105,7 +105,7 @@ class StepBuilder:
             if wanted is not None:
                 first, end, most = wanted
                 ids = self._memory.slots.known_tokens(slot)[first:end]
-                yield PromptPart(slot, first, ids, int(begins[at]) + first - start - 1, most)
+                yield ScoredChunk(slot, first, ids, int(begins[at]) + first - start - 1, most)
 
     def _delta(self) -> Delta:
         """What changed since the last step that computes anything."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeinfer.logprobs import OWN_WORDS, WORD, entries
+from pipeinfer.logprobs import OWN_WORDS, WORD, scores
 from pipeinfer.messages import LogprobTexts
 from pipeinfer.packing import unpack
 
@@ -41,7 +41,7 @@ def behind(texts: LogprobTexts, tokens: int) -> LogprobTexts:
     many = max(len(texts.offsets) // OFFSET_BYTES, 1)
     return msgspec.structs.replace(
         texts,
-        entries=texts.entries[tokens * len(texts.entries) // many :],
+        scores=texts.scores[tokens * len(texts.scores) // many :],
         texts=texts.texts[tokens * len(texts.texts) // many :],
         offsets=texts.offsets[tokens * OFFSET_BYTES :],
         ids=texts.ids[tokens * ID_BYTES :],
@@ -60,16 +60,16 @@ def prompt_scores(parts: Iterable[LogprobTexts]) -> Iterator[TokenScore]:
 
 def _of(texts: LogprobTexts, raw_ids: bytes) -> Iterator[TokenScore]:
     ids, offsets = unpack(raw_ids).tolist(), unpack(texts.offsets).tolist()
-    words = len(texts.entries) // WORD // max(len(ids), 1)
+    words = len(texts.scores) // WORD // max(len(ids), 1)
     most = (words - OWN_WORDS) // 2 if ids else 0
-    found = entries(texts.entries, most)
-    for n, (token, offset, entry) in enumerate(zip(ids, offsets, found, strict=True)):
+    found = scores(texts.scores, most)
+    for n, (token, offset, score) in enumerate(zip(ids, offsets, found, strict=True)):
         at = n * (1 + most)
-        own = Likely(token, texts.texts[at], entry.logprob, entry.rank)
+        own = Likely(token, texts.texts[at], score.logprob, score.rank)
         others = [
             Likely(other, texts.texts[at + rank], logprob, rank)
             for rank, (other, logprob) in enumerate(
-                zip(entry.ids, entry.logprobs, strict=True), start=1
+                zip(score.ids, score.logprobs, strict=True), start=1
             )
         ]
         yield TokenScore(own, offset, others)

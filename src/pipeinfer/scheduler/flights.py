@@ -100,7 +100,7 @@ class Flights:
         return self._flights[0]
 
     def land(self, result: Result) -> Iterator[tuple[Request, list[int] | None, bytes]]:
-        """(request, new output ids, their entries) for each row that counts, None for ids where its
+        """(request, new output ids, their scores) for each row that counts, None for ids where its
         logits were bad; raises OutOfOrder.
 
         The hot path of the scheduler: one pass over the rows. Rows of requests that have ended, or
@@ -114,13 +114,13 @@ class Flights:
         self.deferred += len(deferred)
         bad = set(unpack(result.bad).tolist()) if result.bad else ()
         slots, at = unpack(result.slots).tolist(), 0
-        logprobs, entry, some = result.logprobs, 0, b""
+        logprobs, end_of_scores, some = result.logprobs, 0, b""
         rows = zip(flight.rows, slots, ends, produced, strict=True)
         for (request, admission), slot, end, many in rows:
             tokens, at = ids[at : at + many], at + many
             if logprobs:
-                begin, entry = entry, entry + many * request.entry
-                some = logprobs[begin:entry]
+                begin, end_of_scores = end_of_scores, end_of_scores + many * request.score_size
+                some = logprobs[begin:end_of_scores]
             request.steps_in_flight -= 1
             if request.phase == "over" or request.admission != admission:
                 continue

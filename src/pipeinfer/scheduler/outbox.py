@@ -92,7 +92,7 @@ class Outbox:
     def prompt(self, request: Request, first: int) -> Iterator[Send]:
         """The log-probs of its prompt's tokens from `first` on, as far as they are known, in
         messages of a bounded size."""
-        width, work = request.prompt_entry, request.work
+        width, work = request.prompt_score_size, request.work
         for begin in range(first, request.scored, AT_ONCE):
             tokens = slice(begin * TOKEN_BYTES, min(begin + AT_ONCE, request.scored) * TOKEN_BYTES)
             told = PromptTokens(
@@ -128,7 +128,7 @@ def next_row(
 ) -> TokenRow:
     """The row of what the request has generated from `offset` on."""
     ids, cached = pack_few(request.outputs[offset:]), max(request.cached, 0)
-    logprobs = bytes(request.logprobs[offset * request.entry :]) if request.entry else b""
+    logprobs = bytes(request.logprobs[offset * request.score_size :]) if request.score_size else b""
     return TokenRow(
         request_id=request.id,
         offset=offset,

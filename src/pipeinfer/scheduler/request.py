@@ -32,8 +32,8 @@ class Request:
     cached: tokens from the prefix cache at the first admission, hit: at the last.
     admission: how often it was admitted; rows of older admissions are stale. spoiled: its logits
     were bad, so that nobody may reuse what was computed of it.
-    logprobs, prompt_logprobs: entries of its outputs, and of its prompt's tokens so far; of entry
-    and prompt_entry bytes each, 0 where they are not asked for.
+    logprobs, prompt_logprobs: scores of its outputs, and of its prompt's tokens so far; of
+    score_size and prompt_score_size bytes each, 0 where they are not asked for.
     """
 
     work: Work
@@ -58,8 +58,8 @@ class Request:
     phase: Phase = "new"
     spoiled: bool = False
     since: float = 0.0
-    entry: int = 0
-    prompt_entry: int = 0
+    score_size: int = 0
+    prompt_score_size: int = 0
     logprobs: bytearray = field(default_factory=bytearray)
     prompt_logprobs: bytearray = field(default_factory=bytearray)
 
@@ -97,8 +97,8 @@ class Request:
 
     @property
     def scored(self) -> int:
-        """Prompt tokens that have their entries."""
-        return len(self.prompt_logprobs) // self.prompt_entry if self.prompt_entry else 0
+        """Prompt tokens that have their scores."""
+        return len(self.prompt_logprobs) // self.prompt_score_size if self.prompt_score_size else 0
 
     @property
     def score_from(self) -> int:
@@ -158,30 +158,30 @@ class Request:
     def cut(self, length: int) -> None:
         """So many outputs are all there are."""
         del self.outputs[length:]
-        del self.logprobs[length * self.entry :]
+        del self.logprobs[length * self.score_size :]
 
     def score(self, first: int, raw: bytes) -> int:
-        """Takes entries of prompt tokens from position `first` on; returns how many are new.
+        """Takes scores of prompt tokens from position `first` on; returns how many are new.
         ValueError if some before them are missing."""
         known = self.scored
         if first > known:
             raise ValueError(f"log-probs from token {first} on, where {known} are known")
-        self.prompt_logprobs += raw[(known - first) * self.prompt_entry :]
+        self.prompt_logprobs += raw[(known - first) * self.prompt_score_size :]
         return self.scored - known
 
     def accept(
         self, tokens: list[int], logprobs: bytes = b""
     ) -> tuple[FinishReason | None, int | None]:
-        """Appends confirmed output ids with their entries; what follows a stop token or the limit
+        """Appends confirmed output ids with their scores; what follows a stop token or the limit
         does not exist.
 
         Returns with what that ends it, if it does, and the stop token if it is one.
         """
-        if self.entry:
+        if self.score_size:
             self.logprobs += logprobs
         finish = self._accept(tokens)
-        if self.entry:
-            del self.logprobs[len(self.outputs) * self.entry :]
+        if self.score_size:
+            del self.logprobs[len(self.outputs) * self.score_size :]
         return finish
 
     def _accept(self, tokens: list[int]) -> tuple[FinishReason | None, int | None]:
@@ -208,7 +208,7 @@ def from_work(work: Work, arrival: int, now: float, since: float = 0.0) -> Reque
         since=since,
         prompt_len=len(work.prompt_ids) // TOKEN_BYTES,
         stops=frozenset(work.eos_ids) | frozenset(work.params.stop_token_ids),
-        entry=size(work.params.logprobs),
-        prompt_entry=size(of_prompt),
+        score_size=size(work.params.logprobs),
+        prompt_score_size=size(of_prompt),
         prompt_logprobs=bytearray() if of_prompt is None else bytearray(unscored(of_prompt)),
     )

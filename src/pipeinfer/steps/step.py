@@ -52,7 +52,7 @@ class LogprobRows:
 
 
 @dataclass(frozen=True)
-class PromptPart:
+class ScoredChunk:
     """Prompt tokens whose log-probs are asked for, with `most` alternatives each.
 
     slot: the request's. first: the first one's position. ids: int32 [n]. at: which of the step's
@@ -110,7 +110,7 @@ class Sampled:
 
     counts: int32 [S], how many tokens each row gave. ids: int32 [the sum of counts], row after row.
     bad: int32, ascending, the rows whose logits have no finite maximum or a NaN; they gave none.
-    logprobs: entries (pipeinfer/logprobs.py) of the ids of rows that ask for them, row after row.
+    logprobs: scores (pipeinfer/logprobs.py) of the ids of rows that ask for them, row after row.
     prompts: those of each of the step's `prompts`.
     """
 
@@ -162,4 +162,4 @@ class Step:
     penalties: PenaltyRows | None = None
     delta: Delta = NOTHING
     logprobs: LogprobRows | None = None
-    prompts: tuple[PromptPart, ...] = ()
+    prompts: tuple[ScoredChunk, ...] = ()

@@ -20,7 +20,9 @@ Rewrite = Callable[[msgspec.Struct], msgspec.Struct]
 
 _REQUEST = "pipeinfer.scheduler.request:Request"
 IDS: frozenset[Attribute] = frozenset((_REQUEST, name) for name in ("outputs", "stops"))
-ZEROED: frozenset[Attribute] = frozenset((_REQUEST, name) for name in ("logprobs", "prompt_logprobs"))
+ZEROED: frozenset[Attribute] = frozenset(
+    (_REQUEST, name) for name in ("logprobs", "prompt_logprobs")
+)
 NUMBERS: frozenset[Attribute] = frozenset(
     (
         (_REQUEST, "counts_in_flight"),

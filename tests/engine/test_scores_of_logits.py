@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 
 from distributed.test_split_sampler import Threads
 from pipeinfer.engine.logprobs import alone, log_probs
-from pipeinfer.logprobs import Entry, entries, finite, narrowed, size, unscored
+from pipeinfer.logprobs import Score, finite, narrowed, scores, size, unscored
 
 
-def by_definition(logits: np.ndarray, token: int, most: int) -> Entry:
+def by_definition(logits: np.ndarray, token: int, most: int) -> Score:
     """Of one row float32 [vocab]."""
     scores = logits.astype(np.float64)
     total = np.log(np.exp(scores - scores.max()).sum()) + scores.max()
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
     best = order[:most]
-    return Entry(
+    return Score(
         float(scores[token] - total), order.index(token) + 1, best,
         [float(scores[i] - total) for i in best],
     )  # fmt: skip
 
 
-def check(found: Entry, expected: Entry) -> None:
+def check(found: Score, expected: Score) -> None:
     assert (found.rank, found.ids) == (expected.rank, expected.ids)
     for one, other in zip(
         [found.logprob, *found.logprobs], [expected.logprob, *expected.logprobs], strict=True
@@ -58,7 +58,7 @@ def test_entries_are_what_they_say_however_the_vocabulary_is_split(rows, most, r
 
     told = group.run(one)
     assert len(set(told)) == 1, "all ranks say the same"
-    found = list(entries(told[0], most))
+    found = list(scores(told[0], most))
     assert len(told[0]) == len(rows) * size(most)
     for row, token, entry in zip(logits, ids, found, strict=True):
         check(entry, by_definition(row, token, min(most, 9)))
@@ -66,7 +66,7 @@ def test_entries_are_what_they_say_however_the_vocabulary_is_split(rows, most, r
 
 def test_of_equal_logits_the_lowest_ids_come_first():
     logits = torch.zeros(1, 5000)
-    (entry,) = entries(log_probs(logits, torch.tensor([4999]), 3, 0, alone).numpy().tobytes(), 3)
+    (entry,) = scores(log_probs(logits, torch.tensor([4999]), 3, 0, alone).numpy().tobytes(), 3)
     assert (entry.ids, entry.rank) == ([0, 1, 2], 5000)
 
 
@@ -75,7 +75,7 @@ def test_sums_are_float32_whatever_the_logits_are(dtype):
     torch.manual_seed(0)
     logits = (torch.randn(2, 3000) * 4).to(dtype)
     raw = log_probs(logits, torch.tensor([5, 77]), 4, 0, alone).numpy().tobytes()
-    for n, entry in enumerate(entries(raw, 4)):
+    for n, entry in enumerate(scores(raw, 4)):
         check(entry, by_definition(logits[n].float().numpy(), (5, 77)[n], 4))
 
 
@@ -83,14 +83,14 @@ def test_an_entry_with_fewer_alternatives_is_the_beginning_of_one_with_more():
     torch.manual_seed(1)
     table = log_probs(torch.randn(3, 100), torch.tensor([1, 2, 3]), 7, 0, alone).numpy()
     for most in (0, 2, 7):
-        cut = list(entries(narrowed(table, most).tobytes(), most))
-        for entry, whole in zip(cut, entries(table.tobytes(), 7), strict=True):
+        cut = list(scores(narrowed(table, most).tobytes(), most))
+        for entry, whole in zip(cut, scores(table.tobytes(), 7), strict=True):
             assert entry[:2] == whole[:2]
             assert (entry.ids, entry.logprobs) == (whole.ids[:most], whole.logprobs[:most])
 
 
 def test_a_token_that_nothing_comes_before_has_no_log_prob():
-    (entry,) = entries(unscored(3), 3)
+    (entry,) = scores(unscored(3), 3)
     assert (entry.rank, entry.ids, entry.logprobs) == (0, [], [])
 
 

@@ -10,7 +10,7 @@ import torch
 from cores import Cores
 
 from checkpoints import ARCHITECTURES, CheckpointCache, load_reference
-from pipeinfer.logprobs import Entry, entries
+from pipeinfer.logprobs import Score, scores
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
@@ -76,7 +76,7 @@ def run(known: Known, asked, budget=256, policy="mixed", overlap_depth=2, **more
     return cores
 
 
-def check(entry: Entry, expected: np.ndarray, token: int, most: int) -> None:
+def check(entry: Score, expected: np.ndarray, token: int, most: int) -> None:
     """`expected` [vocab]: log-probs of the position."""
     assert abs(entry.logprob - expected[token]) < TOLERANCE
     above = int((expected > expected[token] + 2 * TOLERANCE).sum())
@@ -98,14 +98,14 @@ def check_all(known: Known, cores: Cores, asked) -> None:
         if of_output is None:
             assert cores.logprobs[name] == b""
         else:
-            found = list(entries(cores.logprobs[name], of_output))
+            found = list(scores(cores.logprobs[name], of_output))
             assert len(found) == len(outputs) == OUTPUTS
             for n, entry in enumerate(found):
                 check(entry, expected[len(prompt) + n - 1], outputs[n], of_output)
         if of_prompt is None:
             assert cores.prompt_logprobs[name] == b""
         else:
-            first, *others = entries(cores.prompt_logprobs[name], of_prompt)
+            first, *others = scores(cores.prompt_logprobs[name], of_prompt)
             assert first.rank == 0 and first.ids == []
             assert len(others) == len(prompt) - 1
             for n, entry in enumerate(others, start=1):
@@ -141,12 +141,12 @@ def test_what_changes_logits_does_not_change_log_probs(known, change):
         name = f"r{number}"
         outputs = cores.outputs[name]
         expected = its.logprobs(prompt + outputs)
-        found = list(entries(cores.logprobs[name], 3))
+        found = list(scores(cores.logprobs[name], 3))
         assert len(found) == len(outputs) > 0
         for n, entry in enumerate(found):
             check(entry, expected[len(prompt) + n - 1], outputs[n], 3)
     if change == "suppressed":  # the likeliest were among those that must not be sampled
-        tops = [e.ids[0] for n in range(5) for e in list(entries(cores.logprobs[f"r{n}"], 3))[:6]]
+        tops = [e.ids[0] for n in range(5) for e in list(scores(cores.logprobs[f"r{n}"], 3))[:6]]
         assert any(token < 200 for token in tops)
 
 
@@ -166,7 +166,7 @@ def test_prompts_that_are_scored_match_nothing_and_others_find_what_they_leave(k
     assert cores.cached == {"plain": 0, "scored": 0, "again": 0, "after": 80}
     expected = its.logprobs(prompt)
     for name in ("scored", "again"):
-        for n, entry in enumerate(list(entries(cores.prompt_logprobs[name], 2))[1:], start=1):
+        for n, entry in enumerate(list(scores(cores.prompt_logprobs[name], 2))[1:], start=1):
             check(entry, expected[n - 1], prompt[n], 2)
 
 
@@ -189,5 +189,5 @@ def test_a_scored_prompt_that_was_taken_back_is_not_scored_twice(known):
     cores.run()
     first, second = (admit.score_from for admit in admitted)
     assert first == 1 and second > 40
-    assert len(list(entries(cores.prompt_logprobs["r"], 1))) == len(its.prompts[-1])
+    assert len(list(scores(cores.prompt_logprobs["r"], 1))) == len(its.prompts[-1])
     assert pack(cores.outputs["r"])
