@@ -1,4 +1,4 @@
-"""One choice of an answer as its deltas come in: what it may show, and what of it is shown.
+"""One choice of an answer as its deltas come in: text, and what is shown beside it.
 
 Knows deltas and the shapes of log-probs; not whether the answer is sent whole or in chunks.
 """
@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import msgspec
 
-from pipeinfer.gateway import logprob_shapes
 from pipeinfer.gateway.events import Delta, Started
-from pipeinfer.gateway.shapes import Answer, Choice
-from pipeinfer.gateway.token_scores import prompt_scores, token_scores
-from pipeinfer.json_values import JsonObject, JsonValue
-from pipeinfer.messages import FinishReason, LogprobTexts
-
-Scored = tuple[LogprobTexts, bytes]  # with the tokens' ids
+from pipeinfer.gateway.logprob_shapes import ChatLogprobs, CompletionLogprobs, PromptLogprobs
+from pipeinfer.gateway.shapes import NULL, Answer, Choice
+from pipeinfer.gateway.token_scores import TokenScore, prompt_scores, token_scores
+from pipeinfer.messages import FinishReason
 
 
 def kept(answer: Answer, delta: Delta) -> Delta:
@@ -28,15 +25,20 @@ def kept(answer: Answer, delta: Delta) -> Delta:
 
 
 class Gathered:
-    """Of one choice. `prompt_text`: what is echoed."""
+    """Of one choice. `prompt_text`: what is echoed, before all else."""
 
-    __slots__ = ("_answer", "_prompt", "_scored", "_texts", "prompt_text")
+    __slots__ = ("_chat", "_completion", "_echo", "_prompt", "_texts", "prompt_text")
 
     def __init__(self, answer: Answer) -> None:
-        self._answer = answer
+        shown = answer.shown
+        most, of_prompt = shown.logprobs, shown.prompt_logprobs
+        self._chat = ChatLogprobs() if answer.chat and most is not None else None
+        self._completion: CompletionLogprobs | None = None
+        if most is not None and not answer.chat:
+            self._completion = CompletionLogprobs(most)
+        self._prompt = None if of_prompt is None else PromptLogprobs(of_prompt)
+        self._echo = shown.echo
         self._texts: list[str] = []
-        self._scored: list[Scored] = []
-        self._prompt: list[LogprobTexts] = []
         self.prompt_text = ""
 
     def started(self, started: Started) -> None:
@@ -46,54 +48,32 @@ class Gathered:
     def delta(self, delta: Delta) -> None:
         """Keeps all of it."""
         self._texts.append(delta.text)
-        if delta.logprobs is not None:
-            self._scored.append((delta.logprobs, delta.ids))
-        self.prompt(delta)
+        self.scores(delta)
 
-    def prompt(self, delta: Delta) -> None:
-        """Keeps what it says of the prompt."""
+    def scores(self, delta: Delta) -> None:
+        """Keeps its log-probs, those of the prompt as well."""
         if delta.prompt is not None:
-            self._prompt.append(delta.prompt)
+            of_prompt = list(prompt_scores([delta.prompt]))
+            if self._prompt is not None:
+                self._prompt.add(of_prompt)
+            if self._completion is not None and self._echo:
+                self._completion.add(of_prompt)
+        if delta.logprobs is not None:
+            self._add(list(token_scores([(delta.logprobs, delta.ids)])))
 
-    def echoed(self) -> JsonObject | None:
-        """`logprobs` of the prompt that is echoed."""
-        most = self._answer.shown.logprobs
-        if most is None or not self._answer.shown.echo:
-            return None
-        return logprob_shapes.of_completion(prompt_scores(self._prompt), most)
+    def _add(self, scores: list[TokenScore]) -> None:
+        if self._chat is not None:
+            self._chat.add(scores)
+        if self._completion is not None:
+            self._completion.add(scores, len(self.prompt_text))
 
-    def prompt_logprobs(self) -> list[JsonValue] | None:
-        """vLLM's, if asked for."""
-        most = self._answer.shown.prompt_logprobs
-        return None if most is None else logprob_shapes.of_prompt(prompt_scores(self._prompt), most)
-
-    def chunk(self, delta: Delta) -> JsonObject | None:
-        """`logprobs` of the tokens in this delta alone."""
-        return None if delta.logprobs is None else self._logprobs([(delta.logprobs, delta.ids)])
-
-    def _logprobs(self, scored: list[Scored]) -> JsonObject | None:
-        most = self._answer.shown.logprobs
-        if most is None:
-            return None
-        scores = token_scores(scored)
-        if self._answer.chat:
-            return logprob_shapes.of_chat(scores)
-        return logprob_shapes.of_completion(scores, most, len(self.prompt_text))
+    def logprobs(self) -> bytes:
+        """`logprobs` of all tokens since it was asked last, as JSON; null if nobody wants any."""
+        shape = self._completion if self._chat is None else self._chat
+        return NULL if shape is None else shape.take()
 
     def whole(self, finish: FinishReason, stop_reason: str | int | None) -> Choice:
         """The choice, of all that was kept."""
         text = self.prompt_text + "".join(self._texts)
-        logprobs, echoed = self._logprobs(self._scored), self.echoed()
-        if logprobs is not None and echoed is not None:
-            logprobs = _joined(echoed, logprobs)
-        return Choice(text, finish, stop_reason, logprobs, self.prompt_logprobs())
-
-
-def _joined(first: JsonObject, second: JsonObject) -> JsonObject:
-    """Two of completions', list by list."""
-    joined: JsonObject = {}
-    for name, values in first.items():
-        more = second[name]
-        assert isinstance(values, list) and isinstance(more, list)
-        joined[name] = values + more
-    return joined
+        of_prompt = None if self._prompt is None else self._prompt.take()
+        return Choice(text, finish, stop_reason, self.logprobs(), of_prompt)

@@ -1,72 +1,114 @@
 """Log-probs in the JSON of answers: OpenAI's two forms, and vLLM's for prompts.
 
-Knows tokens with their numbers, and nothing of how they came here.
+All of them are lists by token, and are encoded as the tokens come: a long prompt's take longer than
+an event loop may stand still. Knows tokens with their numbers, and nothing of how they came here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from pipeinfer.gateway.token_scores import Likely, TokenScore
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.logprobs import finite
 
+COMPLETION = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
-def of_chat(scores: Iterable[TokenScore]) -> JsonObject:
+_json = msgspec.json.Encoder()
+
+
+class ChatLogprobs:
     """`logprobs` of a chat's choice."""
-    return {"content": [_content(score) for score in scores], "refusal": None}
+
+    def __init__(self) -> None:
+        self._content = JsonList()
+
+    def add(self, scores: Iterable[TokenScore]) -> None:
+        """More tokens."""
+        for score in scores:
+            tops: list[JsonValue] = [_token(one) for one in score.others]
+            self._content.add({**_token(score.own), "top_logprobs": tops})
+
+    def take(self) -> bytes:
+        """The JSON of all tokens since it was taken last."""
+        return b'{"content":%s,"refusal":null}' % self._content.take()
 
 
-def of_completion(scores: Iterable[TokenScore], most: int, letters: int = 0) -> JsonObject:
-    """`logprobs` of a completion's choice, with `most` alternatives beside each token itself;
-    letters: of the answer's text before that in which offsets are counted."""
-    tokens: list[JsonValue] = []
-    own: list[JsonValue] = []
-    likeliest: list[JsonValue] = []
-    offsets: list[JsonValue] = []
-    for score in scores:
-        tokens.append(_name(score.own.text, "bytes:"))
-        offsets.append(letters + score.offset)
+class CompletionLogprobs:
+    """`logprobs` of a completion's choice, with `most` alternatives beside each token itself."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lists = [JsonList() for _ in COMPLETION]
+
+    def add(self, scores: Iterable[TokenScore], letters: int = 0) -> None:
+        """More tokens; letters: of the answer's text before that in which offsets are counted."""
+        for score in scores:
+            own, tops = self._numbers(score)
+            values = _name(score.own.text, "bytes:"), own, tops, letters + score.offset
+            for listed, value in zip(self._lists, values, strict=True):
+                listed.add(value)
+
+    def take(self) -> bytes:
+        """See ChatLogprobs."""
+        parts = zip(COMPLETION, self._lists, strict=True)
+        return b"{%s}" % b",".join(b'"%s":%s' % (n.encode(), listed.take()) for n, listed in parts)
+
+    def _numbers(self, score: TokenScore) -> tuple[JsonValue, JsonValue]:
         if not score.own.rank:
-            own.append(None)
-            likeliest.append(None)
-            continue
-        own.append(finite(score.own.logprob))
-        top: JsonObject = {}
-        for one in (score.own, *score.others[:most]):  # of equal texts the likelier id's counts
-            top.setdefault(_name(one.text, "bytes:"), finite(one.logprob))
-        likeliest.append(top)
-    return {
-        "tokens": tokens,
-        "token_logprobs": own,
-        "top_logprobs": likeliest,
-        "text_offset": offsets,
-    }
+            return None, None
+        tops: JsonObject = {}
+        for one in (score.own, *score.others[: self._most]):  # of equal texts the likelier's counts
+            tops.setdefault(_name(one.text, "bytes:"), finite(one.logprob))
+        return finite(score.own.logprob), tops
 
 
-def of_prompt(scores: Iterable[TokenScore], most: int) -> list[JsonValue]:
-    """vLLM's `prompt_logprobs`."""
-    listed: list[JsonValue] = []
-    for score in scores:
-        if not score.own.rank:
-            listed.append(None)
-            continue
-        some = {one.id: one for one in (score.own, *score.others[:most])}
-        listed.append(
-            {
-                str(one.id): {
-                    "logprob": finite(one.logprob),
-                    "rank": one.rank,
-                    "decoded_token": one.text.decode(errors="replace"),
+class PromptLogprobs:
+    """vLLM's `prompt_logprobs`, with `most` alternatives."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._list = JsonList()
+
+    def add(self, scores: Iterable[TokenScore]) -> None:
+        """More tokens."""
+        for score in scores:
+            if not score.own.rank:
+                self._list.add(None)
+                continue
+            some = {one.id: one for one in (score.own, *score.others[: self._most])}
+            self._list.add(
+                {
+                    str(one.id): {
+                        "logprob": finite(one.logprob),
+                        "rank": one.rank,
+                        "decoded_token": one.text.decode(errors="replace"),
+                    }
+                    for one in some.values()
                 }
-                for one in some.values()
-            }
-        )
-    return listed
+            )
+
+    def take(self) -> bytes:
+        """See ChatLogprobs."""
+        return self._list.take()
 
 
-def _content(score: TokenScore) -> JsonObject:
-    return {**_token(score.own), "top_logprobs": [_token(one) for one in score.others]}
+class JsonList:
+    """Values, encoded as they are added."""
+
+    def __init__(self) -> None:
+        self._encoded: list[bytes] = []
+
+    def add(self, value: JsonValue) -> None:
+        """One more."""
+        self._encoded.append(_json.encode(value))
+
+    def take(self) -> bytes:
+        """The list of all values since it was taken last."""
+        encoded, self._encoded = self._encoded, []
+        return b"[%s]" % b",".join(encoded)
 
 
 def _token(one: Likely) -> JsonObject:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.json_values import JsonObject
 from pipeinfer.messages import FinishReason
 
 DONE = b"data: [DONE]\n\n"
+NULL = b"null"
 
 _json = msgspec.json.Encoder()
 
@@ -72,13 +73,13 @@ class Usage:
 
 @dataclass
 class Choice:
-    """One finished choice."""
+    """One finished choice, or the end of one; log-probs as JSON."""
 
     text: str
     finish: FinishReason
     stop_reason: str | int | None
-    logprobs: JsonObject | None = None
-    prompt_logprobs: list[JsonValue] | None = None
+    logprobs: bytes = NULL
+    prompt_logprobs: bytes | None = None
 
 
 class Chunks:
@@ -118,13 +119,13 @@ class Chunks:
         """A chunk of text; the hot path of streaming."""
         return self._prefixes[index] + _json.encode(text) + self._suffix
 
-    def scored(self, index: int, text: str, logprobs: JsonObject | None) -> bytes:
-        """A chunk of text with its log-probs."""
+    def scored(self, index: int, text: str, logprobs: bytes) -> bytes:
+        """A chunk of text with its log-probs as JSON."""
         return b'%s%s%s,"logprobs":%s,"finish_reason":null}]%s' % (
             self._prefixes[index],
             _json.encode(text),
             self._close,
-            _json.encode(logprobs),
+            logprobs,
             self._usage,
         )
 
@@ -134,7 +135,7 @@ class Chunks:
             self._prefixes[index],
             _json.encode(choice.text),
             self._close,
-            _json.encode(choice.logprobs),
+            choice.logprobs,
             choice.finish.encode(),
             _json.encode(choice.stop_reason),
             self._usage,
@@ -155,8 +156,8 @@ def body(answer: Answer, choices: list[Choice], usage: Usage) -> bytes:
     kind = "chat.completion" if answer.chat else "text_completion"
     listed = [_choice(answer.chat, i, choice) for i, choice in enumerate(choices)]
     of_prompt = b""
-    if answer.chat and answer.shown.prompt_logprobs is not None:  # vLLM's place for it
-        of_prompt = b',"prompt_logprobs":' + _json.encode(choices[0].prompt_logprobs)
+    if answer.chat and choices[0].prompt_logprobs is not None:  # where vLLM has it
+        of_prompt = b',"prompt_logprobs":' + choices[0].prompt_logprobs
     return b'%s,"choices":%s,"usage":%s%s}' % (
         _head(answer, kind),
         _json.encode(listed),
@@ -176,16 +177,16 @@ def _head(answer: Answer, kind: str) -> bytes:
     return _json.encode(fields)[:-1]
 
 
-def _choice(chat: bool, index: int, choice: Choice) -> JsonObject:
-    content: JsonObject = {"text": choice.text}
+def _choice(chat: bool, index: int, choice: Choice) -> dict[str, object]:
+    content: dict[str, object] = {"text": choice.text}
     if chat:
         content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
     elif choice.prompt_logprobs is not None:
-        content["prompt_logprobs"] = choice.prompt_logprobs
+        content["prompt_logprobs"] = msgspec.Raw(choice.prompt_logprobs)
     return {
         "index": index,
         **content,
-        "logprobs": choice.logprobs,
+        "logprobs": msgspec.Raw(choice.logprobs),
         "finish_reason": choice.finish,
         "stop_reason": choice.stop_reason,
     }

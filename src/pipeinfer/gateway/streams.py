@@ -17,7 +17,7 @@ from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta, Failed, Started
 from pipeinfer.gateway.gathered import Gathered, kept
 from pipeinfer.gateway.responses import GONE
-from pipeinfer.gateway.shapes import DONE, Answer, Choice, Chunks, Usage, body
+from pipeinfer.gateway.shapes import DONE, NULL, Answer, Choice, Chunks, Usage, body
 
 BACKLOG = 8 * 2**20  # bytes that a client may leave unread before it is hung up
 HEADERS = {
@@ -100,22 +100,26 @@ class EventStream:
         if self._ended.done():
             return
         chunks, shown = self._chunks, self._answer.shown  # hot path: every token of every stream
+        opening, logprobs = b"", NULL
         if shown.beside_text:
             delta = kept(self._answer, delta)
-            self._gathered[index].prompt(delta)
-        if delta.finish is not None:
-            logprobs = self._gathered[index].chunk(delta)
-            choice = Choice(delta.text, delta.finish, delta.stop_reason, logprobs)
-            data = chunks.last(index, choice)
-        elif delta.logprobs is not None:  # also where the text of its tokens comes later
-            data = chunks.scored(index, delta.text, self._gathered[index].chunk(delta))
-        elif delta.text:
-            data = chunks.text(index, delta.text)
-        else:
+            if delta.prompt is not None:
+                self._gathered[index].scores(delta)
+        if delta.finish is None and not delta.text and delta.logprobs is None:
             return
         if not self._opened[index]:
             self._opened[index] = True
-            data = self._opening(index) + data
+            opening = self._opening(index)
+        if delta.logprobs is not None:  # also where the text of its tokens comes later
+            self._gathered[index].scores(delta)
+            logprobs = self._gathered[index].logprobs()
+        if delta.finish is not None:
+            choice = Choice(delta.text, delta.finish, delta.stop_reason, logprobs)
+            data = opening + chunks.last(index, choice)
+        elif delta.logprobs is not None:
+            data = opening + chunks.scored(index, delta.text, logprobs)
+        else:
+            data = opening + chunks.text(index, delta.text)
         if delta.finish is not None:
             data += self._finish(delta)
         self._write(data)
@@ -157,7 +161,7 @@ class EventStream:
         """What comes before a choice's first text."""
         gathered, data = self._gathered[index], self._chunks.opening(index)
         if self._answer.shown.echo:
-            data += self._chunks.scored(index, gathered.prompt_text, gathered.echoed())
+            data += self._chunks.scored(index, gathered.prompt_text, gathered.logprobs())
         return data
 
     def _finish(self, delta: Delta) -> bytes:
@@ -175,7 +179,7 @@ class EventStream:
             self._held.append(data)
             if not self._begun.done():
                 self._begun.set_result(None)
+        elif transport.get_write_buffer_size() > BACKLOG:
+            transport.abort()  # ends the handler, and with it the request
         elif not transport.is_closing():
             transport.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
-            if transport.get_write_buffer_size() > BACKLOG:
-                transport.abort()  # ends the handler, and with it the request

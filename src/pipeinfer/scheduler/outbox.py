@@ -74,20 +74,8 @@ class Outbox:
             return
         yield self.opened(request)
         yield from self.prompt(request, 0)
-        ids, logprobs = pack(request.outputs), bytes(request.logprobs)
-        if last is not None:
-            row = msgspec.structs.replace(last, offset=0, ids=ids, logprobs=logprobs)
-        elif ids:
-            row = TokenRow(
-                request_id=request.id,
-                offset=0,
-                ids=ids,
-                cached_tokens=max(request.cached, 0),
-                logprobs=logprobs,
-            )
-        else:
-            return
-        yield Send("tokens", home(request), Tokens((row,)))
+        for row in all_rows(request, last):
+            yield Send("tokens", home(request), Tokens((row,)))
 
     def prompt(self, request: Request, first: int) -> Iterator[Send]:
         """The log-probs of its prompt's tokens from `first` on, as far as they are known, in
@@ -137,6 +125,34 @@ def next_row(
         stop_token=stop_token,
         cached_tokens=cached,
         logprobs=logprobs,
+    )
+
+
+def all_rows(request: Request, last: TokenRow | None) -> Iterator[TokenRow]:
+    """All that the request has generated, and `last`, if it has ended. With log-probs in rows of a
+    bounded size."""
+    many, size = len(request.outputs), AT_ONCE if request.score_size else len(request.outputs)
+    begin = 0
+    while many - begin > size:
+        ids = request.outputs[begin : begin + size]
+        yield _row(request, begin, pack(ids))
+        begin += size
+    row = _row(request, begin, pack(request.outputs[begin:]))
+    if last is not None:
+        yield msgspec.structs.replace(last, offset=begin, ids=row.ids, logprobs=row.logprobs)
+    elif row.ids:
+        yield row
+
+
+def _row(request: Request, offset: int, ids: bytes) -> TokenRow:
+    """Of these output tokens from `offset` on."""
+    begin, many = offset * request.score_size, len(ids) // TOKEN_BYTES * request.score_size
+    return TokenRow(
+        request_id=request.id,
+        offset=offset,
+        ids=ids,
+        cached_tokens=max(request.cached, 0),
+        logprobs=bytes(request.logprobs[begin : begin + many]),
     )
 
 
