@@ -16,9 +16,10 @@ from pipeinfer import LLM
 from pipeinfer.channels import CHANNELS
 from pipeinfer.cli import flags
 from pipeinfer.cli.main import COMMANDS
+from pipeinfer.gateway.foreign_fields import REFUSED
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.schema import NOT_BUILT, ChatRequest, CompletionRequest
+from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
 from pipeinfer.runtime.deployment import BIND, KEYS, SECRET
 from pipeinfer.runtime.deployment import STAGES as STAGES_VARIABLE
 from pipeinfer.scheduler.policies import POLICIES
@@ -206,7 +207,7 @@ def test_every_parameter_is_documented_as_supported_or_refused():
     refused = refused.split("\n## ")[0]
     for name in {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}:
         assert f"`{name}`" in supported, name
-    for name in NOT_BUILT:
+    for name in REFUSED:
         assert f"`{name}`" in refused, name
         assert f"| `{name}`" not in supported, name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from pipeinfer.gateway.defaults import sampling_defaults
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call
+from pipeinfer.gateway.foreign_fields import HARMLESS, REFUSED
+from pipeinfer.gateway.health import Health
+from pipeinfer.gateway.metrics import LOGGED_NAMES, Metrics
 from pipeinfer.gateway.requests import Terms, chat_job, completion_job
 from pipeinfer.gateway.schema import (
-    NOT_BUILT,
     ChatRequest,
     CompletionRequest,
     Request,
@@ -35,7 +38,7 @@ def read(body: bytes, kind: type[Request]) -> Request:
     """What the HTTP side does with a body."""
     for _ in surveyed(body, kind):
         pass
-    return decode(body, kind)
+    return decode(body, kind, lambda names: None)
 
 
 def chat(**fields: object) -> list[Call]:
@@ -228,7 +231,7 @@ def test_the_number_of_prompts_is_bounded_before_any_is_made() -> None:
 
 
 def test_a_call_is_built_when_its_turn_comes() -> None:
-    body = decode(b'{"prompt": ["a", "b", "c"]}', CompletionRequest)
+    body = read(b'{"prompt": ["a", "b", "c"]}', CompletionRequest)
     job = completion_job(body, "id", TERMS, "")
     assert job.choices == 3
     calls = iter(job.calls)
@@ -237,7 +240,7 @@ def test_a_call_is_built_when_its_turn_comes() -> None:
 
 def test_a_request_without_a_timeout_gets_the_servers() -> None:
     def timeout(terms: Terms, **fields: object) -> float:
-        body = decode(json.dumps({"prompt": "a", **fields}).encode(), CompletionRequest)
+        body = read(json.dumps({"prompt": "a", **fields}).encode(), CompletionRequest)
         [call] = completion_job(body, "id", terms, "").calls
         return call.timeout
 
@@ -345,9 +348,9 @@ def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("name", NOT_BUILT)
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_built_is_refused_by_name_but_its_neutral_value_passes(name: str) -> None:
-    for neutral in (None, *NOT_BUILT[name]):
+    for neutral in (None, *REFUSED[name]):
         assert chat(**{name: neutral})
     for asked in (3, ["x" * 100] * 100, {"a": [1]}):
         error = refused(chat, **{name: asked})
@@ -369,8 +372,23 @@ def test_asking_for_zero_log_probs_is_not_the_same_as_asking_for_none() -> None:
     assert refused(completion, logprobs=0).param == "logprobs"
 
 
-def test_harmless_unknown_fields_are_ignored() -> None:
-    assert chat(user="me", metadata={"a": 1}, store=True, service_tier="auto", whatever=[1])
+def test_harmless_fields_are_ignored_and_those_that_nobody_knows_are_told() -> None:
+    told: list[Sequence[str]] = []
+    fields = {name: [1] for name in HARMLESS} | {"whatever": [1], "prompt": "a", "n": 1}
+    assert decode(json.dumps(fields).encode(), CompletionRequest, told.append)
+    assert told == [["whatever"]]
+    assert not HARMLESS & REFUSED.keys()
+
+
+def test_unknown_fields_are_counted_and_logged_once_by_name(caplog) -> None:
+    metrics = Metrics(Health((), 5.0))
+    for _ in range(3):
+        metrics.unknown_fields(["temprature", "x" * 1000])
+    metrics.unknown_fields([f"name{n}" for n in range(1000)])
+    assert metrics.registry.get_sample_value("pipeinfer_unknown_fields_total") == 1006
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == LOGGED_NAMES and sum("temprature" in one for one in said) == 1
+    assert max(map(len, said)) < 150
 
 
 def test_a_call_has_every_field_of_a_submit_that_a_client_decides() -> None:

@@ -84,7 +84,7 @@ async def _later(request: web.Request) -> None:
 class _Handlers:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._intake = Intake(Bodies(service.max_body_bytes))
+        self._intake = Intake(Bodies(service.max_body_bytes), service.metrics.unknown_fields)
 
     # --------------------------------------------------------------------------------- middlewares
 

@@ -7,6 +7,7 @@ take long. Knows no core.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
@@ -19,10 +20,11 @@ SMALL = SLICE
 
 
 class Intake:
-    """Checks and decodes what `bodies` reads."""
+    """Checks and decodes what `bodies` reads. strange: see schema.decode."""
 
-    def __init__(self, bodies: Bodies) -> None:
+    def __init__(self, bodies: Bodies, strange: Callable[[Sequence[str]], object]) -> None:
         self._bodies = bodies
+        self._strange = strange
         self._one_large = asyncio.Lock()
 
     async def take(self, request: web.Request, kind: type[Request]) -> Request:
@@ -32,11 +34,11 @@ class Intake:
                 raw = bytes(body)
                 for _ in surveyed(raw, kind):
                     continue
-                return decode(raw, kind)
+                return decode(raw, kind, self._strange)
             async with self._one_large:  # in one iteration of the loop, one of them is decoded
                 raw = bytes(body)
                 for _ in surveyed(raw, kind):
                     await asyncio.sleep(0)
-                decoded = decode(raw, kind)
+                decoded = decode(raw, kind, self._strange)
                 await asyncio.sleep(0)
                 return decoded
