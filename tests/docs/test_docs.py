@@ -122,7 +122,10 @@ def known_flags() -> set[str]:
 
 @every_page
 def test_flags_that_are_named_exist(page):
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", page.read_text()))
+    words = page.read_text()
+    if page.name == "migrating.md":  # what stands before "here" is another server's
+        words = "\n".join(re.findall(r"^\|[^|]*\|([^|]*)\|", words, re.M))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", words))
     assert named - known_flags() == set()
 
 
