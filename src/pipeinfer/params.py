@@ -81,7 +81,7 @@ def normalized(params: SamplingParams) -> SamplingParams:
         stop=stop,
         stop_token_ids=tuple(params.stop_token_ids or ()),
         top_k=0 if params.top_k == -1 else params.top_k,
-        top_p=LEAST_TOP_P if 0 < params.top_p < LEAST_TOP_P else params.top_p,
+        top_p=LEAST_TOP_P if 0 <= params.top_p < LEAST_TOP_P else params.top_p,
         logit_bias=_biases(params.logit_bias),
     )
     _check_sampling(params)
@@ -107,7 +107,7 @@ def _check_sampling(params: SamplingParams) -> None:
             "top_k", f"top_k must be -1, 0 or positive, at most {MOST_INT}, not {params.top_k}"
         )
     if not 0 < params.top_p <= 1:
-        raise InvalidParameter("top_p", f"top_p must be in (0, 1], not {params.top_p}")
+        raise InvalidParameter("top_p", f"top_p must be in [0, 1], not {params.top_p}")
     _check_within("min_p", params.min_p, 0, 1)
     if params.seed is not None and not -(2**63) <= params.seed < 2**64:
         raise InvalidParameter("seed", f"seed must fit into 64 bits, not {params.seed}")

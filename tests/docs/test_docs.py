@@ -122,7 +122,10 @@ def known_flags() -> set[str]:
 
 @every_page
 def test_flags_that_are_named_exist(page):
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", page.read_text()))
+    words = page.read_text()
+    if page.name == "migrating.md":  # what stands before "here" is another server's
+        words = "\n".join(re.findall(r"^\|[^|]*\|([^|]*)\|", words, re.M))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", words))
     assert named - known_flags() == set()
 
 
@@ -149,7 +152,9 @@ def test_every_setting_is_documented_with_its_default():
 
 
 def test_every_metric_is_documented_and_none_besides():
-    exposed = re.findall(r"^# TYPE (\w+) (\w+)$", Metrics(Health([])).exposition().decode(), re.M)
+    exposed = re.findall(
+        r"^# TYPE (\w+) (\w+)$", Metrics(Health([])).exposition("")[0].decode(), re.M
+    )
     real = {name for name, _ in exposed if not name.endswith("_created")}
     rows = re.findall(r"^\| `(pipeinfer_\w+)", text("docs/telemetry.md"), re.M)
     assert set(rows) == real

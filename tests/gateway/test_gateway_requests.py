@@ -136,7 +136,7 @@ def test_message_content_may_be_parts_of_text() -> None:
     [
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"top_k": 2**31}, "top_k"),
@@ -215,6 +215,21 @@ def test_no_biases_are_as_none_given(nothing: object) -> None:
     assert chat(logit_bias=nothing)[0].params == DEFAULTS
 
 
+def test_an_assistant_that_called_a_function_need_not_say_anything() -> None:
+    called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": ""}}
+    [call] = chat(messages=[{"role": "user", "content": "a"}, called])
+    assert call.chat is not None and call.chat[1] == {**called, "content": ""}
+
+
+def test_top_p_0_leaves_the_best_token_alone() -> None:
+    assert 0 < chat(top_p=0)[0].params.top_p < 1e-30
+
+
+def test_a_timeout_of_0_is_refused_in_words_of_its_own() -> None:
+    error = refused(chat, timeout=0)
+    assert error.param == "timeout" and "leave it out" in error.message
+
+
 def test_a_number_that_no_float_holds_is_no_bias() -> None:
     with pytest.raises(ApiError) as caught:
         read(b'{"prompt": "a", "logit_bias": {"7": 1e999}}', CompletionRequest)
@@ -246,7 +261,6 @@ def test_a_request_without_a_timeout_gets_the_servers() -> None:
 
     assert timeout(Terms(DEFAULTS, timeout=60.0)) == 60.0
     assert timeout(Terms(DEFAULTS, timeout=60.0), timeout=90) == 90.0
-    assert timeout(Terms(DEFAULTS, timeout=60.0), timeout=0) == 60.0, "0 is as not given"
     assert timeout(Terms(DEFAULTS, timeout=0.0)) == 0.0
 
 

@@ -1,7 +1,7 @@
 """The all-reduce that also adds the residual and norms, on GPUs: is it right, and how fast?
 
 Part of the `ar` job of tensor_parallel.py; every rank calls the same functions in the same order.
-Knows a collectives with a fusion, no model.
+Knows collectives with a fusion, no model.
 """
 
 from __future__ import annotations

@@ -9,16 +9,15 @@ import logging
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from pipeinfer.gateway.health import Health
 
 log = logging.getLogger(__name__)
 
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
 LONGEST_NAME, LOGGED_NAMES = 64, 100  # letters of a field that nobody knows; how many are logged
@@ -90,9 +89,11 @@ class Metrics:
         """Counts one HTTP request of a key that is over."""
         self._key_requests.labels(key, outcome).inc()
 
-    def exposition(self) -> bytes:
-        """The text for a scrape, in CONTENT_TYPE."""
-        return generate_latest(self.registry)
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """The text for a scrape and its content type: OpenMetrics if the header `accept` names it,
+        else Prometheus' own."""
+        encode, kind = choose_encoder(accept)
+        return encode(self.registry), kind
 
 
 class _Stages(Collector):

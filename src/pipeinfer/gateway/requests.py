@@ -154,11 +154,14 @@ def _job(request: Generation, calls: Iterable[Call], choices: int, shown: Shown)
 
 def _common(request: Generation, params: SamplingParams, terms: Terms, trace: str) -> Call:
     """What all calls of a request share; the id and the prompt of each are still to come."""
+    if request.timeout == 0:
+        message = "timeout must be more than 0 seconds; leave it out for the server's own"
+        raise ApiError(400, message, "timeout", "invalid_value")
     return Call(
         request_id="",
         params=params,
         priority=request.priority or 0,
-        timeout=request.timeout or terms.timeout,  # 0 is as not given
+        timeout=request.timeout or terms.timeout,
         cache_salt=request.cache_salt or "",
         trace=trace,
     )
@@ -208,6 +211,7 @@ def _chat(messages: list[ChatMessage]) -> list[JsonObject]:
         reason = f"be at most {MOST_MESSAGES}, not {len(messages)}" if messages else "not be empty"
         raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
     _check_sendable("messages", [call for m in messages for call in m.tool_calls or ()])
+    _check_sendable("messages", [m.function_call for m in messages])
     return [_message(i, message) for i, message in enumerate(messages)]
 
 
@@ -225,7 +229,7 @@ def _message(i: int, message: ChatMessage) -> JsonObject:
     if isinstance(message.content, list):
         plain["content"] = _joined(i, message)
     elif message.content is None:
-        if not (message.role == "assistant" and message.tool_calls):
+        if message.role != "assistant" or not (message.tool_calls or message.function_call):
             param = f"messages[{i}].content"
             raise ApiError(400, f"{param} must be given", param, "invalid_value")
         plain["content"] = ""

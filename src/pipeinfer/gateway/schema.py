@@ -79,6 +79,7 @@ class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[JsonObject] | None = None
+    function_call: JsonObject | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
