@@ -135,7 +135,11 @@ class DetokenizerCore:
             return []
         if event.first > stream.scored and not self._roll_call.complete:
             return []  # what comes before it is still to be told, and this with it
-        text = stream.score(event)
+        try:
+            text = stream.score(event)
+        except Exception as error:  # as for rows of tokens
+            log.exception("request %s: prompt at %d", event.request_id, event.first)
+            text = stream.fail(f"log-probs of the prompt cannot be read: {error}")
         if text is None:
             return []
         hits: list[Send] = []
