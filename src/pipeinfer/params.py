@@ -6,6 +6,8 @@ HTTP, no tokenizer and no torch; names and defaults are those of vLLM's Sampling
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 MOST_INT = 2**31 - 1  # counts and ids are int32 on the device
@@ -23,6 +25,10 @@ MOST_STOP_LETTERS = 1024  # of each: all that comes out is searched for it, besi
 MOST_STOP_TOKENS = 1024  # as of biases; each row with min_tokens masks them
 MOST_BIASES, MOST_BIAS = 1024, 100.0  # OpenAI's; each row that samples adds them
 MOST_LOGPROBS = 20  # alternatives: OpenAI's for chats, vLLM's for all
+
+
+# How much is kept of each token follows from it, so no frame may say more.
+Alternatives = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -59,8 +65,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: Alternatives | None = None
+    prompt_logprobs: Alternatives | None = None
 
 
 class InvalidParameter(ValueError):
