@@ -210,11 +210,12 @@ def test_every_parameter_is_documented_as_supported_or_refused():
     page = text("docs/api.md")
     supported, refused = page.split("### Refused")
     refused = refused.split("\n## ")[0]
-    for name in {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}:
+    built = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+    for name in built:
         assert f"`{name}`" in supported, name
     for name in REFUSED:
         assert f"`{name}`" in refused, name
-        assert f"| `{name}`" not in supported, name
+        assert f"| `{name}`" not in supported or name in built, name  # of the other kind of body
 
 
 def test_every_error_code_is_documented():

@@ -19,7 +19,7 @@ sys.path[:0] = [str(HERE), *(str(HERE.parent / name) for name in ("", "gpu", "pa
 import msgspec  # noqa: E402
 import torch  # noqa: E402
 from overlapped import GpuCores  # noqa: E402
-from runner_requests import good_ones, submit_all  # noqa: E402
+from runner_requests import good_ones, scores, submit_all  # noqa: E402
 
 from pipeinfer.attention.interface import Traits  # noqa: E402
 from pipeinfer.attention.paged import PagedKind  # noqa: E402
@@ -151,7 +151,8 @@ def rank(folder: str, address: str, rank: str, size: str) -> dict[str, Any]:
     collectives = join(address, int(rank), int(size), "cpu", 120)
     done = served(folder, collectives, tp=int(size))
     collectives.close()
-    return {"graphs": good_ones(done), "step cost": msgspec.to_builtins(done.loaded.step_cost)}
+    cost = msgspec.to_builtins(done.loaded.step_cost)
+    return {"graphs": good_ones(done), "scores": {"graphs": scores(done)}, "step cost": cost}
 
 
 if __name__ == "__main__":
@@ -168,6 +169,7 @@ if __name__ == "__main__":
         "pages listed, lengths on the host": good_ones(served(folder, reads="flashinfer")),
         "all pages gathered": good_ones(served(folder, reads="fa3")),
         "torch backend": good_ones(served(folder, reads="torch")),
+        "scores": {"graphs": scores(replayed), "no graphs": scores(eager)},
         "step cost": msgspec.to_builtins(replayed.loaded.step_cost),
         "step cost without graphs": msgspec.to_builtins(eager.loaded.step_cost),
     }

@@ -362,7 +362,7 @@ def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [n for n in REFUSED if n != "top_logprobs"])
 def test_what_is_not_built_is_refused_by_name_but_its_neutral_value_passes(name: str) -> None:
     for neutral in (None, *REFUSED[name]):
         assert chat(**{name: neutral})
@@ -382,8 +382,49 @@ def test_bytes_that_are_no_text_are_refused_where_nothing_is_built() -> None:
 
 
 def test_asking_for_zero_log_probs_is_not_the_same_as_asking_for_none() -> None:
-    assert completion(logprobs=False)
-    assert refused(completion, logprobs=0).param == "logprobs"
+    assert completion(logprobs=False)[0].params.logprobs is None
+    assert completion(logprobs=0)[0].params.logprobs == 0
+    assert chat(logprobs=False)[0].params.logprobs is None
+    assert chat(logprobs=True)[0].params.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20)[0].params.logprobs == 20
+    assert chat(top_logprobs=0)[0].params.logprobs is None
+    assert chat(prompt_logprobs=0)[0].params.prompt_logprobs == 0
+
+
+def test_log_probs_that_cannot_be_had_are_refused_by_name() -> None:
+    for fields in ({"top_logprobs": 3}, {"top_logprobs": 3, "logprobs": False}):
+        error = refused(chat, **fields)
+        assert error.param == "top_logprobs" and "only allowed with logprobs" in error.message
+    for most in (21, -1):
+        assert refused(chat, logprobs=True, top_logprobs=most).param == "top_logprobs"
+        assert refused(chat, prompt_logprobs=most).param == "prompt_logprobs"
+        assert refused(completion, logprobs=most).param == "logprobs"
+        assert f"from 0 to 20, not {most}" in refused(completion, logprobs=most).message
+    assert refused(chat, logprobs=5).param == "logprobs"
+    assert refused(completion, logprobs=True).param == "logprobs"
+    assert refused(completion, top_logprobs=2).code == "unsupported_parameter"
+    assert refused(chat, echo=True).code == "unsupported_parameter"
+    assert refused(completion, prompt_logprobs=2, stream=True).param == "prompt_logprobs"
+
+
+def test_an_echo_with_log_probs_needs_those_of_the_prompt() -> None:
+    [call] = completion(logprobs=3, echo=True)
+    assert (call.params.logprobs, call.params.prompt_logprobs) == (3, 3)
+    assert call.return_prompt_text
+    [call] = completion(logprobs=3, echo=True, prompt_logprobs=7)
+    assert (call.params.logprobs, call.params.prompt_logprobs) == (3, 7)
+    [call] = completion(echo=True)
+    assert (call.params.logprobs, call.params.prompt_logprobs) == (None, None)
+    assert not completion(logprobs=3)[0].return_prompt_text
+
+
+def test_nothing_may_be_asked_for_only_where_the_prompt_is_echoed() -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 0, "echo": True}).encode()
+    job = completion_job(read(body, CompletionRequest), "id", TERMS, "")
+    assert job.shown.nothing_new
+    assert [call.params.max_tokens for call in job.calls] == [1]
+    assert refused(completion, max_tokens=0).param == "max_tokens"
+    assert refused(completion, max_tokens=-1, echo=True).param == "max_tokens"
 
 
 def test_harmless_fields_are_ignored_and_those_that_nobody_knows_are_told() -> None:

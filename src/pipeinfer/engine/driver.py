@@ -88,4 +88,13 @@ class DeviceDriver:
 def step_done(step: Step, sampled: Sampled, seconds: float = 0.0) -> StepDone:
     """What the core is told of a step that gave `sampled`."""
     counts, ids, bad = map(pack, (sampled.counts, sampled.ids, sampled.bad))
-    return StepDone(step.epoch, step.number, counts, ids, seconds, bad)
+    return StepDone(
+        epoch=step.epoch,
+        number=step.number,
+        counts=counts,
+        token_ids=ids,
+        seconds=seconds,
+        bad=bad,
+        logprobs=sampled.logprobs,
+        prompts=sampled.prompts,
+    )

@@ -29,6 +29,7 @@ from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.requests import MOST_EDITS
 from pipeinfer.engine.rooms import LargestStep, Room
 from pipeinfer.engine.sampling import NONE, Sampler, truncated
+from pipeinfer.engine.scores import Scores, StepScores
 from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.memory.pool import KVPool
@@ -43,12 +44,14 @@ class LaunchedStep:
     """A launched step; `mark` is its end.
 
     drawn: int64 [S, 2], as its sampler has it; rows: those of it that are rows which sample, in
-    their order. logits: [S, vocab], if they are kept.
+    their order. scores: of its logits, where log-probs are asked for. logits: [S, vocab], if they
+    are kept.
     """
 
     mark: Mark = field(init=False)
     drawn: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
     rows: np.ndarray | slice = field(default_factory=lambda: slice(0))
+    scores: StepScores | None = None
     logits: torch.Tensor | None = None
     _sampled: Sampled | None = None
 
@@ -56,7 +59,8 @@ class LaunchedStep:
         """What it gave, waited for if need be."""
         if self._sampled is None:
             self.mark.wait()
-            self._sampled = Sampled.of(self.drawn[self.rows])
+            sampled = Sampled.of(self.drawn[self.rows])
+            self._sampled = sampled if self.scores is None else self.scores.beside(sampled)
         return self._sampled
 
 
@@ -85,6 +89,12 @@ class _Packed:
         """Which entries are those of rows that sample, in their order."""
         count = int(np.count_nonzero(self.step.samples))
         return slice(count) if self.entries is None else self.entries
+
+    def scores(self, sampler: Sampler) -> Scores | None:
+        """For log-probs, where any are asked for."""
+        step = self.step
+        asked = step.logprobs is not None or step.prompts
+        return Scores(step, self.entries, sampler) if asked else None
 
 
 class Runner:
@@ -159,18 +169,24 @@ class Runner:
                 if last is not None:  # what it reads is free then, and what it gave taken
                     last.take()
             with self.phases.span("pack", step.number):
-                packed.append(self._pack(step, parity, self._graphs.fitting(step)))
+                packed.append(self._pack(step, parity, self._fitting(step)))
 
         with self.phases.range(f"step {step.number}: {step.decodes} of {len(step.slots)} decode"):
             launched.mark = self.device.submit(lambda: self._run(packed.pop(), launched), prepare)
         self._latest[parity] = launched
         return launched
 
+    def _fitting(self, step: Step) -> Captured | None:
+        """A graph for the step, if its logits are what is asked for: graphs have them for the rows
+        that sample alone, and without the ids that these must not sample yet."""
+        suppressed = step.logprobs is not None and step.logprobs.suppressed
+        return None if suppressed or step.prompts else self._graphs.fitting(step)
+
     @torch.inference_mode()
     def _run(self, packed: _Packed, launched: LaunchedStep) -> None:
         """As the device's work."""
         number, span, captured = packed.step.number, self.phases.span, packed.captured
-        buffers = packed.buffers
+        buffers, scores = packed.buffers, packed.scores(self._sampler)
         with span("upload", number):
             self._upload(packed)
         with span("attention_plan", number):
@@ -178,15 +194,20 @@ class Runner:
                 buffers.plan = self._plan(packed)
         with span("forward", number):
             if captured is None:
-                logits = self._logits(packed.cut, buffers.plan)
+                logits = self._logits(packed.cut, buffers.plan, scores)
             else:  # sampling by temperature included
                 captured.replay()
                 logits = captured.logits
         with span("sample", number):
             if logits is not None:
-                launched.drawn = buffers.download(self._drawn(packed, logits))
+                drawn = self._drawn(packed, logits)
+                launched.drawn = buffers.download(drawn)
                 launched.rows = packed.rows
                 launched.logits = self._kept(logits)
+                if scores is not None:
+                    scores.rows(logits, drawn)
+            if scores is not None:
+                launched.scores = scores.download(buffers.logprobs)
 
     def _pack(self, step: Step, parity: int, captured: Captured | None) -> _Packed:
         """The step in this parity's buffer, for that graph or none."""
@@ -230,15 +251,24 @@ class Runner:
         rows = self._arrays.paged(cut, packed.parity, packed.buffers.packer.words, exact, table)
         return self._backend.plan(rows)
 
-    def _logits(self, cut: Cut, plan: Plan) -> torch.Tensor | None:
-        """Logits [S, vocab], ready to be sampled; None if no row samples."""
+    def _logits(self, cut: Cut, plan: Plan, scores: Scores | None = None) -> torch.Tensor | None:
+        """Logits [S, vocab], ready to be sampled; None if no row samples. What `scores` wants to
+        know of them and of others it is given."""
         self._arrays.expand(cut)
         out = cut.expanded
         attend = StepAttention(self._backend, plan, self._store, out.places)
-        hidden = self._model(out.ids, out.positions, attend, cut.last if cut.samples else None)
+        rows = cut.last if cut.samples else None
+        if scores is not None and scores.of_prompts:
+            rows = scores.tokens(out.last)
+        hidden = self._model(out.ids, out.positions, attend, rows)
+        if scores is not None and scores.of_prompts:
+            scores.prompts(hidden[cut.samples :])
+            hidden = hidden[: cut.samples]
         if not cut.samples:
             return None
         logits = self._sampler.logits(hidden)
+        if scores is not None:
+            scores.keep(logits)
         self._edit(logits, cut)
         return logits
 

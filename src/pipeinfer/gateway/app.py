@@ -149,7 +149,7 @@ class _Handlers:
         self, request: web.Request, base: str, job: Job, chat: bool
     ) -> web.StreamResponse:
         self._check_room(job.choices)
-        answer = Answer(chat, base, int(time.time()), self._service.model)
+        answer = Answer(chat, base, int(time.time()), self._service.model, job.shown)
         sink: EventStream | WholeAnswer = (
             EventStream(answer, job.choices, job.include_usage)
             if job.stream

@@ -19,10 +19,9 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     # OpenAI
     "n": (1,),
     "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
+    "top_logprobs": (0,),  # of a completion
     "suffix": ("",),
-    "echo": (False,),
+    "echo": (False,),  # of a chat
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -35,7 +34,6 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "reasoning_effort": (),
     "verbosity": (),
     # vLLM
-    "prompt_logprobs": (),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
     "early_stopping": (False,),
@@ -172,5 +170,5 @@ def asks_for_nothing(name: str, raw: msgspec.Raw) -> bool:
 
 
 def _same(value: JsonValue, neutral: JsonValue) -> bool:
-    """Equality that tells False from 0: `logprobs: 0` asks for something, `false` does not."""
+    """Equality that tells False from 0: `top_logprobs: false` is no way of saying 0."""
     return type(value) is type(neutral) and value == neutral

@@ -61,6 +61,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     priority: Bounded | None = None
     timeout: Annotated[float, Meta(ge=0, le=MOST_TIMEOUT)] | None = None
     cache_salt: Annotated[str, Meta(max_length=MOST_SALT)] | None = None
+    prompt_logprobs: Bounded | None = None
     add_special_tokens: bool | None = None
 
 
@@ -87,15 +88,20 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     """The body of /v1/chat/completions."""
 
     messages: list[ChatMessage]
+    logprobs: bool | None = None
+    top_logprobs: Bounded | None = None
     max_completion_tokens: Bounded | None = None
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
 
 
 class CompletionRequest(Generation, frozen=True, kw_only=True):
-    """The body of /v1/completions; `prompt` is a text, token ids, or a list of either."""
+    """The body of /v1/completions; `prompt` is a text, token ids, or a list of either. `logprobs`:
+    how many alternatives; false is as not given."""
 
     prompt: str | list[TokenId | str | list[TokenId]]
+    logprobs: Bounded | bool | None = None
+    echo: bool | None = None
 
 
 Request = TypeVar("Request", ChatRequest, CompletionRequest)

@@ -188,8 +188,10 @@ class MemoryManager:
         if int(tokens.min()) < 0:
             raise ProtocolError(f"admit into slot {slot}: token id {int(tokens.min())}")
         self.slots.put(slot, tokens, admit.max_total, admit.cache_salt)
-        # The last token is always computed: without it there would be no logits to sample from.
-        node, pages = self.cache.match(tokens[:-1], admit.cache_salt, clock)
+        # The last token is always computed: without it there would be no logits to sample from. So
+        # is the one before the first whose log-prob is wanted.
+        reusable = len(tokens) - 1 if admit.score_from < 0 else max(admit.score_from - 1, 0)
+        node, pages = self.cache.match(tokens[:reusable], admit.cache_salt, clock)
         self.cache.lock(node)
         self.slots.node[slot] = node
         self.table.share(slot, pages)

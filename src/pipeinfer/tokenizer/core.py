@@ -169,12 +169,14 @@ class TokenizerCore:
         work = self._work(event, raw)
         self._ledger.put(Entry(work, group, routed or alone, alone))
         asked = raw if event.return_prompt_ids else b""
+        texted = event.return_prompt_text and event.text is None
         accepted = Accepted(
             request_id=event.request_id,
             attempt=event.attempt,
             group=group,
             prompt_tokens=len(ids),
             prompt_ids=asked,
+            prompt_text=self._encoder.text(ids, event.params) if texted else "",
         )
         gateway = f"gateway-{event.gateway}"
         return [Send("text", gateway, accepted), Send("work", f"scheduler-{group}", work)]

@@ -20,6 +20,9 @@ Rewrite = Callable[[msgspec.Struct], msgspec.Struct]
 
 _REQUEST = "pipeinfer.scheduler.request:Request"
 IDS: frozenset[Attribute] = frozenset((_REQUEST, name) for name in ("outputs", "stops"))
+ZEROED: frozenset[Attribute] = frozenset(
+    (_REQUEST, name) for name in ("logprobs", "prompt_logprobs")
+)
 NUMBERS: frozenset[Attribute] = frozenset(
     (
         (_REQUEST, "counts_in_flight"),
@@ -85,6 +88,8 @@ def _node(
     if kind == "struct":
         decoded = msgspec.msgpack.decode(node[2], type=known_class(node[1]))
         return [kind, node[1], _encode(message(decoded))]
+    if attribute in ZEROED and kind == "bytearray":
+        return [kind, bytes(len(node[1]))]
     if attribute in IDS and kind == "ints":
         return [kind, names.ids(node[1])]
     if attribute in IDS:
