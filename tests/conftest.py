@@ -60,7 +60,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture
 def turns(monkeypatch):
-    """A list that grows with each turn of a loop that stays awake."""
+    """A list that grows with each iteration of a loop that stays awake."""
     made, really = [], os.sched_yield
     monkeypatch.setattr(os, "sched_yield", lambda: made.append(really()))
     return made
