@@ -281,6 +281,15 @@ def test_stage_without_a_model_starts_light(stage):
     assert float(seconds) < IMPORT_SECONDS
 
 
+def test_an_engine_without_a_model_starts_without_torch():
+    """That of benchmarks and simulations: it has a core and a driver, and computes nothing."""
+    program = (
+        "import sys, pipeinfer.engine.core, pipeinfer.engine.driver\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 def test_dependencies_point_one_way():
     command = shutil.which("lint-imports", path=str(Path(sys.executable).parent))
     assert command is not None, "import-linter is not installed"
