@@ -30,8 +30,8 @@ MODELS = {
     "gemma3": (
         "Gemma3ForCausalLM",
         {
-            "num_hidden_layers": 3,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
 }
