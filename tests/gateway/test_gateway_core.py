@@ -563,3 +563,17 @@ def test_no_byte_and_no_token_is_shown_twice_or_skipped(
     assert text == "".join(pieces)
     assert ids == pack(range(len(pieces)))
     assert harness.core.idle()
+
+
+def test_a_prompt_that_is_only_encoded_ends_with_its_ids_also_if_a_tokenizer_dies() -> None:
+    harness = Harness()
+    [sent] = harness.upstream(Call("r", PARAMS, text="x", return_prompt_ids=True, only_encode=True))
+    assert isinstance(sent, Submit) and sent.only_encode
+    [again] = harness.recovered()
+    assert again == sent
+    answer = harness.do(Accepted("r", 1, -1, 3, b"ids"))
+    said = [send.message for send in answer if send.channel == LOCAL]
+    assert [type(one) for one in said] == [Started, Delta]
+    assert said[0].prompt_ids == b"ids" and said[1].finish == "stop"
+    assert [s.message for s in answer if s.channel == "requests"] == [Done(("r",))]
+    assert harness.core.idle() and not harness.do(Accepted("r", 1, -1, 3, b"ids"))
