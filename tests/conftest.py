@@ -34,7 +34,7 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.fixture
 def turns(monkeypatch):
-    """A list that grows with each turn of a loop that stays awake."""
+    """A list that grows with each iteration of a loop that stays awake."""
     made, really = [], os.sched_yield
     monkeypatch.setattr(os, "sched_yield", lambda: made.append(really()))
     return made

@@ -15,7 +15,7 @@ from pipeinfer.steps.shape import AttentionShape
 
 def split(attend: Callable[..., torch.Tensor]) -> Attend:
     """What a model is called with, out of attend(layer, q, k, v)."""
-    return lambda layer, heads: attend(layer, *heads.split_and_turn())
+    return lambda layer, heads: attend(layer, *heads.split_and_rotate())
 
 
 def dense_causal(shapes: Sequence[AttentionShape]) -> Attend:

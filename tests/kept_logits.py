@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from pipeinfer.engine.runner import Flight, Runner
+from pipeinfer.engine.runner import LaunchedStep, Runner
 from pipeinfer.steps.step import Step
 
 
-def kept(flight: Flight) -> torch.Tensor:
-    """[S, vocab] of a flight whose runner keeps logits."""
-    flight.take()
-    assert flight.logits is not None
-    return flight.logits[flight.rows]
+def kept(launched: LaunchedStep) -> torch.Tensor:
+    """[S, vocab] of a step whose runner keeps logits."""
+    launched.take()
+    assert launched.logits is not None
+    return launched.logits[launched.rows]
 
 
 def logits_of(runner: Runner, step: Step) -> torch.Tensor:

@@ -48,8 +48,8 @@ def _is_heavy(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
 
 
 def _helpers(path: Path, names: set[str]) -> set[Path]:
-    places = [folder / f"{name}.py" for name in names for folder in (path.parent, TESTS)]
-    return {place for place in places if place.exists()}
+    paths = [folder / f"{name}.py" for name in names for folder in (path.parent, TESTS)]
+    return {path for path in paths if path.exists()}
 
 
 @cache

@@ -42,7 +42,9 @@ class NewEpoch(Message, frozen=True):
 
 class StepDone(Message, frozen=True):
     """The device finished step `number`. int32 bytes: `counts`, how many tokens each row gave that
-    sampled; `token_ids`, row after row; `bad`, those of these rows whose logits were not finite."""
+    sampled; `token_ids`, row after row; `bad`, those of these rows whose logits were not finite.
+    `logprobs`, `prompts`: scores (pipeinfer/logprobs.py) of those ids whose rows ask for them, and
+    of each of the chunks whose tokens are scored."""
 
     epoch: int
     number: int
@@ -50,3 +52,5 @@ class StepDone(Message, frozen=True):
     token_ids: bytes
     seconds: float = 0.0  # differs between a run and its replay
     bad: bytes = b""
+    logprobs: bytes = b""
+    prompts: tuple[bytes, ...] = ()

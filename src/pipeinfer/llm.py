@@ -9,6 +9,7 @@ from pipeinfer.offline.asynchronous import AsyncLLM
 from pipeinfer.offline.outputs import (
     CompletionOutput,
     Delta,
+    Logprob,
     RequestError,
     RequestMetrics,
     RequestOutput,
@@ -23,6 +24,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigurationError",
     "Delta",
+    "Logprob",
     "PipelineStopped",
     "RequestError",
     "RequestMetrics",

@@ -1,8 +1,9 @@
-"""Every message on the bus; with channels.py, read from top to bottom, it is the whole protocol.
+"""Every message between stages; with channels.py, read from top to bottom, it is the protocol.
 
 Knows nobody: no sockets, no clocks, no torch, no stage. A message is a tagged, array-like msgspec
-struct, encoded as MessagePack; token sequences are raw little-endian int32 bytes. Structs grow only
-at their end, with defaults; any other change is a new PROTOCOL.
+struct, encoded as MessagePack; token sequences are raw little-endian int32 bytes, scores are those
+of logprobs.py. Structs grow only at their end, with defaults; any other change is a new PROTOCOL.
+control.py has what a person asks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pipeinfer.json_values import JsonObject
 from pipeinfer.params import SamplingParams
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -31,7 +32,7 @@ class Submit(Message, frozen=True):
     """A client's request. Exactly one of `text`, `prompt_ids` and `chat` is given. `seed` is final.
     `timeout`: seconds until it is aborted, 0: never. `cache_salt` separates prefix caches. `trace`:
     W3C traceparent, or empty. `group`: where it runs already, if it was tokenized before; else -1.
-    `return_prompt_ids`: Accepted brings the prompt's ids.
+    `return_prompt_ids`, `return_prompt_text`: Accepted brings the prompt's ids, or its text.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class Submit(Message, frozen=True):
     trace: str = ""
     group: int = -1
     return_prompt_ids: bool = False
+    return_prompt_text: bool = False
 
 
 class Abort(Message, frozen=True):
@@ -121,7 +123,9 @@ class Admit(Message, frozen=True):
     """Puts a request into a free slot: match its tokens in the prefix cache, lock what is found.
     `token_ids`: all known tokens (int32 bytes); ids at and past `prompt_len` count as output.
     `max_total`: the request never grows past that many tokens (prompt and output); rows that would
-    are computed as empty. `suppress`: ids not sampled before `params.min_tokens` outputs."""
+    are computed as empty. `suppress`: ids not sampled before `params.min_tokens` outputs.
+    `score_from`: log-probs of the prompt's tokens from that one on are wanted, so that what comes
+    right before it is computed; -1: of none, or they are known."""
 
     slot: int
     request_id: str
@@ -132,6 +136,7 @@ class Admit(Message, frozen=True):
     seed: int
     suppress: tuple[int, ...] = ()
     cache_salt: str = ""
+    score_from: int = -1
 
 
 class Plan(Message, frozen=True):
@@ -199,7 +204,8 @@ class Result(Message, frozen=True):
     many tokens were computed (0: deferred if listed in `deferred`, else nothing was left to do).
     `produced`: int32 bytes, how many ids of `token_ids` belong to each row (0 where it did not
     sample). `free`, `evictable`, `evicted`: as in Admitted. `digest`: running hash of decisions.
-    `bad`: int32 bytes, slots whose logits were not finite: such a row has produced nothing."""
+    `bad`: int32 bytes, slots whose logits were not finite: such a row has produced nothing.
+    `logprobs`: scores of the ids whose requests ask for them, in the ids' order."""
 
     epoch: int
     number: int
@@ -214,6 +220,18 @@ class Result(Message, frozen=True):
     digest: int
     bad: bytes = b""
     evicted: int = 0
+    logprobs: bytes = b""
+
+
+class PromptScores(Message, frozen=True):
+    """Step `number` computed what comes before prompt tokens whose log-probs are wanted: scores of
+    those from position `first` on of the request in `slot`. Comes before its Result."""
+
+    epoch: int
+    number: int
+    slot: int
+    first: int
+    logprobs: bytes
 
 
 class Digests(Message, frozen=True):
@@ -252,7 +270,8 @@ class Open(Message, frozen=True):
 
 class TokenRow(msgspec.Struct, frozen=True, array_like=True):
     """New output ids of one request, gapless; `offset`: of the first. `finish`: None if it goes on.
-    With "stop" by a token, `stop_token` is the last of `ids`, has no text, is not in the result."""
+    With "stop" by a token, `stop_token` is the last of `ids`, has no text, is not in the result.
+    `logprobs`: a score for each of `ids`, if the request asks for them."""
 
     request_id: str
     offset: int
@@ -261,6 +280,18 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True):
     stop_token: int | None = None
     error: str = ""
     cached_tokens: int = 0
+    logprobs: bytes = b""
+
+
+class PromptTokens(Message, frozen=True):
+    """`ids` of a request's prompt from position `first` on, gapless, with a score for each; the
+    prompt's first token has an empty one. All of them come before the first row."""
+
+    request_id: str
+    attempt: int
+    first: int
+    ids: bytes
+    logprobs: bytes
 
 
 class Tokens(Message, frozen=True):
@@ -293,20 +324,34 @@ class StopHit(Message, frozen=True):
 
 
 class Accepted(Message, frozen=True):
-    """tokenizer -> gateway: how long the prompt is, and where it went; its ids if asked for."""
+    """tokenizer -> gateway: how long the prompt is, and where it went; its ids and its text if
+    asked for."""
 
     request_id: str
     attempt: int
     group: int
     prompt_tokens: int
     prompt_ids: bytes = b""
+    prompt_text: str = ""
+
+
+class LogprobTexts(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probs of some tokens, to be shown. `scores`: one for each. `texts`: the bytes of each
+    token, followed by those of its alternatives. `offsets`: int32 bytes, letters of text before
+    each token. `ids`: of prompt tokens; of output tokens the row has them."""
+
+    scores: bytes
+    texts: tuple[bytes, ...]
+    offsets: bytes
+    ids: bytes = b""
 
 
 class TextRow(msgspec.Struct, frozen=True, array_like=True):
     """New text of one request, after `byte_offset` bytes (UTF-8) and `token_offset` output tokens.
     `ids` excludes a stop token and everything past a stop string's cut. On the last row `finish` is
     set, `output_tokens` counts the accepted outputs (the stop token included, as vLLM counts) and
-    `stop_reason` is the stop string or stop token id, None for the model's own EOS."""
+    `stop_reason` is the stop string or stop token id, None for the model's own EOS.
+    `logprobs`: of `ids`; `prompt`: of prompt tokens from `prompt_offset` on; if asked for."""
 
     request_id: str
     attempt: int
@@ -319,6 +364,9 @@ class TextRow(msgspec.Struct, frozen=True, array_like=True):
     output_tokens: int = 0
     cached_tokens: int = 0
     error: str = ""
+    logprobs: LogprobTexts | None = None
+    prompt: LogprobTexts | None = None
+    prompt_offset: int = 0
 
 
 class Text(Message, frozen=True):
@@ -419,7 +467,8 @@ class Recovered(Message, frozen=True):
 class Delivered(Message, frozen=True):
     """Output ids (int32 bytes) that a client may have seen; `ended`: no more of them is wanted.
     `finish`, `error`: as the scheduler's last row said; None if the detokenizer ended it.
-    `crashes`: of engines that ran it alone, if it is suspected of one; else -1."""
+    `crashes`: of engines that ran it alone, if it is suspected of one; else -1. `logprobs`: a
+    score for each id, `prompt_logprobs`: for each prompt token so far, if they are asked for."""
 
     request_id: str
     attempt: int
@@ -428,3 +477,5 @@ class Delivered(Message, frozen=True):
     finish: FinishReason | None = None
     error: str = ""
     crashes: int = -1
+    logprobs: bytes = b""
+    prompt_logprobs: bytes = b""

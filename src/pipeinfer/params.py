@@ -6,6 +6,8 @@ HTTP, no tokenizer and no torch; names and defaults are those of vLLM's Sampling
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 MOST_INT = 2**31 - 1  # counts and ids are int32 on the device
@@ -22,6 +24,11 @@ MAX_STOP_STRINGS = 16
 MOST_STOP_LETTERS = 1024  # of each: all that comes out is searched for it, beside everybody's text
 MOST_STOP_TOKENS = 1024  # as of biases; each row with min_tokens masks them
 MOST_BIASES, MOST_BIAS = 1024, 100.0  # OpenAI's; each row that samples adds them
+MOST_LOGPROBS = 20  # alternatives: OpenAI's for chats, vLLM's for all
+
+
+# How much is kept of each token follows from it, so no frame may say more.
+Alternatives = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -37,6 +44,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     [-2, 2], taken off the logits of what the output holds, once, or as often as it does.
     logit_bias: what is added to the logits of these ids before all else, each in [-100, 100]. Ids
     may be texts of digits, as in JSON.
+    logprobs: of each output token the log-prob, and those of so many likeliest ones (0 to 20); None
+    asks for none. Of the model's own logits, before all that is said above. prompt_logprobs: the
+    same of the prompt's tokens, all but the first.
     """
 
     temperature: float = 1.0
@@ -55,6 +65,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
+    logprobs: Alternatives | None = None
+    prompt_logprobs: Alternatives | None = None
 
 
 class InvalidParameter(ValueError):
@@ -75,7 +87,7 @@ def normalized(params: SamplingParams) -> SamplingParams:
         stop=stop,
         stop_token_ids=tuple(params.stop_token_ids or ()),
         top_k=0 if params.top_k == -1 else params.top_k,
-        top_p=LEAST_TOP_P if 0 < params.top_p < LEAST_TOP_P else params.top_p,
+        top_p=LEAST_TOP_P if 0 <= params.top_p < LEAST_TOP_P else params.top_p,
         logit_bias=_biases(params.logit_bias),
     )
     _check_sampling(params)
@@ -83,6 +95,7 @@ def normalized(params: SamplingParams) -> SamplingParams:
     _check_lengths(params)
     _check_stops(params)
     _check_biases(params.logit_bias)
+    _check_logprobs(params)
     return params
 
 
@@ -100,7 +113,7 @@ def _check_sampling(params: SamplingParams) -> None:
             "top_k", f"top_k must be -1, 0 or positive, at most {MOST_INT}, not {params.top_k}"
         )
     if not 0 < params.top_p <= 1:
-        raise InvalidParameter("top_p", f"top_p must be in (0, 1], not {params.top_p}")
+        raise InvalidParameter("top_p", f"top_p must be in [0, 1], not {params.top_p}")
     _check_within("min_p", params.min_p, 0, 1)
     if params.seed is not None and not -(2**63) <= params.seed < 2**64:
         raise InvalidParameter("seed", f"seed must fit into 64 bits, not {params.seed}")
@@ -153,6 +166,13 @@ def _check_biases(biases: dict[int, float]) -> None:
     for token, bias in biases.items():
         _check_within("logit_bias", token, 0, MOST_INT)
         _check_within("logit_bias", bias, -MOST_BIAS, MOST_BIAS)
+
+
+def _check_logprobs(params: SamplingParams) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        most = getattr(params, name)
+        if most is not None:
+            _check_within(name, most, 0, MOST_LOGPROBS)
 
 
 def _check_within(name: str, value: float, least: float, most: float) -> None:

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hin
 import msgspec
 from msgspec import Meta
 
+from pipeinfer import other_names
 from pipeinfer.settings_help import GROUPS
 
 PREFIX = "PIPEINFER_"
@@ -155,7 +156,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         added = parser.add_argument_group(title)
         for name, (value, text) in group.items():
             kind, choices = kinds[name]
-            flag = "--" + name.replace("_", "-")
+            flag = other_names.flag(name)
             if kind is bool:
                 added.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
                 continue
@@ -163,6 +164,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             shown = f" (default: {default})" if default not in ("", 0) else ""
             metavar = "|".join(choices) or value
             added.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=text + shown)
+    _add_other_names(parser)
+
+
+def _add_other_names(parser: argparse.ArgumentParser) -> None:
+    """Those of other servers, which no help shows: docs/migrating.md has them."""
+    nothing = argparse.SUPPRESS
+    for name, setting in other_names.ALIASES.items():
+        if setting != "model":
+            flag = other_names.flag(name)
+            parser.add_argument(flag, dest=setting, default=nothing, help=nothing)
+    for name, (setting, value) in other_names.constants().items():
+        parser.add_argument(
+            other_names.flag(name), dest=setting, action="store_const", const=value,
+            default=nothing, help=nothing,
+        )  # fmt: skip
 
 
 def parse_flags(arguments: Sequence[str]) -> dict[str, object]:

@@ -93,10 +93,10 @@ def test_decode_behind_a_window_reads_no_page_outside_it():
     backend = TorchBackend([shape(window=20)], CPU)
     case = make_case([shape(window=20)], [(1000, 1), (64, 1), (10, 1), (500, 30)], 16, seed=5)
     backend.bind(case.pool, 100)
-    part = backend.plan(host_rows(case.step, case.pages))[20]
+    within = backend.plan(host_rows(case.step, case.pages))[20]
     read = torch.cat(
-        [group.places for group in part.groups]
-        + [piece.places for piece in part.pieces if piece.places is not None]
+        [bucket.places for bucket in within.buckets]
+        + [piece.places for piece in within.pieces if piece.places is not None]
     )
     allowed = {0}
     spans = zip(case.step.starts, case.step.counts, case.pages, strict=True)
@@ -108,14 +108,14 @@ def test_decode_behind_a_window_reads_no_page_outside_it():
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=80))
-def test_decode_groups_hold_every_row_once_and_little_padding(lengths):
+def test_length_buckets_hold_every_row_once_and_little_padding(lengths):
     array = np.array(lengths)
-    order, bounds = step_index.decode_groups(array)
+    order, bounds = step_index.length_buckets(array)
     assert sorted(order.tolist()) == list(range(len(lengths)))
     assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
     assert bounds[-1][1] == len(lengths)
     for begin, end in bounds:
-        group = array[order[begin:end]]
-        assert group[0] == group.max()
-        assert group.min() >= group.max() * step_index.GROUP_SHORTEST
-        assert end - begin == 1 or len(group) * group.max() <= step_index.GROUP_TOKENS
+        bucket = array[order[begin:end]]
+        assert bucket[0] == bucket.max()
+        assert bucket.min() >= bucket.max() * step_index.BUCKET_SHORTEST
+        assert end - begin == 1 or len(bucket) * bucket.max() <= step_index.BUCKET_TOKENS

@@ -21,10 +21,10 @@ def test_no_text_changes_while_ranks_of_two_groups_are_killed():
 
 
 def test_victims_are_of_every_kind_alike():
-    places = [("tokenizer", 0, 0), ("detokenizer", 0, 0), ("scheduler", 0, 0), ("scheduler", 1, 0)]
-    places += [("engine", group, rank) for group in range(2) for rank in range(4)]
-    victims = drawn(places, 200, random.Random(3))
+    stages = [("tokenizer", 0, 0), ("detokenizer", 0, 0), ("scheduler", 0, 0), ("scheduler", 1, 0)]
+    stages += [("engine", group, rank) for group in range(2) for rank in range(4)]
+    victims = drawn(stages, 200, random.Random(3))
     assert Counter(name for name, _, _ in victims) == dict.fromkeys(
         ("tokenizer", "detokenizer", "scheduler", "engine"), 50
     )
-    assert set(victims) == set(places)
+    assert set(victims) == set(stages)

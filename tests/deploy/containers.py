@@ -82,9 +82,9 @@ class ContainerHost:
 
     def command(self, words: list[str]) -> list[str]:
         assert words[0] == "python"
-        places = {t: str(ROOT / source) for t, source in image_files().items()}
-        places |= {TOPOLOGY: f"{self.folder}/pipeinfer.toml", SOCKETS: f"{self.folder}/run"}
-        return [sys.executable, *(places.get(word, word) for word in words[1:])]
+        there = {t: str(ROOT / source) for t, source in image_files().items()}
+        there |= {TOPOLOGY: f"{self.folder}/pipeinfer.toml", SOCKETS: f"{self.folder}/run"}
+        return [sys.executable, *(there.get(word, word) for word in words[1:])]
 
     def _home(self, name: str) -> Path:
         return self.folder / name

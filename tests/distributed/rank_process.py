@@ -14,18 +14,19 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 import torch  # noqa: E402
 from cores import Cores  # noqa: E402
 
-from pipeinfer.distributed.group import join  # noqa: E402
+from pipeinfer.distributed.collectives import join  # noqa: E402
+from pipeinfer.logprobs import scores as scores_in  # noqa: E402
 from pipeinfer.params import SamplingParams, normalized  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 
 
-def generate(folder: str, requests: list[dict], size: int, group=None, **changes) -> Cores:
+def generate(folder: str, requests: list[dict], size: int, collectives=None, **changes) -> Cores:
     """Runs requests {"prompt", "params", "seed"} and returns the cores that did it."""
     settings = Settings(
         device="cpu", dtype="float32", kv_pages=200, page_size=16, max_running=8, tp=size,
         **changes,
     )  # fmt: skip
-    cores = Cores(Path(folder), settings, group=group)
+    cores = Cores(Path(folder), settings, collectives=collectives)
     for index, request in enumerate(requests):
         params = normalized(SamplingParams(**request["params"]))
         cores.submit(f"r{index}", request["prompt"], params, seed=request["seed"])
@@ -33,16 +34,30 @@ def generate(folder: str, requests: list[dict], size: int, group=None, **changes
     return cores
 
 
+def scores(cores: Cores, requests: list[dict]) -> dict[str, list]:
+    """Log-probs of the prompts and outputs of those that ask, by request: entries as lists."""
+    found = {}
+    for index, request in enumerate(requests):
+        name, params = f"r{index}", SamplingParams(**request["params"])
+        for raw, most, what in (
+            (cores.logprobs[name], params.logprobs, "output"),
+            (cores.prompt_logprobs[name], params.prompt_logprobs, "prompt"),
+        ):
+            if most is not None:
+                found[f"{name} {what}"] = [list(entry) for entry in scores_in(raw, most)]
+    return found
+
+
 def main() -> None:
     address, rank, size, work, out = sys.argv[1:]
     torch.set_num_threads(1)
-    group = join(address, int(rank), int(size), "cpu", 120)
-    outputs = [
-        generate(folder, requests, int(size), group, **changes).outputs
-        for folder, requests, changes in json.loads(Path(work).read_text())
-    ]
-    Path(out).write_text(json.dumps(outputs))
-    group.close()
+    collectives = join(address, int(rank), int(size), "cpu", 120)
+    found = []
+    for folder, requests, changes in json.loads(Path(work).read_text()):
+        cores = generate(folder, requests, int(size), collectives, **changes)
+        found.append({"outputs": cores.outputs, "scores": scores(cores, requests)})
+    Path(out).write_text(json.dumps(found))
+    collectives.close()
 
 
 if __name__ == "__main__":

@@ -47,18 +47,18 @@ def test_the_pool_is_the_smallest_and_a_rank_with_more_says_so(rank, tmp_path, m
     monkeypatch.setattr(machine, "available_bytes", lambda: free)
     settings = Settings(tp=2, memory_fraction=1.0)
     with caplog.at_level(logging.INFO, building.__name__):
-        engine = load_engine(settings, tmp_path, rank=rank, group=Told(rank, other))  # type: ignore
+        engine = load_engine(settings, tmp_path, rank=rank, collectives=Told(rank, other))  # type: ignore
     assert engine.pages == engine.runner.pool.pages == 1 + min(MEASURED)
     said = "rank 0 has room for 900 pages, but another rank for 300, which all ranks use"
     assert caplog.messages == ([said] if mine > other else [])
 
 
-def pools(place: Topology) -> dict[str, float]:
+def pools(topology: Topology) -> dict[str, float]:
     """Pages of each rank, as its heartbeats tell them; waits until all do."""
     pages: dict[str, float] = {}
     deadline = time.monotonic() + PATIENCE
-    with zmq.Context() as context, Caller(place, context) as caller:
-        for stage in place.ids("engine"):
+    with zmq.Context() as context, Caller(topology, context) as caller:
+        for stage in topology.ids("engine"):
             caller.listen(stage)
         while len(pages) < 2 and time.monotonic() < deadline:
             for _, beat in caller.hear(0.2):
@@ -76,9 +76,9 @@ def short_path():
 
 def test_real_ranks_with_unequal_memory_have_pools_of_one_size(short_path):
     """Two processes: one takes a thousandth of the memory that is free, the other twice that."""
-    place = local(Settings(tp=2), f"ipc://{short_path}/")
+    topology = local(Settings(tp=2), f"ipc://{short_path}/")
     file = short_path / "pipeinfer.toml"
-    file.write_text(Topology(place.entries, {"tp": 2, "threads": 1}).to_toml())
+    file.write_text(Topology(topology.entries, {"tp": 2, "threads": 1}).to_toml())
     command = [sys.executable, "-m", "pipeinfer.runtime", "engine", "--topology", str(file)]
     ranks = [
         subprocess.Popen(
@@ -90,7 +90,7 @@ def test_real_ranks_with_unequal_memory_have_pools_of_one_size(short_path):
         for rank, fraction in enumerate(("0.002", "0.001"))
     ]
     try:
-        pages = pools(place)
+        pages = pools(topology)
     finally:
         for rank in ranks:
             rank.terminate()

@@ -20,14 +20,14 @@ from port_rows import port_row
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 def test_all_ranks_share_one_store_in_any_order(tmp_path, order):
     address = f"ipc://{tmp_path}/engine-0-0"
-    turns = [Event() for _ in order]
-    turns[0].set()
+    gates = [Event() for _ in order]
+    gates[0].set()
 
     def one(rank: int) -> Store:
-        place = order.index(rank)
-        turns[place].wait(10)
-        if place + 1 < len(turns):
-            turns[place + 1].set()
+        nth = order.index(rank)
+        gates[nth].wait(10)
+        if nth + 1 < len(gates):
+            gates[nth + 1].set()
         store = meet(address, rank, 3, timeout=20)
         store.set(str(rank), f"here is {rank}")
         return store

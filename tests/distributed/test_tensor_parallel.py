@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rank_process import generate
+from rank_process import generate, scores
 
 from checkpoints import ARCHITECTURES, CheckpointCache
 
@@ -37,8 +37,9 @@ OVERRIDES = {
 WAYS = {"Qwen3MoeForCausalLM": ({}, {"enable_expert_parallel": True})}
 
 
-def requests(folder: Path) -> tuple[list[dict], dict[str, list[int]]]:
-    """Greedy requests whose choice is never close, then sampled ones; and what one rank gives."""
+def requests(folder: Path) -> tuple[list[dict], dict[str, dict]]:
+    """Greedy requests whose choice is never close, then sampled ones, some with log-probs; and what
+    one rank gives."""
     rng = np.random.default_rng(3)
     greedy = {"temperature": 0.0, "max_tokens": OUTPUTS, "ignore_eos": True}
     asked = [
@@ -56,12 +57,15 @@ def requests(folder: Path) -> tuple[list[dict], dict[str, list[int]]]:
         {"prompt": asked[0]["prompt"], "params": {**greedy, **knobs}, "seed": 7 + index}
         for index, knobs in enumerate(SAMPLED)
     ]
-    return clear, generate(str(folder), clear, 1).outputs
+    clear[1]["params"] = {**greedy, "logprobs": 3, "prompt_logprobs": 2}
+    clear[3]["params"] = {**clear[3]["params"], "logprobs": 1, "min_tokens": 9}
+    cores = generate(str(folder), clear, 1)
+    return clear, {"outputs": cores.outputs, "scores": scores(cores, clear)}
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """[(architecture, folder, requests, outputs of one rank)]"""
+    """[(architecture, folder, requests, outputs and log-probs of one rank)]"""
     cache = CheckpointCache(tmp_path_factory.mktemp("split"))
     made = []
     for architecture in ARCHITECTURES:
@@ -89,5 +93,19 @@ def test_every_architecture_gives_the_same_tokens_on_several_ranks(work, tmp_pat
     said = [rank.communicate(timeout=240)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * size, said
     for out in outs:
-        for (name, *_, expected), outputs in zip(jobs, json.loads(out.read_text()), strict=True):
-            assert outputs == expected, name
+        for (name, *_, expected), found in zip(jobs, json.loads(out.read_text()), strict=True):
+            assert found["outputs"] == expected["outputs"], name
+            check_scores(name, found["scores"], expected["scores"])
+
+
+def check_scores(name: str, found: dict[str, list], expected: dict[str, list]) -> None:
+    """Log-probs of ranks are those of one, as far as sums in another order are."""
+    assert found.keys() == expected.keys() and len(expected) == 3
+    for key, entries in expected.items():
+        assert len(entries) == len(found[key]) > 0
+        for (own, rank, ids, others), (its, its_rank, its_ids, theirs) in zip(
+            entries, found[key], strict=True
+        ):
+            assert [its, *theirs] == pytest.approx([own, *others], abs=1e-4), (name, key)
+            assert abs(its_rank - rank) <= 1, (name, key)  # where two are that close
+            assert len(set(its_ids)) == len(ids)

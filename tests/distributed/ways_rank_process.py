@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from pipeinfer.distributed.group import join
+from pipeinfer.distributed.collectives import join
 
 
 def main() -> None:

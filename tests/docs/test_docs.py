@@ -16,9 +16,10 @@ from pipeinfer import LLM
 from pipeinfer.channels import CHANNELS
 from pipeinfer.cli import flags
 from pipeinfer.cli.main import COMMANDS
+from pipeinfer.gateway.foreign_fields import REFUSED
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.schema import NOT_BUILT, ChatRequest, CompletionRequest
+from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
 from pipeinfer.runtime.deployment import BIND, KEYS, SECRET
 from pipeinfer.runtime.deployment import STAGES as STAGES_VARIABLE
 from pipeinfer.scheduler.policies import POLICIES
@@ -121,7 +122,10 @@ def known_flags() -> set[str]:
 
 @every_page
 def test_flags_that_are_named_exist(page):
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", page.read_text()))
+    words = page.read_text()
+    if page.name == "migrating.md":  # what stands before "here" is another server's
+        words = "\n".join(re.findall(r"^\|[^|]*\|([^|]*)\|", words, re.M))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", words))
     assert named - known_flags() == set()
 
 
@@ -148,7 +152,9 @@ def test_every_setting_is_documented_with_its_default():
 
 
 def test_every_metric_is_documented_and_none_besides():
-    exposed = re.findall(r"^# TYPE (\w+) (\w+)$", Metrics(Health([])).exposition().decode(), re.M)
+    exposed = re.findall(
+        r"^# TYPE (\w+) (\w+)$", Metrics(Health([])).exposition("")[0].decode(), re.M
+    )
     real = {name for name, _ in exposed if not name.endswith("_created")}
     rows = re.findall(r"^\| `(pipeinfer_\w+)", text("docs/telemetry.md"), re.M)
     assert set(rows) == real
@@ -172,7 +178,7 @@ def documented_statistics() -> dict[str, set[str]]:
 
 OF_EVERY_STAGE = {
     "bad_frames", "fenced", "recordings", "recorded_bytes_total", "recorded_lost_total",
-    "flight_bytes", "refused_handshakes_total", "unsent_total",
+    "flight_bytes", "refused_handshakes_total", "repeated_frames_total", "unsent_total",
 }  # fmt: skip
 
 
@@ -204,11 +210,12 @@ def test_every_parameter_is_documented_as_supported_or_refused():
     page = text("docs/api.md")
     supported, refused = page.split("### Refused")
     refused = refused.split("\n## ")[0]
-    for name in {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}:
+    built = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+    for name in built:
         assert f"`{name}`" in supported, name
-    for name in NOT_BUILT:
+    for name in REFUSED:
         assert f"`{name}`" in refused, name
-        assert f"| `{name}`" not in supported, name
+        assert f"| `{name}`" not in supported or name in built, name  # of the other kind of body
 
 
 def test_every_error_code_is_documented():

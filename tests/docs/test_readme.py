@@ -89,5 +89,5 @@ def test_quick_start_stands_in_its_order():
         *("make serve", "curl http", "make test", "OpenAI(", "LLM()", "pipeinfer chat"),
         *("stages/$stage.py", "| stage | owns", "## What it can do today", "## More"),
     ]
-    places = [README.index(mark) for mark in order]
-    assert places == sorted(places)
+    found = [README.index(mark) for mark in order]
+    assert found == sorted(found)

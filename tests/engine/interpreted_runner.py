@@ -19,12 +19,12 @@ sys.path[:0] = [str(HERE), *(str(HERE.parent / name) for name in ("", "gpu", "pa
 import msgspec  # noqa: E402
 import torch  # noqa: E402
 from overlapped import GpuCores  # noqa: E402
-from runner_requests import good_ones, submit_all  # noqa: E402
+from runner_requests import good_ones, scores, submit_all  # noqa: E402
 
 from pipeinfer.attention.interface import Traits  # noqa: E402
 from pipeinfer.attention.paged import PagedKind  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
-from pipeinfer.distributed.group import join  # noqa: E402
+from pipeinfer.distributed.collectives import join  # noqa: E402
 from pipeinfer.engine import building, loading, step_times  # noqa: E402
 from pipeinfer.engine.machine import HostMachine  # noqa: E402
 from pipeinfer.engine.rooms import Room  # noqa: E402
@@ -125,22 +125,22 @@ def checked(work):
 
 
 step_times.REPLAYS = 1
-loading.machine = lambda device, settings, place: InterpretedMachine()
+loading.machine = lambda device, settings, ordinal: InterpretedMachine()
 building.mixed_ladder = ladder
 building.registry.create = lambda name, shapes, device: KINDS[READS](shapes, device)
 Runner.capture, Runner.measure = map(checked, (Runner.capture, Runner.measure))
 
 
-def served(folder: str, group=None, reads="hybrid", **changes) -> GpuCores:
+def served(folder: str, collectives=None, reads="hybrid", **changes) -> GpuCores:
     """All requests, to their ends."""
     global READS, SIZES
     READS = reads
-    SIZES = (8, 48) if group is None else (8,)  # ranks that measured otherwise would hang
+    SIZES = (8, 48) if collectives is None else (8,)  # ranks that measured otherwise would hang
     settings = Settings(
         model=folder, device="cpu", kv_pages=40, page_size=16, max_running=3, max_step_tokens=48,
         cuda_graph_max_batch=2, **changes,
     )  # fmt: skip
-    cores = GpuCores(Path(folder), settings, budget=48, group=group)
+    cores = GpuCores(Path(folder), settings, budget=48, collectives=collectives)
     submit_all(cores, bad=True)
     cores.run()
     cores.loaded.runner.device.close()  # a thread that is amid something would not outlive us well
@@ -148,10 +148,11 @@ def served(folder: str, group=None, reads="hybrid", **changes) -> GpuCores:
 
 
 def rank(folder: str, address: str, rank: str, size: str) -> dict[str, Any]:
-    group = join(address, int(rank), int(size), "cpu", 120)
-    done = served(folder, group, tp=int(size))
-    group.close()
-    return {"graphs": good_ones(done), "step cost": msgspec.to_builtins(done.loaded.step_cost)}
+    collectives = join(address, int(rank), int(size), "cpu", 120)
+    done = served(folder, collectives, tp=int(size))
+    collectives.close()
+    cost = msgspec.to_builtins(done.loaded.step_cost)
+    return {"graphs": good_ones(done), "scores": {"graphs": scores(done)}, "step cost": cost}
 
 
 if __name__ == "__main__":
@@ -159,15 +160,16 @@ if __name__ == "__main__":
     if len(sys.argv) > 2:
         print(json.dumps(rank(*sys.argv[1:])))
         sys.exit()
-    place = sys.argv[1]
-    replayed = served(place)
-    eager = served(place, no_cuda_graph=True)
+    folder = sys.argv[1]
+    replayed = served(folder)
+    eager = served(folder, no_cuda_graph=True)
     found = {
         "graphs": good_ones(replayed),
         "no graphs": good_ones(eager),
-        "pages listed, lengths on the host": good_ones(served(place, reads="flashinfer")),
-        "all pages gathered": good_ones(served(place, reads="fa3")),
-        "torch backend": good_ones(served(place, reads="torch")),
+        "pages listed, lengths on the host": good_ones(served(folder, reads="flashinfer")),
+        "all pages gathered": good_ones(served(folder, reads="fa3")),
+        "torch backend": good_ones(served(folder, reads="torch")),
+        "scores": {"graphs": scores(replayed), "no graphs": scores(eager)},
         "step cost": msgspec.to_builtins(replayed.loaded.step_cost),
         "step cost without graphs": msgspec.to_builtins(eager.loaded.step_cost),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeinfer.logprobs import scores as scores_in
 from pipeinfer.params import SamplingParams
 
 LENGTHS = (3, 60, 17, 33)
@@ -11,6 +12,7 @@ WANTED = 5
 
 
 BIASES = {250: 2.0, 9: 3.0, 17: 0.01, 5: -100.0}  # 250 is a stop id of a request with min_tokens
+SCORED = {0: 3, 3: 1}  # log-probs, of which requests and with how many alternatives
 POISON = 261  # of a checkpoint made so: logits of whoever has this token are NaN
 BAD = [POISON], [*range(20), POISON, 5], [7] * 40 + [POISON]
 
@@ -24,6 +26,7 @@ def submit_all(cores, bad: bool = False) -> None:
             min_tokens=2 * (index == 1), stop_token_ids=(250,) * (index == 1),
             repetition_penalty=1.5 if index > 1 else 1.0, presence_penalty=0.5 * (index == 2),
             frequency_penalty=-0.3 * (index == 3), logit_bias=BIASES if index % 3 else {},
+            logprobs=SCORED.get(index),
         )  # fmt: skip
         cores.submit(f"r{index}", random.integers(0, 250, length).tolist(), params, seed=index)
         if bad and index < len(BAD):
@@ -37,3 +40,11 @@ def good_ones(cores) -> dict[str, list[int]]:
     assert [cores.outputs[name] for name in bad] == [[]] * len(bad)
     assert [cores.finished[name] for name in bad] == ["error"] * len(bad)
     return {name: ids for name, ids in cores.outputs.items() if name not in bad}
+
+
+def scores(cores) -> dict[str, list]:
+    """Log-probs of those that ask: [log-prob, rank, ids, their log-probs] of each token."""
+    return {
+        f"r{index}": [list(entry) for entry in scores_in(cores.logprobs[f"r{index}"], most)]
+        for index, most in SCORED.items()
+    }

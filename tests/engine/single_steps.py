@@ -15,7 +15,7 @@ from step_pages import all_pages
 
 
 class HostFlight:
-    """A step that `run` computes on a device, as a runner's flights are."""
+    """A step that `run` computes on a device, as those of a runner are."""
 
     def __init__(self, device: HostDevice, run: Callable[[], Sampled]) -> None:
         self._sampled: list[Sampled] = []

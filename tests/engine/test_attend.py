@@ -44,7 +44,7 @@ def inputs(kind):
 @pytest.mark.parametrize("kind", [None, USUAL, OFFSET])
 @torch.inference_mode()
 def test_torch_operations_store_what_the_fused_kernel_is_to_store(kind):
-    reference = pytest.importorskip("pipeinfer.kernels.store").turn_and_store_reference
+    reference = pytest.importorskip("pipeinfer.kernels.store").rotate_and_store_reference
     heads = inputs(kind)
     mine, theirs = pool(), pool()
     queries, *_ = TorchStore(mine)(1, heads, PLACES)
@@ -93,7 +93,7 @@ def test_a_backend_attends_after_the_steps_own_keys_are_stored():
     attend = StepAttention(backend, plan, TorchStore(made), PLACES)
     out = attend(1, heads)
     layer, *given, seen = backend.handed
-    expected = heads.split_and_turn()
+    expected = heads.split_and_rotate()
     assert (layer, seen) == (1, plan) and out is given[0]
     assert all(torch.equal(mine, other) for mine, other in zip(given, expected, strict=True))
     assert torch.equal(backend.held, given[1])

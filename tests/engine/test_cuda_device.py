@@ -57,12 +57,12 @@ def device(monkeypatch):
     return CudaDevice(torch.device("cpu"))
 
 
-def end(device: CudaDevice, place: int) -> None:
-    """Ends the `place`-th piece of work."""
-    device.stream.recorded[2 * place + 1].over = True  # type: ignore
+def end(device: CudaDevice, nth: int) -> None:
+    """Ends the `nth`-th piece of work."""
+    device.stream.recorded[2 * nth + 1].over = True  # type: ignore
 
 
-async def turns(count: int) -> None:
+async def iterations(count: int) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -71,18 +71,18 @@ async def test_marks_end_in_order_and_nobody_asks_when_nobody_waits(device):
     loop, seen = asyncio.get_running_loop(), []
     for number in range(3):
         device.submit(lambda: None).then(loop, lambda number=number: seen.append(number))
-    await turns(5)
+    await iterations(5)
     assert seen == [] and Event.asked > 3
     end(device, 1)
-    await turns(2)
+    await iterations(2)
     assert seen == [], "not before the one before it"
     end(device, 0)
-    await turns(2)
+    await iterations(2)
     assert seen == [0, 1]
     end(device, 2)
-    await turns(2)
+    await iterations(2)
     asked = Event.asked
-    await turns(9)
+    await iterations(9)
     assert seen == [0, 1, 2] and Event.asked == asked
 
 
@@ -94,12 +94,12 @@ async def test_who_is_called_may_submit_and_one_question_a_turn_is_enough(device
 
     device.submit(lambda: None).then(loop, again)
     end(device, 0)
-    await turns(3)
+    await iterations(3)
     asked = Event.asked
-    await turns(10)
+    await iterations(10)
     assert Event.asked - asked == 10
     end(device, 1)
-    await turns(2)
+    await iterations(2)
 
 
 def test_times_are_those_between_the_streams_events_and_stay_when_events_are_used_again(device):
@@ -114,10 +114,10 @@ def test_times_are_those_between_the_streams_events_and_stay_when_events_are_use
 
 
 def test_a_third_step_waits_for_the_first_result_whose_buffers_it_takes():
-    """A rank that hears plans at another's pace takes many in one turn of its loop."""
+    """A rank that hears plans at another's pace takes many in one iteration of its loop."""
     happened: list[tuple[str, int]] = []
 
-    class Flight:
+    class LaunchedStep:
         def __init__(self, number: int) -> None:
             self.number = number
 
@@ -133,12 +133,12 @@ def test_a_third_step_waits_for_the_first_result_whose_buffers_it_takes():
         assert parity == step.number % PARITIES
 
     runner = Runner.__new__(Runner)
-    runner.phases, runner._launched, runner._flights = Phases(), 0, [None] * PARITIES
+    runner.phases, runner._launched, runner._latest = Phases(), 0, [None] * PARITIES
     runner.device, runner._graphs = Device(), Graphs(None)  # type: ignore
     runner._pack = pack  # type: ignore
     for number in range(4):
         runner.launch(empty_step(number), lambda step: happened.append(("watch", step.number)))
-        runner._flights[number % PARITIES] = Flight(number)  # type: ignore
+        runner._latest[number % PARITIES] = LaunchedStep(number)  # type: ignore
     assert happened == [
         ("watch", 0), ("pack", 0), ("watch", 1), ("pack", 1),
         ("watch", 2), ("take", 0), ("pack", 2), ("watch", 3), ("take", 1), ("pack", 3),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import numpy as np
 import pytest
 from edits_by_slot import Edited
@@ -12,6 +15,7 @@ from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.driver import step_done
 from pipeinfer.engine.fields import FIELDS
 from pipeinfer.events import Drain, Leave, StepDone, Tick
+from pipeinfer.logprobs import size
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import (
     PROTOCOL,
@@ -21,6 +25,7 @@ from pipeinfer.messages import (
     Fault,
     Hello,
     Plan,
+    PromptScores,
     Ready,
     Release,
     Result,
@@ -345,6 +350,82 @@ def test_rows_may_give_several_tokens_which_stand_in_the_plans_order():
     assert fields(result)["produced"] == [3, 2, 0]
     assert fields(result)["token_ids"] == [50, 51, 52, 20, 21]
     assert unpack(result.bad).tolist() == [7]
+
+
+def test_scores_stand_in_the_plans_order_whatever_each_row_asks_for():
+    engine = Engine()
+    prompts = {5: [1] * 6, 2: [2], 7: [3] * 9}
+    wishes = {5: 2, 2: None, 7: 0}
+    engine.plan(
+        dict.fromkeys(prompts, 99),
+        [admit(slot, ids, logprobs=wishes[slot]) for slot, ids in prompts.items()],
+    )
+    step = engine.queue.pop()
+    assert step.slots.tolist() == [2, 5, 7]
+    assert step.logprobs is not None
+    assert step.logprobs.rows.tolist() == [1, 2] and step.logprobs.most.tolist() == [2, 0]
+    of_five, of_seven = b"5" * size(2), b"7" * size(0)
+    sampled = replace(Sampled.one_each([20, 50, 70]), logprobs=of_five + of_seven)
+    [result] = engine.handle(step_done(step, sampled))
+    assert fields(result)["token_ids"] == [50, 20, 70]
+    assert result.logprobs == of_five + of_seven
+    engine.plan({7: 1, 2: 1, 5: 1})
+    sampled = replace(Sampled.one_each([71, 21, 51]), logprobs=of_seven + of_five)
+    [result] = engine.handle(step_done(engine.queue.pop(), sampled))
+    assert result.logprobs == of_seven + of_five
+
+
+def test_scores_of_a_bad_row_are_not_there():
+    engine = Engine()
+    engine.plan({0: 9, 1: 9}, [admit(0, [1], logprobs=1), admit(1, [2], logprobs=1)])
+    sampled = replace(Sampled.of(np.array([[0, 0], [1, 5]])), logprobs=b"x" * size(1))
+    [result] = engine.handle(step_done(engine.queue.pop(), sampled))
+    assert unpack(result.bad).tolist() == [0] and result.logprobs == b"x" * size(1)
+
+
+def test_prompts_are_scored_where_they_are_computed_and_told_before_their_result():
+    engine = Engine()
+    ids = [*range(10, 22)]
+    admitted = msgspec.structs.replace(admit(3, ids, prompt_logprobs=1), score_from=4)
+    engine.plan({3: 5}, [admitted])
+    engine.plan({3: 99})
+    first, second = (step.prompts for step in engine.queue)
+    assert [(c.slot, c.first, c.at, c.most) for c in (*first, *second)] == [
+        (3, 4, 3, 1),
+        (3, 6, 0, 1),
+    ]
+    assert first[0].ids.tolist() == ids[4:6] and second[0].ids.tolist() == ids[6:]
+    for chunk, samples in ((first[0], 0), (second[0], 1)):
+        raw = b"s" * size(1) * len(chunk.ids)
+        sampled = replace(Sampled.one_each([1] * samples), prompts=(raw,))
+        scores, result = engine.handle(step_done(engine.queue.pop(0), sampled))
+        assert isinstance(result, Result)
+        assert scores == PromptScores(1, result.number, 3, chunk.first, raw)
+    engine.plan({3: 1})
+    assert engine.queue.pop().prompts == ()
+
+
+@pytest.mark.parametrize("logprobs", [b"", b"x" * 7, b"x" * size(2)])
+def test_scores_of_another_size_are_a_fault(logprobs):
+    engine = Engine()
+    engine.plan({0: 9}, [admit(0, [1], logprobs=1)])
+    sampled = replace(Sampled.one_each([4]), logprobs=logprobs)
+    [fault] = engine.handle(step_done(engine.queue.pop(), sampled))
+    assert f"{len(logprobs)} bytes of log-probs, where {size(1)} were expected" in fault.reason
+
+
+def test_ids_that_are_held_back_are_told_while_they_are():
+    """Such a step takes log-probs from elsewhere than a graph."""
+    engine = Engine()
+    engine.plan({0: 9}, [admit(0, [1, 2], logprobs=0, min_tokens=2, suppress=(9,))])
+    told = []
+    for number in range(3):
+        step = engine.queue.pop()
+        told.append(step.logprobs is not None and step.logprobs.suppressed)
+        engine.handle(step_done(step, replace(Sampled.one_each([4]), logprobs=b"x" * size(0))))
+        if number < 2:
+            engine.plan({0: 1})
+    assert told == [True, True, False]
 
 
 def test_sampling_parameters_follow_their_rows():

@@ -11,12 +11,12 @@ import pytest
 from single_steps import empty_step
 
 from pipeinfer.engine.device import HostDevice, HostMark
-from pipeinfer.engine.executor import MOST_PENDING, Executor
+from pipeinfer.engine.executor import MOST_UNFINISHED, Executor
 from pipeinfer.steps.step import Sampled, Step
 
 
 @dataclass
-class Flight:
+class LaunchedStep:
     number: int
     mark: HostMark = field(default_factory=HostMark)
 
@@ -30,19 +30,19 @@ class Runner:
 
     def __init__(self) -> None:
         self.device = HostDevice()
-        self.flights: list[Flight] = []
+        self.launched: list[LaunchedStep] = []
         self.watched: list[int] = []
         self.grounded: set[int] = set()
 
-    def launch(self, step: Step, before: Callable[[Step], None]) -> Flight:
+    def launch(self, step: Step, before: Callable[[Step], None]) -> LaunchedStep:
         if step.number in self.grounded:
             raise ValueError(f"launch of {step.number}")
         before(step)
-        self.flights.append(Flight(step.number))
-        return self.flights[-1]
+        self.launched.append(LaunchedStep(step.number))
+        return self.launched[-1]
 
     def end(self, number: int, error: Exception | None = None) -> None:
-        [mark] = [flight.mark for flight in self.flights if flight.number == number]
+        [mark] = [one.mark for one in self.launched if one.number == number]
         mark.busy, mark.idle = 0.25, 0.5
         mark.end(error)
 
@@ -75,15 +75,15 @@ async def test_a_step_is_launched_before_the_one_before_it_has_a_result(running)
     runner, reports, executor = running
     executor.submit(empty_step(0))
     executor.submit(empty_step(1))
-    assert [flight.number for flight in runner.flights] == [0, 1]
-    assert executor.pending == 2
+    assert [one.number for one in runner.launched] == [0, 1]
+    assert executor.unreported == 2
     runner.end(1)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert reports.all.empty(), "the later result alone is not reported"
     await asyncio.to_thread(runner.end, 0)
     assert [await reports.all.get() for _ in range(2)] == [(0, [0], 0.25), (1, [1], 0.25)]
-    assert executor.pending == 0
+    assert executor.unreported == 0
     assert (executor.steps, executor.busy_seconds, executor.idle_seconds) == (2, 0.5, 1.0)
     assert reports.threads == {threading.get_ident()}
 
@@ -106,15 +106,15 @@ async def test_errors_of_launch_and_of_result_are_reported_in_their_place(runnin
 
 async def test_more_steps_than_the_overlap_loop_needs_are_refused(running):
     runner, reports, executor = running
-    for number in range(MOST_PENDING):
+    for number in range(MOST_UNFINISHED):
         executor.submit(empty_step(number))
-    with pytest.raises(RuntimeError, match=f"while {MOST_PENDING} are pending"):
+    with pytest.raises(RuntimeError, match=f"while {MOST_UNFINISHED} are unfinished"):
         executor.submit(empty_step(9))
-    runner.end(0)  # the loop has no turn in which it could be reported
-    executor.submit(empty_step(MOST_PENDING))
-    for number in range(1, MOST_PENDING + 1):
+    runner.end(0)  # the loop has no iteration in which it could be reported
+    executor.submit(empty_step(MOST_UNFINISHED))
+    for number in range(1, MOST_UNFINISHED + 1):
         runner.end(number)
-    assert [(await reports.all.get())[0] for _ in range(MOST_PENDING + 1)] == [0, 1, 2, 3, 4]
+    assert [(await reports.all.get())[0] for _ in range(MOST_UNFINISHED + 1)] == [0, 1, 2, 3, 4]
 
 
 async def test_a_report_may_submit_the_next_step():
@@ -131,7 +131,7 @@ async def test_a_report_may_submit_the_next_step():
     executor.submit(empty_step(0))
     runner.end(0)
     await over.wait()
-    assert executor.steps == 6 and executor.pending == 0
+    assert executor.steps == 6 and executor.unreported == 0
     executor.close()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from runner_requests import LENGTHS, POISON, submit_all
+from runner_requests import LENGTHS, POISON, SCORED, WANTED, scores, submit_all
 
 from pipeinfer.settings import Settings
 from pipeinfer.step_cost import StepCost
@@ -60,19 +60,38 @@ def found(folder) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(folder) -> dict[str, list[int]]:
+def on_the_cpu(folder):
     """The same requests on the CPU's own path."""
     from cores import Cores
 
     cores = Cores(folder, Settings(kv_pages=40, page_size=16, max_running=3), budget=48)
     submit_all(cores)
     cores.run()
-    assert len(cores.outputs) == len(LENGTHS) and all(cores.outputs.values())
-    return cores.outputs
+    return cores
+
+
+@pytest.fixture(scope="module")
+def expected(on_the_cpu) -> dict[str, list[int]]:
+    """Its tokens."""
+    assert len(on_the_cpu.outputs) == len(LENGTHS) and all(on_the_cpu.outputs.values())
+    return on_the_cpu.outputs
+
+
+def check_scores(found: dict[str, list], cores) -> None:
+    """Ranks and ids are equal, log-probs are as near as sums in another order are."""
+    expected = scores(cores)
+    assert found.keys() == expected.keys() and len(expected) == len(SCORED)
+    for name, entries in expected.items():
+        assert len(entries) == len(found[name]) == WANTED
+        for (own, rank, ids, others), (its, *same, theirs) in zip(
+            entries, found[name], strict=True
+        ):
+            assert same == [rank, ids]
+            assert [its, *theirs] == pytest.approx([own, *others], abs=1e-4)
 
 
 def test_two_ranks_that_exchange_their_best_candidates_measure_and_give_the_same_tokens(
-    folder, expected, tmp_path
+    folder, expected, on_the_cpu, tmp_path
 ):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(PROGRAM), str(folder), f"ipc://{tmp_path}/rank-0"]
@@ -88,12 +107,18 @@ def test_two_ranks_that_exchange_their_best_candidates_measure_and_give_the_same
     for out, _ in said:
         told = json.loads(out.strip().rpartition("\n")[2])
         assert told["graphs"] == expected
+        check_scores(told["scores"]["graphs"], on_the_cpu)
         assert [size[0] for size in told["step cost"][1]] == [8]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_running_a_step_gives_the_same_tokens(found, expected, way):
     assert found[way] == expected
+
+
+@pytest.mark.parametrize("way", ["graphs", "no graphs"])
+def test_log_probs_are_the_same_behind_a_graph_and_without(found, on_the_cpu, way):
+    check_scores(found["scores"][way], on_the_cpu)
 
 
 def test_an_engine_with_graphs_says_what_its_steps_take(found):

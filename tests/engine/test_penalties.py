@@ -15,7 +15,7 @@ ids = st.lists(st.integers(0, VOCAB - 1), max_size=6)
 factors = st.tuples(st.sampled_from((0.5, 1.0, 1.3)), *[st.sampled_from((-2.0, 0.0, 0.7))] * 2)
 
 
-def seen(penalties, logits, rows, places, ids):
+def seen(penalties, logits, rows, entries, ids):
     """The logits from which it samples `ids`."""
     given_logits = []
 
@@ -24,7 +24,7 @@ def seen(penalties, logits, rows, places, ids):
         return torch.from_numpy(drawn)
 
     drawn = np.stack((ids >= 0, np.maximum(ids, 0)), axis=1).astype(np.int64)
-    assert penalties.sampled(logits, rows, sample, places).tolist() == drawn.tolist()
+    assert penalties.sampled(logits, rows, sample, entries).tolist() == drawn.tolist()
     return given_logits[0]
 
 
@@ -53,28 +53,28 @@ def test_rows_change_by_what_their_own_requests_have_said(data, split):
             said[slot] = data.draw(ids), data.draw(ids), data.draw(factors)
             new.append(Said(slot, *(np.array(some, dtype=np.int32) for some in said[slot][:2])))
         # Rows of the logits in any order, of which some belong to the slots that have penalties.
-        places = random.permutation(SLOTS + 2)[: max(len(said), 1)]
+        entries = random.permutation(SLOTS + 2)[: max(len(said), 1)]
         slots = np.array(sorted(said), dtype=np.int64)
         hows = np.array([said[slot][2] for slot in slots], dtype=np.float32).reshape(-1, 3)
         rows = PenaltyRows(np.arange(len(slots)), slots, hows, tuple(new))
         logits = random.normal(size=(SLOTS + 2, VOCAB)).astype(np.float32)
         given_logits = torch.from_numpy(logits.copy())
         sampled = random.integers(0, VOCAB, SLOTS + 2)
-        changed = seen(whole, given_logits, rows, places, sampled)
+        changed = seen(whole, given_logits, rows, entries, sampled)
         wanted = logits.copy()
         for row, slot in enumerate(slots.tolist()):
             prompt, output, how = said[slot]
-            wanted[places[row]] = expected(logits[places[row]], prompt, output, *how)
+            wanted[entries[row]] = expected(logits[entries[row]], prompt, output, *how)
         np.testing.assert_allclose(changed.numpy(), wanted, rtol=1e-6, atol=1e-6)
         assert (given_logits.numpy() == logits).all()
         ends = (slice(0, split), slice(split, None))
         halves = [
-            seen(part, given_logits[:, end], rows, places, sampled)
+            seen(part, given_logits[:, end], rows, entries, sampled)
             for part, end in zip(parts, ends, strict=True)
         ]
         assert torch.equal(torch.cat(halves, 1), changed)
         for row, slot in enumerate(slots.tolist()):
-            said[slot][1].append(int(sampled[places[row]]))
+            said[slot][1].append(int(sampled[entries[row]]))
 
 
 def test_steps_without_penalties_are_not_touched_and_cost_no_memory():

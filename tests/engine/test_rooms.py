@@ -19,7 +19,7 @@ from pipeinfer.engine.artificial import deep_decodes
 from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.fields import FIELDS
 from pipeinfer.engine.graphs import Graphs, alone
-from pipeinfer.engine.rooms import Limits, Packer, Room, decode_ladder, layout, mixed_ladder
+from pipeinfer.engine.rooms import LargestStep, Packer, Room, decode_ladder, layout, mixed_ladder
 from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.engine.step_times import Frame, amid_prompts
 from pipeinfer.kernels import host
@@ -28,7 +28,7 @@ from pipeinfer.steps.step import LAST_TOKEN, Delta, Edits, Step
 from step_pages import all_pages, pages_of
 
 SLOTS, PAGES = 12, 96
-LIMITS = Limits(SLOTS, 400, PAGES)
+LARGEST = LargestStep(SLOTS, 400, PAGES)
 LAST = 1000  # and the slot, in last_token
 CPU = torch.device("cpu")
 
@@ -69,36 +69,36 @@ class Side:
         traits = Traits(None, 16, host_lengths=True, listed=listed, gathered=gathered)
         self.state = SlotState(SLOTS, PAGES, 4, CPU)
         self.state.by_slot.last_token[:] = LAST + torch.arange(SLOTS + 1)
-        self.arrays = StepArrays(LIMITS, page_size, traits, self.state, CPU, host)
+        self.arrays = StepArrays(LARGEST, page_size, traits, self.state, CPU, host)
         self.buffer = np.full(len(self.arrays.words), -7, dtype=np.int32)  # of another step
         self.packer = Packer(self.buffer, SLOTS)
 
     def expand(self, step: Step, room: Room, samples: int, graph: bool):
         cut = self.arrays.cut(room, samples, graph)
         changes = self.state.changes(step.delta)
-        used, places = self.packer.pack(step, room, samples, changes)
+        used, entries = self.packer.pack(step, room, samples, changes)
         assert (self.buffer[used:] == -7).all(), "what is not uploaded is not written"
         self.arrays.words[:used] = torch.from_numpy(self.buffer[:used])
         self.arrays.words[used:] = 2**20  # an index that would fault if it were used
         self.arrays.expand(cut)
-        return cut, places
+        return cut, entries
 
 
-def check(side: Side, step: Step, cut, places) -> None:
+def check(side: Side, step: Step, cut, entries) -> None:
     """Every row, token and entry is what the step says; whatever is left over is nobody's."""
     out, room, size = cut.expanded, cut.room, side.page_size
     pages, found, real = pages_of(step, size), {}, []
-    for place, slot in enumerate(cut.rows.slots.tolist()):
-        begin, end = out.offsets[place : place + 2].tolist()
+    for index, slot in enumerate(cut.rows.slots.tolist()):
+        begin, end = out.offsets[index : index + 2].tolist()
         if slot == SLOTS:
-            assert end - begin == int(out.lengths[place]) == cut.padding
+            assert end - begin == int(out.lengths[index]) == cut.padding
             continue
         [row] = np.flatnonzero(step.slots == slot)
         found[row] = begin, end
         start, count = int(step.starts[row]), int(step.counts[row])
-        assert (place < room.decodes) == (row < step.decodes)
-        assert (end - begin, int(out.lengths[place])) == (count, start + count)
-        check_pages(side, cut, place, pages[row, : -(-(start + count) // size)].tolist())
+        assert (index < room.decodes) == (row < step.decodes)
+        assert (end - begin, int(out.lengths[index])) == (count, start + count)
+        check_pages(side, cut, index, pages[row, : -(-(start + count) // size)].tolist())
         check_tokens(step, out, pages[row], row, begin, size)
         real += range(begin, end)
     assert len(found) == len(step.slots)
@@ -107,7 +107,7 @@ def check(side: Side, step: Step, cut, places) -> None:
     assert not out.ids[left].any()
     prompts = (out.offsets[room.decodes :] - cut.base).tolist()
     assert out.prompt_offsets.tolist() == prompts
-    check_entries(step, cut, places, found)
+    check_entries(step, cut, entries, found)
 
 
 def check_tokens(step, out, pages, row, begin, size) -> None:
@@ -123,34 +123,34 @@ def check_tokens(step, out, pages, row, begin, size) -> None:
     assert out.ids[here].tolist() == expected.tolist()
 
 
-def check_pages(side: Side, cut, place: int, pages: list[int]) -> None:
+def check_pages(side: Side, cut, index: int, pages: list[int]) -> None:
     """They stand behind where the row's pages begin, and where rows are gathered."""
     paged = side.arrays.paged(cut, 0, side.buffer, None, None)
-    device, last = paged.device, int(cut.expanded.last_page[place])
-    begin, count = int(device.kv_indptr[place]), len(pages)
+    device, last = paged.device, int(cut.expanded.last_page[index])
+    begin, count = int(device.kv_indptr[index]), len(pages)
     assert device.indices[begin : begin + count].tolist() == pages
-    assert (count - 1) * side.page_size + last == int(device.lengths[place])
+    assert (count - 1) * side.page_size + last == int(device.lengths[index])
     missing = cut.room.rows - len(device.table)
-    if place >= missing:
-        assert device.table[place - missing, :count].tolist() == pages
+    if index >= missing:
+        assert device.table[index - missing, :count].tolist() == pages
 
 
-def check_entries(step, cut, places, found) -> None:
+def check_entries(step, cut, entries, found) -> None:
     out, sampling = cut.expanded, cut.sampling
     wanted = np.flatnonzero(step.samples)
-    places = np.arange(len(wanted)) if places is None else places
-    others = np.setdiff1d(np.arange(cut.samples), places)
-    assert sampling["write_slots"][places].tolist() == step.slots[wanted].tolist()
+    entries = np.arange(len(wanted)) if entries is None else entries
+    others = np.setdiff1d(np.arange(cut.samples), entries)
+    assert sampling["write_slots"][entries].tolist() == step.slots[wanted].tolist()
     assert (sampling["write_slots"][others] == SLOTS).all()
     ends = (step.starts + step.counts)[wanted]
-    assert sampling["sample_positions"][places].tolist() == ends.tolist()
+    assert sampling["sample_positions"][entries].tolist() == ends.tolist()
     lasts = [found[row][1] - 1 for row in wanted.tolist()]
-    assert out.last[places].tolist() == lasts
+    assert out.last[entries].tolist() == lasts
     if cut.last is None:
-        assert places.tolist() == lasts, "every token has an entry"
+        assert entries.tolist() == lasts, "every token has an entry"
     for field in FIELDS:
         values = sampling[field.name].numpy().view(field.dtype)
-        assert values[places].tolist() == step.fields[field.name].tolist()
+        assert values[entries].tolist() == step.fields[field.name].tolist()
         assert (values[others] == field.dtype(field.filler)).all()
 
 
@@ -188,9 +188,9 @@ def test_a_graph_of_decodes_reads_of_every_row_what_the_step_says(rows, spare, p
         if further == 2:  # others, of the same number
             step = make_step(starts[::-1], [1] * len(rows), samples[::-1], page_size, seed=1)
         side.buffer[layout(alone(size)).pairs :] = -7
-        cut, places = side.expand(step, alone(size), size, graph=True)
-        assert (places is None) == all(samples)
-        check(side, step, cut, places)
+        cut, entries = side.expand(step, alone(size), size, graph=True)
+        assert (entries is None) == all(samples)
+        check(side, step, cut, entries)
         check_host(side, step, cut)
 
 
@@ -205,9 +205,9 @@ def test_a_graph_with_prompts_reads_of_every_row_what_the_step_says(
     prompts = len(rows) - step.decodes
     room = Room(len(step.tokens) + tokens, step.decodes + spare[0], max(prompts + spare[1], 1))
     side = Side(page_size, *kind)
-    cut, places = side.expand(step, room, min(room.rows, SLOTS), graph=True)
-    assert places is None
-    check(side, step, cut, places)
+    cut, entries = side.expand(step, room, min(room.rows, SLOTS), graph=True)
+    assert entries is None
+    check(side, step, cut, entries)
     check_host(side, step, cut)
 
 
@@ -217,9 +217,9 @@ def test_a_step_without_a_graph_takes_what_it_needs(rows, page_size, kind):
     rows = sorted(rows, key=lambda row: row[1] != 1)
     step = make_step(*zip(*rows, strict=True), page_size)
     side = Side(page_size, *kind)
-    cut, places = side.expand(step, Room.of(step), int(step.samples.sum()), graph=False)
-    assert places is None
-    check(side, step, cut, places)
+    cut, entries = side.expand(step, Room.of(step), int(step.samples.sum()), graph=False)
+    assert entries is None
+    check(side, step, cut, entries)
     check_host(side, step, cut)
 
 
@@ -228,7 +228,7 @@ def test_what_changes_in_a_slot_reaches_the_words_that_kernels_read():
 
     def apply(**changes) -> None:
         pairs = torch.from_numpy(state.changes(Delta(**changes))).view(-1, 2).long()
-        assert len(pairs[:, 0].unique()) == len(pairs), "a place twice has either value"
+        assert len(pairs[:, 0].unique()) == len(pairs), "an index twice has either value"
         state.words[pairs[:, 0]] = pairs[:, 1].int()
 
     def edits(slot, ids):
@@ -274,7 +274,7 @@ def test_what_is_larger_than_all_that_was_made_room_for_is_refused():
     for room, samples in (
         (Room(401, 1, 1), 1), (Room(100, 13, 0), 12), (Room(100, 1, 13), 1), (Room(9, 9, 0), 13),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match="limits"):
+        with pytest.raises(ValueError, match="largest"):
             side.arrays.cut(room, samples, graph=False)
     step = make_step([0], [1], [True], 16)
     step = replace(step, slots=np.array([SLOTS], np.int32), delta=Delta())

@@ -96,8 +96,8 @@ def test_a_run_of_decodes_is_what_single_plans_are(data, page_size):
         live += fresh
         rows = data.draw(st.permutations(live), "order")
         releases = tuple(Release(slot, False, b"") for slot in leaving)
-        for turn in range(data.draw(st.integers(1, 12), "plans")):
-            first = turn == 0
+        for nth in range(data.draw(st.integers(1, 12), "plans")):
+            first = nth == 0
             count = 9999 if first and data.draw(st.booleans(), "prefill") else 1
             plan = Plan(1, number, releases if first else (), arrivals if first else (),
                         pack(rows), pack([count] * len(rows)))  # fmt: skip

@@ -26,7 +26,8 @@ def test_tokens_stand_row_after_row_and_rows_without_any_are_bad(drawn, rest):
     assert sampled.counts.tolist() == [len(ids) for ids in tokens]
     assert sampled.ids.tolist() == [token for ids in tokens for token in ids]
     assert sampled.bad.tolist() == [row for row, ids in enumerate(tokens) if not ids]
-    assert {array.dtype for array in vars(sampled).values()} == {np.dtype(np.int32)}
+    arrays = sampled.counts, sampled.ids, sampled.bad
+    assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
 
 
 def test_one_token_of_each_row():

@@ -36,7 +36,7 @@ def test_steps_of_a_size_are_made_although_its_depth_was_measured_too_long():
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
 def test_prices_only_fall_and_no_size_costs_more_than_a_larger_one(prices):
-    sizes = [(64 * (place + 1), 10**9, price) for place, price in enumerate(prices)]
+    sizes = [(64 * (at + 1), 10**9, price) for at, price in enumerate(prices)]
     found = [price for *_, price in without_outliers(sizes)]
     assert found == sorted(found)
-    assert all(new == min(prices[place:]) for place, new in enumerate(found))
+    assert all(new == min(prices[at:]) for at, new in enumerate(found))

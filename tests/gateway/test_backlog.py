@@ -90,3 +90,17 @@ def test_each_prompt_of_a_request_needs_room(waiting: int, more: int, room: bool
     for _ in range(waiting):
         backlog.add(1)
     assert (not backlog.no_room(more, 0)) == room
+
+
+def test_a_request_counts_with_what_its_log_probs_will_occupy() -> None:
+    ids = pack(range(100))
+
+    def counted(**asked: Any) -> int:
+        return size_of(Call("r", SamplingParams(max_tokens=50, **asked), prompt_ids=ids))
+
+    assert counted() == 100
+    assert counted(prompt_logprobs=0) == 100 + 100 * 2
+    assert counted(prompt_logprobs=20) == 100 + 100 * 42
+    assert counted(logprobs=5) == 100 + 50 * 12
+    endless = SamplingParams(max_tokens=2**31 - 1, logprobs=0)
+    assert size_of(Call("r", endless, prompt_ids=ids)) == 100 + 4096 * 2

@@ -73,13 +73,13 @@ async def test_a_client_that_leaves_just_before_the_first_chunk_counts_as_gone(g
         [connection] = gateway.driver._connections._all
         assert connection.transport is not None
         gateway.pipeline.rows(TextRow(submit.request_id, submit.attempt, "a", 0, 0, pack([7])))
-        connection.transport.abort()  # both within one turn of the loop
+        connection.transport.abort()  # both within one iteration of the loop
         aborted = await gateway.pipeline.aborts.get()
         while gateway.driver._answering:
             await asyncio.sleep(0.01)
     writer.close()
     assert aborted.request_id == submit.request_id
-    counted = gateway.driver._service.metrics.exposition().decode()
+    counted = gateway.driver._service.metrics.exposition("")[0].decode()
     assert 'key_requests_total{key="anonymous",outcome="abort"} 1.0' in counted
     assert 'key_requests_total{key="anonymous",outcome="ok"} 0.0' in counted
 

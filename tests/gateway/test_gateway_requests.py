@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from pipeinfer.gateway.defaults import sampling_defaults
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call
+from pipeinfer.gateway.foreign_fields import HARMLESS, REFUSED
+from pipeinfer.gateway.health import Health
+from pipeinfer.gateway.metrics import LOGGED_NAMES, Metrics
 from pipeinfer.gateway.requests import Terms, chat_job, completion_job
 from pipeinfer.gateway.schema import (
-    NOT_BUILT,
     ChatRequest,
     CompletionRequest,
     Request,
@@ -35,7 +38,7 @@ def read(body: bytes, kind: type[Request]) -> Request:
     """What the HTTP side does with a body."""
     for _ in surveyed(body, kind):
         pass
-    return decode(body, kind)
+    return decode(body, kind, lambda names: None)
 
 
 def chat(**fields: object) -> list[Call]:
@@ -133,7 +136,7 @@ def test_message_content_may_be_parts_of_text() -> None:
     [
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"top_k": 2**31}, "top_k"),
@@ -212,6 +215,21 @@ def test_no_biases_are_as_none_given(nothing: object) -> None:
     assert chat(logit_bias=nothing)[0].params == DEFAULTS
 
 
+def test_an_assistant_that_called_a_function_need_not_say_anything() -> None:
+    called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": ""}}
+    [call] = chat(messages=[{"role": "user", "content": "a"}, called])
+    assert call.chat is not None and call.chat[1] == {**called, "content": ""}
+
+
+def test_top_p_0_leaves_the_best_token_alone() -> None:
+    assert 0 < chat(top_p=0)[0].params.top_p < 1e-30
+
+
+def test_a_timeout_of_0_is_refused_in_words_of_its_own() -> None:
+    error = refused(chat, timeout=0)
+    assert error.param == "timeout" and "leave it out" in error.message
+
+
 def test_a_number_that_no_float_holds_is_no_bias() -> None:
     with pytest.raises(ApiError) as caught:
         read(b'{"prompt": "a", "logit_bias": {"7": 1e999}}', CompletionRequest)
@@ -228,7 +246,7 @@ def test_the_number_of_prompts_is_bounded_before_any_is_made() -> None:
 
 
 def test_a_call_is_built_when_its_turn_comes() -> None:
-    body = decode(b'{"prompt": ["a", "b", "c"]}', CompletionRequest)
+    body = read(b'{"prompt": ["a", "b", "c"]}', CompletionRequest)
     job = completion_job(body, "id", TERMS, "")
     assert job.choices == 3
     calls = iter(job.calls)
@@ -237,13 +255,12 @@ def test_a_call_is_built_when_its_turn_comes() -> None:
 
 def test_a_request_without_a_timeout_gets_the_servers() -> None:
     def timeout(terms: Terms, **fields: object) -> float:
-        body = decode(json.dumps({"prompt": "a", **fields}).encode(), CompletionRequest)
+        body = read(json.dumps({"prompt": "a", **fields}).encode(), CompletionRequest)
         [call] = completion_job(body, "id", terms, "").calls
         return call.timeout
 
     assert timeout(Terms(DEFAULTS, timeout=60.0)) == 60.0
     assert timeout(Terms(DEFAULTS, timeout=60.0), timeout=90) == 90.0
-    assert timeout(Terms(DEFAULTS, timeout=60.0), timeout=0) == 60.0, "0 is as not given"
     assert timeout(Terms(DEFAULTS, timeout=0.0)) == 0.0
 
 
@@ -345,9 +362,9 @@ def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("name", NOT_BUILT)
+@pytest.mark.parametrize("name", [n for n in REFUSED if n != "top_logprobs"])
 def test_what_is_not_built_is_refused_by_name_but_its_neutral_value_passes(name: str) -> None:
-    for neutral in (None, *NOT_BUILT[name]):
+    for neutral in (None, *REFUSED[name]):
         assert chat(**{name: neutral})
     for asked in (3, ["x" * 100] * 100, {"a": [1]}):
         error = refused(chat, **{name: asked})
@@ -365,12 +382,68 @@ def test_bytes_that_are_no_text_are_refused_where_nothing_is_built() -> None:
 
 
 def test_asking_for_zero_log_probs_is_not_the_same_as_asking_for_none() -> None:
-    assert completion(logprobs=False)
-    assert refused(completion, logprobs=0).param == "logprobs"
+    assert completion(logprobs=False)[0].params.logprobs is None
+    assert completion(logprobs=0)[0].params.logprobs == 0
+    assert chat(logprobs=False)[0].params.logprobs is None
+    assert chat(logprobs=True)[0].params.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20)[0].params.logprobs == 20
+    assert chat(top_logprobs=0)[0].params.logprobs is None
+    assert chat(prompt_logprobs=0)[0].params.prompt_logprobs == 0
 
 
-def test_harmless_unknown_fields_are_ignored() -> None:
-    assert chat(user="me", metadata={"a": 1}, store=True, service_tier="auto", whatever=[1])
+def test_log_probs_that_cannot_be_had_are_refused_by_name() -> None:
+    for fields in ({"top_logprobs": 3}, {"top_logprobs": 3, "logprobs": False}):
+        error = refused(chat, **fields)
+        assert error.param == "top_logprobs" and "only allowed with logprobs" in error.message
+    for most in (21, -1):
+        assert refused(chat, logprobs=True, top_logprobs=most).param == "top_logprobs"
+        assert refused(chat, prompt_logprobs=most).param == "prompt_logprobs"
+        assert refused(completion, logprobs=most).param == "logprobs"
+        assert f"from 0 to 20, not {most}" in refused(completion, logprobs=most).message
+    assert refused(chat, logprobs=5).param == "logprobs"
+    assert refused(completion, logprobs=True).param == "logprobs"
+    assert refused(completion, top_logprobs=2).code == "unsupported_parameter"
+    assert refused(chat, echo=True).code == "unsupported_parameter"
+    assert refused(completion, prompt_logprobs=2, stream=True).param == "prompt_logprobs"
+
+
+def test_an_echo_with_log_probs_needs_those_of_the_prompt() -> None:
+    [call] = completion(logprobs=3, echo=True)
+    assert (call.params.logprobs, call.params.prompt_logprobs) == (3, 3)
+    assert call.return_prompt_text
+    [call] = completion(logprobs=3, echo=True, prompt_logprobs=7)
+    assert (call.params.logprobs, call.params.prompt_logprobs) == (3, 7)
+    [call] = completion(echo=True)
+    assert (call.params.logprobs, call.params.prompt_logprobs) == (None, None)
+    assert not completion(logprobs=3)[0].return_prompt_text
+
+
+def test_nothing_may_be_asked_for_only_where_the_prompt_is_echoed() -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 0, "echo": True}).encode()
+    job = completion_job(read(body, CompletionRequest), "id", TERMS, "")
+    assert job.shown.nothing_new
+    assert [call.params.max_tokens for call in job.calls] == [1]
+    assert refused(completion, max_tokens=0).param == "max_tokens"
+    assert refused(completion, max_tokens=-1, echo=True).param == "max_tokens"
+
+
+def test_harmless_fields_are_ignored_and_those_that_nobody_knows_are_told() -> None:
+    told: list[Sequence[str]] = []
+    fields = {name: [1] for name in HARMLESS} | {"whatever": [1], "prompt": "a", "n": 1}
+    assert decode(json.dumps(fields).encode(), CompletionRequest, told.append)
+    assert told == [["whatever"]]
+    assert not HARMLESS & REFUSED.keys()
+
+
+def test_unknown_fields_are_counted_and_logged_once_by_name(caplog) -> None:
+    metrics = Metrics(Health((), 5.0))
+    for _ in range(3):
+        metrics.unknown_fields(["temprature", "x" * 1000])
+    metrics.unknown_fields([f"name{n}" for n in range(1000)])
+    assert metrics.registry.get_sample_value("pipeinfer_unknown_fields_total") == 1006
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == LOGGED_NAMES and sum("temprature" in one for one in said) == 1
+    assert max(map(len, said)) < 150
 
 
 def test_a_call_has_every_field_of_a_submit_that_a_client_decides() -> None:

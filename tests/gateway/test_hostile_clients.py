@@ -56,8 +56,8 @@ async def metric(gateway: Gateway, name: str) -> float:
 
 
 async def longest_pause(until_done: asyncio.Task[object]) -> float:
-    """Of the event loop, until the task is done: seconds of processor time in one turn, which do
-    not depend on what else the machine does."""
+    """Of the event loop, until the task is done: seconds of processor time in one iteration,
+    which do not depend on what else the machine does."""
     worst, last = 0.0, time.thread_time()
     while not until_done.done():
         await asyncio.sleep(0)
@@ -343,7 +343,7 @@ async def test_a_client_that_leaves_just_before_its_stream_begins_is_no_error_in
     client.send(post({"prompt": "hang", "stream": True}))
     await until(lambda: asked and gateway.pipeline.submits)
     [submit] = gateway.pipeline.submits
-    # In one turn of the loop: the handler goes on before anybody has heard that the client left.
+    # In one iteration of the loop: the handler goes on before anybody hears that the client left.
     gateway.pipeline.rows(TextRow(submit.request_id, submit.attempt, "a", 0, 0, pack([1])))
     asked[0].abort()
     await until(lambda: gateway.pipeline.gone)

@@ -30,7 +30,7 @@ def body(size: int) -> bytes:
 async def send(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Answers]:
     """send(body, bytes to send of it) -> (status, the open connection); 0 if none comes soon."""
     monkeypatch.setattr(bodies, "TOGETHER", MOST)
-    intake = Intake(bodies.Bodies(LARGEST))
+    intake = Intake(bodies.Bodies(LARGEST), lambda names: None)
 
     async def handler(request: web.Request) -> web.Response:
         try:

@@ -58,15 +58,15 @@ class Errors:
         self.failures.append((index, failed.status))
 
 
-async def begun(fed: Fed, sink: Errors, turns: int) -> asyncio.Task[None]:
-    """A handler that opens all calls and waits for ever, after so many turns of the loop."""
+async def begun(fed: Fed, sink: Errors, iterations: int) -> asyncio.Task[None]:
+    """A handler that opens all calls and waits for ever, after so many iterations of the loop."""
 
     async def handler() -> None:
         async with fed.port.opened(fed.requests(), sink):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(handler())
-    for _ in range(turns):
+    for _ in range(iterations):
         await asyncio.sleep(0)
     return task
 
@@ -150,7 +150,7 @@ async def test_times_and_tokens_and_ends_are_counted() -> None:
             fed.port.deliver(Delta("r", "x", pack(range(ids)), 0, 0))
         fed.port.deliver(Delta("r", "", b"", 0, 0, "stop"))
         fed.port.deliver(Delta("r", "late", pack([1]), 0, 0))
-    told = metrics.exposition().decode()
+    told = metrics.exposition("")[0].decode()
     for line in (
         "pipeinfer_prompt_tokens_total 7.0",
         "pipeinfer_generated_tokens_total 6.0",
@@ -185,7 +185,7 @@ async def test_failures_count_by_whose_they_are(status: int, code: str, outcome:
         fed.port.deliver(Failed("r", status, "no", code=code))
     assert sink.failures == [(0, status)] and fed.hung_up == []
     line = f'pipeinfer_requests_total{{outcome="{outcome}"}} 1.0'
-    assert line in metrics.exposition().decode().splitlines()
+    assert line in metrics.exposition("")[0].decode().splitlines()
 
 
 async def test_a_server_that_stops_tells_every_request() -> None:

@@ -56,8 +56,8 @@ def members(value: Any) -> int:
 
 def in_pieces(body: bytes, cuts: list[int]) -> Survey:
     seen = Survey(WIDE)
-    places = sorted({0, len(body), *(cut % (len(body) + 1) for cut in cuts)})
-    for start, end in pairwise(places):
+    ends = sorted({0, len(body), *(cut % (len(body) + 1) for cut in cuts)})
+    for start, end in pairwise(ends):
         seen.take(body[start:end])
     return seen
 
@@ -139,9 +139,9 @@ def test_what_was_exceeded_is_named(body: bytes, what: str) -> None:
 def test_no_slice_holds_a_loop_for_long(unit: bytes) -> None:
     """Whatever the body is made of; 3 ms at most were measured."""
     body = unit * (2**22 // len(unit))
-    turns, longest, before = 0, 0.0, time.thread_time()
+    iterations, longest, before = 0, 0.0, time.thread_time()
     for _ in survey(body, WIDE):
         now = time.thread_time()
-        turns, longest, before = turns + 1, max(longest, now - before), now
-    assert turns == len(body) // SLICE - (len(body) % SLICE == 0)
+        iterations, longest, before = iterations + 1, max(longest, now - before), now
+    assert iterations == len(body) // SLICE - (len(body) % SLICE == 0)
     assert longest < 0.02

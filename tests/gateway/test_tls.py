@@ -36,7 +36,7 @@ def trusting(cert: str) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=cert)
 
 
-def place(gateway: Gateway) -> int:
+def port(gateway: Gateway) -> int:
     return int(gateway.url.rsplit(":", 1)[1])
 
 
@@ -71,7 +71,7 @@ async def test_plain_http_and_old_tls_are_not_spoken_and_harm_nobody(
     old.maximum_version = ssl.TLSVersion.TLSv1_1
     old.set_ciphers("ALL:@SECLEVEL=0")
     with pytest.raises((ssl.SSLError, ConnectionError)):
-        await asyncio.open_connection("127.0.0.1", place(gateway), ssl=old)
+        await asyncio.open_connection("127.0.0.1", port(gateway), ssl=old)
     async with httpx.AsyncClient(verify=trusting(first[0])) as http:
         assert (await http.get(f"{gateway.url}/health")).status_code == 200
     assert not [r for r in caplog.records if r.exc_info], "a stranger's noise is no traceback"

@@ -121,14 +121,14 @@ class Described:
     def _joined(self, symbols: list[str]) -> list[int]:
         while True:
             pairs = [
-                (-self._scores[left + right], place)
-                for place, (left, right) in enumerate(pairwise(symbols))
+                (-self._scores[left + right], at)
+                for at, (left, right) in enumerate(pairwise(symbols))
                 if left + right in self._scores
             ]
             if not pairs:
                 break
-            place = min(pairs)[1]
-            symbols[place : place + 2] = [symbols[place] + symbols[place + 1]]
+            at = min(pairs)[1]
+            symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
         return [number for symbol in symbols for number in self._of(symbol)]
 
     def _of(self, symbol: str) -> list[int]:

@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory) -> CheckpointCache:
 def filled(path: Path, shard: Shard | None = None) -> dict[str, tuple]:
     """The part and the values of every parameter's sources, before they are packed."""
     model = build_model(read_config(path), shard or Shard())
-    targets = {source.name: (source.part, source.target) for source in model.sources()}
+    targets = {source.name: (source.slices, source.target) for source in model.sources()}
     model.pack = lambda: None
     load_weights(model, path)
     return targets
@@ -116,8 +116,8 @@ def test_any_part_of_a_matrix_is_that_part_of_the_whole(tmp_path_factory, kind, 
     begin, first = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
     end, last = data.draw(st.integers(begin, rows)), data.draw(st.integers(first + 1, columns))
     got = np.full((end - begin, last - first), np.nan, np.float32)
-    for place, piece in WeightFile(path).pieces(packed, (slice(begin, end), slice(first, last))):
-        got[place] = piece
+    for run, piece in WeightFile(path).pieces(packed, (slice(begin, end), slice(first, last))):
+        got[run] = piece
     assert np.array_equal(got, whole[begin:end, first:last] - np.float32(0.5), equal_nan=True)
 
 

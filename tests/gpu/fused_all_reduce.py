@@ -1,7 +1,7 @@
 """The all-reduce that also adds the residual and norms, on GPUs: is it right, and how fast?
 
 Part of the `ar` job of tensor_parallel.py; every rank calls the same functions in the same order.
-Knows a group with a fusion, no model.
+Knows collectives with a fusion, no model.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ TOLERANCE = 0.03  # of the largest value; one row of another call is wrong by as
 
 
 def measured(
-    group: Any, hidden: int, save: Callable[..., None], graph_us: Callable[[Any, Any], float]
+    collectives: Any, hidden: int, save: Callable[..., None], graph_us: Callable[[Any, Any], float]
 ) -> None:
     """By rows: microseconds of sum and norm inside CUDA graphs, and what was wrong.
 
     `save(begun=...)` hears what is begun, `save(norm_us=...)` what is known so far.
     """
-    if group.fusion is None:
+    if collectives.fusion is None:
         return
     found: dict[str, Any] = {}
     for rows in ROWS:
         line = found[str(rows)] = {}
         for shots in (1, 2):
-            begin(group, save, f"check of {rows} rows in {shots} shots")
-            wrong = Check(group, rows, hidden, shots).run()
+            begin(collectives, save, f"check of {rows} rows in {shots} shots")
+            wrong = Check(collectives, rows, hidden, shots).run()
             if wrong:
                 line[f"fused-{shots} wrong"] = wrong
             save(norm_us=found)
-        for name, way in ways(group, rows, hidden).items():
-            begin(group, save, f"times of {name}, {rows} rows")
+        for name, way in ways(collectives, rows, hidden).items():
+            begin(collectives, save, f"times of {name}, {rows} rows")
             line[name] = round(graph_us(way, empty(rows, hidden)), 2)
             save(norm_us=found)
-    begin(group, save, "nothing more")
+    begin(collectives, save, "nothing more")
 
 
-def begin(group: Any, save: Callable[..., None], what: str) -> None:
+def begin(collectives: Any, save: Callable[..., None], what: str) -> None:
     """Ranks are together before it is said: if one hangs, it is in what was said last."""
     import torch
 
     torch.cuda.synchronize()
-    group.smallest(0)
+    collectives.smallest(0)
     save(begun=what)
-    print(f"rank {group.rank} begins: {what}", flush=True)
+    print(f"rank {collectives.rank} begins: {what}", flush=True)
 
 
 def empty(*shape: int) -> Any:
@@ -57,7 +57,7 @@ def empty(*shape: int) -> Any:
     return torch.empty(*shape, dtype=torch.bfloat16, device="cuda")
 
 
-def ways(group: Any, rows: int, hidden: int) -> dict[str, Callable[[Any], Any]]:
+def ways(collectives: Any, rows: int, hidden: int) -> dict[str, Callable[[Any], Any]]:
     """What a row-parallel product is followed by, in the ways there are."""
     import torch
     import torch.distributed as dist
@@ -75,11 +75,11 @@ def ways(group: Any, rows: int, hidden: int) -> dict[str, Callable[[Any], Any]]:
         return add(y, residual, weight, EPS)
 
     def both(y: Any) -> Any:
-        return add(group.all_reduce(y), residual, weight, EPS)
+        return add(collectives.all_reduce(y), residual, weight, EPS)
 
     def one_kernel(_: Any, shots: int) -> Any:
-        buffer = group.fusion.buffer(rows, hidden)
-        return group.fusion.add_norm(buffer, residual, weight, EPS, shots)
+        buffer = collectives.fusion.buffer(rows, hidden)
+        return collectives.fusion.add_norm(buffer, residual, weight, EPS, shots)
 
     return {
         "nccl+norm": library,
@@ -94,23 +94,23 @@ class Check:
     replay, with ranks that dawdle at different calls.
     """
 
-    def __init__(self, group: Any, rows: int, hidden: int, shots: int) -> None:
+    def __init__(self, collectives: Any, rows: int, hidden: int, shots: int) -> None:
         import torch
 
         from pipeinfer.kernels.all_reduce_norm import all_reduce_norm_reference
 
-        self.group, self.shots = group, shots
+        self.collectives, self.shots = collectives, shots
         make = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
         torch.manual_seed(rows)
         self.residual, self.weight = make(rows, hidden), make(hidden)
-        torch.manual_seed(100 + group.rank)
+        torch.manual_seed(100 + collectives.rank)
         self.parts = make(CALLS, rows, hidden)
         pairs = [
-            all_reduce_norm_reference(group.collect(part), self.residual, self.weight, EPS)
+            all_reduce_norm_reference(collectives.collect(part), self.residual, self.weight, EPS)
             for part in self.parts
         ]
         self.norms, self.sums = (torch.stack(one) for one in zip(*pairs, strict=True))
-        self.own = slice(group.rank, None, group.size) if shots == 2 else slice(None)
+        self.own = slice(collectives.rank, None, collectives.size) if shots == 2 else slice(None)
         self.replay = torch.zeros(1, dtype=torch.int64, device="cuda")
         self.calls = torch.arange(CALLS, device="cuda") * 5
         self.bad = torch.zeros(CALLS, dtype=torch.int64, device="cuda")  # replays, by call
@@ -119,12 +119,12 @@ class Check:
     def body(self) -> None:
         import torch
 
-        fusion = self.group.fusion
+        fusion = self.collectives.fusion
         self.replay.add_(1)
         order = (self.calls + self.replay) % CALLS
         outs, sums = [], []
         for call in range(CALLS):
-            if (3 * call + self.group.rank) % 4 == 0:
+            if (3 * call + self.collectives.rank) % 4 == 0:
                 torch.cuda._sleep(20_000)
             residual = self.residual.clone()
             buffer = fusion.buffer(*residual.shape)
@@ -160,10 +160,10 @@ class Check:
                 graph.replay()
             stream.synchronize()
         wrong: dict[str, Any] = {}
-        every = self.group.collect(self.bad)
+        every = self.collectives.collect(self.bad)
         if every.any():
             wrong["replays with wrong values, by rank and call"] = every.tolist()
-        digests = self.group.collect(self.digest).flatten().tolist()
+        digests = self.collectives.collect(self.digest).flatten().tolist()
         if len(set(digests)) > 1:
             wrong["ranks differ"] = digests
         return wrong

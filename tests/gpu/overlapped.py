@@ -18,7 +18,7 @@ class GpuCores(Cores):
     """`keep`: remember all logits. busy, idle: the device's seconds."""
 
     def __init__(self, *arguments, keep=True, **named) -> None:
-        self._flights: dict[int, object] = {}
+        self._launched: dict[int, object] = {}
         self.busy = self.idle = 0.0
         self.steps = 0
         self.kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
@@ -39,13 +39,13 @@ class GpuCores(Cores):
     def _run_step(self, item) -> None:
         runner = self.loaded.runner
         for step, _ in (item, *self._steps):
-            if step.number not in self._flights:
-                self._flights[step.number] = runner.launch(step)
+            if step.number not in self._launched:
+                self._launched[step.number] = runner.launch(step)
         step, names = item
-        flight = self._flights.pop(step.number)
-        sampled, busy = flight.take(), flight.mark.busy
+        launched = self._launched.pop(step.number)
+        sampled, busy = launched.take(), launched.mark.busy
         self.busy += busy
-        self.idle += flight.mark.idle
+        self.idle += launched.mark.idle
         self.steps += 1
         kind = (
             "mixed" if step.decodes < len(step.slots) else f"decode{-(-len(step.slots) // 64) * 64}"
@@ -53,5 +53,5 @@ class GpuCores(Cores):
         self.kinds[kind][0] += 1
         self.kinds[kind][1] += busy
         if runner.keep_logits:
-            self._remember(step, names, flight)
+            self._remember(step, names, launched)
         self._to_engine(step_done(step, sampled))

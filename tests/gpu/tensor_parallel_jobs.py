@@ -77,7 +77,7 @@ def all_reduce_rank(address: str, rank: str, ranks: str, folder: str) -> None:
     import torch
     from fused_all_reduce import measured as measured_norms
 
-    from pipeinfer.distributed.group import join
+    from pipeinfer.distributed.collectives import join
 
     result: dict[str, Any] = {"ranks": int(ranks)}
 
@@ -88,29 +88,32 @@ def all_reduce_rank(address: str, rank: str, ranks: str, folder: str) -> None:
         path.with_suffix(".new").write_text(json.dumps(result))
         path.with_suffix(".new").replace(path)
 
-    group = join(address, int(rank), int(ranks), DEVICE, 60)
+    collectives = join(address, int(rank), int(ranks), DEVICE, 60)
     if DEVICE == "cuda":
         save(begun="the custom kernels' proof")
-        save(custom=group.use_custom(torch.bfloat16, HIDDEN), fused=group.fusion is not None)
+        save(
+            custom=collectives.use_custom(torch.bfloat16, HIDDEN),
+            fused=collectives.fusion is not None,
+        )
         result["us"] = {}
         for rows in ROWS:
             save(begun=f"all-reduces of {rows} rows")
-            result["us"][rows] = measured(group, rows)
-        measured_norms(group, HIDDEN, save, graph_us)
+            result["us"][rows] = measured(collectives, rows)
+        measured_norms(collectives, HIDDEN, save, graph_us)
     else:
-        total = group.all_reduce(torch.full((4,), 1.0 + int(rank)))
+        total = collectives.all_reduce(torch.full((4,), 1.0 + int(rank)))
         save(sum=total.tolist())
-    group.close()
+    collectives.close()
 
 
-def measured(group: Any, rows: int) -> dict[str, Any]:
+def measured(collectives: Any, rows: int) -> dict[str, Any]:
     """Of a message of `rows` rows of bfloat16: microseconds, and trouble if there is any."""
     import torch
     import torch.distributed as dist
 
     from pipeinfer.distributed.custom_all_reduce import MOST_BYTES
 
-    torch.manual_seed(group.rank)
+    torch.manual_seed(collectives.rank)
     x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device="cuda")
     expected = x.float()
     dist.all_reduce(expected)
@@ -120,17 +123,17 @@ def measured(group: Any, rows: int) -> dict[str, Any]:
         return y
 
     ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"nccl": library}
-    custom = group.custom
+    custom = collectives.custom
     if custom is not None and x.nbytes <= MOST_BYTES:
         ways["one-shot"] = lambda y: custom.add_up(y, "one-shot")
         ways["two-shot"] = lambda y: custom.add_up(y, "two-shot")
-        if x.nbytes % (16 * group.size):
+        if x.nbytes % (16 * collectives.size):
             del ways["two-shot"]
     found: dict[str, Any] = {}
     for name, way in ways.items():
         total = way(x.clone())
         error = float((total.float() - expected).abs().max() / expected.abs().max())
-        same = group.collect(total.view(torch.int16).to(torch.int64).sum().view(1))
+        same = collectives.collect(total.view(torch.int16).to(torch.int64).sum().view(1))
         found[name] = round(graph_us(way, x), 2)
         if error > 0.02 or len(set(same.flatten().tolist())) > 1:
             found[f"{name} wrong"] = [error, same.flatten().tolist()]

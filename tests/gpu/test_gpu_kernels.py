@@ -52,7 +52,7 @@ def test_every_cut_of_decode_rows_finds_shared_memory_and_is_right(dim, rows):
 def test_kernels_that_start_early_read_nothing_too_early():
     lengths = [300, 20, 1000, 64] * 8
     case = attention.Case(lengths, torch.bfloat16, heads=16, kv_heads=8, dim=128)
-    expected, cut = case.run(attention.PARTS), attention.PARTS
+    expected, cut = case.run(attention.SPLITS), attention.SPLITS
     out = torch.empty_like(case.q)
     for _ in range(50):
         query = torch.zeros_like(case.q)

@@ -47,19 +47,19 @@ def time_store() -> None:
         places = torch.randperm(1024 * 16, device="cuda")[:tokens].int()
         positions = torch.randint(0, 4096, (tokens,), device="cuda").int()
         store.ELEMENTS = elements
-        run = partial(store.turn_and_store, qkv, *table, places, *pool, heads)
+        run = partial(store.rotate_and_store, qkv, *table, places, *pool, heads)
         run = partial(run, positions=positions, q_norm=weight, k_norm=weight)
         name = f"store {heads}/8 x 128, {tokens} tokens, {elements} a program"
         line(name, run, 4 * qkv.numel() / BYTES_PER_US)
     store.ELEMENTS = 2048
 
 
-def knobs(rows: int, heat: float = 0.6, k: int = 0, p: float = 1.0, m: float = 0.0):
+def knobs(rows: int, temperature: float = 0.6, k: int = 0, p: float = 1.0, m: float = 0.0):
     """The same parameters for all rows."""
-    heats, ps, ms = (torch.full((rows,), v, device="cuda") for v in (heat, p, m))
+    temperatures, ps, ms = (torch.full((rows,), v, device="cuda") for v in (temperature, p, m))
     top_k = torch.full((rows,), k, device="cuda", dtype=torch.int32)
     ints = torch.arange(rows, device="cuda")
-    return heats, top_k, ps, ms, ints * 7919, ints + 5
+    return temperatures, top_k, ps, ms, ints * 7919, ints + 5
 
 
 def time_sampling() -> None:
@@ -74,7 +74,7 @@ def time_sampling() -> None:
             run = partial(gumbel.sample, flat, *knobs(rows), truncate=False)
             line(f"sample, {rows} rows, {block} logits by {warps} warps", run, floor)
         gumbel.BLOCK, gumbel.WARPS = default
-        run = partial(gumbel.sample, flat, *knobs(rows, heat=0.0), truncate=False)
+        run = partial(gumbel.sample, flat, *knobs(rows, temperature=0.0), truncate=False)
         line(f"sample, {rows} rows, greedy", run, floor)
         cases = {
             "restriction possible, none": (flat, {}),
@@ -93,7 +93,7 @@ def time_sampling() -> None:
 
 def time_choices(rows: int, peaked: torch.Tensor, floor: float) -> None:
     """Ways to choose among candidates: the first is the one in use."""
-    names = ("CHOOSE_WARPS", "CHOOSE_REGISTERS", "CANDIDATES", "PLACES")
+    names = ("CHOOSE_WARPS", "CHOOSE_REGISTERS", "CANDIDATES", "PER_BLOCK")
     default = [getattr(gumbel, name) for name in names]
     ways = [default, [8, 0, 4096, 1024], [16, 64, 4096, 1024], [8, 0, 2048, 1024],
             [16, 64, 2048, 1024], [16, 0, 8192, 1024], [16, 0, 4096, 64]]  # fmt: skip

@@ -49,15 +49,15 @@ def products():
 
 def tiles(kind, width, depth, rows, height):
     found = []
-    for columns, step, parts, warps, stages in itertools.product(
+    for columns, step, splits, warps, stages in itertools.product(
         (32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (4, 8), (3, 4, 6)
     ):
-        programs = width // columns * parts * -(-rows // height)
+        programs = width // columns * splits * -(-rows // height)
         shared = stages * step * 2 * (height + columns * (2 if kind == GATED else 1))
         fits = 24_000 <= shared <= 200_000 and columns * height <= 64 * 128
-        divides = depth % (parts * step) == 0 and width % columns == 0
-        if divides and fits and 90 <= programs <= 700 and (parts == 1 or kind == SPLIT):
-            found.append(Tile(height, columns, step, parts, warps, stages))
+        divides = depth % (splits * step) == 0 and width % columns == 0
+        if divides and fits and 90 <= programs <= 700 and (splits == 1 or kind == SPLIT):
+            found.append(Tile(height, columns, step, splits, warps, stages))
     random.Random(f"{kind}{width}{depth}{rows}").shuffle(found)
     return found[:EACH]
 

@@ -33,7 +33,7 @@ MANY_ATTRIBUTES = {
     "HttpDriver": "a server's life: listening, accepting, leaving, stopping",
 }
 OWN_KINDS = {
-    "Pending": "what a product hands on is a tensor, which has no methods of ours, or this",
+    "PartialSum": "what a product hands on is a tensor, which has no methods of ours, or this",
     "SamplingParams": "a caller of LLM gives one, or a list of them",
 }
 ONE_LINE_IS_ENOUGH = {"__main__.py", "__init__.py"}  # a name in front of another module

@@ -7,7 +7,7 @@ import torch
 
 from kernels.triton_cases import DEVICE, HALVES, TOLERANCE, randn, relative_error
 from pipeinfer.attention.rows import PagedRows, RowArrays
-from pipeinfer.attention.triton_decode import TritonDecodePart
+from pipeinfer.attention.triton_decode import TritonDecodeKernel
 from pipeinfer.kernels.decode_attention import (
     DecodeRows,
     Scratch,
@@ -18,8 +18,8 @@ from pipeinfer.kernels.decode_pieces import Cut, cut_rows, cut_rows_reference, m
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
-WHOLE = Cut(extra=4, parts=1, least=16, block=16, warps=4, stages=2)
-PARTS = Cut(extra=32, parts=4, least=16, block=16, warps=4, stages=2)
+WHOLE = Cut(extra=4, splits=1, least=16, block=16, warps=4, stages=2)
+SPLITS = Cut(extra=32, splits=4, least=16, block=16, warps=4, stages=2)
 LENGTHS = [1, 16, 17, 100, 33]
 
 
@@ -38,7 +38,7 @@ class Case:
         self.v = randn(2, total, page, kv_heads, dim, dtype=dtype)
         self.q = randn(3, len(lengths), heads, dim, dtype=dtype)
         self.scale = dim**-0.5
-        most = most_pieces(len(lengths), PARTS)
+        most = most_pieces(len(lengths), SPLITS)
         self.pieces = room_for(most, self.q.device)
         self.scratch = Scratch(len(lengths), most, heads, kv_heads, dim, self.q.device)
 
@@ -61,9 +61,9 @@ class Case:
     "cut",
     [
         WHOLE,
-        PARTS,
-        Cut(extra=3, parts=32, least=16, block=16, warps=4, stages=2),
-        Cut(extra=64, parts=2, least=64, block=32, warps=4, stages=2),
+        SPLITS,
+        Cut(extra=3, splits=32, least=16, block=16, warps=4, stages=2),
+        Cut(extra=64, splits=2, least=64, block=32, warps=4, stages=2),
     ],
 )
 @pytest.mark.parametrize("window", [None, 1, 40])
@@ -88,7 +88,7 @@ def test_rows_are_cut_as_by_the_reference(lengths, window, cut):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-@pytest.mark.parametrize("cut", [WHOLE, PARTS])
+@pytest.mark.parametrize("cut", [WHOLE, SPLITS])
 def test_decode_attention_is_that_of_the_reference(cut, dtype):
     case = Case(LENGTHS, dtype)
     # Weights are rounded to the values' dtype once more, before they are multiplied.
@@ -96,7 +96,7 @@ def test_decode_attention_is_that_of_the_reference(cut, dtype):
     assert relative_error(case.run(cut), case.expected()) < tolerance
 
 
-@pytest.mark.parametrize("cut", [WHOLE, PARTS])
+@pytest.mark.parametrize("cut", [WHOLE, SPLITS])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "page"), [(5, 1, 64, 1), (32, 2, 16, 64), (4, 1, 256, 16)]
 )
@@ -105,14 +105,14 @@ def test_decode_attention_takes_all_groups_and_pages(heads, kv_heads, dim, page,
     assert relative_error(case.run(cut), case.expected()) < 3e-6
 
 
-@pytest.mark.parametrize("cut", [WHOLE, PARTS])
+@pytest.mark.parametrize("cut", [WHOLE, SPLITS])
 @pytest.mark.parametrize("window", [1, 20, 1000])
 def test_decode_attention_sees_its_window_only(window, cut):
     case = Case(LENGTHS)
     assert relative_error(case.run(cut, window), case.expected(window)) < 3e-6
 
 
-@pytest.mark.parametrize("cut", [WHOLE, PARTS])
+@pytest.mark.parametrize("cut", [WHOLE, SPLITS])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("page", [1, 16])
 def test_what_a_former_owner_left_in_the_pages_is_not_read(page, window, cut):
@@ -133,18 +133,18 @@ def test_what_a_former_owner_left_in_the_pages_is_not_read(page, window, cut):
 @pytest.mark.parametrize("part", ["k", "v"])
 def test_a_row_with_a_nan_of_its_own_spoils_no_other(part):
     case = Case(LENGTHS)
-    clean = case.run(PARTS)
+    clean = case.run(SPLITS)
     getattr(case, part)[case.indices[int(case.indptr[3])].long(), 2] = float("nan")
-    got = case.run(PARTS)
+    got = case.run(SPLITS)
     assert got[3].isnan().any(dim=-1).all()
     assert torch.equal(got[[0, 1, 2, 4]], clean[[0, 1, 2, 4]])
 
 
 def test_parts_are_counted_anew_in_every_launch():
     case = Case(LENGTHS)
-    first = case.run(PARTS)
+    first = case.run(SPLITS)
     assert int(case.scratch.arrived.abs().sum()) == 0
-    assert torch.equal(case.run(PARTS), first)
+    assert torch.equal(case.run(SPLITS), first)
 
 
 def test_a_row_that_is_cut_alike_does_not_depend_on_the_others():
@@ -156,9 +156,9 @@ def test_a_row_that_is_cut_alike_does_not_depend_on_the_others():
 
 def test_a_row_without_keys_writes_nothing():
     case = Case([5, 20])
-    full = case.run(PARTS)
+    full = case.run(SPLITS)
     case.lengths[0] = 0
-    got = case.run(PARTS)
+    got = case.run(SPLITS)
     assert got[0].isnan().all()
     assert torch.equal(got[1], full[1])
 
@@ -172,19 +172,19 @@ def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim):
     for layer in range(len(shapes)):
         pool.k[layer].copy_(randn(layer, *pool.k[layer].shape))
         pool.v[layer].copy_(randn(9 + layer, *pool.v[layer].shape))
-    part = TritonDecodePart(shapes, device)
-    part.bind(pool, 8)
+    kernel = TritonDecodeKernel(shapes, device)
+    kernel.bind(pool, 8)
     for lengths in ([70, 0, 5], [16, 33, 100, 1]):  # the second step finds what the first left
         case = Case(lengths, heads=heads, kv_heads=kv_heads, dim=dim, page=page)
         nothing = torch.zeros(0, dtype=torch.int32)
         arrays = RowArrays(
             case.lengths, nothing, nothing, nothing, case.indptr, case.indices, nothing
         )
-        plan = part.plan(PagedRows(len(lengths), 1, 0, arrays, arrays), 0, len(lengths))
+        plan = kernel.plan(PagedRows(len(lengths), 1, 0, arrays, arrays), 0, len(lengths))
         there = case.lengths > 0
         for layer, window in enumerate(windows):
             out = torch.zeros_like(case.q)
-            part.run(layer, case.q, out, plan)
+            kernel.run(layer, case.q, out, plan)
             keys, values = pool.k[layer], pool.v[layer]
             rows, scale = case.rows(), case.scale
             expected = decode_attention_reference(case.q, keys, values, rows, scale, window)

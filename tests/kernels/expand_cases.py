@@ -117,10 +117,10 @@ def test_indices_never_leave_a_buffer_that_is_too_small(kernels):
 @pytest.mark.parametrize("count", [0, 1, 5, 2047, 2048])
 def test_words_are_written_where_the_first_pairs_say_and_nowhere_else(kernels, count):
     words = torch.full((5000,), FULL, dtype=torch.int32, device=DEVICE)
-    places = torch.randperm(5000, generator=torch.Generator().manual_seed(count))[:2100]
-    pairs = torch.stack((places, 7 * places), dim=1).int().view(-1).to(DEVICE)
+    indices = torch.randperm(5000, generator=torch.Generator().manual_seed(count))[:2100]
+    pairs = torch.stack((indices, 7 * indices), dim=1).int().view(-1).to(DEVICE)
     expected = words.cpu().clone()
-    expected[places[:count]] = 7 * places[:count].int()
+    expected[indices[:count]] = 7 * indices[:count].int()
     kernels.write_words(pairs, ints([count]), words)
     assert torch.equal(words.cpu(), expected)
 

@@ -124,8 +124,8 @@ def test_uniforms_are_exact_and_variates_close_over_the_whole_range():
 @pytest.mark.parametrize("vocab", [5, 300, 9001])
 def test_rows_without_restriction_agree_with_the_references(vocab, dtype):
     logits = randn(vocab, 8, vocab, dtype=dtype) * 3
-    heat = [0, 0, 0.3, 0.6, 1, 1, 1.7, 5]
-    knobs = parameters(8, vocab, temperature=heat)
+    temperature = [0, 0, 0.3, 0.6, 1, 1, 1.7, 5]
+    knobs = parameters(8, vocab, temperature=temperature)
     ids = assert_all_agree(logits, knobs)
     assert ids[:2].tolist() == logits[:2].argmax(-1).tolist()
     assert torch.equal(sample(logits, *knobs, truncate=False), ids)
@@ -133,14 +133,14 @@ def test_rows_without_restriction_agree_with_the_references(vocab, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("candidates", "places"), [(1024, 256), (8, 256), (1024, 2)],
+    ("candidates", "per_block"), [(1024, 256), (8, 256), (1024, 2)],
     ids=["few candidates", "too many of a row", "too many of a block"],
 )  # fmt: skip
-def test_restricted_rows_agree_with_the_references(candidates, places, dtype, monkeypatch):
+def test_restricted_rows_agree_with_the_references(candidates, per_block, dtype, monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 256)
     monkeypatch.setattr(module, "CHUNK", 1024)
     monkeypatch.setattr(module, "CANDIDATES", candidates)
-    monkeypatch.setattr(module, "PLACES", places)
+    monkeypatch.setattr(module, "PER_BLOCK", per_block)
     vocab = 2000
     logits = randn(1, 16, vocab, dtype=dtype) * 3
     assert_all_agree(logits, mixed(16, vocab, 1))

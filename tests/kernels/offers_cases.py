@@ -19,13 +19,13 @@ from pipeinfer.kernels.offers import choose, offer
 
 def together(logits, knobs, ranks, **target):
     """Ids by so many ranks, each with an equal run of the vocabulary, the last ones with less."""
-    heat, *_, seeds, positions = knobs
+    temperature, *_, seeds, positions = knobs
     vocab = logits.shape[1]
     share = -(-vocab // ranks)
     starts = [min(rank * share, vocab) for rank in range(ranks)]
     parts = [(start, logits[:, start : start + share]) for start in starts]
-    offers = [offer(part, heat, seeds, positions, start) for start, part in parts]
-    return ids_of(choose(torch.stack(offers), heat, **target))
+    offers = [offer(part, temperature, seeds, positions, start) for start, part in parts]
+    return ids_of(choose(torch.stack(offers), temperature, **target))
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,13 @@ def test_a_rank_that_may_offer_nothing_is_never_chosen(monkeypatch):
 def test_offers_stay_small_and_rows_are_the_same_in_any_batch(monkeypatch):
     monkeypatch.setattr(gumbel, "BLOCK", 256)
     logits = randn(6, 9, 500, dtype=torch.bfloat16)
-    heat, *_, seeds, positions = mixed(9, 500, 5)
-    whole = offer(logits, heat, seeds, positions, 5001)
+    temperature, *_, seeds, positions = mixed(9, 500, 5)
+    whole = offer(logits, temperature, seeds, positions, 5001)
     assert whole.shape == (9, 2)
-    alone = offer(logits[3:4], heat[3:4], seeds[3:4], positions[3:4], 5001)
+    alone = offer(logits[3:4], temperature[3:4], seeds[3:4], positions[3:4], 5001)
     assert torch.equal(alone[0], whole[3])
-    none = offer(logits[:0], heat[:0], seeds[:0], positions[:0], 0)
-    assert choose(torch.stack([none, none]), heat[:0]).shape == (0, 2)
+    none = offer(logits[:0], temperature[:0], seeds[:0], positions[:0], 0)
+    assert choose(torch.stack([none, none]), temperature[:0]).shape == (0, 2)
 
 
 class OneRank:

@@ -12,8 +12,8 @@ from pipeinfer.kernels.skinny_tiles import Tile
 from pipeinfer.layers.skinny import SkinnyProducts
 
 WIDTH, DEPTH = 64, 256
-SMALL = Tile(rows=16, columns=32, step=64, parts=1, warps=4, stages=3)
-TALL = Tile(rows=64, columns=32, step=64, parts=1, warps=4, stages=3)
+SMALL = Tile(rows=16, columns=32, step=64, splits=1, warps=4, stages=3)
+TALL = Tile(rows=64, columns=32, step=64, splits=1, warps=4, stages=3)
 DTYPES = [torch.float32, *HALVES]
 
 
@@ -41,14 +41,14 @@ def test_gate_and_up_are_one_skinny_product(tile, rows, dtype):
     assert relative_error(got, skinny.gated_product_reference(x, weight)) < 2 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize("biased", [False, True])
-def test_parts_of_a_skinny_product_add_up_and_count_the_bias_once(parts, biased):
-    tile = Tile(rows=16, columns=32, step=64, parts=parts, warps=4, stages=3)
+def test_splits_of_a_skinny_product_add_up_and_count_the_bias_once(splits, biased):
+    tile = Tile(rows=16, columns=32, step=64, splits=splits, warps=4, stages=3)
     x, weight = randn(0, 5, DEPTH), weights(torch.float32)
     bias = randn(2, WIDTH) if biased else None
     got = skinny.split_product(x, weight, tile, bias)
-    assert got.shape == (parts, 5, WIDTH)
+    assert got.shape == (splits, 5, WIDTH)
     assert got.dtype == torch.float32
     expected = skinny.product_reference(x, weight, bias)
     assert relative_error(got.sum(0), expected) < TOLERANCE[torch.float32] * 2
@@ -72,9 +72,9 @@ def test_the_norm_adds_the_parts_of_a_skinny_product_to_the_residual():
     scale, residual = randn(2, size, dtype=torch.float16), randn(3, 3, size, dtype=torch.float16)
     weight /= 16
     expected_sum = residual.float() + skinny.product_reference(x, weight)
-    pending = products.later(x, weight, None)
-    assert pending is not None
-    normed, total = pending.add_norm(residual, scale, 1e-6)
+    partial = products.later(x, weight, None)
+    assert partial is not None
+    normed, total = partial.add_norm(residual, scale, 1e-6)
     assert total is residual
     assert relative_error(total, expected_sum) < 2 * TOLERANCE[torch.float16]
     expected = rms_norm_reference(total.clone(), scale, 1e-6)

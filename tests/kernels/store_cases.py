@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
-from pipeinfer.kernels.store import turn_and_store, turn_and_store_reference
+from pipeinfer.kernels.store import rotate_and_store, rotate_and_store_reference
 from pipeinfer.layers.norm import rms_normalize
 from pipeinfer.layers.rope import Angles, rotate
 
@@ -30,10 +30,10 @@ def both(qkv, cos, sin, places, k_cache, v_cache, heads, **options):
     out = torch.full(
         (len(qkv), heads, k_cache.shape[3]), float("nan"), dtype=qkv.dtype, device=qkv.device
     )
-    q = turn_and_store(qkv, cos, sin, places, *mine, heads, out=out, **options)
+    q = rotate_and_store(qkv, cos, sin, places, *mine, heads, out=out, **options)
     assert q is out
     return (q, *mine), (
-        turn_and_store_reference(qkv, cos, sin, places, *theirs, heads, **options),
+        rotate_and_store_reference(qkv, cos, sin, places, *theirs, heads, **options),
         *theirs,
     )
 
@@ -72,7 +72,7 @@ def test_only_the_places_of_stored_tokens_change():
 
 def test_values_are_stored_bit_for_bit():
     qkv, cos, sin, places, k_cache, v_cache = inputs(5, 2, 2, 64, torch.bfloat16)
-    turn_and_store(qkv, cos, sin, places, k_cache, v_cache, 2)
+    rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, 2)
     assert torch.equal(v_cache.flatten(0, 1)[places].flatten(1), qkv[:, 4 * 64 :])
 
 
@@ -89,7 +89,7 @@ def test_strided_rows_and_a_view_of_a_larger_pool_are_accepted():
     wide = torch.cat((qkv, qkv), dim=1)[:, : qkv.shape[1]]
     pool = torch.stack((k_cache, v_cache), dim=2)  # K and V of a token side by side
     expected, _ = both(qkv, cos, sin, places, k_cache, v_cache, 4)
-    q = turn_and_store(wide, cos[:, None], sin[:, None], places, pool[:, :, 0], pool[:, :, 1], 4)
+    q = rotate_and_store(wide, cos[:, None], sin[:, None], places, pool[:, :, 0], pool[:, :, 1], 4)
     for mine, theirs in zip((q, pool[:, :, 0], pool[:, :, 1]), expected, strict=True):
         assert torch.equal(mine, theirs)
 
@@ -98,9 +98,9 @@ def test_a_cache_without_a_uniform_token_stride_is_refused():
     qkv, cos, sin, places, k_cache, v_cache = inputs(6, 4, 2, 64, torch.bfloat16)
     swapped = k_cache.transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(ValueError, match="token stride"):
-        turn_and_store(qkv, cos, sin, places, swapped, v_cache, 4)
+        rotate_and_store(qkv, cos, sin, places, swapped, v_cache, 4)
     with pytest.raises(ValueError, match="qkv"):
-        turn_and_store(qkv, cos, sin, places, k_cache, v_cache, 5)
+        rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, 5)
 
 
 def test_an_offset_is_added_to_the_weights_in_float32():
@@ -123,15 +123,15 @@ def test_half_precision_is_near_the_layers_that_it_replaces_and_nearer_to_exact(
     qkv, cos, sin, places, k_cache, v_cache = inputs(9, heads, kv_heads, dim, torch.float16)
     weight = randn(6, dim, dtype=torch.float16)
     options = {"q_norm": weight, "k_norm": weight} if norm else {}
-    turned = qkv.unflatten(-1, (-1, dim))[:, : heads + kv_heads]
+    rotated = qkv.unflatten(-1, (-1, dim))[:, : heads + kv_heads]
     exact_k, exact_v = k_cache.float(), v_cache.float()
-    exact = turn_and_store_reference(
+    exact = rotate_and_store_reference(
         qkv.float(), cos, sin, places, exact_k, exact_v, heads, **options
     )
     if norm:
-        turned = rms_normalize(turned, 1e-6).mul_(weight)
+        rotated = rms_normalize(rotated, 1e-6).mul_(weight)
     angles = Angles(cos[:, None].half(), sin[:, None].half())
-    layered = rotate(turned, angles)[:, :heads]
-    q = turn_and_store(qkv, cos, sin, places, k_cache, v_cache, heads, **options)
+    layered = rotate(rotated, angles)[:, :heads]
+    q = rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, heads, **options)
     assert relative_error(q, layered) < 1e-3
     assert relative_error(q, exact) < relative_error(layered, exact)

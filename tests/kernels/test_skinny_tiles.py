@@ -19,8 +19,8 @@ def test_a_tile_divides_the_shape_and_fits_into_a_block(kind, rows, width, depth
     if found is None:
         return
     assert width % found.columns == 0
-    assert depth % (found.parts * found.step) == 0
-    assert found.parts == 1 or kind == "split"
+    assert depth % (found.splits * found.step) == 0
+    assert found.splits == 1 or kind == "split"
     operands = found.rows + found.columns * (2 if kind == "gated" else 1)
     assert found.stages * found.step * 2 * operands <= SHARED_BYTES
 

@@ -43,7 +43,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **op
 def test_norms(offset):
     types = dict.fromkeys(("x", "residual", "weight", "out"), HALF)
     types |= {"eps": "fp32", "x_stride": "i32", "part_stride": "i32"}
-    constants = {"SIZE": 640, "BLOCK": 1024, "PARTS": 1, "ADD": True, "EARLY": True}
+    constants = {"SIZE": 640, "BLOCK": 1024, "PARTIALS": 1, "ADD": True, "EARLY": True}
     assert compiled(norm._norm, types, constants | {"OFFSET": offset}, num_warps=8).asm["ptx"]
 
 
@@ -76,7 +76,7 @@ def test_decodes_with_large_heads_find_shared_memory(rows):
         how = cut(rows, 1, dim)
         constants = {
             "KV_HEADS": 1, "GROUP": 4, "DIM": dim, "PAGE": 64, "BLOCK": how.block,
-            "PARTS": how.parts, "TILE": 16, "WINDOWED": True, "EARLY": True,
+            "SPLITS": how.splits, "TILE": 16, "WINDOWED": True, "EARLY": True,
         }  # fmt: skip
         made = compiled(
             decode_attention._attend, types, constants, num_warps=how.warps, num_stages=how.stages

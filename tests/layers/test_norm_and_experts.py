@@ -63,7 +63,7 @@ def test_head_norm_gives_queries_and_keys_their_own_weights() -> None:
     norm = HeadNorm(4, 2, 8, 1e-6, ALONE)
     stored = {"q_norm.weight": torch.randn(8), "k_norm.weight": torch.randn(8)}
     for source in norm.sources(""):
-        source.target.copy_(stored[source.name][source.part])
+        source.target.copy_(stored[source.name][source.slices])
     heads = torch.randn(3, 6, 8)
     expected = [
         rms(heads[:, :4], stored["q_norm.weight"], 1e-6),

@@ -94,7 +94,7 @@ def test_angles_are_computed_once_for_all_layers_of_a_step(tmp_path: Path, monke
 
 
 def test_dynamic_angles_depend_on_the_position_alone(tmp_path: Path) -> None:
-    """Past the original context too: however a prompt is chunked, a key is turned alike."""
+    """Past the original context too: however a prompt is chunked, a key is rotated alike."""
     theirs, ours = both(tmp_path, *REAL["dynamic"], torch.float32)
     positions = torch.tensor([10, 4095, 4096, 9000, 16_000])
     together = ours.angles(positions)

@@ -78,8 +78,8 @@ def test_loading_a_sharded_checkpoint_is_read_ahead_of(checkpoint, monkeypatch):
     class Watched(ReadAhead):
         def reached(self, file):
             super().reached(file)
-            place = self._files.index(file)
-            assert self.wait_until_read(min(place + 2, len(self._files)), PATIENCE)
+            nth = self._files.index(file)
+            assert self.wait_until_read(min(nth + 2, len(self._files)), PATIENCE)
             seen.append((file, len(self.done)))
 
     monkeypatch.setattr(module, "ReadAhead", Watched)

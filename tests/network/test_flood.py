@@ -29,7 +29,7 @@ GROWTH = 100 << 20  # bytes that a stage may be larger afterwards, besides what 
 LINES = 30  # of log: four kinds of bad frames and, once a minute, handshakes, at five stages
 
 
-def topology(folder: Path) -> Topology:
+def deployed(folder: Path) -> Topology:
     keys.create(folder / "keys", keys.DEFAULT)
     local = topologies.local(Settings(), "ipc:///x/")
     first = port_row(4 * len(local.entries))
@@ -43,8 +43,8 @@ def topology(folder: Path) -> Topology:
 class Victim:
     """A server on tcp with keys, its ports, and its processes."""
 
-    def __init__(self, place: Topology, server: Server) -> None:
-        self.place, self.server = place, server
+    def __init__(self, topology: Topology, server: Server) -> None:
+        self.topology, self.server = topology, server
         self.pids = self._pids()
         self.sizes = self._sizes()
         self.lines = len(server.log)
@@ -59,7 +59,7 @@ class Victim:
     def ports(self) -> list[int]:
         """Every port that listens: inboxes, telemetry, and the scheduler's plans."""
         found = []
-        for entry in self.place.entries:
+        for entry in self.topology.entries:
             for name in ("inbox", "telemetry", *["plan"] * (entry.name == "scheduler")):
                 found.append(int(addresses.derive(entry.address, name).rsplit(":", 1)[1]))
         return found
@@ -82,12 +82,12 @@ class Victim:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("flood")
-    place = topology(folder)
+    topology = deployed(folder)
     file = folder / "pipeinfer.toml"
-    file.write_text(place.to_toml())
+    file.write_text(topology.to_toml())
     with Server("--topology", str(file)) as running:
         running.post("/v1/completions", {"prompt": "warm", "max_tokens": 5})
-        yield place, running
+        yield topology, running
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_garbage_bytes_and_connections_that_say_nothing(victim):
 
 
 def test_wrong_keys_get_in_nowhere(victim):
-    ours = keys.load_public(Path(victim.place.keys), keys.DEFAULT)
+    ours = keys.load_public(Path(victim.topology.keys), keys.DEFAULT)
     before = _sums(victim, "bad_frames")
 
     def one(port: int, until: float) -> None:
@@ -150,7 +150,7 @@ def test_wrong_keys_get_in_nowhere(victim):
     assert _sums(victim, "bad_frames") == before
     log = victim.server.log
     refused = Counter(line.split()[2] for line in log if "handshakes refused" in line)
-    assert set(refused) == set(victim.place.ids())
+    assert set(refused) == set(victim.topology.ids())
     earlier = sum("handshakes refused" in line for line in log[: victim.lines])
     minutes = 1 + int((time.monotonic() - victim.began) / 60)
     assert sum(refused.values()) - earlier <= minutes * len(refused)
@@ -158,7 +158,7 @@ def test_wrong_keys_get_in_nowhere(victim):
 
 def test_floods_of_bad_frames_by_somebody_with_the_key(victim):
     """Of another version, of no channel, too short, too long; what cannot be read waits outside."""
-    pair = keys.load_pair(Path(victim.place.keys), keys.DEFAULT)
+    pair = keys.load_pair(Path(victim.topology.keys), keys.DEFAULT)
     old = frames.encode("work", Header(PROTOCOL - 1, "old", 1, 0, 0.0), Abort("r", 1))
     kinds = [old, [b"x" * 10_000, b"", b""], [b"work"] * 50, [b"plan", b"\xc1", b"z" * 100_000]]
     before = _sums(victim, "bad_frames")
@@ -187,14 +187,14 @@ def _sums(victim: Victim, statistic: str) -> float:
     """Of all stages, by their own heartbeats."""
     from pipeinfer.bus.caller import Caller
 
-    with zmq.Context() as context, Caller(victim.place, context) as caller:
-        for stage in victim.place.ids():
+    with zmq.Context() as context, Caller(victim.topology, context) as caller:
+        for stage in victim.topology.ids():
             caller.listen(stage)
         found: dict[str, float] = {}
         deadline = time.monotonic() + 20
-        while len(found) < len(victim.place.entries) and time.monotonic() < deadline:
+        while len(found) < len(victim.topology.entries) and time.monotonic() < deadline:
             for header, message in caller.hear(1.0):
                 if hasattr(message, "stats"):
                     found[header.sender] = message.stats[statistic]
-    assert len(found) == len(victim.place.entries)
+    assert len(found) == len(victim.topology.entries)
     return sum(found.values())

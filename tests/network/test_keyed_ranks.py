@@ -14,7 +14,7 @@ from port_rows import port_row
 
 
 @pytest.fixture
-def place(tmp_path):
+def topology(tmp_path):
     port = port_row(8)
     keys.create(tmp_path / "ours", keys.DEFAULT)
     keys.create(tmp_path / "theirs", keys.DEFAULT)
@@ -25,11 +25,11 @@ def place(tmp_path):
     return Topology(ranks, keys=str(tmp_path / "ours"))
 
 
-def test_ranks_meet_with_keys_and_nobody_else_does(place, tmp_path):
-    address = place.address("engine-0-0")
+def test_ranks_meet_with_keys_and_nobody_else_does(topology, tmp_path):
+    address = topology.address("engine-0-0")
     context = zmq.Context.instance()
-    first, second = Wires(place, context, "engine-0-0"), Wires(place, context, "engine-0-1")
-    wrong = Wires(Topology(place.entries, keys=str(tmp_path / "theirs")), context, "engine-0-1")
+    first, second = Wires(topology, context, "engine-0-0"), Wires(topology, context, "engine-0-1")
+    wrong = Wires(Topology(topology.entries, keys=str(tmp_path / "theirs")), context, "engine-0-1")
     first.open()
     try:
         for other in (second, wrong):

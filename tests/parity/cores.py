@@ -16,7 +16,7 @@ from pipeinfer.engine.driver import step_done
 from pipeinfer.engine.loading import load_engine
 from pipeinfer.events import Tick
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import PROTOCOL, Hello, Plan, Tokens, Work
+from pipeinfer.messages import PROTOCOL, Hello, Plan, PromptTokens, Tokens, Work
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.board import Board
@@ -42,15 +42,15 @@ class Cores:
     """One scheduler and one engine over the checkpoint in `folder`.
 
     logits: (request id, position) -> float32 [vocab] from which the token there was sampled. With
-    `group`, of that rank's part; the cores of all ranks then do the same at the same time.
+    `collectives`, of that rank's share; the cores of all ranks then do the same at the same time.
     `loaded`: an engine whose former cores are not used any more, instead of loading one.
     """
 
     def __init__(
-        self, folder, settings: Settings, policy="mixed", budget=256, group=None, loaded=None
+        self, folder, settings: Settings, policy="mixed", budget=256, collectives=None, loaded=None
     ) -> None:
-        rank = group.rank if group else 0
-        loaded = loaded or load_engine(settings, folder, rank=rank, group=group)
+        rank = collectives.rank if collectives else 0
+        loaded = loaded or load_engine(settings, folder, rank=rank, collectives=collectives)
         self.loaded = loaded
         self.memory = MemoryManager(
             loaded.pages, loaded.page_size, loaded.max_slots, loaded.max_model_len, settings.cache
@@ -70,6 +70,8 @@ class Cores:
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
         self.cached: dict[str, int] = {}
+        self.logprobs: dict[str, bytes] = {}  # entries of outputs, and of prompts
+        self.prompt_logprobs: dict[str, bytes] = {}
         self._slots: dict[int, str] = {}
         self._steps: deque = deque()
         self._results: deque = deque()
@@ -77,7 +79,7 @@ class Cores:
         self._run_one_result()
 
     def submit(self, name: str, prompt: list[int], params: SamplingParams, seed=0, **work) -> None:
-        self.outputs[name] = []
+        self.outputs[name], self.logprobs[name], self.prompt_logprobs[name] = [], b"", b""
         self._to_scheduler(Work(name, 1, 0, 0, pack(prompt), params, seed, **work))
 
     def run(self, until=None) -> None:
@@ -99,9 +101,19 @@ class Cores:
                 for row in send.message.rows:
                     assert row.offset == len(self.outputs[row.request_id])
                     self.outputs[row.request_id] += unpack(row.ids).tolist()
+                    self.logprobs[row.request_id] += row.logprobs
                     self.cached[row.request_id] = row.cached_tokens
                     if row.finish is not None:
                         self.finished[row.request_id] = row.finish
+            elif isinstance(send.message, PromptTokens):
+                told = send.message
+                self.prompt_logprobs[told.request_id] += told.logprobs
+                assert told.first * 4 + len(told.ids) == len(self.scored_ids(told))
+
+    def scored_ids(self, told: PromptTokens) -> bytes:
+        """As many bytes of ids as there are entries of the prompt so far."""
+        width = len(told.logprobs) // (len(told.ids) // 4)
+        return bytes(len(self.prompt_logprobs[told.request_id]) // width * 4)
 
     def _to_engine(self, message) -> None:
         if isinstance(message, Plan):
@@ -132,8 +144,8 @@ class Cores:
         logits = kept(flight).float().cpu().numpy()
         ends = (step.starts + step.counts).tolist()
         sampling = np.flatnonzero(step.samples).tolist()
-        for row, place in enumerate(sampling):
-            self.logits[names[place], ends[place]] = logits[row]
+        for row, entry in enumerate(sampling):
+            self.logits[names[entry], ends[entry]] = logits[row]
 
     def _run_one_result(self) -> bool:
         if not self._results:

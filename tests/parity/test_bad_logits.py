@@ -46,11 +46,11 @@ def good(count: int = 8) -> list[tuple[list[int], SamplingParams]]:
 def serve(made: Cores, bad: int, repeat: int = 1) -> dict[str, list[int]]:
     """All good requests, with so many bad ones between them."""
     kinds = ([POISON], [*SHARED[:16], POISON, *range(30)], [*SHARED, 5, POISON, 7])
-    for turn in range(repeat):
+    for again in range(repeat):
         for index, (prompt, params) in enumerate(good()):
             for number in range(bad):
-                made.submit(f"b{turn}-{index}-{number}", kinds[(index + number) % 3], PLAIN)
-            made.submit(f"g{turn}-{index}", prompt, params, seed=index)
+                made.submit(f"b{again}-{index}-{number}", kinds[(index + number) % 3], PLAIN)
+            made.submit(f"g{again}-{index}", prompt, params, seed=index)
         made.run()
     return {name: ids for name, ids in made.outputs.items() if name[0] == "g"}
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import msgspec
-from simulated_engine import PAGES, POISON, SLOTS, EngineNode
+from simulated_engine import PAGES, POISON, SLOTS, EngineNode, score_of
 from tokenizers import Tokenizer, decoders, models
 
 from pipeinfer.bus.frames import Header
@@ -36,7 +36,7 @@ from pipeinfer.messages import (
     TokenRow,
     Tokens,
 )
-from pipeinfer.packing import pack
+from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.fence import Fence
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
@@ -82,6 +82,10 @@ class Client:
     failed: Failed | None = None
     gone: bool = False  # it hung up, or its gateway died
     timeout: float = 0.0
+    logprobs: bytes = b""
+    scored: bytes = b""  # entries of the prompt
+    shown_ids: bytes = b""  # with these ids
+    offsets: list[int] = field(default_factory=list)
 
     def take(self, delta: Delta) -> None:
         assert self.finish is None and self.failed is None, f"{delta} after the end"
@@ -92,9 +96,32 @@ class Client:
             self.ids + delta.ids,
             delta.finish,
         )
+        if delta.logprobs is not None:
+            self.logprobs += delta.logprobs.scores
+            self.offsets += unpack(delta.logprobs.offsets).tolist()
+        if delta.prompt is not None:
+            assert not self.ids
+            self.scored += delta.prompt.scores
+            self.shown_ids += delta.prompt.ids
+
+    def check_scores(self) -> None:
+        """It has the log-probs of all tokens that it has, each once."""
+        most = self.params.logprobs
+        if most is not None:
+            first, ids = len(self.prompt), unpack(self.ids).tolist()
+            entries = [score_of(first + n, token, most) for n, token in enumerate(ids)]
+            assert self.logprobs == b"".join(entries)
+            assert len(self.offsets) == len(ids) and self.offsets == sorted(self.offsets)
+        most = self.params.prompt_logprobs
+        if most is not None and self.failed is None and self.finish != "abort":
+            entries = [score_of(n, token, most) for n, token in enumerate(self.prompt)]
+            entries[0] = bytes(len(entries[0]))
+            assert self.scored == b"".join(entries)
+            assert self.shown_ids == pack(self.prompt)
 
     def check(self) -> None:
         """It ended with its undisturbed text, or as it had to."""
+        self.check_scores()
         text, ids, finish = self.undisturbed()
         if self.prompt[0] == POISON:
             assert self.failed is not None and self.failed.status in (500, 408), self.failed
@@ -113,7 +140,8 @@ class Client:
 
         changes: of the request's parameters.
         """
-        params = msgspec.structs.replace(self.params, **changes)
+        plain = {"logprobs": None, "prompt_logprobs": None}
+        params = msgspec.structs.replace(self.params, **{**plain, **changes})
         most = self.params.max_tokens or 0
         outputs = expected_outputs(self.prompt, most, frozenset(EOS), self.params.min_tokens)
         return self.shown(outputs, params)

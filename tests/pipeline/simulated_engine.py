@@ -7,6 +7,7 @@ order, when they are handed over; that they have ended is told later, as a messa
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 
@@ -62,6 +63,29 @@ class TokenDevice:
                 self._last[slot] = ids[-1]
         return ids
 
+    def sampled(self, step: Step) -> Sampled:
+        """What it gives, with log-probs where they are asked for."""
+        ids, asked, made = self.run(step), step.logprobs, list[bytes]()
+        positions = sampling_of(step).positions
+        if asked is not None:
+            for row, most in zip(asked.rows.tolist(), asked.most.tolist(), strict=True):
+                made.append(score_of(int(positions[row]), ids[row], most))
+        prompts = [
+            b"".join(
+                score_of(part.first + n, int(token), part.most) for n, token in enumerate(part.ids)
+            )
+            for part in step.prompts
+        ]
+        return replace(Sampled.one_each(ids), logprobs=b"".join(made), prompts=tuple(prompts))
+
+
+def score_of(position: int, token: int, most: int) -> bytes:
+    """The entry of a token; no other place and no other token has it."""
+    own = np.array([-position - token / 64], "<f4").view("<i4")
+    ids = (token + np.arange(most)) % 50
+    values = (-np.arange(most) - position).astype("<f4").view("<i4")
+    return np.concatenate((own, [position + 1], ids, values)).astype("<i4").tobytes()
+
 
 class EngineNode:
     """One engine process. `done`: ends of steps that its core has not heard of yet.
@@ -102,8 +126,7 @@ class EngineNode:
         if ((step.starts == 0) & (step.tokens[firsts] == POISON)).any():
             self.crashed = True
             return
-        ids = self._device.run(step)
-        self.done.append(step_done(step, Sampled.one_each(ids)))
+        self.done.append(step_done(step, self._device.sampled(step)))
 
     def idle(self) -> bool:
         return self.core.idle()

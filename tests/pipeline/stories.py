@@ -41,10 +41,11 @@ from pipeinfer.packing import unpack  # noqa: E402
 EVENTS = (
     "death", "several deaths", "hand-over of a stage", "hand-over of a request", "deferral",
     "preemption", "preemption in flight", "deadline", "stop string", "digest mismatch",
-    "crash by a request", "hang-up", "follow-up",
+    "crash by a request", "hang-up", "follow-up", "log-probs", "log-probs of a prompt",
 )  # fmt: skip
 STEPS = 60  # of a story
 MOST = 25  # tokens of an answer
+SCORES = (None, None), (2, None), (None, 1), (None, None), (0, 3)  # log-probs, of whoever comes
 
 
 class Watch:
@@ -201,7 +202,13 @@ class Story(Simulation):
         stop = self.random.choice([(), (), ("a",), ("th", "é")])
         timeout = self.random.choice([0.0, 0.0, 0.0, 0.4, 2.0])
         least = self.random.choice([0, 0, min(3, most)])
-        self.submit(prompt, timeout, max_tokens=most, min_tokens=least, stop=stop)
+        of_output, of_prompt = SCORES[len(self.clients) % len(SCORES)]
+        self.seen["log-probs"] += of_output is not None
+        self.seen["log-probs of a prompt"] += of_prompt is not None
+        self.submit(
+            prompt, timeout, max_tokens=most, min_tokens=least, stop=stop, logprobs=of_output,
+            prompt_logprobs=of_prompt,
+        )  # fmt: skip
 
     def _deliver(self) -> None:
         for _ in range(self.random.randint(1, 50)):

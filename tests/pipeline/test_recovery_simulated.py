@@ -40,8 +40,9 @@ class Machine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 6),
         stop=STOPS,
         timeout=st.sampled_from([0.0, 0.0, 0.0, 0.1, 2.0]),
+        scores=st.sampled_from([(None, None), (None, None), (0, None), (2, 1), (None, 3)]),
     )
-    def submit(self, length, salt, max_tokens, min_tokens, stop, timeout):
+    def submit(self, length, salt, max_tokens, min_tokens, stop, timeout, scores):
         prompt = [(salt + i) % 50 for i in range(length)]
         self.s.submit(
             prompt,
@@ -49,6 +50,8 @@ class Machine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             min_tokens=min(min_tokens, max_tokens),
             stop=tuple(stop),
+            logprobs=scores[0],
+            prompt_logprobs=scores[1],
         )
 
     @precondition(lambda self: self.poisons)

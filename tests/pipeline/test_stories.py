@@ -80,11 +80,11 @@ class Forgetful(deadlines.Deadlines):
 
 def hasty(board: Board, request: Request) -> bool:
     """As Board._may_admit, but steps in flight do not count."""
-    pending, request.pending = request.pending, 0
+    steps, request.steps_in_flight = request.steps_in_flight, 0
     try:
         return may_admit(board, request)
     finally:
-        request.pending = pending
+        request.steps_in_flight = steps
 
 
 may_admit = Board._may_admit

@@ -17,7 +17,7 @@ from pipeinfer.messages import Admit, Plan, Result
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from replay.difference import Difference
-from replay.recording import Entry, Group, load
+from replay.recording import Entry, Exchange, load
 from replay.tally import Tally
 
 STAGES = ("tokenizer", "scheduler", "engine", "detokenizer")
@@ -79,11 +79,11 @@ def test_a_wrong_id_is_counted_for_the_request_in_its_slot():
         return Admit(slot, name, pack([1]), 1, 9, SamplingParams(), 0)
 
     plan = Plan(7, 3, (), (admit(4, "a"), admit(2, "b")), pack([4, 2]), pack([1, 1]))
-    step = Group(entry(2, StepDone(7, 3, pack([1, 1]), pack([50, 60]))))
+    step = Exchange(entry(2, StepDone(7, 3, pack([1, 1]), pack([50, 60]))))
     rows = [pack(x) for x in ([4, 2], [0, 0], [1, 1], [1, 1], [50, 60], [])]
     step.outputs.append(entry(3, Result(7, 3, *rows, 0, 0, 0), "out", "result"))
     tally = Tally(keep_going=True)
-    tally.follow(Group(entry(1, plan, channel="plan")))
+    tally.follow(Exchange(entry(1, plan, channel="plan")))
     tally.step(step, StepDone(7, 3, pack([1, 1]), pack([50, 61])))
     assert (tally.tokens, tally.wrong, tally.requests) == (2, 1, {"b"})
     assert tally.lines()[1] == "tokens: 1 of 2 differ, in 1 of 2 requests"

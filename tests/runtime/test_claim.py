@@ -28,20 +28,20 @@ def shared(tmp_path, monkeypatch):
     return tmp_path
 
 
-def link(place: Path, target: Path) -> None:
-    place.symlink_to(target)
+def link(path: Path, target: Path) -> None:
+    path.symlink_to(target)
 
 
-def hard_link(place: Path, target: Path) -> None:
-    place.hardlink_to(target)
+def hard_link(path: Path, target: Path) -> None:
+    path.hardlink_to(target)
 
 
-def folder(place: Path, _target: Path) -> None:
-    place.mkdir()
+def folder(path: Path, _target: Path) -> None:
+    path.mkdir()
 
 
-def pipe(place: Path, _target: Path) -> None:
-    os.mkfifo(place)
+def pipe(path: Path, _target: Path) -> None:
+    os.mkfifo(path)
 
 
 @pytest.mark.parametrize("put", [link, hard_link, folder, pipe])
@@ -49,9 +49,9 @@ def pipe(place: Path, _target: Path) -> None:
 def test_what_is_no_plain_file_is_refused_and_nothing_is_written_through_it(shared, put, what):
     precious = shared / "precious"
     precious.write_text("a key")
-    place = note() if what == "note" else shared / "locks" / "tokenizer-0.lock"
-    put(place, precious)
-    with pytest.raises(ConfigurationError, match=str(place)):
+    path = note() if what == "note" else shared / "locks" / "tokenizer-0.lock"
+    put(path, precious)
+    with pytest.raises(ConfigurationError, match=str(path)):
         claim(PLACE, "tokenizer", "", shared / "locks")
     assert precious.read_text() == "a key"
 

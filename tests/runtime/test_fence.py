@@ -43,18 +43,18 @@ class Heard:
 
 
 async def test_frames_of_a_replaced_process_are_dropped_and_counted(tmp_path):
-    place = topologies.local(Settings(), f"ipc://{tmp_path}/")
+    topology = topologies.local(Settings(), f"ipc://{tmp_path}/")
     core = Heard()
     beats: list[Heartbeat] = []
     with zmq.Context() as context:
         shell = Shell(
-            Settings(), place, Identity("scheduler"), context, lambda _: Stage(core, tick=0.01)
+            Settings(), topology, Identity("scheduler"), context, lambda _: Stage(core, tick=0.01)
         )
-        listener = Listener(place, context)
+        listener = Listener(topology, context)
         listener.listen("scheduler-0")
         listener.start(lambda _channel, _header, message: beats.append(message))
-        old, new = (Bus(Identity("tokenizer"), lives, place, context) for lives in (1, 2))
-        other = Bus(Identity("detokenizer"), 1, place, context)
+        old, new = (Bus(Identity("tokenizer"), lives, topology, context) for lives in (1, 2))
+        other = Bus(Identity("detokenizer"), 1, topology, context)
         task = asyncio.create_task(shell.run())
 
         def said(bus: Bus, message: Message, channel: str = "work") -> None:

@@ -102,11 +102,11 @@ def test_a_supervisor_that_is_gone_does_not_answer(temporary, capsys, monkeypatc
 
 def test_a_stage_is_named_by_its_id_or_by_a_name_that_only_one_group_has():
     engines = [Entry("engine", f"ipc://e{g}{r}", g, r) for g in (0, 1) for r in (0, 1)]
-    place = Topology((Entry("scheduler", "ipc://s0", 0), *engines[:2]))
-    assert chosen_stage(place, "scheduler") == "scheduler-0"
-    assert chosen_stage(place, "engine") == "engine-0-0"
-    assert chosen_stage(place, "engine-0-1") == "engine-0-1"
+    topology = Topology((Entry("scheduler", "ipc://s0", 0), *engines[:2]))
+    assert chosen_stage(topology, "scheduler") == "scheduler-0"
+    assert chosen_stage(topology, "engine") == "engine-0-0"
+    assert chosen_stage(topology, "engine-0-1") == "engine-0-1"
     with pytest.raises(ConfigurationError, match=r"'engine'\? There are engine-0-0, .*engine-1-1"):
         chosen_stage(Topology(tuple(engines)), "engine")
     with pytest.raises(ConfigurationError, match=r"'gateway'\? There are scheduler-0"):
-        chosen_stage(place, "gateway")
+        chosen_stage(topology, "gateway")

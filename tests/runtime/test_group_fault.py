@@ -22,15 +22,15 @@ from servers import environment
 
 
 @pytest.fixture
-def place(tmp_path):
+def topology(tmp_path):
     return topologies.local(Settings(), f"ipc://{tmp_path}/")
 
 
 @pytest.fixture
-def scheduler(place):
+def scheduler(topology):
     """A scheduler's sockets."""
     with zmq.Context() as context:
-        bus = Bus(Identity("scheduler"), 1, place, context)
+        bus = Bus(Identity("scheduler"), 1, topology, context)
         bus.bind()
         yield bus
         bus.close()
@@ -40,11 +40,11 @@ def say(scheduler: Bus, group: int, reason: str, incarnation: int) -> None:
     scheduler.send(Send("group", EVERYONE, GroupFault(group, reason, (incarnation,))))
 
 
-async def test_only_the_fault_of_its_own_group_ends_an_engine(place, scheduler):
+async def test_only_the_fault_of_its_own_group_ends_an_engine(topology, scheduler):
     ends: list[int] = []
     with zmq.Context() as context:
         listener = end_on_group_fault(
-            place, Identity("engine"), 7, context, lambda: True, ends.append
+            topology, Identity("engine"), 7, context, lambda: True, ends.append
         )
         for _ in range(100):
             say(scheduler, 1, "somebody else's", 7)
@@ -65,13 +65,13 @@ def beat(incarnation: int, state: State) -> RankStatus:
 
 async def test_a_rank_ends_when_one_that_it_has_met_is_another_process(tmp_path):
     """It would wait for this one where ranks meet, and this one for it inside a collective."""
-    place = topologies.local(Settings(tp=2), f"ipc://{tmp_path}/")
+    topology = topologies.local(Settings(tp=2), f"ipc://{tmp_path}/")
     ends, formed = [], [False]
     with zmq.Context() as context:
-        peer = Bus(Identity("engine", rank=1), 1, place, context)
+        peer = Bus(Identity("engine", rank=1), 1, topology, context)
         peer.bind()
         listener = end_on_group_fault(
-            place, Identity("engine"), 1, context, lambda: formed[0], ends.append
+            topology, Identity("engine"), 1, context, lambda: formed[0], ends.append
         )
 
         async def told(*beats: RankStatus) -> None:
@@ -94,16 +94,16 @@ async def test_a_rank_ends_when_one_that_it_has_met_is_another_process(tmp_path)
     assert set(ends) == {FAILED}
 
 
-async def test_an_engine_started_by_hand_ends_with_code_1(tmp_path, place, scheduler):
+async def test_an_engine_started_by_hand_ends_with_code_1(tmp_path, topology, scheduler):
     file = tmp_path / "pipeinfer.toml"
-    file.write_text(Topology(place.entries, {"kv_pages": 50}).to_toml())
+    file.write_text(Topology(topology.entries, {"kv_pages": 50}).to_toml())
 
     def hear(_channel: str, _header: Header, message: Message) -> None:
         if isinstance(message, RankStatus):
             say(scheduler, 0, "no result for 2 s", message.incarnation)
 
     with zmq.Context() as context:
-        listener = Listener(place, context)
+        listener = Listener(topology, context)
         listener.listen("engine-0-0", "group")
         listener.start(hear)
         engine = await asyncio.create_subprocess_exec(

@@ -54,30 +54,30 @@ def context():
 
 
 @pytest.fixture
-def place():
+def topology():
     return topologies.local(Settings(), "inproc://shell-")
 
 
-def shell(place, context, core, settings=None, name="tokenizer") -> Shell:
+def shell(topology, context, core, settings=None, name="tokenizer") -> Shell:
     def build(_context):
         if isinstance(core, Exception):
             raise core
         return Stage(core, tick=0.01)
 
-    return Shell(settings or Settings(), place, Identity(name), context, build)
+    return Shell(settings or Settings(), topology, Identity(name), context, build)
 
 
-async def test_messages_pass_through_core_and_heartbeats_tell_its_state(place, context):
+async def test_messages_pass_through_core_and_heartbeats_tell_its_state(topology, context):
     first, second = EchoCore(), EchoCore()
-    tokenizer = shell(place, context, first)
-    scheduler = shell(place, context, second, name="scheduler")
+    tokenizer = shell(topology, context, first)
+    scheduler = shell(topology, context, second, name="scheduler")
     beats: list[Heartbeat] = []
-    listener = Listener(place, context)
+    listener = Listener(topology, context)
     listener.listen("tokenizer-0")
     listener.start(lambda _channel, _header, message: beats.append(message))
     tasks = [asyncio.create_task(one.run()) for one in (tokenizer, scheduler)]
     await until(lambda: first.seen)
-    sender = shell(place, context, EchoCore(), name="gateway")
+    sender = shell(topology, context, EchoCore(), name="gateway")
     sender.bus.send(Send("requests", "tokenizer-0", Abort("r", 1)))
     sender.bus.send(Send("stops", "tokenizer-0", Abort("wrong channel", 1)))
     await until(lambda: Abort("r", 1) in second.seen)
@@ -92,14 +92,14 @@ async def test_messages_pass_through_core_and_heartbeats_tell_its_state(place, c
     listener.close()
 
 
-async def test_a_shell_with_patience_stays_awake_while_frames_come(place, context):
+async def test_a_shell_with_patience_stays_awake_while_frames_come(topology, context):
     core = EchoCore()
     one = Shell(
-        Settings(), place, Identity("tokenizer"), context,
+        Settings(), topology, Identity("tokenizer"), context,
         lambda _context: Stage(core, tick=0.01), patience=60.0,
     )  # fmt: skip
     task = asyncio.create_task(one.run())
-    sender = shell(place, context, EchoCore(), name="gateway")
+    sender = shell(topology, context, EchoCore(), name="gateway")
     for name in ("a", "b"):
         sender.bus.send(Send("requests", "tokenizer-0", Abort(name, 1)))
     await until(lambda: Abort("b", 1) in core.seen)
@@ -109,9 +109,9 @@ async def test_a_shell_with_patience_stays_awake_while_frames_come(place, contex
     sender.bus.close()
 
 
-async def test_drain_waits_for_the_core_to_be_idle(place, context):
+async def test_drain_waits_for_the_core_to_be_idle(topology, context):
     core = EchoCore(finished=False)
-    one = shell(place, context, core)
+    one = shell(topology, context, core)
     task = asyncio.create_task(one.run())
     await until(lambda: core.seen)
     one.drain()
@@ -122,18 +122,18 @@ async def test_drain_waits_for_the_core_to_be_idle(place, context):
     await asyncio.wait_for(task, 20)
 
 
-async def test_drain_is_bounded(place, context):
+async def test_drain_is_bounded(topology, context):
     core = EchoCore(finished=False)
-    one = shell(place, context, core, Settings(drain_timeout=0.05))
+    one = shell(topology, context, core, Settings(drain_timeout=0.05))
     task = asyncio.create_task(one.run())
     await until(lambda: core.seen)
     one.drain()
     await asyncio.wait_for(task, 20)
 
 
-async def test_leave_waits_for_the_core_to_hand_on_what_is_in_hand(place, context):
+async def test_leave_waits_for_the_core_to_hand_on_what_is_in_hand(topology, context):
     core = EchoCore(finished=False)
-    one = shell(place, context, core)
+    one = shell(topology, context, core)
     task = asyncio.create_task(one.run())
     await until(lambda: core.seen)
     one.leave()
@@ -145,20 +145,20 @@ async def test_leave_waits_for_the_core_to_hand_on_what_is_in_hand(place, contex
     await asyncio.wait_for(task, 20)
 
 
-async def test_leave_is_bounded(place, context, monkeypatch):
+async def test_leave_is_bounded(topology, context, monkeypatch):
     monkeypatch.setattr("pipeinfer.runtime.shell.LEAVE", 0.05)
     core = EchoCore(finished=False)
-    one = shell(place, context, core)
+    one = shell(topology, context, core)
     task = asyncio.create_task(one.run())
     await until(lambda: core.seen)
     one.leave()
     await asyncio.wait_for(task, 20)
 
 
-async def test_what_runs_beside_the_core_ends_before_the_core_leaves(place, context):
+async def test_what_runs_beside_the_core_ends_before_the_core_leaves(topology, context):
     core, ended = EchoCore(), asyncio.Event()
     one = Shell(
-        Settings(), place, Identity("tokenizer"), context,
+        Settings(), topology, Identity("tokenizer"), context,
         lambda _: Stage(core, tick=0.01, before_leave=lambda: ended.wait()),
     )  # fmt: skip
     task = asyncio.create_task(one.run())
@@ -172,13 +172,13 @@ async def test_what_runs_beside_the_core_ends_before_the_core_leaves(place, cont
     assert Leave() in core.seen
 
 
-async def test_a_core_that_cannot_leave_ends_its_stage_with_the_reason(place, context):
+async def test_a_core_that_cannot_leave_ends_its_stage_with_the_reason(topology, context):
     def break_down():
         raise RuntimeError("no way out")
 
     core = EchoCore()
     one = Shell(
-        Settings(), place, Identity("tokenizer"), context,
+        Settings(), topology, Identity("tokenizer"), context,
         lambda _: Stage(core, tick=0.01, before_leave=break_down),
     )  # fmt: skip
     task = asyncio.create_task(one.run())
@@ -188,9 +188,9 @@ async def test_a_core_that_cannot_leave_ends_its_stage_with_the_reason(place, co
         await asyncio.wait_for(task, 20)
 
 
-async def test_a_core_that_raises_ends_its_stage_with_the_reason(place, context):
+async def test_a_core_that_raises_ends_its_stage_with_the_reason(topology, context):
     core = EchoCore(broken=True)
-    one = shell(place, context, core)
+    one = shell(topology, context, core)
     task = asyncio.create_task(one.run())
     await until(lambda: core.seen)
     one.handle(Abort("r", 1))
@@ -198,15 +198,15 @@ async def test_a_core_that_raises_ends_its_stage_with_the_reason(place, context)
         await asyncio.wait_for(task, 20)
 
 
-async def test_a_builder_that_raises_ends_the_start(place, context):
-    one = shell(place, context, ConfigurationError("no such model"))
+async def test_a_builder_that_raises_ends_the_start(topology, context):
+    one = shell(topology, context, ConfigurationError("no such model"))
     with pytest.raises(ConfigurationError, match="no such model"):
         await asyncio.wait_for(one.run(), 20)
 
 
-async def test_a_stage_told_to_stop_does_not_wait_for_its_builder(place, context):
+async def test_a_stage_told_to_stop_does_not_wait_for_its_builder(topology, context):
     release = threading.Event()
-    one = Shell(Settings(), place, Identity("tokenizer"), context, lambda _: release.wait(60))
+    one = Shell(Settings(), topology, Identity("tokenizer"), context, lambda _: release.wait(60))
     task = asyncio.create_task(one.run())
     await asyncio.sleep(0)
     one.drain()
@@ -215,7 +215,9 @@ async def test_a_stage_told_to_stop_does_not_wait_for_its_builder(place, context
     release.set()
 
 
-async def test_sighup_has_a_stage_read_again_and_one_that_cannot_ignores_it(place, context, caplog):
+async def test_sighup_has_a_stage_read_again_and_one_that_cannot_ignores_it(
+    topology, context, caplog
+):
     read: list[str] = []
 
     def broken() -> None:
@@ -228,7 +230,8 @@ async def test_sighup_has_a_stage_read_again_and_one_that_cannot_ignores_it(plac
         "detokenizer": lambda _: Stage(EchoCore(), tick=0.01, reload=broken),
     }
     shells = [
-        Shell(Settings(), place, Identity(name), context, build) for name, build in builds.items()
+        Shell(Settings(), topology, Identity(name), context, build)
+        for name, build in builds.items()
     ]
     tasks = [asyncio.create_task(one.run()) for one in shells]
     await until(lambda: all(one.built for one in shells))
@@ -241,14 +244,14 @@ async def test_sighup_has_a_stage_read_again_and_one_that_cannot_ignores_it(plac
     await asyncio.gather(*tasks)
 
 
-async def test_a_stage_told_to_reload_while_it_is_built_reads_once_more(place, context):
+async def test_a_stage_told_to_reload_while_it_is_built_reads_once_more(topology, context):
     read, go = [], threading.Event()
 
     def build(_context):
         go.wait(30)
         return Stage(EchoCore(), tick=0.01, reload=lambda: read.append("again"))
 
-    one = Shell(Settings(), place, Identity("gateway"), context, build)
+    one = Shell(Settings(), topology, Identity("gateway"), context, build)
     task = asyncio.create_task(one.run())
     await asyncio.sleep(0)
     one.reload()

@@ -45,9 +45,9 @@ class Server:
     def __init__(self, folder: Path, context: zmq.Context, says: str, end: str, lives: int) -> None:
         self.note, script = folder / "note", folder / "stage.py"
         script.write_text(STAGE)
-        place = topologies.local(Settings(), f"ipc://{folder}/")
+        topology = topologies.local(Settings(), f"ipc://{folder}/")
         self.supervisor = Supervisor(
-            Settings(), place, str(folder / "none.toml"), [Identity("tokenizer")], context
+            Settings(), topology, str(folder / "none.toml"), [Identity("tokenizer")], context
         )
         self.child = self.supervisor._children["tokenizer-0"]
         words = (sys.executable, str(script), str(self.note), says, end, str(lives))
@@ -159,11 +159,11 @@ while True:
 async def test_sighup_is_passed_on_to_the_gateway_alone_and_not_before_it_can_take_it(tmp_path):
     note, script = tmp_path / "note", tmp_path / "stage.py"
     script.write_text(SLOW_STAGE)
-    place = topologies.local(Settings(), f"ipc://{tmp_path}/")
+    topology = topologies.local(Settings(), f"ipc://{tmp_path}/")
     settings, names = Settings(port=0), ("tokenizer", "gateway")
     with zmq.Context() as context:
         supervisor = Supervisor(
-            settings, place, str(tmp_path / "none.toml"), [Identity(n) for n in names], context
+            settings, topology, str(tmp_path / "none.toml"), [Identity(n) for n in names], context
         )
         for child in supervisor._children.values():
             words = (sys.executable, str(script), str(note), child.identity.name)

@@ -63,22 +63,22 @@ class Gateway:
     """A gateway's shell and core whose pipeline counts as ready, and a tokenizer's inbox."""
 
     def __init__(self, context: zmq.Context, settings: Settings, name: str) -> None:
-        self.place = topologies.local(settings, f"inproc://{name}-")
+        self.topology = topologies.local(settings, f"inproc://{name}-")
         self.client = Client()
-        self.core = GatewayCore(expected_stages(self.place))
+        self.core = GatewayCore(expected_stages(self.topology))
         self.shell = Shell(
-            settings, self.place, Identity("gateway"), context,
+            settings, self.topology, Identity("gateway"), context,
             lambda _: Stage(self.core, self.client, tick=60.0),
         )  # fmt: skip
         self.got: list[tuple[int, Any]] = []
-        self.tokenizer = Bus(Identity("tokenizer"), 1, self.place, context)
+        self.tokenizer = Bus(Identity("tokenizer"), 1, self.topology, context)
         self.tokenizer.bind()
         self.tokenizer.start(lambda _channel, header, m: self.got.append((header.seq, m)))
 
     async def __aenter__(self) -> Gateway:
         self.task = asyncio.create_task(self.shell.run())
         await until(lambda: self.core.status == "starting" and self.shell.built)
-        for e in self.place.entries:
+        for e in self.topology.entries:
             who = e.identity
             self.shell.handle(
                 Heartbeat(who.id, who.name, who.group, who.rank, who.index, 1, 1, "ready")
@@ -122,10 +122,10 @@ async def test_a_request_that_cannot_be_sent_fails_alone_and_replays(tmp_path, m
     recording = load(next(tmp_path.glob("gateway-*.pitrace")))
     assert any(isinstance(entry.message, Unsent) for entry in recording.entries)
     assert Unencoded("Submit") in [entry.message for entry in recording.entries]
-    again = GatewayCore(expected_stages(gateway.place))
-    for group in recording.groups():
-        sends = again.handle(group.input.message, group.input.time)
-        assert first_difference(group, sends, left_out) is None, group.input
+    again = GatewayCore(expected_stages(gateway.topology))
+    for exchange in recording.exchanges():
+        sends = again.handle(exchange.input.message, exchange.input.time)
+        assert first_difference(exchange, sends, left_out) is None, exchange.input
 
 
 async def test_a_request_that_cannot_even_be_recorded_fails_alone(tmp_path):
@@ -170,20 +170,20 @@ STAGES = ("gateway", "tokenizer", "scheduler", "detokenizer")
 @pytest.mark.parametrize("name", STAGES)
 async def test_a_recover_of_nobody_is_counted_and_dropped(name, caplog):
     settings = Settings(model=str(demo_path()))
-    place: Topology = topologies.local(settings, f"inproc://nobody-{name}-")
+    topology: Topology = topologies.local(settings, f"inproc://nobody-{name}-")
     client = Client()
 
     def build(context) -> Stage:
         return Stage(builder(name)(context).core, client, tick=0.01)
 
     with zmq.Context() as context:
-        shell = Shell(settings, place, Identity(name), context, build)
+        shell = Shell(settings, topology, Identity(name), context, build)
         task = asyncio.create_task(shell.run())
         await until(lambda: shell.built or task.done())
-        peer = Bus(Identity("engine"), 1, place, context)
+        peer = Bus(Identity("engine"), 1, topology, context)
         for stage in NONSENSE:
             peer.send(Send("recovery", f"{name}-0", Recover(stage, 1)))
-        for stage in place.ids():  # known, but of a kind that asks nobody here
+        for stage in topology.ids():  # known, but of a kind that asks nobody here
             peer.send(Send("recovery", f"{name}-0", Recover(stage, 1)))
         peer.send(Send("recovery", f"{name}-0", Recovered("engine-x", 1)))
         peer.send(Send("recovery", f"{name}-0", Delivered("r", 1, b"")))
@@ -206,16 +206,16 @@ async def test_a_recover_of_nobody_is_counted_and_dropped(name, caplog):
 )
 async def test_a_request_for_a_stage_that_there_is_not_ends_nobody(name, channel, message):
     settings = Settings(model=str(demo_path()))
-    place = topologies.local(settings, f"inproc://wrong-{name}-")
+    topology = topologies.local(settings, f"inproc://wrong-{name}-")
 
     def build(context) -> Stage:
         core = builder(name)(context).core
         return Stage(core, tick=0.01)
 
     with zmq.Context() as context:
-        shell = Shell(settings, place, Identity(name), context, build)
+        shell = Shell(settings, topology, Identity(name), context, build)
         task = asyncio.create_task(shell.run())
-        peer = Bus(Identity("gateway"), 1, place, context)
+        peer = Bus(Identity("gateway"), 1, topology, context)
         await until(lambda: shell.built or task.done())
         peer.send(Send(channel, f"{name}-0", message))
         await until(lambda: shell._dropped()["unsent_total"] or task.done())

@@ -89,9 +89,9 @@ def test_a_stages_process_does_what_is_set(setting, monkeypatch):
             given.append(self._patience)
 
     monkeypatch.setattr(entry, "Shell", Ended)
-    place = topologies.local(settings, "inproc://wakefulness-")
+    topology = topologies.local(settings, "inproc://wakefulness-")
     options = argparse.Namespace(listen_fd=[], child=False)
-    asyncio.run(entry._run(settings, place, Identity("scheduler"), options))
+    asyncio.run(entry._run(settings, topology, Identity("scheduler"), options))
     assert given == [PATIENCE if setting == "always" else 0.0]
 
 

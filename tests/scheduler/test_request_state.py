@@ -41,9 +41,9 @@ def test_rows_in_flight_are_projected_and_projected_anew_when_one_did_less():
     one = request()
     one.begin()
     assert [one.take(4), one.take(4), one.take(4), one.take(1)] == [4, 4, 2, 1]
-    assert (one.projected, one.pending, one.inflight) == (11, 4, [4, 4, 4, 1])
+    assert (one.projected, one.steps_in_flight, one.counts_in_flight) == (11, 4, [4, 4, 4, 1])
     one.confirm(1)
-    assert (one.computed, one.projected, one.inflight) == (1, 10, [4, 4, 1])
+    assert (one.computed, one.projected, one.counts_in_flight) == (1, 10, [4, 4, 1])
 
 
 def test_nothing_is_projected_beyond_its_length():
@@ -63,7 +63,7 @@ def test_one_that_begins_again_knows_its_outputs_and_has_nothing_in_flight():
     one.deferrals = one.hit = 3
     one.begin()
     assert (one.admission, one.known, one.computed, one.projected) == (2, 12, 0, 0)
-    assert (one.inflight, one.deferrals, one.hit) == ([], 0, 0)
+    assert (one.counts_in_flight, one.deferrals, one.hit) == ([], 0, 0)
     assert list(one.confirmed) == []
 
 

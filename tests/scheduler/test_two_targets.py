@@ -45,9 +45,9 @@ def spared(cost: StepCost, rows: int, context: int, waiting: list[Prompt]) -> in
 
 def taken(cost: StepCost, tokens: int, rows: int, context: int, waiting: list[Prompt]) -> float:
     """Seconds of such a step, each token of a prompt counted by itself."""
-    places = list(chain.from_iterable(range(p.before, p.before + p.tokens) for p in waiting))
+    before = list(chain.from_iterable(range(p.before, p.before + p.tokens) for p in waiting))
     time, more = next((time, more) for size, time, more in cost.mixed if size == tokens)
-    pairs = sum(places[: tokens - rows]) - tokens * tokens / 2
+    pairs = sum(before[: tokens - rows]) - tokens * tokens / 2
     return (time + context * cost.kv_token + more * pairs / tokens) / PER_SECOND
 
 

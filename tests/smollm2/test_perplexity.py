@@ -97,4 +97,4 @@ def test_weights_are_bit_by_bit_those_of_transformers(model, theirs):
     load_weights(built, model)
     assert {source.name for source in sources} == {n for n in wanted if n != "lm_head.weight"}
     for source in sources:
-        assert torch.equal(source.target, wanted[source.name][source.part]), source.name
+        assert torch.equal(source.target, wanted[source.name][source.slices]), source.name

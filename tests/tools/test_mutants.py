@@ -16,7 +16,7 @@ TESTS = ("tests/runtime/test_fence.py",)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def workplace(tmp_path_factory):
     return Workplace(tmp_path_factory.mktemp("m"))
 
 
@@ -32,31 +32,31 @@ def test_each_module_is_in_one_area_and_each_test_is_there():
         assert name.split("[")[0] in ((ROOT / path).read_text() if name else "")
 
 
-def test_what_is_not_noticed_survives(place):
-    outcome = place.test(FENCE, TEXT, TESTS, math.inf)
+def test_what_is_not_noticed_survives(workplace):
+    outcome = workplace.test(FENCE, TEXT, TESTS, math.inf)
     assert outcome.ended == "survived", outcome.said
     assert (ROOT / FENCE).read_text() == TEXT
 
 
-def test_what_is_noticed_is_killed_by_a_test_that_is_named(place):
+def test_what_is_noticed_is_killed_by_a_test_that_is_named(workplace):
     """Also if the text is as long as the one before: no bytecode may be left of it."""
     changed = TEXT.replace("incarnation < newest", "incarnation > newest")
     assert len(changed) == len(TEXT) and changed != TEXT
-    outcome = place.test(FENCE, changed, TESTS, math.inf)
+    outcome = workplace.test(FENCE, changed, TESTS, math.inf)
     assert outcome.ended == "killed"
     assert outcome.by.startswith(TESTS[0])
-    assert place.test(FENCE, TEXT, TESTS, math.inf).ended == "survived"
+    assert workplace.test(FENCE, TEXT, TESTS, math.inf).ended == "survived"
 
 
-def test_what_never_ends_is_ended(place):
-    outcome = place.test(FENCE, f"{TEXT}\nwhile True:\n    pass\n", TESTS, 5.0)
+def test_what_never_ends_is_ended(workplace):
+    outcome = workplace.test(FENCE, f"{TEXT}\nwhile True:\n    pass\n", TESTS, 5.0)
     assert outcome.ended == "timeout"
     assert outcome.seconds < 30.0
 
 
-def test_without_a_test_there_is_no_outcome(place):
+def test_without_a_test_there_is_no_outcome(workplace):
     with pytest.raises(RuntimeError, match="no test was run"):
-        place.test(FENCE, TEXT, ("-k=nothing_is_called_so", *TESTS), math.inf)
+        workplace.test(FENCE, TEXT, ("-k=nothing_is_called_so", *TESTS), math.inf)
 
 
 @pytest.mark.parametrize(

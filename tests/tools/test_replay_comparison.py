@@ -14,7 +14,7 @@ from pipeinfer.messages import Abort, Plan, Result, Text, TextRow, TokenRow, Tok
 from pipeinfer.packing import pack
 from replay.comparison import first_mismatch
 from replay.difference import first_difference
-from replay.recording import Entry, Group
+from replay.recording import Entry, Exchange
 from replay.rewriting import canonical_changes, rewritten
 from replay.varying import FIELDS, left_out
 
@@ -83,30 +83,30 @@ def test_table_of_what_may_differ_is_what_the_protocol_says():
         assert fields <= set(kinds[name].__struct_fields__)
 
 
-def group(*outputs: Entry) -> Group:
-    return Group(entry(1, Abort("r", 1), "in"), list(outputs))
+def exchange(*outputs: Entry) -> Exchange:
+    return Exchange(entry(1, Abort("r", 1), "in"), list(outputs))
 
 
 def test_output_too_many_and_one_too_few_are_found():
     sends = [Send("tokens", "detokenizer-0", Abort("r", 1))]
     recorded = entry(2, Abort("r", 1))
-    assert first_difference(group(recorded), sends, left_out) is None
-    surplus = first_difference(group(), sends, left_out)
+    assert first_difference(exchange(recorded), sends, left_out) is None
+    surplus = first_difference(exchange(), sends, left_out)
     assert (surplus.seq, surplus.field, surplus.recorded) == (1, "", "(missing)")
-    lost = first_difference(group(recorded, entry(3, Abort("q", 1))), sends, left_out)
+    lost = first_difference(exchange(recorded, entry(3, Abort("q", 1))), sends, left_out)
     assert (lost.seq, lost.replayed) == (3, "(missing)")
     assert lost.recorded == {"Abort": {"request_id": "q", "attempt": 1, "reason": "client"}}
 
 
 def test_message_to_somebody_else_is_a_difference():
     sends = [Send("tokens", "detokenizer-1", Abort("r", 1))]
-    found = first_difference(group(entry(2, Abort("r", 1))), sends, left_out)
+    found = first_difference(exchange(entry(2, Abort("r", 1))), sends, left_out)
     assert (found.field, found.recorded, found.replayed) == ("to", "detokenizer-0", "detokenizer-1")
 
 
 def test_outputs_missing_where_the_recording_broke_off_are_no_difference():
     sends = [Send("tokens", "detokenizer-0", Abort("r", 1))]
-    assert first_difference(group(), sends, left_out, tail=True) is None
+    assert first_difference(exchange(), sends, left_out, tail=True) is None
 
 
 def test_two_runs_of_the_same_requests_become_equal_under_plain_names():

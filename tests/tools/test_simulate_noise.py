@@ -30,8 +30,8 @@ def drawn(noise: Noise, said: np.ndarray, seed: int, mixed: np.ndarray | None = 
 def test_steps_scatter_as_steps_of_their_size_and_kind_do():
     said, mixed = np.tile([1.0, 3.0, 3.0], 20_000), np.tile([False, False, True], 20_000)
     factors = drawn(NOISE, said, 0, mixed) / said
-    for place, spread in ((0, 1.2), (1, 0.2), (2, 0.6)):
-        mine = factors[place::3]
+    for at, spread in ((0, 1.2), (1, 0.2), (2, 0.6)):
+        mine = factors[at::3]
         assert mine.mean() == pytest.approx(1.0, abs=0.02)
         assert mine.std() == pytest.approx(spread / np.sqrt(12), rel=0.05)
         assert np.quantile(mine, 0.99) == pytest.approx(1 + 0.49 * spread, rel=0.02)

@@ -28,10 +28,10 @@ def process(mib: float, **other: int) -> dict:
 
 def sampled(mib) -> list[dict]:
     """A hundred samples of one process that has `mib(share of the run)` MiB."""
-    places = [number / 100 for number in range(100)]
+    shares = [number / 100 for number in range(100)]
     return [
         {"done": int(share * REQUESTS), "processes": {"gateway-0": process(mib(share))}}
-        for share in places
+        for share in shares
     ]
 
 

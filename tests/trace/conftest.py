@@ -25,6 +25,8 @@ async def _one(llm: AsyncLLM, source: random.Random, index: int) -> None:
         stop=source.choice(((), ("e",), ("3", "zz"))),
         min_tokens=source.choice((0, 4)),
         ignore_eos=source.random() < 0.5,
+        logprobs=2 if index % 3 == 0 else None,
+        prompt_logprobs=1 if index % 4 == 0 else None,
     )
     prompt = "count from 1 to 9 " * source.randint(0, 3) + " ".join(source.choices(WORDS, k=6))
     leave_after = source.randint(1, 6) if source.random() < 0.2 else 10_000

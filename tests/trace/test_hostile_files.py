@@ -193,9 +193,9 @@ def test_a_changed_state_is_put_in_or_refused(data):
     version, nodes = msgspec.msgpack.decode(STATE)
     for _ in range(data.draw(st.integers(1, 3))):
         node = nodes[data.draw(st.integers(0, len(nodes) - 1))]
-        place = data.draw(st.integers(0, len(node) - 1))
+        at = data.draw(st.integers(0, len(node) - 1))
         other = data.draw(st.sampled_from(nodes))
-        node[place] = data.draw(
+        node[at] = data.draw(
             plain | st.just([data.draw(st.integers(-3, len(nodes)))]) | st.sampled_from(other)
         )
     raw = msgspec.msgpack.encode([version, nodes])

@@ -17,14 +17,14 @@ from pipeinfer import events as local
 from pipeinfer.channels import CHANNELS
 from pipeinfer.engine.core import StepFailed
 from pipeinfer.gateway import events as gateway
-from pipeinfer.messages import Message, Submit, Work
+from pipeinfer.messages import Message, PromptScores, Result, Submit, Work
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.tokenizer import events as tokenizer
 from pipeinfer.trace import notes
 from pipeinfer.trace.permutation import Permutation
 from pipeinfer.trace.reader import Trace
-from pipeinfer.trace.recording import Limits, Recording
+from pipeinfer.trace.recording import Quota, Recording
 from pipeinfer.trace.redact import AS_THEY_ARE, FIELDS, redactor
 from pipeinfer.trace.restore import restore
 from pipeinfer.trace.snapshot import snapshot
@@ -72,9 +72,7 @@ def rewrite(trace: Trace, folder: Path, state: bytes | None = None) -> Trace:
     header = msgspec.structs.replace(trace.header, snapshot=state)
     model = trace.header.settings["model"]
     name = trace.header.name
-    recording = Recording(
-        "r", folder, Limits(), outcomes.append, lambda: redactor(KEY, name, model)
-    )
+    recording = Recording("r", folder, Quota(), outcomes.append, lambda: redactor(KEY, name, model))
     recording.begin(name, header)
     rows = [msgspec.structs.astuple(record)[:7] for record in trace]
     for at in range(0, len(rows), 50):
@@ -113,6 +111,17 @@ def same(trace: Trace, start: int = 0) -> None:
         restore(core, trace.header.snapshot)
     for number, (event, expected) in enumerate(events(trace)[start:]):
         assert outputs(core, event) == expected, (number, event)
+
+
+def test_nothing_of_log_probs_is_left_but_how_many_there_were(recorded, tmp_path):
+    """They name ids, and how likely a text is says much about it."""
+    plain = [e for (_, e), _ in events(recorded["scheduler"])]
+    told = [e for (_, e), _ in events(rewrite(recorded["scheduler"], tmp_path))]
+    for kind in (Result, PromptScores):
+        before = [e.logprobs for e in plain if isinstance(e, kind)]
+        after = [e.logprobs for e in told if isinstance(e, kind)]
+        assert any(map(any, before)), "some ask for log-probs"
+        assert after == [bytes(len(raw)) for raw in before]
 
 
 def test_a_redacted_trace_replays_the_scheduler_exactly(recorded, tmp_path):

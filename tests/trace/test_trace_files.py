@@ -19,7 +19,7 @@ from pipeinfer.trace.format import ModelIdentity, Record, TraceHeader
 from pipeinfer.trace.notes import End
 from pipeinfer.trace.reader import OtherProtocol, Trace, UnreadableTrace
 from pipeinfer.trace.recorder import MOST_WAITING, Recorder
-from pipeinfer.trace.recording import Limits, Recording
+from pipeinfer.trace.recording import Quota, Recording
 
 HEADER = TraceHeader(
     protocol=PROTOCOL, version="test", stage="scheduler-0", name="scheduler", incarnation=2**63,
@@ -176,7 +176,7 @@ def test_old_flight_recordings_make_room_and_nothing_else_does(tmp_path):
     assert kept.exists()
 
 
-# ----------------------------------------------------------------------------- limits of recordings
+# ----------------------------------------------------------------------------- quota of recordings
 
 
 def event(number: int, size: int = 1) -> list[form.Row]:
@@ -185,15 +185,15 @@ def event(number: int, size: int = 1) -> list[form.Row]:
     return [(float(number), kind, "work", "p", number, 0.0, body) for kind in ("in", "out", "out")]
 
 
-def recording(folder, limits: Limits):
+def recording(folder, quota: Quota):
     outcomes: list = []
-    made = Recording("name", folder, limits, outcomes.append)
+    made = Recording("name", folder, quota, outcomes.append)
     made.begin("scheduler-0-0-1", HEADER)
     return made, outcomes
 
 
 def test_a_recording_ends_with_the_event_that_reaches_its_number_of_messages(tmp_path):
-    made, outcomes = recording(tmp_path, Limits(messages=7))
+    made, outcomes = recording(tmp_path, Quota(messages=7))
     for number in range(5):
         chunk = event(number) + event(number + 100)
         made.take(chunk, form.pack_records(chunk))
@@ -205,7 +205,7 @@ def test_a_recording_ends_with_the_event_that_reaches_its_number_of_messages(tmp
 
 
 def test_a_recording_never_grows_beyond_its_bytes(tmp_path):
-    made, outcomes = recording(tmp_path, Limits(bytes=4_000))
+    made, outcomes = recording(tmp_path, Quota(bytes=4_000))
     for number in range(1_000):
         made.take(event(number, 300), None)
     assert outcomes[-1].state == "done" and "bytes" in outcomes[-1].reason
@@ -215,10 +215,10 @@ def test_a_recording_never_grows_beyond_its_bytes(tmp_path):
 
 
 def test_a_recording_that_could_not_even_begin_fails_with_a_reason(tmp_path):
-    _, outcomes = recording(tmp_path, Limits(bytes=100))
+    _, outcomes = recording(tmp_path, Quota(bytes=100))
     assert outcomes[-1].state == "failed" and "beginning alone" in outcomes[-1].reason
     (tmp_path / "file").touch()
-    _, outcomes = recording(tmp_path / "file" / "folder", Limits())
+    _, outcomes = recording(tmp_path / "file" / "folder", Quota())
     assert outcomes[-1].state == "failed" and "Not a directory" in outcomes[-1].reason
 
 
@@ -226,7 +226,7 @@ def test_a_disk_that_cannot_keep_up_stops_the_recording_and_never_the_stage(tmp_
     """The thread is held up; what waits for it is bounded, and what was lost is said."""
     held, outcomes = threading.Event(), []
     recorder = Recorder("scheduler-0-0-1", lambda: held.wait(60) and ModelIdentity())
-    made = Recording("name", tmp_path, Limits(), outcomes.append)
+    made = Recording("name", tmp_path, Quota(), outcomes.append)
     recorder.start(made, HEADER)
     big = [(0.0, "in", "work", "p", 0, 0.0, bytes(1 << 20))]
     for _ in range(2 * (MOST_WAITING >> 20)):

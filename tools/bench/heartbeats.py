@@ -135,21 +135,21 @@ async def _play(topology: Topology, every: float) -> None:
     buses = [Bus(who, 1, topology, context) for who in others]
     for bus in buses:
         bus.bind()
-    loop, turn = asyncio.get_running_loop(), 0
-    beats = max(1, round(every / HEARTBEAT))  # one turn in so many is a heartbeat, too
+    loop, lap = asyncio.get_running_loop(), 0
+    beats = max(1, round(every / HEARTBEAT))  # one lap in so many is a heartbeat, too
     groups = max(1, round(period(len(topology.ids("scheduler"))) / HEARTBEAT))
     begin = loop.time()
     while True:
         for number, (who, bus) in enumerate(zip(others, buses, strict=True)):
-            at = begin + HEARTBEAT * (turn + number / len(others))
+            at = begin + HEARTBEAT * (lap + number / len(others))
             if at > loop.time():
                 await asyncio.sleep(at - loop.time())
-            if (turn + number) % beats == 0:
+            if (lap + number) % beats == 0:
                 bus.send(Send("telemetry", EVERYONE, _beat(who)))
             for word in _words(who):
-                if who.name == "engine" or (turn + number) % groups == 0:
+                if who.name == "engine" or (lap + number) % groups == 0:
                     bus.send(Send("group", EVERYONE, word))
-        turn += 1
+        lap += 1
 
 
 def _beat(who: Identity) -> Heartbeat:

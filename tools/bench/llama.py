@@ -1,6 +1,6 @@
 """`llama`: one GGUF file through pipeinfer and through llama.cpp on a CPU, in turns, side by side.
 
-llama.cpp gets it as it is and as float16; pipeinfer computes in float32. Each turn is a process of
+llama.cpp gets it as it is and as float16; pipeinfer computes in float32. Each round is a process of
 its own, while nothing of the other runs. How llama.cpp is driven is in llama_generate.py.
 """
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command; MODEL, a .gguf file, is a setting."""
     add = parser.add_argument
     add("--llama-python", metavar="PYTHON", required=True, help="interpreter that has llama_cpp")
-    add("--rounds", type=int, default=3, help="turns of each side")
+    add("--rounds", type=int, default=3, help="rounds of each side")
     add("--streams", type=int, default=16, help="streams that decode together")
 
 

@@ -1,6 +1,6 @@
 """`record`: the cost of recording. The same processes do the same work, recorded and not, in turns.
 
-Whatever else the machine does hits both alike, and each turn is compared with its neighbour. Knows
+Whatever else the machine does hits both alike, and each pair is compared with its neighbour. Knows
 what to measure; how a batch or the bare pipeline runs is in offline.py and pipeline.py.
 """
 
@@ -33,7 +33,7 @@ Batch = Callable[[int], Numbers]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command; MODEL is a setting."""
     add = parser.add_argument
-    add("--pairs", type=int, default=10, help="turns, each of one batch recorded and one not")
+    add("--pairs", type=int, default=10, help="pairs, each of one batch recorded and one not")
     add("--config", metavar="SHAPE", help=f"random weights: {', '.join(shapes.SHAPES)} or a file")
     add("--requests", type=int, default=128)
     add("--prompt-tokens", type=Span.parse, default=Span(16, 64), metavar="LOW:HIGH")
@@ -53,9 +53,9 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
         place(options, {"flight_recorder_mib": 0, **settings}) as (switch, batch),
         tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as folder,
     ):
-        for turn in range(options.pairs):
-            for way in WAYS if turn % 2 == 0 else WAYS[::-1]:
-                numbers = _one(switch, batch, Path(folder), way, 2 * turn + (way == ON))
+        for pair in range(options.pairs):
+            for way in WAYS if pair % 2 == 0 else WAYS[::-1]:
+                numbers = _one(switch, batch, Path(folder), way, 2 * pair + (way == ON))
                 rounds[way].append(numbers)
         recorded = switch.recorded
     tokens = sum(numbers["tokens"] for numbers in rounds[ON])

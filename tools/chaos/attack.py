@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, Any]:
     """Until its time is over; prints what it did."""
     case = next(case for case in CASES if case.name == options.case)
-    attack = Attack(case, wire.Place.of(options.url), options.key)
+    attack = Attack(case, wire.Origin.of(options.url), options.key)
     uvloop.run(attack.run(options.seconds))
     return {}
 
@@ -45,8 +45,8 @@ class Attack:
     """One case against a server. `statuses`: "200" and so on, "closed" without an answer, "cut" for
     what was under way when the time was over."""
 
-    def __init__(self, case: Case, place: wire.Place, key: str) -> None:
-        self._case, self._place = case, place
+    def __init__(self, case: Case, origin: wire.Origin, key: str) -> None:
+        self._case, self._origin = case, origin
         self._requests = [_keyed(content, key) for content in case.build()]
         self.statuses: Counter[str] = Counter()
         self.unexpected: list[str] = []
@@ -78,7 +78,7 @@ class Attack:
         for number in numbers:
             content = self._requests[number % len(self._requests)]
             try:
-                answer = await self._case.send(self._place, content)
+                answer = await self._case.send(self._origin, content)
             except asyncio.CancelledError:
                 self.statuses["cut"] += 1
                 raise

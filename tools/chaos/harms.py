@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chaos.serving import Place
+from chaos.serving import Stage
 
 KINDS = {
     "kill": "kill -9 of a stage",
@@ -22,27 +22,26 @@ KINDS = {
     "full": "the disk is full while stages record",
 }
 LINKS = ("hold", "cut", "sever", "slow")  # kinds that need a network between stages
-BEYOND = ("sever",)  # what no promise covers (docs/topology.md): only to see what happens
 SPARED = ("kill", "two")  # kinds that the gateway is spared: its connections would be gone
 WAIT = 1.0  # seconds at most before a harm
 
 
 @dataclass(frozen=True)
 class Harm:
-    """`places`: the stages that suffer, none if all do. sockets: whose links, of those that have
+    """`stages`: the stages that suffer, none if all do. sockets: whose links, of those that have
     any. wait: seconds before it."""
 
     kind: str
-    places: tuple[Place, ...]
+    stages: tuple[Stage, ...]
     sockets: tuple[str, ...]
     wait: float
 
     def __str__(self) -> str:
-        names = "+".join(f"{name}-{group}-{rank}" for name, group, rank in self.places)
+        names = "+".join(f"{name}-{group}-{rank}" for name, group, rank in self.stages)
         return f"{names} {' '.join(self.sockets)}".strip()
 
 
-def drawn(kinds: Sequence[str], places: Sequence[Place], count: int, seed: int) -> list[Harm]:
+def drawn(kinds: Sequence[str], stages: Sequence[Stage], count: int, seed: int) -> list[Harm]:
     """`count` harms; each round has one of each kind, in a drawn order.
 
     The first harms are the same for every count, so a long storm can be told in pieces.
@@ -50,17 +49,17 @@ def drawn(kinds: Sequence[str], places: Sequence[Place], count: int, seed: int) 
     source = random.Random(seed)
     harms: list[Harm] = []
     while len(harms) < count:
-        harms += [_harm(kind, sorted(places), source) for kind in source.sample(kinds, len(kinds))]
+        harms += [_harm(kind, sorted(stages), source) for kind in source.sample(kinds, len(kinds))]
     return harms[:count]
 
 
-def _harm(kind: str, places: Sequence[Place], source: random.Random) -> Harm:
+def _harm(kind: str, stages: Sequence[Stage], source: random.Random) -> Harm:
     wait = source.uniform(0.0, WAIT)
     if kind == "full":
         return Harm(kind, (), (), wait)
-    names = sorted({name for name, _, _ in places} - ({"gateway"} if kind in SPARED else set()))
+    names = sorted({name for name, _, _ in stages} - ({"gateway"} if kind in SPARED else set()))
     chosen = source.sample(names, 2 if kind == "two" else 1)
-    victims = tuple(source.choice([p for p in places if p[0] == name]) for name in chosen)
+    victims = tuple(source.choice([p for p in stages if p[0] == name]) for name in chosen)
     if kind not in LINKS:
         return Harm(kind, victims, (), wait)
     heard = ("plan", "telemetry") if chosen == ["scheduler"] else ("telemetry",)

@@ -107,7 +107,7 @@ def _suffered(
     ended = time.monotonic()
     during = streams.told.between(began, ended)
     now = _pids(server)
-    restarts = sum(now.get(place) != pid for place, pid in pids.items())
+    restarts = sum(now.get(stage) != pid for stage, pid in pids.items())
     broken = [f"unexpected answer: {text}" for text in said["unexpected"]]
     broken += [f"a stream failed: {text}" for text in during.failed[:3]]
     if not settled:

@@ -11,18 +11,18 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from chaos.serving import Place, Serving
+from chaos.serving import Serving, Stage
 from chaos.stream_client import Broken
 
 
-def kill(server: Serving, victims: Sequence[Place]) -> None:
+def kill(server: Serving, victims: Sequence[Stage]) -> None:
     """-9 of all of them; returns when others are in their places and the server is well."""
     before = server.pids()
     _signal((before[victim] for victim in victims), signal.SIGKILL)
     _well(server, before, victims)
 
 
-def stop(server: Serving, victims: Sequence[Place], seconds: float) -> None:
+def stop(server: Serving, victims: Sequence[Stage], seconds: float) -> None:
     """Nobody is told that they stand still, and that they go on."""
     before = server.pids()
     processes = [before[victim] for victim in victims]
@@ -46,9 +46,9 @@ def _signal(processes: Iterable[int], number: int) -> None:
         os.kill(process, number)
 
 
-def _well(server: Serving, before: dict[Place, int], killed: Sequence[Place]) -> None:
+def _well(server: Serving, before: dict[Stage, int], killed: Sequence[Stage]) -> None:
     """Waits until it is; of a group with a killed engine, all ranks may be others now."""
-    now: dict[Place, int] = {}
+    now: dict[Stage, int] = {}
 
     def back() -> bool:
         nonlocal now
@@ -63,11 +63,11 @@ def _well(server: Serving, before: dict[Place, int], killed: Sequence[Place]) ->
         raise Broken(str(error)) from None
     groups = {group for name, group, _ in killed if name == "engine"}
     lost = [
-        place
-        for place, process in before.items()
-        if now.get(place) != process
-        and place not in killed
-        and not (place[0] == "engine" and place[1] in groups)
+        stage
+        for stage, process in before.items()
+        if now.get(stage) != process
+        and stage not in killed
+        and not (stage[0] == "engine" and stage[1] in groups)
     ]
     if lost:
         raise Broken(f"nobody hurt {lost}, and they are other processes now")

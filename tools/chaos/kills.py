@@ -15,7 +15,7 @@ from typing import Any
 
 from chaos import hurting
 from chaos.ordeal import Blow, Ordeal, summary
-from chaos.serving import Place, Serving
+from chaos.serving import Serving, Stage
 
 POOL = {"kv_pages": 600, "threads": 1}  # too small for 64 streams at once: some are preempted
 
@@ -46,13 +46,13 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def drawn(places: list[Place], kills: int, source: random.Random) -> list[Place]:
+def drawn(stages: list[Stage], kills: int, source: random.Random) -> list[Stage]:
     """Victims: of every kind as many, one of each kind a round, in a drawn order."""
-    kinds = sorted({name for name, _, _ in places})
-    victims: list[Place] = []
+    kinds = sorted({name for name, _, _ in stages})
+    victims: list[Stage] = []
     while len(victims) < kills:
         for kind in source.sample(kinds, len(kinds)):
-            victims.append(source.choice([place for place in places if place[0] == kind]))
+            victims.append(source.choice([stage for stage in stages if stage[0] == kind]))
     return victims[:kills]
 
 
@@ -63,13 +63,13 @@ class Kills:
         self._random, self._kills, self._only = source, kills, only
 
     def __call__(self, server: Serving) -> Sequence[Blow]:
-        places = sorted(
-            place for place in server.pids() if place[0] != "gateway" and self._only in place[0]
+        stages = sorted(
+            stage for stage in server.pids() if stage[0] != "gateway" and self._only in stage[0]
         )
-        victims = drawn(places, self._kills, self._random)
+        victims = drawn(stages, self._kills, self._random)
         return [self._blow(server, victim) for victim in victims]
 
-    def _blow(self, server: Serving, victim: Place) -> Blow:
+    def _blow(self, server: Serving, victim: Stage) -> Blow:
         kind = f"rank {victim[2]}" if victim[0] == "engine" else victim[0]
         wait = self._random.random()
         return Blow(kind, str(victim), wait, lambda: hurting.kill(server, [victim]))

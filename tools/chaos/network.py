@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from chaos.serving import Place
+from chaos.serving import Stage
 from chaos.streams import TOOL
 from pipeinfer import settings as config
 from pipeinfer.topology import topology as topologies
@@ -36,7 +36,7 @@ class Network:
         self._listen = f"127.{64 + high}.{mid}.{low}"
         self._goal = f"127.{128 + high}.{mid}.{low}"
         local = topologies.local(config.build(dict(settings)), "ipc:///nowhere/")
-        self._ports: dict[Place, int] = {}
+        self._ports: dict[Stage, int] = {}
         entries: list[topologies.Entry] = []
         for number, entry in enumerate(local.entries):
             port = self._ports[entry.name, entry.group, entry.rank] = FIRST + ROW * number
@@ -61,10 +61,10 @@ class Network:
         Path(self.file).unlink()
 
     def change(
-        self, verb: str, places: Iterable[Place], sockets: Sequence[str], *numbers: float
+        self, verb: str, stages: Iterable[Stage], sockets: Sequence[str], *numbers: float
     ) -> None:
         """ "hold", "cut", "slow" or "mend" of the links to these stages' sockets; see links.py."""
-        ports = [self._ports[place] + OFFSETS[name] for place in places for name in sockets]
+        ports = [self._ports[stage] + OFFSETS[name] for stage in stages for name in sockets]
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([verb, ports, *numbers]) + "\n")
         self._process.stdin.flush()

@@ -85,7 +85,7 @@ class _Connection(asyncio.Protocol):
 
 
 async def _offer(options: argparse.Namespace) -> list[Row]:
-    place = wire.Place.of(options.url)
+    origin = wire.Origin.of(options.url)
     loop = asyncio.get_running_loop()
     idle: list[_Connection] = []
     rows: list[Row] = []
@@ -98,7 +98,7 @@ async def _offer(options: argparse.Namespace) -> list[Row]:
                 connection = idle.pop()
             else:
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(idle, options.tokens), place.host, place.port
+                    lambda: _Connection(idle, options.tokens), origin.host, origin.port
                 )
             sent = time.monotonic()
             rows.append((due, sent, *await connection.send(content)))

@@ -75,10 +75,10 @@ async def _watched(
     """Samples until the offering ends."""
     samples = Samples()
     printed = asyncio.create_task(asyncio.to_thread(offering.communicate))
-    place = wire.Place.of(server.url)
+    origin = wire.Origin.of(server.url)
     looks: set[asyncio.Task[None]] = set()
     while not printed.done():
-        look = asyncio.create_task(_look(place, samples))
+        look = asyncio.create_task(_look(origin, samples))
         looks.add(look)
         look.add_done_callback(looks.discard)
         samples.rss = max(samples.rss, gateway.memory_info().rss)
@@ -87,11 +87,11 @@ async def _watched(
     return json.loads((await printed)[0]), samples
 
 
-async def _look(place: wire.Place, samples: Samples) -> None:
+async def _look(origin: wire.Origin, samples: Samples) -> None:
     began = time.monotonic()
     try:
         async with asyncio.timeout(SILENT):
-            reader, writer = await wire.connect(place)
+            reader, writer = await wire.connect(origin)
             writer.write(wire.request("/health", method="GET"))
             answer = await wire.answer(reader)
             writer.close()

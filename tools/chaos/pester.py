@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, Any]:
     """Until stdin ends; prints what it did."""
-    pest = Pest(wire.Place.of(options.url), options.rate, random.Random(options.storm_seed))
+    pest = Pest(wire.Origin.of(options.url), options.rate, random.Random(options.storm_seed))
     uvloop.run(pest.run())
     said = {"statuses": dict(sorted(pest.statuses.items())), "unexpected": pest.unexpected}
     print(json.dumps(said), flush=True)
@@ -46,8 +46,8 @@ def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, 
 class Pest:
     """`statuses`: how many of each. Cases that need a key without limits are left out."""
 
-    def __init__(self, place: wire.Place, rate: float, source: random.Random) -> None:
-        self._place, self._rate, self._random = place, rate, source
+    def __init__(self, origin: wire.Origin, rate: float, source: random.Random) -> None:
+        self._origin, self._rate, self._random = origin, rate, source
         self._cases = [case for case in CASES if not case.unlimited]
         self._built: dict[str, list[bytes]] = {}
         self.statuses: Counter[str] = Counter()
@@ -77,7 +77,7 @@ class Pest:
 
     async def _send(self, case: Case, content: bytes) -> None:
         try:
-            answer = await asyncio.wait_for(case.send(self._place, content), PATIENCE)
+            answer = await asyncio.wait_for(case.send(self._origin, content), PATIENCE)
         except TimeoutError:
             self.statuses["cut"] += 1
         except OSError as error:

@@ -1,6 +1,6 @@
 """How a case is sent: as one request, half-closed, slowly, or dropped on the way.
 
-Each way takes a server's place and the bytes, and gives the answer; `DROPPED` where the client
+Each way takes a server's origin and the bytes, and gives the answer; `DROPPED` where the client
 did not wait for one. Knows no case.
 """
 
@@ -10,17 +10,17 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from chaos import wire
-from chaos.wire import Answer, Place
+from chaos.wire import Answer, Origin
 
-Way = Callable[[Place, bytes], Awaitable[Answer]]
+Way = Callable[[Origin, bytes], Awaitable[Answer]]
 DROPPED = Answer(0, {}, b"")
 SIP = 0.1  # seconds between two pieces of a slow request
 HELD = 0.05  # seconds that a connection lives which is then dropped
 
 
-async def whole(place: Place, content: bytes, half_close: bool = False) -> Answer:
+async def whole(origin: Origin, content: bytes, half_close: bool = False) -> Answer:
     """Everything at once, then the whole answer."""
-    reader, writer = await wire.connect(place)
+    reader, writer = await wire.connect(origin)
     try:
         writer.write(content)
         if half_close:
@@ -30,14 +30,14 @@ async def whole(place: Place, content: bytes, half_close: bool = False) -> Answe
         writer.close()
 
 
-async def half_closed(place: Place, content: bytes) -> Answer:
+async def half_closed(origin: Origin, content: bytes) -> Answer:
     """The sending side ends before the answer, as with `nc -N` or shutdown(SHUT_WR)."""
-    return await whole(place, content, half_close=True)
+    return await whole(origin, content, half_close=True)
 
 
-async def slow(place: Place, content: bytes) -> Answer:
+async def slow(origin: Origin, content: bytes) -> Answer:
     """A byte at a time, ten a second."""
-    reader, writer = await wire.connect(place)
+    reader, writer = await wire.connect(origin)
     try:
         for at in range(len(content)):
             writer.write(content[at : at + 1])
@@ -48,9 +48,9 @@ async def slow(place: Place, content: bytes) -> Answer:
         writer.close()
 
 
-async def dropped(place: Place, content: bytes) -> Answer:
+async def dropped(origin: Origin, content: bytes) -> Answer:
     """Sent, and left alone at once: nobody reads the answer."""
-    _, writer = await wire.connect(place)
+    _, writer = await wire.connect(origin)
     try:
         writer.write(content)
         await asyncio.sleep(HELD)
@@ -59,9 +59,9 @@ async def dropped(place: Place, content: bytes) -> Answer:
     return DROPPED
 
 
-async def unread(place: Place, content: bytes) -> Answer:
+async def unread(origin: Origin, content: bytes) -> Answer:
     """Sent, and held open for a second without reading."""
-    reader, writer = await wire.connect(place)
+    reader, writer = await wire.connect(origin)
     try:
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(content)

@@ -20,7 +20,7 @@ from typing import Any
 
 from bench import processes
 
-Place = tuple[str, int, int]  # name, group and rank of a stage
+Stage = tuple[str, int, int]  # name, group and rank of a stage
 PATIENCE = 120.0  # seconds for a stage to come back
 TRACEBACK = "Traceback (most recent call last)"
 
@@ -78,7 +78,7 @@ class Serving:
         except urllib.error.HTTPError as error:  # 503: it says who is missing
             return json.load(error)
 
-    def pids(self) -> dict[Place, int]:
+    def pids(self) -> dict[Stage, int]:
         """The process of each stage."""
         return {(s["name"], s["group"], s["rank"]): s["pid"] for s in self.health()["stages"]}
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from chaos import hurting
 from chaos.disk import SmallDisk
-from chaos.harms import BEYOND, KINDS, LINKS, SPARED, Harm, drawn
+from chaos.harms import KINDS, LINKS, SPARED, Harm, drawn
 from chaos.kills import POOL
 from chaos.network import Network
 from chaos.ordeal import Blow, Ordeal, summary
@@ -27,7 +27,6 @@ from chaos.stream_client import Broken
 from pipeinfer.runtime.find import running_servers
 from pipeinfer.settings import ConfigurationError
 
-USUAL = [kind for kind in KINDS if kind not in BEYOND]
 SLOW = (0.05, 200_000.0)  # seconds that each piece comes late, bytes a second
 
 
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--harms", type=int, default=42, help="how many, of all kinds alike")
     add("--skip", type=int, default=0, help="leave out so many of the first: a storm in pieces")
     kinds = ", ".join(f"{kind} ({what})" for kind, what in KINDS.items())
-    add("--kinds", default=",".join(USUAL), help=f"any of: {kinds}; default: {', '.join(USUAL)}")
+    add("--kinds", default=",".join(KINDS), help=f"any of: {kinds}; default: all")
     add("--seconds", type=float, default=3.0, help="that a harm lasts which ends by itself")
     add("--rate", type=float, default=2.0, help="hostile requests a second; 0: none")
     add("--limit", type=float, default=float("inf"), help="seconds, then no harm begins any more")
@@ -107,9 +106,9 @@ class Storm:
     def _do(self, harm: Harm) -> None:
         server, seconds = self.server, self._options.seconds
         if harm.kind in SPARED:
-            hurting.kill(server, harm.places)
+            hurting.kill(server, harm.stages)
         elif harm.kind == "stop":
-            hurting.stop(server, harm.places, seconds)
+            hurting.stop(server, harm.stages, seconds)
         elif harm.kind == "full":
             hurting.unhurt(server, self._record)
         else:
@@ -128,6 +127,6 @@ class Storm:
         assert self._network is not None
         how = SLOW if harm.kind == "slow" else ()
         verb = "cut" if harm.kind == "sever" else harm.kind
-        self._network.change(verb, harm.places, harm.sockets, *how)
+        self._network.change(verb, harm.stages, harm.sockets, *how)
         time.sleep(self._options.seconds)
-        self._network.change("mend", harm.places, harm.sockets)
+        self._network.change("mend", harm.stages, harm.sockets)

@@ -41,9 +41,9 @@ def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, 
 
 async def _watch(options: argparse.Namespace) -> None:
     events: list[tuple[int, str, float]] = []
-    place = wire.Place.of(options.url)
+    origin = wire.Origin.of(options.url)
     tasks = [
-        asyncio.create_task(_client(number, place, options.key, events))
+        asyncio.create_task(_client(number, origin, options.key, events))
         for number in range(options.clients)
     ]
     while not any(task.done() for task in tasks):
@@ -55,11 +55,11 @@ async def _watch(options: argparse.Namespace) -> None:
 
 
 async def _client(
-    number: int, place: wire.Place, key: str, events: list[tuple[int, str, float]]
+    number: int, origin: wire.Origin, key: str, events: list[tuple[int, str, float]]
 ) -> None:
     source = random.Random(number)
-    for turn in itertools.count():
-        tokens = LONG if (number + turn) % 2 else SHORT
+    for nth in itertools.count():
+        tokens = LONG if (number + nth) % 2 else SHORT
         body = {
             "messages": [{"role": "user", "content": copy_task(source, 20)[0]}],
             "seed": number,
@@ -73,7 +73,7 @@ async def _client(
         content = wire.request("/v1/chat/completions", json.dumps(body).encode(), headers)
         events.append((number, "ask", time.monotonic()))
         try:
-            await _stream(number, place, content, events)
+            await _stream(number, origin, content, events)
         except (OSError, asyncio.IncompleteReadError, wire.Failed) as error:
             events.append((number, f"fail: {error!r}", time.monotonic()))
             await asyncio.sleep(BREATH)
@@ -82,10 +82,10 @@ async def _client(
 
 
 async def _stream(
-    number: int, place: wire.Place, content: bytes, events: list[tuple[int, str, float]]
+    number: int, origin: wire.Origin, content: bytes, events: list[tuple[int, str, float]]
 ) -> None:
     """One answer; wire.Failed for anything but a stream that ends well."""
-    reader, writer = await wire.connect(place)
+    reader, writer = await wire.connect(origin)
     try:
         writer.write(content)
         status, _ = await wire.head(reader)

@@ -22,14 +22,14 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class Origin:
     """Where a server listens."""
 
     host: str
     port: int
 
     @classmethod
-    def of(cls, url: str) -> Place:
+    def of(cls, url: str) -> Origin:
         parts = urlsplit(url)
         assert parts.hostname is not None and parts.port is not None
         return cls(parts.hostname, parts.port)
@@ -55,9 +55,9 @@ def request(
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
 
-async def connect(place: Place) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(origin: Origin) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A new connection."""
-    return await asyncio.open_connection(place.host, place.port, limit=LONGEST_HEAD)
+    return await asyncio.open_connection(origin.host, origin.port, limit=LONGEST_HEAD)
 
 
 async def head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import inspect
 
 from fuzz import examples, values
-from pipeinfer.gateway.schema import NOT_BUILT, ChatRequest, CompletionRequest
+from pipeinfer.gateway.foreign_fields import REFUSED
+from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 KINDS = {CHAT: ChatRequest, COMPLETION: CompletionRequest}
@@ -80,7 +81,7 @@ def mutated(body: bytes, source: Random) -> bytes:
             return body
         if source.random() < 0.3:
             fields = (*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__)
-            value[source.choice((*fields, *NOT_BUILT))] = source.choice(
+            value[source.choice((*fields, *REFUSED))] = source.choice(
                 source.choice((values.ATOMS, values.ATOMS, HUGE))
             )
             return encode(value)

@@ -53,23 +53,23 @@ class Errors(logging.Handler):
 
 
 class Watch:
-    """`longest`: seconds between two turns of the running loop, which has one every few ms."""
+    """`longest`: seconds between two beats of the running loop, which has one every few ms."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.longest, self._last = 0.0, time.monotonic()
-        self._next = self._loop.call_later(EVERY, self._turn)
+        self._next = self._loop.call_later(EVERY, self._beat)
 
-    def _turn(self) -> None:
+    def _beat(self) -> None:
         self._note()
-        self._next = self._loop.call_later(EVERY, self._turn)
+        self._next = self._loop.call_later(EVERY, self._beat)
 
     def _note(self) -> None:
         now = time.monotonic()
         self.longest, self._last = max(self.longest, now - self._last), now
 
     def end(self) -> None:
-        """No more turns."""
+        """No more beats."""
         self._note()
         self._next.cancel()
 
@@ -91,7 +91,7 @@ class Http:
         asyncio.set_event_loop(self._loop)
         self._gateway = Gateway()
         self._runs = 0
-        self._place = wire.Place.of(self._loop.run_until_complete(self._gateway.start()))
+        self._origin = wire.Origin.of(self._loop.run_until_complete(self._gateway.start()))
         self._loop.run_until_complete(self._listening())
 
     async def _listening(self) -> None:
@@ -109,11 +109,11 @@ class Http:
         """Both endpoints, each way of sending, whole and streamed; other paths; raw requests."""
         found = []
         source = Random(5)
-        for place, path in enumerate(PATHS):
+        for at, path in enumerate(PATHS):
             for way in range(1, 6):
                 for stream in (False, True):
                     body = {**bodies.example(path, source), "stream": stream}
-                    found.append(_input(way, place, bodies.encode(body)))
+                    found.append(_input(way, at, bodies.encode(body)))
         for path in (
             "/health",
             "/v1/models",
@@ -131,17 +131,17 @@ class Http:
         """Another body, another way of sending it, or other bytes in a header or a path."""
         if len(data) < 2:
             return _input(WHOLE, 0, bodies.encode(bodies.plain(CHAT)))
-        way, place, body = data[0] % WAYS, data[1] % 2, data[2:]
+        way, at, body = data[0] % WAYS, data[1] % 2, data[2:]
         kind = source.randrange(10)
         if kind == 0:
             way = source.randrange(1, 6)
         elif kind < 3 and way in (WHOLE, CHUNKED, PACKED, TWICE, HALF):
-            body = bodies.encode(bodies.example(PATHS[place], source))
+            body = bodies.encode(bodies.example(PATHS[at], source))
         elif kind == 3 or way in (RAW, PATH, HEADERS):
             body = mutation.mutated(body, source)
         else:
             body = bodies.mutated(body, source)
-        return _input(way, place, body)
+        return _input(way, at, body)
 
     def one(self, data: bytes) -> None:
         """Sends it, and then a canary."""
@@ -163,8 +163,8 @@ class Http:
     async def _beat(self) -> None:
         self._gateway.beat()
 
-    async def _exchange(self, way: int, place: int, body: bytes) -> None:
-        content, sure = _request(way, PATHS[place], body)
+    async def _exchange(self, way: int, at: int, body: bytes) -> None:
+        content, sure = _request(way, PATHS[at], body)
         watch = Watch()
         try:
             await self._send(content, half=way == HALF, sure=sure)
@@ -177,7 +177,7 @@ class Http:
 
     async def _send(self, content: bytes, half: bool, sure: bool) -> None:
         """Sends, and looks at every answer until none comes any more."""
-        reader, writer = await wire.connect(self._place)
+        reader, writer = await wire.connect(self._origin)
         answers = 0
         try:
             writer.write(content)
@@ -205,7 +205,7 @@ class Http:
 
     async def _canary(self) -> None:
         """A good request is answered as it should be."""
-        reader, writer = await wire.connect(self._place)
+        reader, writer = await wire.connect(self._origin)
         try:
             writer.write(wire.request(COMPLETION, bodies.encode({"prompt": "one two"})))
             async with asyncio.timeout(CANARY):
@@ -223,8 +223,8 @@ class Http:
         self._loop.close()
 
 
-def _input(way: int, place: int, body: bytes) -> bytes:
-    return bytes([way, place]) + body
+def _input(way: int, at: int, body: bytes) -> bytes:
+    return bytes([way, at]) + body
 
 
 def _request(way: int, path: str, body: bytes) -> tuple[bytes, bool]:

@@ -77,13 +77,18 @@ def _unhashable() -> None:
 
 def _bound_left_out() -> None:
     """http: `priority` may be any integer, and some do not fit on the bus."""
-    from pipeinfer.gateway import schema
+    from pipeinfer.gateway import intake, schema
 
-    for kind, bounded in schema._BODIES.items():
-        loose = [("priority", int | None, None)]
-        schema._BODIES[kind] = msgspec.defstruct(
-            kind.__name__, loose, bases=(bounded,), frozen=True, kw_only=True
-        )
+    really, loose = intake.decode, {}
+    for kind, known in list(schema._KNOWN.items()):
+        field = [("priority", int | None, None)]
+        made = msgspec.defstruct(kind.__name__, field, bases=(kind,), frozen=True, kw_only=True)
+        schema._KNOWN[made], loose[kind] = known, made
+
+    def decode(body: bytes, kind: Any, strange: Any) -> Any:
+        return really(body, loose[kind], strange)
+
+    intake.decode = decode
 
 
 def _error_by_hand() -> None:

@@ -97,7 +97,7 @@ def _run(
             free.put(place)
 
     with ThreadPoolExecutor(workers) as pool:
-        limits = _limits(sorted({m.area for m in drawn}), pool.map, test)
+        limits = _time_limits(sorted({m.area for m in drawn}), pool.map, test)
         outcomes = []
         for mutant, outcome in zip(
             drawn, pool.map(lambda m: test(m, limits[m.area]), drawn), strict=True
@@ -107,7 +107,7 @@ def _run(
     return limits, outcomes
 
 
-def _limits(
+def _time_limits(
     areas: list[str],
     several: Callable[[Callable[[str], Outcome], Iterable[str]], Iterator[Outcome]],
     test: Callable[[Mutant, float], Outcome],

@@ -1,6 +1,6 @@
 """The first difference between what a core said and what it says now, for one input.
 
-Knows groups of entries and what a core returns; nothing of how either came to be.
+Knows exchanges of entries and what a core returns; nothing of how either came to be.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from pipeinfer.core import Send
 from pipeinfer.trace.notes import Unencoded
 from replay.comparison import MISSING, Mismatch, Skips, first_mismatch, plain
-from replay.recording import Entry, Group
+from replay.recording import Entry, Exchange
 
 
 @dataclass(frozen=True)
@@ -35,22 +35,22 @@ class Difference:
 
 
 def first_difference(
-    group: Group, sends: list[Send], skips: Skips, tail: bool = False
+    exchange: Exchange, sends: list[Send], skips: Skips, tail: bool = False
 ) -> Difference | None:
-    """Compares in order. `tail`: the recording may have ended within this group, so that missing
+    """Compares in order. `tail`: the recording may have ended within this exchange, so that missing
     recorded outputs mean nothing."""
-    for entry, send in zip(group.outputs, sends, strict=False):
+    for entry, send in zip(exchange.outputs, sends, strict=False):
         mismatch = _of_one(entry, send, skips)
         if mismatch is not None:
-            return Difference(entry.seq, entry.channel, *mismatch, group.input)
-    if len(sends) > len(group.outputs) and not tail:
-        extra = sends[len(group.outputs)]
+            return Difference(entry.seq, entry.channel, *mismatch, exchange.input)
+    if len(sends) > len(exchange.outputs) and not tail:
+        extra = sends[len(exchange.outputs)]
         return Difference(
-            group.input.seq, extra.channel, "", MISSING, plain(extra.message), group.input
+            exchange.input.seq, extra.channel, "", MISSING, plain(extra.message), exchange.input
         )
-    if len(group.outputs) > len(sends):
-        lost = group.outputs[len(sends)]
-        return Difference(lost.seq, lost.channel, "", plain(lost.message), MISSING, group.input)
+    if len(exchange.outputs) > len(sends):
+        lost = exchange.outputs[len(sends)]
+        return Difference(lost.seq, lost.channel, "", plain(lost.message), MISSING, exchange.input)
     return None
 
 

@@ -18,7 +18,7 @@ from replay.comparison import first_mismatch
 from replay.difference import Difference
 from replay.pacing import Pace
 from replay.player import Player
-from replay.recording import Group
+from replay.recording import Exchange
 from replay.tally import Tally
 from replay.varying import left_out
 
@@ -29,13 +29,13 @@ class DeviceHung(RuntimeError):
     """The device did not report a step."""
 
 
-def play_alone(player: Player, groups: Iterable[Group], pace: Pace, tally: Tally) -> None:
+def play_alone(player: Player, exchanges: Iterable[Exchange], pace: Pace, tally: Tally) -> None:
     """Core only: everything comes from the recording."""
-    for group in groups:
-        if (seconds := pace.wait(group.input.time)) > 0:
+    for exchange in exchanges:
+        if (seconds := pace.wait(exchange.input.time)) > 0:
             time.sleep(seconds)
-        tally.add(player.feed(group))
-        if tally.over or player.reached(group):
+        tally.add(player.feed(exchange))
+        if tally.over or player.reached(exchange):
             return
 
 
@@ -54,26 +54,26 @@ class DevicePlayback:
         self._submitted.add((step.epoch, step.number))
         self._driver.deliver(compute)
 
-    async def play(self, player: Player, groups: Iterable[Group], pace: Pace) -> None:
+    async def play(self, player: Player, exchanges: Iterable[Exchange], pace: Pace) -> None:
         """Raises what the core raises, and DeviceHung."""
         await self._driver.start(self._reports.put_nowait)
         try:
-            for group in groups:
-                if (seconds := pace.wait(group.input.time)) > 0:
+            for exchange in exchanges:
+                if (seconds := pace.wait(exchange.input.time)) > 0:
                     await asyncio.sleep(seconds)
-                self._tally.follow(group)
-                difference = await self._await_device(group)
+                self._tally.follow(exchange)
+                difference = await self._await_device(exchange)
                 self._tally.add(difference)
                 if not self._tally.over:
-                    self._tally.add(player.feed(group))
-                if self._tally.over or player.reached(group):
+                    self._tally.add(player.feed(exchange))
+                if self._tally.over or player.reached(exchange):
                     return
         finally:
             await self._driver.stop()
 
-    async def _await_device(self, group: Group) -> Difference | None:
+    async def _await_device(self, exchange: Exchange) -> Difference | None:
         """For the end of a step that the device has as well: what it says, against the record."""
-        entry = group.input
+        entry = exchange.input
         if not isinstance(entry.message, (StepDone, StepFailed)):
             return None
         step = (entry.message.epoch, entry.message.number)
@@ -88,7 +88,7 @@ class DevicePlayback:
         if isinstance(report, StepFailed) and isinstance(entry.message, StepFailed):
             return None  # the reason's text may hold addresses; the core raises in a moment
         if isinstance(report, StepDone) and isinstance(entry.message, StepDone):
-            self._tally.step(group, report)
+            self._tally.step(exchange, report)
         mismatch = first_mismatch(entry.message, report, left_out)
         if mismatch is None:
             return None

@@ -45,7 +45,7 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Group:
+class Exchange:
     """One input of a core, and what came of it: recorded outputs and notes, in their order.
 
     is_last: the recording broke off here, perhaps before all of its outputs.
@@ -104,19 +104,19 @@ class Recording:
             f"{header.version}, {len(self.entries)} records in {self.seconds:.3f} s"
         )
 
-    def groups(self) -> Iterator[Group]:
+    def exchanges(self) -> Iterator[Exchange]:
         """Each input with what followed it; what stands before the first input is left out."""
-        group: Group | None = None
+        exchange: Exchange | None = None
         for entry in self.entries:
             if entry.direction == "in":
-                if group is not None:
-                    yield group
-                group = Group(entry)
-            elif group is not None:
-                (group.outputs if entry.direction == "out" else group.notes).append(entry)
-        if group is not None:
-            group.is_last = self.end is None or self.end.lost > 0
-            yield group
+                if exchange is not None:
+                    yield exchange
+                exchange = Exchange(entry)
+            elif exchange is not None:
+                (exchange.outputs if entry.direction == "out" else exchange.notes).append(entry)
+        if exchange is not None:
+            exchange.is_last = self.end is None or self.end.lost > 0
+            yield exchange
 
     @property
     def end(self) -> End | None:

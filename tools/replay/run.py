@@ -28,7 +28,7 @@ from replay.pacing import Pace
 from replay.player import Player
 from replay.playing import DevicePlayback, play_alone
 from replay.rebuild import Rebuilt, rebuild
-from replay.recording import Entry, Group, Recording, load_stage, warn_of_tail
+from replay.recording import Entry, Exchange, Recording, load_stage, warn_of_tail
 from replay.tally import Tally
 from replay.varying import left_out
 
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace, overrides: Mapping[str, Any]) -> int:
 
 
 class Run:
-    """One replay, from the first group to the verdict. `tally` and `seconds` are its numbers."""
+    """One replay, from the first exchange to the verdict. `tally` and `seconds` are its numbers."""
 
     def __init__(
         self, recording: Recording, rebuilt: Rebuilt, options: argparse.Namespace, say: Any
@@ -92,29 +92,29 @@ class Run:
 
     def run(self) -> int:
         """Plays and prints; the exit code."""
-        groups = self._groups()
-        pace = Pace(self._options.realtime, groups[0].input.time if groups else 0.0)
+        exchanges = self._exchanges()
+        pace = Pace(self._options.realtime, exchanges[0].input.time if exchanges else 0.0)
         begun = time.perf_counter()
         try:
             if self._device is not None:
-                asyncio.run(self._device.play(self._player, groups, pace))
+                asyncio.run(self._device.play(self._player, exchanges, pace))
             else:
-                play_alone(self._player, groups, pace, self.tally)
+                play_alone(self._player, exchanges, pace, self.tally)
         except Exception as error:  # whatever a stage under test raises is the result
             return self._crashed(error)
         self.seconds = time.perf_counter() - begun
-        return self._verdict(groups)
+        return self._verdict(exchanges)
 
-    def _groups(self) -> list[Group]:
+    def _exchanges(self) -> list[Exchange]:
         """What to play: all of it, or for a device from where its memory is known to be empty."""
-        groups, header = list(self._recording.groups()), self._recording.header
+        exchanges, header = list(self._recording.exchanges()), self._recording.header
         if self._device is None and header.snapshot is not None:
             restore(self._rebuilt.stage.core, header.snapshot)
-            return groups
+            return exchanges
         if header.snapshot is None and not header.broken:
-            return groups
+            return exchanges
         mine = header.incarnation
-        fresh = list(dropwhile(lambda group: not _begins(group, mine), groups))
+        fresh = list(dropwhile(lambda exchange: not _begins(exchange, mine), exchanges))
         if not fresh and header.broken:
             raise CannotReplay(
                 USAGE, "the recording's beginning did not fit into the flight recorder's memory, "
@@ -128,12 +128,17 @@ class Run:
         self._say(f"mid-life: begins with the Begin at message {fresh[0].input.seq}")
         return fresh
 
-    def _verdict(self, groups: list[Group]) -> int:
+    def _verdict(self, exchanges: list[Exchange]) -> int:
         player, header, found = self._player, self._recording.header, self.tally.first
         stopped = self._options.until is not None
         if found is None and header.error and not stopped:
             found = Difference(
-                groups[-1].input.seq, "local", "", header.error, "no exception", groups[-1].input
+                exchanges[-1].input.seq,
+                "local",
+                "",
+                header.error,
+                "no exception",
+                exchanges[-1].input,
             )
         if found is not None:
             self._show(found)
@@ -145,11 +150,11 @@ class Run:
             for line in self.tally.lines():
                 self._say(line)
         if found is None or self._options.all:
-            self._say_how_fast(groups)
+            self._say_how_fast(exchanges)
         return EQUAL if found is None else DIFFERENT
 
-    def _say_how_fast(self, groups: list[Group]) -> None:
-        played = groups[-1].input.time - groups[0].input.time if groups else 0.0
+    def _say_how_fast(self, exchanges: list[Exchange]) -> None:
+        played = exchanges[-1].input.time - exchanges[0].input.time if exchanges else 0.0
         if self._device is not None and self.seconds > 0:
             steps = self._device.steps
             self._say(f"the device computed {steps} steps, {steps / self.seconds:.1f} a second")
@@ -163,10 +168,10 @@ class Run:
 
     def _crashed(self, error: Exception) -> int:
         traceback.print_exception(error)
-        group = self._player.current
+        exchange = self._player.current
         at = "before the first message"
-        if group is not None:
-            at = f"on message {group.input.seq}: {group.input.kind}"
+        if exchange is not None:
+            at = f"on message {exchange.input.seq}: {exchange.input.kind}"
         self._say(f"the stage crashed {at}: {type(error).__name__}: {error}")
         recorded = self._recording.header.error
         if recorded:
@@ -174,10 +179,10 @@ class Run:
             self._say(
                 "reproduced: same exception" if same else f"the recorded one died of {recorded}"
             )
-        if self._options.json and group is not None:
+        if self._options.json and exchange is not None:
             found = Difference(
-                group.input.seq, group.input.channel, "", recorded or "no exception",
-                f"{type(error).__name__}: {error}", group.input,
+                exchange.input.seq, exchange.input.channel, "", recorded or "no exception",
+                f"{type(error).__name__}: {error}", exchange.input,
             )  # fmt: skip
             print(json.dumps(found.as_json()))
         return CRASHED
@@ -190,7 +195,7 @@ def debugger(core: Core, entry: Entry) -> None:
     breakpoint()
 
 
-def _begins(group: Group, incarnation: int) -> bool:
+def _begins(exchange: Exchange, incarnation: int) -> bool:
     """True for the Begin of an epoch that this engine takes part in."""
-    listed = getattr(group.input.message, "incarnations", ())
-    return group.input.kind == "Begin" and incarnation in listed
+    listed = getattr(exchange.input.message, "incarnations", ())
+    return exchange.input.kind == "Begin" and incarnation in listed

@@ -1,7 +1,7 @@
 """`serve STAGE FILE --topology T`: takes the place of a recorded stage on the bus of a pipeline.
 
 The stages beside it are real, and can be run under a debugger. Knows sockets, the clock and when to
-stop; what is said when is decided in parts.py.
+stop; what is said when is decided in roles.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import NAMES, Topology
 from replay.codes import DIFFERENT, EQUAL, USAGE, CannotReplay
-from replay.parts import Diverged, Part, Timed, part_of
 from replay.recording import Recording, load_stage, warn_of_tail
+from replay.roles import Diverged, Role, Timed, role_of
 
 TICK, HEARTBEAT = 0.1, 0.5  # seconds
 APART = 1e-6  # seconds between two of a kind, for timers of one moment have no order
@@ -49,17 +49,17 @@ def run(options: argparse.Namespace) -> int:
     except ConfigurationError as error:
         raise CannotReplay(USAGE, str(error)) from None
     incarnation = time.time_ns()
-    part = part_of(recording, incarnation)
-    return asyncio.run(Player(recording, part, topology, incarnation, options.realtime).run())
+    role = role_of(recording, incarnation)
+    return asyncio.run(Player(recording, role, topology, incarnation, options.realtime).run())
 
 
 class Player:
-    """A part between sockets: on the bus as the recorded stage, until it has said everything."""
+    """A role between sockets: on the bus as the recorded stage, until it has said everything."""
 
     def __init__(
-        self, recording: Recording, part: Part, topology: Topology, incarnation: int, realtime: bool
+        self, recording: Recording, role: Role, topology: Topology, incarnation: int, realtime: bool
     ) -> None:
-        self._identity, self._part, self._realtime = recording.identity, part, realtime
+        self._identity, self._role, self._realtime = recording.identity, role, realtime
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._bus = Bus(recording.identity, incarnation, topology, self._context)
         self._incarnation = incarnation
@@ -96,12 +96,12 @@ class Player:
     def _on_message(self, channel: str, _header: Header, message: Message) -> None:
         self._inputs += 1
         try:
-            self._send(self._part.take(channel, message))
+            self._send(self._role.take(channel, message))
         except Diverged as error:
             self._end(DIFFERENT, f"the live side diverges: {error}")
 
     def _tick(self) -> None:
-        self._send(self._part.tick())
+        self._send(self._role.tick())
 
     def _send(self, sends: list[Timed]) -> None:
         loop = asyncio.get_running_loop()
@@ -129,7 +129,7 @@ class Player:
             self._bus.send(send)
 
     def _check_end(self) -> None:
-        if self._part.finished and not self._waiting:
+        if self._role.finished and not self._waiting:
             self._end(EQUAL, "the recording was played to its end, the live side did the same")
 
     def _end(self, code: int, text: str) -> None:

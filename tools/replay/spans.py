@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from replay.describe import line
 from replay.journeys import Journey, journeys
-from replay.recording import Entry, Group, Recording
+from replay.recording import Entry, Exchange, Recording
 from replay.subjects import Subjects
 
 ORDER = ("gateway", "tokenizer", "scheduler", "engine", "detokenizer")
@@ -95,12 +95,12 @@ def picture(
 def _spans(recording: Recording, zero: float) -> Iterator[Span]:
     subjects = Subjects()
     steps = Steps(recording.stage, subjects, zero)
-    for group in recording.groups():
-        entry, outputs = group.input, group.outputs
+    for exchange in recording.exchanges():
+        entry, outputs = exchange.input, exchange.outputs
         requests = dict.fromkeys(subjects.of(entry.message))
         for output in outputs:
             requests |= dict.fromkeys(subjects.of(output.message))
-        yield from steps.of(group)
+        yield from steps.of(exchange)
         if entry.kind in SILENT and not outputs:
             continue
         end = max([entry.time + SHORTEST, *(output.time for output in outputs)])
@@ -143,11 +143,11 @@ class Steps:
         self._stage, self._subjects, self._zero = stage, subjects, zero
         self._begun: dict[tuple[int, int], tuple[float, int, str]] = {}
 
-    def of(self, group: Group) -> Iterator[Span]:
-        entry = group.input
+    def of(self, exchange: Exchange) -> Iterator[Span]:
+        entry = exchange.input
         if entry.kind == "Plan":  # an engine prepares it until the step is with the device
             step = (entry.message.epoch, entry.message.number)
-            given = next((n for n in group.notes if n.kind == "StepNote"), None)
+            given = next((n for n in exchange.notes if n.kind == "StepNote"), None)
             if given is not None:
                 text = line(given.message)
                 self._begun[step] = (given.time, entry.seq, text)
@@ -166,7 +166,7 @@ class Steps:
                 sent, seq, text = begun
                 row = f"in flight {step[1] % 2}"
                 yield self._span(row, sent, entry.time, step, seq, text)
-        for output in group.outputs:
+        for output in exchange.outputs:
             if output.kind == "Plan":
                 step = (output.message.epoch, output.message.number)
                 self._begun[step] = (output.time, output.seq, line(output.message))

@@ -14,7 +14,7 @@ from pipeinfer.events import StepDone
 from pipeinfer.messages import Result
 from pipeinfer.packing import unpack
 from replay.difference import Difference
-from replay.recording import Group
+from replay.recording import Exchange
 from replay.subjects import Subjects
 
 
@@ -42,14 +42,14 @@ class Tally:
             self.first = self.first or difference
             self.messages[difference.cause.kind] += 1
 
-    def follow(self, group: Group) -> None:
-        """Every group that is played, in order: who sits in which slot."""
-        if group.input.channel == "plan":
-            self._seen.update(self._subjects.of(group.input.message))
+    def follow(self, exchange: Exchange) -> None:
+        """Every exchange that is played, in order: who sits in which slot."""
+        if exchange.input.channel == "plan":
+            self._seen.update(self._subjects.of(exchange.input.message))
 
-    def step(self, group: Group, report: StepDone) -> None:
-        """A step of the device, and the group that has what was recorded of it."""
-        recorded: StepDone = group.input.message
+    def step(self, exchange: Exchange, report: StepDone) -> None:
+        """A step of the device, and the exchange that has what was recorded of it."""
+        recorded: StepDone = exchange.input.message
         one, other = unpack(recorded.token_ids), unpack(report.token_ids)
         self.tokens += len(one)
         if len(one) != len(other):
@@ -57,7 +57,7 @@ class Tally:
             return
         wrong = np.flatnonzero(one != other)
         self.wrong += len(wrong)
-        result = next((o.message for o in group.outputs if isinstance(o.message, Result)), None)
+        result = next((o.message for o in exchange.outputs if isinstance(o.message, Result)), None)
         if not len(wrong) or result is None:
             return
         slots = np.repeat(unpack(result.slots), unpack(result.produced))

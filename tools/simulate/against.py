@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--skip", type=int, default=0, metavar="N", help="first requests left out, a warm-up")
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, Any]:
     """Both sides' metrics, and their ratios; prints them too. Raises ConfigurationError."""
     found = measured.recordings(options.folder)
     model = step_model.load(options.model)

@@ -92,8 +92,8 @@ class Cohort:
         self.contexts -= request.projected
         self._wanted -= seat.life.lacks + member.landed
         request.outputs.extend([0] * landed)
-        request.pending = request.projected - request.computed
-        request.inflight[:] = [1] * request.pending
+        request.steps_in_flight = request.projected - request.computed
+        request.counts_in_flight[:] = [1] * request.steps_in_flight
         seat.computed = request.projected
         seat.held = -(-seat.computed // self._size)
         seat.since, seat.next = self.planned, -1

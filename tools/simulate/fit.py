@@ -6,6 +6,7 @@ Knows files; what a step took is read by measured.py, the coefficients are found
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--source", default="", help="a remark on where it comes from")
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, Any]:
     """Writes the model; returns and prints how well it fits. Raises ConfigurationError."""
     runs = [measured.recordings(folder) for folder in options.folders]
     engines = [one for run in runs for one in run if measured.leads(one)]

@@ -27,7 +27,7 @@ class Flight:
     evictable: int
 
 
-class Launched:
+class Flights:
     """See planner.StepsInFlight: as many as are in flight; `rows` of the latest plan."""
 
     def __init__(self, flights: deque[Flight]) -> None:
@@ -40,3 +40,7 @@ class Launched:
     def launch(self, number: int, rows: list[tuple[Request, int]], now: float) -> int:
         self.rows = rows
         return 0
+
+    def late(self, now: float) -> bool:
+        """Never: nothing that a simulated engine reports is lost."""
+        return False

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 from pipeinfer.messages import GroupStatus
 from pipeinfer.scheduler import policies
-from pipeinfer.scheduler.limits import TooLong, max_total
+from pipeinfer.scheduler.lengths import TooLong, max_total
 from pipeinfer.scheduler.options import DEFAULT_STEP_TOKENS
 from pipeinfer.scheduler.planner import DEFERRALS, Planner
 from simulate.arrivals import Arrival
 from simulate.deployment import Deployment
 from simulate.device import GROUPS, Device
-from simulate.flying import Flight, Launched
+from simulate.flying import Flight, Flights
 from simulate.folding import Folding
 from simulate.pages import PageCounts
 from simulate.seats import Life, Row, Seat, Seats
@@ -45,8 +45,8 @@ class FoldedGroup:
         self._in_flight: deque[Flight] = deque()
         self._admitted: deque[tuple[Flight, list[tuple[Seat, int]]]] = deque()
         self._seats = Seats(self._lives)
-        self._launched = Launched(self._in_flight)
-        self._planner = Planner(options, self._seats, self._launched)
+        self._flights = Flights(self._in_flight)
+        self._planner = Planner(options, self._seats, self._flights)
         self._planner.begin(self._shape)
         self._memory = PageCounts(deployment.kv_pages, deployment.page_size, deployment.cache)
         self._depth = options.overlap_depth
@@ -172,7 +172,7 @@ class FoldedGroup:
     def _land_row(self, row: Row, now: float) -> bool:
         """True if its request ends with it; see Flights.land and Request.accept."""
         seat, request = row.seat, row.seat.request
-        request.pending -= 1
+        request.steps_in_flight -= 1
         if request.phase == "over" or request.admission != seat.admission:
             return False
         if request.phase == "running":
@@ -272,7 +272,7 @@ class FoldedGroup:
         if plan is None:
             return False
         rows: list[Row] = []
-        planned = self._launched.rows
+        planned = self._flights.rows
         # Stand-ins come first, all of them or none: decodes come before what else there is.
         folded = bool(planned) and self._folding.stands_in(planned[0][0])
         for request, count in planned[len(self._cohort) if folded else 0 :]:

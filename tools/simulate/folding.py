@@ -81,7 +81,7 @@ class Folding:
 
     def _goes_on(self, seat: Seat) -> bool:
         """True if it has been in every step of decodes for a while, all steps in flight included,
-        so that nothing about it is pending but tokens."""
+        so that nothing about it is still to come but tokens."""
         request, planned = seat.request, self.cohort.planned
         return (
             seat.next == planned

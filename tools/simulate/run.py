@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -74,7 +74,7 @@ def _policies(text: str) -> list[str]:
     return names
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of each policy; prints them too. Raises ConfigurationError."""
     if options.groups < 1 or options.requests < 1 or options.rate <= 0:
         raise ConfigurationError("--groups and --requests must be at least 1, --rate above 0")

@@ -38,7 +38,7 @@ class Life:
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """One admission of a request. known to node: the engine's view, as memory/slots.py has it.
+    """One admission of a request. known to node: the engine's view, see memory/slot_arrays.py.
 
     place: grows with each admission of the group. since, next: the step of decodes in which its
     unbroken run of them began, and the one that would go on with it.

@@ -6,6 +6,7 @@ Asks the server's own rule (pipeinfer/step_budget.py) about a step-time model. S
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="OUT.png", help="or .svg")
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, Any]:
     """By number of prompts that came at once; prints it too. Raises ConfigurationError."""
     if min(options.streams, options.stream_tokens, options.prompt_tokens) < 1:
         raise ConfigurationError("streams and their tokens must be at least 1, and prompts' too")

@@ -33,8 +33,8 @@ class Answer:
 class Lines:
     """Connections to a server, used again where both sides like."""
 
-    def __init__(self, place: wire.Place) -> None:
-        self.place = place
+    def __init__(self, origin: wire.Origin) -> None:
+        self.origin = origin
         self._idle: list[Stream] = []
 
     async def ask(self, asked: Asked) -> Answer:
@@ -42,7 +42,7 @@ class Lines:
         asyncio.IncompleteReadError if the server does not."""
         async with asyncio.timeout(PATIENCE):
             if asked.case is not None:
-                answer = await asked.case.send(self.place, asked.content)
+                answer = await asked.case.send(self.origin, asked.content)
                 return _whole(answer) if answer.status else Answer(0)
             if asked.kind == "hang up":
                 return await self._hung_up(asked)
@@ -54,7 +54,7 @@ class Lines:
             writer.close()
 
     async def _to_its_end(self, asked: Asked) -> Answer:
-        reader, writer = self._idle.pop() if self._idle else await wire.connect(self.place)
+        reader, writer = self._idle.pop() if self._idle else await wire.connect(self.origin)
         again = False
         try:
             writer.write(asked.content)
@@ -76,7 +76,7 @@ class Lines:
     async def _hung_up(self, asked: Asked) -> Answer:
         """Leaves after `hold` pieces of a stream; or, once the server has asked for the body and
         so has counted the request, some moments after it was sent."""
-        reader, writer = await wire.connect(self.place)
+        reader, writer = await wire.connect(self.origin)
         try:
             if asked.hold:
                 writer.write(asked.content)

@@ -52,8 +52,8 @@ class Clients:
     `wrong`: what should not have come. `answers`: texts and ends by question, if they are learnt.
     """
 
-    def __init__(self, place: wire.Place, expected: list[list[str]] | None) -> None:
-        self._lines, self._expected = Lines(place), expected
+    def __init__(self, origin: wire.Origin, expected: list[list[str]] | None) -> None:
+        self._lines, self._expected = Lines(origin), expected
         self.done = 0
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
@@ -125,7 +125,7 @@ def unexpected(asked: Asked, answer: Answer) -> str:
 async def _run(options: argparse.Namespace) -> None:
     known = questions(options.seed, options.questions)
     expected = json.loads(options.expected.read_text()) if options.expected else None
-    clients = Clients(wire.Place.of(options.url), expected)
+    clients = Clients(wire.Origin.of(options.url), expected)
     if options.learn:
         everything = [mix.plain(known, number) for number in range(len(known))]
         requests: Iterator[Asked] = iter([*everything, *mix.bad(), *mix.hostile()])

@@ -32,7 +32,7 @@ class Fa3Plan:
     schedules: dict[AttentionShape, torch.Tensor] = field(default_factory=dict)
 
 
-class Fa3Part:
+class Fa3Kernel:
     """The kernel schedules itself on the device, so that a plan begins with views only.
 
     It does so once a step, not once a layer. That saves little by itself; but where decodes attend
@@ -113,7 +113,7 @@ def _window(shape: AttentionShape) -> tuple[int, int]:
 
 # Kernels read lengths and tables on the device: what was planned for a graph holds for every step.
 FA3 = PagedKind(
-    Fa3Part,
-    Fa3Part,
+    Fa3Kernel,
+    Fa3Kernel,
     Traits(PAGE_SIZES, PREFERRED, captures_decode=True, gathered="all"),
 )

@@ -62,7 +62,7 @@ class _Staging:
         self.fixed = torch.empty(STAGING_BYTES, dtype=torch.uint8, device=device)
 
 
-class FlashInferPart:
+class FlashInferKernel:
     """Rows with one query (causal=False), or with several (causal=True)."""
 
     def __init__(
@@ -171,10 +171,10 @@ class FlashInferPart:
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: FlashInferPlan) -> None:
         shape = self._shapes[layer]
         window = shape.sliding_window
-        part = plan.by_window[window]
+        share = plan.by_window[window]
         _, module = self._modules[shape.head_dim, window is not None]
         module.paged_run(
-            self._float, part.workspace, part.info, q, self._k[layer], self._v[layer],
+            self._float, share.workspace, share.info, q, self._k[layer], self._v[layer],
             plan.q_indptr, plan.kv_indptr, plan.indices, plan.last_page, out, None,
             CAUSAL if self._causal else NON_CAUSAL, NHD, _left(window), True,
             None, None, None, None, None, None, 0.0, shape.scale,
@@ -187,18 +187,18 @@ def _left(window: int | None) -> int:
     return -1 if window is None else window - 1
 
 
-def decode_part(shapes: Sequence[AttentionShape], device: torch.device) -> FlashInferPart:
+def decode_kernel(shapes: Sequence[AttentionShape], device: torch.device) -> FlashInferKernel:
     """Tensor cores always: measured better than the CUDA-core kernel even at two queries a key."""
-    return FlashInferPart(shapes, device, causal=False)
+    return FlashInferKernel(shapes, device, causal=False)
 
 
-def prefill_part(shapes: Sequence[AttentionShape], device: torch.device) -> FlashInferPart:
+def prefill_kernel(shapes: Sequence[AttentionShape], device: torch.device) -> FlashInferKernel:
     """FlashInfer's own choice of kernels for the GPU."""
-    return FlashInferPart(shapes, device, causal=True)
+    return FlashInferKernel(shapes, device, causal=True)
 
 
 FLASHINFER = PagedKind(
-    decode_part,
-    prefill_part,
+    decode_kernel,
+    prefill_kernel,
     Traits(PAGE_SIZES, PREFERRED, host_lengths=True, captures_decode=True, listed=True),
 )

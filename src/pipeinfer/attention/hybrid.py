@@ -5,15 +5,15 @@ Both read the same pages within one forward pass; everything but attention sees 
 
 from __future__ import annotations
 
-from pipeinfer.attention.fa3_backend import Fa3Part
+from pipeinfer.attention.fa3_backend import Fa3Kernel
 from pipeinfer.attention.interface import Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
-from pipeinfer.attention.triton_decode import TritonDecodePart
+from pipeinfer.attention.triton_decode import TritonDecodeKernel
 
 # All head sizes of this backend (registry.py) are powers of two.
 HYBRID = PagedKind(
-    TritonDecodePart,
-    Fa3Part,
+    TritonDecodeKernel,
+    Fa3Kernel,
     Traits(PAGE_SIZES, PREFERRED, captures_decode=True, captures_prefill=True, gathered="prompts"),
     at_once=True,
 )

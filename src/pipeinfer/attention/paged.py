@@ -1,6 +1,6 @@
 """Attention that reads pages only, by one kernel for each kind of row.
 
-Decode rows stand first in a step and go to one part, prefill rows go to another (or the same), so
+Decode rows stand first in a step and go to one kernel, prefill rows go to another (or the same), so
 that routing is by token within one forward pass. Knows no model, no request and no graph.
 """
 
@@ -17,11 +17,11 @@ from pipeinfer.attention.rows import PagedRows
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
-PAGE_SIZES = (1, 16, 32, 64, 128, 256)  # that the kernels of all parts take
+PAGE_SIZES = (1, 16, 32, 64, 128, 256)  # that all of these kernels take
 PREFERRED = 64  # with which they were measured
 
 
-class Part(Protocol):
+class PagedKernel(Protocol):
     """One kernel family for one kind of row. Nothing here waits for the device."""
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
@@ -37,15 +37,15 @@ class Part(Protocol):
         ...
 
 
-PartMaker = Callable[[Sequence[AttentionShape], torch.device], Part]
+KernelMaker = Callable[[Sequence[AttentionShape], torch.device], PagedKernel]
 
 
 @dataclass(frozen=True)
 class PagedPlan:
-    """The parts' plans of one step; None where there is no such row.
+    """The kernels' plans of one step; None where there is no such row.
 
-    prefill_from: the token from which prefill rows count their queries. at_once: both parts may run
-    at the same time, because they write nothing in common.
+    prefill_from: the token from which prefill rows count their queries. at_once: both kernels may
+    run at the same time, because they write nothing in common.
     """
 
     decodes: int
@@ -56,7 +56,7 @@ class PagedPlan:
 
 
 class PagedBackend:
-    """Decode rows through one part, prefill rows through another: an `Attention`.
+    """Decode rows through one kernel, prefill rows through another: an `Attention`.
 
     In a graph both run at once: decodes wait for memory, a few prompts leave most of the GPU idle.
     """
@@ -73,8 +73,8 @@ class PagedBackend:
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
         """See interface.py, here and below."""
-        for part in {id(part): part for part in (self._decode, self._prefill)}.values():
-            part.bind(pool, most_rows)
+        for kernel in {id(kernel): kernel for kernel in (self._decode, self._prefill)}.values():
+            kernel.bind(pool, most_rows)
 
     def plan(self, rows: PagedRows) -> PagedPlan:
         total = len(rows.device.lengths)
@@ -113,14 +113,14 @@ class PagedBackend:
 
 @dataclass(frozen=True)
 class PagedKind:
-    """An `AttentionKind`: its parts, built only when it is called with (shapes, device).
+    """An `AttentionKind`: its kernels, built only when it is called with (shapes, device).
 
-    With captures_prefill, the prefill part's plan is device arrays only, and the decode part leaves
-    out rows without keys. at_once: in a graph both run at the same time.
+    With captures_prefill, the prefill kernel's plan is device arrays only, and the decode kernel
+    leaves out rows without keys. at_once: in a graph both run at the same time.
     """
 
-    decode: PartMaker
-    prefill: PartMaker
+    decode: KernelMaker
+    prefill: KernelMaker
     traits: Traits
     at_once: bool = False
 

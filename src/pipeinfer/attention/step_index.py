@@ -1,4 +1,4 @@
-"""From a step's rows to places in the flat pool: what each row reads, and in which groups.
+"""From a step's rows to places in the flat pool: what each row reads, and in which buckets.
 
 Pure NumPy over all rows at once; knows pages and positions, no tensors and no layers. A *place* is
 page * page_size + offset: the index of one token in a layer's K or V seen as [tokens, ...].
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Rows of one decode group share a padded [rows, longest] gather. A group ends where it would hold
+# Rows of one bucket share a padded [rows, longest] gather. A bucket ends where it would hold
 # more tokens than this (so that what is gathered is still in the cache when it is read) ...
-GROUP_TOKENS = 2048
-# ... or where a row is shorter than this share of the group's longest (so that little is padding).
-GROUP_SHORTEST = 0.8
+BUCKET_TOKENS = 2048
+# ... or where a row is shorter than this share of the bucket's longest (so that little is padding).
+BUCKET_SHORTEST = 0.8
 # Rows behind a sliding window are cut into pieces of at least that many queries.
 WINDOW_PIECE = 128
 
@@ -55,10 +55,10 @@ def key_spans(lengths: np.ndarray, window: int | None) -> tuple[np.ndarray, np.n
     return firsts, ends - firsts
 
 
-def decode_groups(lengths: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """Cuts rows with that many keys into groups of similar length.
+def length_buckets(lengths: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Cuts rows with that many keys into buckets of similar length.
 
-    Returns (order, bounds): `order` sorts the rows by falling length; group i is
+    Returns (order, bounds): `order` sorts the rows by falling length; bucket i is
     order[bounds[i][0] : bounds[i][1]], its longest row first.
     """
     order = np.argsort(-lengths, kind="stable")
@@ -67,8 +67,8 @@ def decode_groups(lengths: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]
     begin = 0
     while begin < len(order):
         longest = int(falling[begin])
-        most = begin + max(GROUP_TOKENS // longest, 1)
-        alike = int(np.searchsorted(-falling, -longest * GROUP_SHORTEST, side="right"))
+        most = begin + max(BUCKET_TOKENS // longest, 1)
+        alike = int(np.searchsorted(-falling, -longest * BUCKET_SHORTEST, side="right"))
         end = min(most, max(alike, begin + 1), len(order))
         bounds.append((begin, end))
         begin = end

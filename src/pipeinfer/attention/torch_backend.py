@@ -1,6 +1,6 @@
 """Paged attention with torch operations only: for the CPU, and the reference of other backends.
 
-Knows a step's rows and the pool; no request, no model. Decode rows are gathered in groups of
+Knows a step's rows and the pool; no request, no model. Decode rows are gathered in buckets of
 similar length and attended to together; rows with several tokens go one by one.
 """
 
@@ -24,7 +24,7 @@ NEVER = float("-inf")
 
 
 @dataclass(frozen=True)
-class DecodeGroup:
+class LengthBucket:
     """Rows begin..end-1 of the sorted decode rows, padded to `longest` keys.
 
     places: int64 [rows * longest]; padding reads the dummy page. bias: [rows, 1, 1, longest], 0 or
@@ -57,7 +57,7 @@ class WindowPlan:
     """What the layers with the same sliding window share. order: int64 [decodes], longest first."""
 
     order: torch.Tensor | None
-    groups: list[DecodeGroup]
+    buckets: list[LengthBucket]
     pieces: list[PrefillPiece]
 
 
@@ -95,16 +95,16 @@ class TorchBackend:
     def attend(self, layer: int, q: torch.Tensor, k: KV, v: KV, plan: TorchPlan) -> torch.Tensor:
         assert k is not None and v is not None, "this backend needs_kv"
         shape = self._shapes[layer]
-        part = plan[shape.sliding_window]
+        within = plan[shape.sliding_window]
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        if part.order is not None:
-            # sorted once, so that every group is a slice
-            rows = q.index_select(0, part.order)
+        if within.order is not None:
+            # sorted once, so that every bucket is a slice
+            rows = q.index_select(0, within.order)
             done = torch.empty_like(rows)
-            for group in part.groups:
-                done[group.begin : group.end] = self._decode(layer, shape, rows, group)
-            out.index_copy_(0, part.order, done)
-        for piece in part.pieces:
+            for bucket in within.buckets:
+                done[bucket.begin : bucket.end] = self._decode(layer, shape, rows, bucket)
+            out.index_copy_(0, within.order, done)
+        for piece in within.pieces:
             tokens = slice(piece.first, piece.first + piece.count)
             out[tokens] = self._prefill(layer, shape, q[tokens], k[tokens], v[tokens], piece)
         return out
@@ -121,20 +121,20 @@ class TorchBackend:
         if decodes == 0:
             return WindowPlan(None, [], pieces)
         firsts, seen = step_index.key_spans(lengths[:decodes], window)
-        order, bounds = step_index.decode_groups(seen)
-        groups = [
-            self._group(pages, order[begin:end], firsts, seen, begin) for begin, end in bounds
+        order, bounds = step_index.length_buckets(seen)
+        buckets = [
+            self._bucket(pages, order[begin:end], firsts, seen, begin) for begin, end in bounds
         ]
-        return WindowPlan(self._tensor(order), groups, pieces)
+        return WindowPlan(self._tensor(order), buckets, pieces)
 
-    def _group(
+    def _bucket(
         self,
         pages: np.ndarray,
         rows: np.ndarray,
         firsts: np.ndarray,
         lengths: np.ndarray,
         begin: int,
-    ) -> DecodeGroup:
+    ) -> LengthBucket:
         longest = int(lengths[rows[0]])
         steps = np.arange(longest)
         padding = steps >= lengths[rows, None]
@@ -145,7 +145,7 @@ class TorchBackend:
         if padding[-1, -1]:
             bias = np.where(padding, np.float32(NEVER), np.float32(0))[:, None, None, :]
             bias = self._tensor(bias).to(self._dtype)
-        return DecodeGroup(
+        return LengthBucket(
             begin, begin + len(rows), longest, self._tensor(places.reshape(-1)), bias
         )
 
@@ -168,19 +168,19 @@ class TorchBackend:
     # ------------------------------------------------------------------------------------ a layer
 
     def _decode(
-        self, layer: int, shape: AttentionShape, rows: torch.Tensor, group: DecodeGroup
+        self, layer: int, shape: AttentionShape, rows: torch.Tensor, bucket: LengthBucket
     ) -> torch.Tensor:
-        """Sorted rows [R, heads, head_dim]; returns the group's [rows, heads, head_dim]."""
-        size = group.end - group.begin
-        k, v = self._gather(layer, group.places)
-        keys = (size, group.longest, shape.num_kv_heads, shape.head_dim)
+        """Sorted rows [R, heads, head_dim]; returns the bucket's [rows, heads, head_dim]."""
+        size = bucket.end - bucket.begin
+        k, v = self._gather(layer, bucket.places)
+        keys = (size, bucket.longest, shape.num_kv_heads, shape.head_dim)
         # The query heads of one KV head stand as its queries: nothing is repeated for GQA.
         queries = (size, shape.num_kv_heads, -1, shape.head_dim)
         out = scaled_dot_product_attention(
-            rows[group.begin : group.end].view(queries),
+            rows[bucket.begin : bucket.end].view(queries),
             k.view(keys).transpose(1, 2),
             v.view(keys).transpose(1, 2),
-            attn_mask=self._expanded(group.bias, shape),
+            attn_mask=self._expanded(bucket.bias, shape),
             scale=shape.scale,
         )
         return out.reshape(size, shape.num_heads, shape.head_dim)

@@ -21,12 +21,12 @@ from pipeinfer.steps.shape import AttentionShape
 # By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut
 # small, so that all of the GPU works for them; more are cut only where they are long.
 CUTS = (
-    (32, Cut(extra=64, parts=32, least=64, block=32, warps=2, stages=3)),
-    (64, Cut(extra=128, parts=32, least=128, block=32, warps=1, stages=4)),
-    (128, Cut(extra=128, parts=32, least=256, block=32, warps=1, stages=4)),
-    (384, Cut(extra=128, parts=32, least=256, block=64, warps=2, stages=3)),
+    (32, Cut(extra=64, splits=32, least=64, block=32, warps=2, stages=3)),
+    (64, Cut(extra=128, splits=32, least=128, block=32, warps=1, stages=4)),
+    (128, Cut(extra=128, splits=32, least=256, block=32, warps=1, stages=4)),
+    (384, Cut(extra=128, splits=32, least=256, block=64, warps=2, stages=3)),
 )
-MANY = Cut(extra=128, parts=32, least=1024, block=32, warps=2, stages=4)
+MANY = Cut(extra=128, splits=32, least=1024, block=32, warps=2, stages=4)
 MEASURED_DIM = 128  # the largest head for which that was
 
 
@@ -52,7 +52,7 @@ def cut(rows: int, kv_heads: int, dim: int) -> Cut:
     return replace(found, block=max(found.block // 2, TILE), warps=2 * found.warps)
 
 
-class TritonDecodePart:
+class TritonDecodeKernel:
     """One query a row, with heads of a power of two of at least 16."""
 
     def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:

@@ -6,19 +6,21 @@ gateway's queue limit bounds what is under way.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import zmq
 
-from pipeinfer.bus import frames
+from pipeinfer.bus import frames, links
 from pipeinfer.bus.frames import FRAME_BYTES, TELEMETRY_BYTES, Header
+from pipeinfer.bus.links import Links
 from pipeinfer.bus.reader import Handler, Reader
 from pipeinfer.bus.wires import Wires
 from pipeinfer.control import CHANNEL as CONTROL
 from pipeinfer.core import EVERYONE, Send
-from pipeinfer.messages import PROTOCOL
+from pipeinfer.messages import PROTOCOL, Message
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.topology import addresses
 from pipeinfer.topology.topology import Identity, Topology
@@ -28,6 +30,7 @@ TELEMETRY_HWM = 1_000
 # Frames of one peer that wait to be read; then the peer waits with the others. None is dropped.
 INBOX_HWM = 1_000
 SUBSCRIPTION_BYTES = 1_024  # the same for what a subscriber says
+REMIND = 1.0  # seconds after which somebody is asked what has come of the frames that are kept
 
 
 class NoSuchStage(ValueError):
@@ -59,6 +62,10 @@ class Bus:
         self._outboxes: dict[str, zmq.Socket[bytes]] = {}
         self._publishers: dict[str, zmq.Socket[bytes]] = {}
         self._sequence: dict[tuple[str, str], int] = {}
+        far = frozenset(topology.over_tcp())
+        everybody = frozenset(topology.ids() if far else ())
+        self._links = Links(incarnation, everybody, far, self._say_of_link, self._push)
+        self._reminder: asyncio.TimerHandle | None = None
 
     def bind(self) -> None:
         """Opens the inbox and the publishers. zmq.ZMQError if an address is taken,
@@ -94,7 +101,16 @@ class Bus:
         """From now on `handler(channel, header, message)` gets every frame, on the running loop.
         `patience`: see Reader.start.
         """
-        self.reader.start(handler, patience)
+        if not self._topology.has_tcp():
+            self.reader.start(handler, patience)
+            return
+
+        def passed(channel: str, header: Header, message: Message) -> None:
+            if self._passes(channel, header, message):
+                handler(channel, header, message)
+
+        self.reader.start(passed, patience)
+        self._remind(asyncio.get_running_loop())
 
     def send(self, send: Send) -> tuple[int, float, bytes]:
         """Sends or publishes one message; never blocks. Returns its number, time and body.
@@ -105,17 +121,23 @@ class Bus:
         key = (send.channel, send.to)
         number = self._sequence.get(key, 0)
         sent = self._clock()
-        header = Header(PROTOCOL, self.identity.id, self.incarnation, number, sent)
+        link = self._links.to(send.to)
+        counted = 0 if link is None else link.next
+        header = Header(PROTOCOL, self.identity.id, self.incarnation, number, sent, counted)
         parts = frames.encode(send.channel, header, send.message)
         if send.to == EVERYONE:
             self._publishers[send.channel].send_multipart(parts, zmq.NOBLOCK)
         else:
             self._push(send.to, parts)
+        if link is not None:
+            link.keep(parts)
         self._sequence[key] = number + 1
         return number, sent, parts[2]
 
     def close(self) -> None:
         """Closes every socket; what was sent has LINGER_MS to leave."""
+        if self._reminder is not None:
+            self._reminder.cancel()
         self.reader.close()
         for socket in (*self._outboxes.values(), *self._publishers.values()):
             socket.close(linger=LINGER_MS)
@@ -125,6 +147,30 @@ class Bus:
     def refused(self) -> int:
         """Handshakes with strangers that failed, since the start."""
         return self._wires.refused
+
+    @property
+    def repeated(self) -> int:
+        """Frames that were sent once more, since the start: a connection had taken them along."""
+        return self._links.repeated
+
+    def _passes(self, channel: str, header: Header, message: Message) -> bool:
+        """Whether a frame is for the stage, and has not come before."""
+        who, process = header.sender, header.incarnation
+        if channel == links.CHANNEL:
+            self._links.hear(who, process, message, self._clock())
+            return False
+        if not header.link:
+            return True
+        size = len(self.reader.body)
+        return self._links.take(who, process, header.link, size, self._clock())
+
+    def _say_of_link(self, stage: str, message: Message) -> None:
+        header = Header(PROTOCOL, self.identity.id, self.incarnation, 0, self._clock())
+        self._push(stage, frames.encode(links.CHANNEL, header, message))
+
+    def _remind(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._links.remind()
+        self._reminder = loop.call_later(REMIND, self._remind, loop)
 
     def _push(self, stage: str, parts: list[bytes]) -> None:
         try:

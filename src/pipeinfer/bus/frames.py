@@ -9,18 +9,24 @@ from __future__ import annotations
 import msgspec
 
 from pipeinfer import control
+from pipeinfer.bus import links
 from pipeinfer.channels import CHANNELS
 from pipeinfer.messages import PROTOCOL, Message
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """First part of every frame: who sent it, and its number on that sender's channel."""
+    """Second part of every frame: who sent it, and its number on that sender's channel.
+
+    link: its number among all that this process sends to this inbox, from 1, where a connection may
+    be lost while both live; else 0 (bus/links.py).
+    """
 
     protocol: int
     sender: str
     incarnation: int
     seq: int
     sent: float
+    link: int = 0
 
 
 # What decoding raises: MsgspecError and text that is not UTF-8 are ValueErrors, a map whose keys
@@ -35,7 +41,11 @@ _encode = msgspec.msgpack.Encoder().encode
 _header = msgspec.msgpack.Decoder(Header).decode
 _decoders = {
     name: msgspec.msgpack.Decoder(types)
-    for name, types in {**CHANNELS, control.CHANNEL: control.CONTROL}.items()
+    for name, types in {
+        **CHANNELS,
+        control.CHANNEL: control.CONTROL,
+        links.CHANNEL: links.LINK,
+    }.items()
 }
 
 

@@ -23,7 +23,7 @@ BURST = 128  # messages handled before other events of the loop get their turn
 WARNINGS = 100  # kinds of bad frames that are logged, once each
 LETTERS = 300  # of each; a stranger chooses some of them
 
-UNHURRIED = ("telemetry", "group")  # what comes there comes all the time, and can wait
+UNHURRIED = ("telemetry", "group", "link")  # what comes there comes all the time, and can wait
 
 Handler = Callable[[str, Header, Message], None]
 

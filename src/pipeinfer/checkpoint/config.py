@@ -261,7 +261,7 @@ def _head_dim(fields: Fields, family: Family, heads: int) -> int:
         raise fields.error(f"hidden_size {hidden} is not a multiple of {heads} attention heads")
     head_dim = given or hidden // heads
     if head_dim % 2:
-        raise fields.error(f"head_dim {head_dim} is odd, which RoPE cannot turn")
+        raise fields.error(f"head_dim {head_dim} is odd, which RoPE cannot rotate")
     return head_dim
 
 

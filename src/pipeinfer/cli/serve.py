@@ -37,10 +37,13 @@ def _flags(arguments: Sequence[str]) -> dict[str, object]:
     parser = argparse.ArgumentParser(
         prog="pipeinfer serve",
         description="Serves MODEL (a folder, a hub id, or nothing for the demo) over HTTP.",
-        epilog="Every flag is also an environment variable: --kv-pages is PIPEINFER_KV_PAGES.",
+        epilog="Every flag is also an environment variable: --kv-pages is PIPEINFER_KV_PAGES. "
+        "Names of vLLM and SGLang, such as --tensor-parallel-size, are understood as well.",
         allow_abbrev=False,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS)
+    also = ("--model", "--model-path")
+    parser.add_argument(*also, dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument(
         "--on", metavar="HOST", default="", help="only the stages with this `host` in the topology"
     )

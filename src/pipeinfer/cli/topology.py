@@ -58,8 +58,8 @@ def _pipeline(topology: Topology) -> Iterator[str]:
     wide = max(map(len, lines))
     start = f"{gateway} ─► {tokenizer} ─"
     for group, line in enumerate(lines):
-        place = 0 if last == 0 else 1 if group == 0 else 3 if group == last else 2
-        left, right = "─┬├└"[place] + "► ", " ─" + "─┐┤┘"[place]
+        corner = 0 if last == 0 else 1 if group == 0 else 3 if group == last else 2
+        left, right = "─┬├└"[corner] + "► ", " ─" + "─┐┤┘"[corner]
         ends = f"► {detokenizer} ─► {gateway}" if group == 0 else ""
         yield f"{start if group == 0 else '':{len(start)}}{left}{line:{wide}}{right}{ends}"
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from pipeinfer.core import Send
 from pipeinfer.detokenizer.incremental import DecoderFactory
+from pipeinfer.detokenizer.scores import scores_of
 from pipeinfer.detokenizer.stream import Stream
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.messages import (
@@ -21,6 +22,7 @@ from pipeinfer.messages import (
     Done,
     Message,
     Open,
+    PromptTokens,
     Recover,
     Recovered,
     Refused,
@@ -100,7 +102,8 @@ class DetokenizerCore:
             self._counts["opened"] += 1
             context = unpack(event.context_ids).tolist()
             decoder = self._decoders.open(context, event.params.skip_special_tokens)
-            self._streams[event.request_id] = Stream(event, decoder)
+            scores = scores_of(event.params, self._decoders)
+            self._streams[event.request_id] = Stream(event, decoder, scores)
         elif over is None and event.attempt == known.attempt:
             self._streams[event.request_id].group = event.group  # another one took it over
         return []
@@ -120,14 +123,37 @@ class DetokenizerCore:
             self._counts["tokens"] += stream.received - before
             texts.setdefault(stream.gateway, []).append(text)
             if text.finish is not None:
-                del self._streams[row.request_id]
-                self._counts["finished"] += 1
-                self._ended[row.request_id] = stream.group, stream.delivered(row)
-                hits.extend(self._upstream(stream, text, row))
+                hits += self._end(stream, text, row)
         return [
             *(Send("text", f"gateway-{to}", Text(tuple(rows))) for to, rows in texts.items()),
             *hits,
         ]
+
+    def _on_prompt(self, event: PromptTokens, _now: float) -> list[Send]:
+        stream = self._streams.get(event.request_id)
+        if stream is None or stream.attempt != event.attempt:
+            return []
+        if event.first > stream.scored and not self._roll_call.complete:
+            return []  # what comes before it is still to be told, and this with it
+        try:
+            text = stream.score(event)
+        except Exception as error:  # as for rows of tokens
+            log.exception("request %s: prompt at %d", event.request_id, event.first)
+            text = stream.fail(f"log-probs of the prompt cannot be read: {error}")
+        if text is None:
+            return []
+        hits: list[Send] = []
+        if text.finish is not None:
+            row = TokenRow(request_id=event.request_id, offset=stream.received, ids=b"")
+            hits = self._end(stream, text, row)
+        return [Send("text", f"gateway-{stream.gateway}", Text((text,))), *hits]
+
+    def _end(self, stream: Stream, text: TextRow, row: TokenRow) -> list[Send]:
+        """`text`, made of `row`, is its last; returns what its scheduler is told."""
+        del self._streams[stream.request_id]
+        self._counts["finished"] += 1
+        self._ended[stream.request_id] = stream.group, stream.delivered(row)
+        return self._upstream(stream, text, row)
 
     def _will_be_told(self, stream: Stream, row: TokenRow) -> bool:
         """Whether what lies before `row` is still to come, and `row` with it.
@@ -218,6 +244,7 @@ class DetokenizerCore:
     _handlers: ClassVar[dict[type[Message], Callable[..., list[Send]]]] = {
         Tokens: _on_tokens,
         Open: _on_open,
+        PromptTokens: _on_prompt,
         Refused: _on_refused,
         Abort: _on_abort,
         Done: _on_done,

@@ -13,6 +13,8 @@ from typing import Protocol
 
 from tokenizers import Tokenizer, decoders
 
+from pipeinfer.detokenizer.token_texts import TokenTexts, byte_level
+
 REPLACEMENT = "\ufffd"
 # A character has at most four bytes, so after more pending ids than this the bytes are invalid and
 # waiting for the rest of the character would only make every step slower.
@@ -32,7 +34,8 @@ class IncrementalDecoder(Protocol):
 
 
 class DecoderFactory:
-    """Opens decoders over one tokenizer; without a tokenizer all text is empty.
+    """Opens decoders over one tokenizer; without a tokenizer all text is empty. `texts`: of single
+    tokens.
 
     Tokenizers whose decoder is ByteLevel (GPT-2, Llama 3, Qwen ...) get a table from id to bytes,
     which is exact and fast; all others go through the tokenizer's own `decode` on a short window.
@@ -40,6 +43,7 @@ class DecoderFactory:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
+        self.texts = TokenTexts(tokenizer)
         self._special: frozenset[int] = frozenset()
         self._pieces: dict[bool, dict[int, str | bytes]] = {True: {}, False: {}}
         if tokenizer is not None:
@@ -77,26 +81,13 @@ class NoText:
         return ""
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's character for each byte, inverted: printable Latin-1 stands for itself."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    table = {chr(byte): byte for byte in printable}
-    table.update({chr(256 + n): byte for n, byte in enumerate(others)})
-    return table
-
-
-_ALPHABET = _byte_alphabet()
-
-
 def _piece(token: str) -> str | bytes:
     """A byte-level token as str if its bytes are whole characters, else as bytes.
 
     A token with characters outside the alphabet (an added one) stands for its own UTF-8.
     """
-    try:
-        raw = bytes([_ALPHABET[char] for char in token])
-    except KeyError:
+    raw = byte_level(token)
+    if raw is None:
         return token
     try:
         return raw.decode()

@@ -8,9 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from pipeinfer.detokenizer.incremental import IncrementalDecoder
+from pipeinfer.detokenizer.scores import Scores
 from pipeinfer.detokenizer.stops import StopStrings
-from pipeinfer.messages import Delivered, FinishReason, Open, TextRow, TokenRow
+from pipeinfer.messages import (
+    Delivered,
+    FinishReason,
+    Open,
+    PromptTokens,
+    TextRow,
+    TokenRow,
+)
 from pipeinfer.packing import unpack_few
 
 
@@ -25,9 +35,9 @@ class Stream:
     __slots__ = (
         "_decoder",
         "_ids",
-        "_min_tokens",
+        "_params",
+        "_scores",
         "_sent_bytes",
-        "_stop_token_ids",
         "_stops",
         "attempt",
         "cut",
@@ -37,8 +47,12 @@ class Stream:
         "request_id",
     )
 
-    def __init__(self, opened: Open, decoder: IncrementalDecoder) -> None:
-        params = opened.params
+    def __init__(
+        self, opened: Open, decoder: IncrementalDecoder, scores: Scores | None = None
+    ) -> None:
+        """`scores`: for log-probs, if the request asks for them."""
+        self._params = params = opened.params
+        self._scores = scores
         self.request_id = opened.request_id
         self.attempt = opened.attempt
         self.gateway = opened.gateway
@@ -47,8 +61,6 @@ class Stream:
         self.cut: int | None = None
         self._ids = bytearray()
         self._decoder = decoder
-        self._stop_token_ids = params.stop_token_ids
-        self._min_tokens = params.min_tokens
         self._stops = (
             StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         )
@@ -74,10 +86,29 @@ class Stream:
         if hit is not None:
             return self._ended_by_string(row, start, shown, text, hit)
         self.received = start + len(raw) // 4
-        self._ids += raw
+        self._keep(row, start, raw)
         if row.finish is not None:
             return self._ended(row, start, shown, text, stop_token)
         return self._row(start, shown, text, cached_tokens=row.cached_tokens)
+
+    def score(self, told: PromptTokens) -> TextRow | None:
+        """The text row for log-probs of the prompt; None if all of them were seen before."""
+        scores = self._scores
+        if scores is None:
+            return None
+        seen = scores.scored - told.first
+        if seen < 0:
+            return self.fail(f"log-probs of prompt tokens before {told.first} were lost")
+        shown = scores.score(told.ids[4 * seen :], told.logprobs[scores.prompt.score_size * seen :])
+        if shown is None:
+            return None
+        row = self._row(self.received, b"", "")
+        return msgspec.structs.replace(row, prompt=shown, prompt_offset=told.first + seen)
+
+    @property
+    def scored(self) -> int:
+        """Prompt tokens whose log-probs are known."""
+        return 0 if self._scores is None else self._scores.scored
 
     def fail(self, reason: str) -> TextRow:
         """The request ends with an error that its client sees."""
@@ -85,30 +116,43 @@ class Stream:
 
     def delivered(self, last: TokenRow | None = None) -> Delivered:
         """What a restarted scheduler must know; `last`: the row with which it ended."""
-        ids = bytes(self._ids)
-        if last is None:
-            return Delivered(request_id=self.request_id, attempt=self.attempt, ids=ids)
-        if self.cut is not None:  # it is found again in the same ids
-            return Delivered(request_id=self.request_id, attempt=self.attempt, ids=ids, ended=True)
+        scores = self._scores
+        found_again = self.cut is not None  # the end, in the same ids
         return Delivered(
             request_id=self.request_id,
             attempt=self.attempt,
-            ids=ids,
-            ended=True,
-            finish=last.finish,
-            error=last.error,
+            ids=bytes(self._ids),
+            ended=last is not None,
+            finish=None if last is None or found_again else last.finish,
+            error="" if last is None or found_again else last.error,
+            logprobs=b"" if scores is None else bytes(scores.output.kept),
+            prompt_logprobs=b"" if scores is None else bytes(scores.prompt.kept),
         )
+
+    def _keep(self, row: TokenRow, start: int, ids: bytes) -> None:
+        """`ids` are output tokens from `start` on, and there are no others behind them."""
+        self._ids[4 * start :] = ids
+        if self._scores is not None:
+            side, many = self._scores.output, len(ids) // 4
+            begin = side.score_size * (start - row.offset)
+            side.kept[side.score_size * start :] = row.logprobs[
+                begin : begin + side.score_size * many
+            ]
 
     def _decode(self, ids: Sequence[int]) -> tuple[str, str | None]:
         """(text, stop string); after a stop string `cut` is set and the rest is not decoded."""
         # Hot path: runs once for every output token of every request.
         step = self._decoder.step
-        stops = self._stops
-        if stops is None:
+        stops, scores = self._stops, self._scores
+        if stops is None and scores is None:
             return (step(ids[0]) if len(ids) == 1 else "".join(map(step, ids))), None
         parts: list[str] = []
         for count, token in enumerate(ids, self.received + 1):
-            text, hit = stops.feed(step(token), count > self._min_tokens)
+            text, hit = step(token), None
+            if scores is not None:
+                scores.output.token(text)
+            if stops is not None:
+                text, hit = stops.feed(text, count > self._params.min_tokens)
             parts.append(text)
             if hit is not None:
                 self.cut = count
@@ -121,7 +165,7 @@ class Stream:
         assert self.cut is not None
         self.received = self.cut
         ids = ids[: 4 * (self.cut - start)]
-        self._ids[4 * start :] = ids
+        self._keep(row, start, ids)
         return self._row(
             start, ids, text, finish="stop", stop_reason=hit, cached_tokens=row.cached_tokens
         )
@@ -132,7 +176,7 @@ class Stream:
         # What the prompt alone left unfinished is not the output's to show.
         tail = self._decoder.flush() if start or ids else ""
         if self._stops is not None:
-            piece, hit = self._stops.feed(tail, self.received > self._min_tokens)
+            piece, hit = self._stops.feed(tail, self.received > self._params.min_tokens)
             text += piece
             if hit is not None:
                 self.cut = start + len(ids) // 4
@@ -143,7 +187,7 @@ class Stream:
             ids,
             text + tail,
             finish=row.finish,
-            stop_reason=stop_token if stop_token in self._stop_token_ids else None,
+            stop_reason=stop_token if stop_token in self._params.stop_token_ids else None,
             cached_tokens=row.cached_tokens,
             error=row.error,
         )
@@ -159,7 +203,10 @@ class Stream:
         cached_tokens: int = 0,
         error: str = "",
     ) -> TextRow:
-        before = self._sent_bytes
+        before, scores, logprobs = self._sent_bytes, self._scores, None
+        if scores is not None:
+            side = scores.output
+            logprobs = side.shown(ids, bytes(side.kept[side.score_size * start :]))
         self._sent_bytes += len(text) if text.isascii() else len(text.encode())
         return TextRow(
             request_id=self.request_id,
@@ -173,4 +220,5 @@ class Stream:
             output_tokens=self.received,
             cached_tokens=cached_tokens,
             error=error,
+            logprobs=logprobs,
         )

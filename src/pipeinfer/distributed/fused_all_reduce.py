@@ -37,7 +37,7 @@ def shots(rows: int, row_bytes: int, ranks: int) -> Shots:
 
 
 class AllReduceNorm:
-    """A Fusion (layers/pending.py) over `region`: uint8 [REGION_BYTES] of this rank, zero at first.
+    """A Fusion (partial_sum.py) over `region`: uint8 [REGION_BYTES] of this rank, zero at first.
 
     addresses: of every rank's region, in the order of ranks. Works inside CUDA graphs. Calls are
     ordered by the stream that they are on. Two calls in a row never use the same buffer: within a

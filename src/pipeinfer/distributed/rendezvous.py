@@ -59,7 +59,7 @@ def meet(
     expects another number of ranks.
     """
     host = addresses.host(address)
-    place = addresses.derive(address, "group")
+    endpoint = addresses.derive(address, "group")
 
     def secure(socket: zmq.Socket[bytes]) -> None:
         if wires is not None:
@@ -69,18 +69,18 @@ def meet(
         if wires is not None:
             wires.bind(socket, "group")
         else:
-            socket.bind(place)
+            socket.bind(endpoint)
 
     if rank:
         return TCPStore(
-            host, _ask(place, rank, size, timeout, secure), size, wait_for_workers=False
+            host, _ask(endpoint, rank, size, timeout, secure), size, wait_for_workers=False
         )
     store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
     _serve(listen, size, store.port, timeout, formed or threading.Event())
     return store
 
 
-def _ask(place: str, rank: int, size: int, timeout: float, secure: Ready) -> int:
+def _ask(endpoint: str, rank: int, size: int, timeout: float, secure: Ready) -> int:
     deadline = time.monotonic() + timeout
     question = msgspec.msgpack.encode(Asks(rank, size))
     with zmq.Context.instance().socket(zmq.REQ) as socket:
@@ -88,7 +88,7 @@ def _ask(place: str, rank: int, size: int, timeout: float, secure: Ready) -> int
         socket.setsockopt(zmq.REQ_CORRELATE, 1)
         socket.linger, socket.ipv6 = 0, True
         secure(socket)
-        socket.connect(place)
+        socket.connect(endpoint)
         while time.monotonic() < deadline:
             if not socket.poll(int(1000 * ASK_AGAIN), zmq.POLLOUT):
                 continue  # it speaks no CURVE, or we do not; the deadline ends it
@@ -101,7 +101,7 @@ def _ask(place: str, rank: int, size: int, timeout: float, secure: Ready) -> int
                 if answer.refusal:
                     raise RendezvousError(answer.refusal)
                 return answer.port
-    raise RendezvousError(f"rank 0 at {place} did not answer rank {rank} in {timeout:g} s")
+    raise RendezvousError(f"rank 0 at {endpoint} did not answer rank {rank} in {timeout:g} s")
 
 
 def _serve(listen: Ready, size: int, port: int, timeout: float, formed: threading.Event) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from pipeinfer.attention.interface import Traits
 from pipeinfer.attention.rows import PagedRows, RowArrays, offsets
-from pipeinfer.engine.rooms import Limits, Room, layout
+from pipeinfer.engine.rooms import LargestStep, Room, layout
 from pipeinfer.engine.slot_state import FIELD_WORDS, SlotState, fields_by_name
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.kernels.tables import Expanded, Rows
@@ -55,36 +55,36 @@ class Cut:
 
 
 class StepArrays:
-    """For steps up to `limits`, of which attention wants what its `traits` say."""
+    """For steps up to `largest`, of which attention wants what its `traits` say."""
 
     def __init__(
         self,
-        limits: Limits,
+        largest: LargestStep,
         page_size: int,
         traits: Traits,
         state: SlotState,
         device: torch.device,
         kernels: Kernels,
     ) -> None:
-        rows, entries = 2 * limits.rows, limits.rows  # a graph has as many of either kind
+        rows, entries = 2 * largest.rows, largest.rows  # a graph has as many of either kind
         self._page_size = page_size
         self._traits = traits
         self._state = state
-        self._limits = limits
+        self._largest = largest
         self._kernels = kernels
         self.most_pairs = PAIRS
         self._cuts: dict[tuple[Room, int, bool], Cut] = {}
-        words = layout(Room(limits.tokens, limits.rows, limits.rows)).pairs + 2 * PAIRS
+        words = layout(Room(largest.tokens, largest.rows, largest.rows)).pairs + 2 * PAIRS
         self.words = torch.zeros(words, dtype=torch.int32, device=device)
 
         def room(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
         self._room = Expanded(
-            *(room(limits.tokens, torch.int64) for _ in range(3)),
+            *(room(largest.tokens, torch.int64) for _ in range(3)),
             *(room(rows + 1) for _ in range(5)),
-            listed=room(entries * limits.pages + entries if traits.listed else 0),
-            gathered=room(limits.pages * GATHERED[traits.gathered] * limits.rows),
+            listed=room(entries * largest.pages + entries if traits.listed else 0),
+            gathered=room(largest.pages * GATHERED[traits.gathered] * largest.rows),
             last=room(entries, torch.int64),
             write_slots=room(entries, torch.int64),
             sample_positions=room(entries, torch.int64),
@@ -104,8 +104,8 @@ class StepArrays:
         return self._cuts[known]
 
     def _cut(self, room: Room, samples: int, graph: bool) -> Cut:
-        if not self._limits.hold(room) or samples > self._limits.rows:
-            raise ValueError(f"{room} with {samples} samples, where the limits are {self._limits}")
+        if not self._largest.hold(room) or samples > self._largest.rows:
+            raise ValueError(f"{room} with {samples} samples, where the largest is {self._largest}")
         at, words, whole = layout(room), self.words, self._room
         parts = [words[begin : begin + room.rows] for begin in at[:4]]
         tokens, pages = room.tokens, self._state.by_slot.table.shape[1]

@@ -18,6 +18,25 @@ MOST_PIECES = 1024
 BLOCK = 256  # words that uploads are a multiple of, so that few sizes of them occur
 
 
+class Download:
+    """Pinned words for log-probs, as many as the largest step had; none before the first
+    one that has any."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._pinned: torch.Tensor | None = None
+
+    def download(self, words: torch.Tensor) -> np.ndarray:
+        """Copies int32 [n] from the device, on the current stream: there when that is done, and
+        until the next download."""
+        count = len(words)
+        if self._pinned is None or len(self._pinned) < count:
+            self._pinned = self._device.pinned((1 << (count - 1).bit_length(),), torch.int32)
+        here = self._pinned[:count]
+        here.copy_(words, non_blocking=True)
+        return here.numpy()
+
+
 class StepBuffers:
     """One parity. plan: what attention made of its step, whose memory is nobody else's until the
     step has ended.
@@ -32,6 +51,7 @@ class StepBuffers:
         # Cutting tensors costs as much as a copy.
         self._pieces: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._rows: dict[int, torch.Tensor] = {}
+        self.logprobs = Download(device)
 
     def download(self, drawn: torch.Tensor) -> np.ndarray:
         """Copies int64 [S, 2] from the device, on the current stream: there when that is done."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from pipeinfer.attention import registry
-from pipeinfer.distributed.group import TorchGroup
+from pipeinfer.distributed.collectives import TorchCollectives
 from pipeinfer.engine.machine import Machine
-from pipeinfer.engine.rooms import Limits, decode_ladder, mixed_ladder
+from pipeinfer.engine.rooms import LargestStep, decode_ladder, mixed_ladder
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import SplitSampler, WholeSampler
 from pipeinfer.memory.pool import KVPool, bytes_per_page
@@ -46,46 +46,46 @@ def build_runner(
     settings: Settings,
     shape: Shape,
     machine: Machine,
-    group: TorchGroup | None = None,
+    collectives: TorchCollectives | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Runner:
-    """A runner with its pool and graphs; progress(done, total) counts the graphs. `group`: whom
-    this rank computes with, `model` being its part.
+    """A runner with its pool and graphs; progress(done, total) counts the graphs. `collectives`: of
+    the ranks that this one computes with, `model` being its share.
 
     Raises ConfigurationError if not a single page fits.
     """
     layers = model.attention_shapes()
     tokens = settings.max_step_tokens or machine.step_tokens
-    limits = Limits(min(settings.max_running, tokens), tokens, shape.pages_each)
+    largest = LargestStep(min(settings.max_running, tokens), tokens, shape.pages_each)
     backend = registry.create(shape.attention, layers, machine.where)
 
     def pool(pages: int) -> KVPool:
         return KVPool(layers, pages, shape.page_size, shape.dtype, machine.where)
 
-    if group is None:
+    if collectives is None:
         sampler = WholeSampler(model, machine.kernels)
     else:
-        sampler = SplitSampler(model, group, machine.kernels)
-    runner = Runner(model, pool(2), backend, limits, sampler, machine.device, machine.kernels)
+        sampler = SplitSampler(model, collectives, machine.kernels)
+    runner = Runner(model, pool(2), backend, largest, sampler, machine.device, machine.kernels)
     machine.warm_up(runner, shape.max_model_len)
     page_bytes = bytes_per_page(layers, shape.page_size, shape.dtype)
     pages = 1 + (settings.kv_pages or _pages(settings, shape, machine, page_bytes))
-    runner.bind(pool(pages if group is None else _agreed(group, pages)))
+    runner.bind(pool(pages if collectives is None else _agreed(collectives, pages)))
     if not settings.no_cuda_graph:
-        _capture(runner, settings, limits, progress)
+        _capture(runner, settings, largest, progress)
     runner.measure()
     if runner.step_cost is not None:
         _tell(runner.step_cost, settings, tokens)
     return runner
 
 
-def _agreed(group: TorchGroup, pages: int) -> int:
+def _agreed(collectives: TorchCollectives, pages: int) -> int:
     """Pages with the dummy that all ranks have room for: each has measured for itself."""
-    least = group.smallest(pages)
+    least = collectives.smallest(pages)
     if least < pages:
         log.info(
             "rank %d has room for %s pages, but another rank for %s, which all ranks use",
-            group.rank,
+            collectives.rank,
             f"{pages - 1:,}",
             f"{least - 1:,}",
         )
@@ -103,12 +103,12 @@ def _tell(cost: StepCost, settings: Settings, tokens: int) -> None:
 def _capture(
     runner: Runner,
     settings: Settings,
-    limits: Limits,
+    largest: LargestStep,
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    sizes = decode_ladder(min(settings.cuda_graph_max_batch, limits.rows))
-    budget = most_tokens(settings.mixed_step_tokens, limits.tokens)
-    mixed = mixed_ladder(limits.tokens, limits.rows, max(sizes, default=0), budget)
+    sizes = decode_ladder(min(settings.cuda_graph_max_batch, largest.rows))
+    budget = most_tokens(settings.mixed_step_tokens, largest.tokens)
+    mixed = mixed_ladder(largest.tokens, largest.rows, max(sizes, default=0), budget)
     runner.capture(sizes, mixed, progress, choose=settings.tp == 1)
 
 

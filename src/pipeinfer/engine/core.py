@@ -7,7 +7,7 @@ decides nothing about who runs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.events import Drain, Leave, NewEpoch, StepDone, Tick, Unsent
+from pipeinfer.logprobs import AT_ONCE, size
 from pipeinfer.memory.applied import Applied
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
 from pipeinfer.memory.manager import MemoryManager
@@ -28,12 +29,13 @@ from pipeinfer.messages import (
     Hello,
     Message,
     Plan,
+    PromptScores,
     Ready,
     Result,
     State,
 )
 from pipeinfer.packing import pack, unpack
-from pipeinfer.steps.step import Step
+from pipeinfer.steps.step import LogprobRows, ScoredChunk, Step
 from pipeinfer.trace.notes import StepNote, step_note
 
 
@@ -74,10 +76,13 @@ class DeviceError(RuntimeError):
 
 @dataclass
 class _InFlight:
-    """A plan whose result is not sent yet. `sampled` [S]: rows of the plan, in the step's order."""
+    """A plan whose result is not sent yet. `sampled` [S]: rows of the plan, in the step's order.
+    `logprobs`, `prompts`: what is asked for beside tokens."""
 
     applied: Applied
     sampled: np.ndarray
+    logprobs: LogprobRows | None = None
+    prompts: tuple[ScoredChunk, ...] = ()
     done: StepDone | None = None
 
 
@@ -285,7 +290,7 @@ class EngineCore:
             self._requests.put(admit)
         self._count(plan, applied)
         step, sampled = self._steps.build(plan.epoch, applied)
-        epoch.in_flight.append(_InFlight(applied, sampled))
+        epoch.in_flight.append(_InFlight(applied, sampled, step.logprobs, step.prompts))
         sends = self._decided(epoch, applied) if self.hello.rank else self._admitted(epoch, applied)
         if len(step.slots):
             self._totals["steps_total"] += 1
@@ -354,6 +359,9 @@ class EngineCore:
                 f"step {done.number} sampled {ids} ids and said it of {len(counts)} rows, "
                 f"where {len(waiting.sampled)} sample"
             )
+        trouble = _scores_trouble(waiting, counts, done)
+        if trouble:
+            return self._fault(f"step {done.number} {trouble}")
         self._totals["sampled_tokens_total"] += ids
         self._totals["bad_rows_total"] += len(done.bad) // 4
         waiting.done = done
@@ -365,16 +373,19 @@ class EngineCore:
         while epoch.in_flight and (done := epoch.in_flight[0].done) is not None:
             plan = epoch.in_flight.popleft()
             if self.hello.rank == 0:
-                sends.append(self._to_scheduler(_result(plan.applied, plan.sampled, done)))
+                sends += map(self._to_scheduler, _prompt_scores(plan.prompts, done))
+                sends.append(self._to_scheduler(_result(plan, done)))
         return sends
 
     def _to_scheduler(self, message: Message) -> Send:
         return Send("result", self.scheduler, message)
 
 
-def _result(applied: Applied, sampled: np.ndarray, done: StepDone) -> Result:
-    """Of the plan's rows in the plan's order; `sampled` [S]: those of them that sample."""
+def _result(plan: _InFlight, done: StepDone) -> Result:
+    """Of the plan's rows in the plan's order."""
+    applied, sampled = plan.applied, plan.sampled
     rows, produced, token_ids = applied.rows, done.counts, done.token_ids
+    logprobs = done.logprobs
     if not rows.again:  # else every row samples, in the plan's order
         counts = unpack(done.counts)
         of_all = np.zeros(len(rows.slots), dtype=np.int32)
@@ -382,6 +393,8 @@ def _result(applied: Applied, sampled: np.ndarray, done: StepDone) -> Result:
         produced = pack(of_all)
         order = np.argsort(np.repeat(sampled, counts), kind="stable")
         token_ids = pack(unpack(done.token_ids)[order])
+        if plan.logprobs is not None:
+            logprobs = _in_order(plan.logprobs, sampled, counts, logprobs)
     bad = pack(rows.slots[sampled[unpack(done.bad)]]) if done.bad else b""
     return Result(
         epoch=done.epoch,
@@ -397,4 +410,44 @@ def _result(applied: Applied, sampled: np.ndarray, done: StepDone) -> Result:
         digest=applied.digest,
         bad=bad,
         evicted=applied.evicted,
+        logprobs=logprobs,
     )
+
+
+def _in_order(asked: LogprobRows, sampled: np.ndarray, counts: np.ndarray, raw: bytes) -> bytes:
+    """Entries in the plan's order, of rows that sample and ask; counts [S]: tokens of each."""
+    parts: list[tuple[int, bytes]] = []
+    at = 0
+    for row, most in zip(asked.rows.tolist(), asked.most.tolist(), strict=True):
+        end = at + int(counts[row]) * size(most)
+        parts.append((int(sampled[row]), raw[at:end]))
+        at = end
+    return b"".join([part for _, part in sorted(parts)])
+
+
+def _scores_trouble(plan: _InFlight, counts: np.ndarray, done: StepDone) -> str:
+    """What is wrong with the log-probs that a step brings; "" if nothing is."""
+    asked, expected = plan.logprobs, 0
+    if asked is not None:
+        expected = sum(
+            int(counts[row]) * size(most)
+            for row, most in zip(asked.rows.tolist(), asked.most.tolist(), strict=True)
+        )
+    parts = [len(chunk.ids) * size(chunk.most) for chunk in plan.prompts]
+    if (expected, parts) == (len(done.logprobs), [len(raw) for raw in done.prompts]):
+        return ""
+    return f"brought {len(done.logprobs)} bytes of log-probs, where {expected} were expected"
+
+
+def _prompt_scores(chunks: tuple[ScoredChunk, ...], done: StepDone) -> Iterator[PromptScores]:
+    """What the step says of prompts, in messages of a bounded size."""
+    for chunk, raw in zip(chunks, done.prompts, strict=True):
+        for begin in range(0, len(chunk.ids), AT_ONCE):
+            width = size(chunk.most)
+            yield PromptScores(
+                epoch=done.epoch,
+                number=done.number,
+                slot=chunk.slot,
+                first=chunk.first + begin,
+                logprobs=raw[begin * width : (begin + AT_ONCE) * width],
+            )

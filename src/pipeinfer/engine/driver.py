@@ -29,7 +29,7 @@ StartExecutor = Callable[
 
 
 class DeviceDriver:
-    """Hands every Compute that the core sends to an executor, in order, off the event loop.
+    """Hands every Compute that the core sends to an executor, in order.
 
     `begin(on_done, on_error)` makes the executor, on the running loop. `phases`: where core and
     runner note what a step costs; the driver adds what it takes to hand the result on.
@@ -38,7 +38,7 @@ class DeviceDriver:
     def __init__(self, begin: StartExecutor, phases: Phases) -> None:
         self._begin = begin
         self._phases = phases
-        self._pending = 0
+        self._unreported = 0
         self._quiet_since = 0.0
         self._executor: Executor | None = None
         self._feed: Callable[[Message], None] | None = None
@@ -50,9 +50,9 @@ class DeviceDriver:
     def deliver(self, message: Message) -> None:
         assert self._executor is not None
         assert isinstance(message, Compute)
-        if not self._pending and time.monotonic() - self._quiet_since > PAUSE:
+        if not self._unreported and time.monotonic() - self._quiet_since > PAUSE:
             self._phases.begin_anew()
-        self._pending += 1
+        self._unreported += 1
         self._executor.submit(message.step)
 
     async def stop(self) -> None:
@@ -72,7 +72,7 @@ class DeviceDriver:
 
     def _done(self, step: Step, sampled: Sampled, seconds: float) -> None:
         assert self._feed is not None
-        self._pending -= 1
+        self._unreported -= 1
         self._quiet_since = time.monotonic()
         with self._phases.span("result", step.number):
             self._feed(step_done(step, sampled, seconds))
@@ -80,7 +80,7 @@ class DeviceDriver:
 
     def _failed(self, step: Step, error: Exception) -> None:
         assert self._feed is not None
-        self._pending -= 1
+        self._unreported -= 1
         log.error("step %d of epoch %d", step.number, step.epoch, exc_info=error)
         self._feed(StepFailed(step.epoch, step.number, str(error)))
 
@@ -88,4 +88,13 @@ class DeviceDriver:
 def step_done(step: Step, sampled: Sampled, seconds: float = 0.0) -> StepDone:
     """What the core is told of a step that gave `sampled`."""
     counts, ids, bad = map(pack, (sampled.counts, sampled.ids, sampled.bad))
-    return StepDone(step.epoch, step.number, counts, ids, seconds, bad)
+    return StepDone(
+        epoch=step.epoch,
+        number=step.number,
+        counts=counts,
+        token_ids=ids,
+        seconds=seconds,
+        bad=bad,
+        logprobs=sampled.logprobs,
+        prompts=sampled.prompts,
+    )

@@ -16,7 +16,7 @@ from pipeinfer.steps.step import Sampled, Step
 
 # Steps submitted and not yet finished. The overlap loop needs two; of several ranks, one that is
 # not rank 0 may be told of a third: plans go by the results of rank 0.
-MOST_PENDING = 4
+MOST_UNFINISHED = 4
 
 
 class Watch(Protocol):
@@ -31,7 +31,7 @@ class Watch(Protocol):
         ...
 
 
-class Flight(Protocol):
+class LaunchedStep(Protocol):
     """A launched step; `mark` is its end."""
 
     @property
@@ -48,15 +48,15 @@ class Runner(Protocol):
     @property
     def device(self) -> Device: ...
 
-    def launch(self, step: Step, before: Callable[[Step], None], /) -> Flight:
+    def launch(self, step: Step, before: Callable[[Step], None], /) -> LaunchedStep:
         """Queues `step` behind those that were launched before. Calls `before` with it right before
         its kernels are launched, on the thread that launches them."""
         ...
 
 
 @dataclass(frozen=True)
-class Grounded:
-    """In place of the flight of a step whose launch raised."""
+class NotLaunched:
+    """In place of a step whose launch raised."""
 
     mark: Failed
 
@@ -85,16 +85,16 @@ class Executor:
         self._loop = loop or asyncio.get_running_loop()
         self._watch = watch
         self._before = unwatched if watch is None else watch.before
-        self._flights: deque[tuple[Step, Flight]] = deque()  # not yet reported, oldest first
+        self._launched: deque[tuple[Step, LaunchedStep]] = deque()  # not yet reported, oldest first
         self._closed = False
         self.steps = 0  # reported
         self.busy_seconds = 0.0
         self.idle_seconds = 0.0
 
     @property
-    def pending(self) -> int:
+    def unreported(self) -> int:
         """Steps submitted and not yet reported."""
-        return len(self._flights)
+        return len(self._launched)
 
     def submit(self, step: Step) -> None:
         """Launches `step`; call it on the loop. Raises RuntimeError when closed or when too many
@@ -104,16 +104,18 @@ class Executor:
         if self._closed:
             raise RuntimeError(f"step {step.number} submitted to a closed executor")
         # What has ended does not count: a loop that takes plan after plan comes to reports late.
-        if self.pending >= MOST_PENDING:
-            unfinished = sum(not flight.mark.ready for _, flight in self._flights)
-            if unfinished >= MOST_PENDING:
-                raise RuntimeError(f"step {step.number} submitted while {unfinished} are pending")
+        if self.unreported >= MOST_UNFINISHED:
+            unfinished = sum(not one.mark.ready for _, one in self._launched)
+            if unfinished >= MOST_UNFINISHED:
+                raise RuntimeError(
+                    f"step {step.number} submitted while {unfinished} are unfinished"
+                )
         try:
-            flight = self._runner.launch(step, self._before)
+            launched = self._runner.launch(step, self._before)
         except Exception as error:  # whatever it is, it belongs to this step's owner
-            flight = Grounded(Failed(error))
-        self._flights.append((step, flight))
-        flight.mark.then(self._loop, self._report)
+            launched = NotLaunched(Failed(error))
+        self._launched.append((step, launched))
+        launched.mark.then(self._loop, self._report)
 
     def close(self) -> None:
         """Waits for the launched steps; their reports may still come. No step follows."""
@@ -125,18 +127,18 @@ class Executor:
         self._runner.device.close()
 
     def _report(self) -> None:
-        """Whatever has ended; a flight that never took off may have called too early."""
-        while self._flights and self._flights[0][1].mark.ready:
-            step, flight = self._flights.popleft()
+        """Whatever has ended; a step that was never launched may have called too early."""
+        while self._launched and self._launched[0][1].mark.ready:
+            step, launched = self._launched.popleft()
             try:
-                sampled = flight.take()
+                sampled = launched.take()
             except Exception as error:  # a fault of a kernel shows only here
                 self._on_error(step, error)
                 continue
             self.steps += 1
-            self.busy_seconds += flight.mark.busy
-            self.idle_seconds += flight.mark.idle
-            self._on_done(step, sampled, flight.mark.busy)
+            self.busy_seconds += launched.mark.busy
+            self.idle_seconds += launched.mark.idle
+            self._on_done(step, sampled, launched.mark.busy)
 
 
 def unwatched(step: Step) -> None:

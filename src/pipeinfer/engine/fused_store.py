@@ -1,4 +1,4 @@
-"""Storing keys and values by one kernel, which norms and turns heads on the way.
+"""Storing keys and values by one kernel, which norms and rotates heads on the way.
 
 For backends that read pages only. Knows a pool; no step, no request and no model.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeinfer.engine.storing import Stored
-from pipeinfer.kernels.store import turn_and_store
+from pipeinfer.kernels.store import rotate_and_store
 from pipeinfer.layers.attention import MergedHeads
 from pipeinfer.memory.pool import KVPool
 
@@ -26,7 +26,7 @@ class FusedStore:
     def __call__(self, layer: int, heads: MergedHeads, places: torch.Tensor) -> Stored:
         """See Store."""
         norm, rotation = heads.norm, heads.rotation
-        queries = turn_and_store(
+        queries = rotate_and_store(
             heads.product,
             *rotation.rope.table,
             places,

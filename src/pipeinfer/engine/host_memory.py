@@ -12,9 +12,9 @@ from pathlib import Path
 def available_bytes(root: Path = Path("/")) -> int:
     """Bytes that can be taken without swapping, within the control group's limit if it has one."""
     free = _meminfo(root / "proc/meminfo")
-    group = root / "sys/fs/cgroup"
-    limit = _number(group / "memory.max")
-    used = _number(group / "memory.current")
+    cgroup = root / "sys/fs/cgroup"
+    limit = _number(cgroup / "memory.max")
+    used = _number(cgroup / "memory.current")
     if limit is not None and used is not None:
         free = min(free, max(limit - used, 0))
     return free

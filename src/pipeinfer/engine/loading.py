@@ -28,7 +28,7 @@ from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_cost import StepCost
 
 if TYPE_CHECKING:
-    from pipeinfer.distributed.group import TorchGroup
+    from pipeinfer.distributed.collectives import TorchCollectives
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class EngineChoices:
     max_model_len: int
     shard: Shard
     stored: Mapping[str, Stored] | None
-    place: int
+    ordinal: int
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,19 @@ class LoadedEngine:
 
 
 def choose(
-    settings: Settings, folder: Path, rank: int = 0, place: int | None = None
+    settings: Settings, folder: Path, rank: int = 0, ordinal: int | None = None
 ) -> EngineChoices:
     """Checks settings and checkpoint against each other without reading weights.
 
-    place: of this rank's GPU on its host, by default `rank`.
+    ordinal: of this rank's GPU on its host, by default `rank`.
     Raises ConfigurationError that names the culprit.
     """
-    device, place = _device(settings.device), rank if place is None else place
+    device, ordinal = _device(settings.device), rank if ordinal is None else ordinal
     config = read_config(folder)
     shard = Shard(rank, settings.tp, settings.enable_expert_parallel)
     check_shard(config, settings.tp, shard.whole_experts)
     dtype = _dtype(settings.dtype, config, device)
-    gpu = _gpu(dtype, config, place) if device == "cuda" else None
+    gpu = _gpu(dtype, config, ordinal) if device == "cuda" else None
     attention = registry.resolve(settings.attention, device, gpu)
     return EngineChoices(
         config=config,
@@ -93,7 +93,7 @@ def choose(
         max_model_len=_max_model_len(settings.max_model_len, config),
         shard=shard,
         stored=None if settings.load_format == "dummy" else check_checkpoint(folder, config),
-        place=place,
+        ordinal=ordinal,
     )
 
 
@@ -103,25 +103,25 @@ def load_engine(
     progress: Callable[[int, int], None] | None = None,
     rank: int = 0,
     graph_progress: Callable[[int, int], None] | None = None,
-    group: TorchGroup | None = None,
+    collectives: TorchCollectives | None = None,
     choices: EngineChoices | None = None,
 ) -> LoadedEngine:
     """Loads rank `rank`; `progress(done, total)` counts bytes of weights, `graph_progress` graphs.
-    `group`: how several ranks compute together; all of them must be loading. `choices`: what
+    `collectives`: how several ranks compute together; all of them must be loading. `choices`: what
     `choose` gave for this rank; it is asked here if they are not given.
 
     Raises ConfigurationError before any weight is read if something does not fit. What it changes
     of the process stands in the machines' docstrings.
     """
     choices = choices or choose(settings, folder, rank)
-    chosen = machine(choices.device, settings, choices.place)
+    chosen = machine(choices.device, settings, choices.ordinal)
 
     def build() -> Runner:
-        if group is not None:
-            _prepare(settings, choices, group)
-        model = _model(settings, folder, choices, group, progress)
+        if collectives is not None:
+            _prepare(settings, choices, collectives)
+        model = _model(settings, folder, choices, collectives, progress)
         shape = Shape(choices.attention, choices.page_size, choices.max_model_len, choices.dtype)
-        return build_runner(model, settings, shape, chosen, group, graph_progress)
+        return build_runner(model, settings, shape, chosen, collectives, graph_progress)
 
     return _loaded(choices, settings.max_running, chosen.build(build))
 
@@ -138,7 +138,7 @@ def _loaded(choices: EngineChoices, max_slots: int, runner: Runner) -> LoadedEng
         dtype=str(choices.dtype).removeprefix("torch."),
         device=choices.device,
         graph_sizes=runner.graph_sizes,
-        step_tokens=runner.limits.tokens,
+        step_tokens=runner.largest.tokens,
         step_cost=runner.step_cost,
     )
 
@@ -147,7 +147,7 @@ def _model(
     settings: Settings,
     folder: Path,
     choices: EngineChoices,
-    group: TorchGroup | None,
+    collectives: TorchCollectives | None,
     progress: Callable[[int, int], None] | None,
 ) -> CausalLM:
     """With its weights."""
@@ -156,9 +156,9 @@ def _model(
         choices.shard,
         choices.dtype,
         choices.device,
-        group,
+        collectives,
         settings.compile,
-        group.fusion if group else None,
+        collectives.fusion if collectives else None,
     )
     if choices.stored is None:
         fill_dummy(model, settings.seed)
@@ -167,21 +167,23 @@ def _model(
     return model
 
 
-def machine(device: str, settings: Settings, place: int) -> Machine:
-    """What `device` ("cpu" or "cuda") stands for; `place`: of the GPU on its host."""
+def machine(device: str, settings: Settings, ordinal: int) -> Machine:
+    """What `device` ("cpu" or "cuda") stands for; `ordinal`: of the GPU on its host."""
     if device == "cuda":
         from pipeinfer.engine.cuda.machine import CudaMachine  # which needs triton
 
-        return CudaMachine(place, settings.threads)
+        return CudaMachine(ordinal, settings.threads)
     return HostMachine(settings.threads, settings.tp)
 
 
-def _prepare(settings: Settings, choices: EngineChoices, group: TorchGroup) -> None:
+def _prepare(settings: Settings, choices: EngineChoices, collectives: TorchCollectives) -> None:
     """How ranks add up; raises ConfigurationError if they were told different things."""
     if choices.device == "cuda" and settings.all_reduce == "auto":
-        group.use_custom(choices.dtype, choices.config.hidden_size)
+        collectives.use_custom(choices.dtype, choices.config.hidden_size)
     split = int(choices.shard.whole_experts)
-    if group.smallest(split) != -group.smallest(-split):  # their sums would mean nothing
+    if collectives.smallest(split) != -collectives.smallest(
+        -split
+    ):  # their sums would mean nothing
         raise ConfigurationError(
             "--enable-expert-parallel: given to some ranks of the group and not to others"
         )

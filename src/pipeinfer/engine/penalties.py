@@ -37,12 +37,12 @@ class Penalties:
         logits: torch.Tensor,
         rows: PenaltyRows | None,
         sample: Callable[[torch.Tensor], torch.Tensor],
-        places: np.ndarray | None = None,
+        entries: np.ndarray | None = None,
     ) -> torch.Tensor:
         """int64 [R, 2], what `sample` draws from `logits` [R, ids]: from a copy in float32 where
         there are penalties, and what it draws is counted.
 
-        places: int64 [S], which row of logits belongs to each row that samples; None: the same.
+        entries: int64 [S], which row of logits belongs to each row that samples; None: the same.
         """
         if rows is None:
             return sample(logits)
@@ -51,7 +51,7 @@ class Penalties:
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
         for said in rows.new:
             self._begin(said, self._counts[said.slot])
-        at = self._tensor(rows.rows if places is None else places[rows.rows])
+        at = self._tensor(rows.rows if entries is None else entries[rows.rows])
         slots, factors = self._tensor(rows.slots), self._tensor(rows.factors)
         logits = logits.to(torch.float32, copy=True)
         for begin in range(0, len(at), AT_ONCE):

@@ -107,9 +107,9 @@ class Phases:
             return
         self._largest = max(self._largest, rows)
         if rows >= FULL * self._largest:
-            place = self._fulls % self._most
-            self._rows[place] = rows
-            self._full[:, place] = self._microseconds[:, at]
+            nth = self._fulls % self._most
+            self._rows[nth] = rows
+            self._full[:, nth] = self._microseconds[:, at]
             self._fulls += 1
 
     def begin_anew(self) -> None:
@@ -145,7 +145,7 @@ class Phases:
 
 def _quantile(ordered: np.ndarray, share: float) -> np.ndarray:
     """Of each row of [rows, n], which are sorted: between the two nearest, as np.percentile."""
-    place = share * (ordered.shape[1] - 1)
-    low = int(place)
+    exact = share * (ordered.shape[1] - 1)
+    low = int(exact)
     high = min(low + 1, ordered.shape[1] - 1)
-    return ordered[:, low] + (ordered[:, high] - ordered[:, low]) * (place - low)
+    return ordered[:, low] + (ordered[:, high] - ordered[:, low]) * (exact - low)

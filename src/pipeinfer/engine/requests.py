@@ -13,11 +13,12 @@ from pipeinfer.engine.fields import FIELDS, filled
 from pipeinfer.messages import Admit
 from pipeinfer.packing import unpack
 from pipeinfer.params import MOST_BIASES, MOST_STOP_TOKENS
-from pipeinfer.steps.step import Edits, PenaltyRows, Said
+from pipeinfer.steps.step import Edits, LogprobRows, PenaltyRows, Said
 
 # Of one request: those that it names, and a model's own ends.
 MOST_EDITS = MOST_STOP_TOKENS + MOST_BIASES + 256
 LAST_POSITION = 2**31 - 1
+NOT_ASKED = -1  # in place of a number of alternatives
 NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
 
 
@@ -31,6 +32,9 @@ class RequestTable:
         self._factors = np.zeros((max_slots, len(NO_PENALTIES)), dtype=np.float32)
         self._penalized = np.zeros(max_slots, dtype=bool)
         self._said: dict[int, Said] = {}  # of slots that have not sampled yet
+        self._alternatives = np.full(max_slots, NOT_ASKED, dtype=np.int32)  # of outputs
+        self._until = np.zeros(max_slots, dtype=np.int32)  # before it some id is not sampled
+        self.scores: dict[int, tuple[int, int, int]] = {}  # by slot: see scored()
 
     def put(self, admit: Admit) -> None:
         """Takes the parameters of a request that enters `admit.slot`."""
@@ -39,14 +43,38 @@ class RequestTable:
         for field in FIELDS:
             self._fields[field.name][slot] = field.of(admit)
         self._edits.pop(slot, None)
+        self._until[slot] = 0
         if admit.suppress or params.logit_bias:
-            self._edits[slot] = edits_of(admit)
+            self._edits[slot] = edits = edits_of(admit)
+            self._until[slot] = edits.until.max()
         factors = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self._penalized[slot] = factors != NO_PENALTIES
         if self._penalized[slot]:
             ids = unpack(admit.token_ids)
             self._factors[slot] = factors
             self._said[slot] = Said(slot, ids[: admit.prompt_len], ids[admit.prompt_len :])
+        self._alternatives[slot] = NOT_ASKED if params.logprobs is None else params.logprobs
+        self.scores.pop(slot, None)
+        if params.prompt_logprobs is not None and admit.score_from >= 0:
+            self.scores[slot] = admit.score_from, admit.prompt_len, params.prompt_logprobs
+
+    def logprobs(self, slots: np.ndarray, positions: np.ndarray) -> LogprobRows | None:
+        """Of those of the `slots` int32 [S] that ask for any, for what they sample at `positions`;
+        None if none does."""
+        rows = np.flatnonzero(self._alternatives[slots] != NOT_ASKED)
+        if len(rows) == 0:
+            return None
+        chosen = slots[rows]
+        suppressed = bool((self._until[chosen] > positions[rows]).any())
+        return LogprobRows(rows, self._alternatives[chosen], suppressed)
+
+    def scored(self, slot: int, first: int, end: int) -> tuple[int, int, int] | None:
+        """(first, end, alternatives) of the prompt tokens there that are to be scored."""
+        wanted = self.scores.get(slot)
+        if wanted is None:
+            return None
+        first, end = max(first, wanted[0]), min(end, wanted[1])
+        return (first, end, wanted[2]) if first < end else None
 
     def changes(self) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[Edits, ...]] | None:
         """The slots that were filled since it was asked last, int32 [a], their fields [a] and the

@@ -54,7 +54,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Limits:
+class LargestStep:
     """The largest step: rows, tokens, and pages of one row."""
 
     rows: int
@@ -117,7 +117,7 @@ class Layout(NamedTuple):
 
     | number of pairs | slots R | starts R | counts R | entries R | tokens T | pairs ... |
 
-    The pairs are places and values of what changes in the slots' state before.
+    The pairs are indices and values of what changes in the slots' state before.
     """
 
     slots: int
@@ -146,7 +146,7 @@ class Packer:
         self.words = words
         self._nobody = nobody
         self._last: tuple[Room, int, Step] | None = None
-        self._places: np.ndarray | None = None
+        self._entries: np.ndarray | None = None
 
     def pack(
         self, step: Step, room: Room, samples: int, pairs: np.ndarray
@@ -165,7 +165,7 @@ class Packer:
         self._last = room, samples, step
         words[0] = len(pairs) // 2
         words[at.pairs : at.pairs + len(pairs)] = pairs
-        return at.pairs + len(pairs), self._places
+        return at.pairs + len(pairs), self._entries
 
     def _rows(self, step: Step, room: Room, at: Layout, samples: int) -> None:
         words, sampling = self.words, step.samples
@@ -180,12 +180,12 @@ class Packer:
             sampling = np.zeros(room.rows, dtype=bool)
             _spread(sampling, step.samples, room, step.decodes, False)
         entries = words[at.entries : at.entries + room.rows]
-        self._places = None
+        self._entries = None
         if samples == room.rows and not room.prefills:
             own = np.arange(room.rows, dtype=np.int32)
             entries[:] = np.where(sampling, own, -1 - own)
             if not step.samples.all():
-                self._places = np.flatnonzero(step.samples)
+                self._entries = np.flatnonzero(step.samples)
         else:
             _enter(entries, sampling, samples)
 

@@ -27,8 +27,9 @@ from pipeinfer.engine.mirror import Mirror
 from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.requests import MOST_EDITS
-from pipeinfer.engine.rooms import Limits, Room
+from pipeinfer.engine.rooms import LargestStep, Room
 from pipeinfer.engine.sampling import NONE, Sampler, truncated
+from pipeinfer.engine.scores import Scores, StepScores
 from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.memory.pool import KVPool
@@ -39,16 +40,18 @@ from pipeinfer.tensors import tensor_of
 
 
 @dataclass
-class Flight:
+class LaunchedStep:
     """A launched step; `mark` is its end.
 
     drawn: int64 [S, 2], as its sampler has it; rows: those of it that are rows which sample, in
-    their order. logits: [S, vocab], if they are kept.
+    their order. scores: of its logits, where log-probs are asked for. logits: [S, vocab], if they
+    are kept.
     """
 
     mark: Mark = field(init=False)
     drawn: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
     rows: np.ndarray | slice = field(default_factory=lambda: slice(0))
+    scores: StepScores | None = None
     logits: torch.Tensor | None = None
     _sampled: Sampled | None = None
 
@@ -56,7 +59,8 @@ class Flight:
         """What it gave, waited for if need be."""
         if self._sampled is None:
             self.mark.wait()
-            self._sampled = Sampled.of(self.drawn[self.rows])
+            sampled = Sampled.of(self.drawn[self.rows])
+            self._sampled = sampled if self.scores is None else self.scores.beside(sampled)
         return self._sampled
 
 
@@ -64,7 +68,7 @@ class Flight:
 class _Packed:
     """A step that is to be launched, in `buffers`: the first `words` of them.
 
-    places: see Packer.pack. late: what changes in the slots' state, int32 [2n], if it does not fit
+    entries: see Packer.pack. late: what changes in the slots' state, int32 [2n], if it does not fit
     there. truncated: int64, which of the rows that sample have top-k, top-p or min-p; biased:
     whether the logits of some of them are raised or lowered.
     """
@@ -75,7 +79,7 @@ class _Packed:
     cut: Cut
     captured: Captured | None
     words: int
-    places: np.ndarray | None
+    entries: np.ndarray | None
     late: np.ndarray | None
     truncated: np.ndarray
     biased: bool
@@ -84,7 +88,13 @@ class _Packed:
     def rows(self) -> np.ndarray | slice:
         """Which entries are those of rows that sample, in their order."""
         count = int(np.count_nonzero(self.step.samples))
-        return slice(count) if self.places is None else self.places
+        return slice(count) if self.entries is None else self.entries
+
+    def scores(self, sampler: Sampler) -> Scores | None:
+        """For log-probs, where any are asked for."""
+        step = self.step
+        asked = step.logprobs is not None or step.prompts
+        return Scores(step, self.entries, sampler) if asked else None
 
 
 class Runner:
@@ -95,7 +105,7 @@ class Runner:
         model: CausalLM,
         pool: KVPool,
         backend: Attention,
-        limits: Limits,
+        largest: LargestStep,
         sampler: Sampler,
         device: Device,
         kernels: Kernels,
@@ -108,21 +118,21 @@ class Runner:
         self.step_cost: StepCost | None = None  # as measured
         self._model = model
         self._backend = backend
-        self.limits = limits
+        self.largest = largest
         self._sampler = sampler
         self._kernels = kernels
         where = pool.device
-        self._penalties = Penalties(limits.rows, where, sampler.first_id)
-        self._state = SlotState(limits.rows, limits.pages, MOST_EDITS, where)
-        self._mirror = Mirror(limits.rows)  # for attention that plans on the host
+        self._penalties = Penalties(largest.rows, where, sampler.first_id)
+        self._state = SlotState(largest.rows, largest.pages, MOST_EDITS, where)
+        self._mirror = Mirror(largest.rows)  # for attention that plans on the host
         self._arrays = StepArrays(
-            limits, pool.page_size, backend.traits, self._state, where, kernels
+            largest, pool.page_size, backend.traits, self._state, where, kernels
         )
         words = len(self._arrays.words)
         nobody = self._state.nobody
-        self._buffers = [StepBuffers(device, words, limits.rows, nobody) for _ in range(PARITIES)]
+        self._buffers = [StepBuffers(device, words, largest.rows, nobody) for _ in range(PARITIES)]
         self._launched = 0
-        self._flights: list[Flight | None] = [None] * PARITIES  # the last of each parity
+        self._latest: list[LaunchedStep | None] = [None] * PARITIES  # the last of each parity
         self._graphs = Graphs(device)
         # Of the rows that were packed last: their fields, and what follows for all their steps.
         self._wishes: tuple[Mapping[str, np.ndarray], np.ndarray, bool] = {}, NONE, False
@@ -136,7 +146,7 @@ class Runner:
     def bind(self, pool: KVPool) -> None:
         """The pool of later steps; graphs must be captured after this."""
         self.pool = pool
-        self._backend.bind(pool, self.limits.rows)
+        self._backend.bind(pool, self.largest.rows)
         self._store = store_for(pool, self._backend.traits)
 
     # ---------------------------------------------------------------------------------------- steps
@@ -145,12 +155,12 @@ class Runner:
         """Launches the step and waits for it."""
         return self.launch(step).take()
 
-    def launch(self, step: Step, before: Callable[[Step], None] = unwatched) -> Flight:
+    def launch(self, step: Step, before: Callable[[Step], None] = unwatched) -> LaunchedStep:
         """Queues the whole step; does not wait for the device, except for buffers still in use,
         which the depth of the overlap loop rules out on rank 0. See engine/executor.py."""
         parity = self._launched % PARITIES
         self._launched += 1
-        last, flight = self._flights[parity], Flight()
+        last, launched = self._latest[parity], LaunchedStep()
         packed: list[_Packed] = []
 
         def prepare() -> None:
@@ -159,18 +169,24 @@ class Runner:
                 if last is not None:  # what it reads is free then, and what it gave taken
                     last.take()
             with self.phases.span("pack", step.number):
-                packed.append(self._pack(step, parity, self._graphs.fitting(step)))
+                packed.append(self._pack(step, parity, self._fitting(step)))
 
         with self.phases.range(f"step {step.number}: {step.decodes} of {len(step.slots)} decode"):
-            flight.mark = self.device.submit(lambda: self._run(packed.pop(), flight), prepare)
-        self._flights[parity] = flight
-        return flight
+            launched.mark = self.device.submit(lambda: self._run(packed.pop(), launched), prepare)
+        self._latest[parity] = launched
+        return launched
+
+    def _fitting(self, step: Step) -> Captured | None:
+        """A graph for the step, if its logits are what is asked for: graphs have them for the rows
+        that sample alone, and without the ids that these must not sample yet."""
+        suppressed = step.logprobs is not None and step.logprobs.suppressed
+        return None if suppressed or step.prompts else self._graphs.fitting(step)
 
     @torch.inference_mode()
-    def _run(self, packed: _Packed, flight: Flight) -> None:
+    def _run(self, packed: _Packed, launched: LaunchedStep) -> None:
         """As the device's work."""
         number, span, captured = packed.step.number, self.phases.span, packed.captured
-        buffers = packed.buffers
+        buffers, scores = packed.buffers, packed.scores(self._sampler)
         with span("upload", number):
             self._upload(packed)
         with span("attention_plan", number):
@@ -178,15 +194,20 @@ class Runner:
                 buffers.plan = self._plan(packed)
         with span("forward", number):
             if captured is None:
-                logits = self._logits(packed.cut, buffers.plan)
+                logits = self._logits(packed.cut, buffers.plan, scores)
             else:  # sampling by temperature included
                 captured.replay()
                 logits = captured.logits
         with span("sample", number):
             if logits is not None:
-                flight.drawn = buffers.download(self._drawn(packed, logits))
-                flight.rows = packed.rows
-                flight.logits = self._kept(logits)
+                drawn = self._drawn(packed, logits)
+                launched.drawn = buffers.download(drawn)
+                launched.rows = packed.rows
+                launched.logits = self._kept(logits)
+                if scores is not None:
+                    scores.rows(logits, drawn)
+            if scores is not None:
+                launched.scores = scores.download(buffers.logprobs)
 
     def _pack(self, step: Step, parity: int, captured: Captured | None) -> _Packed:
         """The step in this parity's buffer, for that graph or none."""
@@ -201,11 +222,13 @@ class Runner:
         changes, late = self._state.changes(step.delta), None
         if len(changes) > 2 * self._arrays.most_pairs:
             changes, late = changes[:0], changes
-        words, places = buffers.packer.pack(step, cut.room, cut.samples, changes)
+        words, entries = buffers.packer.pack(step, cut.room, cut.samples, changes)
         if self._wishes[0] is not step.fields:
             biased = bool(self._state.biased[step.slots[step.samples]].any())
             self._wishes = step.fields, truncated(step.fields), biased
-        return _Packed(step, parity, buffers, cut, captured, words, places, late, *self._wishes[1:])
+        return _Packed(
+            step, parity, buffers, cut, captured, words, entries, late, *self._wishes[1:]
+        )
 
     def _upload(self, packed: _Packed) -> None:
         """What changes in the slots, and the step, on the current stream."""
@@ -228,15 +251,24 @@ class Runner:
         rows = self._arrays.paged(cut, packed.parity, packed.buffers.packer.words, exact, table)
         return self._backend.plan(rows)
 
-    def _logits(self, cut: Cut, plan: Plan) -> torch.Tensor | None:
-        """Logits [S, vocab], ready to be sampled; None if no row samples."""
+    def _logits(self, cut: Cut, plan: Plan, scores: Scores | None = None) -> torch.Tensor | None:
+        """Logits [S, vocab], ready to be sampled; None if no row samples. What `scores` wants to
+        know of them and of others it is given."""
         self._arrays.expand(cut)
         out = cut.expanded
         attend = StepAttention(self._backend, plan, self._store, out.places)
-        hidden = self._model(out.ids, out.positions, attend, cut.last if cut.samples else None)
+        rows = cut.last if cut.samples else None
+        if scores is not None and scores.of_prompts:
+            rows = scores.tokens(out.last)
+        hidden = self._model(out.ids, out.positions, attend, rows)
+        if scores is not None and scores.of_prompts:
+            scores.prompts(hidden[cut.samples :])
+            hidden = hidden[: cut.samples]
         if not cut.samples:
             return None
         logits = self._sampler.logits(hidden)
+        if scores is not None:
+            scores.keep(logits)
         self._edit(logits, cut)
         return logits
 
@@ -248,20 +280,20 @@ class Runner:
     def _drawn(self, packed: _Packed, logits: torch.Tensor) -> torch.Tensor:
         """What the rows draw: a graph's own choice, unless some want more than temperature."""
         step, cut, captured = packed.step, packed.cut, packed.captured
-        places, truncated = packed.places, packed.truncated
+        entries, truncated = packed.entries, packed.truncated
         alike = step.penalties is None and not len(truncated) and not packed.biased
         if captured is not None and alike:
             return captured.drawn
         if packed.biased:
             logits = logits.to(torch.float32, copy=True)
             self._edit(logits, cut, values=True)
-        truncated = truncated if places is None else places[truncated]
+        truncated = truncated if entries is None else entries[truncated]
 
         def sample(logits: torch.Tensor) -> torch.Tensor:
             last_token = self._state.by_slot.last_token
             return self._sampler.sample(logits, cut.sampling, last_token, truncated)
 
-        return self._penalties.sampled(logits, step.penalties, sample, places)
+        return self._penalties.sampled(logits, step.penalties, sample, entries)
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor | None:
         """A copy for who looks at logits; there when the step has ended."""
@@ -303,10 +335,10 @@ class Runner:
         """Finds out `step_cost`, once all graphs there are to be are captured."""
         if not self._backend.traits.captures_decode:
             return
-        limits, frame = self.limits, step_times.Frame(self.limits.pages, self.pool.page_size)
+        largest, frame = self.largest, step_times.Frame(self.largest.pages, self.pool.page_size)
         self.step_cost = step_times.measured(
             self._graphs,
-            (limits.rows, limits.tokens),
+            (largest.rows, largest.tokens),
             frame,
             self.pool.pages,
             self._replayed,
@@ -315,9 +347,9 @@ class Runner:
 
     def _seconds(self, step: Step) -> float:
         """What the device takes for it, without a graph."""
-        flight = self.launch(step)
-        flight.take()
-        return flight.mark.busy
+        launched = self.launch(step)
+        launched.take()
+        return launched.mark.busy
 
     def _replayed(self, room: Room, step: Step) -> float:
         """What the device takes for it by the graph of that size."""
@@ -333,7 +365,7 @@ class Runner:
 
     def _padding(self, room: Room) -> tuple[Cut, Plan]:
         """A step of padding rows where graphs of that size read, planned."""
-        samples = min(room.rows, self.limits.rows)
+        samples = min(room.rows, self.largest.rows)
         return self._prepared(self._arrays.cut(room, samples, graph=True), empty_step())
 
     def _prepared(self, cut: Cut, step: Step) -> tuple[Cut, Plan]:

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from pipeinfer.engine.logprobs import alone, log_probs
 from pipeinfer.kernels.host.truncation import is_truncated
 from pipeinfer.kernels.interface import Kernels, Knobs
 from pipeinfer.models.causal_lm import CausalLM
@@ -45,6 +46,11 @@ class Sampler(Protocol):
         """
         ...
 
+    def score(self, logits: torch.Tensor, ids: torch.Tensor, most: int, /) -> torch.Tensor:
+        """int32 [N, 2 + 2 most]: scores of `ids` int64 [N], from logits [N, share] that nothing
+        has changed; all ranks must call it."""
+        ...
+
 
 class WholeSampler:
     """For one rank, whose model (a CausalLM) gives all logits."""
@@ -63,9 +69,12 @@ class WholeSampler:
     ) -> torch.Tensor:
         return self._kernels.sample(logits, knobs, last_token, len(truncated) > 0)
 
+    def score(self, logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
+        return log_probs(logits, ids, most, 0, alone)
+
 
 class Ranks(Protocol):
-    """What ranks exchange; see distributed/group.py."""
+    """What ranks exchange; see distributed/collectives.py."""
 
     def collect(self, partial: torch.Tensor) -> torch.Tensor:
         """[size, ...]: `partial` of every rank."""
@@ -105,6 +114,10 @@ class SplitSampler:
             whole = self.whole(logits[at])
             drawn[at] = self._kernels.sample(whole, some, last_token, True)
         return drawn
+
+    def score(self, logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
+        mine = logits[:, : self._held]
+        return log_probs(mine, ids, most, self.first_id, self._ranks.collect)
 
 
 def truncated(fields: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -1,6 +1,6 @@
 """What a device keeps of the requests in their slots, and how it learns of changes.
 
-One buffer of words, so that whatever changes is a list of places and values; one writer, what
+One buffer of words, so that whatever changes is a list of indices and values; one writer, what
 computes steps. The last slot is nobody's: padding rows have it. Knows no request.
 
     | page table (slots + 1) P | fields | numbers of edits (slots + 1) | edits 3 (slots + 1) E |
@@ -57,14 +57,14 @@ class SlotState:
         )
 
     def changes(self, delta: Delta) -> np.ndarray:
-        """int32 [2n]: the places in `words` that `delta` changes, each with its new value."""
-        places, values = delta.slots * np.int32(self._pages) + delta.columns, delta.pages
+        """int32 [2n]: the indices in `words` that `delta` changes, each with its new value."""
+        indices, values = delta.slots * np.int32(self._pages) + delta.columns, delta.pages
         if len(delta.admitted):
             more = self._admitted(delta)
-            places = np.concatenate([places, *(place for place, _ in more)])
+            indices = np.concatenate([indices, *(index for index, _ in more)])
             values = np.concatenate([values, *(value for _, value in more)])
-        pairs = np.empty(2 * len(places), dtype=np.int32)
-        pairs[0::2], pairs[1::2] = places, values
+        pairs = np.empty(2 * len(indices), dtype=np.int32)
+        pairs[0::2], pairs[1::2] = indices, values
         return pairs
 
     def _admitted(self, delta: Delta) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -92,9 +92,9 @@ class SlotState:
         many, count = self.nobody + 1, len(edits.ids)
         if count > self._edits:
             raise ValueError(f"{count} edits of logits, where there is room for {self._edits}")
-        places = self._edits_at + edits.slot * self._edits + np.arange(count)
+        indices = self._edits_at + edits.slot * self._edits + np.arange(count)
         parts = edits.ids, edits.values.view(np.int32), edits.until
-        return [(places + part * many * self._edits, value) for part, value in enumerate(parts)]
+        return [(indices + part * many * self._edits, value) for part, value in enumerate(parts)]
 
 
 def fields_by_name(words: torch.Tensor, count: int) -> dict[str, torch.Tensor]:

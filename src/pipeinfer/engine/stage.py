@@ -20,7 +20,7 @@ from pipeinfer.version import __version__
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipeinfer.distributed.group import TorchGroup
+    from pipeinfer.distributed.collectives import TorchCollectives
     from pipeinfer.engine.driver import DeviceDriver
     from pipeinfer.engine.loading import LoadedEngine
 
@@ -40,16 +40,16 @@ def build(context: StageContext) -> Stage:
     from pipeinfer.memory.manager import MemoryManager
 
     profile = profile_path(settings, identity.id)
-    place = context.topology.gpu(identity.id)
-    choices = choose(settings, folder, identity.rank, place)
-    group = _group(context, choices.device, place)
+    ordinal = context.topology.gpu(identity.id)
+    choices = choose(settings, folder, identity.rank, ordinal)
+    collectives = _collectives(context, choices.device, ordinal)
     context.report("loading", "weights")
     with (
         Progress(f"{identity.id} weights", "B") as weights,
         Progress(f"{identity.id} CUDA graphs", "") as graphs,
     ):
         loaded = load_engine(
-            settings, folder, weights.show, identity.rank, graphs.show, group, choices
+            settings, folder, weights.show, identity.rank, graphs.show, collectives, choices
         )
     memory = MemoryManager(
         loaded.pages, loaded.page_size, loaded.max_slots, loaded.max_model_len, settings.cache
@@ -102,15 +102,15 @@ def _facts(loaded: LoadedEngine) -> dict[str, Any]:
     return {"threads": torch.get_num_threads(), **{name: getattr(loaded, name) for name in names}}
 
 
-def _group(context: StageContext, device: str, place: int) -> TorchGroup | None:
-    """The other ranks, when there are any; waits for them. `place`: this rank's GPU."""
+def _collectives(context: StageContext, device: str, ordinal: int) -> TorchCollectives | None:
+    """The other ranks, when there are any; waits for them. `ordinal`: this rank's GPU."""
     size, identity = context.settings.tp, context.identity
     if size == 1:
         return None
     import zmq
 
     from pipeinfer.bus.wires import Wires
-    from pipeinfer.distributed.group import join
+    from pipeinfer.distributed.collectives import join
 
     context.report("loading", "waiting for the other ranks")
     first = context.topology.address(f"engine-{identity.group}-0")
@@ -119,7 +119,7 @@ def _group(context: StageContext, device: str, place: int) -> TorchGroup | None:
     shared = zmq.Context[zmq.Socket[bytes]].instance()
     wires = Wires(context.topology, shared, identity.id)
     wires.open(gate=False)  # the bus has it
-    return join(first, identity.rank, size, device, timeout, place, wires)
+    return join(first, identity.rank, size, device, timeout, ordinal, wires)
 
 
 def _driver(loaded: LoadedEngine, steps: int, profile: Path | None) -> DeviceDriver:

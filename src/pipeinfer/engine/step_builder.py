@@ -6,6 +6,7 @@ decode rows, only over rows that compute admitted tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.memory.applied import Applied, Rows
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.steps.step import LAST_TOKEN, NOTHING, Delta, Step
+from pipeinfer.steps.step import LAST_TOKEN, NOTHING, Delta, LogprobRows, ScoredChunk, Step
 
 
 class StepBuilder:
@@ -48,6 +49,7 @@ class StepBuilder:
         rows = applied.rows
         order, decodes = _order(rows.counts)
         slots, samples = rows.slots[order], rows.samples[order]
+        ends = rows.starts[order] + rows.counts[order]
         last = np.flatnonzero(samples)
         step = Step(
             epoch=epoch,
@@ -61,6 +63,8 @@ class StepBuilder:
             fields=self._requests.fields(slots[last]),
             penalties=self._requests.penalties(slots[last]),
             delta=self._delta() if len(order) else NOTHING,
+            logprobs=self._requests.logprobs(slots[last], ends[last]),
+            prompts=tuple(self._prompts(rows, order)) if self._requests.scores else (),
         )
         return step, order[last]
 
@@ -81,7 +85,27 @@ class StepBuilder:
             last.fields,
             penalties,
             self._delta(),
+            self._again(last, applied.rows),
         )
+
+    def _again(self, last: Step, rows: Rows) -> LogprobRows | None:
+        """As the last step's; what must not be sampled yet may be sampled now."""
+        if last.logprobs is None or not last.logprobs.suppressed:
+            return last.logprobs
+        return self._requests.logprobs(rows.slots, rows.starts + rows.counts)
+
+    def _prompts(self, rows: Rows, order: np.ndarray) -> Iterator[ScoredChunk]:
+        """The rows that compute what comes before prompt tokens that are to be scored."""
+        counts = rows.counts[order]
+        begins = np.cumsum(counts) - counts
+        for at in np.flatnonzero(rows.known[order]).tolist():
+            row, slot = order[at], int(rows.slots[order[at]])
+            start, count = int(rows.starts[row]), int(counts[at])
+            wanted = self._requests.scored(slot, start + 1, start + count + 1)
+            if wanted is not None:
+                first, end, most = wanted
+                ids = self._memory.slots.known_tokens(slot)[first:end]
+                yield ScoredChunk(slot, first, ids, int(begins[at]) + first - start - 1, most)
 
     def _delta(self) -> Delta:
         """What changed since the last step that computes anything."""

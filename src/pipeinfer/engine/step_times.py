@@ -31,17 +31,17 @@ class Frame:
 
 def measured(
     graphs: Graphs,
-    limits: tuple[int, int],
+    largest: tuple[int, int],
     frame: Frame,
     pages: int,
     replayed: Callable[[Room, Step], float],
     run: Callable[[Step], float],
 ) -> StepCost | None:
-    """As step_cost(): of graphs where there are some, else of steps up to `limits` (rows, tokens).
+    """As step_cost(): of graphs where there are some, else of steps up to `largest` (rows, tokens).
     `replayed` gives the device's seconds for a step by the graph of that size, `run` kernel by
     kernel.
     """
-    most_rows, most_tokens = limits
+    most_rows, most_tokens = largest
     few = tuple(sorted({*(rows for rows in ROWS if rows < most_rows), most_rows}))
 
     def seconds(room: Room, step: Step) -> float:

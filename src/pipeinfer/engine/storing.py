@@ -14,7 +14,7 @@ from pipeinfer.layers.attention import MergedHeads
 from pipeinfer.memory.pool import KVPool
 
 Stored = tuple[torch.Tensor, KV, KV]  # q [T, heads, head_dim], k, v
-# (layer, heads, places [T] of the tokens, page * page_size + offset): norms and turns the heads,
+# (layer, heads, places [T] of the tokens, page * page_size + offset): norms and rotates the heads,
 # and stores keys and values. TorchStore or FusedStore.
 Store = Callable[[int, MergedHeads, torch.Tensor], Stored]
 
@@ -29,7 +29,7 @@ class TorchStore:
 
     def __call__(self, layer: int, heads: MergedHeads, places: torch.Tensor) -> Stored:
         """See Store."""
-        q, k, v = heads.split_and_turn()
+        q, k, v = heads.split_and_rotate()
         self._k[layer].index_copy_(0, places, k.reshape(len(k), -1))
         self._v[layer].index_copy_(0, places, v.reshape(len(v), -1))
         return q, k, v

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Callable
 
@@ -24,6 +25,7 @@ from pipeinfer.gateway.responses import GONE, Handler
 
 ANONYMOUS = "anonymous"  # whose limits count where no key is needed: everybody's together
 GUARDED = "/v1"
+SLASHES = re.compile("/+")  # routes take several for one
 PREFIX = "x-ratelimit-"  # as OpenAI's servers call them
 
 
@@ -101,7 +103,7 @@ class Admission:
 
         @web.middleware
         async def admission(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if not request.path.startswith(GUARDED):
+            if not SLASHES.sub("/", request.path).startswith(GUARDED):
                 return await handler(request)
             client = self._client(request)
             if request.method != "POST":

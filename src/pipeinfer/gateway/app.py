@@ -20,7 +20,7 @@ from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cors import Cors
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.intake import Intake
-from pipeinfer.gateway.metrics import CONTENT_TYPE, Metrics
+from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
 from pipeinfer.gateway.requests import Job, Terms, chat_job, completion_job
 from pipeinfer.gateway.responses import Handler, error_response, json_response, of_http
@@ -28,6 +28,7 @@ from pipeinfer.gateway.schema import ChatRequest, CompletionRequest, Request
 from pipeinfer.gateway.shapes import Answer
 from pipeinfer.gateway.streams import EventStream, WholeAnswer, api_error
 from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -66,14 +67,7 @@ def build_app(service: Service) -> web.Application:
     app.on_response_prepare.append(_name_response)
     app.on_response_prepare.append(service.cors.say_allowed)
     app.on_response_prepare.append(service.admission.say_limits)
-    app.router.add_get("/health", handlers.health)
-    app.router.add_get("/health/live", handlers.live)
-    app.router.add_get("/health/ready", handlers.ready)
-    app.router.add_get("/metrics", handlers.metrics)
-    app.router.add_get("/v1/models", handlers.models)
-    app.router.add_get("/v1/models/{model:.+}", handlers.one_model)
-    app.router.add_post("/v1/chat/completions", handlers.chat, expect_handler=_later)
-    app.router.add_post("/v1/completions", handlers.completions, expect_handler=_later)
+    handlers.route(app.router)
     return app
 
 
@@ -84,7 +78,25 @@ async def _later(request: web.Request) -> None:
 class _Handlers:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._intake = Intake(Bodies(service.max_body_bytes))
+        self._intake = Intake(Bodies(service.max_body_bytes), service.metrics.unknown_fields)
+
+    def route(self, router: web.UrlDispatcher) -> None:
+        """Says which path is whose."""
+        router.add_get("/health", self.health)
+        router.add_get("/health/live", self.live)
+        router.add_get("/health/ready", self.ready)
+        router.add_get("/metrics", self.metrics)
+        router.add_get("/version", self.version)
+        router.add_route("*", "/ping", self.live)  # what SageMaker asks
+        for path in (str, loose):
+            router.add_get(path("/v1/models"), self.models)
+            router.add_get(path("/v1/models/") + "{model:.+}", self.one_model)
+            for name, handler in (
+                ("/v1/chat/completions", self.chat),
+                ("/v1/completions", self.completions),
+                ("/v1/embeddings", self.embeddings),
+            ):
+                router.add_post(path(name), handler, expect_handler=_later)
 
     # --------------------------------------------------------------------------------- middlewares
 
@@ -123,6 +135,9 @@ class _Handlers:
         del body
         return await self._answer(request, base, job, chat=False)
 
+    async def embeddings(self, request: web.Request) -> web.StreamResponse:
+        raise ApiError(501, "this server's model makes no embeddings", code="not_implemented")
+
     async def _body(self, request: web.Request, kind: type[Request]) -> Request:
         """The checked body, read only if its request could be taken now."""
         self._check_room(1)
@@ -134,7 +149,7 @@ class _Handlers:
         self, request: web.Request, base: str, job: Job, chat: bool
     ) -> web.StreamResponse:
         self._check_room(job.choices)
-        answer = Answer(chat, base, int(time.time()), self._service.model)
+        answer = Answer(chat, base, int(time.time()), self._service.model, job.shown)
         sink: EventStream | WholeAnswer = (
             EventStream(answer, job.choices, job.include_usage)
             if job.stream
@@ -220,8 +235,20 @@ class _Handlers:
         return json_response({"status": core.status, "stages": stages}, status)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
-        exposition = self._service.metrics.exposition()
-        return web.Response(body=exposition, headers={"Content-Type": CONTENT_TYPE})
+        wanted = request.headers.get("Accept", "")
+        exposition, kind = self._service.metrics.exposition(wanted)
+        return web.Response(body=exposition, headers={"Content-Type": kind})
+
+    async def version(self, request: web.Request) -> web.StreamResponse:
+        return json_response({"version": __version__})
+
+
+def loose(path: str) -> str:
+    """A route for `path` with any number of slashes in the place of each: clients put a base with
+    one at its end before paths with one at their beginning. No other path matches."""
+    first, *others = path.removeprefix("/").split("/")
+    more = "".join(f"{{_{n}:/+}}{other}" for n, other in enumerate(others))
+    return f"/{{_:/*}}{first}{more}"
 
 
 async def _name_response(request: web.Request, response: web.StreamResponse) -> None:

@@ -8,12 +8,29 @@ from __future__ import annotations
 
 from pipeinfer.gateway.events import Call
 from pipeinfer.json_values import JsonValue
+from pipeinfer.logprobs import size
+from pipeinfer.params import SamplingParams
 
 BYTES_PER_TOKEN = 4  # of ids exactly, of English text about
+# Output tokens whose log-probs count: how many there will be nobody knows, and what a client asks
+# for at most may be any number.
+MOST_OUTPUTS = 4096
 VALUE_BYTES = 64  # that a value of a conversation or of template arguments occupies beside its text
 
 
+def occupied(params: SamplingParams, prompt_tokens: int) -> int:
+    """As how many prompt tokens a request counts: with log-probs, what these will occupy, too."""
+    outputs = min(params.max_tokens or MOST_OUTPUTS, MOST_OUTPUTS)
+    scores = prompt_tokens * size(params.prompt_logprobs) + outputs * size(params.logprobs)
+    return prompt_tokens + scores // BYTES_PER_TOKEN
+
+
 def size_of(call: Call) -> int:
+    """Prompt tokens as which a call counts, as far as can be told before it is tokenized."""
+    return occupied(call.params, _tokens(call))
+
+
+def _tokens(call: Call) -> int:
     """Prompt tokens of a call, as far as can be told before it is tokenized.
 
     The number of its ids; else a quarter of the bytes that its text or chat occupies, with four for
@@ -21,22 +38,22 @@ def size_of(call: Call) -> int:
     """
     if call.prompt_ids is not None:
         return len(call.prompt_ids) // BYTES_PER_TOKEN
-    occupied = 0
+    found = 0
     rest: list[JsonValue] = (
         [call.text] if call.chat is None else [*call.chat, call.template_arguments]
     )
     while rest:  # no recursion: a caller of AsyncLLM may nest as deeply as it likes
         value = rest.pop()
         if isinstance(value, str):
-            occupied += len(value) * (1 if value.isascii() else 4)
+            found += len(value) * (1 if value.isascii() else 4)
             continue
-        occupied += VALUE_BYTES
+        found += VALUE_BYTES
         if isinstance(value, dict):
             rest += value.keys()
             rest += value.values()
         elif isinstance(value, list | tuple):
             rest += value
-    return occupied // BYTES_PER_TOKEN + 1
+    return found // BYTES_PER_TOKEN + 1
 
 
 class Backlog:

@@ -137,9 +137,9 @@ class Connection(web.RequestHandler):
             self.transport.write(_raw(TOO_MANY))
             self.force_close()
             return
-        place = transport.get_extra_info("socket")
-        if place is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
-            place.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD * 1000))
+        raw = transport.get_extra_info("socket")
+        if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD * 1000))
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.closed(self)

@@ -15,7 +15,7 @@ import msgspec
 from pipeinfer.beats import silence
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
-from pipeinfer.gateway.backlog import Backlog, size_of
+from pipeinfer.gateway.backlog import Backlog, occupied, size_of
 from pipeinfer.gateway.deadlines import Deadlines
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status
 from pipeinfer.gateway.health import Expected, Health
@@ -174,8 +174,7 @@ class GatewayCore:
         if record.prompt_tokens < 0:
             record.prompt_tokens = accepted.prompt_tokens
             self._found_larger(record)
-            name, ids = accepted.request_id, accepted.prompt_ids
-            out = [local(Started(name, accepted.group, accepted.prompt_tokens, ids))]
+            out = [local(_started(accepted, record))]
         early, record.early = record.early, []
         for row in early:
             if row.request_id in self._records:
@@ -221,18 +220,25 @@ class GatewayCore:
         byte, token = record.bytes, record.tokens
         try:
             text, ids = record.advance(row)
+            prompt = record.prompt(row)
         except Hole as hole:
             out.append(self._abort(record, "stream_broken", now))
             out.append(local(Failed(row.request_id, 500, str(hole), code="stream_broken")))
             return
         if row.finish is None:
-            if not text and not ids:
+            if text or ids:
+                self._begin(record)
+            elif prompt is None:
                 return
-            self._begin(record)
-            out.append(Send(LOCAL, "", Delta(row.request_id, text, ids, byte, token)))
+            delta = Delta(row.request_id, text, ids, byte, token)
+            if prompt is not None or row.logprobs is not None:
+                logprobs = record.logprobs(row, ids)
+                delta = msgspec.structs.replace(delta, logprobs=logprobs, prompt=prompt)
+            out.append(Send(LOCAL, "", delta))
         else:
             self._complete(record, now)
-            self._finish(record, row, Delta(row.request_id, text, ids, byte, token), out)
+            delta = Delta(row.request_id, text, ids, byte, token)
+            self._finish(record, row, delta, out)
 
     def _finish(self, record: Record, row: TextRow, delta: Delta, out: list[Send]) -> None:
         delivered = record.started or delta.text or delta.ids
@@ -249,6 +255,7 @@ class GatewayCore:
                 prompt_tokens=record.prompt_tokens,
                 output_tokens=row.output_tokens,
                 cached_tokens=row.cached_tokens,
+                logprobs=record.logprobs(row, delta.ids),
             )
             out.append(local(counted))
 
@@ -337,7 +344,7 @@ class GatewayCore:
 
     def _found_larger(self, record: Record) -> None:
         """Its tokens are known: they count if they are more than what it occupies."""
-        more = record.prompt_tokens - record.size
+        more = occupied(record.submit.params, record.prompt_tokens) - record.size
         if more > 0 and not record.started:
             record.size += more
             self._backlog.grow(more)
@@ -372,6 +379,19 @@ class GatewayCore:
         Unsent: _unsent,
         Leave: _drain,  # its connections cannot be handed over
     }
+
+
+def _started(accepted: Accepted, record: Record) -> Started:
+    """A text that is asked for comes from the tokenizer where the client has not given it."""
+    submit = record.submit
+    given = submit.text if submit.return_prompt_text else None
+    return Started(
+        request_id=accepted.request_id,
+        group=accepted.group,
+        prompt_tokens=accepted.prompt_tokens,
+        prompt_ids=accepted.prompt_ids,
+        prompt_text=accepted.prompt_text if given is None else given,
+    )
 
 
 def _timed_out(record: Record) -> Failed:

@@ -20,7 +20,7 @@ TYPES = {
     503: "service_unavailable_error",
 }
 MOST_LETTERS = 2000  # of a message: it may quote what the client sent
-PLACE = re.compile(
+WHERE = re.compile(
     r"^(?P<what>.*) - at (?P<key>`key` in )?`(?P<path>.*?)(\[\.\.\.\])?`$", re.DOTALL
 )
 
@@ -63,7 +63,7 @@ def from_validation(error: msgspec.ValidationError) -> ApiError:
     Of an object whose keys the client chooses (`$.logit_bias[...]`) the parameter is the whole.
     """
     text = _shortened(str(error))
-    found = PLACE.match(text)
+    found = WHERE.match(text)
     if found is None:  # the body as a whole, or a missing field, whose name msgspec quotes
         missing = re.search(r"missing required field `(\w+)`", text)
         return ApiError(400, text, missing[1] if missing else None, "invalid_type")
@@ -71,8 +71,8 @@ def from_validation(error: msgspec.ValidationError) -> ApiError:
     missing = re.search(r"missing required field `(\w+)`", found["what"])
     if missing:
         path = f"{path}.{missing[1]}" if path else missing[1]
-    place = f"a key of {path}" if found["key"] else path
-    message = f"{place}: {found['what']}" if place else found["what"]
+    where = f"a key of {path}" if found["key"] else path
+    message = f"{where}: {found['what']}" if where else found["what"]
     return ApiError(400, message, path, "invalid_type")
 
 

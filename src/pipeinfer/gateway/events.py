@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from pipeinfer.json_values import JsonObject
-from pipeinfer.messages import FinishReason, Message
+from pipeinfer.messages import FinishReason, LogprobTexts, Message
 from pipeinfer.params import SamplingParams
 
 Status = Literal["starting", "ready", "degraded", "draining"]
@@ -22,7 +22,7 @@ class Call(Message, frozen=True):
 
     `request_id` is unique over all gateways and their restarts. `params` are already normalized;
     without a seed the core draws one. `timeout`: seconds from now, 0 is never.
-    `return_prompt_ids`: Started brings the prompt's ids.
+    `return_prompt_ids`, `return_prompt_text`: Started brings the prompt's ids, or its text.
     """
 
     request_id: str
@@ -37,6 +37,7 @@ class Call(Message, frozen=True):
     cache_salt: str = ""
     trace: str = ""
     return_prompt_ids: bool = False
+    return_prompt_text: bool = False
 
 
 class Hangup(Message, frozen=True):
@@ -52,20 +53,23 @@ class Hangup(Message, frozen=True):
 class Started(Message, frozen=True):
     """The request was tokenized: how long its prompt is and the group it went to.
 
-    Comes once, before the first Delta. `prompt_ids`: int32 bytes, empty unless asked for.
+    Comes once, before the first Delta. `prompt_ids`: int32 bytes; it and `prompt_text` are empty
+    unless asked for.
     """
 
     request_id: str
     group: int
     prompt_tokens: int
     prompt_ids: bytes = b""
+    prompt_text: str = ""
 
 
 class Delta(Message, frozen=True):
     """New text and output ids (int32 bytes), gapless and without repeats.
 
     `byte_offset`, `token_offset`: how much text (UTF-8 bytes) and how many ids came before. The
-    last one has `finish`, and only there the three counts and `stop_reason` are meant.
+    last one has `finish`, and only there the three counts and `stop_reason` are meant. `logprobs`:
+    of `ids`; `prompt`: of further tokens of the prompt, all of them before the first ids; if asked.
     """
 
     request_id: str
@@ -78,6 +82,8 @@ class Delta(Message, frozen=True):
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    logprobs: LogprobTexts | None = None
+    prompt: LogprobTexts | None = None
 
 
 class Failed(Message, frozen=True):

@@ -60,7 +60,7 @@ class _Watch:
 def only_half_closed(transport: asyncio.Transport) -> bool:
     """Whether the peer, which has stopped sending, may still receive. Where the system does not
     tell, it is believed to, until a write fails."""
-    place = transport.get_extra_info("socket")
-    if place is None or not hasattr(socket, "TCP_INFO"):
+    raw = transport.get_extra_info("socket")
+    if raw is None or not hasattr(socket, "TCP_INFO"):
         return True
-    return place.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == CLOSE_WAIT
+    return raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == CLOSE_WAIT

@@ -46,7 +46,7 @@ class Health:
     """The health table. Gateways are shown in it, but nothing waits for them.
 
     What follows from it is kept up to date with every change, since a heartbeat may not cost more
-    the more stages there are: which rows are missing (not ready), by their place in the topology,
+    the more stages there are: which rows are missing (not ready), by their number in the topology,
     and how many of each group. `silence`: seconds without a heartbeat after which a stage counts as
     lost.
     """
@@ -55,8 +55,8 @@ class Health:
         self._silence = silence
         self.rows = {e.stage: Row(e.stage, e.name, e.group, e.rank) for e in expected}
         self._order = list(self.rows.values())
-        self._places = {row.stage: place for place, row in enumerate(self._order)}
-        self._missing = [place for place, row in enumerate(self._order) if row.name != "gateway"]
+        self._numbers = {row.stage: number for number, row in enumerate(self._order)}
+        self._missing = [number for number, row in enumerate(self._order) if row.name != "gateway"]
         per_group = [row for row in self._order if row.name in PER_GROUP]
         self._of_group = Counter(row.group for row in per_group)
         self._whole = 0  # groups with nobody missing
@@ -82,10 +82,10 @@ class Health:
         was, row.state = row.state, state
         if row.name == "gateway" or (was == "ready") == (state == "ready"):
             return
-        place, more = self._places[row.stage], 1 if was == "ready" else -1
-        at = bisect_left(self._missing, place)
+        number, more = self._numbers[row.stage], 1 if was == "ready" else -1
+        at = bisect_left(self._missing, number)
         if more > 0:
-            self._missing.insert(at, place)
+            self._missing.insert(at, number)
         else:
             del self._missing[at]
         if row.name not in PER_GROUP:
@@ -97,7 +97,7 @@ class Health:
 
     def missing(self) -> list[Row]:
         """The stages that are not ready, in the topology's order."""
-        return [self._order[place] for place in self._missing]
+        return [self._order[number] for number in self._missing]
 
     def complete(self) -> bool:
         """Whether every stage is ready."""
@@ -109,7 +109,7 @@ class Health:
 
     def reason(self) -> str:
         """One line about what is missing; empty if nothing is. The first NAMED are named."""
-        named = [self._order[place] for place in self._missing[:NAMED]]
+        named = [self._order[number] for number in self._missing[:NAMED]]
         told = [f"{r.stage} is {r.state}" + (f" ({r.reason})" if r.reason else "") for r in named]
         if len(self._missing) > NAMED:
             told.append(f"and {len(self._missing) - NAMED} more")

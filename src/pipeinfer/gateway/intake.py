@@ -1,12 +1,13 @@
 """From a body to a decoded request, so that no large one holds up the others.
 
-All handlers share one intake, which gives the loop's other work a turn between any two parts that
+All handlers share one intake, which lets the loop's other work run between any two parts that
 take long. Knows no core.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
@@ -19,10 +20,11 @@ SMALL = SLICE
 
 
 class Intake:
-    """Checks and decodes what `bodies` reads."""
+    """Checks and decodes what `bodies` reads. strange: see schema.decode."""
 
-    def __init__(self, bodies: Bodies) -> None:
+    def __init__(self, bodies: Bodies, strange: Callable[[Sequence[str]], object]) -> None:
         self._bodies = bodies
+        self._strange = strange
         self._one_large = asyncio.Lock()
 
     async def take(self, request: web.Request, kind: type[Request]) -> Request:
@@ -32,11 +34,11 @@ class Intake:
                 raw = bytes(body)
                 for _ in surveyed(raw, kind):
                     continue
-                return decode(raw, kind)
-            async with self._one_large:  # in one turn of the loop, one of them is decoded
+                return decode(raw, kind, self._strange)
+            async with self._one_large:  # in one iteration of the loop, one of them is decoded
                 raw = bytes(body)
                 for _ in surveyed(raw, kind):
                     await asyncio.sleep(0)
-                decoded = decode(raw, kind)
+                decoded = decode(raw, kind, self._strange)
                 await asyncio.sleep(0)
                 return decoded

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeinfer.messages import Abort, Done, Submit, TextRow
+from pipeinfer.gateway.token_scores import behind
+from pipeinfer.messages import Abort, Done, LogprobTexts, Submit, TextRow
 
 REMEMBERED = 10_000  # ended requests
 LATELY = 60.0  # seconds for which an end is repeated to a tokenizer that was started again
@@ -26,8 +27,8 @@ class Record:
 
     `submit` is kept to the end, for a tokenizer that was started again. `early` holds rows that
     overtook Accepted: they come from another stage, on another socket. `tokens` and `bytes` count
-    what was delivered (output ids, UTF-8 bytes of text). `size`: prompt tokens that it counts for
-    while it waits.
+    what was delivered (output ids, UTF-8 bytes of text), `scored` the prompt tokens whose log-probs
+    were. `size`: prompt tokens that it counts for while it waits.
     """
 
     __slots__ = (
@@ -37,6 +38,7 @@ class Record:
         "early",
         "group",
         "prompt_tokens",
+        "scored",
         "size",
         "started",
         "submit",
@@ -56,6 +58,7 @@ class Record:
         self.started = False  # a row was delivered
         self.bytes = 0
         self.tokens = 0
+        self.scored = 0
 
     @property
     def request_id(self) -> str:
@@ -82,6 +85,27 @@ class Record:
         self.bytes += len(text) if text.isascii() else len(text.encode())
         self.tokens += len(ids) // 4
         return text, ids
+
+    def logprobs(self, row: TextRow, ids: bytes) -> LogprobTexts | None:
+        """Those of `ids`, the new ones of `row`."""
+        if row.logprobs is None or not ids:
+            return None
+        known = (len(row.ids) - len(ids)) // 4
+        return behind(row.logprobs, known) if known else row.logprobs
+
+    def prompt(self, row: TextRow) -> LogprobTexts | None:
+        """Log-probs of prompt tokens in `row` that were not delivered yet; counts them as
+        delivered. Raises Hole."""
+        if row.prompt is None:
+            return None
+        known, many = self.scored - row.prompt_offset, len(row.prompt.ids) // 4
+        if known < 0:
+            raise Hole(
+                f"log-probs continue at prompt token {row.prompt_offset}, but {self.scored} were "
+                "delivered"
+            )
+        self.scored = max(self.scored, row.prompt_offset + many)
+        return behind(row.prompt, known) if known < many else None
 
     def _rest_of_text(self, row: TextRow, seen: int) -> str:
         if seen < 0:

@@ -5,18 +5,22 @@ Owns its registry. Knows no HTTP and no requests' contents.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from pipeinfer.gateway.health import Health
 
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+log = logging.getLogger(__name__)
+
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
+LONGEST_NAME, LOGGED_NAMES = 64, 100  # letters of a field that nobody knows; how many are logged
 KEY_OUTCOMES = ("ok", "limited", "refused", "error", "abort")
 
 
@@ -37,6 +41,10 @@ class Metrics:
             "refused_connections",
             "Connections beyond the bound: the new one, or an idle one, was closed.",
         )
+        self._unknown_fields = count(
+            "unknown_fields", "Fields of bodies that were ignored because nobody knows them."
+        )
+        self._seen_fields: set[str] = set()
         self._key_requests = count("key_requests", "HTTP requests by API key.", "key", "outcome")
         self._key_tokens = count("key_tokens", "Tokens by API key.", "key", "kind")
         self.first_token = Histogram(
@@ -62,6 +70,15 @@ class Metrics:
         """Counts one request that is over."""
         self._requests.labels(outcome).inc()
 
+    def unknown_fields(self, names: Sequence[str]) -> None:
+        """Counts fields that were ignored, and logs each when it is the first of its name."""
+        self._unknown_fields.inc(len(names))
+        for name in islice(names, LOGGED_NAMES):
+            name = name[:LONGEST_NAME]
+            if name not in self._seen_fields and len(self._seen_fields) < LOGGED_NAMES:
+                self._seen_fields.add(name)
+                log.warning("requests have a field %r, which nobody knows; it is ignored", name)
+
     def key_counters(self, key: str) -> tuple[Counter, Counter]:
         """The counters of prompt and of output tokens of the key called `key`."""
         for outcome in KEY_OUTCOMES:
@@ -72,9 +89,11 @@ class Metrics:
         """Counts one HTTP request of a key that is over."""
         self._key_requests.labels(key, outcome).inc()
 
-    def exposition(self) -> bytes:
-        """The text for a scrape, in CONTENT_TYPE."""
-        return generate_latest(self.registry)
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """The text for a scrape and its content type: OpenMetrics if the header `accept` names it,
+        else Prometheus' own."""
+        encode, kind = choose_encoder(accept)
+        return encode(self.registry), kind
 
 
 class _Stages(Collector):

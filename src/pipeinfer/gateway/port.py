@@ -26,7 +26,7 @@ class Sink(Protocol):
     def failed(self, index: int, failed: Failed) -> None: ...
 
 
-SLICE = 16  # calls between two turns of the loop: a request may bring a thousand
+SLICE = 16  # calls between two iterations of the loop: a request may bring a thousand
 
 
 class _Batch:
@@ -65,7 +65,8 @@ class Port:
 
     @contextlib.asynccontextmanager
     async def opened(self, calls: Iterable[Call], sink: Sink) -> AsyncGenerator[None]:
-        """Sends the calls, a few in each turn of the loop; call i delivers to `sink` as choice i.
+        """Sends the calls, a few in each iteration of the loop; call i delivers to `sink` as
+        choice i.
 
         No more are sent, or even built, once one has failed. At the end of the context, also of one
         that is cancelled while calls are sent, those that still run are hung up.

@@ -23,6 +23,7 @@ from pipeinfer.gateway.schema import (
     CompletionRequest,
     Generation,
 )
+from pipeinfer.gateway.shapes import Shown
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.packing import pack
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
@@ -41,6 +42,7 @@ PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a li
     "stop",
     "stop_token_ids",
     "logit_bias",
+    "prompt_logprobs",
     "ignore_eos",
     "skip_special_tokens",
     "include_stop_str_in_output",
@@ -63,12 +65,13 @@ class Terms:
 @dataclass(frozen=True)
 class Job:
     """What one HTTP request asks for. `calls`: one for each choice, in order, to be gone through
-    once; each is built when its turn comes."""
+    once; each is built when its turn comes. `shown`: beside new text."""
 
     calls: Iterable[Call]
     choices: int
     stream: bool
     include_usage: bool
+    shown: Shown
 
 
 def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
@@ -78,7 +81,9 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         limit = terms.sampling.max_tokens
     if request.max_completion_tokens is not None:
         limit, field = request.max_completion_tokens, "max_completion_tokens"
-    params = _params(request, terms.sampling, limit, field)
+    shown = Shown(_chat_logprobs(request), request.prompt_logprobs)
+    names = {"max_tokens": field, "logprobs": "top_logprobs"}
+    params = _params(request, terms.sampling, limit, shown, names)
     chat = _chat(request.messages)
     arguments = dict(request.chat_template_kwargs or {})
     _check_sendable("chat_template_kwargs", arguments)
@@ -91,16 +96,18 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         template_arguments=arguments,
         add_special_tokens=bool(request.add_special_tokens),
     )
-    return _job(request, [call], 1)
+    return _job(request, [call], 1, shown)
 
 
 def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: str) -> Job:
     """One call for each prompt, with ids `base`-0, -1 ... if there are several. ApiError 400."""
     prompts = _prompts(request.prompt, terms.most_prompts)
     limit = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    params = _params(request, terms.sampling, limit, "max_tokens")
+    shown = _completion_shown(request, limit)
+    limit += shown.nothing_new  # the model has no step that samples nothing
+    params = _params(request, terms.sampling, limit, shown, {})
     special = request.add_special_tokens is not False
-    common = _common(request, params, terms, trace)
+    common = replace(_common(request, params, terms, trace), return_prompt_text=shown.echo)
 
     def calls() -> Iterator[Call]:
         for i, prompt in enumerate(prompts):
@@ -110,41 +117,74 @@ def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: s
             else:
                 yield replace(common, request_id=name, prompt_ids=pack(prompt))
 
-    return _job(request, calls(), len(prompts))
+    return _job(request, calls(), len(prompts), shown)
 
 
-def _job(request: Generation, calls: Iterable[Call], choices: int) -> Job:
+def _chat_logprobs(request: ChatRequest) -> int | None:
+    """How many alternatives; None: no log-probs."""
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs:
+        message = "top_logprobs is only allowed with logprobs: true"
+        raise ApiError(400, message, "top_logprobs", "invalid_value")
+    return None
+
+
+def _completion_shown(request: CompletionRequest, limit: int) -> Shown:
+    """A limit of 0 is one only where the prompt is echoed."""
+    if request.logprobs is True:
+        message = "logprobs must be a number of alternatives, not true"
+        raise ApiError(400, message, "logprobs", "invalid_type")
+    most = None if request.logprobs is False else request.logprobs
+    echo = bool(request.echo)
+    return Shown(most, request.prompt_logprobs, echo, nothing_new=echo and limit == 0)
+
+
+def _job(request: Generation, calls: Iterable[Call], choices: int, shown: Shown) -> Job:
     stream = bool(request.stream)
+    if stream and request.prompt_logprobs is not None:
+        message = "prompt_logprobs is not allowed with stream: true"
+        raise ApiError(400, message, "prompt_logprobs", "invalid_value")
     if request.stream_options is not None and not stream:
         message = "stream_options is only allowed with stream: true"
         raise ApiError(400, message, "stream_options", "invalid_value")
     usage = request.stream_options is not None and bool(request.stream_options.include_usage)
-    return Job(calls, choices, stream, usage)
+    return Job(calls, choices, stream, usage, shown)
 
 
 def _common(request: Generation, params: SamplingParams, terms: Terms, trace: str) -> Call:
     """What all calls of a request share; the id and the prompt of each are still to come."""
+    if request.timeout == 0:
+        message = "timeout must be more than 0 seconds; leave it out for the server's own"
+        raise ApiError(400, message, "timeout", "invalid_value")
     return Call(
         request_id="",
         params=params,
         priority=request.priority or 0,
-        timeout=request.timeout or terms.timeout,  # 0 is as not given
+        timeout=request.timeout or terms.timeout,
         cache_salt=request.cache_salt or "",
         trace=trace,
     )
 
 
 def _params(
-    request: Generation, defaults: SamplingParams, max_tokens: int | None, field: str
+    request: Generation,
+    defaults: SamplingParams,
+    max_tokens: int | None,
+    shown: Shown,
+    names: dict[str, str],
 ) -> SamplingParams:
+    """names: of fields that are called otherwise in SamplingParams."""
     given = {name: getattr(request, name) for name in PLAIN}
     known = {name: value for name, value in given.items() if value is not None}
+    known["max_tokens"], known["logprobs"] = max_tokens, shown.logprobs
     try:
-        return normalized(replace(defaults, **{**known, "max_tokens": max_tokens}))
+        params = normalized(replace(defaults, **known))
     except InvalidParameter as error:
-        param = field if error.param == "max_tokens" else error.param
-        message = str(error).replace("max_tokens must", f"{param} must")
+        param = names.get(error.param, error.param)
+        message = str(error).replace(f"{error.param} must", f"{param} must")
         raise ApiError(400, message, param, "invalid_value") from None
+    return replace(params, prompt_logprobs=shown.of_prompt)
 
 
 def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str | list[int]]:
@@ -171,6 +211,7 @@ def _chat(messages: list[ChatMessage]) -> list[JsonObject]:
         reason = f"be at most {MOST_MESSAGES}, not {len(messages)}" if messages else "not be empty"
         raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
     _check_sendable("messages", [call for m in messages for call in m.tool_calls or ()])
+    _check_sendable("messages", [m.function_call for m in messages])
     return [_message(i, message) for i, message in enumerate(messages)]
 
 
@@ -188,7 +229,7 @@ def _message(i: int, message: ChatMessage) -> JsonObject:
     if isinstance(message.content, list):
         plain["content"] = _joined(i, message)
     elif message.content is None:
-        if not (message.role == "assistant" and message.tool_calls):
+        if message.role != "assistant" or not (message.tool_calls or message.function_call):
             param = f"messages[{i}].content"
             raise ApiError(400, f"{param} must be given", param, "invalid_value")
         plain["content"] = ""
@@ -201,11 +242,11 @@ def _joined(i: int, message: ChatMessage) -> str:
     assert isinstance(message.content, list)
     texts: list[str] = []
     for j, part in enumerate(message.content):
-        place = f"messages[{i}].content[{j}]"
+        where = f"messages[{i}].content[{j}]"
         if part.type != "text":
-            text = f"{place}.type: {part.type[:100]!r} is not supported, only 'text' is"
-            raise ApiError(400, text, f"{place}.type", "unsupported_parameter")
+            text = f"{where}.type: {part.type[:100]!r} is not supported, only 'text' is"
+            raise ApiError(400, text, f"{where}.type", "unsupported_parameter")
         if part.text is None:
-            raise ApiError(400, f"{place}.text must be given", f"{place}.text", "invalid_value")
+            raise ApiError(400, f"{where}.text must be given", f"{where}.text", "invalid_value")
         texts.append(part.text)
     return "\n".join(texts)

@@ -14,8 +14,33 @@ from pipeinfer.json_values import JsonObject
 from pipeinfer.messages import FinishReason
 
 DONE = b"data: [DONE]\n\n"
+NULL = b"null"
 
 _json = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What an answer has beside new text: log-probs with so many alternatives (None: no log-probs),
+    those of the prompt, the prompt itself. nothing_new: and nothing else."""
+
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    nothing_new: bool = False
+
+    @property
+    def beside_text(self) -> bool:
+        """Whether anything of that is asked for."""
+        return self.echo or self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
+    def of_prompt(self) -> int | None:
+        """Alternatives of the prompt's tokens that are needed in all."""
+        echoed = self.logprobs if self.echo else None
+        return max(
+            (most for most in (echoed, self.prompt_logprobs) if most is not None), default=None
+        )
 
 
 @dataclass(frozen=True)
@@ -26,6 +51,7 @@ class Answer:
     id: str
     created: int
     model: str
+    shown: Shown = Shown()
 
 
 @dataclass
@@ -47,11 +73,13 @@ class Usage:
 
 @dataclass
 class Choice:
-    """One finished choice."""
+    """One finished choice, or the end of one; log-probs as JSON."""
 
     text: str
     finish: FinishReason
     stop_reason: str | int | None
+    logprobs: bytes = NULL
+    prompt_logprobs: bytes | None = None
 
 
 class Chunks:
@@ -91,16 +119,25 @@ class Chunks:
         """A chunk of text; the hot path of streaming."""
         return self._prefixes[index] + _json.encode(text) + self._suffix
 
-    def last(
-        self, index: int, text: str, finish: FinishReason, stop_reason: str | int | None
-    ) -> bytes:
-        """The choice's last text together with its end."""
-        return b'%s%s%s,"logprobs":null,"finish_reason":"%s","stop_reason":%s}]%s' % (
+    def scored(self, index: int, text: str, logprobs: bytes) -> bytes:
+        """A chunk of text with its log-probs as JSON."""
+        return b'%s%s%s,"logprobs":%s,"finish_reason":null}]%s' % (
             self._prefixes[index],
             _json.encode(text),
             self._close,
-            finish.encode(),
-            _json.encode(stop_reason),
+            logprobs,
+            self._usage,
+        )
+
+    def last(self, index: int, choice: Choice) -> bytes:
+        """The choice's last text together with its end."""
+        return b'%s%s%s,"logprobs":%s,"finish_reason":"%s","stop_reason":%s}]%s' % (
+            self._prefixes[index],
+            _json.encode(choice.text),
+            self._close,
+            choice.logprobs,
+            choice.finish.encode(),
+            _json.encode(choice.stop_reason),
             self._usage,
         )
 
@@ -118,10 +155,14 @@ def body(answer: Answer, choices: list[Choice], usage: Usage) -> bytes:
     """The whole answer of a request without `stream`."""
     kind = "chat.completion" if answer.chat else "text_completion"
     listed = [_choice(answer.chat, i, choice) for i, choice in enumerate(choices)]
-    return b'%s,"choices":%s,"usage":%s}' % (
+    of_prompt = b""
+    if answer.chat and choices[0].prompt_logprobs is not None:  # where vLLM has it
+        of_prompt = b',"prompt_logprobs":' + choices[0].prompt_logprobs
+    return b'%s,"choices":%s,"usage":%s%s}' % (
         _head(answer, kind),
         _json.encode(listed),
         _json.encode(usage.fields()),
+        of_prompt,
     )
 
 
@@ -136,14 +177,16 @@ def _head(answer: Answer, kind: str) -> bytes:
     return _json.encode(fields)[:-1]
 
 
-def _choice(chat: bool, index: int, choice: Choice) -> JsonObject:
-    content: JsonObject = {"text": choice.text}
+def _choice(chat: bool, index: int, choice: Choice) -> dict[str, object]:
+    content: dict[str, object] = {"text": choice.text}
     if chat:
         content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+    elif choice.prompt_logprobs is not None:
+        content["prompt_logprobs"] = msgspec.Raw(choice.prompt_logprobs)
     return {
         "index": index,
         **content,
-        "logprobs": None,
+        "logprobs": msgspec.Raw(choice.logprobs),
         "finish_reason": choice.finish,
         "stop_reason": choice.stop_reason,
     }

@@ -15,8 +15,9 @@ from aiohttp.http import HttpVersion11
 from pipeinfer.gateway.connections import PROBE
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta, Failed, Started
+from pipeinfer.gateway.gathered import Gathered, kept
 from pipeinfer.gateway.responses import GONE
-from pipeinfer.gateway.shapes import DONE, Answer, Choice, Chunks, Usage, body
+from pipeinfer.gateway.shapes import DONE, NULL, Answer, Choice, Chunks, Usage, body
 
 BACKLOG = 8 * 2**20  # bytes that a client may leave unread before it is hung up
 HEADERS = {
@@ -42,7 +43,7 @@ class WholeAnswer:
 
     def __init__(self, answer: Answer, choices: int) -> None:
         self._answer = answer
-        self._texts: list[list[str]] = [[] for _ in range(choices)]
+        self._gathered = [Gathered(answer) for _ in range(choices)]
         self._choices: list[Choice | None] = [None] * choices
         self._open = choices
         self._usage = Usage()
@@ -51,14 +52,14 @@ class WholeAnswer:
         self._done: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
 
     def started(self, index: int, started: Started) -> None:
-        pass
+        self._gathered[index].started(started)
 
     def delta(self, index: int, delta: Delta) -> None:
-        self._texts[index].append(delta.text)
+        delta, gathered = kept(self._answer, delta), self._gathered[index]
+        gathered.delta(delta)
         if delta.finish is None:
             return
-        text = "".join(self._texts[index])
-        self._choices[index] = Choice(text, delta.finish, delta.stop_reason)
+        self._choices[index] = gathered.whole(delta.finish, delta.stop_reason)
         _count(self._usage, delta)
         self._open -= 1
         if self._open == 0 and not self._done.done():
@@ -82,7 +83,9 @@ class EventStream:
     """Sends chunks as they come. Nothing is sent before the first one, so a refusal is an error."""
 
     def __init__(self, answer: Answer, choices: int, include_usage: bool) -> None:
+        self._answer = answer
         self._chunks = Chunks(answer, choices, include_usage)
+        self._gathered = [Gathered(answer) for _ in range(choices)]
         self._include_usage = include_usage
         self._opened = [False] * choices
         self._open = choices
@@ -95,21 +98,32 @@ class EventStream:
         self._ended: asyncio.Future[None] = loop.create_future()
 
     def started(self, index: int, started: Started) -> None:
-        pass
+        self._gathered[index].started(started)
 
     def delta(self, index: int, delta: Delta) -> None:
         if self._ended.done():
             return
-        chunks = self._chunks  # hot path: once for every token of every stream
-        if delta.finish is None:
-            if not delta.text:
-                return
-            data = chunks.text(index, delta.text)
-        else:
-            data = chunks.last(index, delta.text, delta.finish, delta.stop_reason)
+        chunks, shown = self._chunks, self._answer.shown  # hot path: every token of every stream
+        opening, logprobs = b"", NULL
+        if shown.beside_text:
+            delta = kept(self._answer, delta)
+            if delta.prompt is not None:
+                self._gathered[index].scores(delta)
+        if delta.finish is None and not delta.text and delta.logprobs is None:
+            return
         if not self._opened[index]:
             self._opened[index] = True
-            data = chunks.opening(index) + data
+            opening = self._opening(index)
+        if delta.logprobs is not None:  # also where the text of its tokens comes later
+            self._gathered[index].scores(delta)
+            logprobs = self._gathered[index].logprobs()
+        if delta.finish is not None:
+            choice = Choice(delta.text, delta.finish, delta.stop_reason, logprobs)
+            data = opening + chunks.last(index, choice)
+        elif delta.logprobs is not None:
+            data = opening + chunks.scored(index, delta.text, logprobs)
+        else:
+            data = opening + chunks.text(index, delta.text)
         if delta.finish is not None:
             data += self._finish(delta)
         self._write(data)
@@ -148,6 +162,13 @@ class EventStream:
         if not self._ended.done():
             self._write(b":\n\n")
 
+    def _opening(self, index: int) -> bytes:
+        """What comes before a choice's first text."""
+        gathered, data = self._gathered[index], self._chunks.opening(index)
+        if self._answer.shown.echo:
+            data += self._chunks.scored(index, gathered.prompt_text, gathered.logprobs())
+        return data
+
     def _finish(self, delta: Delta) -> bytes:
         """What follows the last chunk of a choice."""
         _count(self._usage, delta)
@@ -163,7 +184,7 @@ class EventStream:
             self._held.append(data)
             if not self._begun.done():
                 self._begun.set_result(None)
+        elif transport.get_write_buffer_size() > BACKLOG:
+            transport.abort()  # ends the handler, and with it the request
         elif not transport.is_closing():
             transport.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
-            if transport.get_write_buffer_size() > BACKLOG:
-                transport.abort()  # ends the handler, and with it the request

@@ -27,4 +27,5 @@ def submission(call: Call, gateway: int, seed: int) -> Submit:
         cache_salt=call.cache_salt,
         trace=call.trace,
         return_prompt_ids=call.return_prompt_ids,
+        return_prompt_text=call.return_prompt_text,
     )

@@ -1,7 +1,7 @@
 """How deep a JSON text is nested and how many values it holds, found before anything is built.
 
-A survey goes over the raw bytes piece by piece, so that whoever runs an event loop may give others
-a turn between two pieces. It does not judge the JSON: the decoder says later what is wrong with it.
+A survey goes over the raw bytes piece by piece, so that whoever runs an event loop may let others
+run between two pieces. It does not judge the JSON: the decoder says later what is wrong with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 # encoders and chat templates can take. They fail at about a thousand.
 MOST_DEPTH = 64
 # Token ids of several prompts of 100,000 each fit; decoding that many takes some 40 ms, in which
-# nobody else has a turn.
+# nothing else runs.
 MOST_VALUES = 1_000_000
 # Lists and objects cost ten times as much as an id.
 MOST_CONTAINERS = 100_000
@@ -25,7 +25,7 @@ MOST_MEMBERS = 100_000
 # by value in this stage and again in the next.
 MOST_CHAT_VALUES = 100_000
 
-SLICE = 128 * 1024  # bytes between two turns of the loop; the worst take 5 ms
+SLICE = 128 * 1024  # bytes between two iterations of the loop; the worst take 5 ms
 
 _OPENING, _CLOSING = b"[{", b"]}"
 _NOT_STRUCTURE = bytes(c for c in range(256) if c not in b"[]{},:")
@@ -106,7 +106,7 @@ class Survey:
             piece = piece.replace(b'\\"', b"")
         if b'"' not in piece:
             return b"" if self._in_string else piece.translate(None, _NOT_STRUCTURE)
-        parts = piece.split(b'"')  # turn by turn outside and inside
+        parts = piece.split(b'"')  # by turns outside and inside
         outside = parts[1::2] if self._in_string else parts[::2]
         self._in_string ^= len(parts) % 2 == 0
         return b"".join(outside).translate(None, _NOT_STRUCTURE)

@@ -47,24 +47,24 @@ class Tensor:
 class Metadata(Mapping[str, Value]):
     """The key-values; each access reads the file."""
 
-    def __init__(self, path: Path, data: mmap.mmap, places: dict[str, tuple[int, int]]) -> None:
-        """`places`: type and position by key."""
+    def __init__(self, path: Path, data: mmap.mmap, offsets: dict[str, tuple[int, int]]) -> None:
+        """`offsets`: type and byte offset by key."""
         self._path = path
         self._data = data
-        self._places = places
+        self._offsets = offsets
 
     def __getitem__(self, key: str) -> Value:
-        kind, at = self._places[key]
+        kind, at = self._offsets[key]
         try:
             return Cursor(self._data, at).value(kind)
         except Broken as error:
             raise ConfigurationError(f"{self._path}: {key}: {error}") from None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._offsets)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._offsets)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _read(path: Path, data: mmap.mmap) -> Header:
         raise Broken(f"version {swapped if order else version}{order}; 2 and 3 can be read")
     tensors = cursor.u64()
     pairs = cursor.count(LEAST_PAIR)
-    metadata = Metadata(path, data, dict(_places(cursor, pairs)))
+    metadata = Metadata(path, data, dict(_offsets(cursor, pairs)))
     if len(metadata) < pairs:
         raise Broken("a key stands in it twice")
     if tensors * LEAST_TENSOR > cursor.left:
@@ -115,10 +115,10 @@ def _read(path: Path, data: mmap.mmap) -> Header:
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
         raise Broken(f"{ALIGNMENT} is {alignment}")
     begin = -(-cursor.at // alignment) * alignment
-    return Header(path, metadata, _placed(listed, begin, len(data)), data)
+    return Header(path, metadata, _located(listed, begin, len(data)), data)
 
 
-def _places(cursor: Cursor, pairs: int) -> Iterator[tuple[str, tuple[int, int]]]:
+def _offsets(cursor: Cursor, pairs: int) -> Iterator[tuple[str, tuple[int, int]]]:
     for _ in range(pairs):
         key = cursor.string()
         kind = cursor.u32()
@@ -148,19 +148,19 @@ def _tensor(cursor: Cursor) -> Tensor:
     return Tensor(name, kind, shape, offset, math.prod(shape) // values * size)
 
 
-def _placed(listed: list[Tensor], begin: int, size: int) -> dict[str, Tensor]:
+def _located(listed: list[Tensor], begin: int, size: int) -> dict[str, Tensor]:
     """With offsets from the file's begin. All lie in the file, and none in another."""
-    placed: dict[str, Tensor] = {}
+    located: dict[str, Tensor] = {}
     for tensor in listed:
         offset = begin + tensor.offset
         if offset + tensor.nbytes > size:
             raise Broken(
                 f"truncated: {tensor.name} ends at byte {offset + tensor.nbytes:,} of {size:,}"
             )
-        placed[tensor.name] = Tensor(tensor.name, tensor.type, tensor.shape, offset, tensor.nbytes)
-    if len(placed) < len(listed):
+        located[tensor.name] = Tensor(tensor.name, tensor.type, tensor.shape, offset, tensor.nbytes)
+    if len(located) < len(listed):
         raise Broken("a tensor stands in it twice")
-    for left, right in pairwise(sorted(placed.values(), key=lambda tensor: tensor.offset)):
+    for left, right in pairwise(sorted(located.values(), key=lambda tensor: tensor.offset)):
         if left.offset + left.nbytes > right.offset:
             raise Broken(f"{left.name} and {right.name} lie on each other")
-    return placed
+    return located

@@ -1,8 +1,8 @@
 """Where in a GGUF file a checkpoint's tensor lies, under the name that transformers gives it.
 
-Three things differ beside the names: llama.cpp turns neighbouring values of a Llama head where
-transformers turns its halves, so rows of queries and keys stand in another order; Gemma's norms are
-stored with their one added; and all experts of a layer are one tensor. Reads no weights.
+Three things differ beside the names: llama.cpp rotates neighbouring values of a Llama head where
+transformers rotates its halves, so rows of queries and keys stand in another order; Gemma's norms
+are stored with their one added; and all experts of a layer are one tensor. Reads no weights.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ SPACE = "\u2581"  # what SentencePiece writes for a space
 # Ids of SentencePiece files that do not say them.
 SENTENCE_PIECE_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
 
-Part = dict[str, object]
+Json = dict[str, object]
 
 
 class _Ends(NamedTuple):
@@ -33,7 +33,7 @@ class _Ends(NamedTuple):
     eos: str | None
 
 
-def tokenizer_json(metadata: Metadata) -> Part:
+def tokenizer_json(metadata: Metadata) -> Json:
     """What tokenizer.json would hold; `Tokenizer.from_str` reads it as JSON.
 
     `metadata`: the file's keys and values as plain Python. Gives the ids of the model's own
@@ -47,7 +47,7 @@ def tokenizer_json(metadata: Metadata) -> Part:
     return _sentence_piece(metadata, vocabulary)
 
 
-def tokenizer_config(metadata: Metadata) -> Part:
+def tokenizer_config(metadata: Metadata) -> Json:
     """What tokenizer_config.json would hold: the named tokens' texts, and chat templates.
 
     Raises ConfigurationError as `tokenizer_json` does.
@@ -110,7 +110,7 @@ def _templates(metadata: Metadata) -> dict[str, str]:
     return templates
 
 
-def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> Part:
+def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> Json:
     rule = read_pre_tokenizer(metadata)
     ends = _ends(metadata, vocabulary, rule.add_bos)
     model = _bpe(vocabulary, listed_merges(metadata, vocabulary))
@@ -125,7 +125,7 @@ def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> Part:
     )
 
 
-_BYTES: Part = {
+_BYTES: Json = {
     "type": "ByteLevel",
     "add_prefix_space": False,
     "trim_offsets": True,
@@ -133,13 +133,13 @@ _BYTES: Part = {
 }
 
 
-def _splits(rule: PreTokenizer) -> Part:
-    isolated: Part = {"type": "Split", "behavior": "Isolated", "invert": False}
-    splits: list[Part] = [{**isolated, "pattern": {"Regex": split}} for split in rule.splits]
+def _splits(rule: PreTokenizer) -> Json:
+    isolated: Json = {"type": "Split", "behavior": "Isolated", "invert": False}
+    splits: list[Json] = [{**isolated, "pattern": {"Regex": split}} for split in rule.splits]
     return {"type": "Sequence", "pretokenizers": [*splits, _BYTES]}
 
 
-def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> Part:
+def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> Json:
     prefix = read_flag(metadata, PREFIX, True)
     trim = read_flag(metadata, TRIM, False)
     ends = _ends(metadata, vocabulary, add_bos=True)
@@ -159,24 +159,24 @@ def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> Part:
     )
 
 
-def _normalizers(prefix: bool, trim: bool) -> list[Part]:
-    parts: list[Part] = []
+def _normalizers(prefix: bool, trim: bool) -> list[Json]:
+    components: list[Json] = []
     if trim:
-        parts.append({"type": "Strip", "strip_left": True, "strip_right": True})
-        parts.append(_replace({"Regex": " {2,}"}, " "))
+        components.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        components.append(_replace({"Regex": " {2,}"}, " "))
     if prefix:
-        parts.append({"type": "Prepend", "prepend": SPACE})
-    return [*parts, _replace({"String": " "}, SPACE)]
+        components.append({"type": "Prepend", "prepend": SPACE})
+    return [*components, _replace({"String": " "}, SPACE)]
 
 
-def _decoders(prefix: bool) -> list[Part]:
-    parts: list[Part] = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+def _decoders(prefix: bool) -> list[Json]:
+    components: list[Json] = [{"type": "ByteFallback"}, {"type": "Fuse"}]
     if prefix:
-        parts.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    return [_replace({"String": SPACE}, " "), *parts]
+        components.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return [_replace({"String": SPACE}, " "), *components]
 
 
-def _replace(pattern: dict[str, str], content: str) -> Part:
+def _replace(pattern: dict[str, str], content: str) -> Json:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
@@ -189,7 +189,7 @@ def _check_bytes(vocabulary: Vocabulary) -> None:
             raise wrong(TYPES, f"{number} is a byte but reads {text}")
 
 
-def _bpe(vocabulary: Vocabulary, merges: list[Merge]) -> Part:
+def _bpe(vocabulary: Vocabulary, merges: list[Merge]) -> Json:
     return {
         "type": "BPE",
         "dropout": None,
@@ -205,13 +205,13 @@ def _bpe(vocabulary: Vocabulary, merges: list[Merge]) -> Part:
 
 
 def _tokenizer(
-    model: Part,
-    added: list[Part],
-    post_processor: Part | None,
-    normalizer: Part | None,
-    pre_tokenizer: Part | None,
-    decoder: Part,
-) -> Part:
+    model: Json,
+    added: list[Json],
+    post_processor: Json | None,
+    normalizer: Json | None,
+    pre_tokenizer: Json | None,
+    decoder: Json,
+) -> Json:
     return {
         "version": "1.0",
         "truncation": None,
@@ -225,7 +225,7 @@ def _tokenizer(
     }
 
 
-def _added(vocabulary: Vocabulary, replaced: bool) -> list[Part]:
+def _added(vocabulary: Vocabulary, replaced: bool) -> list[Json]:
     """Tokens that are looked for in the text as it came, and those of users that spell a space
     after spaces were `replaced`. Only those of users are shown to users."""
     return [
@@ -264,11 +264,11 @@ def _end(
     return None
 
 
-def _template(vocabulary: Vocabulary, ends: _Ends) -> Part | None:
+def _template(vocabulary: Vocabulary, ends: _Ends) -> Json | None:
     """Puts `ends` around a prompt."""
     if ends.bos is None and ends.eos is None:
         return None
-    sequence: list[Part] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    sequence: list[Json] = [{"Sequence": {"id": "A", "type_id": 0}}]
     single = _special(ends.bos) + sequence + _special(ends.eos)
     texts = {text for text in ends if text is not None}
     return {
@@ -281,5 +281,5 @@ def _template(vocabulary: Vocabulary, ends: _Ends) -> Part | None:
     }
 
 
-def _special(text: str | None) -> list[Part]:
+def _special(text: str | None) -> list[Json]:
     return [] if text is None else [{"SpecialToken": {"id": text, "type_id": 0}}]

@@ -1,6 +1,6 @@
 """Decodes parts of a GGUF file's tensors as float32, a few megabytes at a time.
 
-Knows how rows lie in the file and which part of them is wanted; no model and no torch.
+Knows how rows lie in the file and which slice of them is wanted; no model and no torch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ class WeightFile:
     def __init__(self, path: Path) -> None:
         self._bytes = np.memmap(path, np.uint8, "r")
 
-    def pieces(self, packed: Packed, part: tuple[slice, ...]) -> Iterator[tuple[slice, np.ndarray]]:
-        """`part` of a tensor of one or two dimensions: runs along the first dimension, counted
-        from the part's begin, with their values, float32."""
-        columns, size = part[-1], BLOCKS[packed.dtype][0]
+    def pieces(
+        self, packed: Packed, slices: tuple[slice, ...]
+    ) -> Iterator[tuple[slice, np.ndarray]]:
+        """`slices` of a tensor of one or two dimensions: runs along the first dimension, counted
+        from where these begin, with their values, float32."""
+        columns, size = slices[-1], BLOCKS[packed.dtype][0]
         first, last = columns.start // size, -(-columns.stop // size)
         inner = slice(columns.start - first * size, columns.stop - first * size)
         if len(packed.shape) == 1:
             yield slice(0, columns.stop - columns.start), self._vector(packed)[columns]
             return
         blocks = self._blocks(packed)
-        begin, end = part[0].start, part[0].stop
+        begin, end = slices[0].start, slices[0].stop
         step = max(PIECE // packed.shape[1], 1)
         for start in range(begin, end, step):
             stop = min(start + step, end)
@@ -63,7 +65,7 @@ def _order(start: int, stop: int, packed: Packed) -> np.ndarray | slice:
     """Which rows of the file are rows start..stop of the tensor."""
     if not packed.turned_heads:
         return slice(start, stop)
-    # A head's rows in the file: 0, half, 1, half + 1 ...; neighbours are turned together.
+    # A head's rows in the file: 0, half, 1, half + 1 ...; neighbours are rotated together.
     size = packed.shape[0] // packed.turned_heads
     rows = np.arange(start, stop)
     within = rows % size

@@ -74,8 +74,8 @@ def _sum(peers, partials, at, inside, residual, BLOCK: tl.constexpr, RANKS: tl.c
     for index in tl.static_range(RANKS):
         source = (peers[index] + partials).to(tl.pointer_type(residual.dtype.element_ty))
         source = tl.multiple_of(source, 16) + at
-        part = tl.load(source, mask=inside, other=0.0, cache_modifier=".cg")
-        total += part.to(tl.float32)
+        partial = tl.load(source, mask=inside, other=0.0, cache_modifier=".cg")
+        total += partial.to(tl.float32)
     return total + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
 
 
@@ -106,8 +106,8 @@ def _all_reduce_norm(peers, rank, partials, results, arrivals, counts, residual,
         normed = (total * scale * scales).to(residual.dtype.element_ty)
         if TWO_SHOTS:
             for index in tl.static_range(RANKS):
-                place = (peers[index] + results).to(tl.pointer_type(normed.dtype))
-                tl.store(tl.multiple_of(place, 16) + at, normed, mask=inside)
+                target = (peers[index] + results).to(tl.pointer_type(normed.dtype))
+                tl.store(tl.multiple_of(target, 16) + at, normed, mask=inside)
         else:
             tl.store(out + at, normed, mask=inside)
     if BARRIERS:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.decode_pieces import PART, WORDS, Cut, most_pieces
+from pipeinfer.kernels.decode_pieces import SPLIT, WORDS, Cut, most_pieces
 from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.prefetch import LINE, prefetch
 
@@ -48,10 +48,10 @@ def _pages(indices, first, at, stop, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _places(page, at, page_stride, token_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def _elements(page, at, page_stride, token_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """[BLOCK]: where the keys of those tokens lie, from the pool's begin."""
-    slot = (at + tl.arange(0, BLOCK)) % PAGE
-    return page.to(tl.int64) * page_stride + slot * token_stride
+    offset = (at + tl.arange(0, BLOCK)) % PAGE
+    return page.to(tl.int64) * page_stride + offset * token_stride
 
 
 @triton.jit
@@ -73,11 +73,11 @@ def _piece(
         inside = token < stop
         if WINDOWED:
             inside = inside & (token >= low)
-        place = _places(page, at, page_stride, token_stride, PAGE, BLOCK)
-        keys = tl.load(k + place[None, :] + dim[:, None], mask=inside[None, :], other=0.0)
+        element = _elements(page, at, page_stride, token_stride, PAGE, BLOCK)
+        keys = tl.load(k + element[None, :] + dim[:, None], mask=inside[None, :], other=0.0)
         scores = tl.dot(q, keys, input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
-        values = tl.load(v + place[:, None] + dim[None, :], mask=inside[:, None], other=0.0)
+        values = tl.load(v + element[:, None] + dim[None, :], mask=inside[:, None], other=0.0)
         higher = tl.maximum(most, tl.max(scores, axis=1))
         weights = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(most - higher)
@@ -90,14 +90,14 @@ def _piece(
 
 @triton.jit
 def _merge(
-    out, scratch, scales, first, parts, head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    DIM: tl.constexpr, PARTS: tl.constexpr,
+    out, scratch, scales, first, splits, head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """The pieces of one row and KV head, out of what their programs left, into `out`."""
-    part, dim = tl.arange(0, PARTS), tl.arange(0, DIM)
-    there = part < parts
+    split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
+    there = split < splits
     for query in tl.static_range(GROUP):
-        at = ((first + part) * KV_HEADS + head) * GROUP + query
+        at = ((first + split) * KV_HEADS + head) * GROUP + query
         most = tl.load(scales + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg")
         total = tl.load(scales + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
         weight = tl.exp2(most - tl.max(most, axis=0))
@@ -111,7 +111,7 @@ def _merge(
 def _attend(
     q, k, v, out, scratch, scales, arrived, lengths, indptr, indices, pieces, scale, window,
     q_stride, page_stride, token_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     TILE: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, piece). The last of a row's pieces that ends merges all."""
@@ -121,13 +121,13 @@ def _attend(
     if row < 0:
         return
     start, stop, cut = tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
-    first, parts = cut % PART, cut // PART
+    first, splits = cut % SPLIT, cut // SPLIT
     begin = tl.load(indptr + row)
     low = tl.load(lengths + row) - window if WINDOWED else 0
     if EARLY:
         page = _pages(indices, begin, start, stop, PAGE, BLOCK)
-        place = _places(page, start, page_stride, token_stride, PAGE, BLOCK) + head * DIM
-        _ahead(k, v, place, DIM)
+        element = _elements(page, start, page_stride, token_stride, PAGE, BLOCK) + head * DIM
+        _ahead(k, v, element, DIM)
         gdc_wait()  # for the query, and for the key and value of this step
         gdc_launch_dependents()
     dim, query = tl.arange(0, DIM), tl.arange(0, TILE)
@@ -137,16 +137,16 @@ def _attend(
                                low, scale, page_stride, token_stride, DIM, PAGE, BLOCK, TILE,
                                WINDOWED)  # fmt: skip
     target = out + row * (KV_HEADS * GROUP * DIM)
-    if parts == 1:
+    if splits == 1:
         tl.store(target + heads, sums / total[:, None], mask=real[:, None])
     else:
         at = (piece * KV_HEADS + head) * GROUP + query
         _leave(scratch + at[:, None] * DIM + dim[None, :], scales + 2 * at, most, total, sums, real)
         counter = arrived + row * KV_HEADS + head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
             tl.store(counter, 0)  # for the next launch
-            _merge(target + head * GROUP * DIM, scratch, scales, first, parts, head, KV_HEADS,
-                   GROUP, DIM, PARTS)  # fmt: skip
+            _merge(target + head * GROUP * DIM, scratch, scales, first, splits, head, KV_HEADS,
+                   GROUP, DIM, SPLITS)  # fmt: skip
 
 
 @triton.jit
@@ -159,12 +159,12 @@ def _leave(sums_at, scales_at, most, total, sums, real):
 
 
 @triton.jit
-def _ahead(k, v, place, DIM: tl.constexpr):
+def _ahead(k, v, element, DIM: tl.constexpr):
     """Asks for the first keys and values, all but the newest of which are there for long."""
     LINES: tl.constexpr = (DIM + LINE - 1) // LINE
     line = tl.arange(0, LINES) * LINE
-    prefetch(k + place[:, None] + line[None, :])
-    prefetch(v + place[:, None] + line[None, :])
+    prefetch(k + element[:, None] + line[None, :])
+    prefetch(v + element[:, None] + line[None, :])
 
 
 class Scratch:
@@ -204,7 +204,7 @@ def decode_attention(
             rows.lengths, rows.indptr, rows.indices, rows.pieces, scale * LOG2E, window or 2**30,
             q.stride(0), k.stride(0), k.stride(1),
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, BLOCK=cut.block,
-            PARTS=cut.parts, TILE=max(TILE, triton.next_power_of_2(heads // kv_heads)),
+            SPLITS=cut.splits, TILE=max(TILE, triton.next_power_of_2(heads // kv_heads)),
             WINDOWED=window is not None, num_warps=cut.warps, num_stages=cut.stages,
             **(early_launch(q.device) if early else {"EARLY": False}),
         )  # fmt: skip

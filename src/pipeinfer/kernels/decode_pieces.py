@@ -16,17 +16,17 @@ import triton
 import triton.language as tl
 
 WORDS = tl.constexpr(4)  # of a piece
-PART = tl.constexpr(1 << 16)  # what one more part adds to the fourth word of a row's pieces
+SPLIT = tl.constexpr(1 << 16)  # what one more split adds to the fourth word of a row's pieces
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How rows are cut: into at most `extra` pieces more than there are rows, into at most `parts`
+    """How rows are cut: into at most `extra` pieces more than there are rows, into at most `splits`
     each, and not below `least` tokens. `block` tokens of a piece are read at a time.
     """
 
     extra: int
-    parts: int
+    splits: int
     least: int
     block: int
     warps: int
@@ -35,7 +35,7 @@ class Cut:
 
 @triton.jit
 def _cut(
-    lengths, pieces, rows, extra, least, window, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    lengths, pieces, rows, extra, least, window, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK: tl.constexpr, EXTRA: tl.constexpr,
 ):  # fmt: skip
     """Program (row): each finds the place of its own pieces by what it knows of all rows."""
@@ -43,24 +43,24 @@ def _cut(
     length = tl.load(lengths + row, mask=row < rows, other=0)
     begin = tl.maximum(length - window, 0) // BLOCK * BLOCK
     tokens = length - begin
-    most = tl.maximum(tl.maximum(tl.cdiv(tl.sum(tokens), extra), least), tl.cdiv(tokens, PARTS))
+    most = tl.maximum(tl.maximum(tl.cdiv(tl.sum(tokens), extra), least), tl.cdiv(tokens, SPLITS))
     size = tl.cdiv(tl.cdiv(tokens, tl.maximum(tl.cdiv(tokens, most), 1)), BLOCK) * BLOCK
-    parts = tl.cdiv(tokens, tl.maximum(size, BLOCK))
+    splits = tl.cdiv(tokens, tl.maximum(size, BLOCK))
     its_size = tl.sum(tl.where(row == one, size, 0))
     before = (size > its_size) | ((size == its_size) & (row < one))
-    first = tl.sum(tl.where(before, parts, 0))
-    its_parts = tl.sum(tl.where(row == one, parts, 0))
+    first = tl.sum(tl.where(before, splits, 0))
+    its_splits = tl.sum(tl.where(row == one, splits, 0))
     its_begin = tl.sum(tl.where(row == one, begin, 0))
     its_length = tl.sum(tl.where(row == one, length, 0))
-    part = tl.arange(0, PARTS)
-    at, real = pieces + (first + part) * WORDS, part < its_parts
-    start = its_begin + part * its_size
-    tl.store(at, tl.full((PARTS,), one, tl.int32), mask=real)
+    split = tl.arange(0, SPLITS)
+    at, real = pieces + (first + split) * WORDS, split < its_splits
+    start = its_begin + split * its_size
+    tl.store(at, tl.full((SPLITS,), one, tl.int32), mask=real)
     tl.store(at + 1, start, mask=real)
     tl.store(at + 2, tl.minimum(start + its_size, its_length), mask=real)
-    tl.store(at + 3, tl.zeros((PARTS,), tl.int32) + first + its_parts * PART, mask=real)
+    tl.store(at + 3, tl.zeros((SPLITS,), tl.int32) + first + its_splits * SPLIT, mask=real)
     if one == 0:
-        rest = tl.sum(parts) + tl.arange(0, EXTRA)
+        rest = tl.sum(splits) + tl.arange(0, EXTRA)
         tl.store(pieces + rest * WORDS, tl.full((EXTRA,), -1, tl.int32), mask=rest < rows + extra)
 
 
@@ -88,7 +88,7 @@ def cut_rows(
     if rows:
         _cut[(rows,)](
             lengths, pieces, rows, cut.extra, cut.least, window or 2**30,
-            ROWS=triton.next_power_of_2(rows), PARTS=cut.parts, BLOCK=cut.block,
+            ROWS=triton.next_power_of_2(rows), SPLITS=cut.splits, BLOCK=cut.block,
             EXTRA=triton.next_power_of_2(rows + cut.extra), num_warps=4,
         )  # fmt: skip
 
@@ -107,8 +107,8 @@ def cut_rows_reference(
     for row, begin, length in spans:
         tokens = length - begin
         if tokens:
-            parts = -(-tokens // max(share, -(-tokens // cut.parts)))
-            size = -(-tokens // (parts * cut.block)) * cut.block
+            splits = -(-tokens // max(share, -(-tokens // cut.splits)))
+            size = -(-tokens // (splits * cut.block)) * cut.block
             rows.append((size, row, begin, length))
     found: list[tuple[int, int, int, int, int]] = []
     for size, row, begin, length in sorted(rows, key=lambda one: (-one[0], one[1])):

@@ -28,13 +28,13 @@ def _edit(
     for begin in range(0, tl.load(counts + slot), BLOCK):
         at = begin + tl.arange(0, BLOCK)
         inside = at < tl.load(counts + slot)
-        place = words + slot * most + at
-        column = tl.load(place, mask=inside, other=-1) - first_id
+        stored = words + slot * most + at
+        column = tl.load(stored, mask=inside, other=-1) - first_id
         held = inside & (column >= 0) & (column < width)
-        never = position < tl.load(place + 2 * slot_count * most, mask=held, other=0)
+        never = position < tl.load(stored + 2 * slot_count * most, mask=held, other=0)
         target = logits + row * stride + column
         if VALUES:
-            bits = tl.load(place + slot_count * most, mask=held, other=0)
+            bits = tl.load(stored + slot_count * most, mask=held, other=0)
             value = tl.load(target, mask=held, other=0.0) + bits.to(tl.float32, bitcast=True)
             tl.store(target, tl.where(never, float("-inf"), value), mask=held)
         else:

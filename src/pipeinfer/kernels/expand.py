@@ -29,9 +29,9 @@ def _write(pairs, count, words, BLOCK: tl.constexpr):
     for begin in range(tl.program_id(0) * BLOCK, many // 2, step):
         at = begin + tl.arange(0, BLOCK)
         inside = 2 * at < many
-        place = tl.load(pairs + 2 * at, mask=inside, other=0)
+        index = tl.load(pairs + 2 * at, mask=inside, other=0)
         value = tl.load(pairs + 2 * at + 1, mask=inside, other=0)
-        tl.store(words + place, value, mask=inside)
+        tl.store(words + index, value, mask=inside)
 
 
 def write_words(pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from pipeinfer.kernels import noise
 from pipeinfer.kernels.lanes import (
     best_of_lanes,
     load_lanes,
-    load_part,
+    load_share,
     pack,
     peak_of_lanes,
     score_of,
@@ -30,7 +30,7 @@ from pipeinfer.kernels.triton_noise import gumbel, words
 from pipeinfer.kernels.truncated import (
     CANDIDATES,
     CHUNK,
-    PLACES,
+    PER_BLOCK,
     choose,
     collect,
     is_truncated,
@@ -47,33 +47,33 @@ _TRUNCATED = tl.constexpr(2)
 
 
 @triton.jit
-def _kind(row, temperature, top_k, top_p, min_p, vocab, TRUNCATE: tl.constexpr):
+def _kind(row, temperatures, top_k, top_p, min_p, vocab, TRUNCATE: tl.constexpr):
     """0 is greedy, 1 is random over the whole row, 2 is truncated."""
-    heat = tl.load(temperature + row)
-    kind = (heat >= _GREEDY).to(tl.int32)
+    temperature = tl.load(temperatures + row)
+    kind = (temperature >= _GREEDY).to(tl.int32)
     if TRUNCATE:
-        cut = is_truncated(heat, top_k + row, top_p + row, min_p + row, vocab, _GREEDY)
+        cut = is_truncated(temperature, top_k + row, top_p + row, min_p + row, vocab, _GREEDY)
         kind += cut.to(tl.int32)
     return kind
 
 
 @triton.jit
 def scan(
-    logits, temperature, top_k, top_p, min_p, seeds, positions, peaks, sums, bests,
+    logits, temperatures, top_k, top_p, min_p, seeds, positions, peaks, sums, bests,
     stride, vocab, blocks, skipped, start, BLOCK: tl.constexpr, TRUNCATE: tl.constexpr,
-    PART: tl.constexpr,
+    SHARE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block). Leaves the block's largest logit, its peak, and in `bests`
 
     the best score x = (logit - peak) / temperature + noise with its id, without noise where
-    greedy; of a truncated row, in `sums`, the sum of exp(x) without noise. PART: see load_part.
+    greedy; of a truncated row, in `sums`, the sum of exp(x) without noise. SHARE: see load_share.
     """
     row = tl.program_id(0)
     first = tl.program_id(1) * BLOCK
-    kind = _kind(row, temperature, top_k, top_p, min_p, vocab, TRUNCATE)
+    kind = _kind(row, temperatures, top_k, top_p, min_p, vocab, TRUNCATE)
     whole = logits + row.to(tl.int64) * stride
-    if PART:
-        l0, l1, l2, l3, counters = load_part(whole, first, skipped, start, vocab, BLOCK)
+    if SHARE:
+        l0, l1, l2, l3, counters = load_share(whole, first, skipped, start, vocab, BLOCK)
     else:
         l0, l1, l2, l3, counters = load_lanes(whole, first, vocab, BLOCK)
     none = tl.zeros_like(l0)
@@ -83,7 +83,7 @@ def scan(
         g0, g1, g2, g3 = gumbel(w0), gumbel(w1), gumbel(w2), gumbel(w3)
     peak = peak_of_lanes(l0, l1, l2, l3)
     base = tl.where(peak > float("-inf"), peak, 0.0)
-    scale = 1.0 / tl.where(kind == 0, 1.0, tl.load(temperature + row))
+    scale = 1.0 / tl.where(kind == 0, 1.0, tl.load(temperatures + row))
     l0, l1 = (l0 - base) * scale, (l1 - base) * scale
     l2, l3 = (l2 - base) * scale, (l3 - base) * scale
     at = row * blocks + tl.program_id(1)
@@ -97,12 +97,12 @@ def scan(
 
 @triton.jit
 def _reduce(
-    temperature, top_k, top_p, min_p, peaks, bests, drawn, last_token, slots, vocab, blocks,
+    temperatures, top_k, top_p, min_p, peaks, bests, drawn, last_token, slots, vocab, blocks,
     BLOCKS: tl.constexpr, TRUNCATE: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """One program per row: the best of its blocks. Does nothing for rows that choose() serves."""
     row = tl.program_id(0)
-    kind = _kind(row, temperature, top_k, top_p, min_p, vocab, TRUNCATE)
+    kind = _kind(row, temperatures, top_k, top_p, min_p, vocab, TRUNCATE)
     if kind != _TRUNCATED:
         at = row * blocks + tl.arange(0, BLOCKS)
         inside = tl.arange(0, BLOCKS) < blocks
@@ -110,7 +110,7 @@ def _reduce(
         best = tl.load(bests + at, mask=inside, other=-(2**63))
         peak = tl.max(maxima, axis=0)
         score = score_of(best)
-        score += (maxima - peak) / tl.where(kind == 0, 1.0, tl.load(temperature + row))
+        score += (maxima - peak) / tl.where(kind == 0, 1.0, tl.load(temperatures + row))
         packed = pack(tl.where(inside, score, float("-inf")), token_of(best))
         token = token_of(tl.max(packed, axis=0))
         settle(
@@ -142,7 +142,7 @@ def sample(
     knobs = (temperature, top_k, top_p, min_p)
     scan[(rows, blocks)](
         logits, *knobs, seeds, positions, peaks, sums, bests, logits.stride(0), vocab, blocks,
-        0, 0, BLOCK=BLOCK, TRUNCATE=truncate, PART=False, num_warps=WARPS,
+        0, 0, BLOCK=BLOCK, TRUNCATE=truncate, SHARE=False, num_warps=WARPS,
     )  # fmt: skip
     options = {"BLOCKS": triton.next_power_of_2(blocks), "KEEP": last_token is not None}
     target = (drawn, last_token, slots)
@@ -162,20 +162,20 @@ def _truncated(
     """Serves the rows that something restricts; `options` as the reduction has them."""
     rows, vocab = logits.shape
     blocks, padded = peaks.shape[1], options["BLOCKS"]
-    places = min(PLACES, BLOCK)
-    few = logits.new_empty(rows, blocks * places)
-    names = logits.new_empty(rows, blocks * places, dtype=torch.int16)
+    per_block = min(PER_BLOCK, BLOCK)
+    few = logits.new_empty(rows, blocks * per_block)
+    names = logits.new_empty(rows, blocks * per_block, dtype=torch.int16)
     counts = logits.new_empty(rows, blocks, dtype=torch.int32)
     if CHOOSE_REGISTERS:
         options = options | {"maxnreg": CHOOSE_REGISTERS}
     sizes = (logits.stride(0), vocab, blocks)
     collect[(rows, blocks)](
         logits, *knobs, peaks, sums, few, names, counts, *sizes, BLOCKS=padded, BLOCK=BLOCK,
-        PLACES=places, GREEDY=GREEDY_BELOW, num_warps=4,
+        PER_BLOCK=per_block, GREEDY=GREEDY_BELOW, num_warps=4,
     )  # fmt: skip
     choose[(rows,)](
         logits, *knobs, seeds, positions, peaks, sums, few, names, counts, *target, *sizes,
-        PLACES=places, CANDIDATES=CANDIDATES, CHUNK=CHUNK, LANES=BLOCK, GREEDY=GREEDY_BELOW,
+        PER_BLOCK=per_block, CANDIDATES=CANDIDATES, CHUNK=CHUNK, LANES=BLOCK, GREEDY=GREEDY_BELOW,
         SHIFT=_unused_bits(logits.dtype), num_warps=CHOOSE_WARPS, **options,
     )  # fmt: skip
 
@@ -196,13 +196,19 @@ def sample_reference(logits: torch.Tensor, *knobs: torch.Tensor) -> torch.Tensor
 
 
 def _row_reference(
-    values: torch.Tensor, heat: float, k: int, p: float, min_p: float, seed: int, position: int
+    values: torch.Tensor,
+    temperature: float,
+    k: int,
+    p: float,
+    min_p: float,
+    seed: int,
+    position: int,
 ) -> int:
     if not torch.isfinite(values.max()):
         return -1
-    if heat < GREEDY_BELOW:
+    if temperature < GREEDY_BELOW:
         return int(values.argmax())
-    x = (values - values.max()) / heat
+    x = (values - values.max()) / temperature
     ranked = x.sort(descending=True).values
     if 0 < k < len(x):
         x[x < ranked[k - 1]] = -torch.inf

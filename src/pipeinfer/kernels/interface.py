@@ -22,8 +22,8 @@ class Kernels(Protocol):
     """All on the current stream and without a synchronisation; grids depend on capacities only."""
 
     def write_words(self, pairs: torch.Tensor, count: torch.Tensor, words: torch.Tensor, /) -> None:
-        """words[place] = value for the first `count` int32 [1] of the (place, value) in `pairs`,
-        int32 [2n], of which no two have one place and different values."""
+        """words[index] = value for the first `count` int32 [1] of the (index, value) in `pairs`,
+        int32 [2n], of which no two have one index and different values."""
         ...
 
     def expand(

@@ -30,7 +30,7 @@ def load_lanes(row, first, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_part(row, first, skipped, start, count, BLOCK: tl.constexpr):
+def load_share(row, first, skipped, start, count, BLOCK: tl.constexpr):
     """As load_lanes of a row that has ids start + skipped .. start + skipped + count - 1 only;
 
     `start` is a multiple of 4, `skipped` less than 4, and `first` counts from `start`.

@@ -119,10 +119,10 @@ def _down(
 
 @triton.jit
 def _combine(
-    parts, chosen, out, first, held, TOP_K: tl.constexpr, HIDDEN: tl.constexpr,
+    by_pair, chosen, out, first, held, TOP_K: tl.constexpr, HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """Sums the parts of one token; SOME: those of experts first .. first + held - 1 only."""
+    """Sums the rows of one token's pairs; SOME: those of experts first .. first + held - 1 only."""
     token = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -132,7 +132,7 @@ def _combine(
         if SOME:  # nobody has written the others
             expert = tl.load(chosen + pair)
             width = tl.where((expert >= first) & (expert < first + held), HIDDEN, 0)
-        at = parts + pair * HIDDEN + lane
+        at = by_pair + pair * HIDDEN + lane
         total += tl.load(at, mask=lane < width, other=0.0).to(tl.float32)
     tl.store(out + token * HIDDEN + lane, total, mask=lane < HIDDEN)
 
@@ -162,7 +162,7 @@ def experts_mlp(
     chosen = chosen.contiguous()
     plan = align(chosen, num_experts, tile.rows, first)
     middle = x.new_empty(size, inter)
-    parts = x.new_empty(size, hidden)
+    by_pair = x.new_empty(size, hidden)
     shared, options = _launch(plan, tile)
     blocks = plan.experts.shape[0]
     _gate_up[(blocks * triton.cdiv(inter, tile.columns),)](
@@ -170,19 +170,21 @@ def experts_mlp(
         INTER=inter, **options,
     )  # fmt: skip
     _down[(blocks * triton.cdiv(hidden, tile.columns),)](
-        middle, down, weights.contiguous(), parts, *shared, size, blocks, HIDDEN=hidden,
+        middle, down, weights.contiguous(), by_pair, *shared, size, blocks, HIDDEN=hidden,
         INTER=inter, **options,
     )  # fmt: skip
-    return _sums(parts, chosen, first if num_experts < of else None, num_experts)
+    return _sums(by_pair, chosen, first if num_experts < of else None, num_experts)
 
 
-def _sums(parts: torch.Tensor, chosen: torch.Tensor, first: int | None, held: int) -> torch.Tensor:
-    """[T, hidden] of parts [T * top_k, hidden]; with `first`, of the experts that are held only."""
-    (tokens, top_k), hidden = chosen.shape, parts.shape[1]
-    out = parts.new_empty(tokens, hidden)
+def _sums(
+    by_pair: torch.Tensor, chosen: torch.Tensor, first: int | None, held: int
+) -> torch.Tensor:
+    """[T, hidden] of `by_pair` [T * top_k, hidden]; with `first`, of the held experts only."""
+    (tokens, top_k), hidden = chosen.shape, by_pair.shape[1]
+    out = by_pair.new_empty(tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine[(tokens, triton.cdiv(hidden, block))](
-        parts, chosen, out, first or 0, held, TOP_K=top_k, HIDDEN=hidden, BLOCK=block,
+        by_pair, chosen, out, first or 0, held, TOP_K=top_k, HIDDEN=hidden, BLOCK=block,
         SOME=first is not None, num_warps=4,
     )  # fmt: skip
     return out
@@ -207,6 +209,6 @@ def experts_mlp_reference(
     for expert in chosen.unique().tolist():
         token, choice = torch.nonzero(chosen == expert, as_tuple=True)
         gate, up = (x[token].float() @ gate_up[expert].float().T).chunk(2, dim=-1)
-        part = (torch.nn.functional.silu(gate) * up) @ down[expert].float().T
-        out.index_add_(0, token, part * weights[token, choice, None].float())
+        one = (torch.nn.functional.silu(gate) * up) @ down[expert].float().T
+        out.index_add_(0, token, one * weights[token, choice, None].float())
     return out.to(x.dtype)

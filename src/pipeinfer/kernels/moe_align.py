@@ -47,7 +47,7 @@ def _count(chosen, counts, size, first, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _place(
+def _scatter(
     chosen, counts, pairs, experts, used, size, num_experts, name_of_0,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +90,7 @@ def align(chosen: torch.Tensor, num_experts: int, block: int, first: int = 0) ->
     chunk = min(CHUNK, max(triton.next_power_of_2(size), 16))
     warps = 16 if chunk > 4096 else 8
     _count[(num_experts,)](chosen, counts, size, first, CHUNK=chunk, num_warps=warps)
-    _place[(num_experts,)](
+    _scatter[(num_experts,)](
         chosen, counts, result.pairs, result.experts, result.used, size, num_experts, first,
         EXPERTS=triton.next_power_of_2(num_experts), BLOCK=block, CHUNK=chunk, num_warps=warps,
     )  # fmt: skip

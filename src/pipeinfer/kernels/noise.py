@@ -43,9 +43,9 @@ def philox(
 def words(seeds: np.ndarray, positions: np.ndarray, counters: np.ndarray) -> list[np.ndarray]:
     """Output words 0..3 for seeds (uint64), positions (int64) and id // 4, broadcast together."""
     seeds = seeds.astype(np.uint64)
-    places = positions.astype(np.int64).view(np.uint64)
-    zero = np.zeros_like(places)
-    counter = (counters.astype(np.uint64), places & WORD, places >> HALF, zero)
+    where = positions.astype(np.int64).view(np.uint64)
+    zero = np.zeros_like(where)
+    counter = (counters.astype(np.uint64), where & WORD, where >> HALF, zero)
     return list(philox(counter, (seeds & WORD, seeds >> HALF)))
 
 

@@ -1,6 +1,6 @@
 """RMSNorm in Triton, alone or fused with the residual addition before it.
 
-For devices on which no library's kernel is better, and for sums that are still in parts, which no
+For devices on which no library's kernel is better, and for sums that are still partial, which no
 library's kernel takes; needs triton. Knows vectors, no layer.
 """
 
@@ -22,8 +22,9 @@ THREAD = 4  # values of a vector that a thread has, at most
 
 @triton.jit
 def _norm(
-    x, residual, weight, out, eps, x_stride, part_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr, EARLY: tl.constexpr,
+    x, residual, weight, out, eps, x_stride, partial_stride, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row. EARLY: it starts while the kernel before it ends, and lets the next do the same."""
     row = tl.program_id(0).to(tl.int64)
@@ -36,8 +37,8 @@ def _norm(
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
     value = tl.load(x + row * x_stride + lane, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        at = x + part * part_stride + row * x_stride + lane
+    for partial in tl.static_range(1, PARTIALS):
+        at = x + partial * partial_stride + row * x_stride + lane
         value += tl.load(at, mask=inside, other=0.0)
     if ADD:
         at = residual + row * SIZE + lane
@@ -65,19 +66,19 @@ def rms_norm(
     weight rounds again). Source: https://arxiv.org/abs/1910.07467.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    _launch(x, residual, weight, out, eps, parts=1, offset=offset)
+    _launch(x, residual, weight, out, eps, partials=1, offset=offset)
     return out
 
 
 def sum_norm(
-    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    partials: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """`rms_norm` of residual [T, size] plus the sum of parts float32 [P, T, size], contiguous.
+    """`rms_norm` of residual [T, size] plus the sum of partials float32 [P, T, size], contiguous.
 
     The new residual is written where it was; the norm has its dtype.
     """
     out = torch.empty_like(residual)
-    _launch(parts, residual, weight, out, eps, parts=parts.shape[0])
+    _launch(partials, residual, weight, out, eps, partials=partials.shape[0])
     return out
 
 
@@ -87,7 +88,7 @@ def _launch(
     weight: torch.Tensor,
     out: torch.Tensor,
     eps: float,
-    parts: int,
+    partials: int,
     offset: float = 0.0,
 ) -> None:
     tokens, size = out.shape
@@ -95,7 +96,7 @@ def _launch(
     if tokens:
         _norm[(tokens,)](
             x, residual, weight, out, eps, x.stride(-2), x.stride(0), SIZE=size, BLOCK=block,
-            PARTS=parts, ADD=residual is not None, OFFSET=offset,
+            PARTIALS=partials, ADD=residual is not None, OFFSET=offset,
             num_warps=min(max(block // (32 * THREAD), 1), 16), **early_launch(x.device),
         )  # fmt: skip
 

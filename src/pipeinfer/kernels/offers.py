@@ -28,32 +28,32 @@ _NOTHING = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def _best(temperature, maxima, packed):
+def _best(temperatures, maxima, packed):
     """(packed best of several candidates, greatest logit); each is relative to its maximum."""
-    heat = tl.load(temperature)
+    temperature = tl.load(temperatures)
     peak = tl.max(maxima, axis=0)
-    score = score_of(packed) + (maxima - peak) / tl.where(heat < _GREEDY, 1.0, heat)
+    score = score_of(packed) + (maxima - peak) / tl.where(temperature < _GREEDY, 1.0, temperature)
     # Infinities less infinities are no number, which would sort above all.
     score = tl.where(maxima > float("-inf"), score, float("-inf"))
     return tl.max(pack(score, token_of(packed)), axis=0), peak
 
 
 @triton.jit
-def _offer(temperature, peaks, bests, offers, blocks, BLOCKS: tl.constexpr):
+def _offer(temperatures, peaks, bests, offers, blocks, BLOCKS: tl.constexpr):
     """One program per row: the best of its blocks."""
     row = tl.program_id(0)
     at = row * blocks + tl.arange(0, BLOCKS)
     inside = tl.arange(0, BLOCKS) < blocks
     maxima = tl.load(peaks + at, mask=inside, other=float("-inf"))
     packed = tl.load(bests + at, mask=inside, other=_NOTHING)
-    best, peak = _best(temperature + row, maxima, packed)
+    best, peak = _best(temperatures + row, maxima, packed)
     tl.store(offers + 2 * row, best)
     tl.store(offers + 2 * row + 1, peak.to(tl.int32, bitcast=True).to(tl.int64))
 
 
 @triton.jit
 def _choose(
-    offers, temperature, drawn, last_token, slots, rows, ranks, RANKS: tl.constexpr,
+    offers, temperatures, drawn, last_token, slots, rows, ranks, RANKS: tl.constexpr,
     KEEP: tl.constexpr,
 ):  # fmt: skip
     """One program per row: the best of all ranks."""
@@ -63,7 +63,7 @@ def _choose(
     packed = tl.load(at, mask=rank < ranks, other=_NOTHING)
     bits = tl.load(at + 1, mask=rank < ranks, other=0)
     maxima = bits.to(tl.int32).to(tl.float32, bitcast=True)
-    best, peak = _best(temperature + row, tl.where(rank < ranks, maxima, float("-inf")), packed)
+    best, peak = _best(temperatures + row, tl.where(rank < ranks, maxima, float("-inf")), packed)
     token = tl.where(tl.abs(peak) < float("inf"), token_of(best), -1)
     settle(row, token, drawn, last_token, slots, KEEP)
 
@@ -86,7 +86,7 @@ def offer(
     unused = (temperature,) * 3
     gumbel.scan[(rows, blocks)](
         logits, temperature, *unused, seeds, positions, peaks, peaks, bests, logits.stride(0),
-        share, blocks, skipped, start - skipped, BLOCK=gumbel.BLOCK, TRUNCATE=False, PART=True,
+        share, blocks, skipped, start - skipped, BLOCK=gumbel.BLOCK, TRUNCATE=False, SHARE=True,
         num_warps=gumbel.WARPS,
     )  # fmt: skip
     _offer[(rows,)](

@@ -46,21 +46,21 @@ def _dot(a, w, total, ROWS_FIRST: tl.constexpr):
 @triton.jit
 def _product(
     x, weight, bias, out, rows, x_stride, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr,
     GATED: tl.constexpr, BIASED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns, part of the depth, rows): one tile of out [PARTS, rows, WIDTH].
+    """Program (columns, split of the depth, rows): one tile of out [SPLITS, rows, WIDTH].
     GATED: weight [2 WIDTH, DEPTH], and out = silu(x @ first.T) * (x @ second.T)."""
-    share: tl.constexpr = DEPTH // PARTS
+    share: tl.constexpr = DEPTH // SPLITS
     rows_first: tl.constexpr = ROWS >= 64
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    part = tl.program_id(1)
+    split = tl.program_id(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    depth = part * share + tl.arange(0, STEP)
+    depth = split * share + tl.arange(0, STEP)
     right = weight + column.to(tl.int64)[:, None] * DEPTH + depth[None, :]
     if EARLY:
         lines = tl.arange(0, AHEAD * STEP // LINE) * LINE
-        first = weight + column.to(tl.int64)[:, None] * DEPTH + part * share + lines[None, :]
+        first = weight + column.to(tl.int64)[:, None] * DEPTH + split * share + lines[None, :]
         prefetch(first)
         if GATED:
             prefetch(first + WIDTH * DEPTH)
@@ -81,8 +81,8 @@ def _product(
     if not rows_first:
         total = tl.trans(total)
     if BIASED:
-        total += tl.where(part == 0, tl.load(bias + column).to(tl.float32), 0.0)[None, :]
-    tl.store(out + (part * rows + row)[:, None] * WIDTH + column[None, :], total, mask=real)
+        total += tl.where(split == 0, tl.load(bias + column).to(tl.float32), 0.0)[None, :]
+    tl.store(out + (split * rows + row)[:, None] * WIDTH + column[None, :], total, mask=real)
 
 
 def _launch(
@@ -94,11 +94,11 @@ def _launch(
     gated: bool,
 ) -> None:
     (rows, depth), width = x.shape, out.shape[-1]
-    grid = width // tile.columns, tile.parts, triton.cdiv(rows, tile.rows)
+    grid = width // tile.columns, tile.splits, triton.cdiv(rows, tile.rows)
     _product[grid](
         x, weight, bias, out, rows, x.stride(0), WIDTH=width, DEPTH=depth, ROWS=tile.rows,
-        COLUMNS=tile.columns, STEP=tile.step, PARTS=tile.parts, GATED=gated,
-        BIASED=bias is not None, AHEAD=min(AHEAD, depth // (tile.parts * tile.step)),
+        COLUMNS=tile.columns, STEP=tile.step, SPLITS=tile.splits, GATED=gated,
+        BIASED=bias is not None, AHEAD=min(AHEAD, depth // (tile.splits * tile.step)),
         num_warps=tile.warps, num_stages=tile.stages, **early_launch(x.device),
     )  # fmt: skip
 
@@ -108,7 +108,7 @@ def product(
 ) -> torch.Tensor:
     """x [T, depth] @ weight [width, depth].T + bias [width]: [T, width] in x's dtype.
 
-    Rows of x may be strided, all else is contiguous; the tile has one part, and divides the shape.
+    Rows of x may be strided, all else is contiguous; the tile has one split, and divides the shape.
     float32 inside, rounded once.
     """
     out = x.new_empty(x.shape[0], weight.shape[0])
@@ -129,11 +129,11 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Te
 def split_product(
     x: torch.Tensor, weight: torch.Tensor, tile: Tile, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """float32 [tile.parts, T, width], whose sum over the first dimension is x @ weight.T + bias.
+    """float32 [tile.splits, T, width], whose sum over the first dimension is x @ weight.T + bias.
 
     As `product` otherwise.
     """
-    size = tile.parts, x.shape[0], weight.shape[0]
+    size = tile.splits, x.shape[0], weight.shape[0]
     out = torch.empty(size, dtype=torch.float32, device=x.device)
     _launch(tile, x, weight, bias, out, gated=False)
     return out

@@ -22,21 +22,21 @@ FEWEST_PROGRAMS = 16
 
 @dataclass(frozen=True)
 class Tile:
-    """Of one program: rows, columns, and `step` of the depth at a time; `parts` programs share the
+    """Of one program: rows, columns, and `step` of the depth at a time; `splits` programs share the
     depth of a tile.
     """
 
     rows: int
     columns: int
     step: int
-    parts: int
+    splits: int
     warps: int
     stages: int
 
     def fits(self, width: int, depth: int) -> bool:
         """Whether it divides the shape, and leaves enough programs."""
-        programs = width // self.columns * self.parts
-        divides = width % self.columns == 0 and depth % (self.parts * self.step) == 0
+        programs = width // self.columns * self.splits
+        divides = width % self.columns == 0 and depth % (self.splits * self.step) == 0
         return divides and programs >= FEWEST_PROGRAMS
 
 
@@ -70,16 +70,16 @@ def _gated(height: int, rows: int, width: int, depth: int) -> Tile:
 
 def _split(height: int, rows: int, width: int, depth: int) -> Tile:
     if rows > 64:
-        return Tile(height, 64, 128, _parts(4, depth, 128), 4, 4)
+        return Tile(height, 64, 128, _splits(4, depth, 128), 4, 4)
     if rows > 32:
         if width <= 1024:
-            return Tile(height, 32, 64, _parts(4, depth, 64), 4, 6)
-        return Tile(height, 64, 128, _parts(2 if width >= 4096 else 4, depth, 128), 8, 4)
-    parts = _parts(8 if width <= 2560 else 4, depth, 64)
-    return Tile(height, 64, 64, parts, 4, _stages(width // 64 * parts))
+            return Tile(height, 32, 64, _splits(4, depth, 64), 4, 6)
+        return Tile(height, 64, 128, _splits(2 if width >= 4096 else 4, depth, 128), 8, 4)
+    splits = _splits(8 if width <= 2560 else 4, depth, 64)
+    return Tile(height, 64, 64, splits, 4, _stages(width // 64 * splits))
 
 
-def _parts(most: int, depth: int, step: int) -> int:
+def _splits(most: int, depth: int, step: int) -> int:
     """The largest power of two up to `most` that shares the depth evenly."""
     while most > 1 and depth % (most * step):
         most //= 2

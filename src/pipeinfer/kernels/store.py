@@ -25,12 +25,12 @@ ELEMENTS = 2048  # of one program; each of its threads reads 16 bytes of either 
 
 
 @triton.jit
-def _turned(
+def _rotated(
     source, target, first, angles, cos, sin, norm, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     NORM: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Norms (optional), turns and stores heads first .. first + GROUP - 1 of one token."""
+    """Norms (optional), rotates and stores heads first .. first + GROUP - 1 of one token."""
     half: tl.constexpr = DIM // 2
     heads = first + tl.arange(0, GROUP)[:, None]
     lane = tl.arange(0, BLOCK)[None, :]
@@ -91,14 +91,14 @@ def _store(
     if TABLE:
         angles = tl.load(positions + token).to(tl.int64) * angle_stride
     if group < q_groups:
-        _turned(source, queries + token * (HEADS * DIM), group * GROUP, angles, cos, sin, q_norm,
+        _rotated(source, queries + token * (HEADS * DIM), group * GROUP, angles, cos, sin, q_norm,
                 eps, HEADS, DIM, GROUP, BLOCK, NORM, OFFSET)  # fmt: skip
     else:
         place = tl.load(places + token).to(tl.int64)
         if place >= 0:
             if group < q_groups + kv_groups:
                 first = (group - q_groups) * GROUP
-                _turned(source + HEADS * DIM, k_cache + place * k_stride, first, angles, cos, sin,
+                _rotated(source + HEADS * DIM, k_cache + place * k_stride, first, angles, cos, sin,
                         k_norm, eps, KV_HEADS, DIM, GROUP, BLOCK, NORM, OFFSET)  # fmt: skip
             else:
                 first = (group - q_groups - kv_groups) * GROUP
@@ -106,7 +106,7 @@ def _store(
                         KV_HEADS, DIM, GROUP, BLOCK)  # fmt: skip
 
 
-def turn_and_store(
+def rotate_and_store(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -122,7 +122,7 @@ def turn_and_store(
     offset: float = 0.0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Queries [T, num_heads, head_dim], normed and turned; keys and values go into their pages.
+    """Queries [T, num_heads, head_dim], normed and rotated; keys and values go into their pages.
 
     qkv [T, (num_heads + 2 kv_heads) * head_dim], rows may be strided: queries, keys, values. cos,
     sin, any float dtype: [T, head_dim / 2] (or [T, 1, ..]) of the tokens; with `positions` [T] a
@@ -158,7 +158,7 @@ def _check(qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, num_
             raise ValueError(f"a cache with strides {cache.stride()} has no uniform token stride")
 
 
-def turn_and_store_reference(
+def rotate_and_store_reference(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -184,11 +184,11 @@ def turn_and_store_reference(
         q = torch.nn.functional.rms_norm(q, (dim,), q_norm.float() + offset, eps)
         k = torch.nn.functional.rms_norm(k, (dim,), k_norm.float() + offset, eps)
 
-    def turn(x: torch.Tensor) -> torch.Tensor:
+    def rotate(x: torch.Tensor) -> torch.Tensor:
         left, right = x.chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
     stored = places >= 0
-    k_cache.flatten(0, 1)[places[stored].long()] = turn(k)[stored].to(k_cache.dtype)
+    k_cache.flatten(0, 1)[places[stored].long()] = rotate(k)[stored].to(k_cache.dtype)
     v_cache.flatten(0, 1)[places[stored].long()] = v[stored].to(v_cache.dtype)
-    return turn(q).to(qkv.dtype)
+    return rotate(q).to(qkv.dtype)

@@ -13,7 +13,7 @@ import torch
 
 from pipeinfer.layers.linear import RowLinear, merged_qkv
 from pipeinfer.layers.norm import HeadNorm, NormKind
-from pipeinfer.layers.pending import Pending
+from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rotation, rotate
 
@@ -29,14 +29,14 @@ class MergedHeads(NamedTuple):
     norm: HeadNorm | None
     rotation: Rotation
 
-    def split_and_turn(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [T, heads, head_dim], normed and turned by torch operations;
+    def split_and_rotate(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [T, heads, head_dim], normed and rotated by torch operations;
         views with strided rows.
         """
         # Heads of one token: [ queries | keys | values ]
         heads = self.product.unflatten(-1, (self.num_heads + 2 * self.num_kv_heads, -1))
-        turned = self.num_heads + self.num_kv_heads
-        keyed, values = heads[:, :turned], heads[:, turned:]
+        rotated = self.num_heads + self.num_kv_heads
+        keyed, values = heads[:, :rotated], heads[:, rotated:]
         if self.norm is not None:
             keyed = self.norm(keyed)
         keyed = rotate(keyed, self.rotation.angles)
@@ -94,7 +94,7 @@ class SelfAttention:
         rotation: Rotation,
         attend: Attend,
         rows: torch.Tensor | None = None,
-    ) -> torch.Tensor | Pending:
+    ) -> torch.Tensor | PartialSum:
         """rows: int64 [S], whose output is wanted; None: all."""
         heads = MergedHeads(self.qkv(x), self.num_heads, self.num_kv_heads, self.norm, rotation)
         out = attend(self.layer, heads).flatten(1)

@@ -32,9 +32,9 @@ class VocabularyRows:
         """`prefix` is the path of the parent module, with its dot."""
         weight = self.matrix.weight
         hidden = weight.shape[1]
-        part = (slice(self.start, self.stop), slice(0, hidden))
+        slices = (slice(self.start, self.stop), slice(0, hidden))
         target = weight[: self.stop - self.start]
-        yield Source(f"{prefix}{self._name}.weight", (self.vocab_size, hidden), part, target)
+        yield Source(f"{prefix}{self._name}.weight", (self.vocab_size, hidden), slices, target)
 
 
 class Embedding:
@@ -70,7 +70,7 @@ class ScaledEmbedding:
 class Head:
     """Hidden states [S, hidden] to logits [S, vocab]; `rows` are the embedding's where tied.
 
-    `local` gives this rank's part only, [S, share], for ids `rows.start` and following.
+    `local` gives this rank's share only, [S, share], for ids `rows.start` and following.
     """
 
     def __init__(self, rows: VocabularyRows, placement: Placement) -> None:

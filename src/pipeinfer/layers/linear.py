@@ -1,6 +1,6 @@
 """Linear layers, split over ranks by output (column) or by input (row), merged where inputs agree.
 
-Weights are [out, in], as in the checkpoint; each rank allocates its own part only. Knows no
+Weights are [out, in], as in the checkpoint; each rank allocates its own share only. Knows no
 attention, no model and no file.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeinfer.layers.matrix import Matrix
-from pipeinfer.layers.pending import Pending
+from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.skinny import skinny_products
 
@@ -59,8 +59,8 @@ class ColumnLinear:
             rows = slice(row, row + block.stop - block.start)
             held = slice(block.start, block.stop)
             name = f"{prefix}{block.name}"
-            part = (held, slice(0, columns))
-            yield Source(f"{name}.weight", (block.rows, columns), part, weight[rows])
+            slices = (held, slice(0, columns))
+            yield Source(f"{name}.weight", (block.rows, columns), slices, weight[rows])
             if bias is not None:
                 yield Source(f"{name}.bias", (block.rows,), (held,), bias[rows])
             row = rows.stop
@@ -78,16 +78,16 @@ class RowLinear:
         self._name = name
         self._placement = placement
         skinny = skinny_products(placement.device, placement.dtype)
-        self._skinny = skinny if placement.alone and placement.pending else None
+        self._skinny = skinny if placement.alone and placement.defers_sums else None
         self._in_features = in_features
         self._out_features = out_features
         self._start, self._stop = placement.shard.span(in_features)
         self._bias = placement.empty(out_features) if bias else None
         weight = placement.empty(out_features, self._stop - self._start)
-        # Over several ranks the bias counts once: it is added to the sum, not to each part.
+        # Over several ranks the bias counts once: it is added to the sum, not to each share.
         self.matrix = Matrix(weight, self._bias if placement.alone else None)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor | Pending:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
         if self._skinny is not None:
             later = self._skinny.later(x, self.matrix.weight, self._bias)
             if later is not None:
@@ -96,7 +96,7 @@ class RowLinear:
         buffer = None if fusion is None else fusion.buffer(x.shape[0], self._out_features)
         if fusion is not None and buffer is not None:
             bias = None if self._placement.shard.rank else self._bias
-            return Pending(self.matrix.into(buffer, x, bias), fusion)
+            return PartialSum(self.matrix.into(buffer, x, bias), fusion)
         total = self._placement.reduce(self.matrix(x))
         return total if self._bias is None or self._placement.alone else total.add_(self._bias)
 
@@ -104,9 +104,9 @@ class RowLinear:
         """`prefix` is the path of the parent module, with its dot."""
         weight = self.matrix.weight
         rows = weight.shape[0]
-        part = (slice(0, rows), slice(self._start, self._stop))
+        slices = (slice(0, rows), slice(self._start, self._stop))
         name = f"{prefix}{self._name}"
-        yield Source(f"{name}.weight", (rows, self._in_features), part, weight)
+        yield Source(f"{name}.weight", (rows, self._in_features), slices, weight)
         if self._bias is not None:
             yield Source(f"{name}.bias", (rows,), (slice(0, rows),), self._bias)
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from pipeinfer.layers.fused import FusedOps, fused_ops
 from pipeinfer.layers.linear import RowLinear, merged_gate_up
-from pipeinfer.layers.pending import Pending
+from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.skinny import SkinnyProducts
 
@@ -72,7 +72,7 @@ class GatedMLP:
         self._product = None if skinny is None else gate.product(skinny)
         self._activate = gate.on(placement)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor | Pending:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
         return self.down(self._gated(x))
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from pipeinfer.layers.matrix import Matrix
 from pipeinfer.layers.mlp import silu_and_multiply
-from pipeinfer.layers.pending import Pending
+from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source, whole
 
 Grouped = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -51,7 +51,7 @@ class SparseMLP:
         on_gpu = placement.device.type == "cuda"
         self._grouped = _grouped(stacked, rows, self.first, num_experts) if on_gpu else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor | Pending:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
         weights, experts = self._route(x)
         if self._grouped is not None:
             return self._placement.later(self._grouped(x, weights, experts))

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from pipeinfer.layers.fused import FusedOps, NormOps, fused_ops
-from pipeinfer.layers.pending import Pending
+from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source, whole
 
 
@@ -73,16 +73,16 @@ class RMSNorm:
         return self._plain(x, self.weight, self._eps)
 
     def add(
-        self, x: torch.Tensor | Pending | None, residual: torch.Tensor
+        self, x: torch.Tensor | PartialSum | None, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of x + residual, x + residual); both arguments may be overwritten. None adds
         nothing.
 
-        A Pending is for the usual kind of norm.
+        A PartialSum is for the usual kind of norm.
         """
         if x is None:
             return self(residual), residual
-        if isinstance(x, Pending):
+        if isinstance(x, PartialSum):
             return x.add_norm(residual, self.weight, self._eps)
         if self.fused is not None:
             return self.fused.add(x, residual, self.weight, self._eps)

@@ -1,7 +1,7 @@
 """Where a layer's weights live: which share of them, in which dtype, on which device.
 
 Also the two vocabularies that all layers speak: `Source` (what a parameter is filled from) and
-`Group` (how ranks add up and gather). Knows no model and no file format.
+`Collectives` (how ranks add up and gather). Knows no model and no file format.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from pipeinfer.layers.pending import Fusion, Pending
+from pipeinfer.layers.partial_sum import Fusion, PartialSum
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Shard:
         return head, head + 1
 
 
-class Group(Protocol):
+class Collectives(Protocol):
     """Collectives over the ranks of a shard; all ranks call them in the same order."""
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
@@ -62,24 +62,24 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class Placement:
-    """What every layer is built with. Without `group` only one rank alone can run.
+    """What every layer is built with. Without `collectives` only one rank alone can run.
 
     compiled: element-wise operations by torch.compile, where no kernel fuses them.
     fusion: makes the sums that go into the residual stream, if it takes them.
-    pending: whether a layer may hand on a sum that is still to be made (pending.py).
+    defers_sums: whether a layer may hand on a sum that is still to be made (partial_sum.py).
     """
 
     shard: Shard
     dtype: torch.dtype
     device: torch.device
-    group: Group | None = None
+    collectives: Collectives | None = None
     compiled: bool = False
     fusion: Fusion | None = None
-    pending: bool = True
+    defers_sums: bool = True
 
     def summed(self) -> Placement:
         """For layers whose sums must be made before they reach the residual stream."""
-        return replace(self, fusion=None, pending=False)
+        return replace(self, fusion=None, defers_sums=False)
 
     def empty(self, *shape: int) -> torch.Tensor:
         """A parameter, not yet filled."""
@@ -92,40 +92,40 @@ class Placement:
 
     def reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum of `partial` over the ranks."""
-        return partial if self.alone else self._group().all_reduce(partial)
+        return partial if self.alone else self._collectives().all_reduce(partial)
 
-    def later(self, partial: torch.Tensor) -> torch.Tensor | Pending:
+    def later(self, partial: torch.Tensor) -> torch.Tensor | PartialSum:
         """Sum of `partial` [T, size] over the ranks, to be made by the norm if that can."""
         buffer = None if self.fusion is None else self.fusion.buffer(*partial.shape)
         if self.fusion is None or buffer is None:
             return self.reduce(partial)
-        return Pending(buffer.copy_(partial), self.fusion)
+        return PartialSum(buffer.copy_(partial), self.fusion)
 
     def gather(self, partial: torch.Tensor) -> torch.Tensor:
         """`partial` of all ranks side by side in the last dimension."""
-        return partial if self.alone else self._group().all_gather(partial)
+        return partial if self.alone else self._collectives().all_gather(partial)
 
-    def _group(self) -> Group:
-        if self.group is None:
+    def _collectives(self) -> Collectives:
+        if self.collectives is None:
             raise RuntimeError(
-                f"rank {self.shard.rank} of {self.shard.size} cannot run without group"
+                f"rank {self.shard.rank} of {self.shard.size} cannot run without collectives"
             )
-        return self.group
+        return self.collectives
 
 
 @dataclass(frozen=True)
 class Source:
-    """Tensor `name` of the checkpoint, of shape `shape`, fills `target` with its part `part`.
+    """Tensor `name` of the checkpoint, of shape `shape`, fills `target` with its `slices`.
 
-    `target` is a view into a parameter of this rank; a part of fewer dimensions is broadcast.
+    `target` is a view into a parameter of this rank; slices of fewer dimensions are broadcast.
     """
 
     name: str
     shape: tuple[int, ...]
-    part: tuple[slice, ...]
+    slices: tuple[slice, ...]
     target: torch.Tensor
 
 
 def whole(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The part that is everything."""
+    """The slices that are everything."""
     return tuple(slice(0, size) for size in shape)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the angle of each position, and the turning of queries and keys.
+"""Rotary position embedding: the angle of each position, and the rotation of queries and keys.
 
 Torch operations get the angles of a step's positions, computed in float32 once for all layers; a
 kernel that looks them up itself gets a table up to the longest position. Each is made when somebody
@@ -84,11 +84,11 @@ class Rope:
     def _dynamic(self, positions: torch.Tensor) -> torch.Tensor:
         """Inverse frequencies [T, head_dim / 2] of NTK scaling by the sequence length so far.
 
-        Position p past the original context is turned with the base of a sequence of p + 1 tokens,
-        and a cached key keeps the turn that it was stored with: what transformers does when it
+        Position p past the original context is rotated with the base of a sequence of p + 1 tokens,
+        and a cached key keeps the rotation that it was stored with: what transformers does when it
         decodes token by token with a cache. It differs only where transformers computes a prompt
         longer than the original context in one forward, because there all positions share the base
-        of the whole prompt; here a position's turn must not depend on how a prompt was chunked.
+        of the whole prompt; here a position's rotation must not depend on how a prompt was chunked.
         """
         config = self._config
         longest = (positions + 1).to(torch.float32)[:, None] / config.original_max
@@ -136,11 +136,11 @@ def _llama3(config: RopeConfig, inverse: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(heads: torch.Tensor, angles: Angles) -> torch.Tensor:
-    """A turned copy, contiguous, of heads [T, N, head_dim]; the input may be a strided view."""
+    """A rotated copy, contiguous, of heads [T, N, head_dim]; the input may be a strided view."""
     half = heads.shape[-1] // 2
     first, second = heads[..., :half], heads[..., half:]
-    turned = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
-    left, right = turned[..., :half], turned[..., half:]
+    rotated = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    left, right = rotated[..., :half], rotated[..., half:]
     torch.mul(first, angles.cos, out=left).addcmul_(second, angles.sin, value=-1)
     torch.mul(second, angles.cos, out=right).addcmul_(first, angles.sin)
-    return turned
+    return rotated

@@ -12,7 +12,7 @@ import torch
 
 from pipeinfer.kernels.skinny_tiles import tile as choose
 from pipeinfer.layers.fused import HALVES
-from pipeinfer.layers.pending import Pending
+from pipeinfer.layers.partial_sum import PartialSum
 
 SHARED_BYTES = 200 * 1024  # of a block: the tiles were chosen for GPUs that have as much
 
@@ -41,17 +41,17 @@ class SkinnyProducts:
 
     def later(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> Pending | None:
-        """x @ weight.T + bias, [T, width], whose parts the norm that follows adds up."""
+    ) -> PartialSum | None:
+        """x @ weight.T + bias, [T, width], whose splits the norm that follows adds up."""
         tile = choose("split", x.shape[0], *weight.shape)
         if tile is None:
             return None
-        return Pending(self._products.split_product(x, weight, tile, bias), self)
+        return PartialSum(self._products.split_product(x, weight, tile, bias), self)
 
     def add_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the parts [P, T, size] of a product; see Summing."""
+        """Of the splits [P, T, size] of a product; see Summing."""
         return self._norm.sum_norm(partial, residual, weight, eps), residual
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeinfer.memory.applied import Rows
 from pipeinfer.memory.page_table import PageTable
-from pipeinfer.memory.slots import Slots
+from pipeinfer.memory.slot_arrays import SlotArrays
 from pipeinfer.messages import Plan
 
 _ONE = np.array([1], dtype="<i4").tobytes()
@@ -23,7 +23,9 @@ class DecodeRun:
     room: int32 [R], the first position of each row that lies in none of its pages.
     """
 
-    def __init__(self, plan: Plan, rows: Rows, slots: Slots, table: PageTable, page: int) -> None:
+    def __init__(
+        self, plan: Plan, rows: Rows, slots: SlotArrays, table: PageTable, page: int
+    ) -> None:
         self._slot_bytes = plan.slots
         self._count_bytes = plan.counts
         self._page = page

@@ -11,7 +11,7 @@ from pipeinfer.memory.allocator import PageAllocator
 from pipeinfer.memory.errors import IntegrityError
 from pipeinfer.memory.page_table import PageTable
 from pipeinfer.memory.prefix_cache import PrefixCache
-from pipeinfer.memory.slots import Slots
+from pipeinfer.memory.slot_arrays import SlotArrays
 
 
 def check_balance(allocator: PageAllocator, cache: PrefixCache, table: PageTable) -> None:
@@ -26,7 +26,11 @@ def check_balance(allocator: PageAllocator, cache: PrefixCache, table: PageTable
 
 
 def check_everything(
-    allocator: PageAllocator, cache: PrefixCache, table: PageTable, slots: Slots, page_size: int
+    allocator: PageAllocator,
+    cache: PrefixCache,
+    table: PageTable,
+    slots: SlotArrays,
+    page_size: int,
 ) -> None:
     """The same page by page, and that locks and counts agree; raises IntegrityError."""
     check_balance(allocator, cache, table)
@@ -47,7 +51,7 @@ def check_everything(
             raise IntegrityError(f"slot {slot} reads pages {lost} as cached, the cache lacks them")
 
 
-def _check_slots(table: PageTable, slots: Slots, page_size: int) -> None:
+def _check_slots(table: PageTable, slots: SlotArrays, page_size: int) -> None:
     expected = -(-slots.computed // page_size)
     wrong = np.flatnonzero((table.held != expected) | (table.shared > table.held))
     if len(wrong):

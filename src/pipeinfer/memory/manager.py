@@ -17,7 +17,7 @@ from pipeinfer.memory.errors import ProtocolError
 from pipeinfer.memory.integrity import check_balance, check_everything
 from pipeinfer.memory.page_table import PageTable
 from pipeinfer.memory.prefix_cache import make_cache
-from pipeinfer.memory.slots import Slots
+from pipeinfer.memory.slot_arrays import SlotArrays
 from pipeinfer.messages import Admit, Plan, Release
 
 _NONE = np.empty(0, dtype=np.int32)
@@ -40,7 +40,7 @@ class MemoryManager:
         self.allocator = PageAllocator(pages)
         self.cache = make_cache(cache, page_size)
         self.table = PageTable(max_slots, -(-max_model_len // page_size))
-        self.slots = Slots(max_slots)
+        self.slots = SlotArrays(max_slots)
         self._unseen: list[np.ndarray] = []  # pages, since the last plan
         self.reset()
 
@@ -52,7 +52,7 @@ class MemoryManager:
         self.allocator.reset()
         self.cache.reset()
         self.table.reset()
-        self.slots = Slots(self.slots.count)
+        self.slots = SlotArrays(self.slots.count)
         self._prompts_done = _NONE, _NONE  # slots, by the plan before the last one, and by that
         self._run: DecodeRun | None = None  # of the plan before, if it was nothing but decodes
         self.evicted_pages = 0  # since the cache was empty
@@ -188,8 +188,10 @@ class MemoryManager:
         if int(tokens.min()) < 0:
             raise ProtocolError(f"admit into slot {slot}: token id {int(tokens.min())}")
         self.slots.put(slot, tokens, admit.max_total, admit.cache_salt)
-        # The last token is always computed: without it there would be no logits to sample from.
-        node, pages = self.cache.match(tokens[:-1], admit.cache_salt, clock)
+        # The last token is always computed: without it there would be no logits to sample from. So
+        # is the one before the first whose log-prob is wanted.
+        reusable = len(tokens) - 1 if admit.score_from < 0 else max(admit.score_from - 1, 0)
+        node, pages = self.cache.match(tokens[:reusable], admit.cache_salt, clock)
         self.cache.lock(node)
         self.slots.node[slot] = node
         self.table.share(slot, pages)

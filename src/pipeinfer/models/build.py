@@ -15,8 +15,8 @@ from pipeinfer.checkpoint.architectures import ARCHITECTURES
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.fused import fused_ops
 from pipeinfer.layers.mlp import GATES
-from pipeinfer.layers.pending import Fusion
-from pipeinfer.layers.placement import Group, Placement, Shard
+from pipeinfer.layers.partial_sum import Fusion
+from pipeinfer.layers.placement import Collectives, Placement, Shard
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.settings import ConfigurationError
 
@@ -28,18 +28,18 @@ def build_model(
     shard: Shard = ALONE,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    group: Group | None = None,
+    collectives: Collectives | None = None,
     compiled: bool = False,
     fusion: Fusion | None = None,
 ) -> CausalLM:
-    """The model's part of rank `shard`, allocated and not filled.
+    """The model's share of rank `shard`, allocated and not filled.
 
-    `group` adds up over ranks; without it a part of several ranks can be loaded, not run.
-    `compiled`: see layers/compiled.py; `fusion`: layers/pending.py. Raises ConfigurationError if
-    heads or MLP do not divide by the ranks, or if what is to be compiled cannot be.
+    `collectives` add up over ranks; without them a share of several ranks can be loaded, not run.
+    `compiled`: see layers/compiled.py; `fusion`: layers/partial_sum.py. Raises ConfigurationError
+    if heads or MLP do not divide by the ranks, or if what is to be compiled cannot be.
     """
     check_shard(config, shard.size, shard.whole_experts)
-    placement = Placement(shard, dtype, torch.device(device), group, compiled, fusion)
+    placement = Placement(shard, dtype, torch.device(device), collectives, compiled, fusion)
     model = cast(CausalLM, _builder(config.architecture)(config, placement))
     if compiled:
         _compile(model, placement)

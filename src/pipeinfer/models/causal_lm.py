@@ -16,7 +16,7 @@ from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.attention import Attend, SelfAttention
 from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
 from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
-from pipeinfer.layers.pending import Pending
+from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rope, Rotation
 from pipeinfer.steps.shape import AttentionShape
@@ -25,7 +25,7 @@ from pipeinfer.steps.shape import AttentionShape
 class FeedForward(Protocol):
     """A dense or a sparse MLP: [T, hidden] to [T, hidden]."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor | Pending: ...
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum: ...
 
     def pack(self) -> None: ...
 
@@ -43,12 +43,12 @@ class Layer(Protocol):
 
     def __call__(
         self,
-        x: torch.Tensor | Pending | None,
+        x: torch.Tensor | PartialSum | None,
         residual: torch.Tensor,
         rotation: Rotation,
         attend: Attend,
         rows: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | Pending, torch.Tensor]: ...
+    ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]: ...
 
     def sources(self, prefix: str) -> Iterator[Source]: ...
 
@@ -72,12 +72,12 @@ class DecoderLayer:
 
     def __call__(
         self,
-        x: torch.Tensor | Pending | None,
+        x: torch.Tensor | PartialSum | None,
         residual: torch.Tensor,
         rotation: Rotation,
         attend: Attend,
         rows: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | Pending, torch.Tensor]:
+    ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
         """(what is to be added to the residual, the residual [T, hidden], changed in place), or of
         `rows` alone, int64 [S]."""
         x, residual = self.input_norm.add(x, residual)
@@ -148,7 +148,7 @@ class CausalLM:
         return self.head(hidden)
 
     def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """This rank's part of them: [S, hidden] to [S, share], from id `head.rows.start` on."""
+        """This rank's share of them: [S, hidden] to [S, share], from id `head.rows.start` on."""
         return self.head.local(hidden)
 
     def attention_shapes(self) -> list[AttentionShape]:

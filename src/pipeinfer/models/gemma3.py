@@ -1,7 +1,7 @@
 """Gemma 3 (text): norms around attention and MLP, five layers with a window to each without.
 
 Every norm multiplies by one plus its weight, embeddings are scaled by the root of their size, and
-layers with a window turn by a RoPE of their own. Knows no file and no cache.
+layers with a window rotate by a RoPE of their own. Knows no file and no cache.
 Source: https://arxiv.org/abs/2503.19786.
 """
 
@@ -18,7 +18,7 @@ from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.attention import Attend, SelfAttention
 from pipeinfer.layers.embedding import ScaledEmbedding
 from pipeinfer.layers.norm import OFFSET, RMSNorm
-from pipeinfer.layers.pending import Pending
+from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rotation
 from pipeinfer.models.blocks import attention, dense_mlp
@@ -29,7 +29,8 @@ from pipeinfer.models.causal_lm import CausalLM, FeedForward
 class SandwichLayer:
     """Attention and feed-forward, each between two norms, the second one before the addition.
 
-    So both are built to make their sums themselves (`Placement.summed`): no sum stays pending.
+    So both are built to make their sums themselves (`Placement.summed`): neither hands on a
+    partial one.
     """
 
     input_norm: RMSNorm
@@ -41,7 +42,7 @@ class SandwichLayer:
 
     def __call__(
         self,
-        x: torch.Tensor | Pending | None,
+        x: torch.Tensor | PartialSum | None,
         residual: torch.Tensor,
         rotation: Rotation,
         attend: Attend,

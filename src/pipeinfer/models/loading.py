@@ -57,7 +57,7 @@ def load_weights(
     progress: Progress | None = None,
     stored: Mapping[str, Stored] | None = None,
 ) -> None:
-    """Reads this rank's part of every tensor; values are converted to the parameters' dtype.
+    """Reads this rank's share of every tensor; values are converted to the parameters' dtype.
 
     `stored`: what `check_checkpoint` gave, else headers are read here. The weights are final then
     (`model.pack`). Raises ConfigurationError as `check_checkpoint` does.
@@ -108,7 +108,7 @@ def _stored(source: Source, stored: Mapping[str, Stored], folder: Path) -> Store
 def fill_dummy(model: CausalLM, seed: int = 0) -> None:
     """Random weights (standard deviation 0.02, norms one) in place of a checkpoint's.
 
-    Each tensor depends on `seed` and its name only, so ranks hold parts of one and the same model.
+    Each tensor depends on `seed` and its name only, so ranks hold shares of one and the same model.
     The weights are final then (`model.pack`).
     """
     for source in model.sources():
@@ -120,5 +120,5 @@ def fill_dummy(model: CausalLM, seed: int = 0) -> None:
         generator.manual_seed(zlib.crc32(f"{seed} {source.name}".encode()))  # 32 bits count
         full = torch.empty(source.shape, dtype=torch.float32, device=device)
         full.normal_(0.0, DUMMY_STD, generator=generator)
-        source.target.copy_(full[source.part])
+        source.target.copy_(full[source.slices])
     model.pack()

@@ -1,5 +1,5 @@
 """The weights of a checkpoint in either form, safetensors or GGUF: a list of what is stored, and
-the reading of a part of a tensor into its place.
+the reading of a slice of a tensor into its place.
 
 Knows files; not what a tensor is for.
 """
@@ -30,7 +30,7 @@ class Opened(Protocol):
     """A file that weights are read from."""
 
     def fill(self, source: Source) -> None:
-        """Copies the source's part into its target, in the target's dtype."""
+        """Copies the source's slices into its target, in the target's dtype."""
         ...
 
 
@@ -64,7 +64,7 @@ class _Plain:
         self._opened = opened
 
     def fill(self, source: Source) -> None:
-        source.target.copy_(self._opened.get_slice(source.name)[source.part])
+        source.target.copy_(self._opened.get_slice(source.name)[source.slices])
 
 
 class _Packed:
@@ -75,7 +75,7 @@ class _Packed:
         self._stored = stored
 
     def fill(self, source: Source) -> None:
-        rows = len(source.part) > 1
-        for place, values in self._file.pieces(self._stored[source.name], source.part):
+        rows = len(source.slices) > 1
+        for run, values in self._file.pieces(self._stored[source.name], source.slices):
             piece = torch.from_numpy(values)
-            (source.target[place] if rows else source.target).copy_(piece)
+            (source.target[run] if rows else source.target).copy_(piece)

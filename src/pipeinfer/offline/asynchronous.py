@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from pipeinfer import other_names
 from pipeinfer import settings as config
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS, sampling_defaults
@@ -25,7 +26,7 @@ from pipeinfer.offline.outputs import Collector, Delta, DeltaStream, RequestErro
 from pipeinfer.offline.pipeline import Pipeline
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.local import prepare
-from pipeinfer.settings import Settings
+from pipeinfer.settings import ConfigurationError, Settings
 
 log = logging.getLogger(__name__)
 
@@ -34,18 +35,23 @@ class AsyncLLM:
     """A model, served by the same stages as `pipeinfer serve`, without HTTP.
 
     `model`: a folder, a hub id, or nothing for the bundled demo model. `settings`: the fields of
-    Settings, which are the flags of `pipeinfer serve` with underscores; ConfigurationError names a
-    wrong one. Use it as `async with AsyncLLM(...) as llm`, or call start() and close().
+    Settings, which are the flags of `pipeinfer serve` with underscores, also under the names of
+    other servers (other_names.py); ConfigurationError names a wrong one. Use it as
+    `async with AsyncLLM(...) as llm`, or call start() and close().
     """
 
     def __init__(self, model: str = "", **settings: object) -> None:
-        self._given = {"model": model, **settings} if model else settings
+        given = {"model": model, **settings} if model else settings
+        try:
+            self._given = other_names.translated(given)
+        except other_names.NamedTwice as error:
+            raise ConfigurationError(str(error)) from None
         config.build(self._given)
         self._defaults = SamplingParams()
         self._pipeline: Pipeline | None = None
         self._prefix = uuid.uuid4().hex[:12]  # request ids are unique over all that ever ran
         self._numbers = itertools.count()  # drawn from by any thread
-        self._turn = asyncio.Lock()
+        self._one_begins = asyncio.Lock()
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -171,7 +177,7 @@ class AsyncLLM:
 
     async def _stream(self, call: Call) -> AsyncGenerator[Delta, None]:
         pipeline, stream = self._running(), DeltaStream()
-        async with self._turn:  # of many that begin at once, one in each turn of the loop
+        async with self._one_begins:  # of many at once, one in each iteration of the loop
             pipeline.open(call, stream)
         try:
             while True:

@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeinfer.gateway import events
 from pipeinfer.gateway.events import Call, Failed, Started
+from pipeinfer.gateway.token_scores import TokenScore, prompt_scores, token_scores
 from pipeinfer.messages import FinishReason
 from pipeinfer.packing import unpack, unpack_few
 
@@ -28,6 +29,19 @@ class RequestError(ValueError):
 
 
 @dataclass(slots=True)
+class Logprob:
+    """Of a token at one position. rank: 1 is the likeliest. decoded_token: the token by itself;
+    U+FFFD is what is only a part of a character."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+Logprobs = dict[int, Logprob]  # by id: the token itself, then the likeliest others
+
+
+@dataclass(slots=True)
 class Delta:
     """New output of a streamed request; the reader's own. Not frozen: that would cost four times as
     much, for every token.
@@ -35,6 +49,8 @@ class Delta:
     offset: output tokens before `token_ids`. finish_reason is set on the last delta only, as are
     stop_reason (the stop string or stop token id, None for the model's own), cached_tokens
     (prompt tokens found in the prefix cache) and `error`, which belongs to finish_reason "error".
+    logprobs: of each of token_ids, if asked for. prompt_logprobs: of further tokens of the prompt,
+    all of them before the first output token; None in place of those of its first one.
     """
 
     text: str
@@ -44,6 +60,8 @@ class Delta:
     stop_reason: str | int | None = None
     cached_tokens: int = 0
     error: str = ""
+    logprobs: list[Logprobs] | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
 
 
 @dataclass(slots=True)
@@ -51,7 +69,7 @@ class CompletionOutput:
     """One completion. token_ids: without the stop token, but with those of a stop string.
 
     stop_reason: the stop string or stop token id, None for the model's own end. `error` says what
-    happened if finish_reason is "error".
+    happened if finish_reason is "error". logprobs: of each of token_ids, if asked for.
     """
 
     index: int
@@ -59,7 +77,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
-    logprobs: None = None
+    logprobs: list[Logprobs] | None = None
     error: str = ""
 
 
@@ -76,7 +94,8 @@ class RequestMetrics:
 class RequestOutput:
     """A finished request. prompt: None if ids or a chat were given.
 
-    cached_tokens: how many of the prompt's tokens were found in the prefix cache.
+    cached_tokens: how many of the prompt's tokens were found in the prefix cache. prompt_logprobs:
+    of each of the prompt's tokens, if asked for; None in place of those of the first one.
     """
 
     request_id: str
@@ -85,6 +104,29 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(time.monotonic()))
+    prompt_logprobs: list[Logprobs | None] | None = None
+
+
+def logprobs_of(delta: events.Delta) -> list[Logprobs] | None:
+    """As callers see them; None if the delta has none."""
+    if delta.logprobs is None:
+        return None
+    return [_listed(score) for score in token_scores([(delta.logprobs, delta.ids)])]
+
+
+def prompt_logprobs_of(delta: events.Delta) -> list[Logprobs | None] | None:
+    """The same of the prompt's tokens in it."""
+    if delta.prompt is None:
+        return None
+    scores = prompt_scores([delta.prompt])
+    return [_listed(score) if score.own.rank else None for score in scores]
+
+
+def _listed(score: TokenScore) -> Logprobs:
+    return {
+        one.id: Logprob(one.logprob, one.rank, one.text.decode(errors="replace"))
+        for one in (score.own, *score.others)
+    }
 
 
 def is_refusal(failed: Failed) -> bool:
@@ -102,7 +144,18 @@ def _end_of(failed: Failed) -> tuple[FinishReason, str]:
 class Collector:
     """Gathers one whole request. `done(collector)` is called once, at its end."""
 
-    __slots__ = ("_call", "_done", "_ids", "_metrics", "_prompt_ids", "_text", "end", "refusal")
+    __slots__ = (
+        "_call",
+        "_done",
+        "_ids",
+        "_logprobs",
+        "_metrics",
+        "_prompt_ids",
+        "_prompt_logprobs",
+        "_text",
+        "end",
+        "refusal",
+    )
 
     def __init__(self, call: Call, done: Callable[[Collector], None]) -> None:
         self._call = call
@@ -110,6 +163,11 @@ class Collector:
         self._text: list[str] = []
         self._ids: list[bytes] = []
         self._prompt_ids = b""
+        params = call.params
+        self._logprobs: list[Logprobs] | None = None if params.logprobs is None else []
+        self._prompt_logprobs: list[Logprobs | None] | None = (
+            None if params.prompt_logprobs is None else []
+        )
         self._metrics = RequestMetrics(time.monotonic())
         self.refusal: RequestError | None = None
         self.end: dict[str, Any] = {"finish_reason": "abort"}
@@ -123,6 +181,10 @@ class Collector:
             self._metrics.first_token_time = time.monotonic()
         self._text.append(delta.text)
         self._ids.append(delta.ids)
+        if self._logprobs is not None:
+            self._logprobs += logprobs_of(delta) or []
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs += prompt_logprobs_of(delta) or []
         if delta.finish is not None:
             if self._metrics.first_token_time is not None:
                 self._metrics.last_token_time = time.monotonic()
@@ -148,10 +210,19 @@ class Collector:
         """What was gathered."""
         cached = self.end.pop("cached_tokens", 0)
         ids = unpack(b"".join(self._ids)).tolist()
-        completion = CompletionOutput(0, "".join(self._text), ids, **self.end)
+        text, logprobs = "".join(self._text), self._logprobs
+        completion = CompletionOutput(0, text, ids, logprobs=logprobs, **self.end)
         prompt_ids = unpack(self._prompt_ids).tolist()
         name = self._call.request_id
-        return RequestOutput(name, prompt, prompt_ids, [completion], cached, self._metrics)
+        return RequestOutput(
+            name,
+            prompt,
+            prompt_ids,
+            [completion],
+            cached,
+            self._metrics,
+            self._prompt_logprobs,
+        )
 
 
 class DeltaStream:
@@ -189,6 +260,8 @@ class DeltaStream:
                 delta.finish,
                 delta.stop_reason,
                 delta.cached_tokens,
+                logprobs=logprobs_of(delta),
+                prompt_logprobs=prompt_logprobs_of(delta),
             )
         )
 

@@ -26,8 +26,8 @@ def open_sockets(host: str, port: int) -> list[socket.socket]:
     opened: list[socket.socket] = []
     absent: OSError | None = None
     try:
-        for family, place in _places(host, port):
-            here = (place[0], opened[0].getsockname()[1] if opened else port, *place[2:])
+        for family, address in _addresses(host, port):
+            here = (address[0], opened[0].getsockname()[1] if opened else port, *address[2:])
             try:
                 opened.append(_listen(family, here))
             except OSError as error:
@@ -68,20 +68,20 @@ def _adopted(descriptor: int) -> socket.socket:
     return adopted
 
 
-def _places(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
     """(family, socket address) of each address of `host`, in the resolver's order, once."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return list(dict.fromkeys((family, place) for family, _, _, _, place in found))
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 
-def _listen(family: int, place: tuple[Any, ...]) -> socket.socket:
+def _listen(family: int, address: tuple[Any, ...]) -> socket.socket:
     with contextlib.ExitStack() as undo:
         opened = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:  # 0.0.0.0 and :: at once are two sockets
             opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         opened.setblocking(False)
-        opened.bind(place)
+        opened.bind(address)
         opened.listen(BACKLOG)
         undo.pop_all()
     return opened

@@ -368,6 +368,7 @@ class Shell:
             "fenced": float(self._fence.dropped),
             "refused_handshakes_total": float(self.bus.refused),
             "unsent_total": float(self._unsent.total),
+            "repeated_frames_total": float(self.bus.repeated),
         }
 
     def _publish_heartbeat(self) -> None:

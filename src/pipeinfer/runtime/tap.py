@@ -30,7 +30,7 @@ from pipeinfer.trace.format import Direction, TraceHeader
 from pipeinfer.trace.model import identify
 from pipeinfer.trace.notes import Crash, Unencoded
 from pipeinfer.trace.recorder import Recorder
-from pipeinfer.trace.recording import Limits, Outcome, Recording
+from pipeinfer.trace.recording import Outcome, Quota, Recording
 from pipeinfer.trace.redact import redactor
 from pipeinfer.trace.ring import Ring
 from pipeinfer.trace.snapshot import Unsnapshottable
@@ -75,11 +75,11 @@ class Tap:
         self._feed = feed
         self._loop = asyncio.get_running_loop()
         who = identity
-        place = who.rank if who.name == "engine" else who.index
+        number = who.rank if who.name == "engine" else who.index
         engine = who.name == "engine"
         budget = settings.flight_recorder_mib << 20
         self._recorder = Recorder(
-            f"{who.name}-{who.group}-{place}-{os.getpid()}",
+            f"{who.name}-{who.group}-{number}-{os.getpid()}",
             partial(identify, settings.model_name, settings.model),
             Ring(budget, keep_all=engine) if budget else None,
             restarts=engine,
@@ -148,8 +148,8 @@ class Tap:
         self._core = core
         self._facts = facts
         if self._settings.record:
-            limits = Limits(bytes=self._settings.record_max_bytes)
-            recording = Recording(FROM_THE_START, self._settings.record, limits, self._tell)
+            quota = Quota(bytes=self._settings.record_max_bytes)
+            recording = Recording(FROM_THE_START, self._settings.record, quota, self._tell)
             self._start(recording, None)
         if self._recorder.ring is not None:
             now = self._loop.time()
@@ -204,8 +204,8 @@ class Tap:
         rewriter = None
         if asked.redact:
             rewriter = partial(redactor, asked.redact, self._identity.name, self._settings.model)
-        limits = Limits(asked.messages, asked.max_bytes)
-        self._start(Recording(asked.recording, asked.out, limits, self._tell, rewriter), state)
+        quota = Quota(asked.messages, asked.max_bytes)
+        self._start(Recording(asked.recording, asked.out, quota, self._tell, rewriter), state)
         if asked.seconds > 0:
             stop = partial(self._stop, asked.recording, f"after {asked.seconds:g} s")
             self._loop.call_later(min(asked.seconds, LONGEST), stop)

@@ -37,7 +37,7 @@ class Aboard:
         self.slots.report(told)
         self.flights.matched(told)
 
-    def land(self, result: Result) -> Iterator[tuple[Request, list[int] | None]]:
+    def land(self, result: Result) -> Iterator[tuple[Request, list[int] | None, bytes]]:
         """A plan's result; see Flights.land. Raises OutOfOrder, and Disagreement at its end."""
         self.slots.report(result)
         yield from self.flights.land(result)

@@ -97,7 +97,7 @@ class Board:
     def run_alone(self, request: Request) -> None:
         """A step of `request` and nobody else; preempts others until there is room for it."""
         if request.phase != "running":
-            if request.pending:
+            if request.steps_in_flight:
                 return
             need = self.pages.between(0, request.length)
             while need > self.pages.left or self._free_slots <= 0:
@@ -131,7 +131,7 @@ class Board:
 
     def _may_admit(self, request: Request) -> bool:
         """Pages for the whole prompt, and one more for each running request to grow into."""
-        if request.pending:
+        if request.steps_in_flight:
             return False  # preempted, and its last step has not reported
         if not self._running and not self.admitted:
             return True  # it fits into the pool by itself, that was checked on arrival

@@ -25,6 +25,7 @@ from pipeinfer.messages import (
     HandOver,
     Hello,
     Message,
+    PromptScores,
     RankStatus,
     Ready,
     Recover,
@@ -45,7 +46,7 @@ from pipeinfer.scheduler.ends import ENDS, Ending
 from pipeinfer.scheduler.epochs import Epochs, Torn
 from pipeinfer.scheduler.flights import OutOfOrder, Overdue
 from pipeinfer.scheduler.ledger import Ledger
-from pipeinfer.scheduler.limits import TooLong, max_total
+from pipeinfer.scheduler.lengths import TooLong, max_total
 from pipeinfer.scheduler.live import Live
 from pipeinfer.scheduler.options import SchedulerOptions
 from pipeinfer.scheduler.outbox import Outbox, home, last_row, next_row, refusal
@@ -183,7 +184,7 @@ class SchedulerCore:
         self._live.add(request)
         delivered = self._ledger.claim(request.id)
         if delivered is None:
-            self._outbox.add([self._outbox.opened(request)])
+            self._outbox.add(self._outbox.whole(request))
         else:
             self._resume(request, delivered)
             known, last = self._ledger.kept.get(request.id, (request, None))
@@ -227,7 +228,7 @@ class SchedulerCore:
             return  # it ended by itself in the meantime; the detokenizer's word reached the client
         if hit.length > len(request.outputs):
             return  # of rows from the scheduler before: what was delivered will be told
-        del request.outputs[hit.length :]
+        request.cut(hit.length)
         self._drop(request, "stopped")
         self._ledger.keep(request, last_row(request, None))
 
@@ -275,7 +276,7 @@ class SchedulerCore:
         """Goes on after what the scheduler before had delivered, or knows that it is over."""
         if request.admission or request.work.attempt != delivered.attempt:
             return  # told twice: it runs
-        if not delivered.ids and not delivered.ended:
+        if not (delivered.ids or delivered.prompt_logprobs or delivered.ended):
             return
         request.resume(delivered)
         if delivered.ended:
@@ -398,8 +399,8 @@ class SchedulerCore:
         if not self._epochs.running or result.epoch != self._epochs.epoch:
             return
         try:
-            for request, tokens in self._aboard.land(result):
-                self._accept(request, tokens)
+            for request, tokens, logprobs in self._aboard.land(result):
+                self._accept(request, tokens, logprobs)
         except (OutOfOrder, Disagreement) as error:
             self._end_epoch(str(error), now, blameless=True)  # who answers has not crashed
 
@@ -410,14 +411,24 @@ class SchedulerCore:
             except Disagreement as error:
                 self._end_epoch(str(error), now)
 
-    def _accept(self, request: Request, tokens: list[int] | None) -> None:
+    def _on_prompt_scores(self, scores: PromptScores, now: float) -> None:
+        if not self._epochs.running or scores.epoch != self._epochs.epoch:
+            return
+        try:
+            request = self._aboard.flights.scored(scores)
+            if request is not None and request.score(scores.first, scores.logprobs):
+                self._outbox.add(self._outbox.prompt(request, scores.first))
+        except (OutOfOrder, ValueError) as error:
+            self._end_epoch(str(error), now, blameless=True)
+
+    def _accept(self, request: Request, tokens: list[int] | None, logprobs: bytes) -> None:
         if tokens is None:
             request.spoiled = True
             self.counts["bad_logits"] += 1
             self._fail(request, "error", "the model's logits for this request are not finite")
             return
         offset = len(request.outputs)
-        finish, stop_token = request.accept(tokens)
+        finish, stop_token = request.accept(tokens, logprobs)
         self._planner.cleared(request)
         row = next_row(request, offset, finish, stop_token)
         if finish is None:
@@ -470,6 +481,7 @@ class SchedulerCore:
         Hello: _on_hello,
         Ready: _on_ready,
         Admitted: _on_admitted,
+        PromptScores: _on_prompt_scores,
         Result: _on_result,
         Digests: _on_digests,
         Fault: _on_fault,

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeinfer.messages import Admitted, Result
+from pipeinfer.messages import Admitted, PromptScores, Result
 from pipeinfer.packing import unpack
 from pipeinfer.scheduler.request import Request
 
@@ -82,16 +82,31 @@ class Flights:
                 request.hit = cached
                 request.rebase(cached)
 
-    def land(self, result: Result) -> Iterator[tuple[Request, list[int] | None]]:
-        """(request, new output ids) for each row that counts, None for ids where its logits were
-        bad; raises OutOfOrder.
+    def scored(self, scores: PromptScores) -> Request | None:
+        """Whose prompt's log-probs these are; None if it has ended, or was admitted anew. Raises
+        OutOfOrder."""
+        flight = self._oldest(scores.number)
+        at = flight.slots.index(scores.slot) if scores.slot in flight.slots else -1
+        if at < 0:
+            raise OutOfOrder(f"plan {scores.number} has no row of slot {scores.slot}")
+        request, admission = flight.rows[at]
+        stale = request.phase == "over" or request.admission != admission
+        return None if stale else request
+
+    def _oldest(self, number: int) -> Flight:
+        if not self._flights or self._flights[0].number != number:
+            expected = self._flights[0].number if self._flights else "none"
+            raise OutOfOrder(f"result {number} came, {expected} was expected")
+        return self._flights[0]
+
+    def land(self, result: Result) -> Iterator[tuple[Request, list[int] | None, bytes]]:
+        """(request, new output ids, their scores) for each row that counts, None for ids where its
+        logits were bad; raises OutOfOrder.
 
         The hot path of the scheduler: one pass over the rows. Rows of requests that have ended, or
         that were admitted anew since, are surplus: nobody ever sees them.
         """
-        if not self._flights or self._flights[0].number != result.number:
-            expected = self._flights[0].number if self._flights else "none"
-            raise OutOfOrder(f"result {result.number} came, {expected} was expected")
+        self._oldest(result.number)
         flight, self._patience = self._flights.popleft(), LATE
         ends = (unpack(result.starts) + unpack(result.counts)).tolist()
         produced, ids = unpack(result.produced).tolist(), unpack(result.token_ids).tolist()
@@ -99,25 +114,29 @@ class Flights:
         self.deferred += len(deferred)
         bad = set(unpack(result.bad).tolist()) if result.bad else ()
         slots, at = unpack(result.slots).tolist(), 0
+        logprobs, end_of_scores, some = result.logprobs, 0, b""
         rows = zip(flight.rows, slots, ends, produced, strict=True)
         for (request, admission), slot, end, many in rows:
             tokens, at = ids[at : at + many], at + many
-            request.pending -= 1
+            if logprobs:
+                begin, end_of_scores = end_of_scores, end_of_scores + many * request.score_size
+                some = logprobs[begin:end_of_scores]
+            request.steps_in_flight -= 1
             if request.phase == "over" or request.admission != admission:
                 continue
             if request.phase == "running":
                 request.confirm(end)
                 request.deferrals = request.deferrals + 1 if slot in deferred else 0
                 if slot in bad:  # one that waits to be admitted again is computed again
-                    yield request, None
+                    yield request, None, b""
             if tokens:
-                yield request, tokens
+                yield request, tokens, some
 
     def crash(self) -> list[Request]:
         """No result will come any more; returns the requests that were in flight, oldest first."""
         lost = {id(r): r for flight in self._flights for r, _ in flight.rows}
         for request in lost.values():
-            request.pending = 0
+            request.steps_in_flight = 0
         self._flights.clear()
         self._patience = LATE
         return list(lost.values())

@@ -56,7 +56,14 @@ class Ledger:
         """What another group needs to go on with it. Its end will be told here as well."""
         self._moved[request.id] = home(request)
         ids, attempt = pack(request.outputs), request.work.attempt
-        return Delivered(request_id=request.id, attempt=attempt, ids=ids, crashes=crashes)
+        return Delivered(
+            request_id=request.id,
+            attempt=attempt,
+            ids=ids,
+            crashes=crashes,
+            logprobs=bytes(request.logprobs),
+            prompt_logprobs=bytes(request.prompt_logprobs),
+        )
 
     @property
     def orphans(self) -> int:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from pipeinfer.core import Send
-from pipeinfer.messages import FinishReason, Message, Open, Refused, TokenRow, Tokens
+from pipeinfer.logprobs import AT_ONCE
+from pipeinfer.messages import FinishReason, Message, Open, PromptTokens, Refused, TokenRow, Tokens
 from pipeinfer.packing import pack, pack_few
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 
@@ -72,16 +73,24 @@ class Outbox:
             yield Send("tokens", home(request), last)
             return
         yield self.opened(request)
-        ids = pack(request.outputs)
-        if last is not None:
-            row = msgspec.structs.replace(last, offset=0, ids=ids)
-        elif ids:
-            row = TokenRow(
-                request_id=request.id, offset=0, ids=ids, cached_tokens=max(request.cached, 0)
+        yield from self.prompt(request, 0)
+        for row in all_rows(request, last):
+            yield Send("tokens", home(request), Tokens((row,)))
+
+    def prompt(self, request: Request, first: int) -> Iterator[Send]:
+        """The log-probs of its prompt's tokens from `first` on, as far as they are known, in
+        messages of a bounded size."""
+        width, work = request.prompt_score_size, request.work
+        for begin in range(first, request.scored, AT_ONCE):
+            tokens = slice(begin * TOKEN_BYTES, min(begin + AT_ONCE, request.scored) * TOKEN_BYTES)
+            told = PromptTokens(
+                request_id=work.request_id,
+                attempt=work.attempt,
+                first=begin,
+                ids=work.prompt_ids[tokens],
+                logprobs=bytes(request.prompt_logprobs[begin * width : (begin + AT_ONCE) * width]),
             )
-        else:
-            return
-        yield Send("tokens", home(request), Tokens((row,)))
+            yield Send("tokens", home(request), told)
 
 
 def home(request: Request) -> str:
@@ -107,6 +116,7 @@ def next_row(
 ) -> TokenRow:
     """The row of what the request has generated from `offset` on."""
     ids, cached = pack_few(request.outputs[offset:]), max(request.cached, 0)
+    logprobs = bytes(request.logprobs[offset * request.score_size :]) if request.score_size else b""
     return TokenRow(
         request_id=request.id,
         offset=offset,
@@ -114,6 +124,35 @@ def next_row(
         finish=finish,
         stop_token=stop_token,
         cached_tokens=cached,
+        logprobs=logprobs,
+    )
+
+
+def all_rows(request: Request, last: TokenRow | None) -> Iterator[TokenRow]:
+    """All that the request has generated, and `last`, if it has ended. With log-probs in rows of a
+    bounded size."""
+    many, size = len(request.outputs), AT_ONCE if request.score_size else len(request.outputs)
+    begin = 0
+    while many - begin > size:
+        ids = request.outputs[begin : begin + size]
+        yield _row(request, begin, pack(ids))
+        begin += size
+    row = _row(request, begin, pack(request.outputs[begin:]))
+    if last is not None:
+        yield msgspec.structs.replace(last, offset=begin, ids=row.ids, logprobs=row.logprobs)
+    elif row.ids:
+        yield row
+
+
+def _row(request: Request, offset: int, ids: bytes) -> TokenRow:
+    """Of these output tokens from `offset` on."""
+    begin, many = offset * request.score_size, len(ids) // TOKEN_BYTES * request.score_size
+    return TokenRow(
+        request_id=request.id,
+        offset=offset,
+        ids=ids,
+        cached_tokens=max(request.cached, 0),
+        logprobs=bytes(request.logprobs[begin : begin + many]),
     )
 
 

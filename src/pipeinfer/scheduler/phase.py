@@ -1,7 +1,7 @@
-"""Where a request is in the scheduler, and the only ways from one place to the next.
+"""Where a request is in the scheduler, and the only ways from one phase to the next.
 
 Whoever keeps requests moves them: the queue, the suspects, the slots; the planner ends them. What
-of a request is still in flight when it has left its slot is no phase: see Request.pending.
+of a request is still in flight when it has left its slot is no phase: see Request.steps_in_flight.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from pipeinfer.logprobs import size, unscored
 from pipeinfer.messages import Delivered, FinishReason, Work
 from pipeinfer.scheduler.phase import NEXT, Phase
 
@@ -25,11 +26,14 @@ class Request:
     since: when it came, by the clock that plans are made by. queued: the tokens as which it counts
     while it waits. slot: -1 unless it runs.
     known: tokens told at the last admission (K). computed: confirmed by results. projected: what
-    will be computed once the steps in flight are done, if none is deferred. inflight: planned
-    counts of those steps, oldest first. pending: steps in flight, also after it lost its slot.
+    will be computed once the steps in flight are done, if none is deferred. counts_in_flight: what
+    was planned for each of those steps, oldest first. steps_in_flight: how many there are, also
+    after it lost its slot.
     cached: tokens from the prefix cache at the first admission, hit: at the last.
     admission: how often it was admitted; rows of older admissions are stale. spoiled: its logits
     were bad, so that nobody may reuse what was computed of it.
+    logprobs, prompt_logprobs: scores of its outputs, and of its prompt's tokens so far; of
+    score_size and prompt_score_size bytes each, 0 where they are not asked for.
     """
 
     work: Work
@@ -44,8 +48,8 @@ class Request:
     known: int = 0
     computed: int = 0
     projected: int = 0
-    inflight: list[int] = field(default_factory=list[int])
-    pending: int = 0
+    counts_in_flight: list[int] = field(default_factory=list[int])
+    steps_in_flight: int = 0
     cached: int = -1
     hit: int = 0
     deferrals: int = 0
@@ -54,6 +58,10 @@ class Request:
     phase: Phase = "new"
     spoiled: bool = False
     since: float = 0.0
+    score_size: int = 0
+    prompt_score_size: int = 0
+    logprobs: bytearray = field(default_factory=bytearray)
+    prompt_logprobs: bytearray = field(default_factory=bytearray)
 
     @property
     def id(self) -> str:
@@ -87,6 +95,16 @@ class Request:
         known = self.known - self.computed if self.phase == "running" else self.length
         return max(known, 0) + max(outputs - len(self.outputs), 0)
 
+    @property
+    def scored(self) -> int:
+        """Prompt tokens that have their scores."""
+        return len(self.prompt_logprobs) // self.prompt_score_size if self.prompt_score_size else 0
+
+    @property
+    def score_from(self) -> int:
+        """See messages.Admit."""
+        return self.scored if 0 < self.scored < self.prompt_len else -1
+
     def move(self, phase: Phase) -> None:
         """Only whoever keeps it from now on moves it, or who ends it."""
         assert phase in NEXT[self.phase], f"{self.id} is {self.phase} and cannot be {phase} now"
@@ -99,19 +117,19 @@ class Request:
             self.projected = min(before + count, self.known)
         elif before + 1 < self.max_total:
             self.projected = before + 1
-        self.inflight.append(count)
-        self.pending += 1
+        self.counts_in_flight.append(count)
+        self.steps_in_flight += 1
         return self.projected - before
 
     def confirm(self, computed: int) -> None:
         """The oldest row in flight has left the engine at `computed`; projects the others anew."""
-        del self.inflight[0]
+        del self.counts_in_flight[0]
         self.rebase(computed)
 
     def rebase(self, computed: int) -> None:
         """The engine is at `computed` before the rows in flight."""
         self.computed = computed
-        for count in self.inflight:
+        for count in self.counts_in_flight:
             if computed < self.known:
                 computed = min(computed + count, self.known)
             elif computed + 1 < self.max_total:
@@ -123,7 +141,7 @@ class Request:
         self.admission += 1
         self.known = self.length
         self.computed = self.projected = self.deferrals = self.hit = 0
-        self.inflight.clear()
+        self.counts_in_flight.clear()
 
     def resume(self, delivered: Delivered) -> None:
         """It will go on after output that another scheduler had sampled, and that was delivered.
@@ -131,14 +149,42 @@ class Request:
         How much of its prompt was cached then is not known any more.
         """
         self.outputs = array("i", delivered.ids)
+        self.logprobs = bytearray(delivered.logprobs)
+        if len(delivered.prompt_logprobs) > len(self.prompt_logprobs):
+            self.prompt_logprobs = bytearray(delivered.prompt_logprobs)
         self.cached = 0
         self.arrival -= RESUMED
 
-    def accept(self, tokens: list[int]) -> tuple[FinishReason | None, int | None]:
-        """Appends confirmed output ids; what follows a stop token or the limit does not exist.
+    def cut(self, length: int) -> None:
+        """So many outputs are all there are."""
+        del self.outputs[length:]
+        del self.logprobs[length * self.score_size :]
+
+    def score(self, first: int, raw: bytes) -> int:
+        """Takes scores of prompt tokens from position `first` on; returns how many are new.
+        ValueError if some before them are missing."""
+        known = self.scored
+        if first > known:
+            raise ValueError(f"log-probs from token {first} on, where {known} are known")
+        self.prompt_logprobs += raw[(known - first) * self.prompt_score_size :]
+        return self.scored - known
+
+    def accept(
+        self, tokens: list[int], logprobs: bytes = b""
+    ) -> tuple[FinishReason | None, int | None]:
+        """Appends confirmed output ids with their scores; what follows a stop token or the limit
+        does not exist.
 
         Returns with what that ends it, if it does, and the stop token if it is one.
         """
+        if self.score_size:
+            self.logprobs += logprobs
+        finish = self._accept(tokens)
+        if self.score_size:
+            del self.logprobs[len(self.outputs) * self.score_size :]
+        return finish
+
+    def _accept(self, tokens: list[int]) -> tuple[FinishReason | None, int | None]:
         for token in tokens:
             self.outputs.append(token)
             if token in self.stops:
@@ -154,6 +200,7 @@ class Request:
 
 def from_work(work: Work, arrival: int, now: float, since: float = 0.0) -> Request:
     """A request in its first state. Deadline: `now` + timeout, or never."""
+    of_prompt = work.params.prompt_logprobs
     return Request(
         work=work,
         arrival=arrival,
@@ -161,4 +208,7 @@ def from_work(work: Work, arrival: int, now: float, since: float = 0.0) -> Reque
         since=since,
         prompt_len=len(work.prompt_ids) // TOKEN_BYTES,
         stops=frozenset(work.eos_ids) | frozenset(work.params.stop_token_ids),
+        score_size=size(work.params.logprobs),
+        prompt_score_size=size(of_prompt),
+        prompt_logprobs=bytearray() if of_prompt is None else bytearray(unscored(of_prompt)),
     )

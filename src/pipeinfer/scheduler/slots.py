@@ -105,4 +105,5 @@ class Slots:
             seed=work.seed,
             suppress=suppress,
             cache_salt=work.cache_salt,
+            score_from=request.score_from,
         )

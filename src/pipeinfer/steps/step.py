@@ -39,6 +39,34 @@ class PenaltyRows:
 
 
 @dataclass(frozen=True)
+class LogprobRows:
+    """The N of the rows that sample whose requests ask for log-probs of what they sample.
+
+    rows: int64 [N], which of the sampling rows. most: int32 [N], how many alternatives of each.
+    suppressed: some of them must not sample some id yet, so that its logit will be changed.
+    """
+
+    rows: np.ndarray
+    most: np.ndarray
+    suppressed: bool = False
+
+
+@dataclass(frozen=True)
+class ScoredChunk:
+    """Prompt tokens whose log-probs are asked for, with `most` alternatives each.
+
+    slot: the request's. first: the first one's position. ids: int32 [n]. at: which of the step's
+    tokens the first one follows; each of the others follows the next one.
+    """
+
+    slot: int
+    first: int
+    ids: np.ndarray
+    at: int
+    most: int
+
+
+@dataclass(frozen=True)
 class Edits:
     """What the request in `slot` changes of single logits: of `ids` int32 [n], all different.
 
@@ -82,11 +110,15 @@ class Sampled:
 
     counts: int32 [S], how many tokens each row gave. ids: int32 [the sum of counts], row after row.
     bad: int32, ascending, the rows whose logits have no finite maximum or a NaN; they gave none.
+    logprobs: scores (pipeinfer/logprobs.py) of the ids of rows that ask for them, row after row.
+    prompts: those of each of the step's `prompts`.
     """
 
     counts: np.ndarray
     ids: np.ndarray
     bad: np.ndarray = field(default_factory=lambda: _NONE)
+    logprobs: bytes = b""
+    prompts: tuple[bytes, ...] = ()
 
     @classmethod
     def of(cls, drawn: np.ndarray) -> Sampled:
@@ -113,6 +145,7 @@ class Step:
     counts[r] >= 1. tokens: int32 [T], known ids or LAST_TOKEN. samples: bool [R]; such a row's last
     position gives logits, and the sampled id goes to last_token[slots[r]]. fields: of the rows that
     sample, [S] each; steps of the same rows have the same object.
+    prompts: known tokens whose log-probs are asked for; the step computes those before them.
     delta: applied first. Position p of row r lies in page table[slots[r], p // page_size] then, at
     offset p % page_size. Page 0 is a dummy that no request owns.
     """
@@ -128,3 +161,5 @@ class Step:
     fields: Mapping[str, np.ndarray]
     penalties: PenaltyRows | None = None
     delta: Delta = NOTHING
+    logprobs: LogprobRows | None = None
+    prompts: tuple[ScoredChunk, ...] = ()

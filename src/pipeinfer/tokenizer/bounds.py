@@ -37,17 +37,17 @@ class Cover(NamedTuple):
 
 
 def cover(tokenizer: Tokenizer) -> Cover | None:
-    """None where the tokenizer's parts are not known to keep every byte of a text."""
+    """None where the tokenizer's components are not known to keep every byte of a text."""
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
         return None  # it takes all white space around it, however much there is
     shrinks = 1
-    for part in parts(tokenizer.normalizer):
-        shrinks *= _shrinks(part)
-    splitters = parts(tokenizer.pre_tokenizer)
-    if not shrinks or not all(_keeps(part) for part in splitters):
+    for one in components(tokenizer.normalizer):
+        shrinks *= _shrinks(one)
+    splitters = components(tokenizer.pre_tokenizer)
+    if not shrinks or not all(_keeps(one) for one in splitters):
         return None
-    spelled = any(part.type == "ByteLevel" for part in splitters)
+    spelled = any(one.type == "ByteLevel" for one in splitters)
     longest = _longest(tokenizer, spelled)
     if not longest:
         return None
@@ -59,50 +59,50 @@ def cover(tokenizer: Tokenizer) -> Cover | None:
     return Cover(longest, shrinks)
 
 
-class Part(msgspec.Struct, frozen=True):
+class Component(msgspec.Struct, frozen=True):
     """A normalizer or pre-tokenizer in the words of tokenizer.json, as far as anybody asks here."""
 
     type: str
     pattern: dict[str, str] = {}
     content: str = ""
     behavior: str = ""
-    normalizers: list[Part] = []  # of a sequence, as the next one
-    pretokenizers: list[Part] = []
+    normalizers: list[Component] = []  # of a sequence, as the next one
+    pretokenizers: list[Component] = []
 
 
-def parts(component: Normalizer | PreTokenizer | None) -> list[Part]:
+def components(component: Normalizer | PreTokenizer | None) -> list[Component]:
     """What it consists of, sequences taken apart."""
     if component is None:
         return []
-    waiting = [msgspec.json.decode(component.__getstate__(), type=Part)]
-    parts: list[Part] = []
+    waiting = [msgspec.json.decode(component.__getstate__(), type=Component)]
+    components: list[Component] = []
     while waiting:
-        part = waiting.pop(0)
-        if part.type == "Sequence":
-            waiting = [*part.normalizers, *part.pretokenizers, *waiting]
+        one = waiting.pop(0)
+        if one.type == "Sequence":
+            waiting = [*one.normalizers, *one.pretokenizers, *waiting]
         else:
-            parts.append(part)
-    return parts
+            components.append(one)
+    return components
 
 
-def _shrinks(part: Part) -> int:
+def _shrinks(one: Component) -> int:
     """So many bytes become at least one; 0: any number may vanish."""
-    kind = part.type
+    kind = one.type
     if kind == "NFC":
         return NFC_SHRINKS
     if kind == "Prepend":
         return 1
     if kind == "Replace":
-        old, new = part.pattern.get("String", ""), part.content
+        old, new = one.pattern.get("String", ""), one.content
         return int(bool(old) and len(new.encode()) >= len(old.encode()))
     return 0
 
 
-def _keeps(part: Part) -> bool:
+def _keeps(one: Component) -> bool:
     """Whether a pre-tokenizer passes on every character."""
-    if part.type in ("Split", "Punctuation"):
-        return part.behavior in WHOLE
-    return part.type in ("ByteLevel", "Metaspace", "Digits")
+    if one.type in ("Split", "Punctuation"):
+        return one.behavior in WHOLE
+    return one.type in ("ByteLevel", "Metaspace", "Digits")
 
 
 def _longest(tokenizer: Tokenizer, spelled: bool) -> int:

@@ -34,7 +34,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.packing import unpack
 from pipeinfer.recovery import REPEAT, RollCall, answer, number
-from pipeinfer.tokenizer.encoding import Encoding, Pending
+from pipeinfer.tokenizer.encoding import Encoding, LongPrompt
 from pipeinfer.tokenizer.events import Encode, Encoded
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.ledger import Entry, Ledger
@@ -103,8 +103,8 @@ class TokenizerCore:
 
     def encoding(self, request_id: str, attempt: int) -> Submit | None:
         """For the driver: the request that it was told to encode, while somebody wants it."""
-        pending = self._encoding.get(request_id, attempt)
-        return None if pending is None else pending.submit
+        waiting = self._encoding.get(request_id, attempt)
+        return None if waiting is None else waiting.submit
 
     def _on_submit(self, event: Submit, _now: float) -> list[Send]:
         name, attempt = event.request_id, event.attempt
@@ -118,7 +118,7 @@ class TokenizerCore:
         try:
             weight = self._encoder.weigh(event)
             if weight > AT_ONCE:
-                self._encoding.put(Pending(event, alone))
+                self._encoding.put(LongPrompt(event, alone))
                 return [Send(LOCAL, "", Encode(name, attempt, weight))]
             ids = self._encoder.encode(event)
         except Rejected as error:
@@ -127,14 +127,14 @@ class TokenizerCore:
         return self._pass_on(event, ids, alone)
 
     def _on_encoded(self, event: Encoded, _now: float) -> list[Send]:
-        pending = self._encoding.get(event.request_id, event.attempt)
-        if pending is None:
+        waiting = self._encoding.get(event.request_id, event.attempt)
+        if waiting is None:
             return []  # it has ended meanwhile, or is the successor's
         self._encoding.encoded(event.request_id)
         if event.status:
             why = (event.status, event.message, event.param, event.code)
-            return self._refuse(pending.submit, *why)
-        return self._pass_on(pending.submit, unpack(event.prompt_ids), pending.alone)
+            return self._refuse(waiting.submit, *why)
+        return self._pass_on(waiting.submit, unpack(event.prompt_ids), waiting.alone)
 
     def _refuse(
         self,
@@ -157,7 +157,7 @@ class TokenizerCore:
         return [Send("text", f"gateway-{event.gateway}", refusal)]
 
     def _pass_on(self, event: Submit, ids: np.ndarray, alone: bool) -> list[Send]:
-        """To a group, with the prompt's `ids` int32 [n]. `alone`: as for Pending."""
+        """To a group, with the prompt's `ids` int32 [n]. `alone`: as for LongPrompt."""
         routed = event.group in self._all_groups
         request = (event.request_id, ids, event.params.max_tokens, event.cache_salt)
         group = (
@@ -169,12 +169,14 @@ class TokenizerCore:
         work = self._work(event, raw)
         self._ledger.put(Entry(work, group, routed or alone, alone))
         asked = raw if event.return_prompt_ids else b""
+        texted = event.return_prompt_text and event.text is None
         accepted = Accepted(
             request_id=event.request_id,
             attempt=event.attempt,
             group=group,
             prompt_tokens=len(ids),
             prompt_ids=asked,
+            prompt_text=self._encoder.text(ids, event.params) if texted else "",
         )
         gateway = f"gateway-{event.gateway}"
         return [Send("text", gateway, accepted), Send("work", f"scheduler-{group}", work)]

@@ -90,6 +90,13 @@ class PromptEncoder:
         self._check_length(len(ids), submit.params, param)
         return ids
 
+    def text(self, ids: np.ndarray, params: SamplingParams) -> str:
+        """What these ids say; nothing where there is no tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        known, special = ids.tolist(), params.skip_special_tokens
+        return self._tokenizer.decode(known, skip_special_tokens=special)
+
     # ------------------------------------------------------------------------------------- encoding
 
     def _chat(self, submit: Submit) -> np.ndarray:

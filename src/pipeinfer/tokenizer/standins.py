@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from pipeinfer.tokenizer.bounds import parts
+from pipeinfer.tokenizer.bounds import components
 
 # One character for each special token, from the ends of the private-use planes, where nobody has
 # put icons. The second is for texts that use the first.
@@ -111,6 +111,6 @@ def folds(tokenizer: Tokenizer) -> bool:
     if not any(token.special and token.normalized for token in added):
         return False
     return any(
-        part.type != "Prepend" and part.pattern != {"String": " "}
-        for part in parts(tokenizer.normalizer)
+        one.type != "Prepend" and one.pattern != {"String": " "}
+        for one in components(tokenizer.normalizer)
     )

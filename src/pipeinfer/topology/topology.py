@@ -86,7 +86,11 @@ class Topology:
 
     def has_tcp(self) -> bool:
         """Whether any stage is reached over tcp."""
-        return any(addresses.is_tcp(entry.address) for entry in self.entries)
+        return bool(self.over_tcp())
+
+    def over_tcp(self) -> list[str]:
+        """Ids of the stages that are reached over tcp."""
+        return [e.identity.id for e in self.entries if addresses.is_tcp(e.address)]
 
     def address(self, stage: str) -> str:
         """The address of stage id `stage`; ConfigurationError if there is no such stage."""
@@ -203,10 +207,12 @@ def checked(topology: Topology) -> Topology:
             raise ConfigurationError(f"unknown stage {entry.name!r}; there are {', '.join(NAMES)}")
         addresses.check(entry.address, topology.keyed)
         for name in addresses.OFFSETS:
-            place = addresses.derive(entry.address, name)
-            if place in seen:
-                raise ConfigurationError(f"{entry.identity.id} and {seen[place]} both take {place}")
-            seen[place] = entry.identity.id
+            endpoint = addresses.derive(entry.address, name)
+            if endpoint in seen:
+                raise ConfigurationError(
+                    f"{entry.identity.id} and {seen[endpoint]} both take {endpoint}"
+                )
+            seen[endpoint] = entry.identity.id
     for name in ("gateway", "tokenizer", "detokenizer"):
         count = len(topology.ids(name))
         if count != 1:

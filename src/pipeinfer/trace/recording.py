@@ -33,7 +33,7 @@ class Rewriter(Protocol):
 
 
 @dataclass(frozen=True)
-class Limits:
+class Quota:
     """After so much a recording ends by itself; 0 is without limit."""
 
     messages: int = 0
@@ -63,14 +63,14 @@ class Recording:
         self,
         name: str,
         folder: str | Path,
-        limits: Limits,
+        quota: Quota,
         on_change: Callable[[Outcome], None],
         rewriter: Callable[[], Rewriter] | None = None,
     ) -> None:
         self.name = name
         self.ended = False
         self._folder = folder
-        self._limits = limits
+        self._quota = quota
         self._make_rewriter = rewriter
         self._rewriter: Rewriter | None = None
         self._on_change = on_change
@@ -85,7 +85,7 @@ class Recording:
                 self._rewriter = self._make_rewriter()
                 header = self._rewriter.header(header)
             block = form.pack_header(header)
-            if self._limits.bytes and len(block) + END_BYTES > self._limits.bytes:
+            if self._quota.bytes and len(block) + END_BYTES > self._quota.bytes:
                 self._settle("failed", f"its beginning alone takes {len(block)} bytes")
                 return
             self._file = TraceFile(self._folder, stem)
@@ -107,8 +107,8 @@ class Recording:
         """The next rows, whole events; `block` has them packed already, None if nobody has."""
         if self.ended:
             return
-        left = self._limits.messages - self._records if self._limits.messages else len(rows)
-        full = bool(self._limits.messages) and left <= len(rows)
+        left = self._quota.messages - self._records if self._quota.messages else len(rows)
+        full = bool(self._quota.messages) and left <= len(rows)
         if full:
             rows = rows[: _end_of_event(rows, left)]
         if full or self._rewriter is not None or block is None:
@@ -133,7 +133,7 @@ class Recording:
 
     def _write(self, block: bytes, records: int) -> None:
         assert self._file is not None
-        most = self._limits.bytes
+        most = self._quota.bytes
         if most and self._file.bytes + len(block) + END_BYTES > most:
             self.end("as many bytes as were asked for")
             return

@@ -15,14 +15,17 @@ import numpy as np
 from pipeinfer.trace.permutation import Permutation
 from pipeinfer.trace.restore import known_class
 
-Place = tuple[str, str]  # a class and an attribute of it
+Attribute = tuple[str, str]  # a class and an attribute of it
 Rewrite = Callable[[msgspec.Struct], msgspec.Struct]
 
 _REQUEST = "pipeinfer.scheduler.request:Request"
-IDS: frozenset[Place] = frozenset((_REQUEST, name) for name in ("outputs", "stops"))
-NUMBERS: frozenset[Place] = frozenset(
+IDS: frozenset[Attribute] = frozenset((_REQUEST, name) for name in ("outputs", "stops"))
+ZEROED: frozenset[Attribute] = frozenset(
+    (_REQUEST, name) for name in ("logprobs", "prompt_logprobs")
+)
+NUMBERS: frozenset[Attribute] = frozenset(
     (
-        (_REQUEST, "inflight"),
+        (_REQUEST, "counts_in_flight"),
         ("pipeinfer.scheduler.flights:Flight", "slots"),
         ("pipeinfer.scheduler.slots:Slots", "_free"),
         ("pipeinfer.scheduler.credits:Credits", "_planned"),
@@ -44,40 +47,40 @@ def redact_state(state: bytes, message: Rewrite, names: Permutation) -> bytes:
     """
     try:
         version, nodes = msgspec.msgpack.decode(state, type=tuple[int, list[list[Any]]])
-        places = _places(nodes)
-        rewritten = [_node(n, places[i], message, names) for i, n in enumerate(nodes)]
+        attributes = _attributes(nodes)
+        rewritten = [_node(n, attributes[i], message, names) for i, n in enumerate(nodes)]
         return _encode([version, rewritten])
     except (LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"the state is none: {type(error).__name__}: {error}") from None
 
 
-def _places(nodes: list[list[Any]]) -> list[Place]:
+def _attributes(nodes: list[list[Any]]) -> list[Attribute]:
     """For each node the attribute that it hangs from; what is inside a container hangs with it."""
-    places: list[Place | None] = [None] * len(nodes)
-    places[0] = ("", "")
+    attributes: list[Attribute | None] = [None] * len(nodes)
+    attributes[0] = ("", "")
     waiting = [0]
     while waiting:
         number = waiting.pop()
-        node, place = nodes[number], places[number]
-        for inner, value in _parts(node, place or ("", "")):
-            if type(value) is list and places[value[0]] is None:
-                places[value[0]] = inner
+        node, attribute = nodes[number], attributes[number]
+        for inner, value in _inner(node, attribute or ("", "")):
+            if type(value) is list and attributes[value[0]] is None:
+                attributes[value[0]] = inner
                 waiting.append(value[0])
-    return [place or ("", "") for place in places]
+    return [attribute or ("", "") for attribute in attributes]
 
 
-def _parts(node: list[Any], place: Place) -> list[tuple[Place, Any]]:
+def _inner(node: list[Any], attribute: Attribute) -> list[tuple[Attribute, Any]]:
     if node[0] == "object":
         flat = node[2]
         return [((node[1], name), raw) for name, raw in zip(flat[::2], flat[1::2], strict=True)]
     if node[0] in (*_SEQUENCES, *_MAPPINGS):
-        return [(place, raw) for raw in node[1]]
-    return [(place, raw) for raw in node[2]] if node[0] == "named" else []
+        return [(attribute, raw) for raw in node[1]]
+    return [(attribute, raw) for raw in node[2]] if node[0] == "named" else []
 
 
 def _node(
     node: list[Any],
-    place: Place,
+    attribute: Attribute,
     message: Rewrite,
     names: Permutation,
 ) -> list[Any]:
@@ -85,17 +88,19 @@ def _node(
     if kind == "struct":
         decoded = msgspec.msgpack.decode(node[2], type=known_class(node[1]))
         return [kind, node[1], _encode(message(decoded))]
-    if place in IDS and kind == "ints":
+    if attribute in ZEROED and kind == "bytearray":
+        return [kind, bytes(len(node[1]))]
+    if attribute in IDS and kind == "ints":
         return [kind, names.ids(node[1])]
-    if place in IDS:
+    if attribute in IDS:
         if kind not in _SEQUENCES or not all(type(token) is int for token in node[1]):
-            raise ValueError(f"{'.'.join(place)} was expected to hold token ids")
+            raise ValueError(f"{'.'.join(attribute)} was expected to hold token ids")
         ids = names.array(np.array(node[1], dtype="<i4")).tolist()
         return [kind, ids, *node[2:]]
-    for inner, raw in _parts(node, place):
+    for inner, raw in _inner(node, attribute):
         if type(raw) is bytes:
             raise ValueError(f"{'.'.join(inner)} may hold token ids: it cannot be redacted")
     numbers = kind in (*_SEQUENCES, *_MAPPINGS) and node[1] and all(type(v) is int for v in node[1])
-    if (numbers or kind in ("array", "bytearray", "ints")) and place not in NUMBERS:
-        raise ValueError(f"{'.'.join(place)} may hold token ids: it cannot be redacted")
+    if (numbers or kind in ("array", "bytearray", "ints")) and attribute not in NUMBERS:
+        raise ValueError(f"{'.'.join(attribute)} may hold token ids: it cannot be redacted")
     return node

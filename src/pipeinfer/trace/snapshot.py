@@ -60,15 +60,15 @@ def class_name(kind: type) -> str:
 
 
 @functools.cache
-def slots(kind: type) -> tuple[str, ...]:
-    """Names of the slots of a class and its bases."""
+def slot_names(kind: type) -> tuple[str, ...]:
+    """Names of the `__slots__` of a class and its bases."""
     named = (kind.__dict__.get("__slots__", ()) for kind in kind.__mro__)
     return tuple(name for some in named for name in some if name not in ("__dict__", "__weakref__"))
 
 
 def attributes(value: object) -> list[tuple[str, object]]:
     """(name, value) of all that is set on an object, slots first, in a fixed order."""
-    found = [(name, getattr(value, name, _UNSET)) for name in slots(type(value))]
+    found = [(name, getattr(value, name, _UNSET)) for name in slot_names(type(value))]
     found = [(name, part) for name, part in found if part is not _UNSET]
     found += getattr(value, "__dict__", _NOTHING).items()
     return found

@@ -139,7 +139,7 @@ class CudaDevice:
             loop.call_soon(self._ask, loop)
 
     def _ask(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Calls whom it can, and asks again in the loop's next turn while anybody waits."""
+        """Calls whom it can, and asks again in the loop's next iteration while anybody waits."""
         while self._asked and self._asked[0][0].ready:
             self._asked.popleft()[1]()  # which may ask for the next one
         self._asking = len(self._asked) > 0

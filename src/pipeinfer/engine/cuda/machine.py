@@ -16,7 +16,7 @@ import torch
 from pipeinfer.engine.artificial import artificial_step
 from pipeinfer.engine.cuda.device import CudaDevice
 from pipeinfer.engine.machine import Built
-from pipeinfer.engine.rooms import Limits
+from pipeinfer.engine.rooms import LargestStep
 from pipeinfer.engine.runner import Runner
 from pipeinfer.kernels import by_triton
 from pipeinfer.kernels.interface import Kernels
@@ -32,15 +32,15 @@ class CudaMachine:
 
     step_tokens = GPU_STEP_TOKENS
 
-    def __init__(self, place: int, threads: int) -> None:
-        """Makes GPU `place` the current one, and sets how long Python lets a thread run; `threads`
-        of torch on the host, if not 0."""
+    def __init__(self, ordinal: int, threads: int) -> None:
+        """Makes GPU `ordinal` the current one, and sets how long Python lets a thread run;
+        `threads` of torch on the host, if not 0."""
         if threads:
             torch.set_num_threads(threads)
         # The thread that launches steps must not wait 5 ms, the default, for another one of Python.
         sys.setswitchinterval(SWITCH_SECONDS)
-        torch.cuda.set_device(place)
-        self.where = torch.device("cuda", place)
+        torch.cuda.set_device(ordinal)
+        self.where = torch.device("cuda", ordinal)
         self.device = CudaDevice(self.where)
         self.kernels: Kernels = by_triton
 
@@ -50,8 +50,8 @@ class CudaMachine:
 
     def warm_up(self, runner: Runner, most_tokens: int) -> None:
         """Runs the largest step, and small ones of each kind: kernels are compiled and loaded."""
-        page_size, rows = runner.pool.page_size, runner.limits.rows
-        largest = largest_step(runner.limits, page_size, most_tokens)
+        page_size, rows = runner.pool.page_size, runner.largest.rows
+        largest = largest_step(runner.largest, page_size, most_tokens)
         for _ in range(2):  # the first one also allocates what stays
             runner.run(largest)
         runner.run(artificial_step(np.ones(min(rows, 3), dtype=np.int32), page_size))
@@ -69,11 +69,11 @@ class CudaMachine:
         return int(total * fraction) - (total - free) - transient
 
 
-def largest_step(limits: Limits, page_size: int, max_model_len: int) -> Step:
+def largest_step(largest: LargestStep, page_size: int, max_model_len: int) -> Step:
     """All rows and all tokens; everything lies in the dummy page, every row samples."""
-    rows = min(limits.rows, limits.tokens)
+    rows = min(largest.rows, largest.tokens)
     counts = np.ones(rows, dtype=np.int32)
-    left = limits.tokens - rows
+    left = largest.tokens - rows
     for row in range(rows - 1, -1, -1):
         counts[row] += min(left, max_model_len - 1)
         left -= int(counts[row]) - 1

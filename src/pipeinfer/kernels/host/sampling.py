@@ -26,7 +26,7 @@ NO_ID = 2**52  # a rank without an id of its own loses every tie
 class Rows:
     """Knobs of S rows, seeds as uint64."""
 
-    heat: np.ndarray
+    temperature: np.ndarray
     top_k: np.ndarray
     top_p: np.ndarray
     min_p: np.ndarray
@@ -37,8 +37,8 @@ class Rows:
     def of(cls, knobs: Knobs) -> Rows:
         """The same arrays."""
         names = "temperature", "top_k", "top_p", "min_p", "seed", "sample_positions"
-        heat, top_k, top_p, min_p, seeds, positions = (knobs[name].numpy() for name in names)
-        return cls(heat, top_k, top_p, min_p, seeds.view(np.uint64), positions)
+        temperature, top_k, top_p, min_p, seeds, positions = (knobs[name].numpy() for name in names)
+        return cls(temperature, top_k, top_p, min_p, seeds.view(np.uint64), positions)
 
 
 def sample(
@@ -49,7 +49,7 @@ def sample(
     ids = values.argmax(axis=-1)
     peaks = np.take_along_axis(values, ids[:, None], axis=-1)
     finite = np.isfinite(peaks[:, 0])  # a row with a NaN has it at its argmax
-    random = (rows.heat >= GREEDY_BELOW) & finite
+    random = (rows.temperature >= GREEDY_BELOW) & finite
     if random.any():
         vocab = values.shape[1]
         truncated = np.zeros(len(ids), dtype=bool)
@@ -70,10 +70,10 @@ def offer(logits: torch.Tensor, knobs: Knobs, first_id: int) -> torch.Tensor:
     mine[:, 1] = NO_ID
     if width:
         mine[:, 2] = values.max(axis=-1)
-        scores, random = values, rows.heat >= GREEDY_BELOW
+        scores, random = values, rows.temperature >= GREEDY_BELOW
         if random.any():
             scores = values.astype(np.float64)
-            scores[random] /= rows.heat[random, None]
+            scores[random] /= rows.temperature[random, None]
             hot = rows.seeds[random], rows.positions[random]
             scores[random] += noise.gumbel(*hot, width, first_id)
         local = scores.argmax(axis=-1)
@@ -116,7 +116,7 @@ def _scaled(values: np.ndarray, peaks: np.ndarray, rows: Rows, block: np.ndarray
     x = values[block]
     with np.errstate(over="ignore"):  # what lies that far below the peak is never sampled anyway
         x -= peaks[block]
-        x /= rows.heat[block, None]
+        x /= rows.temperature[block, None]
     return x
 
 

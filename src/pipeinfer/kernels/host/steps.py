@@ -50,8 +50,8 @@ def _tokens(
     page = held.table.numpy()[slot, position // page_size].astype(np.int64)
     place = page * page_size + position % page_size
     ids = rows.tokens.numpy()[:many].astype(np.int64)
-    pending = np.flatnonzero(ids < 0)
-    ids[pending] = held.last_token.numpy()[slot[pending]]
+    unknown = np.flatnonzero(ids < 0)
+    ids[unknown] = held.last_token.numpy()[slot[unknown]]
     if sizes is not counts and index is not None:
         nobody = index >= counts[row]
         position[nobody], place[nobody], ids[nobody] = 0, NOWHERE, 0

@@ -18,7 +18,7 @@ def placement(rank: int, size: int) -> Placement:
 def filled(sources: list[Source], stored: dict[str, torch.Tensor]) -> None:
     for source in sources:
         assert stored[source.name].shape == source.shape
-        source.target.copy_(stored[source.name][source.part])
+        source.target.copy_(stored[source.name][source.slices])
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])

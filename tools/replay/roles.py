@@ -1,4 +1,4 @@
-"""Parts on a live bus that a recording can play: an engine's, a scheduler's, and a source's.
+"""Roles on a live bus that a recording can play: an engine's, a scheduler's, and a source's.
 
 Sans-IO, like cores: a live message in, what the recorded stage sent out. The recorded epoch and
 incarnations give way to the live ones, and request ids are matched in the order in which they
@@ -42,7 +42,7 @@ class Timed(NamedTuple):
     send: Send
 
 
-class Part(Protocol):
+class Role(Protocol):
     """`finished`: everything that was recorded has been said."""
 
     finished: bool
@@ -65,7 +65,7 @@ class Answers:
     said: list[Entry] = field(default_factory=list)
 
 
-class EnginePart:
+class EngineRole:
     """A recorded engine for a live scheduler: plan N is answered with what it said of plan N."""
 
     def __init__(self, recording: Recording, incarnation: int) -> None:
@@ -118,7 +118,7 @@ class EnginePart:
         return Timed(after, Send("result", self._scheduler, message))
 
 
-class SchedulerPart:
+class SchedulerRole:
     """A recorded scheduler for a live engine: its plans, never more than AHEAD of the results."""
 
     def __init__(self, recording: Recording) -> None:
@@ -196,7 +196,7 @@ class SchedulerPart:
         return self._plans()
 
 
-class SourcePart:
+class SourceRole:
     """A recorded gateway or tokenizer: what it sent to the next stage, whatever comes back."""
 
     def __init__(self, recording: Recording) -> None:
@@ -219,17 +219,17 @@ class SourcePart:
         return sends
 
 
-def part_of(recording: Recording, incarnation: int) -> Part:
-    """The part of the recorded stage. CannotReplay for a stage that has none."""
+def role_of(recording: Recording, incarnation: int) -> Role:
+    """The role of the recorded stage. CannotReplay for a stage that has none."""
     name = recording.header.name
     if name == "engine":
-        return EnginePart(recording, incarnation)
+        return EngineRole(recording, incarnation)
     if name == "scheduler":
-        return SchedulerPart(recording)
+        return SchedulerRole(recording)
     if name in ("gateway", "tokenizer"):
-        return SourcePart(recording)
+        return SourceRole(recording)
     raise CannotReplay(
-        USAGE, f"a {name}'s part is not played: a real one needs neither weights nor a device"
+        USAGE, f"a {name}'s role is not played: a real one needs neither weights nor a device"
     )
 
 

@@ -86,7 +86,7 @@ def assert_equals_one_rank(folder: Path, ranks: int, whole_experts: bool = False
     def run(rank: int, size: int) -> torch.Tensor:
         view = group.view(rank) if size > 1 else None
         with torch.inference_mode():
-            model = build_model(config, Shard(rank, size, whole_experts), group=view)
+            model = build_model(config, Shard(rank, size, whole_experts), collectives=view)
             load_weights(model, folder)
             hidden = model(tokens, torch.arange(12), dense_causal(model.attention_shapes()))
             return model.logits(hidden)
@@ -104,7 +104,7 @@ def test_parts_of_all_ranks_cover_every_tensor_once(checkpoint: CheckpointCache)
     for rank in range(4):
         for source in build_model(config, Shard(rank, 4), device="meta").sources():
             count = covered.setdefault(source.name, torch.zeros(source.shape))
-            count[source.part] += 1
+            count[source.slices] += 1
     for name, count in covered.items():
         replicated = 4 if "norm" in name else 2 if "k_proj" in name or "v_proj" in name else 1
         assert torch.all(count == replicated), name
@@ -160,7 +160,7 @@ def dummy_tensors(
     model = build_model(config, shard)
     sources = list(model.sources())
     fill_dummy(model, seed)
-    return {source.name: (source.part, source.target) for source in sources}
+    return {source.name: (source.slices, source.target) for source in sources}
 
 
 def test_part_without_a_group_refuses_to_run(checkpoint: CheckpointCache) -> None:

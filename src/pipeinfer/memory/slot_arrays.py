@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 
-class Slots:
+class SlotArrays:
     """active: bool [max_slots]; the others int32 [max_slots], 0 in empty slots.
 
     known: ids that were admitted; computed: positions whose KV is or will be in the pages, once all

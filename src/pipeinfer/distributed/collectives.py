@@ -36,7 +36,7 @@ TRIED_ROWS = (1, 5, 160)
 TOLERANCE = 0.05  # of the largest sum: what rounding each addition to bfloat16 may cost
 
 
-class TorchGroup:
+class TorchCollectives:
     """Rank `rank` of `size`; gloo between CPUs, NCCL between GPUs.
 
     `custom`: what adds up the messages that it takes, in place of NCCL; `fusion`: what also adds
@@ -44,15 +44,15 @@ class TorchGroup:
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, backend: str, timeout: float, place: int = 0
+        self, store: Store, rank: int, size: int, backend: str, timeout: float, ordinal: int = 0
     ) -> None:
         """Returns when all ranks are there; `timeout` in seconds, for that and every collective.
-        `place`: of this rank's GPU on its host."""
+        `ordinal`: of this rank's GPU on its host."""
         self.rank = rank
         self.size = size
         self.custom: CustomAllReduce | None = None
         self.fusion: AllReduceNorm | None = None
-        gpu = torch.device("cuda", place) if backend == "nccl" else None
+        gpu = torch.device("cuda", ordinal) if backend == "nccl" else None
         if gpu is not None:
             torch.cuda.set_device(gpu)
         dist.init_process_group(
@@ -201,12 +201,12 @@ def join(
     size: int,
     device: str,
     timeout: float,
-    place: int | None = None,
+    ordinal: int | None = None,
     wires: Wires | None = None,
-) -> TorchGroup:
+) -> TorchCollectives:
     """Meets the other ranks at `address`, that of rank 0, and forms the group; see `meet`.
 
-    place: of this rank's GPU on its host, by default `rank`. wires: see `meet`.
+    ordinal: of this rank's GPU on its host, by default `rank`. wires: see `meet`.
     """
     backend = "nccl" if device == "cuda" else "gloo"
     if backend == "nccl":
@@ -217,6 +217,8 @@ def join(
     formed = threading.Event()
     try:
         store = meet(address, rank, size, timeout, wires, formed)
-        return TorchGroup(store, rank, size, backend, timeout, rank if place is None else place)
+        return TorchCollectives(
+            store, rank, size, backend, timeout, rank if ordinal is None else ordinal
+        )
     finally:
         formed.set()

@@ -45,8 +45,8 @@ class Threads:
 
 
 class Rank:
-    """A Group and a Fusion by the kernel's reference. In two shots nothing but garbage is left in
-    the rows of a residual that are other ranks'; one shot takes `limit` rows at the most.
+    """Collectives and a Fusion by the kernel's reference. In two shots nothing but garbage is left
+    in the rows of a residual that are other ranks'; one shot takes `limit` rows at the most.
     """
 
     def __init__(self, threads: Threads, rank: int, limit: int, two_shots: bool) -> None:
@@ -85,7 +85,7 @@ def check_ranks(folder: Path, ranks: list[Rank]) -> None:
     def run(rank: Rank | None) -> tuple[torch.Tensor, torch.Tensor]:
         shard = Shard() if rank is None else Shard(rank.rank, RANKS)
         with torch.inference_mode():
-            model = build_model(config, shard, group=rank, fusion=rank)
+            model = build_model(config, shard, collectives=rank, fusion=rank)
             load_weights(model, folder)
             hidden = model(tokens, torch.arange(TOKENS), dense_causal(model.attention_shapes()))
             return hidden, model.logits(hidden)
@@ -109,7 +109,7 @@ def test_every_sum_of_a_pass_but_the_embeddings_is_made_by_the_norm_after_it(
     assert [(rank.summed, rank.fused) for rank in ranks] == [(1, 2 * layers)] * RANKS
 
 
-def test_a_model_that_norms_its_sums_before_it_adds_them_has_none_pending(
+def test_a_model_that_norms_its_sums_before_it_adds_them_hands_on_no_partial_one(
     checkpoint: CheckpointCache,
 ) -> None:
     folder = checkpoint("Gemma3ForCausalLM", attention_bias=True)
@@ -130,7 +130,7 @@ def test_steps_with_more_rows_than_are_taken_are_added_up_by_the_group(
 
     def run(rank: Rank) -> None:
         with torch.inference_mode():
-            model = build_model(config, Shard(rank.rank, RANKS), group=rank, fusion=rank)
+            model = build_model(config, Shard(rank.rank, RANKS), collectives=rank, fusion=rank)
             load_weights(model, folder)
             attend = dense_causal(model.attention_shapes())
             hidden = model(torch.arange(TOKENS), torch.arange(TOKENS), attend)

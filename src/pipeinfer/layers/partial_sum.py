@@ -1,4 +1,4 @@
-"""Sums that are still to be made, over ranks or over parts of a product, and who makes them.
+"""Sums that are still to be made, over ranks or over splits of a product, and who makes them.
 
 In a pre-norm transformer every such sum is added to the residual stream and normed. Where one
 kernel does all of that, a layer hands on what it has. Knows no layer and no collective.
@@ -30,13 +30,13 @@ class Fusion(Summing, Protocol):
     """
 
     def buffer(self, rows: int, size: int) -> torch.Tensor | None:
-        """[rows, size], not filled, for this rank's part of the next sum; None: not taken."""
+        """[rows, size], not filled, for this rank's share of the next sum; None: not taken."""
         ...
 
 
 @dataclass(frozen=True)
-class Pending:
-    """What `summing` makes a sum [T, size] of: this rank's part of it, say, where that wants it."""
+class PartialSum:
+    """What `summing` makes a sum [T, size] of: this rank's share, say, where that wants it."""
 
     partial: torch.Tensor
     summing: Summing

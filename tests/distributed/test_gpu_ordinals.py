@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.distributed.group import without_multicast
+from pipeinfer.distributed.collectives import without_multicast
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology.topology import Entry, Topology, local
 
 
 def test_every_engine_of_a_host_has_a_gpu_of_its_own():
-    place = local(Settings(tp=2, dp=2), "ipc:///tmp/places/")
-    engines = place.ids("engine")
+    topology = local(Settings(tp=2, dp=2), "ipc:///tmp/places/")
+    engines = topology.ids("engine")
     assert engines == ["engine-0-0", "engine-0-1", "engine-1-0", "engine-1-1"]
-    assert [place.gpu(stage) for stage in engines] == [0, 1, 2, 3]
+    assert [topology.gpu(stage) for stage in engines] == [0, 1, 2, 3]
 
 
 def test_each_host_counts_its_own_and_a_named_device_is_taken():
@@ -25,11 +25,11 @@ def test_each_host_counts_its_own_and_a_named_device_is_taken():
     engines.append(Entry("engine", "tcp://10.0.0.3:7000", 2, 0, host="c", device="cuda:5"))
     engines.append(Entry("engine", "tcp://10.0.0.3:7010", 2, 1, host="c", device="7"))
     engines.append(Entry("engine", "tcp://10.0.0.3:7020", 2, 2, host="c", device="gpu"))
-    place = Topology(tuple(engines))
+    topology = Topology(tuple(engines))
     stages = ["engine-0-0", "engine-0-1", "engine-1-0", "engine-1-1", "engine-2-0", "engine-2-1"]
-    assert [place.gpu(stage) for stage in stages] == [0, 1, 0, 1, 5, 7]
+    assert [topology.gpu(stage) for stage in stages] == [0, 1, 0, 1, 5, 7]
     with pytest.raises(ConfigurationError, match="engine-2-2: device 'gpu' is none"):
-        place.gpu("engine-2-2")
+        topology.gpu("engine-2-2")
 
 
 def test_gpus_talk_without_multicast_unless_the_user_wants_it():

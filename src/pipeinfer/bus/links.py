@@ -1,0 +1,200 @@
+"""Between two stages over TCP: nothing that was sent is lost with the connection that took it.
+
+ZeroMQ opens a connection again that was reset, but what was on its way is gone. So frames to an
+inbox are numbered from 1 and kept until the receiver has them; one that misses some asks for them,
+and drops what is behind until they have come: each frame passes once, in order, as long as both
+processes live ("go back N"). Sans-IO; knows no message but its own two.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import ClassVar, Union
+
+from pipeinfer.messages import Message
+
+CHANNEL = "link"
+FRAMES, BYTES = 64, 1 << 20  # received since the last word about it; then there is another one
+ASK_AGAIN = 5.0  # seconds; on a slow link what was sent again queues behind what cannot be used
+
+
+class Received(Message, frozen=True):
+    """To a sender, of which `incarnation` is meant: all frames before `next` have come; 0: which
+    will be the first is not known. missing: they are wanted once more, from `next` on."""
+
+    incarnation: int
+    next: int
+    missing: bool
+
+
+class Kept(Message, frozen=True):
+    """To a receiver: frames from `first` on are kept, and those before `next` have been sent."""
+
+    first: int
+    next: int
+
+
+LINK = Union[Received, Kept]
+
+
+class Outgoing:
+    """What one process sends to one inbox: frames from `first` on are kept, `next` is to come."""
+
+    def __init__(self) -> None:
+        self.first = self.next = 1
+        self._frames: deque[list[bytes]] = deque()
+        self._seen = 0  # where they began when it was asked last what is due
+
+    def keep(self, parts: list[bytes]) -> None:
+        """The next frame, which was sent."""
+        self._frames.append(parts)
+        self.next += 1
+
+    def arrived(self, until: int) -> None:
+        """Frames before `until` are kept no longer."""
+        while self.first < min(until, self.next):
+            self._frames.popleft()
+            self.first += 1
+
+    def frames(self) -> list[list[bytes]]:
+        """Those that are kept."""
+        return list(self._frames)
+
+    def kept(self) -> Kept:
+        """What the receiver may be told of them."""
+        return Kept(first=self.first, next=self.next)
+
+    def due(self) -> Kept | None:
+        """To be asked regularly: what to say if nothing has arrived since the last time."""
+        stands = bool(self._frames) and self._seen == self.first
+        self._seen = self.first if self._frames else 0
+        return self.kept() if stands else None
+
+
+class Incoming:
+    """What one inbox receives from one stage, of which another process may speak at any time."""
+
+    def __init__(self) -> None:
+        self._incarnation = 0
+        self._next = 0  # 0: no frame of this process has come, nor word of which is the first
+        self._frames = self._bytes = 0  # since the last word
+        self._asked, self._asked_at = -1, 0.0  # from where on, when
+
+    def meet(self, incarnation: int) -> bool:
+        """False for a process that is older than another that was met."""
+        if incarnation > self._incarnation:
+            self._incarnation = incarnation
+            self._next, self._asked = 0, -1
+        return incarnation == self._incarnation
+
+    def take(self, number: int, size: int) -> bool:
+        """Whether frame `number`, of `size` bytes, is for the stage."""
+        if number != (self._next or 1):
+            return False
+        self._next = number + 1
+        self._frames += 1
+        self._bytes += size
+        return True
+
+    def due(self, number: int, now: float) -> Received | None:
+        """What to say after frame `number` came, at `now` (seconds)."""
+        if number >= self._next:
+            return self._ask(now)
+        if self._frames < FRAMES and self._bytes < BYTES:
+            return None
+        return self._received(missing=False)
+
+    def heard(self, told: Kept, now: float) -> Received:
+        """What to say to the sender of `told`, which was sent behind all before `told.next`."""
+        self._next = max(self._next, told.first)
+        asked = self._ask(now) if self._next < told.next else None
+        return asked or self._received(missing=False)
+
+    def _ask(self, now: float) -> Received | None:
+        if self._asked == self._next and now - self._asked_at < ASK_AGAIN:
+            return None
+        self._asked, self._asked_at = self._next, now
+        return self._received(missing=True)
+
+    def _received(self, missing: bool) -> Received:
+        self._frames = self._bytes = 0
+        return Received(incarnation=self._incarnation, next=self._next, missing=missing)
+
+
+class Links:
+    """All links of one process: frames that it sends to the stages `far`, and that it receives of
+    any of `stages`.
+
+    `say(stage, message)` sends a message of this channel, `push(stage, parts)` a frame once more.
+    repeated: how many of the latter there were.
+    """
+
+    def __init__(
+        self,
+        incarnation: int,
+        stages: frozenset[str],
+        far: frozenset[str],
+        say: Callable[[str, Message], object],
+        push: Callable[[str, list[bytes]], object],
+    ) -> None:
+        self.repeated = 0
+        self._incarnation = incarnation
+        self._stages = stages
+        self._say, self._push = say, push
+        self._out = {stage: Outgoing() for stage in far}
+        self._in: dict[str, Incoming] = {}
+
+    def to(self, stage: str) -> Outgoing | None:
+        """What is sent to that inbox; None where no connection is lost but with a process."""
+        return self._out.get(stage)
+
+    def take(self, sender: str, incarnation: int, number: int, size: int, now: float) -> bool:
+        """Whether the frame that `sender` numbered so, of `size` bytes, is for the stage."""
+        if sender not in self._stages:  # nobody could be told
+            return True
+        incoming = self._of(sender)
+        if not incoming.meet(incarnation):  # the fence must know that it is late
+            return True
+        passes = incoming.take(number, size)
+        self._answer(sender, incoming.due(number, now))
+        return passes
+
+    def hear(self, sender: str, incarnation: int, message: Message, now: float) -> None:
+        """Takes a message of this channel from a process of the stage `sender`."""
+        if sender in self._stages:
+            self._handlers[type(message)](self, sender, incarnation, message, now)
+
+    def remind(self) -> None:
+        """Asks after frames that are kept; to be called regularly."""
+        for stage, outgoing in self._out.items():
+            self._answer(stage, outgoing.due())
+
+    def _of(self, stage: str) -> Incoming:
+        return self._in.get(stage) or self._in.setdefault(stage, Incoming())
+
+    def _answer(self, stage: str, word: Message | None) -> None:
+        if word is not None:
+            self._say(stage, word)
+
+    def _on_kept(self, sender: str, incarnation: int, told: Kept, now: float) -> None:
+        incoming = self._of(sender)
+        if incoming.meet(incarnation):
+            self._say(sender, incoming.heard(told, now))
+
+    def _on_received(self, sender: str, _incarnation: int, told: Received, _now: float) -> None:
+        outgoing = self._out.get(sender)
+        if outgoing is None or told.incarnation != self._incarnation:
+            return
+        outgoing.arrived(told.next)
+        if told.missing and told.next < outgoing.first:
+            self._say(sender, outgoing.kept())
+        elif told.missing:
+            for parts in outgoing.frames():
+                self.repeated += 1
+                self._push(sender, parts)
+
+    _handlers: ClassVar[dict[type[Message], Callable[..., None]]] = {
+        Kept: _on_kept,
+        Received: _on_received,
+    }

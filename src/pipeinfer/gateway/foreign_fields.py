@@ -1,0 +1,174 @@
+"""Fields of request bodies that other servers know and this one does not honour.
+
+Each is in one of two tables: what would change an answer is refused by name unless its value asks
+for nothing, what changes nothing is ignored. Whatever is in neither is counted and logged by name.
+From the documents of OpenAI, vLLM, SGLang, llama.cpp, Ollama, Text Generation Inference, and of
+clients that speak to several of them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipeinfer.json_values import JsonValue
+
+LONGEST_NEUTRAL = 64  # bytes of JSON that may be a neutral value
+
+# By name, the values that ask for nothing; null always does.
+REFUSED: dict[str, tuple[JsonValue, ...]] = {
+    # OpenAI
+    "n": (1,),
+    "best_of": (1,),
+    "top_logprobs": (0,),  # of a completion
+    "suffix": ("",),
+    "echo": (False,),  # of a chat
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    # vLLM
+    "length_penalty": (1, 1.0),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "truncate_prompt_tokens": (),
+    "spaces_between_special_tokens": (True,),
+    "include_reasoning": (True,),
+    "thinking_token_budget": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "prompt_embeds": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+    # SGLang
+    "regex": (),
+    "ebnf": (),
+    "json_schema": (),
+    "stop_regex": ([],),
+    "no_stop_trim": (False,),
+    "min_new_tokens": (0,),
+    "max_new_tokens": (),
+    "lora_path": (),
+    "session_params": (),
+    "custom_logit_processor": (),
+    "custom_params": (),
+    "return_hidden_states": (False,),
+    "return_logprob": (False,),
+    "separate_reasoning": (True,),
+    "input_ids": (),
+    "input_embeds": (),
+    # llama.cpp
+    "grammar": ("",),
+    "n_predict": (),
+    "n_probs": (0,),
+    "n_indent": (0,),
+    "min_keep": (0,),
+    "repeat_penalty": (1, 1.0),
+    "typical_p": (1, 1.0),
+    "dynatemp_range": (0, 0.0),
+    "top_n_sigma": (-1, -1.0),
+    "xtc_probability": (0, 0.0),
+    "dry_multiplier": (0, 0.0),
+    "mirostat": (0,),
+    "samplers": (),
+    "lora": ([],),
+    "t_max_predict_ms": (0,),
+    "reasoning_format": (),
+    "input_prefix": ("",),
+    "input_suffix": ("",),
+    # Ollama
+    "format": ("",),
+    "options": ({},),
+    "system": ("",),
+    "template": ("",),
+    "raw": (False,),
+    "context": ([],),
+    "images": ([],),
+    "think": (),
+    "num_predict": (),
+    "num_ctx": (),
+    "tfs_z": (1, 1.0),
+    # Text Generation Inference
+    "inputs": (),
+    "parameters": ({},),
+    "do_sample": (),
+    "return_full_text": (False,),
+    "top_n_tokens": (0,),
+    "truncate": (),
+    "watermark": (False,),
+    "decoder_input_details": (False,),
+    "adapter_id": (),
+    "tool_prompt": (),
+    "guideline": (),
+    # others, and clients that speak to several
+    "top_a": (0, 0.0),
+    "tfs": (1, 1.0),
+    "eta_cutoff": (0, 0.0),
+    "epsilon_cutoff": (0, 0.0),
+    "smoothing_factor": (0, 0.0),
+    "guidance_scale": (1, 1.0),
+    "negative_prompt": ("",),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "penalty_alpha": (0, 0.0),
+    "ban_eos_token": (False,),
+    "custom_token_bans": ("",),
+    "enable_thinking": (),
+    "thinking": (),
+    "thinking_budget": (),
+    "reasoning": (),
+    "enable_search": (False,),
+    "plugins": ([],),
+    "transforms": ([],),
+}
+
+# Without meaning here, or about what other fields already say.
+HARMLESS = frozenset(
+    (
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+        "prompt_cache_retention", "parallel_tool_calls", "request_id", "id_slot", "cache_prompt",
+        "keep_alive", "rid", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+        "data_parallel_rank", "timings_per_token", "return_progress", "stream_reasoning",
+        "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length",
+        "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau", "mirostat_eta",
+        "repeat_last_n", "post_sampling_probs", "guided_decoding_backend", "provider", "models",
+        "route", "details", "strict", "extra_headers", "extra_query",
+    )
+)  # fmt: skip
+
+
+def asks_for_nothing(name: str, raw: msgspec.Raw) -> bool:
+    """Whether a field of REFUSED has one of its neutral values."""
+    if memoryview(raw).nbytes > LONGEST_NEUTRAL:
+        return False
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):  # a number that no float can hold; no UTF-8
+        return False
+    return value is None or any(_same(value, other) for other in REFUSED[name])
+
+
+def _same(value: JsonValue, neutral: JsonValue) -> bool:
+    """Equality that tells False from 0: `top_logprobs: false` is no way of saying 0."""
+    return type(value) is type(neutral) and value == neutral

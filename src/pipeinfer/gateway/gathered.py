@@ -1,0 +1,79 @@
+"""One choice of an answer as its deltas come in: text, and what is shown beside it.
+
+Knows deltas and the shapes of log-probs; not whether the answer is sent whole or in chunks.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipeinfer.gateway.events import Delta, Started
+from pipeinfer.gateway.logprob_shapes import ChatLogprobs, CompletionLogprobs, PromptLogprobs
+from pipeinfer.gateway.shapes import NULL, Answer, Choice
+from pipeinfer.gateway.token_scores import TokenScore, prompt_scores, token_scores
+from pipeinfer.messages import FinishReason
+
+
+def kept(answer: Answer, delta: Delta) -> Delta:
+    """What of `delta` its client asked for; where nothing new is, one token was sampled."""
+    if not answer.shown.nothing_new:
+        return delta
+    end = "length" if delta.finish == "stop" else delta.finish
+    return msgspec.structs.replace(
+        delta, text="", ids=b"", finish=end, stop_reason=None, output_tokens=0, logprobs=None
+    )
+
+
+class Gathered:
+    """Of one choice. `prompt_text`: what is echoed, before all else."""
+
+    __slots__ = ("_chat", "_completion", "_echo", "_prompt", "_texts", "prompt_text")
+
+    def __init__(self, answer: Answer) -> None:
+        shown = answer.shown
+        most, of_prompt = shown.logprobs, shown.prompt_logprobs
+        self._chat = ChatLogprobs() if answer.chat and most is not None else None
+        self._completion: CompletionLogprobs | None = None
+        if most is not None and not answer.chat:
+            self._completion = CompletionLogprobs(most)
+        self._prompt = None if of_prompt is None else PromptLogprobs(of_prompt)
+        self._echo = shown.echo
+        self._texts: list[str] = []
+        self.prompt_text = ""
+
+    def started(self, started: Started) -> None:
+        """Comes first."""
+        self.prompt_text = started.prompt_text
+
+    def delta(self, delta: Delta) -> None:
+        """Keeps all of it."""
+        self._texts.append(delta.text)
+        self.scores(delta)
+
+    def scores(self, delta: Delta) -> None:
+        """Keeps its log-probs, those of the prompt as well."""
+        if delta.prompt is not None:
+            of_prompt = list(prompt_scores([delta.prompt]))
+            if self._prompt is not None:
+                self._prompt.add(of_prompt)
+            if self._completion is not None and self._echo:
+                self._completion.add(of_prompt)
+        if delta.logprobs is not None:
+            self._add(list(token_scores([(delta.logprobs, delta.ids)])))
+
+    def _add(self, scores: list[TokenScore]) -> None:
+        if self._chat is not None:
+            self._chat.add(scores)
+        if self._completion is not None:
+            self._completion.add(scores, len(self.prompt_text))
+
+    def logprobs(self) -> bytes:
+        """`logprobs` of all tokens since it was asked last, as JSON; null if nobody wants any."""
+        shape = self._completion if self._chat is None else self._chat
+        return NULL if shape is None else shape.take()
+
+    def whole(self, finish: FinishReason, stop_reason: str | int | None) -> Choice:
+        """The choice, of all that was kept."""
+        text = self.prompt_text + "".join(self._texts)
+        of_prompt = None if self._prompt is None else self._prompt.take()
+        return Choice(text, finish, stop_reason, self.logprobs(), of_prompt)

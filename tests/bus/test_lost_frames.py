@@ -1,0 +1,164 @@
+"""Links between stages: whatever connections take along, each frame passes once and in order."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pipeinfer.bus.links import ASK_AGAIN, BYTES, FRAMES, Incoming, Links, Outgoing, Received
+from pipeinfer.messages import Message
+
+A, B = "gateway-0", "tokenizer-0"
+
+
+class Wire:
+    """One direction between two processes: a queue that a reset robs of what was on its way."""
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[str, int, object]] = deque()
+
+    def reset(self, lost: int) -> None:
+        for _ in range(min(lost, len(self.queue))):
+            self.queue.popleft()
+
+
+class End:
+    """A process of A or B with its links. came: the frames that passed, by who sent them."""
+
+    def __init__(self, name: str, other: str, incarnation: int, out: Wire) -> None:
+        self.name, self.other, self.incarnation, self.out = name, other, incarnation, out
+        both = frozenset((A, B))
+        self.links = Links(incarnation, both, frozenset((other,)), self._say, self._push)
+        self.came: dict[int, list[int]] = {}
+
+    def _say(self, _stage: str, message: Message) -> None:
+        self.out.queue.append((self.name, self.incarnation, message))
+
+    def _push(self, _stage: str, parts: list[bytes]) -> None:
+        self.out.queue.append((self.name, self.incarnation, parts))
+
+    def send(self) -> None:
+        link = self.links.to(self.other)
+        assert link is not None
+        parts = [b"%d" % link.next]
+        self._push(self.other, parts)
+        link.keep(parts)
+
+    def take(self, sender: str, incarnation: int, what: object, now: float) -> None:
+        if isinstance(what, Message):
+            self.links.hear(sender, incarnation, what, now)
+        else:
+            assert isinstance(what, list)
+            number = int(what[0])
+            if self.links.take(sender, incarnation, number, BYTES // 9, now):
+                self.came.setdefault(incarnation, []).append(number)
+
+
+class TwoProcesses(RuleBasedStateMachine):
+    """Two processes that send to each other, die, and are cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.born = 0.0, 2
+        self.wires = {A: Wire(), B: Wire()}  # by who sends
+        self.ends = {A: End(A, B, 1, self.wires[A]), B: End(B, A, 2, self.wires[B])}
+
+    @rule(who=st.sampled_from((A, B)), count=st.integers(1, 2 * FRAMES))
+    def sends(self, who: str, count: int) -> None:
+        for _ in range(count):
+            self.ends[who].send()
+
+    @rule(who=st.sampled_from((A, B)), count=st.integers(1, 3 * FRAMES))
+    def arrives(self, who: str, count: int) -> None:
+        wire, end = self.wires[who], self.ends[self.ends[who].other]
+        for _ in range(min(count, len(wire.queue))):
+            self.now += 0.001
+            end.take(*wire.queue.popleft(), self.now)
+
+    @rule(who=st.sampled_from((A, B)), lost=st.integers(1, 2 * FRAMES))
+    def is_reset(self, who: str, lost: int) -> None:
+        self.wires[who].reset(lost)
+
+    @rule(who=st.sampled_from((A, B)), lost=st.integers(0, 10))
+    def dies(self, who: str, lost: int) -> None:
+        """What it sent may still arrive; what was sent to it, behind what is lost, its successor
+        gets."""
+        self.born += 1
+        other = self.ends[who].other
+        self.wires[other].reset(lost)
+        self.ends[who] = End(who, other, self.born, self.wires[who])
+
+    @rule(who=st.sampled_from((A, B)))
+    def reminds(self, who: str) -> None:
+        self.now += 1.0
+        self.ends[who].links.remind()
+
+    @precondition(lambda self: any(wire.queue for wire in self.wires.values()))
+    @rule()
+    def comes_to_rest(self) -> None:
+        """When nothing is lost any more, all that was sent to a process that lives has come."""
+        for end in self.ends.values():
+            end.send()
+        for _ in range(12):
+            for who in (A, B):
+                while self.wires[who].queue:
+                    self.arrives(who, 1)
+            self.now += ASK_AGAIN
+            for who in (A, B):
+                self.reminds(who)
+        for who in (A, B):
+            end = self.ends[self.ends[who].other]
+            link = self.ends[who].links.to(end.name)
+            assert link is not None
+            assert link.first == link.next, "what has come is kept no longer"
+            assert end.came[self.ends[who].incarnation][-1] == link.next - 1
+
+    @invariant()
+    def each_frame_passes_once_and_in_order(self) -> None:
+        for end in self.ends.values():
+            for numbers in end.came.values():
+                assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+TestTwoProcesses = TwoProcesses.TestCase
+TestTwoProcesses.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_new_receiver_gets_all_that_its_predecessor_did_not_confirm():
+    out, new = Outgoing(), Incoming()
+    for number in range(1, 9):
+        out.keep([b"%d" % number])
+    out.arrived(4)
+    assert new.meet(1)
+    assert not new.take(8, 0)  # the others were lost with the process before
+    asked = new.due(8, 0.0)
+    assert asked == Received(incarnation=1, next=0, missing=True)
+    told = new.heard(out.kept(), 0.0)
+    assert told == Received(incarnation=1, next=4, missing=True)
+    assert out.frames() == [[b"%d" % number] for number in range(4, 9)]
+    assert [new.take(number, 0) for number in range(4, 9)] == [True] * 5
+
+
+def test_the_sender_hears_at_the_latest_after_so_many_frames_or_bytes():
+    few, large = Incoming(), Incoming()
+    words = []
+    assert few.meet(1) and large.meet(1)
+    for number in range(1, FRAMES + 1):
+        assert few.take(number, 10)
+        words.append(few.due(number, 0.0))
+    assert words == [None] * (FRAMES - 1) + [Received(1, FRAMES + 1, False)]
+    assert large.take(1, BYTES)
+    assert large.due(1, 0.0) == Received(1, 2, False)
+
+
+def test_frames_of_an_older_process_are_left_to_the_fence_and_of_a_stranger_to_the_stage():
+    said: list[object] = []
+    links = Links(1, frozenset((A, B)), frozenset((A,)), lambda *one: said.append(one), print)
+    assert links.take(A, 7, 1, 0, 0.0)
+    assert links.take(A, 6, 12, 0, 0.0)
+    assert links.take("nobody-9", 1, 5, 0, 0.0)
+    assert links.take(A, 7, 2, 0, 0.0)
+    assert not said
