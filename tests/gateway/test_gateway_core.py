@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.deadlines import STALE
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
 from pipeinfer.gateway.health import Expected
-from pipeinfer.gateway.ledger import REMEMBERED
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -241,10 +241,10 @@ def test_requests_whose_deadlines_came_late_or_early_all_end_in_time() -> None:
     harness = Harness()
     for name, timeout in (("last", 30.0), ("first", 10.0), ("second", 20.0), ("never", 0.0)):
         harness.running(name, timeout=timeout)
-    for n in range(REMEMBERED + 10):
+    for n in range(STALE + 10):
         harness.do(Call(str(n), PARAMS, text="x", timeout=100.0))
         harness.do(Hangup(str(n)))
-    assert len(harness.core._deadlines) > REMEMBERED
+    assert len(harness.core._deadlines) > STALE
     assert harness.upstream(Tick()) == []
     assert len(harness.core._deadlines) == 3
     for name in ("first", "second", "last"):
