@@ -1,4 +1,5 @@
-"""For every test: torch computes with one thread, and Ctrl-C is heard; and what several share.
+"""For every test: torch computes with one thread, and Ctrl-C is heard; what several share; and in
+which order they are handed out.
 
 The tests run several at a time on few cores, and torch's threads wait for each other by spinning:
 two of them on one busy core are tens of times slower than one. A shell's background jobs ignore
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from quick_rule import is_quick
+
+TOGETHER = ("smollm2",)  # its tests share a model of transformers that takes long to load
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Stages that die in tests leave their flight recordings there, and not in somebody's home.
@@ -30,6 +33,29 @@ def pytest_ignore_collect(collection_path, config):
     """Left out before they are imported: torch alone takes seconds."""
     module = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
     return True if config.getoption("quick") and module and not is_quick(collection_path) else None
+
+
+def pytest_collection_modifyitems(items):
+    """The long ones first: what is left at the end is little, and no worker waits for another."""
+    seen = {item.path for item in items}
+    places = {path: (path.parent.name not in TOGETHER, is_quick(path)) for path in seen}
+    items.sort(key=lambda item: places[item.path])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """As --dist loadfile, but a folder of TOGETHER goes to one worker whole."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFileOrFolder(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder, _, _ = nodeid.partition("::")[0].rpartition("/")
+            return folder if Path(folder).name in TOGETHER else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # in the order of their collection
+    return ByFileOrFolder(config, log)
 
 
 @pytest.fixture

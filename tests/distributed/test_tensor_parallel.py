@@ -13,7 +13,7 @@ from rank_process import generate, scores
 
 from checkpoints import ARCHITECTURES, CheckpointCache
 
-OUTPUTS = 64
+OUTPUTS = 16
 GAP = 1e-3  # between the two best logits, so that rounding cannot change the greedy choice
 SAMPLED = (
     {"temperature": 0.8},

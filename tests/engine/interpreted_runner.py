@@ -33,7 +33,7 @@ from pipeinfer.kernels import by_triton  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 
 MIXED = (0, 1), (2, 2)  # decodes and prompts that a graph has room for, of so many tokens
-SIZES = (8, 48)
+SIZES = (4, 24)
 
 
 class TorchPart:
@@ -110,7 +110,7 @@ class InterpretedMachine(HostMachine):
 def ladder(tokens, rows, decodes, mixed) -> tuple[Room, ...]:
     rooms = [Room(tokens, *kind) for tokens in SIZES for kind in MIXED]
     # Room for fewer decodes than any other has: all numbers of tokens are measured yet.
-    return tuple(sorted([*rooms, Room(8, 1, 2)])) if decodes else ()
+    return tuple(sorted([*rooms, Room(SIZES[0], 1, 2)])) if decodes else ()
 
 
 def checked(work):
@@ -135,12 +135,12 @@ def served(folder: str, collectives=None, reads="hybrid", **changes) -> GpuCores
     """All requests, to their ends."""
     global READS, SIZES
     READS = reads
-    SIZES = (8, 48) if collectives is None else (8,)  # ranks that measured otherwise would hang
+    SIZES = (4, 24) if collectives is None else (4,)  # ranks that measured otherwise would hang
     settings = Settings(
-        model=folder, device="cpu", kv_pages=40, page_size=16, max_running=3, max_step_tokens=48,
+        model=folder, device="cpu", kv_pages=40, page_size=16, max_running=3, max_step_tokens=24,
         cuda_graph_max_batch=2, **changes,
     )  # fmt: skip
-    cores = GpuCores(Path(folder), settings, budget=48, collectives=collectives)
+    cores = GpuCores(Path(folder), settings, budget=24, collectives=collectives)
     submit_all(cores, bad=True)
     cores.run()
     cores.loaded.runner.device.close()  # a thread that is amid something would not outlive us well

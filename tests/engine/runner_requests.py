@@ -7,14 +7,14 @@ import numpy as np
 from pipeinfer.logprobs import scores as scores_in
 from pipeinfer.params import SamplingParams
 
-LENGTHS = (3, 60, 17, 33)
+LENGTHS = (3, 40, 9, 17)
 WANTED = 5
 
 
 BIASES = {250: 2.0, 9: 3.0, 17: 0.01, 5: -100.0}  # 250 is a stop id of a request with min_tokens
 SCORED = {0: 3, 3: 1}  # log-probs, of which requests and with how many alternatives
 POISON = 261  # of a checkpoint made so: logits of whoever has this token are NaN
-BAD = [POISON], [*range(20), POISON, 5], [7] * 40 + [POISON]
+BAD = [POISON], [*range(20), POISON, 5], [7] * 25 + [POISON]
 
 
 def submit_all(cores, bad: bool = False) -> None:

@@ -64,7 +64,7 @@ def on_the_cpu(folder):
     """The same requests on the CPU's own path."""
     from cores import Cores
 
-    cores = Cores(folder, Settings(kv_pages=40, page_size=16, max_running=3), budget=48)
+    cores = Cores(folder, Settings(kv_pages=40, page_size=16, max_running=3), budget=24)
     submit_all(cores)
     cores.run()
     return cores
@@ -108,7 +108,7 @@ def test_two_ranks_that_exchange_their_best_candidates_measure_and_give_the_same
         told = json.loads(out.strip().rpartition("\n")[2])
         assert told["graphs"] == expected
         check_scores(told["scores"]["graphs"], on_the_cpu)
-        assert [size[0] for size in told["step cost"][1]] == [8]
+        assert [size[0] for size in told["step cost"][1]] == [4]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -124,13 +124,13 @@ def test_log_probs_are_the_same_behind_a_graph_and_without(found, on_the_cpu, wa
 def test_an_engine_with_graphs_says_what_its_steps_take(found):
     cost = msgspec.convert(found["step cost"], StepCost)
     assert [rows for rows, _ in cost.decodes] == [1, 2]
-    assert [tokens for tokens, _, _ in cost.mixed] == [8, 48]
+    assert [tokens for tokens, _, _ in cost.mixed] == [4, 24]
     assert all(0 < time < 10**14 for _, time, *_ in (*cost.decodes, *cost.mixed))
-    assert cost.mixed[1][1] > cost.mixed[0][1], "48 tokens take longer than 8"
+    assert cost.mixed[1][1] > cost.mixed[0][1], "24 tokens take longer than 4"
 
 
 def test_an_engine_without_graphs_measures_its_steps_kernel_by_kernel(found):
     cost = msgspec.convert(found["step cost without graphs"], StepCost)
     assert [rows for rows, _ in cost.decodes] == [1, 3], "up to all that may run"
-    assert [tokens for tokens, _, _ in cost.mixed] == [48], "up to the largest step"
+    assert [tokens for tokens, _, _ in cost.mixed] == [24], "up to the largest step"
     assert all(0 < time < 10**14 for _, time, *_ in (*cost.decodes, *cost.mixed))

@@ -7,6 +7,7 @@ import inspect
 import shutil
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -49,18 +50,24 @@ FLAGS = {
 }  # fmt: skip
 
 
+@cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
+def walked(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(path)))
+
+
 def functions(path: Path):
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return [node for node in ast.walk(tree(path)) if isinstance(node, kinds)]
+    return [node for node in walked(path) if isinstance(node, kinds)]
 
 
 def imported(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(tree(path)):
+    for node in walked(path):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -71,7 +78,7 @@ def imported(path: Path) -> set[str]:
 def imported_modules(path: Path) -> set[str]:
     """With the names that are taken from packages, which may be modules."""
     names = set()
-    for node in ast.walk(tree(path)):
+    for node in walked(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -100,10 +107,11 @@ def test_module_opens_with_what_it_is_for(path):
     assert lines in DOCSTRING_LINES, f"a docstring of {lines} lines"
 
 
+@cache
 def classes() -> list[tuple[str, ast.ClassDef]]:
     """(file, class) of all that src/ has."""
     own = [p for p in MODULES if p.is_relative_to(ROOT / "src")]
-    nodes = [(str(path.relative_to(ROOT)), node) for path in own for node in ast.walk(tree(path))]
+    nodes = [(str(path.relative_to(ROOT)), node) for path in own for node in walked(path)]
     return [(name, node) for name, node in nodes if isinstance(node, ast.ClassDef)]
 
 
@@ -193,7 +201,7 @@ def test_isinstance_chooses_no_behaviour():
     own = {node.name for _, node in classes()} - heirs({"Message"}) - errors
     asked = set()
     for path in [p for p in MODULES if p.is_relative_to(ROOT / "src")]:
-        for node in ast.walk(tree(path)):
+        for node in walked(path):
             if isinstance(node, ast.Call) and named(node.func) == "isinstance":
                 asked |= {named(part) for part in ast.walk(node.args[1])}
             elif isinstance(node, ast.MatchClass):
@@ -213,7 +221,7 @@ def test_messages_are_built_by_keyword():
     assert {"Plan", "Work", "Heartbeat"} <= large
     found = []
     for name, path in zip(NAMES, MODULES, strict=True):
-        nodes = list(ast.walk(tree(path)))
+        nodes = walked(path)
         known = {
             alias.asname or alias.name
             for node in nodes
@@ -237,7 +245,7 @@ def test_no_error_is_swallowed_in_silence():
     """What may be ignored is said with contextlib.suppress, by name; a bare except never is."""
     found = []
     for name, path in zip(NAMES, MODULES, strict=True):
-        for node in ast.walk(tree(path)):
+        for node in walked(path):
             if isinstance(node, ast.ExceptHandler) and (node.type is None or swallows(node)):
                 found.append(f"{name}:{node.lineno}")
     assert found == []

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from allpairspy import AllPairs
 
 from kernels.expand_reference import expand_reference
 from kernels.triton_cases import DEVICE, randn
@@ -72,11 +73,11 @@ CASES = {
 }
 
 
+PAIRS = [tuple(pair) for pair in AllPairs([list(CASES), [1, 4, 16], [0, 1], [0, 300]])]
+
+
 @each_set
-@pytest.mark.parametrize("listed", [0, 300])
-@pytest.mark.parametrize("padding", [0, 1])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "page_size", "padding", "listed"), PAIRS)
 def test_rows_expand_as_they_are_defined(kernels, case, page_size, padding, listed):
     counts, starts, entries, prompts = CASES[case]
     rows, held = given(counts, starts, entries, page_size)

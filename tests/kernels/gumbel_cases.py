@@ -141,9 +141,9 @@ def test_restricted_rows_agree_with_the_references(candidates, per_block, dtype,
     monkeypatch.setattr(module, "CHUNK", 1024)
     monkeypatch.setattr(module, "CANDIDATES", candidates)
     monkeypatch.setattr(module, "PER_BLOCK", per_block)
-    vocab = 2000
-    logits = randn(1, 16, vocab, dtype=dtype) * 3
-    assert_all_agree(logits, mixed(16, vocab, 1))
+    vocab = 1200
+    logits = randn(1, 10, vocab, dtype=dtype) * 3
+    assert_all_agree(logits, mixed(10, vocab, 1))
 
 
 def test_candidates_that_stand_together_in_one_block_are_all_found(monkeypatch):

@@ -32,6 +32,13 @@ def small():
         yield running
 
 
+@pytest.fixture(scope="module")
+def mended():
+    """Its stages are killed; each test leaves all of them ready."""
+    with Server() as running:
+        yield running
+
+
 def stream(server: Server, max_tokens: int = 1500):
     api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
     return api.completions.create(
@@ -245,27 +252,28 @@ def test_port_in_use_is_said():
     assert f"cannot listen on 127.0.0.1:{port}" in process.stderr
 
 
-def test_a_gateway_started_again_keeps_its_port():
-    with Server() as server:
-        old = server.pid("gateway")
-        os.kill(old, signal.SIGKILL)
-
-        def back() -> bool:
-            try:
-                return server.pid("gateway") != old and server.health()["status"] == "ready"
-            except OSError:
-                return False
-
-        server.wait(back, "the gateway came back on its port")
-        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+def back(server: Server, stage: str, old: int) -> bool:
+    """Whether there is another process in its place, and all is ready."""
+    try:
+        return server.pid(stage) != old and server.health()["status"] == "ready"
+    except OSError:
+        return False
 
 
-def test_requests_wait_while_the_gateway_is_away():
+def test_a_gateway_started_again_keeps_its_port(mended):
+    old = mended.pid("gateway")
+    os.kill(old, signal.SIGKILL)
+    mended.wait(lambda: back(mended, "gateway", old), "the gateway came back on its port")
+    assert mended.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+
+
+def test_requests_wait_while_the_gateway_is_away(mended):
     """The supervisor holds the socket: nobody is refused, nor told that the server starts."""
-    with Server() as server:
-        os.kill(server.pid("gateway"), signal.SIGKILL)
-        status, answer = server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
-        assert status == 200, answer
+    old = mended.pid("gateway")
+    os.kill(old, signal.SIGKILL)
+    status, answer = mended.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
+    assert status == 200, answer
+    mended.wait(lambda: back(mended, "gateway", old), "the gateway came back")
 
 
 def child(server: Server, name: str) -> int:
@@ -279,25 +287,22 @@ def child(server: Server, name: str) -> int:
     return 0
 
 
-@pytest.mark.parametrize("stage", ["gateway", "tokenizer"])
-def test_a_stage_killed_while_it_starts_is_started_again(stage):
-    server = Server()
+def test_stages_killed_while_they_start_are_started_again():
+    server, stages = Server(), ("gateway", "tokenizer")
     try:
-        os.kill(server.wait(lambda: child(server, stage), f"{stage} runs"), signal.SIGKILL)
+        for stage in stages:
+            os.kill(server.wait(lambda: child(server, stage), f"{stage} runs"), signal.SIGKILL)  # noqa: B023
         server.wait_ready()
         assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
-        assert any(f"{stage}-0 ended (SIGKILL)" in line for line in server.log)
+        for stage in stages:
+            assert any(f"{stage}-0 ended (SIGKILL)" in line for line in server.log)
     finally:
         server.stop()
 
 
-def test_a_scheduler_started_again_finds_its_engine():
-    with Server() as server:
-        old, engine = server.pid("scheduler"), server.pid("engine")
-        os.kill(old, signal.SIGKILL)
-        server.wait(
-            lambda: server.pid("scheduler") != old and server.health()["status"] == "ready",
-            "the scheduler came back",
-        )
-        assert server.pid("engine") == engine
-        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+def test_a_scheduler_started_again_finds_its_engine(mended):
+    old, engine = mended.pid("scheduler"), mended.pid("engine")
+    os.kill(old, signal.SIGKILL)
+    mended.wait(lambda: back(mended, "scheduler", old), "the scheduler came back")
+    assert mended.pid("engine") == engine
+    assert mended.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200

@@ -1,10 +1,10 @@
-"""The model, and what transformers says, which is computed once for all processes of a test run."""
+"""The model, and what transformers says, which takes long to load.
+
+One worker runs all tests of this folder, see tests/conftest.py.
+"""
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +31,12 @@ def theirs(model):
 
 
 @pytest.fixture(scope="session")
-def expected(request, tmp_path_factory) -> dict[str, Any]:
-    """transformers' texts: "greedy" of PROMPTS, "conversations" of CONVERSATIONS.
-
-    The first worker that wants them makes them.
-    """
-    folder = tmp_path_factory.getbasetemp()
-    shared = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "smollm2-texts"
-    shared.mkdir(exist_ok=True)
-    file = shared / "texts.json"
-    with (shared / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not file.exists():
-            theirs = request.getfixturevalue("theirs")  # not loaded where another worker has been
-            texts = {
-                "greedy": theirs.greedy(list(PROMPTS), TOKENS),
-                "conversations": [
-                    theirs.conversation(turns, TURN_TOKENS) for turns in CONVERSATIONS
-                ],
-            }
-            file.write_text(json.dumps(texts))
-    return json.loads(file.read_text())
+def expected(theirs) -> dict[str, Any]:
+    """transformers' texts: "greedy" of PROMPTS, "conversations" of CONVERSATIONS."""
+    return {
+        "greedy": theirs.greedy(list(PROMPTS), TOKENS),
+        "conversations": [theirs.conversation(turns, TURN_TOKENS) for turns in CONVERSATIONS],
+    }
 
 
 @pytest.fixture(scope="module")

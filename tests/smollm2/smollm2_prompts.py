@@ -33,7 +33,7 @@ PROMPTS = (
     *(f"The best time of the year to travel to {place} is" for place in PLACES),
     *BEGINNINGS,
 )
-TOKENS = 32  # of each answer
+TOKENS = 24  # of each answer
 
 # Later questions mean nothing without what came before.
 CONVERSATIONS = (
@@ -49,10 +49,10 @@ CONVERSATIONS = (
     ),
 )
 REMEMBERED = ("baker", "Paris")  # in the second answers
-TURN_TOKENS = 48
+TURN_TOKENS = 24
 
 HAY = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-HAY_TIMES = 159  # on either side of the needle; 22 tokens each
+HAY_TIMES = 80  # on either side of the needle; 22 tokens each
 
 
 def docs() -> str:
@@ -61,7 +61,7 @@ def docs() -> str:
 
 
 def needle(key: int) -> str:
-    """About 7,000 tokens with a number in the middle, and the question for it."""
+    """About 3,600 tokens with a number in the middle, and the question for it."""
     found = f"\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
     asked = "\n\nWhat is the pass key? The pass key is"
     return HAY * HAY_TIMES + found + HAY * HAY_TIMES + asked

@@ -9,7 +9,7 @@ from smollm2_prompts import PROMPTS, TOKENS
 
 from pipeinfer import LLM, SamplingParams
 
-SCARCE = 64  # pages of 16 tokens: about a quarter of what all prompts and answers need
+SCARCE = 52  # pages of 16 tokens: about a quarter of what all prompts and answers need
 
 
 @pytest.mark.parametrize("settings", [{}, {"kv_pages": SCARCE}], ids=["room", "scarce"])

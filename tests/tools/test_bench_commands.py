@@ -79,7 +79,8 @@ def test_side_by_side_gives_both_engines_the_same_work(bench, tmp_path):
     config.write_text(json.dumps(shape))
     metrics, printed = bench(
         "offline", "--against", "transformers", "--config", str(config), "--requests", "8",
-        "--rounds", "1", "--threads", "1", "--log-level", "error",
+        "--prompt-tokens", "20:60", "--output-tokens", "10:30", "--rounds", "1", "--threads", "1",
+        "--log-level", "error",
     )  # fmt: skip
     check_parts(metrics)
     theirs = metrics["transformers_tokens_per_s"]

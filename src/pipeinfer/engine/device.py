@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 
-import torch
+if TYPE_CHECKING:  # who drives a device that computes nothing starts without torch
+    import torch
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors: TypeAlias = "tuple[torch.Tensor, ...]"
 Work = Callable[[], None]
 
 
@@ -186,6 +187,8 @@ class HostDevice:
         return min(found)
 
     def pinned(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        import torch
+
         return torch.zeros(size, dtype=dtype)
 
     def close(self) -> None:
