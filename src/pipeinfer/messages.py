@@ -33,6 +33,7 @@ class Submit(Message, frozen=True):
     `timeout`: seconds until it is aborted, 0: never. `cache_salt` separates prefix caches. `trace`:
     W3C traceparent, or empty. `group`: where it runs already, if it was tokenized before; else -1.
     `return_prompt_ids`, `return_prompt_text`: Accepted brings the prompt's ids, or its text.
+    `only_encode`: that is all that is wanted, and no group hears of it.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class Submit(Message, frozen=True):
     group: int = -1
     return_prompt_ids: bool = False
     return_prompt_text: bool = False
+    only_encode: bool = False
 
 
 class Abort(Message, frozen=True):
@@ -324,8 +326,8 @@ class StopHit(Message, frozen=True):
 
 
 class Accepted(Message, frozen=True):
-    """tokenizer -> gateway: how long the prompt is, and where it went; its ids and its text if
-    asked for."""
+    """tokenizer -> gateway: how long the prompt is, and where it went (-1: nowhere, it was only to
+    be encoded); its ids and its text if asked for."""
 
     request_id: str
     attempt: int

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.deadlines import STALE
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
 from pipeinfer.gateway.health import Expected
-from pipeinfer.gateway.ledger import REMEMBERED
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -241,10 +241,10 @@ def test_requests_whose_deadlines_came_late_or_early_all_end_in_time() -> None:
     harness = Harness()
     for name, timeout in (("last", 30.0), ("first", 10.0), ("second", 20.0), ("never", 0.0)):
         harness.running(name, timeout=timeout)
-    for n in range(REMEMBERED + 10):
+    for n in range(STALE + 10):
         harness.do(Call(str(n), PARAMS, text="x", timeout=100.0))
         harness.do(Hangup(str(n)))
-    assert len(harness.core._deadlines) > REMEMBERED
+    assert len(harness.core._deadlines) > STALE
     assert harness.upstream(Tick()) == []
     assert len(harness.core._deadlines) == 3
     for name in ("first", "second", "last"):
@@ -563,3 +563,17 @@ def test_no_byte_and_no_token_is_shown_twice_or_skipped(
     assert text == "".join(pieces)
     assert ids == pack(range(len(pieces)))
     assert harness.core.idle()
+
+
+def test_a_prompt_that_is_only_encoded_ends_with_its_ids_also_if_a_tokenizer_dies() -> None:
+    harness = Harness()
+    [sent] = harness.upstream(Call("r", PARAMS, text="x", return_prompt_ids=True, only_encode=True))
+    assert isinstance(sent, Submit) and sent.only_encode
+    [again] = harness.recovered()
+    assert again == sent
+    answer = harness.do(Accepted("r", 1, -1, 3, b"ids"))
+    said = [send.message for send in answer if send.channel == LOCAL]
+    assert [type(one) for one in said] == [Started, Delta]
+    assert said[0].prompt_ids == b"ids" and said[1].finish == "stop"
+    assert [s.message for s in answer if s.channel == "requests"] == [Done(("r",))]
+    assert harness.core.idle() and not harness.do(Accepted("r", 1, -1, 3, b"ids"))

@@ -258,6 +258,8 @@ async def test_the_api_key_guards_v1_only(start_gateway: StartGateway) -> None:
         assert (await http.get("/v1/models", headers=basic)).status_code == 401
         assert (await http.get("/v1/models")).status_code == 401
         assert (await http.get("/v1/nothing")).status_code == 401
+        for path in ("/tokenize", "/detokenize"):
+            assert (await http.post(path, json={"prompt": "a"})).status_code == 401
         strange = {"authorization": b"Bearer \xff\xe9"}
         assert (await http.get("/v1/models", headers=strange)).status_code == 401
         for path in ("/health", "/health/live", "/health/ready", "/metrics"):

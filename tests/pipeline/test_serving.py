@@ -167,6 +167,28 @@ def test_errors_of_the_tokenizer_reach_the_client(server):
     assert raised.value.body["param"] == "prompt"
 
 
+def test_texts_become_ids_and_ids_texts(server):
+    text = "<|im_start|>user\nfünf 🦀<|im_end|>\n"
+    status, found = server.post("/tokenize", {"prompt": text})
+    assert status == 200 and found["count"] == len(found["tokens"]) > 0
+    assert found["max_model_len"] > found["count"]
+    assert server.post("/detokenize", {"tokens": found["tokens"]}) == (200, {"prompt": text})
+    chat = {"messages": [{"role": "user", "content": "fünf 🦀"}]}
+    _, rendered = server.post("/tokenize", {**chat, "add_generation_prompt": False})
+    assert rendered["tokens"] == found["tokens"]
+    _, opened = server.post("/tokenize", chat)
+    assert (
+        opened["tokens"][: found["count"]] == found["tokens"] and opened["count"] > found["count"]
+    )
+    long = "one two three " * 60
+    ids = server.post("/tokenize", {"prompt": long})[1]["tokens"]
+    assert server.post("/detokenize", {"tokens": ids}) == (200, {"prompt": long})
+    for body in ({}, {"prompt": "a", **chat}, {"prompt": [1, 2]}, {"prompt": "a" * 50_000}):
+        assert server.post("/tokenize", body)[0] == 400, body
+    assert server.post("/detokenize", {"tokens": [1, 10_000_000]})[0] == 400
+    assert server.post("/tokenize", {"prompt": "a", "return_token_strs": True})[0] == 400
+
+
 def test_metrics_count_what_was_served(server):
     question = copy_task(random.Random(13), 40)[0]
     ask(server, question, max_tokens=5)

@@ -372,3 +372,24 @@ def test_min_tokens_needs_a_token_that_does_not_end_the_answer(
     assert "264" in refusal.message
     # Named twice they are not more, and one that is left is enough.
     assert work(core, submit(text="a", params=params | {"stop_token_ids": most[1:] * 2}))
+
+
+def test_what_is_only_to_be_encoded_goes_to_no_group_and_is_not_remembered(
+    core: TokenizerCore,
+) -> None:
+    asked = submit("s", text="Hi", return_prompt_ids=True, only_encode=True)
+    [told] = core.handle(asked, 0.0)
+    assert told.to == "gateway-1" and isinstance(told.message, Accepted)
+    assert told.message.group == -1 and told.message.prompt_text == ""
+    assert told.message.prompt_ids == work(core, submit(text="Hi")).prompt_ids
+    assert core.handle(asked, 0.0) == [told], "asked again, it is answered again"
+    assert core.handle(Done(("s",)), 0.0) == []
+    assert core.stats()["ledger"] == 0 and core.stats()["encoded_total"] == 2
+
+
+def test_ids_are_only_decoded(core: TokenizerCore) -> None:
+    known = work(core, submit(text="Hi 🙂")).prompt_ids
+    asked = submit(prompt_ids=known, return_prompt_text=True, only_encode=True)
+    [told] = core.handle(asked, 0.0)
+    assert isinstance(told.message, Accepted)
+    assert (told.message.prompt_text, told.message.prompt_ids) == ("Hi 🙂", b"")

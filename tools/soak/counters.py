@@ -51,7 +51,7 @@ def _between(gateway: Numbers, stages: Mapping[str, Numbers]) -> Iterator[Check]
     requests = sum(value for name, value in gateway.items() if name.startswith("requests_total "))
     taken = total("tokenizer accepted_total")
     refused = total("tokenizer refused_total")
-    told = taken + refused + total("tokenizer abandoned_total")
+    told = taken + refused + total("tokenizer abandoned_total") + total("tokenizer encoded_total")
     yield _same("requests of the gateway that the tokenizer had", told, requests)
     refused += total("scheduler refused_total")
     yield _same("requests_total refused", gateway["requests_total refused"], refused)

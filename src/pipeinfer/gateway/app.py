@@ -19,14 +19,27 @@ from pipeinfer.gateway.bodies import Bodies
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cors import Cors
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.events import Call, Started
 from pipeinfer.gateway.intake import Intake
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
 from pipeinfer.gateway.requests import Job, Terms, chat_job, completion_job
 from pipeinfer.gateway.responses import Handler, error_response, json_response, of_http
-from pipeinfer.gateway.schema import ChatRequest, CompletionRequest, Request
+from pipeinfer.gateway.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Request,
+    TokenizeRequest,
+)
 from pipeinfer.gateway.shapes import Answer
 from pipeinfer.gateway.streams import EventStream, WholeAnswer, api_error
+from pipeinfer.gateway.tokenizing import (
+    Encoded,
+    detokenize_call,
+    tokenize_call,
+    tokens_shown,
+)
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.version import __version__
 
@@ -97,6 +110,8 @@ class _Handlers:
                 ("/v1/embeddings", self.embeddings),
             ):
                 router.add_post(path(name), handler, expect_handler=_later)
+        router.add_post("/tokenize", self.tokenize, expect_handler=_later)
+        router.add_post("/detokenize", self.detokenize, expect_handler=_later)
 
     # --------------------------------------------------------------------------------- middlewares
 
@@ -134,6 +149,24 @@ class _Handlers:
         job = completion_job(body, base, self._service.terms, _trace(request))
         del body
         return await self._answer(request, base, job, chat=False)
+
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        body = await self._body(request, TokenizeRequest)
+        call = tokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.terms)
+        prompt = await self._encoded(request, call)
+        return json_response(tokens_shown(prompt, self._service.context_length))
+
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+        body = await self._body(request, DetokenizeRequest)
+        call = detokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.terms)
+        prompt = await self._encoded(request, call)
+        return json_response({"prompt": prompt.prompt_text})
+
+    async def _encoded(self, request: web.Request, call: Call) -> Started:
+        sink = Encoded()
+        admission = self._service.admission
+        async with self._service.port.opened([call], admission.metered(request, sink)):
+            return await sink.prompt()
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
         raise ApiError(501, "this server's model makes no embeddings", code="not_implemented")

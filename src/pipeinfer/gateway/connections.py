@@ -144,6 +144,7 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.closed(self)
         super().connection_lost(exc)
+        self._last = None  # its body knows this connection, which shall end without a collector
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -220,6 +221,8 @@ class Connection(web.RequestHandler):
             super().handle_error(request, status, exc, message)  # the log gets the traceback
             return Unroutable.of(ApiError(status, "internal error"))
         self._note(exc)
+        if exc is not None:
+            exc.__traceback__ = None  # its frames know `exc`, and with it this connection
         return Unroutable.of(ApiError(status, f"no HTTP request: {_what(exc)}", code="bad_request"))
 
     def log_exception(self, *args: object, **kw: object) -> None:

@@ -175,6 +175,9 @@ class GatewayCore:
             record.prompt_tokens = accepted.prompt_tokens
             self._found_larger(record)
             out = [local(_started(accepted, record))]
+            if record.submit.only_encode:
+                self._complete(record, now)
+                out.append(local(_encoded(accepted)))
         early, record.early = record.early, []
         for row in early:
             if row.request_id in self._records:
@@ -391,6 +394,19 @@ def _started(accepted: Accepted, record: Record) -> Started:
         prompt_tokens=accepted.prompt_tokens,
         prompt_ids=accepted.prompt_ids,
         prompt_text=accepted.prompt_text if given is None else given,
+    )
+
+
+def _encoded(accepted: Accepted) -> Delta:
+    """The end of a request whose prompt was only to be encoded."""
+    return Delta(
+        request_id=accepted.request_id,
+        text="",
+        ids=b"",
+        byte_offset=0,
+        token_offset=0,
+        finish="stop",
+        prompt_tokens=accepted.prompt_tokens,
     )
 
 

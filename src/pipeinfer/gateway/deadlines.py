@@ -8,7 +8,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from pipeinfer.gateway.ledger import REMEMBERED, Record
+from pipeinfer.gateway.ledger import Record
+
+STALE = 64  # entries of requests that have ended, beside as many as there are live ones
 
 
 class Deadlines:
@@ -35,7 +37,7 @@ class Deadlines:
             record = self._records.get(request_id)
             if record is not None and record.deadline == deadline:
                 yield record
-        if len(self._heap) > 2 * len(self._records) + REMEMBERED:  # mostly of ended requests
+        if len(self._heap) > 2 * len(self._records) + STALE:  # mostly of ended requests
             timed = (record for record in self._records.values() if record.timeout > 0)
             self._heap = [(record.deadline, record.request_id) for record in timed]
             heapq.heapify(self._heap)

@@ -23,6 +23,7 @@ class Call(Message, frozen=True):
     `request_id` is unique over all gateways and their restarts. `params` are already normalized;
     without a seed the core draws one. `timeout`: seconds from now, 0 is never.
     `return_prompt_ids`, `return_prompt_text`: Started brings the prompt's ids, or its text.
+    `only_encode`: nothing else comes but a Delta that ends it.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class Call(Message, frozen=True):
     trace: str = ""
     return_prompt_ids: bool = False
     return_prompt_text: bool = False
+    only_encode: bool = False
 
 
 class Hangup(Message, frozen=True):

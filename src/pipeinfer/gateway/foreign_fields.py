@@ -58,6 +58,7 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "media_io_kwargs": ({},),
     "prompt_embeds": (),
     "return_token_ids": (False,),
+    "return_token_strs": (False,),
     "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),

@@ -23,24 +23,38 @@ def watch(
 
     `probe()` sends something that the peer must ignore, where it can.
     """
-    loop = asyncio.get_running_loop()
+    _Watch(transport, wanted, probe).ask()
 
-    def ask() -> None:
-        if wanted() and not transport.is_closing():
-            probe()
-            loop.call_later(LOOKS[0], look, 0)
 
-    def look(number: int) -> None:
-        if not wanted() or transport.is_closing():
+class _Watch:
+    """Of one transport. Only the loop's next call knows it, so it ends with the last look."""
+
+    def __init__(
+        self, transport: asyncio.Transport, wanted: Callable[[], bool], probe: Callable[[], None]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport = transport
+        self._wanted = wanted
+        self._probe = probe
+
+    def ask(self) -> None:
+        """Sends a probe, and looks for the answer to it from then on."""
+        if self._needed():
+            self._probe()
+            self._loop.call_later(LOOKS[0], self._look, 0)
+
+    def _look(self, number: int) -> None:
+        if not self._needed():
             return
-        if not only_half_closed(transport):
-            transport.abort()
+        if not only_half_closed(self._transport):
+            self._transport.abort()
         elif number + 1 < len(LOOKS):
-            loop.call_later(LOOKS[number + 1] - LOOKS[number], look, number + 1)
+            self._loop.call_later(LOOKS[number + 1] - LOOKS[number], self._look, number + 1)
         else:
-            ask()
+            self.ask()
 
-    ask()
+    def _needed(self) -> bool:
+        return self._wanted() and not self._transport.is_closing()
 
 
 def only_half_closed(transport: asyncio.Transport) -> bool:

@@ -84,11 +84,9 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     shown = Shown(_chat_logprobs(request), request.prompt_logprobs)
     names = {"max_tokens": field, "logprobs": "top_logprobs"}
     params = _params(request, terms.sampling, limit, shown, names)
-    chat = _chat(request.messages)
-    arguments = dict(request.chat_template_kwargs or {})
-    _check_sendable("chat_template_kwargs", arguments)
-    if request.add_generation_prompt is not None:
-        arguments["add_generation_prompt"] = request.add_generation_prompt
+    chat, arguments = chat_prompt(
+        request.messages, request.chat_template_kwargs, request.add_generation_prompt
+    )
     call = replace(
         _common(request, params, terms, trace),
         request_id=base,
@@ -203,6 +201,17 @@ def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str |
             param = "prompt" if single or not listed else f"prompt[{i}]"
             raise ApiError(400, f"{param} must not be empty", param, "invalid_value")
     return cast(list[str | list[int]], listed)  # of one kind, and no single ids
+
+
+def chat_prompt(
+    messages: list[ChatMessage], further: JsonObject | None, add_generation_prompt: bool | None
+) -> tuple[list[JsonObject], JsonObject]:
+    """A conversation, and its template's variables with `further` ones, for Call. ApiError 400."""
+    chat, arguments = _chat(messages), dict(further or {})
+    _check_sendable("chat_template_kwargs", arguments)
+    if add_generation_prompt is not None:
+        arguments["add_generation_prompt"] = add_generation_prompt
+    return chat, arguments
 
 
 def _chat(messages: list[ChatMessage]) -> list[JsonObject]:

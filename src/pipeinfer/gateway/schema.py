@@ -1,4 +1,4 @@
-"""The bodies of /v1/chat/completions and /v1/completions as typed structs, decoded and checked.
+"""The bodies of all endpoints as typed structs, decoded and checked.
 
 Every field that works is here, typed; foreign_fields.py has the others. Knows no tokenizer and no
 HTTP library.
@@ -104,10 +104,32 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
     echo: bool | None = None
 
 
-Request = TypeVar("Request", ChatRequest, CompletionRequest)
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /tokenize; either `prompt` or `messages` is given."""
 
-_BOUNDS: dict[type[Generation], Bounds] = {ChatRequest: CHAT, CompletionRequest: COMPLETION}
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: JsonObject | None = None
 
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+Request = TypeVar("Request", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+
+_BOUNDS: dict[type[msgspec.Struct], Bounds] = {
+    ChatRequest: CHAT,
+    CompletionRequest: COMPLETION,
+    TokenizeRequest: CHAT,
+    DetokenizeRequest: COMPLETION,
+}
 
 _KNOWN = {kind: frozenset(kind.__struct_fields__) for kind in _BOUNDS}
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

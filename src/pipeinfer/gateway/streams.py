@@ -47,7 +47,9 @@ class WholeAnswer:
         self._choices: list[Choice | None] = [None] * choices
         self._open = choices
         self._usage = Usage()
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # With why it failed. An exception that the future held would hold it in turn, and with it
+        # the connection, until a collector comes.
+        self._done: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
 
     def started(self, index: int, started: Started) -> None:
         self._gathered[index].started(started)
@@ -65,11 +67,13 @@ class WholeAnswer:
 
     def failed(self, index: int, failed: Failed) -> None:
         if not self._done.done():
-            self._done.set_exception(api_error(failed))
+            self._done.set_result(failed)
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
         """Waits for the end; raises ApiError if any choice failed."""
-        await self._done
+        failed = await self._done
+        if failed is not None:
+            raise api_error(failed)
         choices = [choice for choice in self._choices if choice is not None]
         content = body(self._answer, choices, self._usage)
         return web.Response(body=content, content_type="application/json")
@@ -90,7 +94,7 @@ class EventStream:
         self._transport: asyncio.WriteTransport | None = None
         self._chunked = True
         loop = asyncio.get_running_loop()
-        self._begun: asyncio.Future[None] = loop.create_future()
+        self._begun: asyncio.Future[Failed | None] = loop.create_future()  # as WholeAnswer's
         self._ended: asyncio.Future[None] = loop.create_future()
 
     def started(self, index: int, started: Started) -> None:
@@ -127,16 +131,17 @@ class EventStream:
     def failed(self, index: int, failed: Failed) -> None:
         if self._ended.done():
             return
-        error = api_error(failed)
         if not self._begun.done():
-            self._begun.set_exception(error)
+            self._begun.set_result(failed)
             return
-        self._write(self._chunks.error(error))
+        self._write(self._chunks.error(api_error(failed)))
         self._ended.set_result(None)
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
         """Streams until the end; raises ApiError if the request fails before its first chunk."""
-        await self._begun
+        failed = await self._begun
+        if failed is not None:
+            raise api_error(failed)
         response = web.StreamResponse(headers=HEADERS)
         try:
             await response.prepare(request)

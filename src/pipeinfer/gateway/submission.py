@@ -28,4 +28,5 @@ def submission(call: Call, gateway: int, seed: int) -> Submit:
         trace=call.trace,
         return_prompt_ids=call.return_prompt_ids,
         return_prompt_text=call.return_prompt_text,
+        only_encode=call.only_encode,
     )

@@ -26,6 +26,7 @@ from pipeinfer.runtime.claim import Claim, claim
 from pipeinfer.runtime.deployment import deployed
 from pipeinfer.runtime.group_fault import end_on_group_fault
 from pipeinfer.runtime.hangup import on_hangup
+from pipeinfer.runtime.heap import keep_large_apart
 from pipeinfer.runtime.report import reporter
 from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage, StageContext, builder
@@ -39,7 +40,8 @@ PARENT_CHECK = 0.5  # seconds
 # Messages and requests form no cycles. With the default threshold the collector walks all of them
 # many times a second, which at 1,024 requests more than doubles a step of the scheduler.
 COLLECTIONS = (100_000, 20, 100)
-# But connections do, of some twenty objects and a few KiB each: tens of MiB would lie about.
+# Nor do connections that end as they should. One that ends in some other way may, of some twenty
+# objects and a few KiB: tens of MiB would lie about.
 OF_CONNECTIONS = (5_000, 20, 100)
 
 
@@ -61,6 +63,8 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
         print(f"error: {error}", file=sys.stderr)
         return MISCONFIGURED
     set_up_logging(settings, identity.id)
+    if identity.name != "engine":  # it makes large arrays all the time
+        keep_large_apart()
     gc.set_threshold(*(OF_CONNECTIONS if identity.name == "gateway" else COLLECTIONS))
     return uvloop.run(_run(settings, topology, identity, options))
 

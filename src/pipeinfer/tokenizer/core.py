@@ -77,7 +77,9 @@ class TokenizerCore:
         self._draining = False
         self._left = False
         self._asked: dict[int, float] = {}  # when a group was asked to hand over what it has
-        self._counts = {"accepted": 0, "refused": 0, "moved": 0, "prompt_tokens": 0}
+        self._counts = dict.fromkeys(
+            ("accepted", "encoded", "refused", "moved", "prompt_tokens"), 0
+        )
 
     def handle(self, event: Message, now: float) -> list[Send]:
         """See Core. Raises TypeError for a message that is not a tokenizer's."""
@@ -158,28 +160,33 @@ class TokenizerCore:
 
     def _pass_on(self, event: Submit, ids: np.ndarray, alone: bool) -> list[Send]:
         """To a group, with the prompt's `ids` int32 [n]. `alone`: as for LongPrompt."""
+        self._counts["prompt_tokens"] += len(ids)
+        if event.only_encode:
+            self._counts["encoded"] += 1
+            return [self._accepted(event, ids, -1)]
         routed = event.group in self._all_groups
         request = (event.request_id, ids, event.params.max_tokens, event.cache_salt)
         group = (
             self._router.sent(event.group, *request) if routed else self._router.choose(*request)
         )
         self._counts["accepted"] += 1
-        self._counts["prompt_tokens"] += len(ids)
         raw = ids.tobytes()
         work = self._work(event, raw)
         self._ledger.put(Entry(work, group, routed or alone, alone))
-        asked = raw if event.return_prompt_ids else b""
+        accepted = self._accepted(event, ids, group)
+        return [accepted, Send("work", f"scheduler-{group}", work)]
+
+    def _accepted(self, event: Submit, ids: np.ndarray, group: int) -> Send:
         texted = event.return_prompt_text and event.text is None
         accepted = Accepted(
             request_id=event.request_id,
             attempt=event.attempt,
             group=group,
             prompt_tokens=len(ids),
-            prompt_ids=asked,
+            prompt_ids=ids.tobytes() if event.return_prompt_ids else b"",
             prompt_text=self._encoder.text(ids, event.params) if texted else "",
         )
-        gateway = f"gateway-{event.gateway}"
-        return [Send("text", gateway, accepted), Send("work", f"scheduler-{group}", work)]
+        return Send("text", f"gateway-{event.gateway}", accepted)
 
     def _work(self, event: Submit, prompt_ids: bytes) -> Work:
         return Work(
