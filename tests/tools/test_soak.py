@@ -101,8 +101,8 @@ PLAIN = {"bad_frames": 0, "unsent_total": 0}
 STAGES = {
     "gateway-0": PLAIN,
     "tokenizer-0": {
-        **PLAIN, "accepted_total": 13, "refused_total": 2, "abandoned_total": 1,
-        "prompt_tokens_total": 210,
+        **PLAIN, "accepted_total": 13, "encoded_total": 0, "refused_total": 2,
+        "abandoned_total": 1, "prompt_tokens_total": 210,
     },
     "scheduler-0": {
         **PLAIN, "accepted_total": 13, "finished_total": 9, "stopped_total": 1,
