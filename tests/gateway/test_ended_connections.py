@@ -16,7 +16,6 @@ from raw_http import RawClient, post
 
 import servers
 from certificates import make
-from pipeinfer.events import Tick
 from pipeinfer.gateway.connections import Connection
 from pipeinfer.messages import TextRow
 from pipeinfer.packing import pack
