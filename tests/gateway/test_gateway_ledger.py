@@ -74,11 +74,13 @@ def test_the_ends_of_the_last_minute_are_said_again():
     assert list(endings.lately("tokenizer-0", LATELY + 1)) == []
 
 
-def test_the_latest_ends_are_remembered():
-    endings, end = Endings(), End("tokenizer-0", 1, "", 0.0)
+def test_the_latest_ends_are_remembered_for_a_minute():
+    endings = Endings()
     for n in range(REMEMBERED):
-        endings.add(str(n), end)
-    endings.add("0", end)  # told again: it is the latest now
-    endings.add("more", end)
-    assert endings.get("1") is None
-    assert endings.get("0") == endings.get("2") == endings.get("more") == end
+        endings.add(str(n), End("tokenizer-0", 1, "", 1.0))
+    endings.add("0", again := End("tokenizer-0", 1, "told again", 2.0))
+    endings.add("more", End("tokenizer-0", 1, "", 3.0))
+    assert endings.get("0") == again and endings.get("1") is None
+    assert endings.get(str(REMEMBERED - 1)) is not None and endings.get("more") is not None
+    endings.add("later", End("tokenizer-0", 1, "", 3.0 + LATELY))
+    assert endings.get("0") is None and endings.get("more") is None

@@ -28,7 +28,7 @@ from pipeinfer.messages import (
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
-from pipeinfer.scheduler.ledger import KEPT, ORPHANED
+from pipeinfer.scheduler.ledger import KEPT, LATELY, ORPHANED, REMEMBERED, Ledger
 from pipeinfer.scheduler.outbox import CONTEXT_TOKENS
 
 TOKENIZER, DETOKENIZER = "tokenizer-0", "detokenizer-0"
@@ -277,6 +277,18 @@ def test_a_finished_request_is_kept_until_done_and_never_runs_again() -> None:
     bench.feed(work("r", 3))
     assert bench.plans == plans, "it is over, and remembered"
     assert bench.resent() == []
+
+
+def test_ids_of_requests_that_are_over_are_remembered_for_a_minute() -> None:
+    ledger = Ledger((), ())
+    for number in range(1_000):
+        ledger.end(str(number), number * 1e-3)
+    assert all(ledger.settled(str(number)) for number in range(1_000))
+    for number in range(1_000, 1_000 + REMEMBERED):
+        ledger.end(str(number), 1.0)
+    assert not ledger.settled("0") and ledger.settled(str(999 + REMEMBERED))
+    ledger.end("later", 1.0 + LATELY)
+    assert ledger.settled("later") and not ledger.settled(str(999 + REMEMBERED))
 
 
 def test_a_request_that_a_stop_string_ended_is_kept_up_to_its_cut() -> None:

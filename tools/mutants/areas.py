@@ -52,7 +52,8 @@ class Area:
 
 
 RECOVERY = (
-    "recovery.py", "scheduler/agreement.py", "scheduler/epochs.py", "scheduler/ledger.py",
+    "recent.py", "recovery.py",
+    "scheduler/agreement.py", "scheduler/epochs.py", "scheduler/ledger.py",
     "scheduler/probation.py", "tokenizer/ledger.py", "gateway/ledger.py", "runtime/fence.py",
     "runtime/unsent.py", "runtime/group_fault.py", "scheduler/condemned.py", "scheduler/ranks.py",
     "scheduler/announcer.py", "tokenizer/group_watch.py",
@@ -105,6 +106,7 @@ AREAS = {
             "tests/tokenizer/test_group_watch.py",
             "tests/scheduler/test_probation.py",
             "tests/runtime/test_roll_call.py",
+            "tests/test_recent.py",
             "tests/gateway/test_gateway_ledger.py",
             "tests/tokenizer/test_tokenizer_ledger.py",
             "tests/scheduler/test_scheduler_recovery.py",

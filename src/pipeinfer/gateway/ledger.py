@@ -13,8 +13,9 @@ import msgspec
 
 from pipeinfer.gateway.token_scores import behind
 from pipeinfer.messages import Abort, Done, LogprobTexts, Submit, TextRow
+from pipeinfer.recent import Recent
 
-REMEMBERED = 10_000  # ended requests
+REMEMBERED = 10_000  # ended requests, at most
 LATELY = 60.0  # seconds for which an end is repeated to a tokenizer that was started again
 
 
@@ -135,11 +136,11 @@ class End(NamedTuple):
 
 
 class Endings:
-    """The latest ended requests, oldest first. untold: those that end with Done, of which their
+    """The requests that ended in the last minute. untold: those that end with Done, of which their
     tokenizers have not heard; by tokenizer."""
 
     def __init__(self) -> None:
-        self._ends: dict[str, End] = {}
+        self._ends = Recent[End](LATELY, REMEMBERED)
         self.untold: dict[str, list[str]] = {}
 
     def tell(self) -> list[tuple[str, Done]]:
@@ -152,10 +153,7 @@ class Endings:
         """Records an end, or that the pipeline was told again."""
         if not end.reason:
             self.untold.setdefault(end.tokenizer, []).append(request_id)
-        self._ends.pop(request_id, None)
-        self._ends[request_id] = end
-        if len(self._ends) > REMEMBERED:
-            del self._ends[next(iter(self._ends))]
+        self._ends.put(request_id, end, end.at)
 
     def get(self, request_id: str) -> End | None:
         """How the request ended; None if it never did, as far as is remembered."""

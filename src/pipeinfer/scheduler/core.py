@@ -219,7 +219,7 @@ class SchedulerCore:
         request = self._live.get(request_id)
         if request is not None:
             self._drop(request, "aborted")
-        known = self._ledger.end(request_id)
+        known = self._ledger.end(request_id, self._now)
         return known if request is None else (home(request),)
 
     def _on_stop_hit(self, hit: StopHit, _now: float) -> None:

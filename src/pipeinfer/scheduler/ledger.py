@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 
 from pipeinfer.messages import Abort, Delivered
 from pipeinfer.packing import pack
+from pipeinfer.recent import Recent
 from pipeinfer.scheduler.outbox import Last, home
 from pipeinfer.scheduler.request import Request
 
-REMEMBERED = 10_000  # ids of requests that are over
+REMEMBERED = 10_000  # ids of requests that are over, at most
+LATELY = 60.0  # seconds for which they are remembered
 ORPHANED = 60.0  # seconds that what was delivered waits for its work
 KEPT = 3_600.0  # seconds, at least, that a finished request waits for its Done
 
@@ -27,7 +29,7 @@ class Ledger:
         self.detokenizers = tuple(detokenizers)
         self.kept: dict[str, tuple[Request, Last]] = {}
         self._delivered: dict[str, tuple[Delivered, float]] = {}
-        self._over: dict[str, None] = {}
+        self._over = Recent[None](LATELY, REMEMBERED)
         self._moved: dict[str, str] = {}  # to another group; where its output goes
         self._aged: set[str] = set()  # ids that were kept at the last sweep
         self._sweep_at = 0.0
@@ -76,11 +78,9 @@ class Ledger:
         delivered, _ = self._delivered.pop(request_id, (None, 0.0))
         return delivered
 
-    def end(self, request_id: str) -> tuple[str, ...]:
+    def end(self, request_id: str, now: float) -> tuple[str, ...]:
         """The request is over for good; returns the detokenizers that may know it."""
-        self._over[request_id] = None
-        if len(self._over) > REMEMBERED:
-            del self._over[next(iter(self._over))]
+        self._over.put(request_id, None, now)
         if self._delivered.pop(request_id, None) is not None:
             return self.detokenizers
         request, _ = self.kept.pop(request_id, (None, None))
