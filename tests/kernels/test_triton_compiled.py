@@ -42,7 +42,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **op
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_norms(offset):
     types = dict.fromkeys(("x", "residual", "weight", "out"), HALF)
-    types |= {"eps": "fp32", "x_stride": "i32", "part_stride": "i32"}
+    types |= {"eps": "fp32", "x_stride": "i32", "partial_stride": "i32"}
     constants = {"SIZE": 640, "BLOCK": 1024, "PARTIALS": 1, "ADD": True, "EARLY": True}
     assert compiled(norm._norm, types, constants | {"OFFSET": offset}, num_warps=8).asm["ptx"]
 

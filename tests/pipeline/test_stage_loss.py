@@ -139,7 +139,7 @@ async def _end_early(api: openai.AsyncOpenAI, question: str, index: int) -> str:
         max_tokens=3 if how == 3 else 400,
         stop=["a", "e", "o", "1", "2", "3"] if how == 2 else None,
         stream=True,
-        extra_body={"ignore_eos": True, "timeout": 2.0 if how == 1 else 0},
+        extra_body={"ignore_eos": True, "timeout": 2.0 if how == 1 else None},
     )
     chunks = 0
     async for chunk in stream:

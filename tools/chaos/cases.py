@@ -186,7 +186,7 @@ CASES: tuple[Case, ...] = (
         "parameters at their edges",
         lambda: [
             chat(temperature=1e-300), chat(temperature=MOST_TEMPERATURE), chat(top_p=LEAST_TOP_P),
-            chat(top_p=5e-324, temperature=1.0), chat(top_k=2**31 - 1, temperature=1.0),
+            chat(top_p=5e-324, temperature=1.0), chat(top_p=0, temperature=1.0), chat(top_k=2**31 - 1, temperature=1.0),
             chat(min_p=1.0, temperature=1.0), chat(seed=2**64 - 1), chat(seed=-(2**63)),
             chat(presence_penalty=2, frequency_penalty=-2), chat(priority=2**31 - 1),
             chat(priority=-(2**31) + 1), chat(timeout=24 * 3600), chat(cache_salt="s" * 1024),
@@ -197,7 +197,7 @@ CASES: tuple[Case, ...] = (
     _case(
         "parameters beyond their edges",
         lambda: [
-            chat(temperature=1e300), chat(top_p=0), chat(top_k=2**31), chat(min_p=1.1),
+            chat(temperature=1e300), chat(top_p=-0.1), chat(top_k=2**31), chat(min_p=1.1),
             chat(seed=2**64), chat(timeout=1e9), chat(cache_salt="s" * 1025),
             chat(min_tokens=2**63), chat(presence_penalty=3), chat(max_tokens=2**31),
             chat(priority=2**70), chat(logit_bias={"97": 100.5}), chat(logit_bias={"-1": 1}),

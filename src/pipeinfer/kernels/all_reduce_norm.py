@@ -106,8 +106,8 @@ def _all_reduce_norm(peers, rank, partials, results, arrivals, counts, residual,
         normed = (total * scale * scales).to(residual.dtype.element_ty)
         if TWO_SHOTS:
             for index in tl.static_range(RANKS):
-                target = (peers[index] + results).to(tl.pointer_type(normed.dtype))
-                tl.store(tl.multiple_of(target, 16) + at, normed, mask=inside)
+                theirs = (peers[index] + results).to(tl.pointer_type(normed.dtype))
+                tl.store(tl.multiple_of(theirs, 16) + at, normed, mask=inside)
         else:
             tl.store(out + at, normed, mask=inside)
     if BARRIERS:
