@@ -186,7 +186,8 @@ CASES: tuple[Case, ...] = (
         "parameters at their edges",
         lambda: [
             chat(temperature=1e-300), chat(temperature=MOST_TEMPERATURE), chat(top_p=LEAST_TOP_P),
-            chat(top_p=5e-324, temperature=1.0), chat(top_p=0, temperature=1.0), chat(top_k=2**31 - 1, temperature=1.0),
+            chat(top_p=5e-324, temperature=1.0), chat(top_p=0, temperature=1.0),
+            chat(top_k=2**31 - 1, temperature=1.0),
             chat(min_p=1.0, temperature=1.0), chat(seed=2**64 - 1), chat(seed=-(2**63)),
             chat(presence_penalty=2, frequency_penalty=-2), chat(priority=2**31 - 1),
             chat(priority=-(2**31) + 1), chat(timeout=24 * 3600), chat(cache_salt="s" * 1024),
