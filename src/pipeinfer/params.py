@@ -31,6 +31,16 @@ MOST_LOGPROBS = 20  # alternatives: OpenAI's for chats, vLLM's for all
 Alternatives = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What the whole output must be; exactly one is given. json: a JSON schema, as text. regex: a
+    regular expression. choice: one of these texts. grammar: in llguidance's Lark."""
+
+    json: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How to choose tokens and when to stop.
 
@@ -67,6 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     logit_bias: dict[int, float] = {}
     logprobs: Alternatives | None = None
     prompt_logprobs: Alternatives | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class InvalidParameter(ValueError):

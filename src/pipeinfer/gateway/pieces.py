@@ -1,0 +1,42 @@
+"""What the text of an answer consists of: content, thoughts, calls of tools.
+
+A reader tells them apart while the text comes; which one depends on the model. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+Kind = Literal["content", "reasoning", "call", "arguments"]
+
+
+class Piece(NamedTuple):
+    """A piece of an answer. `text`: of content or thoughts; a call begins with the name of its
+    tool, pieces of its arguments (JSON) follow. `call`: the number of the call, from 0."""
+
+    kind: Kind
+    text: str
+    call: int = -1
+
+
+class Reader(Protocol):
+    """Of one choice of an answer. Pieces of all text are the same however it is cut."""
+
+    def read(self, text: str) -> Sequence[Piece]:
+        """What is certain after `text`, the next of it."""
+        ...
+
+    def end(self) -> Sequence[Piece]:
+        """What was held back; nothing more comes."""
+        ...
+
+
+class Plain:
+    """Reads all of it as content."""
+
+    def read(self, text: str) -> Sequence[Piece]:
+        return (Piece("content", text),) if text else ()
+
+    def end(self) -> Sequence[Piece]:
+        return ()
