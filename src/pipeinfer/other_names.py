@@ -17,6 +17,7 @@ ALIASES = {
     "max_num_batched_tokens": "max_step_tokens",
     "block_size": "page_size",
     "num_gpu_blocks_override": "kv_pages",
+    "tool_call_parser": "tool_parser",
     "ssl_certfile": "tls_cert",
     "ssl_keyfile": "tls_key",
     # SGLang

@@ -45,6 +45,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     allowed_origins: str = ""
     chat_template: str = ""
     control_tokens_in_messages: bool = False
+    tool_parser: str = "auto"  # gateway/reading/registry.py
+    reasoning_parser: str = "auto"
     revision: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -12,6 +12,8 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "revision": ("REV", "branch, tag or commit of a hub id"),
         "chat_template": ("FILE", "a Jinja template, in place of the checkpoint's"),
         "control_tokens_in_messages": ("", "let messages spell control tokens, as vLLM does"),
+        "tool_parser": ("NAME", "how calls of tools are read: a parser, none; auto: by template"),
+        "reasoning_parser": ("NAME", "how thoughts are told apart: the same"),
         "dtype": ("", "auto: float32 on a CPU, else the checkpoint's"),
         "load_format": ("", "dummy: random weights, no weight file is read"),
         "max_model_len": ("N", "tokens of prompt and output; default: what the checkpoint says"),

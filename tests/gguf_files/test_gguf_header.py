@@ -26,7 +26,8 @@ from pipeinfer.gguf.names import packed_tensors
 from pipeinfer.gguf.scalars import DEEPEST, MOST_ENTRIES
 from pipeinfer.models.loading import check_checkpoint
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.loading import load_tokenizer, read_tokenizer_config
+from pipeinfer.text.loading import load_tokenizer
+from pipeinfer.text.template_sources import read_tokenizer_config
 
 MUTATIONS = int(os.environ.get("GGUF_MUTATIONS", "500"))
 MORE_BYTES = 300 << 20  # that reading hostile files may take beyond what the process has

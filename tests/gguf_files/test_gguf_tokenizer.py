@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 from gguf_models import gemma, metadata_of, smollm2
 from pipeinfer.gguf.loading import load_tokenizer as load_gguf
 from pipeinfer.gguf.tokenizer import tokenizer_config, tokenizer_json
-from pipeinfer.text.loading import load_tokenizer, read_tokenizer_config, special_tokens
+from pipeinfer.text.loading import load_tokenizer, special_tokens
+from pipeinfer.text.template_sources import read_tokenizer_config
 from pipeinfer.tokenizer.bounds import cover
 from pipeinfer.tokenizer.templates import load_templates
 

@@ -12,7 +12,7 @@ from tokenizer_folders import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.loading import read_tokenizer_config
+from pipeinfer.text.template_sources import read_tokenizer_config
 from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed, load_templates
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

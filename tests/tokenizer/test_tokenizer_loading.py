@@ -11,7 +11,8 @@ from tokenizer_folders import make_tokenizer, write_json
 from transformers import AutoTokenizer
 
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.loading import load_tokenizer, read_tokenizer_config, special_tokens
+from pipeinfer.text.loading import load_tokenizer, special_tokens
+from pipeinfer.text.template_sources import read_tokenizer_config
 
 TEXT = "Hello <|im_start|> wörld 🙂 <new token> <other></s> [named] end"
 ADDED = {

@@ -9,7 +9,8 @@ from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.incremental import DecoderFactory
 from pipeinfer.runtime.stage import Stage, StageContext
-from pipeinfer.text.loading import load_tokenizer, read_tokenizer_config
+from pipeinfer.text.loading import load_tokenizer
+from pipeinfer.text.template_sources import read_tokenizer_config
 
 
 def build(context: StageContext) -> Stage:

@@ -182,7 +182,8 @@ class _Handlers:
         self, request: web.Request, base: str, job: Job, chat: bool
     ) -> web.StreamResponse:
         self._check_room(job.choices)
-        answer = Answer(chat, base, int(time.time()), self._service.model, job.shown)
+        model, created = self._service.model, int(time.time())
+        answer = Answer(chat, base, created, model, job.shown, job.reader, job.short_ids)
         sink: EventStream | WholeAnswer = (
             EventStream(answer, job.choices, job.include_usage)
             if job.stream

@@ -22,8 +22,6 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "top_logprobs": (0,),  # of a completion
     "suffix": ("",),
     "echo": (False,),  # of a chat
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -49,7 +47,6 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "logits_processors": ([],),
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
-    "include_reasoning": (True,),
     "thinking_token_budget": (),
     "chat_template": (),
     "continue_final_message": (False,),
@@ -148,7 +145,7 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
 HARMLESS = frozenset(
     (
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "parallel_tool_calls", "request_id", "id_slot", "cache_prompt",
+        "prompt_cache_retention", "request_id", "id_slot", "cache_prompt",
         "keep_alive", "rid", "bootstrap_host", "bootstrap_port", "bootstrap_room",
         "data_parallel_rank", "timings_per_token", "return_progress", "stream_reasoning",
         "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length",

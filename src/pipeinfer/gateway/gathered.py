@@ -5,11 +5,14 @@ Knows deltas and the shapes of log-probs; not whether the answer is sent whole o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from pipeinfer.gateway.events import Delta, Started
 from pipeinfer.gateway.logprob_shapes import ChatLogprobs, CompletionLogprobs, PromptLogprobs
-from pipeinfer.gateway.shapes import NULL, Answer, Choice
+from pipeinfer.gateway.pieces import Piece
+from pipeinfer.gateway.shapes import NULL, Answer, Choice, Said
 from pipeinfer.gateway.token_scores import TokenScore, prompt_scores, token_scores
 from pipeinfer.messages import FinishReason
 
@@ -27,7 +30,16 @@ def kept(answer: Answer, delta: Delta) -> Delta:
 class Gathered:
     """Of one choice. `prompt_text`: what is echoed, before all else."""
 
-    __slots__ = ("_chat", "_completion", "_echo", "_prompt", "_texts", "prompt_text")
+    __slots__ = (
+        "_chat",
+        "_completion",
+        "_echo",
+        "_prompt",
+        "_reader",
+        "_said",
+        "_texts",
+        "prompt_text",
+    )
 
     def __init__(self, answer: Answer) -> None:
         shown = answer.shown
@@ -39,6 +51,8 @@ class Gathered:
         self._prompt = None if of_prompt is None else PromptLogprobs(of_prompt)
         self._echo = shown.echo
         self._texts: list[str] = []
+        self._reader = None if answer.reader is None else answer.reader()
+        self._said = Said()
         self.prompt_text = ""
 
     def started(self, started: Started) -> None:
@@ -67,6 +81,20 @@ class Gathered:
         if self._completion is not None:
             self._completion.add(scores, len(self.prompt_text))
 
+    def pieces(self, delta: Delta) -> Sequence[Piece]:
+        """Those that are certain now, of a choice that is read."""
+        assert self._reader is not None
+        pieces = [*self._reader.read(delta.text)]
+        if delta.finish is not None:
+            pieces += self._reader.end()
+        self._said.add(pieces)
+        return pieces
+
+    def end(self, delta: Delta, logprobs: bytes) -> Choice:
+        """The end of a choice whose pieces were sent."""
+        assert delta.finish is not None
+        return Choice("", delta.finish, delta.stop_reason, logprobs, said=self._said)
+
     def logprobs(self) -> bytes:
         """`logprobs` of all tokens since it was asked last, as JSON; null if nobody wants any."""
         shape = self._completion if self._chat is None else self._chat
@@ -76,4 +104,8 @@ class Gathered:
         """The choice, of all that was kept."""
         text = self.prompt_text + "".join(self._texts)
         of_prompt = None if self._prompt is None else self._prompt.take()
-        return Choice(text, finish, stop_reason, self.logprobs(), of_prompt)
+        said = None
+        if self._reader is not None:
+            said = Said()
+            said.add((*self._reader.read(text), *self._reader.end()))
+        return Choice(text, finish, stop_reason, self.logprobs(), of_prompt, said)

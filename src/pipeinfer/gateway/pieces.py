@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
+SPACE = " \t\r\n"  # what sets pieces apart
+
 Kind = Literal["content", "reasoning", "call", "arguments"]
 
 

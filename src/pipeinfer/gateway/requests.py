@@ -5,7 +5,8 @@ Knows the schema and the core's events, and nothing about HTTP or tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import cast
@@ -16,6 +17,8 @@ from msgspec.structs import replace
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call
+from pipeinfer.gateway.pieces import Reader
+from pipeinfer.gateway.reading.registry import NOTHING, Reading
 from pipeinfer.gateway.schema import (
     MOST_MESSAGES,
     ChatMessage,
@@ -24,6 +27,7 @@ from pipeinfer.gateway.schema import (
     Generation,
 )
 from pipeinfer.gateway.shapes import Shown
+from pipeinfer.gateway.tools import check_arguments, for_template, tool_schemas
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.packing import pack
 from pipeinfer.params import InvalidParameter, SamplingParams, normalized
@@ -55,23 +59,28 @@ MOST_PROMPTS = 1024
 @dataclass(frozen=True)
 class Terms:
     """What the server grants: `sampling` of requests that leave it open, the most prompts of a
-    request, and the `timeout` (seconds, 0 is never) of one that names none."""
+    request, the `timeout` (seconds, 0 is never) of one that names none, and how its model's answers
+    are read."""
 
     sampling: SamplingParams
     most_prompts: int = MOST_PROMPTS
     timeout: float = 0.0
+    reading: Reading = NOTHING
 
 
 @dataclass(frozen=True)
 class Job:
     """What one HTTP request asks for. `calls`: one for each choice, in order, to be gone through
-    once; each is built when its turn comes. `shown`: beside new text."""
+    once; each is built when its turn comes. `shown`: beside new text. `reader`: makes what reads
+    one choice; None: all of it is content. `short_ids`: of calls, as Mistral wants them."""
 
     calls: Iterable[Call]
     choices: int
     stream: bool
     include_usage: bool
     shown: Shown
+    reader: Callable[[], Reader] | None = None
+    short_ids: bool = False
 
 
 def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
@@ -87,6 +96,11 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     chat, arguments = chat_prompt(
         request.messages, request.chat_template_kwargs, request.add_generation_prompt
     )
+    schemas = tool_schemas(request, terms.reading)
+    if schemas is not None:
+        arguments["tools"] = [msgspec.to_builtins(tool) for tool in request.tools or ()]
+        if terms.reading.special:
+            params = replace(params, skip_special_tokens=False)
     call = replace(
         _common(request, params, terms, trace),
         request_id=base,
@@ -94,7 +108,14 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         template_arguments=arguments,
         add_special_tokens=bool(request.add_special_tokens),
     )
-    return _job(request, [call], 1, shown)
+    one_call, thoughts = (
+        request.parallel_tool_calls is False,
+        request.include_reasoning is not False,
+    )
+    reader = terms.reading.reader(schemas, one_call, thoughts)
+    job = _job(request, [call], 1, shown)
+    short = terms.reading.tools == "mistral"
+    return dataclasses.replace(job, reader=reader, short_ids=short)
 
 
 def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: str) -> Job:
@@ -221,6 +242,7 @@ def _chat(messages: list[ChatMessage]) -> list[JsonObject]:
         raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
     _check_sendable("messages", [call for m in messages for call in m.tool_calls or ()])
     _check_sendable("messages", [m.function_call for m in messages])
+    check_arguments(call for m in messages for call in m.tool_calls or ())
     return [_message(i, message) for i, message in enumerate(messages)]
 
 
@@ -235,6 +257,8 @@ def _check_sendable(param: str, value: JsonValue) -> None:
 def _message(i: int, message: ChatMessage) -> JsonObject:
     """The message as chat templates want it: content as one text, no absent fields."""
     plain: JsonObject = msgspec.to_builtins(message)
+    if message.tool_calls is not None:
+        plain["tool_calls"] = [for_template(call) for call in message.tool_calls]
     if isinstance(message.content, list):
         plain["content"] = _joined(i, message)
     elif message.content is None:

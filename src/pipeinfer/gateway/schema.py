@@ -25,6 +25,8 @@ MOST_SALT = 1024  # letters; enough for any hash or name, and every stage copies
 # Chat templates go over messages one by one in an interpreter, a tenth of a millisecond each.
 MOST_MESSAGES = 10_000
 
+MOST_TOOLS = 128  # OpenAI's; a template writes each of them into the prompt
+
 TokenId = Annotated[int, Meta(ge=0, le=INT32)]
 Bounded = Annotated[int, Meta(ge=-INT32, le=INT32)]  # signs are checked with the other ranges
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
@@ -84,6 +86,35 @@ class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning_content: str | None = None
 
 
+class Function(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tool. `parameters`: the JSON schema of its arguments."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """What a model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """The function that must be called."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    """A tool that must be called."""
+
+    type: Literal["function"]
+    function: Chosen
+
+
 class ChatRequest(Generation, frozen=True, kw_only=True):
     """The body of /v1/chat/completions."""
 
@@ -93,6 +124,10 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     max_completion_tokens: Bounded | None = None
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
 
 class CompletionRequest(Generation, frozen=True, kw_only=True):

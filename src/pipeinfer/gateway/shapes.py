@@ -5,11 +5,14 @@ What is the same in all chunks of a stream is encoded once. Knows no HTTP and no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.pieces import Piece, Reader
 from pipeinfer.json_values import JsonObject
 from pipeinfer.messages import FinishReason
 
@@ -45,13 +48,23 @@ class Shown:
 
 @dataclass(frozen=True)
 class Answer:
-    """What all chunks and bodies of one answer say of themselves. `created`: Unix seconds."""
+    """What all chunks and bodies of one answer say of themselves. `created`: Unix seconds.
+
+    `reader`: makes what reads one choice, None where all is content; `short_ids`: of calls."""
 
     chat: bool
     id: str
     created: int
     model: str
     shown: Shown = Shown()
+    reader: Callable[[], Reader] | None = None
+    short_ids: bool = False
+
+    def call_id(self, index: int, call: int) -> str:
+        """Of call number `call` in choice `index`."""
+        name = f"{self.id}-{index}-{call}".encode()
+        digits = hashlib.blake2b(name, digest_size=12).hexdigest()
+        return digits[:9] if self.short_ids else f"call_{digits}"
 
 
 @dataclass
@@ -72,6 +85,27 @@ class Usage:
 
 
 @dataclass
+class Said:
+    """What a reader has made of a choice; of each call its name, then pieces of its arguments."""
+
+    content: list[str] = field(default_factory=list[str])
+    reasoning: list[str] = field(default_factory=list[str])
+    calls: list[list[str]] = field(default_factory=list[list[str]])
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        """Further ones, in order."""
+        for piece in pieces:
+            if piece.kind == "call":
+                self.calls.append([piece.text])
+            elif piece.kind == "arguments":
+                self.calls[piece.call].append(piece.text)
+            elif piece.kind == "reasoning":
+                self.reasoning.append(piece.text)
+            else:
+                self.content.append(piece.text)
+
+
+@dataclass
 class Choice:
     """One finished choice, or the end of one; log-probs as JSON."""
 
@@ -80,6 +114,13 @@ class Choice:
     stop_reason: str | int | None
     logprobs: bytes = NULL
     prompt_logprobs: bytes | None = None
+    said: Said | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, for the client."""
+        called = self.said is not None and bool(self.said.calls)
+        return "tool_calls" if called and self.finish == "stop" else self.finish
 
 
 class Chunks:
@@ -141,6 +182,29 @@ class Chunks:
             self._usage,
         )
 
+    def piece(self, index: int, piece: Piece, logprobs: bytes = NULL) -> bytes:
+        """A chunk with a piece that a reader has found."""
+        return self._delta(index, _delta(self._answer, index, piece), logprobs)
+
+    def unread(self, index: int, logprobs: bytes) -> bytes:
+        """A chunk with log-probs of tokens that give no piece yet."""
+        return self._delta(index, {}, logprobs)
+
+    def read(self, index: int, choice: Choice) -> bytes:
+        """The end of a choice whose pieces have all been sent."""
+        return self._delta(index, {}, choice.logprobs, choice)
+
+    def _delta(
+        self, index: int, delta: JsonObject, logprobs: bytes, end: Choice | None = None
+    ) -> bytes:
+        finish = b"null"
+        if end is not None:
+            reason, stop = end.reason.encode(), _json.encode(end.stop_reason)
+            finish = b'"%s","stop_reason":%s' % (reason, stop)
+        head = b'data: %s,"choices":[{"index":%d,"delta":' % (self._head, index)
+        said = b'%s,"logprobs":%s,"finish_reason":%s}]' % (_json.encode(delta), logprobs, finish)
+        return head + said + self._usage
+
     def usage(self, usage: Usage) -> bytes:
         """The chunk without choices that stream_options.include_usage asks for."""
         return b'data: %s,"choices":[],"usage":%s}\n\n' % (self._head, _json.encode(usage.fields()))
@@ -154,7 +218,7 @@ class Chunks:
 def body(answer: Answer, choices: list[Choice], usage: Usage) -> bytes:
     """The whole answer of a request without `stream`."""
     kind = "chat.completion" if answer.chat else "text_completion"
-    listed = [_choice(answer.chat, i, choice) for i, choice in enumerate(choices)]
+    listed = [_choice(answer, i, choice) for i, choice in enumerate(choices)]
     of_prompt = b""
     if answer.chat and choices[0].prompt_logprobs is not None:  # where vLLM has it
         of_prompt = b',"prompt_logprobs":' + choices[0].prompt_logprobs
@@ -177,16 +241,48 @@ def _head(answer: Answer, kind: str) -> bytes:
     return _json.encode(fields)[:-1]
 
 
-def _choice(chat: bool, index: int, choice: Choice) -> dict[str, object]:
+def _delta(answer: Answer, index: int, piece: Piece) -> JsonObject:
+    if piece.kind == "content":
+        return {"content": piece.text}
+    if piece.kind == "reasoning":
+        return {"reasoning_content": piece.text}
+    call: JsonObject = {"index": piece.call, "function": {"arguments": piece.text}}
+    if piece.kind == "call":
+        call = {"index": piece.call, **_call(answer.call_id(index, piece.call), piece.text, "")}
+    return {"tool_calls": [call]}
+
+
+def _call(call_id: str, name: str, arguments: str) -> JsonObject:
+    function: JsonObject = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _message(answer: Answer, index: int, choice: Choice) -> JsonObject:
+    message: JsonObject = {"role": "assistant", "content": choice.text, "refusal": None}
+    said = choice.said
+    if said is None:
+        return message
+    message["content"] = "".join(said.content) or (None if said.calls or said.reasoning else "")
+    if said.reasoning:
+        message["reasoning_content"] = "".join(said.reasoning)
+    if said.calls:
+        message["tool_calls"] = [
+            _call(answer.call_id(index, number), name, "".join(arguments))
+            for number, (name, *arguments) in enumerate(said.calls)
+        ]
+    return message
+
+
+def _choice(answer: Answer, index: int, choice: Choice) -> dict[str, object]:
     content: dict[str, object] = {"text": choice.text}
-    if chat:
-        content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+    if answer.chat:
+        content = {"message": _message(answer, index, choice)}
     elif choice.prompt_logprobs is not None:
         content["prompt_logprobs"] = msgspec.Raw(choice.prompt_logprobs)
     return {
         "index": index,
         **content,
         "logprobs": msgspec.Raw(choice.logprobs),
-        "finish_reason": choice.finish,
+        "finish_reason": choice.reason,
         "stop_reason": choice.stop_reason,
     }

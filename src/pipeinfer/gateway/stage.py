@@ -23,11 +23,13 @@ from pipeinfer.gateway.keys import Keys
 from pipeinfer.gateway.limits import Limits
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
+from pipeinfer.gateway.reading.registry import reading
 from pipeinfer.gateway.requests import Terms
 from pipeinfer.gateway.tls import Certificate
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.text.template_sources import read_tokenizer_config, template_sources
 from pipeinfer.topology.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -76,7 +78,14 @@ def build(context: StageContext) -> Stage:
 def _terms(settings: Settings, folder: Path) -> Terms:
     """More prompts than may wait could never be taken together."""
     most = min(settings.max_prompts, settings.max_queue)
-    return Terms(sampling_defaults(folder), most, settings.request_timeout)
+    config = read_tokenizer_config(folder)
+    templates = template_sources(folder, config, settings.chat_template)
+    return Terms(
+        sampling_defaults(folder),
+        most,
+        settings.request_timeout,
+        reading(settings.tool_parser, settings.reasoning_parser, "\n".join(templates.values())),
+    )
 
 
 def _limits(settings: Settings) -> Limits:

@@ -117,7 +117,9 @@ class EventStream:
         if delta.logprobs is not None:  # also where the text of its tokens comes later
             self._gathered[index].scores(delta)
             logprobs = self._gathered[index].logprobs()
-        if delta.finish is not None:
+        if self._answer.reader is not None:
+            data = opening + self._read(index, delta, logprobs)
+        elif delta.finish is not None:
             choice = Choice(delta.text, delta.finish, delta.stop_reason, logprobs)
             data = opening + chunks.last(index, choice)
         elif delta.logprobs is not None:
@@ -126,7 +128,8 @@ class EventStream:
             data = opening + chunks.text(index, delta.text)
         if delta.finish is not None:
             data += self._finish(delta)
-        self._write(data)
+        if data:
+            self._write(data)
 
     def failed(self, index: int, failed: Failed) -> None:
         if self._ended.done():
@@ -168,6 +171,19 @@ class EventStream:
         if self._answer.shown.echo:
             data += self._chunks.scored(index, gathered.prompt_text, gathered.logprobs())
         return data
+
+    def _read(self, index: int, delta: Delta, logprobs: bytes) -> bytes:
+        """The chunks of a choice that is read: one for each piece; log-probs go with the first."""
+        chunks, gathered = self._chunks, self._gathered[index]
+        made: list[bytes] = []
+        for piece in gathered.pieces(delta):
+            made.append(chunks.piece(index, piece, logprobs))
+            logprobs = NULL
+        if delta.finish is not None:
+            made.append(chunks.read(index, gathered.end(delta, logprobs)))
+        elif logprobs != NULL:
+            made.append(chunks.unread(index, logprobs))
+        return b"".join(made)
 
     def _finish(self, delta: Delta) -> bytes:
         """What follows the last chunk of a choice."""

@@ -81,6 +81,14 @@ def completion(
     return _sendable(call, "prompt")
 
 
+def with_tools(
+    variables: Mapping[str, JsonValue] | None, tools: Sequence[JsonObject] | None
+) -> Mapping[str, JsonValue]:
+    """A chat template's variables with these tools, if there are any."""
+    shown: dict[str, JsonValue] = {"tools": list(tools)} if tools else {}
+    return {**(variables or {}), **shown}
+
+
 def chat(
     request_id: str,
     messages: Sequence[Message],

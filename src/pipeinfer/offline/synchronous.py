@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from tqdm import tqdm
 
 from pipeinfer.gateway.events import Call
-from pipeinfer.json_values import JsonValue
+from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.offline import calls
 from pipeinfer.offline.asynchronous import AsyncLLM
 from pipeinfer.offline.calls import Message, Prompt
@@ -87,16 +87,18 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        tools: Sequence[JsonObject] | None = None,
         chat_template_kwargs: Mapping[str, JsonValue] | None = None,
     ) -> list[RequestOutput]:
         """Answers one chat (a list of dicts with "role" and "content") or a list of chats.
 
-        The rest is as for generate().
+        tools: what the template shows as such, in OpenAI's form; calls come as text. The rest is as for generate().
         """
         chats = calls.as_chats(messages)
         each = calls.matched(params, len(chats), self.get_default_sampling_params())
+        variables = calls.with_tools(chat_template_kwargs, tools)
         batch = [
-            calls.chat(self._llm.name(), chat, one, chat_template_kwargs)
+            calls.chat(self._llm.name(), chat, one, variables)
             for chat, one in zip(chats, each, strict=True)
         ]
         return self._run(batch, [None] * len(chats), use_tqdm)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from pipeinfer.checkpoint.fields import read_object
 from pipeinfer.gguf.documents import is_gguf
 from pipeinfer.gguf.documents import tokenizer as gguf_tokenizer
 from pipeinfer.json_values import JsonObject, JsonValue
@@ -25,18 +24,6 @@ NAMED_TOKENS = (
     "cls_token",
     "mask_token",
 )
-
-
-def read_json(checkpoint: Path, name: str) -> JsonObject:
-    """The object in one of the checkpoint's JSON files, {} if there is no such file;
-    ConfigurationError if it is broken."""
-    return read_object(checkpoint, name) or {}
-
-
-def read_tokenizer_config(folder: Path) -> JsonObject:
-    """tokenizer_config.json; tokens that it does not name come from special_tokens_map.json."""
-    older = read_json(folder, "special_tokens_map.json")
-    return {**older, **read_json(folder, "tokenizer_config.json")}
 
 
 def special_tokens(config: JsonObject) -> dict[str, str]:

@@ -16,7 +16,8 @@ from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.generation import read_generation
 from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import Settings
-from pipeinfer.text.loading import load_tokenizer, read_tokenizer_config, special_tokens
+from pipeinfer.text.loading import load_tokenizer, special_tokens
+from pipeinfer.text.template_sources import read_tokenizer_config
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.templates import load_templates
 

@@ -12,6 +12,7 @@ from jinja2 import Template, TemplateSyntaxError
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text.loading import special_tokens
+from pipeinfer.text.template_sources import template_sources
 from pipeinfer.tokenizer.sandbox import Clock, make_environment
 
 # Names that a message's reasoning travels under; templates read the first, some the second.
@@ -89,34 +90,11 @@ def load_templates(
     configuration's text. Raises ConfigurationError for an `override` that cannot be used.
     """
     variables = special_tokens(config)
-    if not override:
-        return ChatTemplates(_find(folder, config), variables, strftime_now)
-    templates = ChatTemplates({"default": _read(Path(override))}, variables, strftime_now)
-    for problem in templates.problems.values():
+    sources = template_sources(folder, config, override)
+    templates = ChatTemplates(sources, variables, strftime_now)
+    for problem in templates.problems.values() if override else ():
         raise ConfigurationError(f"--chat-template: {override}, {problem}")
     return templates
-
-
-def _find(folder: Path, config: JsonObject) -> dict[str, str]:
-    sources: dict[str, str] = {}
-    given = config.get("chat_template")
-    if isinstance(given, str):
-        sources["default"] = given
-    elif isinstance(given, list):
-        named = [entry for entry in given if isinstance(entry, dict)]
-        sources = {str(entry["name"]): str(entry["template"]) for entry in named}
-    if (folder / "chat_template.jinja").exists():
-        sources = {"default": _read(folder / "chat_template.jinja")}
-        for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-            sources[path.stem] = _read(path)
-    return sources
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"cannot read chat template {path}: {error}") from None
 
 
 def _plain(message: JsonObject) -> JsonObject:

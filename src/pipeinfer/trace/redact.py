@@ -138,7 +138,8 @@ def redactor(key: str, stage: str, folder: str) -> Redactor:
     """
     from pipeinfer.checkpoint.config import read_config
     from pipeinfer.checkpoint.generation import read_generation
-    from pipeinfer.text.loading import load_tokenizer, read_tokenizer_config
+    from pipeinfer.text.loading import load_tokenizer
+    from pipeinfer.text.template_sources import read_tokenizer_config
 
     secret = bytes.fromhex(key)
     if not 16 <= len(secret) <= 64:

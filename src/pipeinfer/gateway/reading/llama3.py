@@ -1,0 +1,92 @@
+"""Calls as Llama 3 says them: {"name": ..., "parameters": {...}} is all that the answer is.
+
+Several stand behind each other, with a semicolon between; <|python_tag|> may stand before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pipeinfer.gateway.pieces import SPACE, Piece
+from pipeinfer.gateway.reading.json_text import CallObject
+
+TAG = "<|python_tag|>"
+
+
+class Llama3:
+    """An answer that does not begin with a call is content, to its end."""
+
+    def __init__(self) -> None:
+        self._state: Literal["begin", "call", "between", "content"] = "begin"
+        self._text = ""
+        self._before = ""  # of an object: white space, the tag
+        self._calls = 0
+        self._object = CallObject(0)
+
+    def read(self, text: str) -> Sequence[Piece]:
+        self._text += text
+        pieces: list[Piece] = []
+        steps = {
+            "begin": self._begin,
+            "call": self._call,
+            "between": self._between,
+            "content": self._content,
+        }
+        while self._text and steps[self._state](pieces):
+            pass
+        return pieces
+
+    def end(self) -> Sequence[Piece]:
+        rest = self._text
+        if self._state == "call" and not self._object.named:
+            rest = self._before + self._object.taken + rest
+        if self._state == "between":
+            rest = ""
+        self._text = ""
+        return (Piece("content", rest),) if rest else ()
+
+    def _begin(self, _pieces: list[Piece]) -> bool:
+        bare = self._text.lstrip(SPACE)
+        if bare.startswith(TAG):
+            bare = bare[len(TAG) :].lstrip(SPACE)
+        elif TAG.startswith(bare):
+            return False
+        if not bare:
+            return False
+        self._before = self._text[: len(self._text) - len(bare)]
+        if bare[0] == "{":
+            self._state, self._text = "call", bare
+        else:
+            self._state = "content"
+        return True
+
+    def _call(self, pieces: list[Piece]) -> bool:
+        said, many = self._object.feed(self._text)
+        pieces += said
+        self._text = self._text[many:]
+        if self._object.state == "open":
+            return False
+        if self._object.named:
+            self._calls += 1
+            self._state = "between"
+        else:
+            self._text = self._before + self._object.taken + self._text
+            self._state = "content"
+        return True
+
+    def _between(self, _pieces: list[Piece]) -> bool:
+        bare = self._text.lstrip(SPACE + ";,")
+        if not bare:
+            return False
+        self._before, self._text = self._text[: len(self._text) - len(bare)], bare
+        if bare[0] == "{":
+            self._state, self._object = "call", CallObject(self._calls)
+        else:
+            self._state = "content"
+        return True
+
+    def _content(self, pieces: list[Piece]) -> bool:
+        pieces.append(Piece("content", self._text))
+        self._text = ""
+        return False

@@ -1,0 +1,126 @@
+"""Which readers a model's answers need: by name, or as its chat template shows.
+
+Readers are made for one choice of an answer each. Knows names and templates' texts, no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeinfer.gateway.pieces import Piece, Plain, Reader
+from pipeinfer.gateway.reading.hermes import Hermes
+from pipeinfer.gateway.reading.llama3 import Llama3
+from pipeinfer.gateway.reading.mistral import Mistral
+from pipeinfer.gateway.reading.qwen3_coder import Qwen3Coder
+from pipeinfer.gateway.reading.thinking import Thinking
+from pipeinfer.json_values import JsonObject
+from pipeinfer.settings import ConfigurationError
+
+Schemas = Mapping[str, JsonObject]  # of the tools' parameters, by name
+
+
+@dataclass(frozen=True)
+class ToolParser:
+    """`special`: its markers are special tokens, whose texts are left out else."""
+
+    make: Callable[[Schemas], Reader]
+    special: bool = False
+
+
+TOOL_PARSERS: dict[str, ToolParser] = {
+    "hermes": ToolParser(lambda _: Hermes()),
+    "llama3_json": ToolParser(lambda _: Llama3(), special=True),
+    "mistral": ToolParser(lambda _: Mistral(), special=True),
+    "qwen3_coder": ToolParser(Qwen3Coder),
+}
+# By name, whether the prompt opens the thoughts.
+REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How answers of one model are read. `tools`, `reasoning`: names of parsers, or none.
+    `takes_tools`: the chat template shows tools to the model."""
+
+    tools: str = ""
+    reasoning: str = ""
+    takes_tools: bool = False
+
+    @property
+    def special(self) -> bool:
+        """Whether calls are told by special tokens."""
+        return bool(self.tools) and TOOL_PARSERS[self.tools].special
+
+    def reader(
+        self, schemas: Schemas | None, one_call: bool = False, thoughts: bool = True
+    ) -> Callable[[], Reader] | None:
+        """Makes a reader for each choice; None where all is content. `schemas`: None if calls are
+        not looked for. `one_call`: further ones are left out. `thoughts`: they are shown."""
+        calls = TOOL_PARSERS[self.tools].make if schemas is not None else None
+        begun = REASONING_PARSERS.get(self.reasoning)
+        if calls is None and begun is None:
+            return None
+
+        def make() -> Reader:
+            reader: Reader = Plain() if calls is None else calls(schemas or {})
+            if one_call:
+                reader = FirstCall(reader)
+            return reader if begun is None else Thinking(reader, begun, thoughts)
+
+        return make
+
+
+NOTHING = Reading()
+
+
+class FirstCall:
+    """Leaves out all calls but the first."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def read(self, text: str) -> Sequence[Piece]:
+        return [piece for piece in self._reader.read(text) if piece.call <= 0]
+
+    def end(self) -> Sequence[Piece]:
+        return [piece for piece in self._reader.end() if piece.call <= 0]
+
+
+def reading(tool_parser: str, reasoning_parser: str, template: str) -> Reading:
+    """For settings that name parsers, "auto" or "none", and the text of a chat template.
+    Raises ConfigurationError for a name that is unknown."""
+    tools = _named("tool-parser", tool_parser, TOOL_PARSERS, _tools_of(template))
+    reasoning = _named(
+        "reasoning-parser", reasoning_parser, REASONING_PARSERS, _reasoning_of(template)
+    )
+    return Reading(tools, reasoning, "tools" in template)
+
+
+def _named(flag: str, name: str, known: Mapping[str, object], found: str) -> str:
+    if name == "auto":
+        return found
+    if name == "none":
+        return ""
+    if name not in known:
+        names = ", ".join(("auto", "none", *known))
+        raise ConfigurationError(f"--{flag}: {name!r} is none of {names}")
+    return name
+
+
+def _tools_of(template: str) -> str:
+    if "<tool_call>" in template:
+        return "qwen3_coder" if "<function=" in template else "hermes"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<|python_tag|>" in template:
+        return "llama3_json"
+    return ""
+
+
+def _reasoning_of(template: str) -> str:
+    if "<think>" not in template:
+        return ""
+    opening = template.rpartition("add_generation_prompt")[2]
+    open_ended = "<think>" in opening and "</think>" not in opening
+    return "deepseek_r1" if open_ended else "qwen3"

@@ -1,0 +1,91 @@
+"""Thoughts between <think> and </think>, before the answer; the rest is for the next reader.
+
+Knows no calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pipeinfer.gateway.pieces import SPACE, Piece, Reader
+from pipeinfer.gateway.reading.held import find
+
+OPENING, CLOSING = "<think>", "</think>"
+
+
+class Thinking:
+    """`begun`: the prompt has opened the thoughts already. `shown`: they are told, without white
+    space at either end."""
+
+    def __init__(self, behind: Reader, begun: bool, shown: bool = True) -> None:
+        self._behind = behind
+        self._begun = begun
+        self._shown = shown
+        self._state: Literal["begin", "thoughts", "space", "answer"] = "begin"
+        self._text = ""
+        self._held = ""  # white space after thoughts
+        self._said = False
+
+    def read(self, text: str) -> Sequence[Piece]:
+        self._text += text
+        pieces: list[Piece] = []
+        steps = {
+            "begin": self._begin,
+            "thoughts": self._thoughts,
+            "space": self._space,
+            "answer": self._answer,
+        }
+        while self._text and steps[self._state](pieces):
+            pass
+        return pieces
+
+    def end(self) -> Sequence[Piece]:
+        pieces: list[Piece] = []
+        if self._state == "thoughts":
+            self._think(self._text, pieces)
+        elif self._state == "begin" and self._text:
+            pieces += self._behind.read(self._text)
+        self._text = ""
+        return (*pieces, *self._behind.end())
+
+    def _begin(self, _pieces: list[Piece]) -> bool:
+        bare = self._text.lstrip(SPACE)
+        if bare.startswith(OPENING):
+            self._text, self._state = bare[len(OPENING) :], "thoughts"
+        elif not bare or OPENING.startswith(bare):
+            return False
+        else:
+            self._state = "thoughts" if self._begun else "answer"
+        return True
+
+    def _thoughts(self, pieces: list[Piece]) -> bool:
+        found = find(self._text, (CLOSING,))
+        self._think(found.before, pieces)
+        self._text = found.rest
+        if found.marker is None:
+            return False
+        self._state = "space"
+        return True
+
+    def _think(self, text: str, pieces: list[Piece]) -> None:
+        if not self._said:
+            text = text.lstrip(SPACE)
+        bare = text.rstrip(SPACE)
+        if bare:
+            if self._shown:
+                pieces.append(Piece("reasoning", self._held + bare))
+            self._held, self._said = text[len(bare) :], True
+        else:
+            self._held += text
+
+    def _space(self, _pieces: list[Piece]) -> bool:
+        self._text = self._text.lstrip(SPACE)
+        if self._text:
+            self._state = "answer"
+        return bool(self._text)
+
+    def _answer(self, pieces: list[Piece]) -> bool:
+        pieces += self._behind.read(self._text)
+        self._text = ""
+        return False

@@ -1,0 +1,91 @@
+"""Tools that a chat offers to the model, and calls that it has made before.
+
+Knows the schema of requests; no model and no text of an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.reading.registry import Reading
+from pipeinfer.gateway.schema import ChatRequest
+from pipeinfer.gateway.survey import CHAT, TooMuch, survey
+from pipeinfer.json_values import JsonObject
+
+# Letters, of all calls in a conversation. They are parsed on the loop, some 40 ms at the worst.
+MOST_ARGUMENTS = 2**20
+
+
+def tool_schemas(request: ChatRequest, reading: Reading) -> dict[str, JsonObject] | None:
+    """Schemas of the parameters of the tools that may be called, by name; None: none may be.
+
+    ApiError 400, also for what only a grammar could promise.
+    """
+    tools, choice = request.tools or [], request.tool_choice
+    if choice not in (None, "none", "auto"):
+        message = "tool_choice may be none or auto; this server cannot force a call"
+        raise ApiError(400, message, "tool_choice", "unsupported_parameter")
+    if not tools:
+        if choice == "auto":
+            message = "tool_choice is only allowed with tools"
+            raise ApiError(400, message, "tool_choice", "invalid_value")
+        return None
+    schemas: dict[str, JsonObject] = {}
+    for i, tool in enumerate(tools):
+        function, where = tool.function, f"tools[{i}].function"
+        if function.name in schemas:
+            message = f"{where}.name: there are two tools {function.name!r}"
+            raise ApiError(400, message, f"{where}.name", "invalid_value")
+        if function.strict:
+            message = f"{where}.strict: this server does not hold calls to their schemas"
+            raise ApiError(400, message, f"{where}.strict", "unsupported_parameter")
+        schemas[function.name] = function.parameters or {}
+    _check_sendable(schemas)
+    if choice == "none":
+        return None
+    if not reading.tools or not reading.takes_tools:
+        why = "has no tools" if reading.tools else "tells no --tool-parser how it would call them"
+        message = f"this server's model cannot call tools: its chat template {why}"
+        raise ApiError(400, message, "tools", "unsupported_parameter")
+    return schemas
+
+
+def _check_sendable(schemas: dict[str, JsonObject]) -> None:
+    """Free-form JSON may hold numbers that the bus cannot carry."""
+    try:
+        msgspec.msgpack.encode(schemas)
+    except OverflowError as error:
+        raise ApiError(400, f"tools: {error}", "tools", "invalid_value") from None
+
+
+def check_arguments(calls: Iterable[JsonObject]) -> None:
+    """ApiError 400 where calls that were made before have more arguments than are read again."""
+    texts = map(_arguments, calls)
+    if sum(len(text) for text in texts if text is not None) > MOST_ARGUMENTS:
+        message = f"the arguments of all tool_calls are longer than {MOST_ARGUMENTS} characters"
+        raise ApiError(400, message, "messages", "invalid_value")
+
+
+def _arguments(call: JsonObject) -> str | None:
+    function = call.get("function")
+    text = function.get("arguments") if isinstance(function, dict) else None
+    return text if isinstance(text, str) else None
+
+
+def for_template(call: JsonObject) -> JsonObject:
+    """A call that was made before, as chat templates write it: with its arguments as an object."""
+    text, function = _arguments(call), call.get("function")
+    if text is None or not isinstance(function, dict):
+        return call
+    raw = text.encode("utf-8", "surrogatepass") or b"{}"
+    try:
+        for _ in survey(raw, CHAT):
+            pass
+        arguments = msgspec.json.decode(raw, type=JsonObject)
+        msgspec.msgpack.encode(arguments)
+    except (TooMuch, msgspec.DecodeError, UnicodeDecodeError, OverflowError):
+        return call  # as it is: what the model said, templates can write as text as well
+    return {**call, "function": {**function, "arguments": arguments}}

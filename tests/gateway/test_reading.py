@@ -1,0 +1,233 @@
+"""Readers find the same calls, thoughts and content however the text of an answer is cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeinfer.gateway.reading.registry import TOOL_PARSERS, Reading, reading
+from pipeinfer.gateway.shapes import Said
+from pipeinfer.settings import ConfigurationError
+
+SCHEMAS = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "units": {"type": "object"},
+        },
+    },
+    "now": {},
+}
+
+Calls = list[tuple[str, object]]
+
+
+def call(name: str, arguments: object, key: str = "arguments", **dumping: object) -> str:
+    return json.dumps({"name": name, key: arguments}, **dumping)  # type: ignore[arg-type]
+
+
+def hermes(*objects: str, before: str = "", after: str = "") -> str:
+    return before + "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects) + after
+
+
+def coder(name: str, **parameters: str) -> str:
+    inside = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in parameters.items())
+    return f"<tool_call>\n<function={name}>\n{inside}</function>\n</tool_call>"
+
+
+VIENNA = {"city": "Wien", "days": 3}
+HARD = {
+    "city": 'a "b" \\ {c} [d] </tool_call> \n',
+    "units": {"x": [1, {"y": None}], "z": "ü\u2028😀"},
+}
+FLAT = {"city": "a \\u00fc </tool> {", "days": -1.5e3}
+W = "get_weather"
+
+# (parser, text, content, calls)
+ANSWERS: list[tuple[str, str, str, Calls]] = [
+    ("hermes", "Hello there.", "Hello there.", []),
+    ("hermes", " two\n\nlines \n", " two\n\nlines \n", []),
+    ("hermes", "", "", []),
+    ("hermes", "a < b <tool", "a < b <tool", []),
+    ("hermes", "<tool_cal> and <<tool_call", "<tool_cal> and <<tool_call", []),
+    ("hermes", hermes(call(W, VIENNA)), "", [(W, VIENNA)]),
+    ("hermes", hermes(call(W, VIENNA), before="Let me see.\n\n"), "Let me see.", [(W, VIENNA)]),
+    ("hermes", hermes(call(W, VIENNA), call("now", {})), "", [(W, VIENNA), ("now", {})]),
+    ("hermes", hermes(call(W, VIENNA), after="\nDone."), "Done.", [(W, VIENNA)]),
+    ("hermes", hermes(call(W, HARD)), "", [(W, HARD)]),
+    ("hermes", hermes(call(W, HARD, ensure_ascii=False)), "", [(W, HARD)]),
+    ("hermes", hermes(call(W, HARD, indent=2)), "", [(W, HARD)]),
+    ("hermes", hermes(call(W, json.dumps(VIENNA))), "", [(W, VIENNA)]),
+    ("hermes", hermes('{"arguments": {"days": 1}, "name": "now"}'), "", [("now", {"days": 1})]),
+    ("hermes", hermes('{"name": "now"}'), "", [("now", {})]),
+    ("hermes", hermes('{"name": "now", "arguments": null}'), "", [("now", {})]),
+    ("hermes", hermes('{"name": "now", "id": 7, "arguments": {}}'), "", [("now", {})]),
+    ("hermes", hermes(call(W, VIENNA, "parameters")), "", [(W, VIENNA)]),
+    ("hermes", "<tool_call>" + call("now", {}) + "</tool_call>", "", [("now", {})]),
+    ("hermes", "<tool_call>" + call("now", {}), "", [("now", {})]),
+    ("hermes", "<tool_call>not JSON</tool_call>", "<tool_call>not JSON</tool_call>", []),
+    ("hermes", '<tool_call>{"city": 1}</tool_call>', '<tool_call>{"city": 1}</tool_call>', []),
+    ("hermes", '<tool_call>\n{"nam', '<tool_call>\n{"nam', []),
+    ("hermes", '<tool_call>{"name": 3}', '<tool_call>{"name": 3}', []),
+    ("hermes", "x <tool_call>", "x <tool_call>", []),
+    ("llama3_json", "Just text {a}", "Just text {a}", []),
+    ("llama3_json", call(W, VIENNA, "parameters"), "", [(W, VIENNA)]),
+    ("llama3_json", "\n " + call(W, HARD, "parameters"), "", [(W, HARD)]),
+    ("llama3_json", "<|python_tag|>" + call(W, VIENNA, "parameters"), "", [(W, VIENNA)]),
+    ("llama3_json", call(W, VIENNA) + "; " + call("now", {}), "", [(W, VIENNA), ("now", {})]),
+    ("llama3_json", call("now", {}) + "\n", "", [("now", {})]),
+    ("llama3_json", '{"answer": 42}', '{"answer": 42}', []),
+    ("llama3_json", '{"answer": 42', '{"answer": 42', []),
+    ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    ("llama3_json", call("now", {}) + " ok", "ok", [("now", {})]),
+    ("mistral", "Hello [TOOL", "Hello [TOOL", []),
+    ("mistral", "[TOOL_CALLS][" + call(W, VIENNA) + "]", "", [(W, VIENNA)]),
+    ("mistral", "[TOOL_CALLS] [" + call(W, HARD) + ", " + call("now", {}) + "]", "",
+     [(W, HARD), ("now", {})]),
+    ("mistral", "Ja.[TOOL_CALLS]get_weather[ARGS]" + json.dumps(VIENNA), "Ja.", [(W, VIENNA)]),
+    ("mistral", "[TOOL_CALLS]now{}", "", [("now", {})]),
+    ("mistral", "[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]get_weather[ARGS]" + json.dumps(HARD), "",
+     [("now", {}), (W, HARD)]),
+    ("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", "", [("now", {})]),
+    ("mistral", "[TOOL_CALLS]now", "[TOOL_CALLS]now", []),
+    ("qwen3_coder", "No call, a <b> only.", "No call, a <b> only.", []),
+    ("qwen3_coder", coder(W, city="Wien", days="3"), "", [(W, VIENNA)]),
+    ("qwen3_coder", "I look.\n\n" + coder("now"), "I look.", [("now", {})]),
+    ("qwen3_coder", coder("now") + "\n" + coder(W, city="3"), "",
+     [("now", {}), (W, {"city": "3"})]),
+    ("qwen3_coder", coder(W, units='{"x": [1, 2]}', other="plain words"), "",
+     [(W, {"units": {"x": [1, 2]}, "other": "plain words"})]),
+    ("qwen3_coder", coder(W, city="two\nlines <b>\n", days="None"), "",
+     [(W, {"city": "two\nlines <b>\n", "days": None})]),
+    ("qwen3_coder", "<function=now>\n</function>", "", [("now", {})]),
+    ("qwen3_coder", coder(W, city="Wien").partition("</function>")[0], "", [(W, {"city": "Wien"})]),
+    ("qwen3_coder", "<function=no", "<function=no", []),
+]  # fmt: skip
+
+
+def read(settings: Reading, pieces: list[str], one_call: bool = False) -> Said:
+    made = settings.reader(SCHEMAS if settings.tools else None, one_call)
+    assert made is not None
+    reader, said = made(), Said()
+    for piece in pieces:
+        said.add(reader.read(piece))
+    said.add(reader.end())
+    return said
+
+
+def calls_of(said: Said) -> Calls:
+    return [(name, json.loads("".join(parts))) for name, *parts in said.calls]
+
+
+@pytest.mark.parametrize(("parser", "text", "content", "calls"), ANSWERS)
+def test_calls_and_content_are_found_wherever_the_text_is_cut(parser, text, content, calls):
+    settings = Reading(tools=parser)
+    whole = read(settings, [text])
+    assert "".join(whole.content) == content
+    assert calls_of(whole) == calls
+    singles = read(settings, list(text))
+    assert _joined(singles) == _joined(whole)
+    for cut in range(1, len(text)):
+        assert _joined(read(settings, [text[:cut], text[cut:]])) == _joined(whole)
+
+
+def _joined(said: Said) -> tuple[str, str, list[tuple[str, str]]]:
+    calls = [(name, "".join(parts)) for name, *parts in said.calls]
+    return "".join(said.content), "".join(said.reasoning), calls
+
+
+def test_there_are_answers_of_every_parser():
+    assert {parser for parser, *_ in ANSWERS} == set(TOOL_PARSERS)
+    assert len(ANSWERS) >= 50
+
+
+MARKERS = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "\n", " ", "{",
+     "}", '"', "\\", "<function=f>", "</function>", "<parameter=p>", "</parameter>", ";", ",", "[",
+     "]", '{"name": "f", "arguments": {"a": [1, "}"]}}', "f", "<|python_tag|>", ":", "ü", "<"]
+)  # fmt: skip
+
+
+@given(
+    st.sampled_from(sorted(TOOL_PARSERS)),
+    st.sampled_from(["", "qwen3", "deepseek_r1"]),
+    st.lists(MARKERS, max_size=12).map("".join),
+    st.data(),
+)
+def test_any_text_is_read_the_same_however_it_is_cut(parser, reasoning, text, data):
+    settings = Reading(tools=parser, reasoning=reasoning)
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
+    ends = [0, *cuts, len(text)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(ends)]
+    assert _joined(read(settings, pieces)) == _joined(read(settings, [text]))
+
+
+THOUGHTS = [
+    ("qwen3", "<think>\nhm, 1 < 2\n</think>\n\nYes.", "hm, 1 < 2", "Yes."),
+    ("qwen3", "<think>\n\n</think>\n\nYes.", "", "Yes."),
+    ("qwen3", "Yes. <think>", "", "Yes. <think>"),
+    ("qwen3", "<think>hm", "hm", ""),
+    ("qwen3", "<thi", "", "<thi"),
+    ("deepseek_r1", "hm\n\nhm\n</think>\nYes. ", "hm\n\nhm", "Yes. "),
+    ("deepseek_r1", "<think>\nhm</think>Yes.", "hm", "Yes."),
+    ("deepseek_r1", "hm </thin", "hm </thin", ""),
+]
+
+
+@pytest.mark.parametrize(("parser", "text", "reasoning", "content"), THOUGHTS)
+def test_thoughts_are_told_apart(parser, text, reasoning, content):
+    settings = Reading(reasoning=parser)
+    for pieces in ([text], list(text)):
+        said = read(settings, pieces)
+        assert ("".join(said.reasoning), "".join(said.content)) == (reasoning, content)
+
+
+def test_calls_come_after_thoughts_and_none_is_found_in_them():
+    text = "<think>\n<tool_call>{}</tool_call>\n</think>\n\n" + hermes(call("now", {}))
+    said = read(Reading("hermes", "qwen3"), list(text))
+    assert "".join(said.reasoning) == "<tool_call>{}</tool_call>"
+    assert calls_of(said) == [("now", {})]
+    assert not said.content
+
+
+def test_only_the_first_call_is_shown_where_one_is_wanted():
+    text = hermes(call("now", {}), call(W, VIENNA))
+    assert calls_of(read(Reading("hermes"), [text], one_call=True)) == [("now", {})]
+
+
+TEMPLATES = [
+    ("{% if tools %}<tool_call>{% endif %}", "hermes", ""),
+    ("{{ tools }}<tool_call><function=f>", "qwen3_coder", ""),
+    ("{{ tools }}[TOOL_CALLS]", "mistral", ""),
+    ("{{ tools }}<|python_tag|>", "llama3_json", ""),
+    ("{{ messages }}", "", ""),
+    ("</think>{% if add_generation_prompt %}A<think>\n{% endif %}", "", "deepseek_r1"),
+    ("{{ tools }}<tool_call></think>{% if add_generation_prompt %}A{% if not enable_thinking %}"
+     "<think>\n\n</think>{% endif %}{% endif %}", "hermes", "qwen3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "tools", "reasoning"), TEMPLATES)
+def test_parsers_are_chosen_as_the_template_shows(template, tools, reasoning):
+    found = reading("auto", "auto", template)
+    assert (found.tools, found.reasoning) == (
+        tools,
+        reasoning or ("qwen3" if "<think>" in template else ""),
+    )
+    assert found.takes_tools == ("tools" in template)
+    assert reading("none", "none", template).reader(None, False) is None
+
+
+@pytest.mark.parametrize("flag", ["tool", "reasoning"])
+def test_an_unknown_parser_is_refused_by_name(flag):
+    names = {"tool": "auto", "reasoning": "auto", flag: "gpt"}
+    with pytest.raises(
+        ConfigurationError, match=rf"--{flag}-parser: 'gpt' is none of auto, none, "
+    ):
+        reading(names["tool"], names["reasoning"], "")

@@ -1,0 +1,226 @@
+"""Tools and thoughts over HTTP, through the official client: whole answers and streams agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from gateway_pipeline import Gateway, StartGateway
+
+TEMPLATE = """{%- if tools %}{{ tools | tojson }} <tool_call>{% endif %}
+{%- for message in messages %}{{ message.content }}{% endfor %}
+{%- if add_generation_prompt %}answer:{% if enable_thinking is false %}<think></think>{% endif %}
+{%- endif %}"""
+SPECIAL = "{{ tools }}[TOOL_CALLS]{{ messages }}"
+# The pipeline of these tests says again what it is asked.
+ARGUMENTS = {"city": "Wien", "days": [1, 2]}
+SAID = json.dumps({"name": "get_weather", "arguments": ARGUMENTS})
+CALL = f"<tool_call> {SAID} </tool_call>"
+TWO = f"I look. {CALL} {CALL}"
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def user(content: str) -> Any:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.fixture
+async def calling(start_gateway: StartGateway, tmp_path: Path) -> Gateway:
+    """A gateway whose model calls tools, and thinks."""
+    return await with_template(start_gateway, tmp_path, TEMPLATE)
+
+
+async def with_template(start: StartGateway, folder: Path, text: str, **more: Any) -> Gateway:
+    path = folder / "chat.jinja"
+    path.write_text(text)
+    return await start(chat_template=str(path), **more)
+
+
+async def ask(gateway: Gateway, text: str, **more: Any) -> Any:
+    client = gateway.client()
+    return (
+        await client.chat.completions.create(model="test", messages=user(text), **more)
+    ).choices[0]
+
+
+async def streamed(gateway: Gateway, text: str, **more: Any) -> dict[str, Any]:
+    """The sum of a stream's deltas."""
+    stream = await gateway.client().chat.completions.create(
+        model="test", messages=user(text), stream=True, **more
+    )
+    found: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "finish": None}
+    async for chunk in stream:
+        [choice] = chunk.choices
+        found["content"] += choice.delta.content or ""
+        found["reasoning"] += (choice.delta.model_extra or {}).get("reasoning_content", "")
+        for call in choice.delta.tool_calls or ():
+            if call.id is not None:  # the first delta of a call says all but its arguments
+                assert call.index == len(found["calls"])
+                assert (call.type, call.function.arguments) == ("function", "")
+                found["calls"].append([call.id, call.function.name, ""])
+            else:
+                found["calls"][call.index][2] += call.function.arguments
+        found["finish"] = found["finish"] or choice.finish_reason
+    return found
+
+
+async def test_calls_are_told_whole_and_in_deltas_that_add_up(calling: Gateway) -> None:
+    choice = await ask(calling, TWO, tools=[WEATHER])
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    found = await streamed(calling, TWO, tools=[WEATHER], tool_choice="auto")
+    assert (found["content"], found["finish"]) == ("I look.", "tool_calls")
+    whole = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls]
+    assert whole == [(name, arguments) for _, name, arguments in found["calls"]]
+    assert [json.loads(arguments) for _, arguments in whole] == [ARGUMENTS, ARGUMENTS]
+    ids = [call.id for call in choice.message.tool_calls]
+    assert len({*ids, *(call_id for call_id, *_ in found["calls"])}) == 4
+    assert all(call_id.startswith("call_") for call_id in ids)
+
+
+async def test_an_answer_that_is_only_a_call_has_no_content(calling: Gateway) -> None:
+    choice = await ask(calling, CALL, tools=[WEATHER])
+    assert choice.message.content is None
+    assert choice.finish_reason == "tool_calls"
+
+
+async def test_an_answer_cut_in_a_call_ends_by_length(calling: Gateway) -> None:
+    choice = await ask(calling, CALL, tools=[WEATHER], max_tokens=5)
+    assert choice.finish_reason == "length"
+    found = await streamed(calling, CALL, tools=[WEATHER], max_tokens=5)
+    assert found["finish"] == "length"
+
+
+async def test_only_one_call_where_parallel_ones_are_not_wanted(calling: Gateway) -> None:
+    more: Any = {"tools": [WEATHER], "parallel_tool_calls": False}
+    assert len((await ask(calling, TWO, **more)).message.tool_calls) == 1
+    assert len((await streamed(calling, TWO, **more))["calls"]) == 1
+
+
+async def test_without_tools_nothing_is_read_as_a_call(calling: Gateway) -> None:
+    for more in ({}, {"tools": [WEATHER], "tool_choice": "none"}, {"tools": []}):
+        choice = await ask(calling, CALL, **more)
+        assert (choice.message.content, choice.message.tool_calls) == (CALL + " ", None)
+        assert "tools" not in calling.pipeline.submits[-1].template_arguments
+
+
+async def test_templates_are_given_tools_and_calls_as_objects(calling: Gateway) -> None:
+    call = {"id": "call_1", "type": "function",
+            "function": {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}}  # fmt: skip
+    odd = {"id": "call_2", "type": "function", "function": {"name": "x", "arguments": "no JSON"}}
+    deep = {"id": "c", "type": "function", "function": {"name": "x", "arguments": "[" * 5000}}
+    await calling.client().chat.completions.create(
+        model="test",
+        tools=[WEATHER],
+        messages=[
+            *user("hello"),
+            {"role": "assistant", "tool_calls": [call, odd, deep]},  # type: ignore[list-item]
+            {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+            *user("and now?"),
+        ],
+    )
+    submit = calling.pipeline.submits[-1]
+    assert submit.template_arguments["tools"] == [WEATHER]
+    chat: Any = submit.chat
+    first, second, third = (one["function"]["arguments"] for one in chat[1]["tool_calls"])
+    assert (first, second, third) == (ARGUMENTS, "no JSON", "[" * 5000)
+    assert chat[2] == {"role": "tool", "tool_call_id": "call_1", "content": "rain"}
+
+
+async def test_special_tokens_are_kept_where_calls_are_told_by_them(
+    start_gateway: StartGateway, tmp_path: Path
+) -> None:
+    gateway = await with_template(start_gateway, tmp_path, SPECIAL)
+    text = "[TOOL_CALLS] get_weather [ARGS] " + json.dumps(ARGUMENTS)
+    choice = await ask(gateway, text, tools=[WEATHER])
+    [call] = choice.message.tool_calls
+    assert len(call.id) == 9 and call.id.isalnum()
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == ARGUMENTS
+    assert not gateway.pipeline.submits[-1].params.skip_special_tokens
+    await ask(gateway, text)
+    assert gateway.pipeline.submits[-1].params.skip_special_tokens
+
+
+async def test_thoughts_stand_beside_the_content(calling: Gateway) -> None:
+    text = "<think> so and so </think> Yes, indeed."
+    choice = await ask(calling, text)
+    assert choice.message.content == "Yes, indeed. "
+    assert choice.message.model_extra["reasoning_content"] == "so and so"
+    found = await streamed(calling, text)
+    assert (found["reasoning"], found["content"]) == ("so and so", "Yes, indeed. ")
+    choice = await ask(calling, f"<think> hm </think> {CALL}", tools=[WEATHER])
+    assert choice.message.content is None
+    assert choice.message.model_extra["reasoning_content"] == "hm"
+    assert choice.message.tool_calls[0].function.name == "get_weather"
+
+
+async def test_thoughts_can_be_left_out(calling: Gateway) -> None:
+    text, more = "<think> so </think> Yes.", {"extra_body": {"include_reasoning": False}}
+    choice = await ask(calling, text, **more)
+    assert choice.message.content == "Yes. "
+    assert "reasoning_content" not in choice.message.model_extra
+    assert (await streamed(calling, text, **more))["reasoning"] == ""
+
+
+async def test_settings_can_turn_reading_off(start_gateway: StartGateway, tmp_path: Path) -> None:
+    more: Any = {"tool_parser": "none", "reasoning_parser": "none"}
+    gateway = await with_template(start_gateway, tmp_path, TEMPLATE, **more)
+    text = "<think> so </think> Yes. "
+    assert (await ask(gateway, text)).message.content == text
+    with pytest.raises(openai.BadRequestError, match="cannot call tools"):
+        await ask(gateway, CALL, tools=[WEATHER])
+
+
+def tool(**changes: Any) -> Any:
+    return {"type": "function", "function": {"name": "f", **changes}}
+
+
+REFUSED = [
+    ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+     "tool_choice"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tools": [tool(), tool()]}, "tools[1].function.name"),
+    ({"tools": [tool(name="a b")]}, "tools[0].function.name"),
+    ({"tools": [tool(name="")]}, "tools[0].function.name"),
+    ({"tools": [tool(strict=True)]}, "tools[0].function.strict"),
+    ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),
+    ({"tools": [tool(parameters={"x": 2**70})]}, "tools"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [tool(name=f"f{n}") for n in range(129)]}, "tools"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "param"), REFUSED)
+async def test_what_cannot_be_kept_is_refused_by_name(
+    calling: Gateway, more: Any, param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await ask(calling, "hello", **more)
+    assert refusal.value.param == param
+
+
+async def test_a_model_whose_template_knows_no_tools_refuses_them(gateway: Gateway) -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot call tools") as refusal:
+        await ask(gateway, "hello", tools=[WEATHER])
+    assert refusal.value.param == "tools"
+
+
+async def test_arguments_of_former_calls_are_bounded(calling: Gateway) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "x", "arguments": "a" * 2**20}}
+    with pytest.raises(openai.BadRequestError, match="longer than 1048576 characters"):
+        await calling.client().chat.completions.create(
+            model="test",
+            messages=[{"role": "assistant", "tool_calls": [call, call]}],  # type: ignore[list-item]
+        )
