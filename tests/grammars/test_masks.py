@@ -121,6 +121,7 @@ def test_a_limit_that_trips_while_generating_fails_that_row_alone(monkeypatch):
         trouble = fill_all(LLExecutor(2), [sick, well], masks)
         if trouble[0]:
             break
+        assert np.array_equal(*masks), "the fill that trips says so, before anything is fed"
         assert not [row.feed(ids_of("a")) for row in (sick, well)][1]
     assert trouble[0] and not trouble[1]
     assert not masks[0].any() and masks[1].any()

@@ -16,8 +16,8 @@ from pipeinfer.grammars.bounds import GrammarError, check
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
 
-# Bytes of stack of a thread that compiles. A chain of 1,100 references overflows the usual 8 MB;
-# 64 MB carry 5,000, and MOST_BYTES of text hold fewer. A trial has less.
+# Bytes of stack of a thread that compiles. A chain of 3,000 rules overflows 8 MB; the longest chain
+# of rules that fits into MOST_BYTES, about 5,900, overflows 16 MB and not 32, which a trial has.
 STACK = 64 * 1024 * 1024
 # White space that a model may repeat without end would never come to the closing bracket. These
 # replace what a schema says of itself: its own pattern would win over an override.

@@ -26,7 +26,8 @@ from pipeinfer.params import StructuredOutputs
 # A choice of 10,000 texts takes 0.3 s and 5,000 optional keys take 4 s; what needs more is refused.
 SECONDS = 5.0
 START_SECONDS = 60.0  # to import and to build the vocabulary, 4 s for 262,000 tokens
-MEMORY = 4 * 1024**3  # bytes of address space, of which threads and libraries take most
+# Bytes of address space; with 264 tokens and a chain of 5,900 rules it takes 320 MB.
+MEMORY = 2 * 1024**3
 REMEMBERED = 1024  # verdicts
 STACK = 32 * 1024 * 1024  # bytes; half of what an engine's thread has (compiling.py)
 TRIES = 2  # processes that may end over a grammar: one may have been killed by somebody else
