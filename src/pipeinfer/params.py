@@ -107,6 +107,8 @@ def normalized(params: SamplingParams) -> SamplingParams:
     _check_stops(params)
     _check_biases(params.logit_bias)
     _check_logprobs(params)
+    if params.structured_outputs is not None:  # nothing holds an output to it yet
+        raise InvalidParameter("structured_outputs", "structured_outputs are not supported")
     return params
 
 

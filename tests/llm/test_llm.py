@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from pipeinfer import LLM, SamplingParams
 from pipeinfer.demo import demo_path
+from pipeinfer.json_values import JsonObject
 from pipeinfer.llm import RequestError
+from pipeinfer.offline import calls
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 EOS = 258
@@ -109,6 +111,14 @@ def test_chats_are_prompts_in_the_form_of_the_models_template(llm: LLM, prompts:
     expected = [r.outputs for r in llm.generate(prompts, GREEDY, use_tqdm=False)]
     assert [r.outputs for r in llm.chat(chats, GREEDY, use_tqdm=False)] == expected
     assert [r.outputs for r in llm.chat(chats[0], GREEDY, use_tqdm=False)] == expected[:1]
+
+
+def test_tools_of_a_chat_are_a_variable_of_its_template() -> None:
+    tools: list[JsonObject] = [{"type": "function", "function": {"name": "now"}}]
+    given = calls.with_tools({"enable_thinking": False}, tools)
+    call = calls.chat("r", [{"role": "user", "content": "now?"}], GREEDY, given)
+    assert call.template_arguments == {"enable_thinking": False, "tools": tools}
+    assert calls.with_tools(None, None) == {}
 
 
 def test_a_stop_string_ends_text_and_ids_and_is_the_reason(llm: LLM, prompts: list[str]) -> None:

@@ -1,0 +1,74 @@
+"""How large a grammar may be, checked on its text before anybody compiles it.
+
+What passes may still be refused by the compiler. Imports no compiler, so that a gateway may check.
+"""
+
+from __future__ import annotations
+
+from pipeinfer.params import StructuredOutputs
+
+# Chains of references recurse in the compiler, and no limit of its own counts them. So much text
+# holds chains of a few thousand, which STACK in compiling.py survives.
+MOST_BYTES = 64 * 1024
+# Levels of brackets outside of strings in a JSON schema, and of any brackets in the other forms.
+# The compiler refuses objects that are nested 62 deep; each level of objects takes two here.
+MOST_DEPTH = 128
+FORMS = ("json", "regex", "choice", "grammar")
+
+_OPEN, _CLOSE = "[{(", "]})"
+
+
+class GrammarError(ValueError):
+    """A grammar that is not served; the text says why, for the client."""
+
+
+def form_of(spec: StructuredOutputs) -> str:
+    """Which of FORMS is given. GrammarError unless it is exactly one."""
+    given = [form for form in FORMS if getattr(spec, form) is not None]
+    if len(given) != 1:
+        said = " and ".join(given) or "none"
+        raise GrammarError(f"exactly one of {', '.join(FORMS)} must be given, not {said}")
+    return given[0]
+
+
+def check(spec: StructuredOutputs) -> str:
+    """The form of a grammar that is not too large; else GrammarError."""
+    form = form_of(spec)
+    if form == "choice":
+        return _check_choice(spec.choice or ())
+    text = getattr(spec, form)
+    _check_bytes(form, len(text.encode()))
+    depth = _depth(text, strings=form == "json")
+    if depth > MOST_DEPTH:
+        raise GrammarError(f"{form} is nested deeper than {MOST_DEPTH} levels")
+    return form
+
+
+def _check_choice(choice: tuple[str, ...]) -> str:
+    if not choice or not all(choice):
+        raise GrammarError("choice must have at least one text, and none of them empty")
+    _check_bytes("choice", sum(len(text.encode()) for text in choice))
+    return "choice"
+
+
+def _check_bytes(form: str, size: int) -> None:
+    if size > MOST_BYTES:
+        raise GrammarError(f"{form} has {size} bytes, at most {MOST_BYTES} are served")
+
+
+def _depth(text: str, strings: bool) -> int:
+    """The deepest level of brackets. `strings`: what stands between quotes does not count."""
+    level = deepest = 0
+    inside = escaping = False
+    for letter in text:
+        if inside:
+            inside = escaping or letter != '"'
+            escaping = letter == "\\" and not escaping
+        elif letter == '"' and strings:
+            inside = True
+        elif letter in _OPEN:
+            level += 1
+            deepest = max(deepest, level)
+        elif letter in _CLOSE:
+            level = max(0, level - 1)
+    return deepest

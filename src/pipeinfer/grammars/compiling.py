@@ -1,0 +1,109 @@
+"""From what an output must be to a grammar that matchers are copied from, by llguidance.
+
+Limits are counts and never times, so that all ranks and every replay agree. A hostile grammar may
+end the process or take minutes: compile it in another one first (trial.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from pipeinfer.grammars.bounds import GrammarError, check
+from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import StructuredOutputs
+
+# Bytes of stack of a thread that compiles. A chain of 3,000 rules overflows 8 MB; the longest chain
+# of rules that fits into MOST_BYTES, about 5,900, overflows 16 MB and not 32, which a trial has.
+STACK = 64 * 1024 * 1024
+# White space that a model may repeat without end would never come to the closing bracket. These
+# replace what a schema says of itself: its own pattern would win over an override.
+JSON_OPTIONS: JsonObject = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": False,
+}
+_LOG_NOTHING = 0
+
+
+def limits() -> LLParserLimits:
+    """Of every matcher; the library's own defaults, written down because a replay depends on them.
+    Errors say nothing of the state, which would be a client's text in a log."""
+    return LLParserLimits(
+        max_items_in_row=2000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=250_000,
+        max_grammar_size=500_000,
+        verbose_errors=False,
+    )
+
+
+class Vocabulary:
+    """The tokens that grammars are about. `tokenizer`: tokenizer.json as text; `width`: of logits;
+    `ends`: ids that end a request; `known`: ids of the tokenizer, others are never sampled."""
+
+    def __init__(self, tokenizer: str, width: int, ends: Sequence[int], known: Sequence[int]):
+        if not ends:
+            raise ValueError("a grammar ends with an end token, and there is none")
+        self.width = width
+        self.ends = frozenset(ends)
+        self.tokens = LLTokenizer(tokenizer, n_vocab=width, eos_token=list(ends))
+        sampled = np.zeros(self.words * 32, dtype=bool)
+        sampled[[i for i in known if i < width]] = True
+        self.sampled = np.packbits(sampled, bitorder="little").view("<i4")
+
+    @property
+    def words(self) -> int:
+        """int32 words of a mask."""
+        return (self.width + 31) // 32
+
+
+class Grammar:
+    """A compiled grammar, to copy matchers from."""
+
+    def __init__(self, vocabulary: Vocabulary, spec: StructuredOutputs) -> None:
+        """Raises GrammarError with what the compiler says."""
+        self.vocabulary = vocabulary
+        text = _definition(spec)
+        self._first = LLMatcher(vocabulary.tokens, text, log_level=_LOG_NOTHING, limits=limits())
+        if self._first.is_error():
+            raise GrammarError(self._first.get_error().strip())
+
+    def matcher(self) -> LLMatcher:
+        """One that has read nothing."""
+        return self._first.deep_copy()
+
+
+def _definition(spec: StructuredOutputs) -> str:
+    """The grammar in the library's own form. GrammarError."""
+    form = check(spec)
+    if form == "json":
+        return _of_schema(spec.json or "")
+    if form == "regex":
+        return LLMatcher.grammar_from_regex(spec.regex or "")
+    if form == "choice":
+        texts = " | ".join(msgspec.json.encode(text).decode() for text in spec.choice or ())
+        return LLMatcher.grammar_from_lark(f"start: {texts}")
+    return LLMatcher.grammar_from_lark(spec.grammar or "")
+
+
+def _of_schema(text: str) -> str:
+    try:
+        schema: JsonValue = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise GrammarError(f"the schema is not valid JSON: {error}") from None
+    match schema:
+        case bool():
+            schema = {} if schema else {"not": {}}
+        case dict():
+            pass
+        case _:
+            raise GrammarError("a schema must be an object")
+    own = {**schema, "x-guidance": JSON_OPTIONS}
+    return LLMatcher.grammar_from_json_schema(msgspec.json.encode(own).decode())

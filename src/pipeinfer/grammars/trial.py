@@ -1,0 +1,185 @@
+"""Compiles grammars of strangers in a process that may die of them; also `python -m` of that one.
+
+The compiler cannot be cancelled, and a small text can overflow its stack. So a grammar is tried
+here, with less time, memory and stack than an engine has, and what was found is remembered.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import msgspec
+
+from pipeinfer.grammars.bounds import GrammarError, check
+from pipeinfer.params import StructuredOutputs
+
+# A choice of 10,000 texts takes 0.3 s and 5,000 optional keys take 4 s; what needs more is refused.
+SECONDS = 5.0
+START_SECONDS = 60.0  # to import and to build the vocabulary, 4 s for 262,000 tokens
+# Bytes of address space; with 264 tokens and a chain of 5,900 rules it takes 320 MB.
+MEMORY = 2 * 1024**3
+REMEMBERED = 1024  # verdicts
+STACK = 32 * 1024 * 1024  # bytes; half of what an engine's thread has (compiling.py)
+TRIES = 2  # processes that may end over a grammar: one may have been killed by somebody else
+
+
+class Setup(msgspec.Struct, frozen=True, array_like=True):
+    """What the vocabulary is made of, see compiling.Vocabulary; `stack`: bytes, to compile with."""
+
+    tokenizer: str
+    width: int
+    ends: tuple[int, ...]
+    known: tuple[int, ...]
+    stack: int = STACK
+
+
+class Trial:
+    """One process that tries grammars, started when it is first needed. Calls of `verdict` block
+    and come from one thread; `kill` may come from any."""
+
+    def __init__(self, setup: Setup, seconds: float = SECONDS) -> None:
+        self._setup = msgspec.msgpack.encode(setup)
+        self._seconds = seconds
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.ended = 0  # processes that a grammar has cost
+
+    def verdict(self, spec: StructuredOutputs) -> str:
+        """Why the grammar is not served, for the client; "" if it is."""
+        try:
+            check(spec)
+        except GrammarError as error:
+            return str(error)
+        key = msgspec.msgpack.encode(spec)
+        known = self._verdicts.get(key)
+        if known is None:
+            known = self._tried(key)
+        self._verdicts[key] = known
+        self._verdicts.move_to_end(key)
+        if len(self._verdicts) > REMEMBERED:
+            self._verdicts.popitem(last=False)
+        return known
+
+    def kill(self) -> None:
+        """Ends the process, also while it compiles."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _tried(self, key: bytes) -> str:
+        for _ in range(TRIES):
+            process = self._running()
+            assert process.stdin is not None and process.stdout is not None
+            write(cast(BinaryIO, process.stdin), key)
+            answer = read_within(process.stdout.fileno(), self._seconds)
+            if answer is not None:
+                return msgspec.msgpack.decode(answer, type=str)
+            slow = not _at_end(process.stdout.fileno())
+            self.ended += 1
+            self.kill()
+            if slow:
+                return f"it takes longer than {self._seconds:g} s to compile"
+        return "it is too complex to compile"
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        """Raises RuntimeError if it does not start, which is no grammar's fault."""
+        if self._process is not None and self._process.poll() is not None:
+            self.kill()
+        if self._process is None:
+            home = str(Path(__file__).parents[2])
+            paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pipeinfer.grammars.trial"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # a client's grammar, and how the process died of it
+                bufsize=0,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAYON_NUM_THREADS": "1"},
+            )
+            assert self._process.stdin is not None and self._process.stdout is not None
+            write(cast(BinaryIO, self._process.stdin), self._setup)
+            if read_within(self._process.stdout.fileno(), START_SECONDS) is None:
+                self.kill()
+                raise RuntimeError("the process that tries grammars did not start")
+        return self._process
+
+
+def write(stream: BinaryIO, body: bytes) -> None:
+    """A frame: 4 bytes of length, little endian, and the body."""
+    rest = memoryview(len(body).to_bytes(4, "little") + body)
+    while rest:
+        rest = rest[stream.write(rest) :]
+    stream.flush()
+
+
+def read_within(fd: int, seconds: float) -> bytes | None:
+    """A frame; None if it ends or has not come by then."""
+    until = time.monotonic() + seconds
+    head = _bytes_within(fd, 4, until)
+    return None if head is None else _bytes_within(fd, int.from_bytes(head, "little"), until)
+
+
+def _bytes_within(fd: int, count: int, until: float) -> bytes | None:
+    got = b""
+    while len(got) < count:
+        if not select.select([fd], [], [], max(0.0, until - time.monotonic()))[0]:
+            return None
+        piece = os.read(fd, count - len(got))
+        if not piece:
+            return None
+        got += piece
+    return got
+
+
+def _at_end(fd: int) -> bool:
+    return bool(select.select([fd], [], [], 0)[0])
+
+
+def main() -> None:
+    """Serves until stdin ends."""
+    from pipeinfer.grammars.compiling import Grammar, Vocabulary
+
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not break a frame
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    frames = sys.stdin.buffer
+    setup = msgspec.msgpack.decode(_frame(frames) or b"", type=Setup)
+    threading.stack_size(setup.stack)
+    vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.ends, setup.known)
+    write(cast(BinaryIO, answers), b"")
+
+    def tried(spec: StructuredOutputs) -> None:
+        try:
+            Grammar(vocabulary, spec)
+            said = ""
+        except (GrammarError, ValueError) as error:
+            said = str(error) or "it does not compile"
+        write(cast(BinaryIO, answers), msgspec.msgpack.encode(said))
+
+    while (frame := _frame(frames)) is not None:
+        spec = msgspec.msgpack.decode(frame, type=StructuredOutputs)
+        thread = threading.Thread(target=tried, args=(spec,))
+        thread.start()
+        thread.join()
+
+
+def _frame(stream: BinaryIO) -> bytes | None:
+    head = stream.read(4)
+    return stream.read(int.from_bytes(head, "little")) if len(head) == 4 else None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""A hostile grammar costs the process that tries it, or some seconds, and nobody else anything."""
+
+import json
+import os
+import signal
+
+import msgspec
+import pytest
+from vocabulary import SETUP
+
+from pipeinfer.grammars import compiling, trial
+from pipeinfer.grammars.trial import Trial
+from pipeinfer.params import StructuredOutputs
+
+SMALL = {"json": '{"type": "integer"}'}
+SLOW = {"json": '{"type": "integer", "multipleOf": 999983}'}  # 9 s, which nothing can cancel
+
+
+def verdict(tried, **spec):
+    return tried.verdict(StructuredOutputs(**spec))
+
+
+def references(length):
+    names = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(length)}
+    schema = {"$ref": "#/$defs/d0", "$defs": {**names, f"d{length}": {"type": "integer"}}}
+    return json.dumps(schema, separators=(",", ":"))
+
+
+def rules(length):
+    chain = "".join(f"r{i}: r{i + 1}\n" for i in range(length))
+    return f'start: r0\n{chain}r{length}: "b"\n'
+
+
+@pytest.fixture(scope="module")
+def usual():
+    tried = Trial(SETUP, seconds=1.0)
+    yield tried
+    tried.kill()
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"json": '{"type": "array", "uniqueItems": true}'}, "uniqueItems"),
+        ({"json": '{"type": "array", "contains": {"const": 1}}'}, "contains"),
+        ({"json": '{"not": {"const": 1}}'}, "not"),
+        ({"json": '{"if": {"const": 1}, "then": {"const": 2}}'}, "if"),
+        ({"json": '{"type": "object", "propertyNames": {"maxLength": 3}}'}, "propertyNames"),
+        ({"json": '{"type": "object", "unevaluatedProperties": false}'}, "unevaluatedProperties"),
+        ({"json": '{"type": "string", "format": "xyz"}'}, "Unknown format"),
+        ({"json": '{"type": "nope"}'}, "Invalid type"),
+        ({"json": "[1]"}, "must be an object"),
+        ({"json": '{"type": '}, "not valid JSON"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"grammar": "start: nobody"}, "unknown name"),
+        ({"grammar": "!!!"}, "lexer error"),
+    ],
+)
+def test_what_does_not_compile_is_refused_by_name(usual, spec, says):
+    before = usual.ended
+    assert says in verdict(usual, **spec)
+    assert usual.ended == before
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SMALL,
+        {"json": references(1700)},
+        {"grammar": rules(3000)},
+        {"grammar": 'start: /[a-z ]*/ <|reserved_0|> %json {"type": "integer"} <|reserved_1|>'},
+        {"choice": ("a", 'b"c', "é\n/")},
+        {"regex": "(((a{100}){100}){100}){100}"},
+    ],
+)
+def test_what_compiles(usual, spec):
+    before = usual.ended
+    assert (verdict(usual, **spec), usual.ended) == ("", before)
+
+
+def test_one_that_takes_long_is_refused_once_and_remembered(usual):
+    before = usual.ended
+    said = verdict(usual, **SLOW)
+    assert "longer than 1 s" in said and usual.ended == before + 1
+    assert verdict(usual, **SLOW) == said and usual.ended == before + 1
+    assert verdict(usual, **SMALL) == ""
+
+
+def test_one_that_overflows_the_stack_is_refused_and_the_next_is_tried():
+    tried = Trial(msgspec.structs.replace(SETUP, stack=512 * 1024))
+    try:
+        assert "too complex" in verdict(tried, json=references(1700))
+        assert tried.ended == trial.TRIES
+        assert verdict(tried, **SMALL) == ""
+    finally:
+        tried.kill()
+
+
+def test_a_process_that_somebody_killed_is_started_again(usual):
+    assert verdict(usual, regex="a") == ""
+    process = usual._process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert verdict(usual, regex="b") == ""
+
+
+def test_a_trial_has_less_stack_than_an_engine():
+    assert trial.STACK < compiling.STACK
+
+
+def test_too_large_a_grammar_starts_no_process():
+    tried = Trial(SETUP)
+    assert "at most 65536" in verdict(tried, regex="a" * 70_000)
+    assert tried._process is None
