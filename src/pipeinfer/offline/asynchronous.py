@@ -19,7 +19,7 @@ from pipeinfer import settings as config
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS, sampling_defaults
 from pipeinfer.gateway.events import Call
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.json_values import JsonValue
 from pipeinfer.offline import calls
 from pipeinfer.offline.calls import Message, Prompt
 from pipeinfer.offline.outputs import Collector, Delta, DeltaStream, RequestError
@@ -116,7 +116,6 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        tools: Sequence[JsonObject] | None = None,
         chat_template_kwargs: Mapping[str, JsonValue] | None = None,
         priority: int = 0,
         timeout: float = 0.0,
@@ -124,13 +123,14 @@ class AsyncLLM:
     ) -> AsyncGenerator[Delta, None]:
         """Answers `messages` (dicts with "role" and "content") by the model's chat template.
 
-        tools: what the template shows as such, in OpenAI's form; calls come as text. The rest is as for generate().
+        chat_template_kwargs: further variables of the template; `tools` are one, in OpenAI's form.
+        The rest is as for generate().
         """
         call = calls.chat(
             self.name(request_id),
             messages,
             self._checked(params),
-            calls.with_tools(chat_template_kwargs, tools),
+            chat_template_kwargs,
             priority=priority,
             timeout=timeout,
             cache_salt=cache_salt,

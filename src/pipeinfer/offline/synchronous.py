@@ -92,7 +92,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one chat (a list of dicts with "role" and "content") or a list of chats.
 
-        tools: what the template shows as such, in OpenAI's form; calls come as text. The rest is as for generate().
+        tools: what the template shows as such, in OpenAI's form; calls come as text.
+        The rest is as for generate().
         """
         chats = calls.as_chats(messages)
         each = calls.matched(params, len(chats), self.get_default_sampling_params())
