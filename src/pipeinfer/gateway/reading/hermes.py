@@ -21,7 +21,7 @@ class Hermes:
 
     def __init__(self) -> None:
         self._state: Literal["content", "call", "closing"] = "content"
-        self._text = ""
+        self._text: str = ""
         self._calls = 0
         self._content = Content()
         self._object = CallObject(0)

@@ -19,8 +19,8 @@ class Llama3:
 
     def __init__(self) -> None:
         self._state: Literal["begin", "call", "between", "content"] = "begin"
-        self._text = ""
-        self._before = ""  # of an object: white space, the tag
+        self._text: str = ""
+        self._before: str = ""  # of an object: white space, the tag
         self._calls = 0
         self._object = CallObject(0)
 

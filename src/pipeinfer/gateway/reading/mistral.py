@@ -20,7 +20,7 @@ class Mistral:
 
     def __init__(self) -> None:
         self._state: Literal["content", "form", "list", "object", "name", "arguments"] = "content"
-        self._text = ""
+        self._text: str = ""
         self._calls = 0
         self._content = Content()
         self._object = CallObject(0)

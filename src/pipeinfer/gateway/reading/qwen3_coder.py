@@ -26,7 +26,7 @@ class Qwen3Coder:
     def __init__(self, schemas: Mapping[str, JsonObject]) -> None:
         self._schemas = schemas
         self._state: Literal["content", "name", "body", "key", "value"] = "content"
-        self._text = ""
+        self._text: str = ""
         self._calls = self._values = 0
         self._function = self._key = ""
         self._content = Content()

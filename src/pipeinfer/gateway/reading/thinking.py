@@ -23,8 +23,8 @@ class Thinking:
         self._begun = begun
         self._shown = shown
         self._state: Literal["begin", "thoughts", "space", "answer"] = "begin"
-        self._text = ""
-        self._held = ""  # white space after thoughts
+        self._text: str = ""
+        self._held: str = ""  # white space after thoughts
         self._said = False
 
     def read(self, text: str) -> Sequence[Piece]:
