@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import msgspec
-
+from pipeinfer.choices import choice_id
 from pipeinfer.gateway.token_scores import behind
 from pipeinfer.messages import Abort, Done, LogprobTexts, Submit, TextRow
 from pipeinfer.recent import Recent
@@ -24,7 +23,7 @@ class Hole(ValueError):
 
 
 class Record:
-    """One live request.
+    """One live request: a choice of what `submit` asks for.
 
     `submit` is kept to the end, for a tokenizer that was started again. `early` holds rows that
     overtook Accepted: they come from another stage, on another socket. `tokens` and `bytes` count
@@ -35,10 +34,12 @@ class Record:
     __slots__ = (
         "attempt",
         "bytes",
+        "choice",
         "deadline",
         "early",
         "group",
         "prompt_tokens",
+        "request_id",
         "scored",
         "size",
         "started",
@@ -47,8 +48,12 @@ class Record:
         "tokens",
     )
 
-    def __init__(self, submit: Submit, tokenizer: str, now: float, size: int) -> None:
+    def __init__(
+        self, submit: Submit, tokenizer: str, now: float, size: int, choice: int = 0
+    ) -> None:
         self.submit = submit
+        self.choice = choice
+        self.request_id = choice_id(submit.request_id, choice)
         self.attempt = submit.attempt
         self.size = size
         self.tokenizer = tokenizer
@@ -62,17 +67,13 @@ class Record:
         self.scored = 0
 
     @property
-    def request_id(self) -> str:
-        return self.submit.request_id
-
-    @property
     def timeout(self) -> float:
         """Seconds; 0: never."""
         return self.submit.timeout
 
-    def again(self) -> Submit:
-        """What a tokenizer that was started again must know of it."""
-        return msgspec.structs.replace(self.submit, group=self.group)
+    def once(self, tokens: int) -> int:
+        """`tokens` of the prompt, to be counted: choices have one prompt, and the first counts."""
+        return 0 if self.choice else tokens
 
     def advance(self, row: TextRow) -> tuple[str, bytes]:
         """(text, ids) of `row` that were not delivered yet; counts them as delivered.
