@@ -221,7 +221,7 @@ class GatewayCore:
             record = records.get(row.request_id)
             if record is None:
                 self._unknown(row, out, now)
-            elif row.attempt != record.attempt:
+            elif row.attempt != record.submit.attempt:
                 self._counts["late_rows"] += 1
             elif record.group < 0:  # not accepted yet
                 record.early.append(row)

@@ -32,14 +32,12 @@ class Record:
     """
 
     __slots__ = (
-        "attempt",
         "bytes",
         "choice",
         "deadline",
         "early",
         "group",
         "prompt_tokens",
-        "request_id",
         "scored",
         "size",
         "started",
@@ -53,8 +51,6 @@ class Record:
     ) -> None:
         self.submit = submit
         self.choice = choice
-        self.request_id = choice_id(submit.request_id, choice)
-        self.attempt = submit.attempt
         self.size = size
         self.tokenizer = tokenizer
         self.deadline = now + submit.timeout if submit.timeout > 0 else float("inf")
@@ -65,6 +61,14 @@ class Record:
         self.bytes = 0
         self.tokens = 0
         self.scored = 0
+
+    @property
+    def request_id(self) -> str:
+        return choice_id(self.submit.request_id, self.choice)
+
+    @property
+    def attempt(self) -> int:
+        return self.submit.attempt
 
     @property
     def timeout(self) -> float:
