@@ -8,17 +8,21 @@ control.py has what a person asks.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from pipeinfer.json_values import JsonObject
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import MOST_CHOICES, SamplingParams
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+# Numbers of choices, from 0; choices.py says what the request of each is called.
+Choice = Annotated[int, msgspec.Meta(ge=0, lt=MOST_CHOICES)]
+Choices = Annotated[tuple[Choice, ...], msgspec.Meta(min_length=1, max_length=MOST_CHOICES)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -33,7 +37,8 @@ class Submit(Message, frozen=True):
     `timeout`: seconds until it is aborted, 0: never. `cache_salt` separates prefix caches. `trace`:
     W3C traceparent, or empty. `group`: where it runs already, if it was tokenized before; else -1.
     `return_prompt_ids`, `return_prompt_text`: Accepted brings the prompt's ids, or its text.
-    `only_encode`: that is all that is wanted, and no group hears of it.
+    `only_encode`: that is all that is wanted, and no group hears of it. `choices`: which of it are
+    wanted; each is a request of its own from the tokenizer on, and `seed` is that of the first.
     """
 
     request_id: str
@@ -54,6 +59,7 @@ class Submit(Message, frozen=True):
     return_prompt_ids: bool = False
     return_prompt_text: bool = False
     only_encode: bool = False
+    choices: Choices = (0,)
 
 
 class Abort(Message, frozen=True):
@@ -74,7 +80,9 @@ class Done(Message, frozen=True):
 
 
 class Work(Message, frozen=True):
-    """A tokenized request. `eos_ids`: ids that end it by themselves (empty under ignore_eos)."""
+    """A tokenized request. `eos_ids`: ids that end it by themselves (empty under ignore_eos).
+    `leader`: of requests that belong together, the first one's id, there as well; they have one
+    prompt, which one of them computes first. Else empty."""
 
     request_id: str
     attempt: int
@@ -88,6 +96,7 @@ class Work(Message, frozen=True):
     timeout: float = 0.0
     cache_salt: str = ""
     trace: str = ""
+    leader: str = ""
 
 
 class HandOver(Message, frozen=True):
@@ -327,7 +336,7 @@ class StopHit(Message, frozen=True):
 
 class Accepted(Message, frozen=True):
     """tokenizer -> gateway: how long the prompt is, and where it went (-1: nowhere, it was only to
-    be encoded); its ids and its text if asked for."""
+    be encoded); its ids and its text if asked for. `choices`: which of the request's are meant."""
 
     request_id: str
     attempt: int
@@ -335,6 +344,7 @@ class Accepted(Message, frozen=True):
     prompt_tokens: int
     prompt_ids: bytes = b""
     prompt_text: str = ""
+    choices: Choices = (0,)
 
 
 class LogprobTexts(msgspec.Struct, frozen=True, array_like=True):

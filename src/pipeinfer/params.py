@@ -24,6 +24,7 @@ MAX_STOP_STRINGS = 16
 MOST_STOP_LETTERS = 1024  # of each: all that comes out is searched for it, beside everybody's text
 MOST_STOP_TOKENS = 1024  # as of biases; each row with min_tokens masks them
 MOST_BIASES, MOST_BIAS = 1024, 100.0  # OpenAI's; each row that samples adds them
+MOST_CHOICES = 128  # of a prompt: OpenAI's; each has a slot, an entry in every ledger, a prompt
 MOST_LOGPROBS = 20  # alternatives: OpenAI's for chats, vLLM's for all
 
 
@@ -57,6 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     logprobs: of each output token the log-prob, and those of so many likeliest ones (0 to 20); None
     asks for none. Of the model's own logits, before all that is said above. prompt_logprobs: the
     same of the prompt's tokens, all but the first.
+    n: choices of the prompt, 1 to 128; choice i is what the seed + i gives (mod 2**64).
     """
 
     temperature: float = 1.0
@@ -78,6 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     logprobs: Alternatives | None = None
     prompt_logprobs: Alternatives | None = None
     structured_outputs: StructuredOutputs | None = None
+    n: int = 1
 
 
 class InvalidParameter(ValueError):
@@ -109,6 +112,7 @@ def normalized(params: SamplingParams) -> SamplingParams:
     _check_logprobs(params)
     if params.structured_outputs is not None:  # nothing holds an output to it yet
         raise InvalidParameter("structured_outputs", "structured_outputs are not supported")
+    check_choices("n", params.n)
     return params
 
 
@@ -186,6 +190,14 @@ def _check_logprobs(params: SamplingParams) -> None:
         most = getattr(params, name)
         if most is not None:
             _check_within(name, most, 0, MOST_LOGPROBS)
+
+
+def check_choices(name: str, count: int) -> None:
+    """Raises InvalidParameter for a number of choices that no prompt may have."""
+    if count == 0:
+        message = f"{name} is 0, which asks for no choice at all; leave it out for one"
+        raise InvalidParameter(name, message)
+    _check_within(name, count, 1, MOST_CHOICES)
 
 
 def _check_within(name: str, value: float, least: float, most: float) -> None:

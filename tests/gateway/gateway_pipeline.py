@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import openai
 
 from pipeinfer.bus import frames
+from pipeinfer.choices import choice_ids
 from pipeinfer.core import LOCAL
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.driver import HttpDriver
@@ -47,6 +49,21 @@ def words_of(submit: Submit) -> list[str]:
     return [word + " " for word in words][: submit.params.max_tokens]
 
 
+def each_choice(submit: Submit) -> list[Submit]:
+    """As many requests with one choice; the further ones end with their number as a word."""
+    names = choice_ids(submit.request_id, submit.choices)
+    text, chat = submit.text, submit.chat
+    made: list[Submit] = []
+    for number, name in zip(submit.choices, names, strict=True):
+        more = f" {number}" if number else ""
+        said = text + more if text is not None else None
+        turns = [*chat[:-1], {"content": str(chat[-1]["content"]) + more}] if chat else chat
+        made.append(
+            msgspec.structs.replace(submit, request_id=name, choices=(0,), text=said, chat=turns)
+        )
+    return made
+
+
 class Pipeline:
     """Plays the bus and the stages behind the gateway.
 
@@ -75,7 +92,8 @@ class Pipeline:
                     self._refuse(send.message)
                     continue
                 self.submits.append(send.message)
-                self._loop.call_soon(self._answer, send.message)
+                for one in each_choice(send.message):
+                    self._loop.call_soon(self._answer, one)
 
     def beat(self, state: str = "ready", **stats: float) -> None:
         for stage in STAGES:

@@ -112,7 +112,8 @@ async def test_200_streams_at_once_are_complete_and_not_mixed(gateway: Gateway) 
     ("path", "body", "status", "param"),
     [
         ("/v1/completions", {"prompt": "x", "temperature": "a"}, 400, "temperature"),
-        ("/v1/completions", {"prompt": "x", "n": 2}, 400, "n"),
+        ("/v1/completions", {"prompt": "x", "n": 0}, 400, "n"),
+        ("/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
         ("/v1/completions", {"prompt": ""}, 400, "prompt"),
         ("/v1/completions", {"prompt": "refuse me"}, 400, "prompt"),
         ("/v1/completions", {"prompt": "refuse me", "stream": True}, 400, "prompt"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from pipeinfer.gateway.ledger import LATELY, REMEMBERED, End, Endings, Hole, Record
+from pipeinfer.gateway.submission import again
 from pipeinfer.messages import Abort, Done, Submit, TextRow
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
@@ -23,9 +25,25 @@ def test_a_new_record_has_delivered_nothing_and_has_no_group():
     new = record()
     assert new.prompt_tokens == -1 and not new.started and new.early == []
     assert (new.bytes, new.tokens, new.group, new.prompt_tokens) == (0, 0, -1, -1)
-    assert new.again() == new.submit and new.submit.group == -1
+    assert list(again([new])) == [new.submit] and new.submit.group == -1
     new.group = 2
-    assert new.again().group == 2
+    assert [submit.group for submit in again([new])] == [2]
+
+
+def test_choices_that_live_are_told_again_together_where_they_run():
+    submit = Submit("r", 1, 0, SamplingParams(), 7, "x", choices=(0, 1, 2, 3, 4))
+    live = [Record(submit, "tokenizer-0", 0.0, 3, number) for number in (1, 2, 4)]
+    assert [one.request_id for one in live] == ["r/1", "r/2", "r/4"]
+    assert list(again(live)) == [structs.replace(submit, choices=(1, 2, 4))]
+    live[1].group = 1
+    told = list(again(live))
+    assert [(one.choices, one.group) for one in told] == [((1, 4), -1), ((2,), 1)]
+
+
+def test_a_prompt_counts_with_its_first_choice_alone():
+    submit = Submit("r", 1, 0, SamplingParams(), 7, "x", choices=(0, 1))
+    both = [Record(submit, "tokenizer-0", 0.0, 3, number) for number in (0, 1)]
+    assert [one.once(9) for one in both] == [9, 0]
 
 
 def test_deadlines_count_from_when_a_request_came():

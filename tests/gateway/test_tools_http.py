@@ -224,3 +224,12 @@ async def test_arguments_of_former_calls_are_bounded(calling: Gateway) -> None:
             model="test",
             messages=[{"role": "assistant", "tool_calls": [call, call]}],  # type: ignore[list-item]
         )
+
+
+async def test_each_of_several_choices_is_read_by_itself(calling: Gateway) -> None:
+    found = await calling.client().chat.completions.create(
+        model="test", messages=user(TWO), tools=[WEATHER], n=3
+    )
+    assert [choice.message.content for choice in found.choices] == ["I look."] * 3
+    ids = [call.id for choice in found.choices for call in choice.message.tool_calls or ()]
+    assert len(set(ids)) == 6

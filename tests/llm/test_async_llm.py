@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -156,3 +157,33 @@ async def test_cancelling_the_start_leaves_no_process(small: dict[str, Any]) -> 
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert not any(child.is_running() for child in children)
+
+
+async def test_choices_come_side_by_side_each_with_its_index(async_llm: AsyncLLM) -> None:
+    params = SamplingParams(seed=3, max_tokens=20, ignore_eos=True, n=3)
+    deltas = await gather(async_llm.generate("abcdefgh", params))
+    order = [delta.index for delta in deltas]
+    assert set(order) == {0, 1, 2} and order != sorted(order)
+    texts = ["".join(d.text for d in deltas if d.index == n) for n in range(3)]
+    for n, text in enumerate(texts):
+        mine = [delta for delta in deltas if delta.index == n]
+        assert sum(len(delta.token_ids) for delta in mine) == 20
+        assert [d.finish_reason for d in mine] == [None] * (len(mine) - 1) + ["length"]
+        one = SamplingParams(seed=3 + n, max_tokens=20, ignore_eos=True)
+        alone = await gather(async_llm.generate("abcdefgh", one))
+        assert "".join(delta.text for delta in alone) == text
+
+
+async def test_leaving_a_stream_ends_all_of_its_choices(async_llm: AsyncLLM) -> None:
+    params = SamplingParams(max_tokens=2000, ignore_eos=True, n=4)
+    async with contextlib.aclosing(async_llm.generate("abc", params)) as stream:
+        async for delta in stream:
+            if delta.index == 3:
+                break
+    await until_idle(async_llm)
+
+
+async def test_a_refused_request_is_refused_once_however_many_choices(async_llm: AsyncLLM) -> None:
+    with pytest.raises(RequestError, match="context length"):
+        await gather(async_llm.generate("abc", SamplingParams(max_tokens=10**6, n=3)))
+    await until_idle(async_llm)

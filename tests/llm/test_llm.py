@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -240,3 +241,59 @@ def sampled_when_idle(llm: LLM, before: float, seconds: float = 30) -> float:
             return sampled
         time.sleep(0.05)
     raise AssertionError(f"still held: {stats}")
+
+
+def test_choices_of_a_prompt_are_what_their_seeds_give_and_it_is_computed_once(
+    llm: LLM, prompts: list[str]
+) -> None:
+    prompt = "".join(prompts) + "of nobody else"
+    params = SamplingParams(temperature=1.0, seed=2**64 - 2, max_tokens=12, n=4)
+    time.sleep(0.6)  # of a heartbeat, so that all before it is told
+    before = settled(llm, 0)
+    (result,) = llm.generate(prompt, params, use_tqdm=False)
+    long, page = len(result.prompt_token_ids), before["page_tokens"]
+    rest = long - (long - 1) // page * page
+    after = settled(llm, before["prompt_tokens_total"] + 4 * long)
+    outputs = sum(len(one.token_ids) + (one.finish_reason == "stop") for one in result.outputs)
+    computed = after["computed_tokens_total"] - before["computed_tokens_total"]
+    once = long + 3 * rest
+    assert once <= computed <= once + outputs + 4, "a surplus token of each at most"
+    assert after["cached_tokens_total"] - before["cached_tokens_total"] == 3 * (long - rest)
+    assert result.cached_tokens == 0
+    assert [one.index for one in result.outputs] == [0, 1, 2, 3]
+    seeds = [2**64 - 2, 2**64 - 1, 0, 1]
+    each = [msgspec.structs.replace(params, seed=seed, n=1) for seed in seeds]
+    alone = llm.generate([prompt] * 4, each, use_tqdm=False)
+    assert [one.text for one in result.outputs] == [single.outputs[0].text for single in alone]
+    assert len({one.text for one in result.outputs}) == 4
+    times = result.metrics
+    assert times.first_token_time is not None and times.last_token_time is not None
+    assert times.arrival_time < times.first_token_time < times.last_token_time
+
+
+def test_choices_without_a_seed_differ_and_greedy_ones_do_not(llm: LLM) -> None:
+    warm = SamplingParams(max_tokens=12, n=3, ignore_eos=True)
+    greedy = msgspec.structs.replace(warm, temperature=0)
+    several, same = llm.generate(["any", "any"], [warm, greedy], use_tqdm=False)
+    assert len({one.text for one in several.outputs}) == 3
+    assert len({one.text for one in same.outputs}) == 1
+
+
+@pytest.mark.parametrize("n", [0, -1, 129])
+def test_a_number_of_choices_out_of_range_is_refused(llm: LLM, n: int) -> None:
+    with pytest.raises(RequestError) as error:
+        llm.generate("x", SamplingParams(n=n), use_tqdm=False)
+    assert error.value.param == "n"
+
+
+def engine(llm: LLM) -> dict[str, float]:
+    return llm.stats()["engine-0-0"]
+
+
+def settled(llm: LLM, prompt_tokens: float) -> dict[str, float]:
+    """What the engine says when it has admitted so many tokens and computes nothing."""
+    end = time.monotonic() + 30
+    while (told := engine(llm))["prompt_tokens_total"] < prompt_tokens or told["slots_used"]:
+        assert time.monotonic() < end, told
+        time.sleep(0.05)
+    return told

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from random import Random
 
 import msgspec
-from simulated_engine import PAGES, POISON, SLOTS, EngineNode, score_of
+from simulated_engine import PAGES, POISON, SEEDS, SLOTS, EngineNode, noise_of, score_of
 from tokenizers import Tokenizer, decoders, models
 
 from pipeinfer.bus.frames import Header
+from pipeinfer.choices import choice_id
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.incremental import DecoderFactory
@@ -86,6 +87,7 @@ class Client:
     scored: bytes = b""  # entries of the prompt
     shown_ids: bytes = b""  # with these ids
     offsets: list[int] = field(default_factory=list)
+    choice: int = 0
 
     def take(self, delta: Delta) -> None:
         assert self.finish is None and self.failed is None, f"{delta} after the end"
@@ -143,7 +145,10 @@ class Client:
         plain = {"logprobs": None, "prompt_logprobs": None}
         params = msgspec.structs.replace(self.params, **{**plain, **changes})
         most = self.params.max_tokens or 0
-        outputs = expected_outputs(self.prompt, most, frozenset(EOS), self.params.min_tokens)
+        seed = SEEDS if self.params.seed is None else self.params.seed + self.choice
+        outputs = expected_outputs(
+            self.prompt, most, frozenset(EOS), self.params.min_tokens, noise_of(seed)
+        )
         return self.shown(outputs, params)
 
     def shown(self, outputs: list[int], params: SamplingParams) -> tuple[str, bytes, str | None]:
@@ -382,7 +387,9 @@ class Simulation:
     def submit(self, prompt: list[int], timeout: float = 0.0, **params: object) -> str:
         name = f"r{len(self.clients)}"
         made = SamplingParams(**params)  # type: ignore[arg-type]
-        self.clients[name] = Client(prompt, made, timeout=timeout)
+        for n in range(made.n):
+            client = Client(prompt, made, timeout=timeout, choice=n)
+            self.clients[choice_id(name, n)] = client
         self.feed("gateway-0", Call(name, made, prompt_ids=pack(prompt), timeout=timeout))
         return name
 

@@ -24,6 +24,12 @@ from scheduler.model_engine import next_token, suppressed
 
 PAGES, PAGE_SIZE, SLOTS, LONGEST = 60, 4, 6, 10_000
 POISON = 49  # no engine survives computing it as a first token
+SEEDS = 1000  # those below it change what is sampled
+
+
+def noise_of(seed: int) -> list[int]:
+    """What the model sees of a seed; drawn ones are larger, since nobody knows them."""
+    return [seed] if seed < SEEDS else []
 
 
 class TokenDevice:
@@ -45,6 +51,7 @@ class TokenDevice:
             self._edits.pop(slot, None)
         self._edits.update((edits.slot, edits) for edits in step.delta.edits)
         pages, positions = self._slots.pages(step, PAGE_SIZE), sampling_of(step).positions
+        seeds = step.fields["seed"].tolist()
         for row, (slot, start, count) in enumerate(
             zip(step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True)
         ):
@@ -56,7 +63,8 @@ class TokenDevice:
             here = places[0][start:], places[1][start:]
             self._kv[here] = np.where(tokens == LAST_TOKEN, self._last[slot], tokens)
             if step.samples[row]:
-                token = next_token(self._mood + self._kv[places].tolist())
+                known = self._mood + self._kv[places].tolist()
+                token = next_token(known + noise_of(seeds[len(ids)]))
                 edits = self._edits.get(slot)
                 never = [] if edits is None else edits.ids[positions[len(ids)] < edits.until]
                 ids.append(suppressed(token, frozenset(map(int, never))))

@@ -41,7 +41,8 @@ from pipeinfer.packing import unpack  # noqa: E402
 EVENTS = (
     "death", "several deaths", "hand-over of a stage", "hand-over of a request", "deferral",
     "preemption", "preemption in flight", "deadline", "stop string", "digest mismatch",
-    "crash by a request", "hang-up", "follow-up", "log-probs", "log-probs of a prompt",
+    "crash by a request", "hang-up", "follow-up", "log-probs", "log-probs of a prompt", "choices",
+    "held",
 )  # fmt: skip
 STEPS = 60  # of a story
 MOST = 25  # tokens of an answer
@@ -156,6 +157,7 @@ class Story(Simulation):
             flying = self.processes[stage].core.stats()["in_flight"]  # type: ignore[attr-defined]
             watch = self._watches.setdefault(life, Watch(self.seen))
             watch.heard(event, sends, self.now, flying)
+            self.seen["held"] += self.processes[stage].core.stats()["held"] > 0  # type: ignore[attr-defined]
         for at, send in enumerate(sends):
             if self._lying and isinstance(send.message, Digests):
                 wrong = bytes(255 - byte for byte in send.message.values)
@@ -205,9 +207,12 @@ class Story(Simulation):
         of_output, of_prompt = SCORES[len(self.clients) % len(SCORES)]
         self.seen["log-probs"] += of_output is not None
         self.seen["log-probs of a prompt"] += of_prompt is not None
+        many = self.random.choice([1, 1, 1, 1, 1, 1, 2, 3, 5])
+        self.seen["choices"] += many > 1
+        seed = None if many == 1 else self.random.randrange(100)
         self.submit(
             prompt, timeout, max_tokens=most, min_tokens=least, stop=stop, logprobs=of_output,
-            prompt_logprobs=of_prompt,
+            prompt_logprobs=of_prompt, n=many, seed=seed,
         )  # fmt: skip
 
     def _deliver(self) -> None:

@@ -41,8 +41,9 @@ class Machine(RuleBasedStateMachine):
         stop=STOPS,
         timeout=st.sampled_from([0.0, 0.0, 0.0, 0.1, 2.0]),
         scores=st.sampled_from([(None, None), (None, None), (0, None), (2, 1), (None, 3)]),
+        choices=st.sampled_from([1, 1, 3]),
     )
-    def submit(self, length, salt, max_tokens, min_tokens, stop, timeout, scores):
+    def submit(self, length, salt, max_tokens, min_tokens, stop, timeout, scores, choices):
         prompt = [(salt + i) % 50 for i in range(length)]
         self.s.submit(
             prompt,
@@ -52,6 +53,8 @@ class Machine(RuleBasedStateMachine):
             stop=tuple(stop),
             logprobs=scores[0],
             prompt_logprobs=scores[1],
+            n=choices,
+            seed=None if choices == 1 else length,
         )
 
     @precondition(lambda self: self.poisons)
@@ -134,3 +137,30 @@ def test_what_was_sent_stays_where_no_two_engines_agree(seed):
         outputs = unpack(client.ids).tolist()
         assert client.failed is None and len(outputs) == 25
         assert (client.text, client.ids, "length") == client.shown(outputs, client.params)
+
+
+@pytest.mark.parametrize("stage", ["tokenizer-0", "scheduler-0", "engine-0-0", "detokenizer-0"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_death_amid_several_choices_changes_none_of_them(stage, again):
+    running = held = 0
+    for seed in range(8):
+        s = Simulation(Random(seed))
+        for n in range(3):
+            s.submit([n, *range(2, 30)], max_tokens=20, min_tokens=8, n=4, seed=7 * n)
+        for _ in range(Random(seed).randint(10, 120)):
+            s.deliver()
+        stats = s.stats()["scheduler-0"]
+        running, held = running + stats["running"], held + stats["held"]
+        s.kill(stage)
+        if again:
+            for _ in range(Random(seed).randint(0, 60)):
+                s.deliver()
+            s.kill(stage)
+        s.run()
+        s.check()
+        s.tick(61.0)
+        s.run()
+        s.check_ledgers()
+        texts = {name: client.text for name, client in s.clients.items()}
+        assert len(texts) == 12 and len(set(texts.values())) > 6, "choices differ"
+    assert running > 8 and held > 8, "it is hit in all of its states"

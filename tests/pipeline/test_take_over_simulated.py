@@ -121,3 +121,18 @@ def test_what_was_sent_stays_where_the_other_group_would_sample_other_tokens():
                 outputs = unpack(client.ids).tolist()
                 shown = client.shown(outputs, client.params)
                 assert (client.text, client.ids, client.finish) == shown
+
+
+def test_choices_of_a_prompt_go_to_one_group_and_find_it_there():
+    for seed in range(8):
+        s = Simulation(Random(seed), groups=3)
+        s.submit([5] * 33, max_tokens=40, min_tokens=40, n=5, seed=1)
+        for _ in range(Random(seed).randint(20, 90)):
+            s.deliver()
+        s.kill("engine-0-0", down=True)
+        run_without_the_engine(s)
+        assert moved(s) == 5
+        computed = [s.stats()[f"engine-{group}-0"]["computed_tokens_total"] for group in (1, 2)]
+        assert min(computed) == 0, "all in one of them"
+        assert max(computed) < 2 * 33 + 5 * 40, "the prompt is computed once, or begun twice"
+        check_all(s)

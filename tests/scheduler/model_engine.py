@@ -40,12 +40,16 @@ def next_token(tokens: list[int]) -> int:
 
 
 def expected_outputs(
-    prompt: list[int], max_tokens: int, stops: frozenset[int], min_tokens: int = 0
+    prompt: list[int],
+    max_tokens: int,
+    stops: frozenset[int],
+    min_tokens: int = 0,
+    noise: list[int] | None = None,
 ) -> list[int]:
-    """What an undisturbed request produces."""
+    """What an undisturbed request produces. noise: what comes behind all tokens."""
     tokens = list(prompt)
     for produced in range(max_tokens):
-        token = next_token(tokens)
+        token = next_token([*tokens, *(noise or ())])
         if produced < min_tokens and token in stops:
             token = suppressed(token, stops)
         tokens.append(token)
@@ -88,11 +92,13 @@ class ModelEngine:
         self.incarnation = 1
         self.outbox: deque[Message] = deque()
         self.deferred = 0
+        self.prefilled = 0  # tokens
         self._forget(0)
 
     def _forget(self, epoch: int) -> None:
         self.epoch, self.expected = epoch, 0
         self.slots: dict[int, Slot] = {}
+        self.done: tuple[list[int], list[int]] = [], []  # prompts, by the two plans before
         self.cache: dict[tuple[int, ...], int] = {}  # prefix up to a page's end -> locks
         self.outbox.clear()
 
@@ -134,6 +140,9 @@ class ModelEngine:
         self.expected += 1
         for release in plan.releases:
             self._release(release)
+        for number in self.done[0] if self.caching else ():
+            self._share(self.slots[number])
+        self.done = self.done[1], []
         for admit in plan.admits:
             self._admit(admit)
         rows = list(zip(unpack(plan.slots).tolist(), unpack(plan.counts).tolist(), strict=True))
@@ -176,6 +185,8 @@ class ModelEngine:
         told = slot.tokens[: slot.known] + unpack(release.output_ids).tolist()
         if told != slot.tokens[: len(told)]:
             raise Panic(f"confirmed ids {told} differ from what was sampled {slot.tokens}")
+        for done in self.done:
+            done[:] = [number for number in done if number != release.slot]
         for prefix in slot.shared:
             self.cache[prefix] -= 1
         if release.forget:
@@ -185,6 +196,13 @@ class ModelEngine:
         if release.keep and self.caching:
             for prefix in self._prefixes(told, min(len(told), slot.computed)):
                 self.cache.setdefault(prefix, 0)
+
+    def _share(self, slot: Slot) -> None:
+        """Two plans after its prompt was completed others find it."""
+        for prefix in self._prefixes(slot.tokens, slot.known)[len(slot.shared) :]:
+            self.cache[prefix] = self.cache.get(prefix, 0) + 1
+            slot.shared.append(prefix)
+            slot.private -= 1
 
     def _forget_prefix(self, tokens: list[int]) -> None:
         for prefix in reversed(self._prefixes(tokens, len(tokens))):
@@ -225,8 +243,11 @@ class ModelEngine:
             self._evict()
         slot.private += need
         slot.computed = start + take
+        self.prefilled += take if start < slot.known else 0
         if slot.computed < slot.known:
             return start, take, [], False
+        if start < slot.known:
+            self.done[1].append(number)
         token = next_token(slot.tokens)
         outputs = len(slot.tokens) - slot.admit.prompt_len
         if outputs < slot.admit.params.min_tokens:

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 from test_scheduler_core import Client, pipeline
 
+from pipeinfer.choices import choice_id
 from pipeinfer.messages import Delivered, Done, Fault, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
@@ -86,6 +87,29 @@ def one_that_crashes_every_engine() -> None:
     assert p.clients[name].finish == "error"
 
 
+def choices_wait_for_the_prompt_of_one() -> None:
+    p = started(pages=200, slots=3)
+    leader = p.submit([7] * 40, 20, choices=4)
+    gone(p, choice_id(leader, 1))
+    for _ in range(8):
+        p.deliver()
+    p.feed(Fault(p.engine.epoch, 0, "it leaves", orderly=True))
+    p.engine.crash()
+    p.settle()
+
+
+def one_that_ran_elsewhere_is_taken_back_after_the_one_that_leads() -> None:
+    p = started(pages=14, page_size=4, slots=4, budget=64)
+    for name, leader, outputs in (("early", "", 2), ("r", "r", 0), ("r/1", "r", 2)):
+        prompt = [len(name)] * 8 if not leader else [9] * 8
+        client = p.clients[name] = Client(prompt, 30, 30)
+        if outputs:
+            p.feed(Delivered(name, 1, pack(client.expected[:outputs])))
+        params, stops = SamplingParams(max_tokens=30, min_tokens=30), (3, 11)
+        p.feed(Work(name, 1, 0, 0, pack(prompt), params, 0, eos_ids=stops, leader=leader))
+    p.settle()
+
+
 def test_every_way_of_the_table_is_gone_and_no_other(monkeypatch):
     ways = set()
     move = Request.move
@@ -102,6 +126,8 @@ def test_every_way_of_the_table_is_gone_and_no_other(monkeypatch):
     an_engine_is_lost_and_a_suspect_leaves()
     a_suspect_comes_from_elsewhere()
     one_that_crashes_every_engine()
+    choices_wait_for_the_prompt_of_one()
+    one_that_ran_elsewhere_is_taken_back_after_the_one_that_leads()
     assert ways == ALLOWED
 
 

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from model_engine import ModelEngine, expected_outputs
 from msgspec import structs
 
+from pipeinfer.choices import choice_ids
 from pipeinfer.events import Tick
 from pipeinfer.messages import Abort, Begin, Done, GroupFault, Open, Plan, StopHit, Tokens, Work
 from pipeinfer.packing import pack, unpack
@@ -54,12 +55,15 @@ class Pipeline:
         self.feed(self.engine.outbox.popleft())
         return True
 
-    def submit(self, prompt, max_tokens, min_tokens=0, priority=0) -> str:
-        name = f"r{len(self.clients)}"
+    def submit(self, prompt, max_tokens, min_tokens=0, priority=0, choices=1) -> str:
+        leader = f"r{len(self.clients)}"
         params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
-        self.clients[name] = Client(prompt, max_tokens, params.min_tokens)
-        self.feed(Work(name, 1, 0, 0, pack(prompt), params, 0, eos_ids=STOPS, priority=priority))
-        return name
+        for name in choice_ids(leader, range(choices)):
+            self.clients[name] = Client(prompt, max_tokens, params.min_tokens)
+            work = Work(name, 1, 0, 0, pack(prompt), params, 0, eos_ids=STOPS, priority=priority)
+            together = leader if choices > 1 else ""
+            self.feed(structs.replace(work, leader=together))
+        return leader
 
     def _take(self, tokens: Tokens) -> None:
         for row in tokens.rows:
@@ -112,11 +116,12 @@ class Machine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 4),
         priority=st.integers(0, 2),
         salt=st.integers(0, 40),
+        choices=st.sampled_from([1, 1, 2, 4]),
     )
-    def submit(self, length, shared, max_tokens, min_tokens, priority, salt):
+    def submit(self, length, shared, max_tokens, min_tokens, priority, salt, choices):
         prompt = [1] * min(shared, length) + [salt + i for i in range(length - shared)]
         if len(prompt) + max_tokens <= self.capacity:
-            self.p.submit(prompt, max_tokens, min_tokens, priority)
+            self.p.submit(prompt, max_tokens, min_tokens, priority, choices)
 
     @rule(many=st.integers(1, 12))
     def deliver(self, many):

@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from pipeinfer.gateway.admission import Admission
+from pipeinfer.gateway.best_of import Best
 from pipeinfer.gateway.bodies import Bodies
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cors import Cors
@@ -187,10 +188,10 @@ class _Handlers:
         sink: EventStream | WholeAnswer = (
             EventStream(answer, job.choices, job.include_usage)
             if job.stream
-            else WholeAnswer(answer, job.choices)
+            else WholeAnswer(answer, job.choices, _best(job))
         )
         admission = self._service.admission
-        admission.prompts(request, job.choices)
+        admission.prompts(request, job.prompts)
         # Whatever still runs is hung up at the end, also when the handler is cancelled because the
         # client is gone.
         async with self._service.port.opened(job.calls, admission.metered(request, sink)):
@@ -289,6 +290,14 @@ async def _name_response(request: web.Request, response: web.StreamResponse) -> 
     given = request.headers.get(REQUEST_ID, "")
     response.headers[REQUEST_ID] = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
     del response.headers["Server"]  # what software answers is nobody's business
+
+
+def _best(job: Job) -> Best | None:
+    """Who chooses the choices that are shown, where not all are."""
+    if not job.best:
+        return None
+    wanted = job.shown.logprobs is not None
+    return Best(job.choices, job.choices // job.prompts, job.best, wanted)
 
 
 def _trace(request: web.Request) -> str:

@@ -13,6 +13,7 @@ from typing import ClassVar
 import msgspec
 
 from pipeinfer.beats import silence
+from pipeinfer.choices import SEED_MASK, choice_id, choice_ids
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.gateway.backlog import Backlog, occupied, size_of
@@ -21,7 +22,7 @@ from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Statu
 from pipeinfer.gateway.health import Expected, Health
 from pipeinfer.gateway.ledger import End, Endings, Hole, Record
 from pipeinfer.gateway.standing import Standing
-from pipeinfer.gateway.submission import submission
+from pipeinfer.gateway.submission import again, submission
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -38,7 +39,6 @@ from pipeinfer.recovery import answer
 
 RETRY_SOON, RETRY_LATER = 1, 5  # seconds, for Retry-After
 LATE = 2.0  # seconds for which rows of an ended request are no surprise
-SEED_MASK = 2**64 - 1
 
 
 def local(message: Message) -> Send:
@@ -126,18 +126,21 @@ class GatewayCore:
     def _call(self, call: Call, now: float) -> list[Send]:
         if call.request_id in self._records:
             raise ValueError(f"request id {call.request_id!r} is in use")
-        size = size_of(call)
-        refusal = self.refusal(call.request_id, tokens=size)
+        size, many = size_of(call), call.params.n  # of each choice
+        refusal = self.refusal(requests=many, tokens=size * many)
         if refusal is not None:
-            return [local(refusal)]
+            names = choice_ids(call.request_id, range(many))
+            return [local(msgspec.structs.replace(refusal, request_id=name)) for name in names]
         drawn = self._random.getrandbits(63)  # always, so that seeds depend on the order alone
         seed = drawn if call.params.seed is None else call.params.seed & SEED_MASK
         submit = submission(call, self._index, seed)
         tokenizer = self._tokenizers[self._dispatched % len(self._tokenizers)]
         self._dispatched += 1
-        self._records[call.request_id] = record = Record(submit, tokenizer, now, size)
-        self._backlog.add(size)
-        self._deadlines.add(record)
+        for number in submit.choices:
+            record = Record(submit, tokenizer, now, size, number)
+            self._records[record.request_id] = record
+            self._backlog.add(size)
+            self._deadlines.add(record)
         return [Send("requests", tokenizer, submit)]
 
     def refusal(self, name: str = "", requests: int = 1, tokens: int = 0) -> Failed | None:
@@ -163,26 +166,29 @@ class GatewayCore:
     # ---------------------------------------------------------------------------- from the pipeline
 
     def _accepted(self, accepted: Accepted, now: float) -> list[Send]:
-        record = self._records.get(accepted.request_id)
-        if record is None or record.attempt != accepted.attempt:
-            return []
-        again = record.group >= 0
-        record.group = accepted.group
-        if again:
-            return []  # another group took it over
-        out = []
+        out: list[Send] = []
+        for number in accepted.choices:
+            record = self._records.get(choice_id(accepted.request_id, number))
+            if record is None or record.attempt != accepted.attempt:
+                continue
+            moved = record.group >= 0  # another group took it over
+            record.group = accepted.group
+            if not moved:
+                self._start(record, accepted, out, now)
+        return out
+
+    def _start(self, record: Record, accepted: Accepted, out: list[Send], now: float) -> None:
         if record.prompt_tokens < 0:
             record.prompt_tokens = accepted.prompt_tokens
             self._found_larger(record)
-            out = [local(_started(accepted, record))]
+            out.append(local(_started(accepted, record)))
             if record.submit.only_encode:
                 self._complete(record, now)
-                out.append(local(_encoded(accepted)))
+                out.append(local(_encoded(record)))
         early, record.early = record.early, []
         for row in early:
             if row.request_id in self._records:
                 self._deliver(record, row, out, now)
-        return out
 
     def _refused(self, refused: Refused, now: float) -> list[Send]:
         record = self._records.get(refused.request_id)
@@ -200,9 +206,13 @@ class GatewayCore:
         record = self._records.get(unsent.request_id)
         if record is None or record.attempt != unsent.attempt:
             return []
-        message = f"the request cannot be passed on: {unsent.reason}"
-        failed = Failed(unsent.request_id, 500, message, code="request_failed")
-        return [self._abort(record, "unsent", now), local(failed)]
+        message, out = f"the request cannot be passed on: {unsent.reason}", list[Send]()
+        for name in choice_ids(record.submit.request_id, record.submit.choices):
+            one = self._records.get(name)
+            if one is not None:
+                failed = Failed(one.request_id, 500, message, code="request_failed")
+                out += [self._abort(one, "unsent", now), local(failed)]
+        return out
 
     def _text(self, text: Text, now: float) -> list[Send]:
         out: list[Send] = []  # hot path: once for every token of every stream
@@ -211,7 +221,7 @@ class GatewayCore:
             record = records.get(row.request_id)
             if record is None:
                 self._unknown(row, out, now)
-            elif row.attempt != record.attempt:
+            elif row.attempt != record.submit.attempt:
                 self._counts["late_rows"] += 1
             elif record.group < 0:  # not accepted yet
                 record.early.append(row)
@@ -255,9 +265,9 @@ class GatewayCore:
                 delta,
                 finish=row.finish,
                 stop_reason=row.stop_reason,
-                prompt_tokens=record.prompt_tokens,
+                prompt_tokens=record.once(record.prompt_tokens),
                 output_tokens=row.output_tokens,
-                cached_tokens=row.cached_tokens,
+                cached_tokens=record.once(row.cached_tokens),
                 logprobs=record.logprobs(row, delta.ids),
             )
             out.append(local(counted))
@@ -282,9 +292,8 @@ class GatewayCore:
         """A tokenizer was started again: its requests, and the ends that it may have missed."""
         mine = [record for record in self._records.values() if record.tokenizer == asked.stage]
         self._counts["resubmitted"] += len(mine)
-        known = [record.again() for record in mine]
         ended = self._endings.lately(asked.stage, now)
-        sends = (Send("requests", asked.stage, message) for message in (*known, *ended))
+        sends = (Send("requests", asked.stage, message) for message in (*again(mine), *ended))
         return answer(f"gateway-{self._index}", asked, sends)
 
     # ------------------------------------------------------------------------------ time and health
@@ -321,7 +330,7 @@ class GatewayCore:
             byte_offset=record.bytes,
             token_offset=record.tokens,
             finish="abort",
-            prompt_tokens=record.prompt_tokens,
+            prompt_tokens=record.once(record.prompt_tokens),
             output_tokens=record.tokens,
         )
         out.append(local(delta))
@@ -389,24 +398,24 @@ def _started(accepted: Accepted, record: Record) -> Started:
     submit = record.submit
     given = submit.text if submit.return_prompt_text else None
     return Started(
-        request_id=accepted.request_id,
+        request_id=record.request_id,
         group=accepted.group,
-        prompt_tokens=accepted.prompt_tokens,
+        prompt_tokens=record.once(accepted.prompt_tokens),
         prompt_ids=accepted.prompt_ids,
         prompt_text=accepted.prompt_text if given is None else given,
     )
 
 
-def _encoded(accepted: Accepted) -> Delta:
+def _encoded(record: Record) -> Delta:
     """The end of a request whose prompt was only to be encoded."""
     return Delta(
-        request_id=accepted.request_id,
+        request_id=record.request_id,
         text="",
         ids=b"",
         byte_offset=0,
         token_offset=0,
         finish="stop",
-        prompt_tokens=accepted.prompt_tokens,
+        prompt_tokens=record.once(record.prompt_tokens),
     )
 
 

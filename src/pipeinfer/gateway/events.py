@@ -23,7 +23,8 @@ class Call(Message, frozen=True):
     `request_id` is unique over all gateways and their restarts. `params` are already normalized;
     without a seed the core draws one. `timeout`: seconds from now, 0 is never.
     `return_prompt_ids`, `return_prompt_text`: Started brings the prompt's ids, or its text.
-    `only_encode`: nothing else comes but a Delta that ends it.
+    `only_encode`: nothing else comes but a Delta that ends it. Of several choices (`params.n`) each
+    is answered under its own id (choices.py), the first under this one.
     """
 
     request_id: str
@@ -56,7 +57,7 @@ class Started(Message, frozen=True):
     """The request was tokenized: how long its prompt is and the group it went to.
 
     Comes once, before the first Delta. `prompt_ids`: int32 bytes; it and `prompt_text` are empty
-    unless asked for.
+    unless asked for. `prompt_tokens` is 0 for all choices but the first: a prompt counts once.
     """
 
     request_id: str
@@ -70,8 +71,9 @@ class Delta(Message, frozen=True):
     """New text and output ids (int32 bytes), gapless and without repeats.
 
     `byte_offset`, `token_offset`: how much text (UTF-8 bytes) and how many ids came before. The
-    last one has `finish`, and only there the three counts and `stop_reason` are meant. `logprobs`:
-    of `ids`; `prompt`: of further tokens of the prompt, all of them before the first ids; if asked.
+    last one has `finish`, and only there the three counts and `stop_reason` are meant; prompt and
+    cached tokens are 0 for all choices but the first. `logprobs`: of `ids`; `prompt`: of further
+    tokens of the prompt, all of them before the first ids; if asked.
     """
 
     request_id: str

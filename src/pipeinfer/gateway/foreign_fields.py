@@ -17,8 +17,7 @@ LONGEST_NEUTRAL = 64  # bytes of JSON that may be a neutral value
 # By name, the values that ask for nothing; null always does.
 REFUSED: dict[str, tuple[JsonValue, ...]] = {
     # OpenAI
-    "n": (1,),
-    "best_of": (1,),
+    "best_of": (1,),  # of a chat
     "top_logprobs": (0,),  # of a completion
     "suffix": ("",),
     "echo": (False,),  # of a chat

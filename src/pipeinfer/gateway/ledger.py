@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import msgspec
-
+from pipeinfer.choices import choice_id
 from pipeinfer.gateway.token_scores import behind
 from pipeinfer.messages import Abort, Done, LogprobTexts, Submit, TextRow
 from pipeinfer.recent import Recent
@@ -24,7 +23,7 @@ class Hole(ValueError):
 
 
 class Record:
-    """One live request.
+    """One live request: a choice of what `submit` asks for.
 
     `submit` is kept to the end, for a tokenizer that was started again. `early` holds rows that
     overtook Accepted: they come from another stage, on another socket. `tokens` and `bytes` count
@@ -33,8 +32,8 @@ class Record:
     """
 
     __slots__ = (
-        "attempt",
         "bytes",
+        "choice",
         "deadline",
         "early",
         "group",
@@ -47,9 +46,11 @@ class Record:
         "tokens",
     )
 
-    def __init__(self, submit: Submit, tokenizer: str, now: float, size: int) -> None:
+    def __init__(
+        self, submit: Submit, tokenizer: str, now: float, size: int, choice: int = 0
+    ) -> None:
         self.submit = submit
-        self.attempt = submit.attempt
+        self.choice = choice
         self.size = size
         self.tokenizer = tokenizer
         self.deadline = now + submit.timeout if submit.timeout > 0 else float("inf")
@@ -63,16 +64,20 @@ class Record:
 
     @property
     def request_id(self) -> str:
-        return self.submit.request_id
+        return choice_id(self.submit.request_id, self.choice)
+
+    @property
+    def attempt(self) -> int:
+        return self.submit.attempt
 
     @property
     def timeout(self) -> float:
         """Seconds; 0: never."""
         return self.submit.timeout
 
-    def again(self) -> Submit:
-        """What a tokenizer that was started again must know of it."""
-        return msgspec.structs.replace(self.submit, group=self.group)
+    def once(self, tokens: int) -> int:
+        """`tokens` of the prompt, to be counted: choices have one prompt, and the first counts."""
+        return 0 if self.choice else tokens
 
     def advance(self, row: TextRow) -> tuple[str, bytes]:
         """(text, ids) of `row` that were not delivered yet; counts them as delivered.

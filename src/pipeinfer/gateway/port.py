@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
+from pipeinfer.choices import choice_ids
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.messages import Message
@@ -26,7 +27,7 @@ class Sink(Protocol):
     def failed(self, index: int, failed: Failed) -> None: ...
 
 
-SLICE = 16  # calls between two iterations of the loop: a request may bring a thousand
+SLICE = 16  # requests, about, between two iterations of the loop: a body may bring a thousand
 
 
 class _Batch:
@@ -65,17 +66,19 @@ class Port:
 
     @contextlib.asynccontextmanager
     async def opened(self, calls: Iterable[Call], sink: Sink) -> AsyncGenerator[None]:
-        """Sends the calls, a few in each iteration of the loop; call i delivers to `sink` as
-        choice i.
+        """Sends the calls, a few in each iteration of the loop; their choices deliver to `sink`
+        numbered through, all of the first call's before those of the second.
 
         No more are sent, or even built, once one has failed. At the end of the context, also of one
         that is cancelled while calls are sent, those that still run are hung up.
         """
-        batch = _Batch(sink)
+        batch, index, sliced = _Batch(sink), 0, 0
         try:
-            for index, call in enumerate(calls):
+            for call in calls:
                 self._open(call, batch, index)
-                if index % SLICE == SLICE - 1:
+                index += call.params.n
+                if index - sliced >= SLICE:
+                    sliced = index
                     await asyncio.sleep(0)
                 if batch.failed:
                     break
@@ -85,8 +88,10 @@ class Port:
 
     def _open(self, call: Call, batch: _Batch, index: int) -> None:
         assert self._feed is not None
-        self._routes[call.request_id] = _Route(batch, index, self._clock())
-        batch.live[call.request_id] = None
+        now = self._clock()
+        for number, name in enumerate(choice_ids(call.request_id, range(call.params.n))):
+            self._routes[name] = _Route(batch, index + number, now)
+            batch.live[name] = None
         self._feed(call)  # may deliver a refusal before it returns
 
     def _hang_up(self, batch: _Batch) -> None:

@@ -1,4 +1,4 @@
-"""From a decoded request to the calls of the core: one for each prompt, each gives one choice.
+"""From a decoded request to the calls of the core: one for each prompt, with all of its choices.
 
 Knows the schema and the core's events, and nothing about HTTP or tokens.
 """
@@ -30,7 +30,7 @@ from pipeinfer.gateway.shapes import Shown
 from pipeinfer.gateway.tools import check_arguments, for_template, tool_schemas
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.packing import pack
-from pipeinfer.params import InvalidParameter, SamplingParams, normalized
+from pipeinfer.params import InvalidParameter, SamplingParams, check_choices, normalized
 
 PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a list there as well
     "temperature",
@@ -50,6 +50,7 @@ PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a li
     "ignore_eos",
     "skip_special_tokens",
     "include_stop_str_in_output",
+    "n",
 )
 
 
@@ -59,8 +60,8 @@ MOST_PROMPTS = 1024
 @dataclass(frozen=True)
 class Terms:
     """What the server grants: `sampling` of requests that leave it open, the most prompts of a
-    request, the `timeout` (seconds, 0 is never) of one that names none, and how its model's answers
-    are read."""
+    request, each counted as often as it has choices, the `timeout` (seconds, 0 is never) of one
+    that names none, and how its model's answers are read."""
 
     sampling: SamplingParams
     most_prompts: int = MOST_PROMPTS
@@ -70,15 +71,19 @@ class Terms:
 
 @dataclass(frozen=True)
 class Job:
-    """What one HTTP request asks for. `calls`: one for each choice, in order, to be gone through
-    once; each is built when its turn comes. `shown`: beside new text. `reader`: makes what reads
-    one choice; None: all of it is content. `short_ids`: of calls, as Mistral wants them."""
+    """What one HTTP request asks for. `calls`: one for each of its `prompts`, in order, to be gone
+    through once; each is built when its turn comes. `choices`: that are made of them all. `shown`:
+    beside new text. `best`: so many choices of each prompt are shown, the best; 0: all. `reader`:
+    makes what reads one choice; None: all of it is content. `short_ids`: of calls, as Mistral wants
+    them."""
 
     calls: Iterable[Call]
     choices: int
     stream: bool
     include_usage: bool
     shown: Shown
+    prompts: int = 1
+    best: int = 0
     reader: Callable[[], Reader] | None = None
     short_ids: bool = False
 
@@ -93,6 +98,7 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     shown = Shown(_chat_logprobs(request), request.prompt_logprobs)
     names = {"max_tokens": field, "logprobs": "top_logprobs"}
     params = _params(request, terms.sampling, limit, shown, names)
+    _check_count(1, "n", params.n, terms)
     chat, arguments = chat_prompt(
         request.messages, request.chat_template_kwargs, request.add_generation_prompt
     )
@@ -113,18 +119,26 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         request.include_reasoning is not False,
     )
     reader = terms.reading.reader(schemas, one_call, thoughts)
-    job = _job(request, [call], 1, shown)
+    job = _job(request, [call], params.n, shown)
     short = terms.reading.tools == "mistral"
     return dataclasses.replace(job, reader=reader, short_ids=short)
 
 
 def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: str) -> Job:
-    """One call for each prompt, with ids `base`-0, -1 ... if there are several. ApiError 400."""
+    """One call for each prompt, with ids `base`-0, -1 ... if there are several. ApiError 400.
+
+    Where only the best are shown all must have log-probs, by which they are known.
+    """
     prompts = _prompts(request.prompt, terms.most_prompts)
     limit = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     shown = _completion_shown(request, limit)
     limit += shown.nothing_new  # the model has no step that samples nothing
     params = _params(request, terms.sampling, limit, shown, {})
+    made = _best_of(request, params.n)
+    best = params.n if made > params.n else 0
+    if best:
+        params = replace(params, n=made, logprobs=params.logprobs or 0)
+    _check_count(len(prompts), "best_of" if best else "n", made, terms)
     special = request.add_special_tokens is not False
     common = replace(_common(request, params, terms, trace), return_prompt_text=shown.echo)
 
@@ -136,7 +150,34 @@ def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: s
             else:
                 yield replace(common, request_id=name, prompt_ids=pack(prompt))
 
-    return _job(request, calls(), len(prompts), shown)
+    job = _job(request, calls(), len(prompts) * made, shown)
+    return dataclasses.replace(job, prompts=len(prompts), best=best)
+
+
+def _best_of(request: CompletionRequest, n: int) -> int:
+    """Choices that are made of each prompt, of which `n` are shown."""
+    if request.best_of is None:
+        return n
+    try:
+        check_choices("best_of", request.best_of)
+    except InvalidParameter as error:
+        raise ApiError(400, str(error), error.param, "invalid_value") from None
+    if request.best_of < n:
+        message = f"best_of is {request.best_of}, but n is {n}: the best n are chosen from best_of"
+        raise ApiError(400, message, "best_of", "invalid_value")
+    if request.best_of > n and request.stream:
+        message = "best_of above n is not allowed with stream: true: which are best is known late"
+        raise ApiError(400, message, "best_of", "invalid_value")
+    return request.best_of
+
+
+def _check_count(prompts: int, param: str, each: int, terms: Terms) -> None:
+    if each > 1 and prompts * each > terms.most_prompts:
+        message = (
+            f"at most {terms.most_prompts} choices a request, not {each} of "
+            f"{prompts} prompt{'s' * (prompts > 1)}"
+        )
+        raise ApiError(400, message, param, "invalid_value")
 
 
 def _chat_logprobs(request: ChatRequest) -> int | None:

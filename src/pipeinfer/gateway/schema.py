@@ -65,6 +65,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=MOST_SALT)] | None = None
     prompt_logprobs: Bounded | None = None
     add_special_tokens: bool | None = None
+    n: Bounded | None = None
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -137,6 +138,7 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
     prompt: str | list[TokenId | str | list[TokenId]]
     logprobs: Bounded | bool | None = None
     echo: bool | None = None
+    best_of: Bounded | None = None
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

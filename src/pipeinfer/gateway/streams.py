@@ -12,6 +12,7 @@ import contextlib
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
+from pipeinfer.gateway.best_of import Best
 from pipeinfer.gateway.connections import PROBE
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta, Failed, Started
@@ -39,10 +40,11 @@ def _count(usage: Usage, delta: Delta) -> None:
 
 
 class WholeAnswer:
-    """Collects all choices, then answers once."""
+    """Collects all choices, then answers once. `best` chooses those that are shown."""
 
-    def __init__(self, answer: Answer, choices: int) -> None:
+    def __init__(self, answer: Answer, choices: int, best: Best | None = None) -> None:
         self._answer = answer
+        self._best = best
         self._gathered = [Gathered(answer) for _ in range(choices)]
         self._choices: list[Choice | None] = [None] * choices
         self._open = choices
@@ -55,6 +57,8 @@ class WholeAnswer:
         self._gathered[index].started(started)
 
     def delta(self, index: int, delta: Delta) -> None:
+        if self._best is not None:
+            delta = self._best.take(index, delta)
         delta, gathered = kept(self._answer, delta), self._gathered[index]
         gathered.delta(delta)
         if delta.finish is None:
@@ -74,7 +78,8 @@ class WholeAnswer:
         failed = await self._done
         if failed is not None:
             raise api_error(failed)
-        choices = [choice for choice in self._choices if choice is not None]
+        order = range(len(self._choices)) if self._best is None else self._best.chosen()
+        choices = [choice for n in order if (choice := self._choices[n]) is not None]
         content = body(self._answer, choices, self._usage)
         return web.Response(body=content, content_type="application/json")
 

@@ -22,7 +22,7 @@ from pipeinfer.gateway.events import Call
 from pipeinfer.json_values import JsonValue
 from pipeinfer.offline import calls
 from pipeinfer.offline.calls import Message, Prompt
-from pipeinfer.offline.outputs import Collector, Delta, DeltaStream, RequestError
+from pipeinfer.offline.outputs import ChoiceStream, Collector, Delta, DeltaStream, RequestError
 from pipeinfer.offline.pipeline import Pipeline
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.local import prepare
@@ -94,7 +94,8 @@ class AsyncLLM:
         timeout: float = 0.0,
         cache_salt: str = "",
     ) -> AsyncGenerator[Delta, None]:
-        """Completes a text or token ids; leaving the iterator early aborts the request.
+        """Completes a text or token ids; leaving the iterator early aborts the request. Of several
+        choices (`params.n`) the deltas come as they come; `index` says whose each is.
 
         timeout: seconds after which the request ends with "abort", 0 is never. cache_salt: shares
         cached prefixes only with requests of the same. Raises RequestError if it is refused,
@@ -139,16 +140,16 @@ class AsyncLLM:
 
     async def collect(
         self, batch: Sequence[Call], on_end: Callable[[Collector], None]
-    ) -> list[Collector]:
+    ) -> list[list[Collector]]:
         """Runs all calls to their ends, those with the largest max_tokens first; the collectors are
-        in the batch's order.
+        in the batch's order, one for each choice.
 
         The first refusal aborts the others and is raised, as is a cancellation.
         """
         pipeline = self._running()
         batch = [msgspec.structs.replace(call, return_prompt_ids=True) for call in batch]
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        left = len(batch)
+        left = sum(call.params.n for call in batch)
 
         def ended(collector: Collector) -> None:
             nonlocal left
@@ -157,17 +158,18 @@ class AsyncLLM:
             if not over.done() and (left == 0 or collector.refusal is not None):
                 over.set_result(None)
 
-        collectors = [Collector(call, ended) for call in batch]
+        collectors = [[Collector(call, ended) for _ in range(call.params.n)] for call in batch]
         try:
-            for call, collector in calls.longest_first(batch, collectors):
-                pipeline.open(call, collector)
+            for call, some in calls.longest_first(batch, collectors):
+                pipeline.open(call, some)
             if batch:
                 await over
         finally:
             for call in batch:
-                pipeline.hang_up(call.request_id)
-        for index, collector in enumerate(collectors):
-            if (refusal := collector.refusal) is not None:
+                pipeline.hang_up(call)
+        for index, some in enumerate(collectors):
+            refusal = next((one.refusal for one in some if one.refusal is not None), None)
+            if refusal is not None:
                 text = str(refusal) if len(batch) == 1 else f"prompt {index}: {refusal}"
                 raise RequestError(text, refusal.param, refusal.code)
         return collectors
@@ -177,17 +179,16 @@ class AsyncLLM:
         return f"{wanted or 'request'}-{self._prefix}-{next(self._numbers)}"
 
     async def _stream(self, call: Call) -> AsyncGenerator[Delta, None]:
-        pipeline, stream = self._running(), DeltaStream()
+        pipeline, stream, left = self._running(), DeltaStream(), call.params.n
         async with self._one_begins:  # of many at once, one in each iteration of the loop
-            pipeline.open(call, stream)
+            pipeline.open(call, [ChoiceStream(stream, index) for index in range(left)])
         try:
-            while True:
+            while left:
                 delta = await stream.next()
+                left -= delta.finish_reason is not None
                 yield delta
-                if delta.finish_reason is not None:
-                    return
         finally:
-            pipeline.hang_up(call.request_id)
+            pipeline.hang_up(call)
 
     def _prepare(self) -> Settings:
         """Finds, perhaps downloads the model, and refuses what no stage could load."""

@@ -6,9 +6,10 @@ the event loop of its shell only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from pipeinfer.choices import choice_ids
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
 from pipeinfer.messages import Message
 
@@ -34,10 +35,12 @@ class OfflineDriver:
     async def start(self, feed: Callable[[Message], None]) -> None:
         self._feed = feed
 
-    def open(self, call: Call, sink: Sink) -> None:
-        """Sends the call; its outputs go to `sink`, a refusal perhaps before this returns."""
+    def open(self, call: Call, sinks: Sequence[Sink]) -> None:
+        """Sends the call; what comes of each choice goes to its sink, a refusal perhaps before this
+        returns."""
         assert self._feed is not None
-        self._sinks[call.request_id] = sink
+        names = choice_ids(call.request_id, range(call.params.n))
+        self._sinks.update(zip(names, sinks, strict=True))
         self._feed(call)
 
     def hang_up(self, request_id: str) -> None:

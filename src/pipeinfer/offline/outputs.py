@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ class Delta:
     (prompt tokens found in the prefix cache) and `error`, which belongs to finish_reason "error".
     logprobs: of each of token_ids, if asked for. prompt_logprobs: of further tokens of the prompt,
     all of them before the first output token; None in place of those of its first one.
+    index: of the choice. cached_tokens are those of the first: a prompt counts once.
     """
 
     text: str
@@ -62,6 +63,7 @@ class Delta:
     error: str = ""
     logprobs: list[Logprobs] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
+    index: int = 0
 
 
 @dataclass(slots=True)
@@ -89,10 +91,19 @@ class RequestMetrics:
     first_token_time: float | None = None
     last_token_time: float | None = None
 
+    def add(self, other: RequestMetrics) -> None:
+        """Those of another choice: the first token of both, and the last."""
+        if other.first_token_time is None or other.last_token_time is None:
+            return
+        if self.first_token_time is None or other.first_token_time < self.first_token_time:
+            self.first_token_time = other.first_token_time
+        if self.last_token_time is None or other.last_token_time > self.last_token_time:
+            self.last_token_time = other.last_token_time
+
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A finished request. prompt: None if ids or a chat were given.
+    """A finished request; outputs: its choices. prompt: None if ids or a chat were given.
 
     cached_tokens: how many of the prompt's tokens were found in the prefix cache. prompt_logprobs:
     of each of the prompt's tokens, if asked for; None in place of those of the first one.
@@ -142,7 +153,7 @@ def _end_of(failed: Failed) -> tuple[FinishReason, str]:
 
 
 class Collector:
-    """Gathers one whole request. `done(collector)` is called once, at its end."""
+    """Gathers one whole choice. `done(collector)` is called once, at its end."""
 
     __slots__ = (
         "_call",
@@ -207,7 +218,7 @@ class Collector:
         return sum(map(len, self._ids)) // 4
 
     def output(self, prompt: str | None) -> RequestOutput:
-        """What was gathered."""
+        """What was gathered, as of a request with this choice alone."""
         cached = self.end.pop("cached_tokens", 0)
         ids = unpack(b"".join(self._ids)).tolist()
         text, logprobs = "".join(self._text), self._logprobs
@@ -225,14 +236,23 @@ class Collector:
         )
 
 
+def output_of(choices: Sequence[Collector], prompt: str | None) -> RequestOutput:
+    """What was gathered of a request; of its prompt the first choice knows."""
+    whole, *others = [choice.output(prompt) for choice in choices]
+    for index, other in enumerate(others, start=1):
+        other.outputs[0].index = index
+        whole.outputs += other.outputs
+        whole.metrics.add(other.metrics)
+    return whole
+
+
 class DeltaStream:
     """Hands the deltas of one request to whoever waits for them, on one event loop."""
 
-    __slots__ = ("_deltas", "_received", "_waiter")
+    __slots__ = ("_deltas", "_waiter")
 
     def __init__(self) -> None:
         self._deltas: deque[Delta | RequestError] = deque()
-        self._received = 0
         self._waiter: asyncio.Future[None] | None = None
 
     async def next(self) -> Delta:
@@ -245,6 +265,23 @@ class DeltaStream:
             raise delta
         return delta
 
+    def put(self, delta: Delta | RequestError) -> None:
+        """The next one."""
+        self._deltas.append(delta)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class ChoiceStream:
+    """The sink of one choice, in front of the stream that all of them share."""
+
+    __slots__ = ("_index", "_received", "_stream")
+
+    def __init__(self, stream: DeltaStream, index: int) -> None:
+        self._stream = stream
+        self._index = index
+        self._received = 0
+
     def started(self, started: Started) -> None:
         """The prompt's ids are no output."""
 
@@ -252,7 +289,7 @@ class DeltaStream:
         """Hot path: once for every token."""
         ids = unpack_few(delta.ids)
         self._received = delta.token_offset + len(ids)
-        self._put(
+        self._stream.put(
             Delta(
                 delta.text,
                 ids,
@@ -262,17 +299,14 @@ class DeltaStream:
                 delta.cached_tokens,
                 logprobs=logprobs_of(delta),
                 prompt_logprobs=prompt_logprobs_of(delta),
+                index=self._index,
             )
         )
 
     def failed(self, failed: Failed) -> None:
         if is_refusal(failed):
-            self._put(RequestError(failed.message, failed.param, failed.code))
+            self._stream.put(RequestError(failed.message, failed.param, failed.code))
             return
         reason, error = _end_of(failed)
-        self._put(Delta("", [], self._received, reason, error=error))
-
-    def _put(self, delta: Delta | RequestError) -> None:
-        self._deltas.append(delta)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        delta = Delta("", [], self._received, reason, error=error, index=self._index)
+        self._stream.put(delta)

@@ -7,11 +7,13 @@ core's business.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import zmq
 
+from pipeinfer.choices import choice_ids
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.stage import TICK, expected_stages
@@ -60,15 +62,17 @@ class Pipeline:
             await self.stop()
             raise
 
-    def open(self, call: Call, sink: Sink) -> None:
-        """Sends a request. Raises PipelineStopped if the pipeline is not there any more."""
+    def open(self, call: Call, sinks: Sequence[Sink]) -> None:
+        """Sends a call, with a sink for each choice. Raises PipelineStopped if the pipeline is not
+        there any more."""
         if self._cause or self._stopped is not None:
             raise PipelineStopped(self._cause or "it was closed")
-        self._driver.open(call, sink)
+        self._driver.open(call, sinks)
 
-    def hang_up(self, request_id: str) -> None:
-        """Aborts a request if it still runs."""
-        self._driver.hang_up(request_id)
+    def hang_up(self, call: Call) -> None:
+        """Aborts those of its choices that still run."""
+        for name in choice_ids(call.request_id, range(call.params.n)):
+            self._driver.hang_up(name)
 
     def stats(self) -> dict[str, dict[str, float]]:
         """The statistics in each stage's latest heartbeat, by stage id."""

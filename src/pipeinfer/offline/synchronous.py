@@ -17,7 +17,7 @@ from pipeinfer.offline import calls
 from pipeinfer.offline.asynchronous import AsyncLLM
 from pipeinfer.offline.calls import Message, Prompt
 from pipeinfer.offline.loop_thread import LoopThread
-from pipeinfer.offline.outputs import Collector, RequestOutput
+from pipeinfer.offline.outputs import Collector, RequestOutput, output_of
 from pipeinfer.params import SamplingParams
 
 NO_TARGETS = {"itl_target": 0.0, "ttft_target": 0.0}
@@ -110,7 +110,8 @@ class LLM:
         if not self._end.alive:
             raise RuntimeError("this LLM is closed")
         ended: list[Collector] = []  # grows on the loop's thread, is read on this one
-        with tqdm(total=len(batch), desc="requests", unit="", disable=not use_tqdm) as bar:
+        total = sum(call.params.n for call in batch)
+        with tqdm(total=total, desc="requests", unit="", disable=not use_tqdm) as bar:
 
             def show() -> None:
                 if len(ended) > bar.n:
@@ -119,9 +120,7 @@ class LLM:
             collected = self._llm.collect(batch, ended.append)
             collectors = self._thread.run(collected, show if use_tqdm else None)
             show()
-        return [
-            collector.output(prompt) for collector, prompt in zip(collectors, prompts, strict=True)
-        ]
+        return [output_of(some, prompt) for some, prompt in zip(collectors, prompts, strict=True)]
 
 
 def _end(llm: AsyncLLM, thread: LoopThread, pid: int) -> None:

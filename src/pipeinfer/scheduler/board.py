@@ -136,16 +136,24 @@ class Board:
         if not self._running and not self.admitted:
             return True  # it fits into the pool by itself, that was checked on arrival
         spare = self.pages.left - self._reserved - len(self._running) - len(self.admitted)
-        return self.pages.between(0, request.length) <= spare
+        return self.pages.between(self._hit(request), request.length) <= spare
+
+    def _hit(self, request: Request) -> int:
+        """Tokens on which it may count: those of a request that shares its pages with it. Of all
+        others nothing is counted on: a hit locks pages that were evictable, a miss takes new ones.
+        """
+        if request.behind is None or request.behind in self.preempted:
+            return 0
+        size = self.pages.page_size
+        return request.shared // size * size
 
     def _admit(self, request: Request) -> None:
-        request.begin()
+        request.begin(self._hit(request))
         self.admitted.append(request)
         self._free_slots -= 1
-        # Without counting on hits: a hit locks pages that were evictable, a miss takes new ones.
-        pages = self.pages.between(0, request.known)
+        pages = self.pages.between(request.hit, request.known)
         self.pages.take(pages)
-        self._row(request, min(self._budget, request.known))
+        self._row(request, min(self._budget, request.known - request.hit))
 
     def _chunk(self, request: Request) -> None:
         count = min(self._budget, request.known - request.projected)

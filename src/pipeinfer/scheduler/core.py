@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
+import msgspec
+
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.messages import (
@@ -146,6 +148,7 @@ class SchedulerCore:
         return {
             "running": running,
             "waiting": len(self._live) - running,
+            "held": self._planner.held,
             "accepted_total": self._live.arrivals,
             "tokens_left": sum(request.left for request in self._live),
             "kept": len(self._ledger.kept),
@@ -171,6 +174,8 @@ class SchedulerCore:
             self._drop(known, "aborted")  # sent again by its gateway: start over
         if self._stays == "left" or self._ledger.settled(work.request_id):
             return
+        if not self.options.shares:
+            work = msgspec.structs.replace(work, leader="")
         request = self._live.arrived(work, self._now, now)
         if self._stays == "until done":
             self._refuse(request, 503, "the server is shutting down", None)

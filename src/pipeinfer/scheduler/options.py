@@ -17,7 +17,8 @@ class SchedulerOptions:
     """What the core needs of the settings. max_step_tokens: token budget of a step; 0 leaves it to
     the engine, and an engine that says nothing gets DEFAULT_STEP_TOKENS. mixed_step_tokens: the
     budget of a step that also decodes, where the policy mixes; 0: see step_budget.py, as for
-    `targets`. groups: of the deployment, which tokenizers hear of.
+    `targets`. groups: of the deployment, which tokenizers hear of. shares: whether requests with
+    one prompt find it in a prefix cache, so that they wait for it.
     """
 
     policy: str = "mixed"
@@ -29,3 +30,4 @@ class SchedulerOptions:
     mixed_step_tokens: int = 0
     groups: int = 1
     targets: Targets = field(default_factory=Targets)
+    shares: bool = True

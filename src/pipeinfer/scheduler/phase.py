@@ -9,15 +9,17 @@ from __future__ import annotations
 from typing import Literal
 
 # Plain strings: they are part of a scheduler's snapshot as they are.
-Phase = Literal["new", "waiting", "suspected", "running", "lost", "over"]
+Phase = Literal["new", "waiting", "held", "suspected", "running", "lost", "over"]
 
 # new: nobody keeps it yet. waiting: in the queue. suspected: it may have crashed an engine, and
-# waits apart. running: it holds a slot. lost: its slot went with the epoch. over: it ended.
+# waits apart. held: it waits for another's prompt. running: it holds a slot. lost: its slot went
+# with the epoch. over: it ended.
 NEXT: dict[Phase, tuple[Phase, ...]] = {
-    "new": ("waiting", "suspected", "over"),
+    "new": ("waiting", "held", "suspected", "over"),
     "waiting": ("running", "over"),
+    "held": ("waiting", "over"),
     "suspected": ("running", "over"),
-    "running": ("waiting", "lost", "over"),
-    "lost": ("waiting", "suspected", "over"),
+    "running": ("waiting", "held", "lost", "over"),
+    "lost": ("waiting", "held", "suspected", "over"),
     "over": (),
 }

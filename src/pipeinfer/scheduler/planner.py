@@ -132,6 +132,12 @@ class Planner:
             self._queue.forget(request)
         elif phase == "suspected":
             self._probation.forget(request)
+        self._queue.over(request, phase == "running")
+
+    @property
+    def held(self) -> int:
+        """Requests that wait for the prompt of another."""
+        return self._queue.held
 
     @property
     def suspects(self) -> int:
@@ -156,6 +162,7 @@ class Planner:
         if len(self._flights) >= self._options.overlap_depth:
             return None
         slots = self._slots
+        self._queue.free(slots.running.values())
         board = Board(
             running=list(slots.running.values()),
             queue=self._queue,
@@ -193,7 +200,7 @@ class Planner:
         """The queue; of what is far behind only the mean length is known, and no age."""
         queue = self._queue
         near = queue.first(AHEAD)
-        coming = [Prompt(r.length, 0, now - r.since) for r in near]
+        coming = [Prompt(r.queued, r.length - r.queued, now - r.since) for r in near]
         behind, tokens = len(queue) - len(near), queue.tokens - sum(r.queued for r in near)
         if behind > 0:
             mean, many = max(tokens // behind, 1), min(behind, AHEAD)

@@ -1,13 +1,16 @@
 """Requests that wait for a slot, in the order of admission.
 
 Knows no engine. Priority first (lower is earlier, as in vLLM), then arrival; a preempted request
-keeps its arrival and so returns to the head of its priority.
+keeps its arrival and so returns to the head of its priority. Those that wait for the prompt of
+another stand beside the queue.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 
+from pipeinfer.scheduler.families import Families
 from pipeinfer.scheduler.request import Request
 
 LOOKED_AT = 4  # entries for each that is asked for: most may be gone
@@ -18,17 +21,38 @@ class WaitingQueue:
     """A sorted list. Nearly all come at its end and leave at its front, which moves the pointers
     behind; a request that is over stays until it comes up, or until most are.
 
-    tokens: of all that wait, as long as they were when they came.
+    tokens: of all in it, as many as there were to compute of each when it came.
     """
 
     def __init__(self) -> None:
         self.tokens = 0
         self._order: list[tuple[int, int, Request]] = []
         self._gone = 0
+        self._families = Families()
+
+    @property
+    def held(self) -> int:
+        """How many wait for the prompt of another, and are not in the queue."""
+        return len(self._families)
 
     def push(self, request: Request) -> None:
+        """It wants to run."""
+        if not self._families.hold(request):
+            self._put(request)
+
+    def free(self, running: Iterable[Request]) -> None:
+        """Lets those in that waited for the prompt of one of these."""
+        for request in self._families.ready(running):
+            self._put(request)
+
+    def over(self, request: Request, ran: bool) -> None:
+        """`request` has ended; `ran`: in a slot. Lets those in that need not wait any more."""
+        for one in self._families.gone(request, ran):
+            self._put(one)
+
+    def _put(self, request: Request) -> None:
         request.move("waiting")
-        request.queued = request.length
+        request.queued = request.length - request.shared
         self.tokens += request.queued
         insort(self._order, (request.work.priority, request.arrival, request))
 

@@ -29,7 +29,8 @@ class Request:
     will be computed once the steps in flight are done, if none is deferred. counts_in_flight: what
     was planned for each of those steps, oldest first. steps_in_flight: how many there are, also
     after it lost its slot.
-    cached: tokens from the prefix cache at the first admission, hit: at the last.
+    cached: tokens from the prefix cache at the first admission, hit: at the last. behind: for whose
+    prompt, which is its own, it has waited.
     admission: how often it was admitted; rows of older admissions are stale. spoiled: its logits
     were bad, so that nobody may reuse what was computed of it.
     logprobs, prompt_logprobs: scores of its outputs, and of its prompt's tokens so far; of
@@ -62,6 +63,7 @@ class Request:
     prompt_score_size: int = 0
     logprobs: bytearray = field(default_factory=bytearray)
     prompt_logprobs: bytearray = field(default_factory=bytearray)
+    behind: Request | None = None
 
     @property
     def id(self) -> str:
@@ -81,6 +83,21 @@ class Request:
     def prefilling(self) -> bool:
         """True while tokens known at admission are to be computed; outputs may exist already."""
         return self.projected < self.known
+
+    @property
+    def lends(self) -> bool:
+        """Whether a request that the next plan admits finds the prompt in the prefix cache: the
+        step that completed it has given its result, and there was a plan behind that step."""
+        return (
+            self.phase == "running" and self.known <= self.computed and self.known < self.projected
+        )
+
+    @property
+    def shared(self) -> int:
+        """Tokens that it will find in the pages of another, if the next plan admits it."""
+        if self.behind is None or not self.behind.lends or self.score_from >= 0:
+            return 0
+        return min(self.prompt_len, self.length - 1)
 
     @property
     def exhausted(self) -> bool:
@@ -136,11 +153,13 @@ class Request:
                 computed += 1
         self.projected = computed
 
-    def begin(self) -> None:
-        """It will be admitted with all its tokens; its slot is given when the plan is written."""
+    def begin(self, hit: int = 0) -> None:
+        """It will be admitted with all its tokens; its slot is given when the plan is written. The
+        prefix cache should have `hit` of them, until the engine has said what it has."""
         self.admission += 1
         self.known = self.length
-        self.computed = self.projected = self.deferrals = self.hit = 0
+        self.computed = self.projected = self.hit = hit
+        self.deferrals = 0
         self.counts_in_flight.clear()
 
     def resume(self, delivered: Delivered) -> None:

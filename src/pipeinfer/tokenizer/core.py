@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 
+from pipeinfer.choices import choice_id, choice_ids, choice_seed
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.messages import (
@@ -34,7 +36,7 @@ from pipeinfer.messages import (
 )
 from pipeinfer.packing import unpack
 from pipeinfer.recovery import REPEAT, RollCall, answer, number
-from pipeinfer.tokenizer.encoding import Encoding, LongPrompt
+from pipeinfer.tokenizer.encoding import Encoding, LongPrompt, first_choice, without
 from pipeinfer.tokenizer.events import Encode, Encoded
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.ledger import Entry, Ledger
@@ -106,27 +108,37 @@ class TokenizerCore:
     def encoding(self, request_id: str, attempt: int) -> Submit | None:
         """For the driver: the request that it was told to encode, while somebody wants it."""
         waiting = self._encoding.get(request_id, attempt)
-        return None if waiting is None else waiting.submit
+        if waiting is None or waiting.submit.choices == (0,):
+            return None if waiting is None else waiting.submit
+        return msgspec.structs.replace(waiting.submit, request_id=request_id, choices=(0,))
 
     def _on_submit(self, event: Submit, _now: float) -> list[Send]:
-        name, attempt = event.request_id, event.attempt
-        known = self._ledger.knows(name, attempt) or self._encoding.knows(name, attempt)
-        if self._left or known:
+        unknown = None if self._left else self._unknown(event)
+        if unknown is None:
             return []  # the gateway tells the successor; a repeated one was passed on before
+        event = unknown
         if self._draining:
-            return self._refuse(event, 503, "the server is shutting down")
+            return self._refuse_all(event, 503, "the server is shutting down")
         # Until the gateways have told all, it may be one that was sent to a group nobody remembers.
         alone = self._roll_call.complete
         try:
             weight = self._encoder.weigh(event)
             if weight > AT_ONCE:
                 self._encoding.put(LongPrompt(event, alone))
-                return [Send(LOCAL, "", Encode(name, attempt, weight))]
+                return [Send(LOCAL, "", Encode(first_choice(event), event.attempt, weight))]
             ids = self._encoder.encode(event)
         except Rejected as error:
-            return self._refuse(event, error.status, str(error), error.param, error.code)
-        self._encoding.forget(name)
+            return self._refuse_all(event, error.status, str(error), error.param, error.code)
         return self._pass_on(event, ids, alone)
+
+    def _unknown(self, event: Submit) -> Submit | None:
+        """`event` with the choices that are not known here yet; None if all are."""
+        left: Submit | None = event
+        for name in _names(event):
+            known = self._ledger.knows(name, event.attempt)
+            if left and (known or self._encoding.knows(name, event.attempt)):
+                left = without(left, name)
+        return left
 
     def _on_encoded(self, event: Encoded, _now: float) -> list[Send]:
         waiting = self._encoding.get(event.request_id, event.attempt)
@@ -135,8 +147,20 @@ class TokenizerCore:
         self._encoding.encoded(event.request_id)
         if event.status:
             why = (event.status, event.message, event.param, event.code)
-            return self._refuse(waiting.submit, *why)
+            return self._refuse_all(waiting.submit, *why)
         return self._pass_on(waiting.submit, unpack(event.prompt_ids), waiting.alone)
+
+    def _refuse_all(
+        self,
+        event: Submit,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> list[Send]:
+        """Every choice of it."""
+        each = [msgspec.structs.replace(event, request_id=name) for name in _names(event)]
+        return [s for one in each for s in self._refuse(one, status, message, param, code)]
 
     def _refuse(
         self,
@@ -159,22 +183,28 @@ class TokenizerCore:
         return [Send("text", f"gateway-{event.gateway}", refusal)]
 
     def _pass_on(self, event: Submit, ids: np.ndarray, alone: bool) -> list[Send]:
-        """To a group, with the prompt's `ids` int32 [n]. `alone`: as for LongPrompt."""
+        """To a group, all choices to one, with the prompt's `ids` int32 [n]. `alone`: as for
+        LongPrompt."""
+        names = _names(event)
+        for name in names:
+            self._encoding.forget(name)  # an attempt before this one
         self._counts["prompt_tokens"] += len(ids)
         if event.only_encode:
-            self._counts["encoded"] += 1
+            self._counts["encoded"] += len(names)
             return [self._accepted(event, ids, -1)]
         routed = event.group in self._all_groups
-        request = (event.request_id, ids, event.params.max_tokens, event.cache_salt)
+        request = (names[0], ids, event.params.max_tokens, event.cache_salt)
         group = (
             self._router.sent(event.group, *request) if routed else self._router.choose(*request)
         )
-        self._counts["accepted"] += 1
-        raw = ids.tobytes()
-        work = self._work(event, raw)
-        self._ledger.put(Entry(work, group, routed or alone, alone))
+        for name in names[1:]:
+            self._router.follows(name, group, event.params.max_tokens)
+        self._counts["accepted"] += len(names)
+        works = self._works(event, ids.tobytes())
+        for work in works:
+            self._ledger.put(Entry(work, group, routed or alone, alone))
         accepted = self._accepted(event, ids, group)
-        return [accepted, Send("work", f"scheduler-{group}", work)]
+        return [accepted, *(Send("work", f"scheduler-{group}", work) for work in works)]
 
     def _accepted(self, event: Submit, ids: np.ndarray, group: int) -> Send:
         texted = event.return_prompt_text and event.text is None
@@ -185,8 +215,24 @@ class TokenizerCore:
             prompt_tokens=len(ids),
             prompt_ids=ids.tobytes() if event.return_prompt_ids else b"",
             prompt_text=self._encoder.text(ids, event.params) if texted else "",
+            choices=event.choices,
         )
         return Send("text", f"gateway-{event.gateway}", accepted)
+
+    def _works(self, event: Submit, prompt_ids: bytes) -> list[Work]:
+        """One for each choice. They share the bytes of their prompt here."""
+        first = self._work(event, prompt_ids)
+        if event.choices == (0,):
+            return [first]
+        return [
+            msgspec.structs.replace(
+                first,
+                request_id=choice_id(event.request_id, number),
+                seed=choice_seed(event.seed, number),
+                leader=event.request_id,
+            )
+            for number in event.choices
+        ]
 
     def _work(self, event: Submit, prompt_ids: bytes) -> Work:
         return Work(
@@ -277,7 +323,11 @@ class TokenizerCore:
             return []  # it has ended meanwhile, which was told to all groups
         work, ids = entry.work, unpack(entry.work.prompt_ids)
         request = (event.request_id, ids, work.params.max_tokens, work.cache_salt)
-        group = self._router.choose(*request)
+        beside = self._ledger.beside(entry)
+        self._router.ended(event.request_id)
+        group = (
+            self._router.choose(*request) if beside is None else self._router.sent(beside, *request)
+        )
         self._ledger.move(event.request_id, group)
         self._counts["moved"] += 1
         accepted = Accepted(
@@ -344,3 +394,8 @@ class TokenizerCore:
         Leave: _on_leave,
         Unsent: _on_unsent,
     }
+
+
+def _names(event: Submit) -> list[str]:
+    """The ids of its choices."""
+    return choice_ids(event.request_id, event.choices)

@@ -5,26 +5,43 @@ Knows no driver. Bounded by the gateways' limit on waiting requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from msgspec import structs
+
+from pipeinfer.choices import choice_id, choice_ids
 from pipeinfer.messages import Submit
 
 
 @dataclass(frozen=True, slots=True)
 class LongPrompt:
-    """One request. `alone`: as for ledger.Entry; said when the request came, since it may be an
+    """What one Submit asks for. `alone`: as for ledger.Entry; said when it came, since it may be an
     older one that the gateways told of."""
 
     submit: Submit
     alone: bool
 
 
+def first_choice(submit: Submit) -> str:
+    """The request id of its first choice, by which a prompt is known while it is encoded. There may
+    be another Submit of the same request, with other choices."""
+    return choice_id(submit.request_id, submit.choices[0])
+
+
+def without(submit: Submit, request_id: str) -> Submit | None:
+    """`submit` without the choice of that request id; None if there was no other."""
+    name = submit.request_id
+    left = tuple(number for number in submit.choices if choice_id(name, number) != request_id)
+    return structs.replace(submit, choices=left) if left else None
+
+
 class Encoding:
-    """By request, in the order in which they came. `abandoned`: how many ended before they were
-    encoded, since nobody wanted them any more."""
+    """By first choice, in the order in which they came. `abandoned`: how many requests ended before
+    they were encoded, since nobody wanted them any more."""
 
     def __init__(self) -> None:
         self._prompts: dict[str, LongPrompt] = {}
+        self._names: dict[str, str] = {}  # of each choice that is wanted, the first
         self.abandoned = 0
 
     def __len__(self) -> int:
@@ -32,33 +49,49 @@ class Encoding:
 
     def put(self, prompt: LongPrompt) -> None:
         """A new attempt takes the place of an older one."""
-        self.forget(prompt.submit.request_id)
-        self._prompts[prompt.submit.request_id] = prompt
+        submit, name = prompt.submit, first_choice(prompt.submit)
+        for choice in choice_ids(submit.request_id, submit.choices):
+            self.forget(choice)
+            self._names[choice] = name
+        self._prompts[name] = prompt
 
-    def get(self, request_id: str, attempt: int) -> LongPrompt | None:
-        """If this attempt of the request is under way."""
-        prompt = self._prompts.get(request_id)
+    def get(self, name: str, attempt: int) -> LongPrompt | None:
+        """What has that first choice, if this attempt is under way, with the choices that somebody
+        wants."""
+        prompt = self._prompts.get(name)
         return prompt if prompt is not None and prompt.submit.attempt == attempt else None
 
     def knows(self, request_id: str, attempt: int) -> bool:
         """Whether this attempt of the request, or a later one, is under way."""
-        prompt = self._prompts.get(request_id)
+        prompt = self._prompts.get(self._names.get(request_id, ""))
         return prompt is not None and prompt.submit.attempt >= attempt
 
-    def encoded(self, request_id: str) -> None:
+    def encoded(self, name: str) -> None:
         """It is not under way any more."""
-        del self._prompts[request_id]
+        submit = self._prompts.pop(name).submit
+        for choice in choice_ids(submit.request_id, submit.choices):
+            del self._names[choice]
 
     def forget(self, request_id: str) -> None:
         """Nobody wants it; unknown ones are fine."""
-        self.abandoned += self._prompts.pop(request_id, None) is not None
+        name = self._names.pop(request_id, None)
+        if name is None:
+            return
+        self.abandoned += 1
+        prompt = self._prompts[name]
+        left = without(prompt.submit, request_id)
+        if left is None:
+            del self._prompts[name]
+        else:
+            self._prompts[name] = replace(prompt, submit=left)
 
     def forget_gateway(self, gateway: int) -> None:
         """What that gateway sent."""
-        kept = {n: p for n, p in self._prompts.items() if p.submit.gateway != gateway}
-        self.abandoned += len(self._prompts) - len(kept)
-        self._prompts = kept
+        gone = {n for n, prompt in self._prompts.items() if prompt.submit.gateway == gateway}
+        for choice in [choice for choice, name in self._names.items() if name in gone]:
+            self.forget(choice)
 
     def clear(self) -> None:
         """Another process goes on."""
         self._prompts.clear()
+        self._names.clear()

@@ -67,6 +67,12 @@ class Ledger:
         entry = self._entries[request_id]
         self._entries[request_id] = replace(entry, group=group, alone=False)
 
+    def beside(self, entry: Entry) -> int | None:
+        """The group that goes on with the leader of its requests; None if that is its own, or if
+        there is no other request."""
+        leader = self._entries.get(entry.work.leader, entry)
+        return leader.group if leader.group != entry.group else None
+
     def get(self, request_id: str) -> Entry | None:
         """Its entry, if it is unfinished."""
         return self._entries.get(request_id)

@@ -202,6 +202,12 @@ class Router:
             self._send(request_id, group, keys, len(prompt_ids), max_tokens)
         return group
 
+    def follows(self, request_id: str, group: int, max_tokens: int | None) -> None:
+        """A request was sent to `group` behind another with the same prompt, which it finds there
+        computed."""
+        if not self._alone and request_id not in self._open:
+            self._count(request_id, group, _outputs(max_tokens))
+
     def ended(self, request_id: str) -> None:
         """The request is over; unknown ones are fine."""
         entry = self._open.pop(request_id, None)
@@ -226,11 +232,17 @@ class Router:
     def _send(
         self, request_id: str, group: int, keys: list[bytes], length: int, max_tokens: int | None
     ) -> None:
+        missing = length - self._groups.prefixes[group].matched(keys)
+        self._count(request_id, group, missing + _outputs(max_tokens))
+        self._groups.add(group, keys)
+
+    def _count(self, request_id: str, group: int, tokens: int) -> None:
         groups = self._groups
-        missing = length - groups.prefixes[group].matched(keys)
-        tokens = missing + (UNKNOWN_OUTPUT if max_tokens is None else max_tokens)
         groups.sent[group] += tokens
         groups.open[group] += 1
         groups.ever[group] += tokens
-        groups.add(group, keys)
         self._open[request_id] = (group, tokens)
+
+
+def _outputs(max_tokens: int | None) -> int:
+    return UNKNOWN_OUTPUT if max_tokens is None else max_tokens
