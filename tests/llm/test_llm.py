@@ -246,8 +246,8 @@ def sampled_when_idle(llm: LLM, before: float, seconds: float = 30) -> float:
 def test_choices_of_a_prompt_are_what_their_seeds_give_and_it_is_computed_once(
     llm: LLM, prompts: list[str]
 ) -> None:
-    prompt = "".join(prompts) + "of nobody else"
-    params = SamplingParams(temperature=1.0, seed=2**64 - 2, max_tokens=12, n=4)
+    prompt = "of nobody else: " + "".join(prompts) + "and more"
+    params = SamplingParams(temperature=1.5, seed=2**64 - 2, max_tokens=12, n=4)
     time.sleep(0.6)  # of a heartbeat, so that all before it is told
     before = settled(llm, 0)
     (result,) = llm.generate(prompt, params, use_tqdm=False)
