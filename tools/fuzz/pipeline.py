@@ -10,8 +10,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from pipeinfer.bus import frames
 from pipeinfer.bus.frames import Header
+from pipeinfer.choices import choice_ids
 from pipeinfer.core import LOCAL
 from pipeinfer.events import Tick
 from pipeinfer.gateway.stage import build
@@ -96,7 +99,9 @@ class Gateway:
         if isinstance(arrived, Abort):
             self._gone.add(arrived.request_id)
         elif isinstance(arrived, Submit):
-            self._loop.call_soon(self._answer, arrived)
+            for name in choice_ids(arrived.request_id, arrived.choices):
+                one = msgspec.structs.replace(arrived, request_id=name, choices=(0,))
+                self._loop.call_soon(self._answer, one)
 
     def _answer(self, submit: Submit) -> None:
         if submit.prompt_ids is not None:

@@ -100,7 +100,7 @@ def bad() -> tuple[Asked, ...]:
         (400, cases.chat(temperature="hot")),
         (400, cases.chat(messages="hello")),
         (400, cases.chat(max_tokens=-1)),
-        (400, cases.chat(n=2)),
+        (400, cases.chat(n=0)),
         (400, cases.chat(tools=[{"type": "function"}])),
         (404, cases.chat(model="somebody-else")),
         (400, cases.completion(prompt="a" * 5000)),
