@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,9 @@ SCHEMAS = {
             "city": {"type": "string"},
             "days": {"type": "integer"},
             "units": {"type": "object"},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "kind": {"enum": ["3", "4"]},
+            "wind": {"type": ["number", "boolean"]},
         },
     },
     "now": {},
@@ -76,6 +80,16 @@ ANSWERS: list[tuple[str, str, str, Calls]] = [
     ("hermes", '<tool_call>\n{"nam', '<tool_call>\n{"nam', []),
     ("hermes", '<tool_call>{"name": 3}', '<tool_call>{"name": 3}', []),
     ("hermes", "x <tool_call>", "x <tool_call>", []),
+    ("hermes", hermes(call("now", {}))[:-13] + " Bye.", "Bye.", [("now", {})]),
+    ("hermes", "<tool_call>" + call("now", {}) + "\n<tool_call>" + call(W, VIENNA), "",
+     [("now", {}), (W, VIENNA)]),
+    ("hermes", hermes(call("now", {}) + "}", after=" Bye."), "Bye.", [("now", {})]),
+    ("hermes", hermes('{"name": "now", "arguments": {"a": 1}, "parameters": {}}'), "",
+     [("now", {"a": 1})]),
+    ("hermes", hermes('{"name": "now", "arguments": [1]}'), "", [("now", [1])]),
+    ("hermes", hermes('{"name": "now", "arguments": "soon"}'), "", [("now", "soon")]),
+    ("hermes", hermes('{"name": "a\\ud800"}'), hermes('{"name": "a\\ud800"}'), []),
+    ("llama3_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
     ("llama3_json", "Just text {a}", "Just text {a}", []),
     ("llama3_json", call(W, VIENNA, "parameters"), "", [(W, VIENNA)]),
     ("llama3_json", "\n " + call(W, HARD, "parameters"), "", [(W, HARD)]),
@@ -96,6 +110,11 @@ ANSWERS: list[tuple[str, str, str, Calls]] = [
      [("now", {}), (W, HARD)]),
     ("mistral", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", "", [("now", {})]),
     ("mistral", "[TOOL_CALLS]now", "[TOOL_CALLS]now", []),
+    ("mistral", "[TOOL_CALLS] [1, 2] x", "[TOOL_CALLS] [1, 2] x", []),
+    ("mistral", '[TOOL_CALLS] [{"x": 1}] x', '[TOOL_CALLS] [{"x": 1}] x', []),
+    ("mistral", "[TOOL_CALLS] I say {1}", "[TOOL_CALLS] I say {1}", []),
+    ("mistral", "[TOOL_CALLS]" + 300 * "x" + "{}", "[TOOL_CALLS]" + 300 * "x" + "{}", []),
+    ("mistral", "[TOOL_CALLS]{}", "[TOOL_CALLS]{}", []),
     ("qwen3_coder", "No call, a <b> only.", "No call, a <b> only.", []),
     ("qwen3_coder", coder(W, city="Wien", days="3"), "", [(W, VIENNA)]),
     ("qwen3_coder", "I look.\n\n" + coder("now"), "I look.", [("now", {})]),
@@ -108,6 +127,16 @@ ANSWERS: list[tuple[str, str, str, Calls]] = [
     ("qwen3_coder", "<function=now>\n</function>", "", [("now", {})]),
     ("qwen3_coder", coder(W, city="Wien").partition("</function>")[0], "", [(W, {"city": "Wien"})]),
     ("qwen3_coder", "<function=no", "<function=no", []),
+    ("qwen3_coder", "<function=" + "x" * 300 + ">", "<function=" + "x" * 300 + ">", []),
+    ("qwen3_coder", "<function=now><parameter=" + "x" * 300 + ">a</function>", "", [("now", {})]),
+    ("qwen3_coder", coder(W, note="3", kind="4", wind="True"), "",
+     [(W, {"note": "3", "kind": "4", "wind": True})]),
+    ("qwen3_coder", coder(W, note="null", city="", days="12345678901234567890"), "",
+     [(W, {"note": None, "city": "", "days": 12345678901234567890})]),
+    ("qwen3_coder", coder(W, city='ü\u2028😀 "\\\t{</parameter', wind="-1.5e3"), "",
+     [(W, {"city": 'ü\u2028😀 "\\\t{</parameter', "wind": -1500})]),
+    ("qwen3_coder", coder(W, city="Wien", days="3").replace("\n</parameter>", "") + " Bye.", "Bye.",
+     [(W, VIENNA)]),
 ]  # fmt: skip
 
 
@@ -135,6 +164,51 @@ def test_calls_and_content_are_found_wherever_the_text_is_cut(parser, text, cont
     assert _joined(singles) == _joined(whole)
     for cut in range(1, len(text)):
         assert _joined(read(settings, [text[:cut], text[cut:]])) == _joined(whole)
+
+
+DEEP = "[" * 3000 + "]" * 3000  # deeper than decoders of JSON go
+DEEP_ANSWERS = [
+    ("hermes", hermes(f'{{"name": "now", "x": {DEEP}, "arguments": {DEEP}}}'), DEEP),
+    ("hermes", hermes(f'{{"name": {DEEP}}}'), None),
+    ("mistral", f"[TOOL_CALLS]now{{{DEEP}", f"{{{DEEP}"),
+    ("qwen3_coder", coder("now", x=DEEP), json.dumps({"x": DEEP})),
+]
+
+
+@pytest.mark.parametrize(("parser", "text", "arguments"), DEEP_ANSWERS)
+def test_an_answer_that_is_nested_deeply_is_read_like_any_other(parser, text, arguments):
+    for pieces in ([text], list(text)):
+        calls = ["".join(parts) for _, *parts in read(Reading(tools=parser), pieces).calls]
+        assert calls == ([] if arguments is None else [arguments])
+
+
+LONG = 200_000
+LONG_ANSWERS = [
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "' + "x" * LONG),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}} ' + "x" * LONG),
+    ("hermes", '<tool_call>{"x": "' + "x" * LONG),
+    ("llama3_json", '{"x": "' + "x" * LONG),
+    ("mistral", "[TOOL_CALLS]" + "x" * LONG),
+    ("qwen3_coder", "<function=" + "x" * LONG),
+    ("qwen3_coder", "<function=f><parameter=" + "x" * LONG),
+    ("qwen3_coder", "<function=get_weather><parameter=city>" + "x" * LONG),
+    ("qwen3_coder", "<function=get_weather><parameter=units>" + "x" * LONG),
+]
+
+
+@pytest.mark.parametrize(("parser", "text"), LONG_ANSWERS)
+def test_the_work_for_a_piece_does_not_grow_with_the_answer(parser, text):
+    pieces = [text[at : at + 4] for at in range(0, len(text), 4)]
+    begun = time.process_time()
+    read(Reading(tools=parser), pieces[: len(pieces) // 8])
+    middle = time.process_time()
+    read(Reading(tools=parser), pieces)
+    assert time.process_time() - middle < 2 * 8 * (middle - begun) + 0.05
+
+
+def test_arguments_that_are_cut_off_amid_a_text_are_not_closed():
+    said = read(Reading(tools="qwen3_coder"), ["<function=get_weather><parameter=city>Wi"])
+    assert said.calls == [["get_weather", "{", '"city": ', '"Wi']]
 
 
 def _joined(said: Said) -> tuple[str, str, list[tuple[str, str]]]:

@@ -22,6 +22,7 @@ class Hermes:
     def __init__(self) -> None:
         self._state: Literal["content", "call", "closing"] = "content"
         self._text: str = ""
+        self._after: list[str] = []  # of a call, before it is closed
         self._calls = 0
         self._content = Content()
         self._object = CallObject(0)
@@ -38,8 +39,7 @@ class Hermes:
         pieces: list[Piece] = []
         if self._state == "call" and not self._object.named:
             self._content.say(OPENING + self._object.taken, pieces)
-        if self._state != "closing":
-            self._content.say(self._text, pieces)
+        self._content.say("".join((*self._after, self._text)), pieces)
         self._content.end(pieces)
         self._text = ""
         return pieces
@@ -50,8 +50,11 @@ class Hermes:
         self._text = found.rest
         if found.marker is None:
             return False
-        self._state, self._object = "call", CallObject(self._calls)
+        self._open()
         return True
+
+    def _open(self) -> None:
+        self._state, self._object = "call", CallObject(self._calls)
 
     def _inside(self, pieces: list[Piece]) -> bool:
         said, many = self._object.feed(self._text)
@@ -69,10 +72,17 @@ class Hermes:
             self._state = "content"
         return True
 
-    def _closing(self, _pieces: list[Piece]) -> bool:
-        found = find(self._text, (CLOSING,))
+    def _closing(self, pieces: list[Piece]) -> bool:
+        """What stands before the closing is a slip. Where another call is opened first, or nothing
+        comes, it was none: the closing was forgotten."""
+        found = find(self._text, (CLOSING, OPENING))
+        self._after.append(found.before)
         self._text = found.rest
         if found.marker is None:
             return False
+        after, self._after = "".join(self._after), []
         self._state = "content"
+        if found.marker == OPENING:
+            self._content.say(after, pieces)
+            self._open()
         return True

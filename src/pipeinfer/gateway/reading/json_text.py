@@ -5,6 +5,8 @@ Each character is looked at once, so it does not matter how the text is cut. Kno
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import msgspec
 
 from pipeinfer.gateway.pieces import SPACE, Piece
@@ -15,12 +17,11 @@ ARGUMENTS = ("arguments", "parameters")
 class ValueEnd:
     """Finds the end of one JSON value whose first character is not white space."""
 
-    __slots__ = ("_closing", "_depth", "_escaped", "_scalar", "_string", "done")
+    __slots__ = ("_depth", "_escaped", "_scalar", "_string", "done")
 
     def __init__(self) -> None:
         self._depth = 0
         self._string = self._escaped = self._scalar = self.done = False
-        self._closing = False
 
     def take(self, text: str, start: int) -> int:
         """Up to where `text` from `start` on belongs to the value."""
@@ -55,21 +56,28 @@ class ValueEnd:
 class CallObject:
     """Reads {"name": ..., "arguments": {...}}, or with "parameters", in any order.
 
-    `state`: "open", "done", or "broken" for what is no such object. `taken`: all of its text so
-    far. `named`: a piece with the call's name was given.
+    `call`: its number. `names`: of tools, None where any name will do. `state`: "open", "done", or
+    "broken" for what is no such object. `named`: a piece with the call's name was given.
     """
 
-    def __init__(self, call: int) -> None:
+    def __init__(self, call: int, names: Container[str] | None = None) -> None:
         self._call = call
+        self._names = names
         self.state = "open"
-        self.taken = ""
         self.named = False
+        self._taken: list[str] = []
         self._expects = "{"  # then: key, :, value, comma
-        self._key = self._raw = ""
+        self._key = ""
+        self._raw: list[str] = []  # of the value, unless it is passed on as it comes
         self._value: ValueEnd | None = None
-        self._streams = False  # the arguments' text goes out as it comes
-        self._early = ""  # arguments from before the name
+        self._streams = False
+        self._early: list[str] = []  # arguments from before the name
         self._argued = False
+
+    @property
+    def taken(self) -> str:
+        """All of its text until it was named."""
+        return "".join(self._taken)
 
     def feed(self, text: str) -> tuple[list[Piece], int]:
         """(pieces, how many characters of `text` belong to the object)."""
@@ -77,7 +85,8 @@ class CallObject:
         at = 0
         while at < len(text) and self.state == "open":
             at = self._next(text, at, pieces)
-        self.taken += text[:at]
+        if not self.named:
+            self._taken.append(text[:at])
         return pieces, at
 
     def _next(self, text: str, at: int, pieces: list[Piece]) -> int:
@@ -95,9 +104,9 @@ class CallObject:
         elif self._expects in ("comma", "key") and char == "}":
             self._close(pieces)
         elif self._expects == "value" or (self._expects == "key" and char == '"'):
-            self._value, self._raw = ValueEnd(), ""
-            named = self._expects == "value" and self._key in ARGUMENTS
-            self._streams = named and char == "{"
+            self._value, self._raw = ValueEnd(), []
+            argues = self._expects == "value" and self._key in ARGUMENTS and not self._argued
+            self._streams = argues and char == "{"
             return at
         else:
             self.state = "broken"
@@ -108,41 +117,43 @@ class CallObject:
         value = self._value
         assert value is not None
         end = value.take(text, at)
-        self._raw += text[at:end]
         if self._streams:
             self._argued = True
             self._argue(text[at:end], pieces)
+        else:
+            self._raw.append(text[at:end])
         if value.done:
             self._value = None
             self._ended(pieces)
         return end
 
     def _ended(self, pieces: list[Piece]) -> None:
-        """A key or a value is there, in `_raw`."""
-        try:
-            value = None if self._streams else msgspec.json.decode(self._raw)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            self.state = "broken"
-            return
+        """A key or a value is there. None but texts are decoded: others may be nested deeper than
+        a decoder goes."""
         if self._expects == "key":
-            self._key, self._expects = str(value), ":"
+            key = _text("".join(self._raw))
+            self._key, self._expects = key or "", ":"
+            if key is None:
+                self.state = "broken"
             return
         self._expects = "comma"
         if self._key == "name":
-            if not isinstance(value, str) or not value or self.named:
-                self.state = "broken"
-                return
-            self.named = True
-            pieces.append(Piece("call", value, self._call))
-            early, self._early = self._early, ""
-            self._argue(early, pieces)
-        elif self._key in ARGUMENTS and not self._streams:
-            self._argued = True  # a text that holds JSON, or nothing
-            self._argue(value if isinstance(value, str) and value else "{}", pieces)
+            self._name(_text("".join(self._raw)), pieces)
+        elif self._key in ARGUMENTS and not self._argued:
+            self._argued = True
+            self._argue(_arguments("".join(self._raw)), pieces)
+
+    def _name(self, name: str | None, pieces: list[Piece]) -> None:
+        if not name or self.named or (self._names is not None and name not in self._names):
+            self.state = "broken"
+            return
+        self.named = True
+        pieces.append(Piece("call", name, self._call))
+        self._argue("".join(self._early), pieces)
 
     def _argue(self, text: str, pieces: list[Piece]) -> None:
         if not self.named:
-            self._early += text
+            self._early.append(text)
         elif text:
             pieces.append(Piece("arguments", text, self._call))
 
@@ -150,3 +161,21 @@ class CallObject:
         self.state = "done" if self.named else "broken"
         if self.named and not self._argued:
             pieces.append(Piece("arguments", "{}", self._call))
+
+
+def _text(raw: str) -> str | None:
+    """What a text says that is written in JSON; None for anything else."""
+    try:
+        return msgspec.json.decode(raw, type=str)
+    except (msgspec.DecodeError, UnicodeError):
+        return None
+
+
+def _arguments(raw: str) -> str:
+    """Of arguments that are no object: an object that a text holds, none, or what they are."""
+    text = "" if raw == "null" else _text(raw)
+    if text is None:
+        return raw
+    if not text.strip(SPACE):
+        return "{}"
+    return text if text.lstrip(SPACE).startswith("{") else raw

@@ -5,7 +5,7 @@ Several stand behind each other, with a semicolon between; <|python_tag|> may st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Literal
 
 from pipeinfer.gateway.pieces import SPACE, Piece
@@ -15,14 +15,15 @@ TAG = "<|python_tag|>"
 
 
 class Llama3:
-    """An answer that does not begin with a call is content, to its end."""
+    """An answer that does not begin with a call of one of `names` is content, to its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Container[str]) -> None:
+        self._names = names
         self._state: Literal["begin", "call", "between", "content"] = "begin"
         self._text: str = ""
         self._before: str = ""  # of an object: white space, the tag
         self._calls = 0
-        self._object = CallObject(0)
+        self._object = CallObject(0, names)
 
     def read(self, text: str) -> Sequence[Piece]:
         self._text += text
@@ -81,7 +82,7 @@ class Llama3:
             return False
         self._before, self._text = self._text[: len(self._text) - len(bare)], bare
         if bare[0] == "{":
-            self._state, self._object = "call", CallObject(self._calls)
+            self._state, self._object = "call", CallObject(self._calls, self._names)
         else:
             self._state = "content"
         return True

@@ -4,6 +4,7 @@ name[ARGS]{...}, with [TOOL_CALLS] before each.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,6 +14,8 @@ from pipeinfer.gateway.reading.held import find
 from pipeinfer.gateway.reading.json_text import CallObject, ValueEnd
 
 OPENING = "[TOOL_CALLS]"
+MOST_BEFORE = 256  # letters between the opening and arguments: the name, an id, white space
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 class Mistral:
@@ -21,6 +24,7 @@ class Mistral:
     def __init__(self) -> None:
         self._state: Literal["content", "form", "list", "object", "name", "arguments"] = "content"
         self._text: str = ""
+        self._before = ""  # what the opening and white space behind it were, until a call comes
         self._calls = 0
         self._content = Content()
         self._object = CallObject(0)
@@ -43,12 +47,10 @@ class Mistral:
 
     def end(self) -> Sequence[Piece]:
         pieces: list[Piece] = []
-        if self._state in ("form", "name"):
-            self._content.say(OPENING + self._text, pieces)
-        elif self._state == "object" and not self._object.named:
-            self._content.say(self._object.taken + self._text, pieces)
-        elif self._state == "content":
-            self._content.say(self._text, pieces)
+        if self._state == "object" and not self._object.named:
+            self._content.say(self._before + self._object.taken + self._text, pieces)
+        elif self._state != "object" and self._state != "arguments":
+            self._content.say(self._before + self._text, pieces)
         self._content.end(pieces)
         self._text = ""
         return pieces
@@ -59,32 +61,43 @@ class Mistral:
         self._text = found.rest
         if found.marker is None:
             return False
-        self._state = "form"
+        self._state, self._before = "form", OPENING
         return True
 
     def _form(self, _pieces: list[Piece]) -> bool:
         bare = self._text.lstrip(SPACE)
         if not bare:
             return False
-        self._state = "list" if bare[0] == "[" else "name"
-        self._text = bare[1:] if bare[0] == "[" else bare
+        listed = bare[0] == "["
+        begun = len(self._text) - len(bare) + listed
+        self._before += self._text[:begun]
+        self._state, self._text = "list" if listed else "name", self._text[begun:]
         return True
 
-    def _list(self, _pieces: list[Piece]) -> bool:
-        self._text = self._text.lstrip(SPACE + ",")
-        if not self._text:
+    def _list(self, pieces: list[Piece]) -> bool:
+        bare = self._text.lstrip(SPACE + ",")
+        if not bare:
             return False
-        if self._text[0] == "{":
+        if bare[0] == "{":
             self._state, self._object = "object", CallObject(self._calls)
+        elif self._before:  # nothing of the list was a call
+            self._none(self._text[: len(self._text) - len(bare)], pieces)
         else:  # the end of the list, or what does not belong there
-            self._text = self._text.removeprefix("]")
+            bare = bare.removeprefix("]")
             self._state = "content"
+        self._text = bare
         return True
+
+    def _none(self, text: str, pieces: list[Piece]) -> None:
+        """What came since the opening is content."""
+        self._content.say(self._before + text, pieces)
+        self._before, self._state = "", "content"
 
     def _inside(self, pieces: list[Piece]) -> bool:
         said, many = self._object.feed(self._text)
         if self._object.named and said:
             self._content.call()
+            self._before = ""
         pieces += said
         self._text = self._text[many:]
         if self._object.state == "open":
@@ -93,24 +106,23 @@ class Mistral:
             self._calls += 1
             self._state = "list"
         else:
-            self._content.say(self._object.taken, pieces)
-            self._state = "content"
+            self._none(self._object.taken, pieces)
         return True
 
     def _name(self, pieces: list[Piece]) -> bool:
         """Up to the arguments; an id of the call may stand between."""
-        name, brace, rest = self._text.partition("{")
-        if not brace:
+        at = self._text.find("{", 0, MOST_BEFORE)
+        if at < 0 and len(self._text) < MOST_BEFORE:
             return False
-        name = name.partition("[")[0].strip(SPACE)
-        if not name:
-            self._content.say(OPENING + self._text, pieces)
-            self._text, self._state = "", "content"
-            return False
+        name = self._text[: max(at, 0)].partition("[")[0].strip(SPACE)
+        if not _NAME.fullmatch(name):
+            self._none("", pieces)
+            return True
         self._content.call()
+        self._before = ""
         pieces.append(Piece("call", name, self._calls))
         self._state, self._value = "arguments", ValueEnd()
-        self._text = brace + rest
+        self._text = self._text[at:]
         return True
 
     def _arguments(self, pieces: list[Piece]) -> bool:

@@ -10,14 +10,19 @@ from typing import Literal
 
 import msgspec
 
-from pipeinfer.gateway.pieces import Piece
+from pipeinfer.gateway.pieces import SPACE, Piece
 from pipeinfer.gateway.reading.content import Content
 from pipeinfer.gateway.reading.held import find
+from pipeinfer.gateway.reading.schema_types import types
 from pipeinfer.json_values import JsonObject, JsonValue
 
 TAG, END_TAG = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+# Models forget the last of them. A line's begin is asked for, since texts may hold such tags.
+ENDS_OF_VALUE = (END_PARAMETER, "\n" + PARAMETER, "\n" + END_FUNCTION)
+MOST_LETTERS = 256  # of a name
+_PYTHONS = {"True": "true", "False": "false", "None": "null"}
 
 
 class Qwen3Coder:
@@ -28,8 +33,9 @@ class Qwen3Coder:
         self._state: Literal["content", "name", "body", "key", "value"] = "content"
         self._text: str = ""
         self._calls = self._values = 0
-        self._function = self._key = ""
+        self._properties: JsonObject = {}
         self._content = Content()
+        self._value = _Value(frozenset())
 
     def read(self, text: str) -> Sequence[Piece]:
         self._text += text
@@ -46,14 +52,17 @@ class Qwen3Coder:
         return pieces
 
     def end(self) -> Sequence[Piece]:
-        """A call that did not come to its end has the parameters that did."""
+        """A call without an end is closed; one that is cut off amid a value is not, so that nobody
+        takes its arguments for whole ones."""
         pieces: list[Piece] = []
         if self._state == "name":
             self._content.say(FUNCTION + self._text, pieces)
         elif self._state == "content":
             self._content.say(self._text, pieces)
-        else:
-            self._close(pieces)
+        elif self._state == "body":
+            self._argue("}", pieces)
+        elif self._state == "value":
+            self._argue(self._value.add(self._text), pieces)
         self._content.end(pieces)
         self._text = ""
         return pieces
@@ -69,62 +78,136 @@ class Qwen3Coder:
         return found.marker is not None
 
     def _named(self, pieces: list[Piece]) -> bool:
-        name, bracket, rest = self._text.partition(">")
-        if not bracket:
-            return False
+        at = self._text.find(">", 0, MOST_LETTERS)
+        if at < 0:
+            if len(self._text) < MOST_LETTERS:
+                return False
+            self._content.say(FUNCTION, pieces)
+            self._state = "content"
+            return True
+        name, rest = self._text[:at], self._text[at + 1 :]
         self._content.call()
-        self._function, self._values, self._text = name.strip(), 0, rest
-        pieces.append(Piece("call", self._function, self._calls))
-        pieces.append(Piece("arguments", "{", self._calls))
+        self._values, self._text = 0, rest
+        properties = self._schemas.get(name.strip(), {}).get("properties")
+        self._properties = properties if isinstance(properties, dict) else {}
+        pieces.append(Piece("call", name.strip(), self._calls))
+        self._argue("{", pieces)
         self._state = "body"
         return True
 
     def _body(self, pieces: list[Piece]) -> bool:
         found = find(self._text, (PARAMETER, END_FUNCTION))
         self._text = found.rest
-        if found.marker == END_FUNCTION:
-            self._close(pieces)
-            self._calls += 1
-            self._state = "content"
-        elif found.marker is not None:
-            self._state = "key"
+        self._go_on(found.marker, pieces)
         return found.marker is not None
 
-    def _keyed(self, _pieces: list[Piece]) -> bool:
-        key, bracket, rest = self._text.partition(">")
-        if not bracket:
-            return False
-        self._key, self._text, self._state = key.strip(), rest, "value"
+    def _go_on(self, marker: str | None, pieces: list[Piece]) -> None:
+        """Behind a marker of the body."""
+        if marker == END_FUNCTION:
+            self._argue("}", pieces)
+            self._calls += 1
+            self._state = "content"
+        elif marker == PARAMETER:
+            self._state = "key"
+
+    def _keyed(self, pieces: list[Piece]) -> bool:
+        at = self._text.find(">", 0, MOST_LETTERS)
+        if at < 0:
+            self._state = "key" if len(self._text) < MOST_LETTERS else "body"
+            return self._state == "body"
+        key, rest = self._text[:at].strip(), self._text[at + 1 :]
+        self._argue(f"{', ' if self._values else ''}{_json(key)}: ", pieces)
+        self._values += 1
+        self._value = _Value(types(self._properties.get(key)))
+        self._text, self._state = rest, "value"
         return True
 
     def _valued(self, pieces: list[Piece]) -> bool:
-        found = find(self._text, (END_PARAMETER,))
+        found = find(self._text, ENDS_OF_VALUE)
+        self._text = found.rest
+        self._argue(self._value.add(found.before), pieces)
         if found.marker is None:
             return False
-        text = found.before.removeprefix("\n").removesuffix("\n")
-        value = self._value(text)
-        between = ", " if self._values else ""
-        member = f"{between}{_json(self._key)}: {_json(value)}"
-        pieces.append(Piece("arguments", member, self._calls))
-        self._values += 1
-        self._text, self._state = found.rest, "body"
+        self._argue(self._value.end(), pieces)
+        self._state = "body"
+        self._go_on(found.marker.lstrip(), pieces)
         return True
 
-    def _close(self, pieces: list[Piece]) -> None:
-        pieces.append(Piece("arguments", "}", self._calls))
-
-    def _value(self, text: str) -> JsonValue:
-        """A text, where the schema says so or nothing else can be read from it."""
-        properties = self._schemas.get(self._function, {}).get("properties")
-        schema = properties.get(self._key) if isinstance(properties, dict) else None
-        kind = schema.get("type") if isinstance(schema, dict) else None
-        if kind == "string":
-            return text
-        try:
-            return msgspec.json.decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return {"True": True, "False": False, "None": None}.get(text, text)
+    def _argue(self, text: str, pieces: list[Piece]) -> None:
+        if text:
+            pieces.append(Piece("arguments", text, self._calls))
 
 
-def _json(value: JsonValue) -> str:
+class _Value:
+    """Makes JSON of one value, of the `types` that its schema allows; none: nothing is known.
+
+    A text goes on as it comes. What may be something else is known at its end.
+    """
+
+    def __init__(self, types: frozenset[str]) -> None:
+        self._types = types
+        self._only_text = types == frozenset(("string",))
+        self._begun = False
+        self._line = ""  # the end of a line: of the last one it does not belong to the value
+        self._parts: list[str] = []
+
+    def add(self, text: str) -> str:
+        """JSON that is certain."""
+        if not text:
+            return ""
+        opening = ""
+        if not self._begun:
+            self._begun = True
+            text = text.removeprefix("\n")
+            opening = '"' * self._only_text
+        text = self._line + text
+        bare = text.removesuffix("\n")
+        self._line = text[len(bare) :]
+        if self._only_text:
+            return opening + _json(bare)[1:-1]
+        self._parts.append(bare)
+        return ""
+
+    def end(self) -> str:
+        """The rest of it."""
+        if self._only_text:
+            return '"' if self._begun else '""'
+        text = "".join(self._parts)
+        bare = text.strip(SPACE)
+        written = _PYTHONS.get(bare, bare)
+        return written if self._allows(_type(written)) else _json(text)
+
+    def _allows(self, found: str) -> bool:
+        """Whether a value of type `found` may stand for itself. Where no type fits, one that is no
+        text does: its tool says better what is wrong with it."""
+        if not found:
+            return False
+        fits = found in self._types or (found == "integer" and "number" in self._types)
+        return fits or "string" not in self._types
+
+
+def _type(text: str) -> str:
+    """Of the value that a text is in JSON; of none or of a text that is not quoted, empty."""
+    try:
+        value: JsonValue = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return ""
+    match value:
+        case bool():
+            return "boolean"
+        case None:
+            return "null"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case list():
+            return "array"
+        case dict():
+            return "object"
+        case _:
+            return "string"
+
+
+def _json(value: str) -> str:
     return msgspec.json.encode(value).decode()

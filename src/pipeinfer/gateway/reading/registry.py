@@ -30,7 +30,7 @@ class ToolParser:
 
 TOOL_PARSERS: dict[str, ToolParser] = {
     "hermes": ToolParser(lambda _: Hermes()),
-    "llama3_json": ToolParser(lambda _: Llama3(), special=True),
+    "llama3_json": ToolParser(Llama3, special=True),
     "mistral": ToolParser(lambda _: Mistral(), special=True),
     "qwen3_coder": ToolParser(Qwen3Coder),
 }
