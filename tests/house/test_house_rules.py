@@ -235,6 +235,14 @@ def test_messages_are_built_by_keyword():
     assert found == []
 
 
+def test_no_two_files_of_tests_have_one_name():
+    """Tests stand in no packages, so pytest knows each file by its last name alone: a second
+    file of a name is not collected, if both fall to one worker."""
+    names = [p.name for p in (ROOT / "tests").rglob("*.py") if p.name != "conftest.py"]
+    assert len(names) > 100
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
 def test_nothing_imports_pickle():
     banned = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
     guilty = {n: imported(p) & banned for n, p in zip(NAMES, MODULES, strict=True)}
