@@ -105,6 +105,7 @@ def normalized(params: SamplingParams) -> SamplingParams:
         top_k=0 if params.top_k == -1 else params.top_k,
         top_p=LEAST_TOP_P if 0 <= params.top_p < LEAST_TOP_P else params.top_p,
         logit_bias=_biases(params.logit_bias),
+        structured_outputs=_as_texts(params.structured_outputs),
     )
     _check_sampling(params)
     _check_penalties(params)
@@ -112,10 +113,26 @@ def normalized(params: SamplingParams) -> SamplingParams:
     _check_stops(params)
     _check_biases(params.logit_bias)
     _check_logprobs(params)
-    if params.structured_outputs is not None:  # nothing holds an output to it yet
-        raise InvalidParameter("structured_outputs", "structured_outputs are not supported")
     check_choices("n", params.n)
     return params
+
+
+def _as_texts(given: StructuredOutputs | None) -> StructuredOutputs | None:
+    """With a schema as text and choices as a tuple: callers have them as a dict and a list."""
+    if given is None:
+        return None
+    json, choice = given.json, given.choice
+    try:
+        if json is not None and not isinstance(json, str):
+            json = msgspec.json.encode(json).decode()
+        choice = None if choice is None else msgspec.convert(choice, tuple[str, ...])
+        return msgspec.convert(
+            msgspec.to_builtins(msgspec.structs.replace(given, json=json, choice=choice)),
+            StructuredOutputs,
+        )
+    except (TypeError, ValueError, AttributeError) as error:
+        message = f"structured_outputs: {error}"
+        raise InvalidParameter("structured_outputs", message) from None
 
 
 def _biases(given: dict[int, float] | dict[str, float] | None) -> dict[int, float]:

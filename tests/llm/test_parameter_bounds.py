@@ -42,7 +42,10 @@ def test_what_is_no_finite_number_is_refused(name: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("structured_outputs", StructuredOutputs(regex="a")),  # until something reads it
+        ("structured_outputs", StructuredOutputs()),
+        ("structured_outputs", StructuredOutputs(regex="a" * 70_000)),
+        ("structured_outputs", StructuredOutputs(json={"a": object()})),
+        ("structured_outputs", StructuredOutputs(choice="ab")),
         ("top_k", 2**31),
         ("min_tokens", 2**63),
         ("min_tokens", 2**31),

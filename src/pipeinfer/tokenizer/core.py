@@ -37,7 +37,7 @@ from pipeinfer.messages import (
 from pipeinfer.packing import unpack
 from pipeinfer.recovery import REPEAT, RollCall, answer, number
 from pipeinfer.tokenizer.encoding import Encoding, LongPrompt, first_choice, without
-from pipeinfer.tokenizer.events import Encode, Encoded
+from pipeinfer.tokenizer.events import Encode, Encoded, Tried, Try
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.ledger import Entry, Ledger
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
@@ -121,6 +121,17 @@ class TokenizerCore:
             return self._refuse_all(event, 503, "the server is shutting down")
         # Until the gateways have told all, it may be one that was sent to a group nobody remembers.
         alone = self._roll_call.complete
+        if event.params.structured_outputs is None or event.only_encode:
+            return self._encode(event, alone)
+        try:
+            self._encoder.weigh(event)  # for what it refuses
+        except Rejected as error:
+            return self._refuse_all(event, error.status, str(error), error.param, error.code)
+        self._encoding.put(LongPrompt(event, alone))
+        return [Send(LOCAL, "", Try(first_choice(event), event.attempt))]
+
+    def _encode(self, event: Submit, alone: bool) -> list[Send]:
+        """At once, or on a lane if its prompt is long."""
         try:
             weight = self._encoder.weigh(event)
             if weight > AT_ONCE:
@@ -130,6 +141,16 @@ class TokenizerCore:
         except Rejected as error:
             return self._refuse_all(event, error.status, str(error), error.param, error.code)
         return self._pass_on(event, ids, alone)
+
+    def _on_tried(self, event: Tried, _now: float) -> list[Send]:
+        waiting = self._encoding.get(event.request_id, event.attempt)
+        if waiting is None:
+            return []  # as for Encoded
+        self._encoding.encoded(event.request_id)
+        if event.status:
+            why = (event.status, event.message, "structured_outputs", "invalid_value")
+            return self._refuse_all(waiting.submit, *why)
+        return self._encode(waiting.submit, waiting.alone)
 
     def _unknown(self, event: Submit) -> Submit | None:
         """`event` with the choices that are not known here yet; None if all are."""
@@ -380,6 +401,7 @@ class TokenizerCore:
     _handlers: ClassVar[dict[type[Message], Callable[..., list[Send]]]] = {
         Submit: _on_submit,
         Encoded: _on_encoded,
+        Tried: _on_tried,
         Abort: _on_abort,
         Done: _on_done,
         Recover: _on_recover,

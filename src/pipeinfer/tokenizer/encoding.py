@@ -1,4 +1,5 @@
-"""What a tokenizer has accepted and not encoded yet: long prompts, which are under way elsewhere.
+"""What a tokenizer has accepted and not encoded yet: long prompts, which are under way elsewhere,
+and prompts whose grammar is being tried.
 
 Knows no driver. Bounded by the gateways' limit on waiting requests.
 """

@@ -9,9 +9,10 @@ from __future__ import annotations
 import numpy as np
 from tokenizers import Tokenizer
 
+from pipeinfer.grammars.bounds import GrammarError, check
 from pipeinfer.messages import Submit
 from pipeinfer.packing import unpack
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.tokenizer.bounds import cover
 from pipeinfer.tokenizer.client_strings import weight
 from pipeinfer.tokenizer.control_texts import ControlTexts, NoMarks, Rendered
@@ -153,6 +154,8 @@ class PromptEncoder:
             for token in getattr(params, param):
                 if not 0 <= token < self._vocab_size:
                     raise self._unknown_token(token, param)
+        if params.structured_outputs is not None:
+            self._check_grammar(params.structured_outputs)
         if params.min_tokens > 0:
             ends = frozenset(params.stop_token_ids)
             if not params.ignore_eos:
@@ -163,6 +166,19 @@ class PromptEncoder:
                     "vocabulary end the answer, so that none is left to begin it with",
                     "min_tokens",
                 )
+
+    def _check_grammar(self, spec: StructuredOutputs) -> None:
+        """What is known of it without a compiler."""
+        param = "structured_outputs"
+        if self._tokenizer is None or not self._eos_ids:
+            missing = "tokenizer" if self._tokenizer is None else "token that ends a text"
+            raise Rejected(f"{param} cannot be served: the model has no {missing}", param)
+        try:
+            check(spec)
+        except GrammarError as error:
+            raise Rejected(f"{param}: {error}", param) from None
+        if spec.after and self._tokenizer.token_to_id(spec.after) is None:
+            raise Rejected(f"{param}: the model has no token {spec.after[:100]!r}", param)
 
     def _unknown_token(self, token: int, param: str) -> Rejected:
         size = self._vocab_size

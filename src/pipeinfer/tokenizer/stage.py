@@ -1,4 +1,5 @@
-"""Builds the tokenizer stage: its core, and beside it the lanes for long prompts.
+"""Builds the tokenizer stage: its core, and beside it the lanes for long prompts
+and the processes that try grammars.
 
 Knows which other stages it listens to; what a checkpoint's files say is read in building.py.
 """
@@ -13,8 +14,10 @@ from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.building import make_encoder
 from pipeinfer.tokenizer.core import TokenizerCore
+from pipeinfer.tokenizer.driver import TokenizerDriver
 from pipeinfer.tokenizer.lanes import Lanes
 from pipeinfer.tokenizer.routing import Router
+from pipeinfer.tokenizer.trials import Trials
 
 
 def build(context: StageContext) -> Stage:
@@ -30,7 +33,8 @@ def build(context: StageContext) -> Stage:
     groups = settings.dp > 1
     listens = (*((stage, "group") for stage in topology.ids("scheduler")), *deaths(topology))
     lanes = Lanes(folder, settings, core.encoding)
-    return Stage(core, lanes, listens=listens if groups else ())
+    driver = TokenizerDriver(lanes, Trials(folder, core.encoding))
+    return Stage(core, driver, listens=listens if groups else ())
 
 
 def make_core(
