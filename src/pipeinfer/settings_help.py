@@ -14,6 +14,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "control_tokens_in_messages": ("", "let messages spell control tokens, as vLLM does"),
         "tool_parser": ("NAME", "how calls of tools are read: a parser, none; auto: by template"),
         "reasoning_parser": ("NAME", "how thoughts are told apart: the same"),
+        "grammar_backend": ("", "what holds outputs to grammars; none: they are refused"),
         "dtype": ("", "auto: float32 on a CPU, else the checkpoint's"),
         "load_format": ("", "dummy: random weights, no weight file is read"),
         "max_model_len": ("N", "tokens of prompt and output; default: what the checkpoint says"),

@@ -27,6 +27,7 @@ from pipeinfer.gateway.schema import (
     Generation,
 )
 from pipeinfer.gateway.shapes import Shown
+from pipeinfer.gateway.structured import structured
 from pipeinfer.gateway.tools import check_arguments, for_template, tool_schemas
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.packing import pack
@@ -102,6 +103,7 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     chat, arguments = chat_prompt(
         request.messages, request.chat_template_kwargs, request.add_generation_prompt
     )
+    params = _behind_thoughts(params, arguments, terms.reading)
     schemas = tool_schemas(request, terms.reading)
     if schemas is not None:
         arguments["tools"] = [msgspec.to_builtins(tool) for tool in request.tools or ()]
@@ -122,6 +124,17 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     job = _job(request, [call], params.n, shown)
     short = terms.reading.tools == "mistral"
     return dataclasses.replace(job, reader=reader, short_ids=short)
+
+
+def _behind_thoughts(
+    params: SamplingParams, arguments: JsonObject, reading: Reading
+) -> SamplingParams:
+    """A grammar is about the answer, not about thoughts before it."""
+    spec = params.structured_outputs
+    thinks = not any(arguments.get(name) is False for name in ("enable_thinking", "thinking"))
+    if spec is None or not thinks or not reading.end_of_thoughts:
+        return params
+    return replace(params, structured_outputs=replace(spec, after=reading.end_of_thoughts))
 
 
 def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: str) -> Job:
@@ -244,7 +257,7 @@ def _params(
         param = names.get(error.param, error.param)
         message = str(error).replace(f"{error.param} must", f"{param} must")
         raise ApiError(400, message, param, "invalid_value") from None
-    return replace(params, prompt_logprobs=shown.of_prompt)
+    return replace(params, prompt_logprobs=shown.of_prompt, structured_outputs=structured(request))
 
 
 def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str | list[int]]:

@@ -66,6 +66,16 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Bounded | None = None
     add_special_tokens: bool | None = None
     n: Bounded | None = None
+    response_format: JsonObject | None = None  # this and the rest: structured.py
+    structured_outputs: JsonObject | None = None
+    guided_json: JsonObject | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: JsonObject | str | None = None
+    format: JsonObject | str | None = None
 
 
 class ContentPart(msgspec.Struct, frozen=True):

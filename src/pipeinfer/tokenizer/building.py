@@ -41,6 +41,7 @@ def make_encoder(folder: Path, settings: Settings, alone: bool = False) -> Built
         settings.control_tokens_in_messages,
         alone,
     )
+    encoder.serves_grammars = settings.grammar_backend != "none"
     return Built(encoder, eos_ids)
 
 

@@ -53,6 +53,7 @@ class PromptEncoder:
         self._max_model_len = max_model_len
         self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
         self._alone = alone
+        self.serves_grammars = True
         self._cover = None if tokenizer is None else cover(tokenizer)
         self._stand_ins = None if tokenizer is None else StandIns(tokenizer)
         texts = () if tokenizer is None or control_tokens else special_texts(tokenizer)
@@ -170,6 +171,8 @@ class PromptEncoder:
     def _check_grammar(self, spec: StructuredOutputs) -> None:
         """What is known of it without a compiler."""
         param = "structured_outputs"
+        if not self.serves_grammars:
+            raise Rejected(f"{param} are turned off: --grammar-backend is none", param)
         if self._tokenizer is None or not self._eos_ids:
             missing = "tokenizer" if self._tokenizer is None else "token that ends a text"
             raise Rejected(f"{param} cannot be served: the model has no {missing}", param)
