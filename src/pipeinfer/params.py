@@ -41,12 +41,14 @@ Alternatives = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
 
 class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What the whole output must be; exactly one is given. json: a JSON schema, as text. regex: a
-    regular expression. choice: one of these texts. grammar: in llguidance's Lark."""
+    regular expression. choice: one of these texts. grammar: in llguidance's Lark.
+    after: what comes up to this text, one token of the model, is free; it is not output yet."""
 
     json: str | None = None
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
+    after: str = ""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

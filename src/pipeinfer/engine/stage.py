@@ -67,7 +67,7 @@ def build(context: StageContext) -> Stage:
     )
     scheduler = f"scheduler-{identity.group}"
     core = EngineCore(_hello(context, loaded), scheduler, memory, loaded.runner.phases.span)
-    driver = _driver(loaded, settings.profile, profile)
+    driver = _driver(loaded, settings.profile, profile, folder)
     return Stage(core, driver, 0.1, ((scheduler, "plan"),), _facts(loaded))
 
 
@@ -122,15 +122,21 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
     return join(first, identity.rank, size, device, timeout, ordinal, wires)
 
 
-def _driver(loaded: LoadedEngine, steps: int, profile: Path | None) -> DeviceDriver:
-    """`steps` of them are recorded into the file `profile`, if there is one."""
+def _driver(loaded: LoadedEngine, steps: int, profile: Path | None, folder: Path) -> DeviceDriver:
+    """`steps` of them are recorded into the file `profile`, if there is one. `folder`: the
+    checkpoint's, for the vocabulary of grammars."""
     from pipeinfer.engine.driver import DeviceDriver
     from pipeinfer.engine.executor import Executor
+    from pipeinfer.engine.masks import Masks
     from pipeinfer.engine.profile import StepProfile
+    from pipeinfer.grammars.store import GrammarStore
+    from pipeinfer.text.ends import grammar_setup
 
     phases = loaded.runner.phases
     watch = None if profile is None else StepProfile(steps, profile, phases)
-    return DeviceDriver(partial(Executor, loaded.runner, watch=watch), phases)
+    masks = Masks(GrammarStore(partial(grammar_setup, folder)), os.cpu_count() or 1)
+    start = partial(Executor, loaded.runner, watch=watch, masks=masks)
+    return DeviceDriver(start, phases, masks.prepare)
 
 
 class Progress:

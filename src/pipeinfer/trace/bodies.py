@@ -25,6 +25,7 @@ LOCAL_IN = {
     "tokenizer": ("pipeinfer.tokenizer.events:Encoded",),
     "engine": (
         "pipeinfer.events:StepDone",
+        "pipeinfer.events:Compiled",
         "pipeinfer.events:NewEpoch",
         "pipeinfer.engine.core:StepFailed",
     ),
@@ -35,6 +36,7 @@ LOCAL_OUT = {
         for name in ("Started", "Delta", "Failed", "StatusChanged")
     ),
     "tokenizer": ("pipeinfer.tokenizer.events:Encode",),
+    "engine": ("pipeinfer.engine.core:Compile",),
 }
 
 

@@ -136,3 +136,12 @@ def edit(
     banned = edits.bans.words.numpy()[slot, 0]
     for row in np.flatnonzero(banned).tolist():
         ban(logits[row], int(slot[row]), int(positions[row]), edits.bans, first_id, not values)
+
+
+def mask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int = 0) -> None:
+    width = logits.shape[1]
+    for row, own in zip(rows.tolist(), words.numpy(), strict=True):
+        bits = np.unpackbits(own.view(np.uint8), bitorder="little")[first_id : first_id + width]
+        forbidden = torch.from_numpy(bits == 0)
+        logits[row, : len(bits)].masked_fill_(forbidden, float("-inf"))
+        logits[row, len(bits) :] = float("-inf")
