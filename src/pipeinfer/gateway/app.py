@@ -23,6 +23,7 @@ from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call, Started
 from pipeinfer.gateway.intake import Intake
 from pipeinfer.gateway.metrics import Metrics
+from pipeinfer.gateway.outlets import ChunkStream, WholeBody
 from pipeinfer.gateway.port import Port
 from pipeinfer.gateway.requests import Job, Terms, chat_job, completion_job
 from pipeinfer.gateway.responses import Handler, error_response, json_response, of_http
@@ -186,9 +187,9 @@ class _Handlers:
         model, created = self._service.model, int(time.time())
         answer = Answer(chat, base, created, model, job.shown, job.reader, job.short_ids)
         sink: EventStream | WholeAnswer = (
-            EventStream(answer, job.choices, job.include_usage)
+            EventStream(ChunkStream(answer, job.choices, job.include_usage))
             if job.stream
-            else WholeAnswer(answer, job.choices, _best(job))
+            else WholeAnswer(WholeBody(answer, job.choices, _best(job)))
         )
         admission = self._service.admission
         admission.prompts(request, job.prompts)
