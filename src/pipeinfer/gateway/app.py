@@ -19,11 +19,15 @@ from pipeinfer.gateway.best_of import Best
 from pipeinfer.gateway.bodies import Bodies
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cors import Cors
+from pipeinfer.gateway.dialects import responses_body
+from pipeinfer.gateway.dialects.dialect import Speech, SpeechOutlet, dialect_job
+from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
+from pipeinfer.gateway.dialects.responses_events import ResponseSpeech
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call, Started
 from pipeinfer.gateway.intake import Intake
 from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.outlets import ChunkStream, WholeBody
+from pipeinfer.gateway.outlets import ChunkStream, Outlet, WholeBody
 from pipeinfer.gateway.port import Port
 from pipeinfer.gateway.requests import Job, Terms, chat_job, completion_job
 from pipeinfer.gateway.responses import Handler, error_response, json_response, of_http
@@ -109,6 +113,7 @@ class _Handlers:
             for name, handler in (
                 ("/v1/chat/completions", self.chat),
                 ("/v1/completions", self.completions),
+                ("/v1/responses", self.responses),
                 ("/v1/embeddings", self.embeddings),
             ):
                 router.add_post(path(name), handler, expect_handler=_later)
@@ -152,6 +157,16 @@ class _Handlers:
         del body
         return await self._answer(request, base, job, chat=False)
 
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        base = f"resp_{uuid.uuid4().hex}"
+        body = await self._body(request, ResponsesRequest)
+        chat = responses_body.as_chat(body)
+        job = dialect_job(chat, base, self._service.terms, _trace(request), responses_body.NAMES)
+        answer = self._said(base, job, chat=True)
+        speech = ResponseSpeech(body, answer, job.params)
+        del body, chat
+        return await self._speak(request, job, answer, speech)
+
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request, TokenizeRequest)
         call = tokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.terms)
@@ -183,14 +198,26 @@ class _Handlers:
     async def _answer(
         self, request: web.Request, base: str, job: Job, chat: bool
     ) -> web.StreamResponse:
-        self._check_room(job.choices)
-        model, created = self._service.model, int(time.time())
-        answer = Answer(chat, base, created, model, job.shown, job.reader, job.short_ids)
-        sink: EventStream | WholeAnswer = (
-            EventStream(ChunkStream(answer, job.choices, job.include_usage))
+        answer = self._said(base, job, chat)
+        outlet: Outlet = (
+            ChunkStream(answer, job.choices, job.include_usage)
             if job.stream
-            else WholeAnswer(WholeBody(answer, job.choices, _best(job)))
+            else WholeBody(answer, job.choices, _best(job))
         )
+        return await self._respond(request, job, outlet)
+
+    async def _speak(
+        self, request: web.Request, job: Job, answer: Answer, speech: Speech
+    ) -> web.StreamResponse:
+        return await self._respond(request, job, SpeechOutlet(answer, speech, job.stream))
+
+    def _said(self, base: str, job: Job, chat: bool) -> Answer:
+        model, created = self._service.model, int(time.time())
+        return Answer(chat, base, created, model, job.shown, job.reader, job.short_ids)
+
+    async def _respond(self, request: web.Request, job: Job, outlet: Outlet) -> web.StreamResponse:
+        self._check_room(job.choices)
+        sink = EventStream(outlet) if job.stream else WholeAnswer(outlet)
         admission = self._service.admission
         admission.prompts(request, job.prompts)
         # Whatever still runs is hung up at the end, also when the handler is cancelled because the

@@ -170,9 +170,10 @@ MESSAGES: dict[str, tuple[JsonValue, ...]] = {
 HARMLESS = frozenset(
     (
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "cache_control", "inference_geo", "betas", "request_id", "id_slot", "cache_prompt",
+        "prompt_cache_retention", "request_id", "id_slot", "cache_prompt",
         "keep_alive", "rid", "bootstrap_host", "bootstrap_port", "bootstrap_room",
-        "data_parallel_rank", "timings_per_token", "return_progress", "stream_reasoning",
+        "cache_control", "inference_geo", "betas", "data_parallel_rank",
+        "timings_per_token", "return_progress", "stream_reasoning",
         "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length",
         "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau", "mirostat_eta",
         "repeat_last_n", "post_sampling_probs", "guided_decoding_backend", "provider", "models",
