@@ -16,6 +16,7 @@ from pipeinfer import LLM
 from pipeinfer.channels import CHANNELS
 from pipeinfer.cli import flags
 from pipeinfer.cli.main import COMMANDS
+from pipeinfer.gateway.dialects.messages_body import MessagesRequest
 from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
 from pipeinfer.gateway.foreign_fields import REFUSED
 from pipeinfer.gateway.health import Health
@@ -214,7 +215,7 @@ def test_every_parameter_is_documented_as_supported_or_refused():
     built = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
     for name in built:
         assert f"`{name}`" in supported, name
-    for heading, kind in (("Responses", ResponsesRequest),):
+    for heading, kind in (("Responses", ResponsesRequest), ("Messages", MessagesRequest)):
         section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
         for name in {*kind.__struct_fields__, *kind.refused} - set(REFUSED):
             assert f"`{name}`" in section, name

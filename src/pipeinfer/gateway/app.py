@@ -7,69 +7,33 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 import uuid
-from dataclasses import dataclass, field
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from pipeinfer.gateway.admission import Admission
+from pipeinfer.gateway.answering import Answering, trace
 from pipeinfer.gateway.best_of import Best
-from pipeinfer.gateway.bodies import Bodies
-from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.cors import Cors
-from pipeinfer.gateway.dialects import responses_body
-from pipeinfer.gateway.dialects.dialect import Speech, SpeechOutlet, dialect_job
-from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
-from pipeinfer.gateway.dialects.responses_events import ResponseSpeech
+from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error_in_dialect
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.events import Call, Started
-from pipeinfer.gateway.intake import Intake
-from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.outlets import ChunkStream, Outlet, WholeBody
-from pipeinfer.gateway.port import Port
-from pipeinfer.gateway.requests import Job, Terms, chat_job, completion_job
-from pipeinfer.gateway.responses import Handler, error_response, json_response, of_http
+from pipeinfer.gateway.requests import Job, chat_job, completion_job
+from pipeinfer.gateway.responses import Handler, json_response, of_http
 from pipeinfer.gateway.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Request,
     TokenizeRequest,
 )
-from pipeinfer.gateway.shapes import Answer
-from pipeinfer.gateway.streams import EventStream, WholeAnswer, api_error
-from pipeinfer.gateway.tokenizing import (
-    Encoded,
-    detokenize_call,
-    tokenize_call,
-    tokens_shown,
-)
+from pipeinfer.gateway.service import Service
+from pipeinfer.gateway.tokenizing import detokenize_call, tokenize_call, tokens_shown
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)
 
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 REQUEST_ID = "x-request-id"
-
-
-@dataclass(frozen=True)
-class Service:
-    """What the handlers need. `context_length`: tokens of prompt and output, 0 if not known."""
-
-    core: GatewayCore
-    port: Port
-    metrics: Metrics
-    model: str
-    terms: Terms
-    admission: Admission
-    cors: Cors
-    max_body_bytes: int = 32 * 2**20
-    context_length: int = 0
-    created: int = field(default_factory=lambda: int(time.time()))
 
 
 def build_app(service: Service) -> web.Application:
@@ -97,7 +61,8 @@ async def _later(request: web.Request) -> None:
 class _Handlers:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._intake = Intake(Bodies(service.max_body_bytes), service.metrics.unknown_fields)
+        self._answering = Answering(service)
+        self._dialects = DialectHandlers(self._answering)
 
     def route(self, router: web.UrlDispatcher) -> None:
         """Says which path is whose."""
@@ -113,8 +78,8 @@ class _Handlers:
             for name, handler in (
                 ("/v1/chat/completions", self.chat),
                 ("/v1/completions", self.completions),
-                ("/v1/responses", self.responses),
                 ("/v1/embeddings", self.embeddings),
+                *self._dialects.routes().items(),
             ):
                 router.add_post(path(name), handler, expect_handler=_later)
         router.add_post("/tokenize", self.tokenize, expect_handler=_later)
@@ -129,15 +94,15 @@ class _Handlers:
             try:
                 return await handler(request)
             except ApiError as error:
-                return error_response(error)
+                return error_in_dialect(request, error)
             except web.HTTPException as error:
-                response = error_response(of_http(request, error))
+                response = error_in_dialect(request, of_http(request, error))
                 if "Allow" in error.headers:
                     response.headers["Allow"] = error.headers["Allow"]
                 return response
             except Exception:
                 log.exception("%s %s failed", request.method, request.path)
-                return error_response(ApiError(500, "internal error"))
+                return error_in_dialect(request, ApiError(500, "internal error"))
 
         return errors
 
@@ -145,98 +110,43 @@ class _Handlers:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         base = f"chatcmpl-{uuid.uuid4().hex}"
-        body = await self._body(request, ChatRequest)
-        job = chat_job(body, base, self._service.terms, _trace(request))
+        body = await self._answering.body(request, ChatRequest)
+        job = chat_job(body, base, self._service.terms, trace(request))
         del body  # an answer takes minutes, in which the core has all that is needed
         return await self._answer(request, base, job, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         base = f"cmpl-{uuid.uuid4().hex}"
-        body = await self._body(request, CompletionRequest)
-        job = completion_job(body, base, self._service.terms, _trace(request))
+        body = await self._answering.body(request, CompletionRequest)
+        job = completion_job(body, base, self._service.terms, trace(request))
         del body
         return await self._answer(request, base, job, chat=False)
 
-    async def responses(self, request: web.Request) -> web.StreamResponse:
-        base = f"resp_{uuid.uuid4().hex}"
-        body = await self._body(request, ResponsesRequest)
-        chat = responses_body.as_chat(body)
-        job = dialect_job(chat, base, self._service.terms, _trace(request), responses_body.NAMES)
-        answer = self._said(base, job, chat=True)
-        speech = ResponseSpeech(body, answer, job.params)
-        del body, chat
-        return await self._speak(request, job, answer, speech)
-
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await self._body(request, TokenizeRequest)
+        body = await self._answering.body(request, TokenizeRequest)
         call = tokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.terms)
-        prompt = await self._encoded(request, call)
+        prompt = await self._answering.encoded(request, call)
         return json_response(tokens_shown(prompt, self._service.context_length))
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await self._body(request, DetokenizeRequest)
+        body = await self._answering.body(request, DetokenizeRequest)
         call = detokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.terms)
-        prompt = await self._encoded(request, call)
+        prompt = await self._answering.encoded(request, call)
         return json_response({"prompt": prompt.prompt_text})
-
-    async def _encoded(self, request: web.Request, call: Call) -> Started:
-        sink = Encoded()
-        admission = self._service.admission
-        async with self._service.port.opened([call], admission.metered(request, sink)):
-            return await sink.prompt()
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
         raise ApiError(501, "this server's model makes no embeddings", code="not_implemented")
 
-    async def _body(self, request: web.Request, kind: type[Request]) -> Request:
-        """The checked body, read only if its request could be taken now."""
-        self._check_room(1)
-        body = await self._intake.take(request, kind)
-        self._check_model(body.model)
-        return body
-
     async def _answer(
         self, request: web.Request, base: str, job: Job, chat: bool
     ) -> web.StreamResponse:
-        answer = self._said(base, job, chat)
+        answer = self._answering.said(base, job, chat)
         outlet: Outlet = (
             ChunkStream(answer, job.choices, job.include_usage)
             if job.stream
             else WholeBody(answer, job.choices, _best(job))
         )
-        return await self._respond(request, job, outlet)
-
-    async def _speak(
-        self, request: web.Request, job: Job, answer: Answer, speech: Speech
-    ) -> web.StreamResponse:
-        return await self._respond(request, job, SpeechOutlet(answer, speech, job.stream))
-
-    def _said(self, base: str, job: Job, chat: bool) -> Answer:
-        model, created = self._service.model, int(time.time())
-        return Answer(chat, base, created, model, job.shown, job.reader, job.short_ids)
-
-    async def _respond(self, request: web.Request, job: Job, outlet: Outlet) -> web.StreamResponse:
-        self._check_room(job.choices)
-        sink = EventStream(outlet) if job.stream else WholeAnswer(outlet)
-        admission = self._service.admission
-        admission.prompts(request, job.prompts)
-        # Whatever still runs is hung up at the end, also when the handler is cancelled because the
-        # client is gone.
-        async with self._service.port.opened(job.calls, admission.metered(request, sink)):
-            return await sink.respond(request)
-
-    def _check_room(self, requests: int) -> None:
-        refusal = self._service.core.refusal(requests=requests)
-        if refusal is not None:
-            self._service.metrics.ended("refused")
-            raise api_error(refusal)
-
-    def _check_model(self, model: str | None) -> None:
-        if model is not None and model != self._service.model:
-            message = (
-                f"the model {model[:200]!r} does not exist; this server has {self._service.model!r}"
-            )
-            raise ApiError(404, message, "model", "model_not_found")
+        return await self._answering.respond(request, job, outlet)
 
     # -------------------------------------------------------------------------------------- models
 
@@ -245,7 +155,7 @@ class _Handlers:
         return json_response({"object": "list", "data": [self._model()]})
 
     async def one_model(self, request: web.Request) -> web.StreamResponse:
-        self._check_model(request.match_info["model"])
+        self._answering.check_model(request.match_info["model"])
         self._check_answering()
         return json_response(self._model())
 
@@ -316,7 +226,10 @@ def loose(path: str) -> str:
 
 async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
     given = request.headers.get(REQUEST_ID, "")
-    response.headers[REQUEST_ID] = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    name = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    response.headers[REQUEST_ID] = name
+    if MESSAGES.fullmatch(request.path):
+        response.headers["request-id"] = name  # as Anthropic's clients know it
     del response.headers["Server"]  # what software answers is nobody's business
 
 
@@ -326,8 +239,3 @@ def _best(job: Job) -> Best | None:
         return None
     wanted = job.shown.logprobs is not None
     return Best(job.choices, job.choices // job.prompts, job.best, wanted)
-
-
-def _trace(request: web.Request) -> str:
-    given = request.headers.get("traceparent", "")
-    return given if TRACEPARENT.fullmatch(given) else ""

@@ -5,6 +5,7 @@ A dialect knows its bodies and events; calls, readers and connections are those 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
@@ -149,7 +150,8 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     if not known:
         return error
     name = names[known] + param[len(known) :].replace(".function", "")
-    message = error.message.replace(param, name).replace(known, names[known])
+    pattern = rf"(?<![\w.]){re.escape(param)}(?!\w)"
+    message = re.sub(pattern, lambda _: name, error.message, count=1)
     return ApiError(error.status, message, name, error.code, error.retry_after)
 
 
