@@ -24,7 +24,7 @@ from pipeinfer.gateway.port import Sink
 from pipeinfer.gateway.responses import GONE, Handler
 
 ANONYMOUS = "anonymous"  # whose limits count where no key is needed: everybody's together
-GUARDED = ("/v1", "/tokenize", "/detokenize")  # and all that is below
+GUARDED = ("/v1", "/tokenize", "/detokenize", "/reset_prefix_cache")  # and all that is below
 SLASHES = re.compile("/+")  # routes take several for one
 PREFIX = "x-ratelimit-"  # as OpenAI's servers call them
 

@@ -34,7 +34,7 @@ class Answering:
 
     async def body(self, request: web.Request, kind: type[Request]) -> Request:
         """The checked body, read only if its request could be taken now."""
-        self._check_room(1)
+        self.check_room(1)
         body = await self._intake.take(request, kind)
         self.check_model(body.model)
         return body
@@ -46,7 +46,7 @@ class Answering:
 
     async def respond(self, request: web.Request, job: Job, outlet: Outlet) -> web.StreamResponse:
         """Runs the job; `outlet` makes the answer."""
-        self._check_room(job.choices)
+        self.check_room(job.choices)
         sink = EventStream(outlet) if job.stream else WholeAnswer(outlet)
         admission = self.service.admission
         admission.prompts(request, job.prompts)
@@ -70,7 +70,8 @@ class Answering:
             )
             raise ApiError(404, message, "model", "model_not_found")
 
-    def _check_room(self, requests: int) -> None:
+    def check_room(self, requests: int) -> None:
+        """ApiError where so many more requests would not be taken now."""
         refusal = self.service.core.refusal(requests=requests)
         if refusal is not None:
             self.service.metrics.ended("refused")

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 REQUEST_ID = "x-request-id"
+RESET = 10.0  # seconds; a group that is started again takes longer, and then has nothing cached
 
 
 def build_app(service: Service) -> web.Application:
@@ -84,6 +85,7 @@ class _Handlers:
                 router.add_post(path(name), handler, expect_handler=_later)
         router.add_post("/tokenize", self.tokenize, expect_handler=_later)
         router.add_post("/detokenize", self.detokenize, expect_handler=_later)
+        router.add_post("/reset_prefix_cache", self.reset_prefix_cache)
 
     # --------------------------------------------------------------------------------- middlewares
 
@@ -133,6 +135,18 @@ class _Handlers:
         call = detokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.terms)
         prompt = await self._answering.encoded(request, call)
         return json_response({"prompt": prompt.prompt_text})
+
+    async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
+        """As vLLM's; what is in the body, if anything, says nothing."""
+        self._answering.check_room(0)
+        rows = self._service.core.health.rows.values()
+        groups = {row.group for row in rows if row.name == "scheduler"}
+        name = f"reset-{uuid.uuid4().hex}"
+        missing = await self._service.port.reset_caches(name, groups, RESET)
+        if missing:
+            message = f"groups {sorted(missing)} have not answered within {RESET:g} s"
+            raise ApiError(503, message, code="reset_unanswered", retry_after=1)
+        return web.Response()
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
         raise ApiError(501, "this server's model makes no embeddings", code="not_implemented")
