@@ -40,11 +40,20 @@ class NewEpoch(Message, frozen=True):
     """To an engine: end the epoch in good order, so that what follows begins with empty memory."""
 
 
+class Compiled(Message, frozen=True):
+    """To an engine: the grammar that Compile(request_id) asked for is there, or cannot be because
+    of `error`."""
+
+    request_id: str
+    error: str = ""
+
+
 class StepDone(Message, frozen=True):
     """The device finished step `number`. int32 bytes: `counts`, how many tokens each row gave that
     sampled; `token_ids`, row after row; `bad`, those of these rows whose logits were not finite.
     `logprobs`, `prompts`: scores (pipeinfer/logprobs.py) of those ids whose rows ask for them, and
-    of each of the chunks whose tokens are scored."""
+    of each of the chunks whose tokens are scored. `refused`: rows whose grammar allows nothing,
+    with the reason."""
 
     epoch: int
     number: int
@@ -54,3 +63,4 @@ class StepDone(Message, frozen=True):
     bad: bytes = b""
     logprobs: bytes = b""
     prompts: tuple[bytes, ...] = ()
+    refused: dict[int, str] = {}

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from pipeinfer.json_values import JsonObject
-from pipeinfer.params import MOST_CHOICES, SamplingParams
+from pipeinfer.params import MOST_CHOICES, SamplingParams, StructuredOutputs
 from pipeinfer.step_cost import StepCost
 
 PROTOCOL = 8
@@ -159,6 +159,14 @@ class Admit(Message, frozen=True):
     score_from: int = -1
 
 
+class Prepare(Message, frozen=True):
+    """Requests wait for the grammar `spec`, the first of them `request_id`: compile it, and answer
+    Prepared. Sent until all ranks have answered."""
+
+    request_id: str
+    spec: StructuredOutputs
+
+
 class Plan(Message, frozen=True):
     """One step: releases, then admits, then rows `advance(slot, up to count tokens)`. With `reset`
     cached prefixes that no request uses are forgotten between releases and admits.
@@ -206,6 +214,15 @@ class Ready(Message, frozen=True):
     steps: int = 0
 
 
+class Prepared(Message, frozen=True):
+    """The rank has what Prepare(request_id) asked for, or cannot have it because of `error`."""
+
+    rank: int
+    incarnation: int
+    request_id: str
+    error: str = ""
+
+
 class Admitted(Message, frozen=True):
     """Plan `number` was applied; said long before its tokens exist. `slots`, `cached`: int32 bytes,
     so many tokens of each came from the cache. `free`, `evictable`: pages after the plan;
@@ -227,7 +244,8 @@ class Result(Message, frozen=True):
     `produced`: int32 bytes, how many ids of `token_ids` belong to each row (0 where it did not
     sample). `free`, `evictable`, `evicted`: as in Admitted. `digest`: running hash of decisions.
     `bad`: int32 bytes, slots whose logits were not finite: such a row has produced nothing.
-    `logprobs`: scores of the ids whose requests ask for them, in the ids' order."""
+    `logprobs`: scores of the ids whose requests ask for them, in the ids' order. `refused`: slots
+    whose grammar allows nothing, with the reason: such a row has produced nothing either."""
 
     epoch: int
     number: int
@@ -243,6 +261,7 @@ class Result(Message, frozen=True):
     bad: bytes = b""
     evicted: int = 0
     logprobs: bytes = b""
+    refused: dict[int, str] = {}
 
 
 class PromptScores(Message, frozen=True):

@@ -6,9 +6,11 @@ HTTP, no tokenizer and no torch; names and defaults are those of vLLM's Sampling
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, cast
 
 import msgspec
+
+from pipeinfer.json_values import JsonValue
 
 MOST_INT = 2**31 - 1  # counts and ids are int32 on the device
 # Above it the logits of any model differ by less than the noise: all tokens are as likely. What is
@@ -34,12 +36,14 @@ Alternatives = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
 
 class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What the whole output must be; exactly one is given. json: a JSON schema, as text. regex: a
-    regular expression. choice: one of these texts. grammar: in llguidance's Lark."""
+    regular expression. choice: one of these texts. grammar: in llguidance's Lark, or GBNF.
+    after: what comes up to this text, one token of the model, is free; it is not output yet."""
 
     json: str | None = None
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
+    after: str = ""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -59,6 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     asks for none. Of the model's own logits, before all that is said above. prompt_logprobs: the
     same of the prompt's tokens, all but the first.
     n: choices of the prompt, 1 to 128; choice i is what the seed + i gives (mod 2**64).
+    structured_outputs: what the whole output must be; not with min_tokens.
     """
 
     temperature: float = 1.0
@@ -103,6 +108,7 @@ def normalized(params: SamplingParams) -> SamplingParams:
         top_k=0 if params.top_k == -1 else params.top_k,
         top_p=LEAST_TOP_P if 0 <= params.top_p < LEAST_TOP_P else params.top_p,
         logit_bias=_biases(params.logit_bias),
+        structured_outputs=_plain(params.structured_outputs),
     )
     _check_sampling(params)
     _check_penalties(params)
@@ -110,10 +116,22 @@ def normalized(params: SamplingParams) -> SamplingParams:
     _check_stops(params)
     _check_biases(params.logit_bias)
     _check_logprobs(params)
-    if params.structured_outputs is not None:  # nothing holds an output to it yet
-        raise InvalidParameter("structured_outputs", "structured_outputs are not supported")
+    if params.structured_outputs is not None and params.min_tokens:
+        message = "min_tokens is not allowed with structured_outputs"
+        raise InvalidParameter("min_tokens", message)
     check_choices("n", params.n)
     return params
+
+
+def _plain(spec: StructuredOutputs | None) -> StructuredOutputs | None:
+    """With the schema as text and the choice as a tuple; callers may give a dict and a list."""
+    if spec is None:
+        return None
+    schema = cast("JsonValue", spec.json)
+    if schema is not None and not isinstance(schema, str):
+        schema = msgspec.json.encode(schema).decode()
+    choice = None if spec.choice is None else tuple(spec.choice)
+    return msgspec.structs.replace(spec, json=schema, choice=choice)
 
 
 def _biases(given: dict[int, float] | dict[str, float] | None) -> dict[int, float]:

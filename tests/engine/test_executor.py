@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 from single_steps import empty_step
 
-from pipeinfer.engine.device import HostDevice, HostMark
+from pipeinfer.engine.device import HostDevice, HostMark, InTwoParts
 from pipeinfer.engine.executor import MOST_UNFINISHED, Executor
-from pipeinfer.steps.step import Sampled, Step
+from pipeinfer.steps.step import MaskRows, Sampled, Step
 
 
 @dataclass
@@ -165,3 +166,102 @@ def test_reports_for_a_loop_that_is_gone_are_dropped():
     runner.end(0)
     executor.close()
     assert not seen
+
+
+class TwoParts(LaunchedStep):
+    """With masked rows: its first part has ended, the second ends when the test says so."""
+
+    def __init__(self, number: int, log: list) -> None:
+        super().__init__(number)
+        self.first, self.log = HostMark(), log
+        self.first.end(None)
+        self.rest, self.mark = self.mark, InTwoParts(self.first)
+
+    def finish(self, fill) -> None:
+        self.log.append(("fill", self.number, fill(np.zeros((1, 1), np.int32))))
+        self.mark.complete(self.rest)
+
+
+class MaskedRunner(Runner):
+    """Steps of odd numbers have masked rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list = []
+
+    def launch(self, step, before):
+        self.log.append(("launch", step.number))
+        if step.masked is None:
+            return super().launch(step, before)
+        self.launched.append(TwoParts(step.number, self.log))
+        return self.launched[-1]
+
+    def end(self, number, error=None):
+        [one] = [one for one in self.launched if one.number == number]
+        (one.rest if isinstance(one, TwoParts) else one.mark).end(error)
+
+
+class Filled:
+    """Masks that say what they are told."""
+
+    def __init__(self, log: list) -> None:
+        self.log = log
+
+    def fill(self, step, words):
+        if step.number == 13:
+            raise ValueError("fill of 13")
+        return {0: f"refused {step.number}"}
+
+    def take(self, step, sampled):
+        self.log.append(("take", step.number))
+
+    def close(self):
+        self.log.append("closed")
+
+
+def masked(number: int) -> Step:
+    step = empty_step(number)
+    rows = MaskRows(np.array([0]), np.array([0], dtype=np.int32))
+    return replace(step, masked=rows) if number % 2 else step
+
+
+async def test_a_step_with_masked_rows_is_finished_when_the_one_before_was_reported():
+    runner, reports = MaskedRunner(), Reports()
+    executor = Executor(runner, reports.done, reports.error, masks=Filled(runner.log))
+    for number in range(3):
+        executor.submit(masked(number))
+    assert runner.log == [("launch", 0), ("launch", 1)], "the third waits behind the second"
+    assert executor.unreported == 3
+    runner.end(0)
+    assert (await reports.all.get())[0] == 0
+    assert runner.log[2:] == [
+        ("take", 0), ("fill", 1, {0: "refused 1"}), ("launch", 2),
+    ]  # fmt: skip
+    executor.submit(masked(3))
+    assert runner.log[5:] == [("launch", 3)]
+    runner.end(1)
+    runner.end(2)
+    assert [(await reports.all.get())[0] for _ in range(2)] == [1, 2]
+    assert runner.log[6:] == [("take", 1), ("take", 2), ("fill", 3, {0: "refused 3"})]
+    runner.end(3)
+    assert (await reports.all.get())[0] == 3
+    executor.close()
+    assert runner.log[-1] == "closed"
+
+
+async def test_masks_that_cannot_be_made_are_the_steps_own_error():
+    runner, reports = MaskedRunner(), Reports()
+    executor = Executor(runner, reports.done, reports.error, masks=Filled(runner.log))
+    executor.submit(masked(13))
+    executor.submit(masked(14))
+    runner.end(14)
+    assert [(await reports.all.get())[:2] for _ in range(2)] == [(13, "fill of 13"), (14, [14])]
+
+
+async def test_a_step_behind_one_that_is_not_finished_counts():
+    runner, reports = MaskedRunner(), Reports()
+    executor = Executor(runner, reports.done, reports.error, masks=Filled(runner.log))
+    for number in range(MOST_UNFINISHED):
+        executor.submit(masked(number))
+    with pytest.raises(RuntimeError, match=f"while {MOST_UNFINISHED} are unfinished"):
+        executor.submit(masked(9))

@@ -183,6 +183,15 @@ async def test_what_was_answered_can_be_sent_back_as_it_is(
     assert chat and [m["role"] for m in chat] == ["user", "assistant", "tool", "tool"]
 
 
+async def test_a_form_is_handed_over_as_a_chats(gateway: Gateway) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    answer = await raw(gateway, **said("x"), output_config={"format": form, "effort": "low"})
+    submit = gateway.pipeline.submits[-1]
+    assert answer.status_code == 200 and submit.params.structured_outputs is not None
+    assert submit.params.structured_outputs.json == '{"type":"object"}'
+    assert submit.template_arguments == {"reasoning_effort": "low"}
+
+
 async def test_ends_are_told_apart(gateway: Gateway, clients: Clients) -> None:
     cut = await clients(gateway).messages.create(**{**said("one two three"), "max_tokens": 2})
     assert cut.stop_reason == "max_tokens"
@@ -282,7 +291,7 @@ USER = {"role": "user", "content": "x"}
         ({"tools": [{**WEATHER, "strict": True}]}, "tools[0].strict"),
         ({"tools": [WEATHER], "tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"a": "x" * 2**20}}}},
          "output_config.format"),
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
         ({"container": "x"}, "container"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 
@@ -140,6 +141,22 @@ async def test_what_was_answered_can_be_sent_back_as_it_is(calling: Gateway) -> 
     assert chat[1]["reasoning_content"] == "hm hm" and len(chat[1]["tool_calls"]) == 2  # type: ignore
 
 
+class City(pydantic.BaseModel):
+    """What an answer is to be."""
+
+    city: str
+
+
+async def test_an_answer_of_a_form_is_parsed_by_the_client(gateway: Gateway) -> None:
+    made = await gateway.client().responses.parse(
+        model="test", input='{"city":"Wien"}', text_format=City
+    )
+    assert made.output_parsed == City(city="Wien")
+    wanted = gateway.pipeline.submits[-1].params.structured_outputs
+    assert wanted is not None and wanted.json is not None
+    assert json.loads(wanted.json)["properties"]["city"]["type"] == "string"
+
+
 async def test_a_cut_answer_is_incomplete(gateway: Gateway) -> None:
     made = await gateway.client().responses.create(
         model="test", input="one two three", max_output_tokens=2
@@ -173,8 +190,8 @@ async def test_a_refusal_before_the_first_token_is_a_plain_error(gateway: Gatewa
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content[0].type", None),
         ({"input": "x", "include": ["file_search_call.results"]}, "include[0]", None),
-        ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {}}}},
-         "text.format", None),
+        ({"input": "x", "text": {"format": {"type": "json_schema"}}},
+         "text.format", "invalid_value"),
         ({"input": "x", "tools": [WEATHER], "tool_choice": "required"}, "tool_choice", None),
         ({"input": []}, "input", "invalid_value"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]},

@@ -15,6 +15,7 @@ from pipeinfer.grammars import compiling
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.grammars.masks import GrammarSource, fill_all
 
+ALONE = LLExecutor(1)
 PERSON = json.dumps(
     {
         "type": "object",
@@ -31,7 +32,7 @@ PERSON = json.dumps(
 
 def allowed(row):
     words = np.zeros(VOCABULARY.words, dtype=np.int32)
-    assert row.fill(words) == row.error
+    assert fill_all(ALONE, [row], words[None]) == [row.error]
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
 
 
@@ -147,7 +148,7 @@ def test_rows_filled_together_are_as_rows_filled_alone():
     assert fill_all(LLExecutor(2), together, masks) == [""] * len(texts)
     for text, words in zip(texts, masks, strict=True):
         alone = np.zeros(VOCABULARY.words, dtype=np.int32)
-        assert source(ids_of(text), json=PERSON).fill(alone) == ""
+        assert fill_all(ALONE, [source(ids_of(text), json=PERSON)], alone[None]) == [""]
         assert np.array_equal(words, alone) and words.any()
 
 

@@ -30,6 +30,7 @@ MANY_ATTRIBUTES = {
     "Shell": "all that surrounds a core meets in it",
     "Tap": "it joins one stage's shell, clock, settings and recorder",
     "Recorder": "two threads share it: what each of them has is listed together",
+    "Executor": "a step's whole way past it: submitted, launched, finished, reported, counted",
     "Runner": "one rank's parts, which a step passes through one after the other",
     "HttpDriver": "a server's life: listening, accepting, leaving, stopping",
 }

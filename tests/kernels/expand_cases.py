@@ -152,3 +152,22 @@ def test_edits_change_the_logits_of_their_slots_rows_alone(kernels, dtype, added
     where = [torch.tensor(part, device=DEVICE) for part in (rows, positions)]
     kernels.edit(logits, *where, EditsBySlot(ints(counts), words), first_id, added)
     assert torch.equal(logits.cpu(), expected)
+
+
+@each_set
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("first_id", "bits"), [(0, 4096), (70, 4096), (4000, 4096), (0, 2080)])
+def test_a_mask_forbids_what_has_no_bit_in_its_rows_alone(kernels, dtype, first_id, bits):
+    logits = randn(0, 5, 2100, dtype=dtype)
+    allowed = torch.rand(3, bits, generator=torch.Generator().manual_seed(1)) < 0.3
+    allowed[1], allowed[2] = False, True
+    powers = torch.arange(32)
+    words = (allowed.view(3, -1, 32).long() << powers).sum(2)
+    words = torch.where(words >= 2**31, words - 2**32, words).int().to(DEVICE)
+    rows = torch.tensor([4, 0, 2], device=DEVICE)
+    expected = logits.cpu().clone()
+    for row, own in zip(rows.tolist(), allowed, strict=True):
+        own = torch.cat((own, torch.zeros(2100 + first_id, dtype=torch.bool)))
+        expected[row, ~own[first_id : first_id + 2100]] = float("-inf")
+    kernels.mask(logits, rows, words, first_id)
+    assert torch.equal(logits.cpu(), expected)

@@ -7,14 +7,15 @@ every logit can be seen.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 
 import numpy as np
 
 from kept_logits import kept
-from pipeinfer.engine.core import Compute, EngineCore
+from pipeinfer.engine.core import Compile, Compute, EngineCore
 from pipeinfer.engine.driver import step_done
 from pipeinfer.engine.loading import load_engine
-from pipeinfer.events import Tick
+from pipeinfer.events import Compiled, Tick
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Plan, PromptTokens, Tokens, Work
 from pipeinfer.packing import pack, unpack
@@ -43,15 +44,18 @@ class Cores:
 
     logits: (request id, position) -> float32 [vocab] from which the token there was sampled. With
     `collectives`, of that rank's share; the cores of all ranks then do the same at the same time.
-    `loaded`: an engine whose former cores are not used any more, instead of loading one.
+    `loaded`: an engine whose former cores are not used any more, instead of loading one. `masks`:
+    for requests with a grammar.
     """
 
     def __init__(
-        self, folder, settings: Settings, policy="mixed", budget=256, collectives=None, loaded=None
-    ) -> None:
+        self, folder, settings: Settings, policy="mixed", budget=256, collectives=None, loaded=None,
+        masks=None,
+    ) -> None:  # fmt: skip
         rank = collectives.rank if collectives else 0
         loaded = loaded or load_engine(settings, folder, rank=rank, collectives=collectives)
         self.loaded = loaded
+        self.masks = masks
         self.memory = MemoryManager(
             loaded.pages, loaded.page_size, loaded.max_slots, loaded.max_model_len, settings.cache
         )
@@ -120,7 +124,9 @@ class Cores:
             for admit in message.admits:
                 self._slots[admit.slot] = admit.request_id
         for send in self.engine.handle(message, 0.0):
-            if isinstance(send.message, Compute):
+            if isinstance(send.message, Compile):
+                self._to_engine(Compiled(send.message.request_id))
+            elif isinstance(send.message, Compute):
                 # The slots of this step, before a later plan gives them to somebody else.
                 names = [self._slots[slot] for slot in send.message.step.slots.tolist()]
                 self._steps.append((send.message.step, names))
@@ -133,7 +139,11 @@ class Cores:
         runner = self.loaded.runner
         runner.keep_logits = True
         flight = runner.launch(step)
+        if step.masked is not None:
+            flight.finish(partial(self.masks.fill, step))
         sampled = flight.take()
+        if self.masks is not None:
+            self.masks.take(step, sampled)
         self._remember(step, names, flight)
         self._to_engine(step_done(step, sampled))
 

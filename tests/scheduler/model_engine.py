@@ -18,11 +18,14 @@ from pipeinfer.messages import (
     Hello,
     Message,
     Plan,
+    Prepare,
+    Prepared,
     Ready,
     Release,
     Result,
 )
 from pipeinfer.packing import pack, unpack
+from pipeinfer.params import StructuredOutputs
 from pipeinfer.step_cost import StepCost
 
 VOCABULARY = 50
@@ -91,6 +94,7 @@ class ModelEngine:
         self.budget, self.caching = budget, caching
         self.incarnation = 1
         self.outbox: deque[Message] = deque()
+        self.prepared: list[StructuredOutputs] = []  # grammars that were asked for
         self.deferred = 0
         self.prefilled = 0  # tokens
         self._forget(0)
@@ -122,6 +126,9 @@ class ModelEngine:
             else:
                 self._forget(0)
                 self.outbox.append(self.hello())
+        elif isinstance(message, Prepare):
+            self.prepared.append(message.spec)
+            self.outbox.append(Prepared(0, self.incarnation, message.request_id))
         elif isinstance(message, Plan) and message.epoch == self.epoch:
             self._apply(message)
 

@@ -10,7 +10,8 @@ from test_scheduler_core import Client, pipeline
 from pipeinfer.choices import choice_id
 from pipeinfer.messages import Delivered, Done, Fault, Work
 from pipeinfer.packing import pack
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.scheduler import preparation
 from pipeinfer.scheduler.phase import NEXT
 from pipeinfer.scheduler.request import Request, from_work
 
@@ -110,6 +111,44 @@ def one_that_ran_elsewhere_is_taken_back_after_the_one_that_leads() -> None:
     p.settle()
 
 
+def with_grammar(p, name: str, most: int, regex: str, leader="", prompt=(7, 8, 9)) -> None:
+    spec = StructuredOutputs(regex=regex)
+    params = SamplingParams(max_tokens=most, min_tokens=most, structured_outputs=spec)
+    p.clients[name] = Client(list(prompt), most, most)
+    work = Work(name, 1, 0, 0, pack(list(prompt)), params, 0, eos_ids=(3, 11), leader=leader)
+    p.feed(work)
+
+
+def grammars_are_waited_for(monkeypatch) -> None:
+    monkeypatch.setattr(preparation, "KNOWN", 1)
+    p = started(pages=14, page_size=4, slots=4, budget=64)
+    with_grammar(p, "first", 30, "a+", prompt=[5] * 8)
+    with_grammar(p, "second", 30, "a+", prompt=[6] * 8)
+    with_grammar(p, "leaves", 30, "b+")
+    p.clients["leaves"].cut = 0
+    p.feed(Done(("leaves",)))
+    for _ in range(6):
+        p.deliver()
+    with_grammar(p, "third", 30, "c+", prompt=[4] * 8)  # what is taken back now is not known
+    p.settle()
+    p = started(pages=200)
+    for choice in ("c", "c/1"):
+        with_grammar(p, choice, 20, "d+", leader="c")
+    for _ in range(6):
+        p.deliver()
+    p.feed(Fault(p.engine.epoch, 0, "it leaves", orderly=True))
+    p.engine.crash()  # the next process knows nothing
+    p.settle()
+    p = started(pages=200)
+    with_grammar(p, "one", 20, "e+", prompt=[5] * 8)
+    with_grammar(p, "other", 20, "f+", prompt=[6] * 8)
+    for _ in range(9):
+        p.deliver()
+    p.feed(Fault(p.engine.epoch, 0, "it leaves", orderly=True))
+    p.engine.crash()
+    p.settle()
+
+
 def test_every_way_of_the_table_is_gone_and_no_other(monkeypatch):
     ways = set()
     move = Request.move
@@ -128,6 +167,7 @@ def test_every_way_of_the_table_is_gone_and_no_other(monkeypatch):
     one_that_crashes_every_engine()
     choices_wait_for_the_prompt_of_one()
     one_that_ran_elsewhere_is_taken_back_after_the_one_that_leads()
+    grammars_are_waited_for(monkeypatch)
     assert ways == ALLOWED
 
 

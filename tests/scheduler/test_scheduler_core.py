@@ -11,9 +11,20 @@ from msgspec import structs
 
 from pipeinfer.choices import choice_ids
 from pipeinfer.events import Tick
-from pipeinfer.messages import Abort, Begin, Done, GroupFault, Open, Plan, StopHit, Tokens, Work
+from pipeinfer.messages import (
+    Abort,
+    Begin,
+    Done,
+    GroupFault,
+    Open,
+    Plan,
+    Prepare,
+    StopHit,
+    Tokens,
+    Work,
+)
 from pipeinfer.packing import pack, unpack
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.scheduler.ends import ENDS
 
@@ -43,7 +54,7 @@ class Pipeline:
         self.now += 0.001
         sends = self.core.handle(message, self.now)
         for send in sends:
-            if isinstance(send.message, Plan | Begin):
+            if isinstance(send.message, Plan | Prepare | Begin):
                 self.engine.receive(send.message)
             elif isinstance(send.message, Tokens):
                 self._take(send.message)
@@ -55,9 +66,15 @@ class Pipeline:
         self.feed(self.engine.outbox.popleft())
         return True
 
-    def submit(self, prompt, max_tokens, min_tokens=0, priority=0, choices=1) -> str:
+    def submit(
+        self, prompt, max_tokens, min_tokens=0, priority=0, choices=1, grammar: str | None = None
+    ) -> str:
         leader = f"r{len(self.clients)}"
-        params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            structured_outputs=None if grammar is None else StructuredOutputs(regex=grammar),
+        )
         for name in choice_ids(leader, range(choices)):
             self.clients[name] = Client(prompt, max_tokens, params.min_tokens)
             work = Work(name, 1, 0, 0, pack(prompt), params, 0, eos_ids=STOPS, priority=priority)
@@ -117,11 +134,12 @@ class Machine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         salt=st.integers(0, 40),
         choices=st.sampled_from([1, 1, 2, 4]),
+        grammar=st.sampled_from([None, None, "a", "b"]),
     )
-    def submit(self, length, shared, max_tokens, min_tokens, priority, salt, choices):
+    def submit(self, length, shared, max_tokens, min_tokens, priority, salt, choices, grammar):
         prompt = [1] * min(shared, length) + [salt + i for i in range(length - shared)]
         if len(prompt) + max_tokens <= self.capacity:
-            self.p.submit(prompt, max_tokens, min_tokens, priority, choices)
+            self.p.submit(prompt, max_tokens, min_tokens, priority, choices, grammar)
 
     @rule(many=st.integers(1, 12))
     def deliver(self, many):

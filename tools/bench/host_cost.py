@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-PARTS = ("plan", "pack", "upload", "attention_plan", "forward", "sample", "result")
+PARTS = ("plan", "pack", "upload", "attention_plan", "forward", "masks", "sample", "result")
 ALL = "host"
 PERCENTILES = ("p50", "p99")
 

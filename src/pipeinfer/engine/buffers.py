@@ -37,6 +37,21 @@ class Download:
         return here.numpy()
 
 
+class MaskRoom:
+    """Pinned words for the masks of a step's rows; none before the first that has any."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._pinned: torch.Tensor | None = None
+
+    def words(self, rows: int, width: int) -> torch.Tensor:
+        """int32 [rows, width], to be written; until it is asked again."""
+        count = rows * width
+        if self._pinned is None or len(self._pinned) < count:
+            self._pinned = self._device.pinned((1 << (count - 1).bit_length(),), torch.int32)
+        return self._pinned[:count].view(rows, width)
+
+
 class StepBuffers:
     """One parity. plan: what attention made of its step, whose memory is nobody else's until the
     step has ended.
@@ -52,6 +67,7 @@ class StepBuffers:
         self._pieces: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._rows: dict[int, torch.Tensor] = {}
         self.logprobs = Download(device)
+        self.masks = MaskRoom(device)
 
     def download(self, drawn: torch.Tensor) -> np.ndarray:
         """Copies int64 [S, 2] from the device, on the current stream: there when that is done."""

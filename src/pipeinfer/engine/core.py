@@ -16,7 +16,7 @@ import numpy as np
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step_builder import StepBuilder
-from pipeinfer.events import Drain, Leave, NewEpoch, StepDone, Tick, Unsent
+from pipeinfer.events import Compiled, Drain, Leave, NewEpoch, StepDone, Tick, Unsent
 from pipeinfer.logprobs import AT_ONCE, size
 from pipeinfer.memory.applied import Applied
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
@@ -29,12 +29,15 @@ from pipeinfer.messages import (
     Hello,
     Message,
     Plan,
+    Prepare,
+    Prepared,
     PromptScores,
     Ready,
     Result,
     State,
 )
 from pipeinfer.packing import pack, unpack
+from pipeinfer.params import StructuredOutputs
 from pipeinfer.steps.step import LogprobRows, ScoredChunk, Step
 from pipeinfer.trace.notes import StepNote, step_note
 
@@ -50,6 +53,13 @@ class Compute(Message, frozen=True):
     def note(self) -> StepNote:
         """What a recording says of it."""
         return step_note(self.step)
+
+
+class Compile(Message, frozen=True):
+    """To the device: have the grammar `spec` ready, then report it by Compiled(request_id)."""
+
+    request_id: str
+    spec: StructuredOutputs
 
 
 class StepFailed(Message, frozen=True):
@@ -137,19 +147,24 @@ class EngineCore:
                 "computed_tokens_total",
                 "sampled_tokens_total",
                 "bad_rows_total",
+                "refused_rows_total",
                 "faults_total",
             ),
             0,
         )
 
     def handle(self, event: Message, now: float) -> list[Send]:
-        """Begin, Plan, StepDone, Tick or Drain; returns what to send, Compute on LOCAL included."""
+        """Begin, Prepare, Plan, StepDone, Tick or Drain; returns what to send, also on LOCAL."""
         match event:
             case Plan():
                 with self._span("plan", event.number):
                     return self._plan(event)
             case StepDone():
                 return self._step_done(event)
+            case Prepare():
+                return [Send(LOCAL, "", Compile(request_id=event.request_id, spec=event.spec))]
+            case Compiled():
+                return [self._prepared(event)]
             case Begin():
                 return self._begin(event)
             case Tick():
@@ -270,6 +285,17 @@ class EngineCore:
             return []
         return self._fault("it hands over to another process", orderly=True)
 
+    def _prepared(self, compiled: Compiled) -> Send:
+        hello = self.hello
+        return self._to_scheduler(
+            Prepared(
+                rank=hello.rank,
+                incarnation=hello.incarnation,
+                request_id=compiled.request_id,
+                error=compiled.error,
+            )
+        )
+
     # ----------------------------------------------------------------------------------------- plan
 
     def _plan(self, plan: Plan) -> list[Send]:
@@ -359,11 +385,14 @@ class EngineCore:
                 f"step {done.number} sampled {ids} ids and said it of {len(counts)} rows, "
                 f"where {len(waiting.sampled)} sample"
             )
+        if any(not 0 <= row < len(counts) or counts[row] for row in done.refused):
+            return self._fault(f"step {done.number} refused rows that sampled, or that it has not")
         trouble = _scores_trouble(waiting, counts, done)
         if trouble:
             return self._fault(f"step {done.number} {trouble}")
         self._totals["sampled_tokens_total"] += ids
         self._totals["bad_rows_total"] += len(done.bad) // 4
+        self._totals["refused_rows_total"] += len(done.refused)
         waiting.done = done
         return self._finished(epoch) + self._farewell()
 
@@ -411,6 +440,7 @@ def _result(plan: _InFlight, done: StepDone) -> Result:
         bad=bad,
         evicted=applied.evicted,
         logprobs=logprobs,
+        refused={int(rows.slots[sampled[row]]): why for row, why in done.refused.items()},
     )
 
 

@@ -106,6 +106,42 @@ class Failed:
         loop.call_soon(call)
 
 
+class InTwoParts:
+    """The end of work whose second part is submitted later; `then` is for those who know that it
+    was."""
+
+    def __init__(self, first: Mark) -> None:
+        self._first = first
+        self._second: Mark = first
+        self._whole = False
+
+    def complete(self, second: Mark) -> None:
+        """The other part was submitted."""
+        self._second, self._whole = second, True
+
+    @property
+    def ready(self) -> bool:
+        return self._whole and self._second.ready
+
+    @property
+    def busy(self) -> float:
+        return self._first.busy + self._second.busy
+
+    @property
+    def idle(self) -> float:
+        return self._first.idle + self._second.idle
+
+    def wait(self) -> None:
+        if not self._whole:
+            raise RuntimeError("nobody has submitted the second part yet")
+        self._first.wait()
+        self._second.wait()
+
+    def then(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+        assert self._whole
+        self._second.then(loop, call)
+
+
 class HostMark:
     """See Mark; the device's thread ends it."""
 

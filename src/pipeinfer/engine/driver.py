@@ -6,16 +6,19 @@ is unknown.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 
-from pipeinfer.engine.core import Compute, StepFailed
+from pipeinfer.engine.core import Compile, Compute, StepFailed
 from pipeinfer.engine.executor import Executor
 from pipeinfer.engine.phases import Phases
-from pipeinfer.events import StepDone
+from pipeinfer.events import Compiled, StepDone
 from pipeinfer.messages import Message
 from pipeinfer.packing import pack
+from pipeinfer.params import StructuredOutputs
 from pipeinfer.steps.step import Sampled, Step
 
 log = logging.getLogger(__name__)
@@ -28,16 +31,29 @@ StartExecutor = Callable[
 ]
 
 
+# Has a grammar compiled, and tells the other why it cannot be, or "".
+PrepareGrammar = Callable[[StructuredOutputs, Callable[[str], None]], None]
+
+
+def nothing_to_prepare(spec: StructuredOutputs, then: Callable[[str], None]) -> None:
+    """For engines without grammars."""
+    then("this engine serves no grammars")
+
+
 class DeviceDriver:
-    """Hands every Compute that the core sends to an executor, in order.
+    """Hands every Compute that the core sends to an executor, in order, and every Compile to
+    `prepare`.
 
     `begin(on_done, on_error)` makes the executor, on the running loop. `phases`: where core and
     runner note what a step costs; the driver adds what it takes to hand the result on.
     """
 
-    def __init__(self, begin: StartExecutor, phases: Phases) -> None:
+    def __init__(
+        self, begin: StartExecutor, phases: Phases, prepare: PrepareGrammar = nothing_to_prepare
+    ) -> None:
         self._begin = begin
         self._phases = phases
+        self._prepare = prepare
         self._unreported = 0
         self._quiet_since = 0.0
         self._executor: Executor | None = None
@@ -49,7 +65,31 @@ class DeviceDriver:
 
     def deliver(self, message: Message) -> None:
         assert self._executor is not None
-        assert isinstance(message, Compute)
+        match message:
+            case Compile():
+                self._compile(message)
+            case Compute():
+                self._compute(message)
+            case _:
+                raise TypeError(f"a device takes no {type(message).__name__}")
+
+    def _compile(self, message: Compile) -> None:
+        loop = asyncio.get_running_loop()
+
+        def then(error: str) -> None:
+            """Called on whichever thread."""
+            compiled = Compiled(message.request_id, error)
+            with contextlib.suppress(RuntimeError):  # the stage has stopped meanwhile
+                loop.call_soon_threadsafe(self._tell, compiled)
+
+        self._prepare(message.spec, then)
+
+    def _tell(self, event: Message) -> None:
+        assert self._feed is not None
+        self._feed(event)
+
+    def _compute(self, message: Compute) -> None:
+        assert self._executor is not None
         if not self._unreported and time.monotonic() - self._quiet_since > PAUSE:
             self._phases.begin_anew()
         self._unreported += 1
@@ -97,4 +137,5 @@ def step_done(step: Step, sampled: Sampled, seconds: float = 0.0) -> StepDone:
         bad=bad,
         logprobs=sampled.logprobs,
         prompts=sampled.prompts,
+        refused=dict(sampled.refused),
     )

@@ -9,7 +9,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
+
+import numpy as np
 
 from pipeinfer.engine.device import Device, Failed, Mark
 from pipeinfer.steps.step import Sampled, Step
@@ -17,6 +20,11 @@ from pipeinfer.steps.step import Sampled, Step
 # Steps submitted and not yet finished. The overlap loop needs two; of several ranks, one that is
 # not rank 0 may be told of a third: plans go by the results of rank 0.
 MOST_UNFINISHED = 4
+
+
+# Writes the masks of a step's masked rows, int32 [N, W]; returns the rows that must not sample
+# anything, with the reason.
+Fill = Callable[[np.ndarray], dict[int, str]]
 
 
 class Watch(Protocol):
@@ -32,13 +40,17 @@ class Watch(Protocol):
 
 
 class LaunchedStep(Protocol):
-    """A launched step; `mark` is its end."""
+    """A launched step; `mark` is its end, which is not ready before the step was finished."""
 
     @property
     def mark(self) -> Mark: ...
 
     def take(self) -> Sampled:
         """What it gave, waited for if need be; raises what the step raised."""
+        ...
+
+    def finish(self, fill: Fill, /) -> None:
+        """Queues the rest of a step with masked rows, before any other is launched."""
         ...
 
 
@@ -50,7 +62,8 @@ class Runner(Protocol):
 
     def launch(self, step: Step, before: Callable[[Step], None], /) -> LaunchedStep:
         """Queues `step` behind those that were launched before. Calls `before` with it right before
-        its kernels are launched, on the thread that launches them."""
+        its kernels are launched, on the thread that launches them. A step with masked rows is
+        computed up to their logits."""
         ...
 
 
@@ -63,11 +76,27 @@ class NotLaunched:
     def take(self) -> Sampled:
         self.mark.wait()
 
+    def finish(self, fill: Fill) -> None:
+        """There is nothing to finish."""
+
+
+class Masks(Protocol):
+    """What rows with a grammar may sample; see engine/masks.py."""
+
+    def fill(self, step: Step, words: np.ndarray, /) -> dict[int, str]: ...
+
+    def take(self, step: Step, sampled: Sampled, /) -> None: ...
+
+    def close(self) -> None: ...
+
 
 class Executor:
     """`on_done(step, sampled, seconds)` or `on_error(step, error)` is called on `loop`, in order,
     exactly once for each step; after an error later steps run as usual. `busy_seconds` is the time
     in which the device computed steps, `idle_seconds` that between steps with none queued.
+
+    What the masked rows of a step may sample follows from what the step before has given: once that
+    was reported the step is finished, and those behind it are launched only then.
     """
 
     def __init__(
@@ -77,15 +106,19 @@ class Executor:
         on_error: Callable[[Step, Exception], None],
         loop: asyncio.AbstractEventLoop | None = None,
         watch: Watch | None = None,
+        masks: Masks | None = None,
     ) -> None:
-        """`loop`: the running one if None."""
+        """`loop`: the running one if None. `masks`: where steps may have masked rows."""
         self._runner = runner
         self._on_done = on_done
         self._on_error = on_error
         self._loop = loop or asyncio.get_running_loop()
         self._watch = watch
         self._before = unwatched if watch is None else watch.before
+        self._masks = masks
         self._launched: deque[tuple[Step, LaunchedStep]] = deque()  # not yet reported, oldest first
+        self._unfinished = False  # the one that was launched last waits for its masks
+        self._behind: deque[Step] = deque()  # it
         self._closed = False
         self.steps = 0  # reported
         self.busy_seconds = 0.0
@@ -94,7 +127,7 @@ class Executor:
     @property
     def unreported(self) -> int:
         """Steps submitted and not yet reported."""
-        return len(self._launched)
+        return len(self._launched) + len(self._behind)
 
     def submit(self, step: Step) -> None:
         """Launches `step`; call it on the loop. Raises RuntimeError when closed or when too many
@@ -105,17 +138,13 @@ class Executor:
             raise RuntimeError(f"step {step.number} submitted to a closed executor")
         # What has ended does not count: a loop that takes plan after plan comes to reports late.
         if self.unreported >= MOST_UNFINISHED:
-            unfinished = sum(not one.mark.ready for _, one in self._launched)
+            unfinished = sum(not one.mark.ready for _, one in self._launched) + len(self._behind)
             if unfinished >= MOST_UNFINISHED:
                 raise RuntimeError(
                     f"step {step.number} submitted while {unfinished} are unfinished"
                 )
-        try:
-            launched = self._runner.launch(step, self._before)
-        except Exception as error:  # whatever it is, it belongs to this step's owner
-            launched = NotLaunched(Failed(error))
-        self._launched.append((step, launched))
-        launched.mark.then(self._loop, self._report)
+        self._behind.append(step)
+        self._go_on()
 
     def close(self) -> None:
         """Waits for the launched steps; their reports may still come. No step follows."""
@@ -125,6 +154,37 @@ class Executor:
         if self._watch is not None:
             self._runner.device.submit(self._watch.close)
         self._runner.device.close()
+        if self._masks is not None:
+            self._masks.close()
+
+    def _go_on(self) -> None:
+        """Launches what waits, up to a step whose masks cannot be known yet."""
+        while self._behind and not self._unfinished:
+            step = self._behind.popleft()
+            try:
+                launched = self._runner.launch(step, self._before)
+                self._unfinished = step.masked is not None
+            except Exception as error:  # whatever it is, it belongs to this step's owner
+                launched = NotLaunched(Failed(error))
+            self._launched.append((step, launched))
+            if self._unfinished:
+                self._finish()
+            else:
+                launched.mark.then(self._loop, self._report)
+
+    def _finish(self) -> None:
+        """The step that waits for its masks, if all before it were reported."""
+        if not self._unfinished or len(self._launched) > 1:
+            return
+        assert self._masks is not None
+        step, launched = self._launched[0]
+        try:
+            launched.finish(partial(self._masks.fill, step))
+        except Exception as error:
+            launched = NotLaunched(Failed(error))
+            self._launched[0] = step, launched
+        self._unfinished = False
+        launched.mark.then(self._loop, self._report)
 
     def _report(self) -> None:
         """Whatever has ended; a step that was never launched may have called too early."""
@@ -138,7 +198,11 @@ class Executor:
             self.steps += 1
             self.busy_seconds += launched.mark.busy
             self.idle_seconds += launched.mark.idle
+            if self._masks is not None:
+                self._masks.take(step, sampled)
             self._on_done(step, sampled, launched.mark.busy)
+        self._finish()
+        self._go_on()
 
 
 def unwatched(step: Step) -> None:

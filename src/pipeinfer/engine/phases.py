@@ -15,8 +15,8 @@ import numpy as np
 
 # plan: pages and arrays of a step. pack, upload: what the device needs of them, on a GPU.
 # attention_plan: index arrays of the attention backend. forward, sample: launched, or on a CPU
-# computed. result: the ids on their way to the scheduler.
-PHASES = ("plan", "pack", "upload", "attention_plan", "forward", "sample", "result")
+# computed. masks: of rows with a grammar. result: the ids on their way to the scheduler.
+PHASES = ("plan", "pack", "upload", "attention_plan", "forward", "masks", "sample", "result")
 HOST = "host"  # all phases of a step together
 SAMPLES = 1024  # steps that percentiles are made of: sorting them delays a step
 FULL = 7 / 8  # share of the largest batch from which on a decode step counts as full

@@ -12,13 +12,14 @@ import numpy as np
 from pipeinfer.engine.fields import FIELDS, filled
 from pipeinfer.messages import Admit
 from pipeinfer.packing import unpack
-from pipeinfer.params import MOST_BIASES, MOST_STOP_TOKENS
-from pipeinfer.steps.step import Edits, LogprobRows, PenaltyRows, Said
+from pipeinfer.params import MOST_BIASES, MOST_STOP_TOKENS, StructuredOutputs
+from pipeinfer.steps.step import Constrained, Edits, LogprobRows, MaskRows, PenaltyRows, Said
 
 # Of one request: those that it names, and a model's own ends.
 MOST_EDITS = MOST_STOP_TOKENS + MOST_BIASES + 256
 LAST_POSITION = 2**31 - 1
 NOT_ASKED = -1  # in place of a number of alternatives
+TAIL = 4  # of a prompt's ids, in which templates end what a model thinks where it is not to think
 NO_PENALTIES = 1.0, 0.0, 0.0  # repetition, frequency, presence
 
 
@@ -34,6 +35,7 @@ class RequestTable:
         self._said: dict[int, Said] = {}  # of slots that have not sampled yet
         self._alternatives = np.full(max_slots, NOT_ASKED, dtype=np.int32)  # of outputs
         self._until = np.zeros(max_slots, dtype=np.int32)  # before it some id is not sampled
+        self._constrained: dict[int, Constrained | None] = {}  # None: it has sampled
         self.scores: dict[int, tuple[int, int, int]] = {}  # by slot: see scored()
 
     def put(self, admit: Admit) -> None:
@@ -53,6 +55,9 @@ class RequestTable:
             ids = unpack(admit.token_ids)
             self._factors[slot] = factors
             self._said[slot] = Said(slot, ids[: admit.prompt_len], ids[admit.prompt_len :])
+        self._constrained.pop(slot, None)
+        if params.structured_outputs is not None:
+            self._constrained[slot] = constrained(admit, params.structured_outputs)
         self._alternatives[slot] = NOT_ASKED if params.logprobs is None else params.logprobs
         self.scores.pop(slot, None)
         if params.prompt_logprobs is not None and admit.score_from >= 0:
@@ -99,6 +104,28 @@ class RequestTable:
         chosen = slots[rows].astype(np.int64)
         new = tuple(self._said.pop(slot) for slot in chosen.tolist() if slot in self._said)
         return PenaltyRows(rows, chosen, self._factors[chosen], new)
+
+    def masked(self, slots: np.ndarray) -> MaskRows | None:
+        """Those of the `slots` int32 [S] that may not sample every id; None if all may."""
+        if not self._constrained:
+            return None
+        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._constrained]
+        if not rows:
+            return None
+        chosen, new = slots[rows], list[Constrained]()
+        for slot in chosen.tolist():
+            first = self._constrained[slot]
+            if first is not None:
+                new.append(first)
+                self._constrained[slot] = None
+        return MaskRows(np.array(rows, dtype=np.int64), chosen, tuple(new))
+
+
+def constrained(admit: Admit, spec: StructuredOutputs) -> Constrained:
+    """What holds for a request that enters its slot."""
+    ids = unpack(admit.token_ids)
+    tail = ids[max(admit.prompt_len - TAIL, 0) : admit.prompt_len]
+    return Constrained(admit.slot, spec, ids[admit.prompt_len :], tail)
 
 
 def edits_of(admit: Admit) -> Edits:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from pipeinfer.engine.arrays import Cut, StepArrays
 from pipeinfer.engine.artificial import empty_step
 from pipeinfer.engine.attend import StepAttention, store_for
 from pipeinfer.engine.buffers import PARITIES, StepBuffers
-from pipeinfer.engine.device import Device, Mark
-from pipeinfer.engine.executor import unwatched
+from pipeinfer.engine.device import Device, InTwoParts, Mark
+from pipeinfer.engine.executor import Fill, unwatched
 from pipeinfer.engine.graphs import Captured, Graphs, alone
 from pipeinfer.engine.marks import usual_marks
 from pipeinfer.engine.mirror import Mirror
@@ -45,7 +46,8 @@ class LaunchedStep:
 
     drawn: int64 [S, 2], as its sampler has it; rows: those of it that are rows which sample, in
     their order. scores: of its logits, where log-probs are asked for. logits: [S, vocab], if they
-    are kept.
+    are kept. rest: what is left to be done of a step with masked rows, by `complete`. refused:
+    those of them that must not sample.
     """
 
     mark: Mark = field(init=False)
@@ -53,15 +55,23 @@ class LaunchedStep:
     rows: np.ndarray | slice = field(default_factory=lambda: slice(0))
     scores: StepScores | None = None
     logits: torch.Tensor | None = None
+    rest: _Rest | None = None
+    complete: Callable[[LaunchedStep, Fill], None] | None = None
+    refused: dict[int, str] = field(default_factory=dict[int, str])
     _sampled: Sampled | None = None
 
     def take(self) -> Sampled:
         """What it gave, waited for if need be."""
         if self._sampled is None:
             self.mark.wait()
-            sampled = Sampled.of(self.drawn[self.rows])
+            sampled = Sampled.of(self.drawn[self.rows], self.refused)
             self._sampled = sampled if self.scores is None else self.scores.beside(sampled)
         return self._sampled
+
+    def finish(self, fill: Fill) -> None:
+        """See executor.py."""
+        assert self.complete is not None
+        self.complete(self, fill)
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,15 @@ class _Packed:
         step = self.step
         asked = step.logprobs is not None or step.prompts
         return Scores(step, self.entries, sampler) if asked else None
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """Of a step: what its rows are to be sampled from."""
+
+    packed: _Packed
+    logits: torch.Tensor | None
+    scores: Scores | None
 
 
 class Runner:
@@ -172,9 +191,30 @@ class Runner:
                 packed.append(self._pack(step, parity, self._fitting(step)))
 
         with self.phases.range(f"step {step.number}: {step.decodes} of {len(step.slots)} decode"):
-            launched.mark = self.device.submit(lambda: self._run(packed.pop(), launched), prepare)
+            mark = self.device.submit(lambda: self._run(packed.pop(), launched), prepare)
+            launched.mark = mark
+            if step.masked is not None:
+                launched.mark = whole = InTwoParts(mark)
+                launched.complete = partial(self._complete, step, parity, whole)
         self._latest[parity] = launched
         return launched
+
+    def _complete(
+        self, step: Step, parity: int, mark: InTwoParts, launched: LaunchedStep, fill: Fill
+    ) -> None:
+        """Queues the rest of a step with masked rows, which was launched last."""
+        assert step.masked is not None
+        many, width = len(step.masked.rows), -(-self._sampler.vocab // 32)
+        words = self._buffers[parity].masks.words(many, width)
+        with self.phases.span("masks", step.number):
+            launched.refused = fill(words.numpy())
+
+        def work() -> None:
+            rest, launched.rest = launched.rest, None
+            if rest is not None:  # else the first part has failed
+                self._finish(rest, launched, words)
+
+        mark.complete(self.device.submit(work))
 
     def _fitting(self, step: Step) -> Captured | None:
         """A graph for the step, if its logits are what is asked for: graphs have them for the rows
@@ -198,12 +238,43 @@ class Runner:
             else:  # sampling by temperature included
                 captured.replay()
                 logits = captured.logits
-        with span("sample", number):
+        if packed.step.masked is None:
+            self._sample(packed, logits, scores, launched)
+        else:
+            launched.rest = _Rest(packed, logits, scores)
+
+    @torch.inference_mode()
+    def _finish(self, rest: _Rest, launched: LaunchedStep, words: torch.Tensor) -> None:
+        """As the device's work: `words` int32 [N, W] are the masks of the step's masked rows."""
+        packed, logits, scores = rest.packed, rest.logits, rest.scores
+        masked = packed.step.masked
+        assert masked is not None and logits is not None
+        if scores is not None and packed.captured is not None:
+            scores.keep(logits)  # of what the model said, before all else
+        launched.logits = self._kept(logits)
+        rows = masked.rows if packed.entries is None else packed.entries[masked.rows]
+        where = logits.device
+        at = tensor_of(rows).to(where, non_blocking=True)
+        there = words.to(where, non_blocking=True)
+        self._kernels.mask(logits, at, there, self._sampler.first_id)
+        self._sample(packed, logits, scores, launched)
+
+    def _sample(
+        self,
+        packed: _Packed,
+        logits: torch.Tensor | None,
+        scores: Scores | None,
+        launched: LaunchedStep,
+    ) -> None:
+        """What the rows draw, and what is said of it, on their way to the host."""
+        buffers = packed.buffers
+        with self.phases.span("sample", packed.step.number):
             if logits is not None:
                 drawn = self._drawn(packed, logits)
                 launched.drawn = buffers.download(drawn)
                 launched.rows = packed.rows
-                launched.logits = self._kept(logits)
+                if packed.step.masked is None:
+                    launched.logits = self._kept(logits)
                 if scores is not None:
                     scores.rows(logits, drawn)
             if scores is not None:
@@ -282,7 +353,7 @@ class Runner:
         step, cut, captured = packed.step, packed.cut, packed.captured
         entries, truncated = packed.entries, packed.truncated
         alike = step.penalties is None and not len(truncated) and not packed.biased
-        if captured is not None and alike:
+        if captured is not None and alike and step.masked is None:
             return captured.drawn
         if packed.biased:
             logits = logits.to(torch.float32, copy=True)

@@ -24,10 +24,11 @@ NONE = np.empty(0, dtype=np.int64)  # rows
 class Sampler(Protocol):
     """From hidden states to ids; `logits` are this rank's part of them, which the others take.
 
-    first_id: the id of their first column.
+    first_id: the id of their first column. vocab: how many ids there are, on all ranks together.
     """
 
     first_id: int
+    vocab: int
 
     def logits(self, hidden: torch.Tensor, /) -> torch.Tensor:
         """[S, hidden] to [S, share]."""
@@ -59,6 +60,7 @@ class WholeSampler:
 
     def __init__(self, model: CausalLM, kernels: Kernels) -> None:
         self.logits = model.logits
+        self.vocab = model.head.rows.vocab_size
         self._kernels = kernels
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
@@ -96,12 +98,12 @@ class SplitSampler:
         self.logits = model.local_logits
         self.first_id = rows.start
         self._held = rows.stop - rows.start
-        self._vocab = rows.vocab_size
+        self.vocab = rows.vocab_size
         self._ranks = ranks
         self._kernels = kernels
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        return self._ranks.all_gather(logits)[:, : self._vocab]
+        return self._ranks.all_gather(logits)[:, : self.vocab]
 
     def sample(
         self, logits: torch.Tensor, knobs: Knobs, last_token: torch.Tensor, truncated: np.ndarray

@@ -65,6 +65,7 @@ class StepBuilder:
             delta=self._delta() if len(order) else NOTHING,
             logprobs=self._requests.logprobs(slots[last], ends[last]),
             prompts=tuple(self._prompts(rows, order)) if self._requests.scores else (),
+            masked=self._requests.masked(slots[last]),
         )
         return step, order[last]
 
@@ -73,6 +74,9 @@ class StepBuilder:
         penalties = last.penalties
         if penalties is not None and penalties.new:
             penalties = replace(penalties, new=())
+        masked = last.masked
+        if masked is not None and masked.new:
+            masked = replace(masked, new=())
         return Step(
             last.epoch,
             applied.number,
@@ -86,6 +90,8 @@ class StepBuilder:
             penalties,
             self._delta(),
             self._again(last, applied.rows),
+            (),
+            masked,
         )
 
     def _again(self, last: Step, rows: Rows) -> LogprobRows | None:

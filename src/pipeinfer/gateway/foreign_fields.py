@@ -27,7 +27,6 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "echo": (False,),  # of a chat
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -38,11 +37,6 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
     "early_stopping": (False,),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "guided_whitespace_pattern": (),
     "structural_tag": (),
     "bad_words": ([],),
@@ -63,9 +57,6 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
     # SGLang
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
     "stop_regex": ([],),
     "no_stop_trim": (False,),
     "min_new_tokens": (0,),
@@ -80,7 +71,6 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "input_ids": (),
     "input_embeds": (),
     # llama.cpp
-    "grammar": ("",),
     "n_predict": (),
     "n_probs": (0,),
     "n_indent": (0,),
@@ -99,7 +89,6 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "input_prefix": ("",),
     "input_suffix": ("",),
     # Ollama
-    "format": ("",),
     "options": ({},),
     "system": ("",),
     "template": ("",),

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+from tokenizers import Tokenizer
 
 from pipeinfer.grammars.bounds import GrammarError, check
 from pipeinfer.json_values import JsonObject, JsonValue
@@ -54,22 +56,37 @@ class Vocabulary:
         self.width = width
         self.ends = frozenset(ends)
         self.tokens = LLTokenizer(tokenizer, n_vocab=width, eos_token=list(ends))
-        sampled = np.zeros(self.words * 32, dtype=bool)
-        sampled[[i for i in known if i < width]] = True
-        self.sampled = np.packbits(sampled, bitorder="little").view("<i4")
+        self.sampled = self._mask(known)
+        self.no_end = self._mask([i for i in known if i not in self.ends])
+        self._texts = tokenizer
 
     @property
     def words(self) -> int:
         """int32 words of a mask."""
         return (self.width + 31) // 32
 
+    def token(self, text: str) -> int:
+        """The id of the token that is `text`. GrammarError if there is none."""
+        found = Tokenizer.from_str(self._texts).token_to_id(text)
+        if found is None:
+            raise GrammarError(f"the model has no token {text}, behind which the grammar begins")
+        return found
+
+    def _mask(self, ids: Sequence[int]) -> np.ndarray:
+        """int32 [words] of those that the model has."""
+        bits = np.zeros(self.words * 32, dtype=bool)
+        bits[[i for i in ids if i < self.width]] = True
+        return np.packbits(bits, bitorder="little").view("<i4")
+
 
 class Grammar:
-    """A compiled grammar, to copy matchers from."""
+    """A compiled grammar, to copy matchers from. `after`: the id behind which it begins, if that
+    is not at once."""
 
     def __init__(self, vocabulary: Vocabulary, spec: StructuredOutputs) -> None:
         """Raises GrammarError with what the compiler says."""
         self.vocabulary = vocabulary
+        self.after = vocabulary.token(spec.after) if spec.after else None
         text = _definition(spec)
         self._first = LLMatcher(vocabulary.tokens, text, log_level=_LOG_NOTHING, limits=limits())
         if self._first.is_error():
@@ -90,7 +107,7 @@ def _definition(spec: StructuredOutputs) -> str:
     if form == "choice":
         texts = " | ".join(msgspec.json.encode(text).decode() for text in spec.choice or ())
         return LLMatcher.grammar_from_lark(f"start: {texts}")
-    return LLMatcher.grammar_from_lark(spec.grammar or "")
+    return LLMatcher.grammar_from_lark(any_to_lark(spec.grammar or ""))
 
 
 def _of_schema(text: str) -> str:

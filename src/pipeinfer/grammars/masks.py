@@ -18,12 +18,18 @@ from pipeinfer.grammars.compiling import Grammar
 class MaskSource(Protocol):
     """What decides on the next token of one row."""
 
+    @property
+    def matcher(self) -> LLMatcher | None:
+        """What fills the next mask, among those of other rows; None: nobody need do so."""
+        ...
+
     def feed(self, ids: Sequence[int], /) -> str:
         """The row's next output ids; "" or what is wrong with them."""
         ...
 
-    def fill(self, words: np.ndarray, /) -> str:
-        """Sets the bits of allowed ids in `words` int32 [W]; "" or why there are none."""
+    def check(self, words: np.ndarray, /) -> str:
+        """Sets the bits of allowed ids in `words` int32 [W], which the matcher has filled in; "" or
+        why there are none."""
         ...
 
 
@@ -32,27 +38,27 @@ class GrammarSource:
 
     def __init__(self, grammar: Grammar, ids: Sequence[int] = ()) -> None:
         self._vocabulary = grammar.vocabulary
-        self.matcher: LLMatcher = grammar.matcher()
+        self._matcher = grammar.matcher()
         self.error = ""
         self.feed(ids)
+
+    @property
+    def matcher(self) -> LLMatcher | None:
+        return None if self.error else self._matcher
 
     def feed(self, ids: Sequence[int]) -> str:
         if self.error:
             return self.error
         real = [i for i in ids if i not in self._vocabulary.ends]
-        taken = self.matcher.try_consume_tokens(real) if real else 0
-        self.error = self.matcher.get_error() if self.matcher.is_error() else ""
+        taken = self._matcher.try_consume_tokens(real) if real else 0
+        self.error = self._matcher.get_error() if self._matcher.is_error() else ""
         if not self.error and taken < len(real):
             self.error = f"the grammar does not allow token {real[taken]}"
         return self.error
 
-    def fill(self, words: np.ndarray) -> str:
-        return fill_all(LLExecutor(1), [self], words[None])[0]
-
     def check(self, words: np.ndarray) -> str:
-        """Of what the matcher has just filled in; leaves what may be sampled at all."""
-        if self.matcher.is_error():  # its mask is that of an ordinary end
-            self.error = self.error or self.matcher.get_error()
+        if self._matcher.is_error():  # its mask is that of an ordinary end
+            self.error = self.error or self._matcher.get_error()
         if not self.error:
             words &= self._vocabulary.sampled
             if not words.any():
@@ -62,12 +68,63 @@ class GrammarSource:
         return self.error
 
 
-def fill_all(
-    executor: LLExecutor, sources: Sequence[GrammarSource], masks: np.ndarray
-) -> list[str]:
+class LaterSource:
+    """By a grammar that begins behind a token. All else is free before it, except an end, which
+    would leave the grammar's text out."""
+
+    def __init__(self, grammar: Grammar, ids: Sequence[int] = ()) -> None:
+        self._free: np.ndarray = grammar.vocabulary.no_end
+        self._after = grammar.after
+        self._source = GrammarSource(grammar)
+        self._begun = False
+        self.feed(ids)
+
+    @property
+    def matcher(self) -> LLMatcher | None:
+        return self._source.matcher if self._begun else None
+
+    def feed(self, ids: Sequence[int]) -> str:
+        for at, token in enumerate(ids):
+            if self._begun:
+                return self._source.feed(ids[at:])
+            self._begun = token == self._after
+        return ""
+
+    def check(self, words: np.ndarray) -> str:
+        if self._begun:
+            return self._source.check(words)
+        words[:] = self._free
+        return ""
+
+
+class NoSource:
+    """In place of one whose grammar does not compile any more."""
+
+    matcher = None
+
+    def __init__(self, error: str) -> None:
+        self._error = error
+
+    def feed(self, ids: Sequence[int]) -> str:
+        return self._error
+
+    def check(self, words: np.ndarray) -> str:
+        words[:] = 0
+        return self._error
+
+
+def source_of(grammar: Grammar, output: Sequence[int], tail: Sequence[int]) -> MaskSource:
+    """Of a request with so much `output`, ids, whose prompt ends with the ids `tail`: where that
+    has the token behind which the grammar begins, the grammar begins at once."""
+    if grammar.after is None or grammar.after in tail:
+        return GrammarSource(grammar, output)
+    return LaterSource(grammar, output)
+
+
+def fill_all(executor: LLExecutor, sources: Sequence[MaskSource], masks: np.ndarray) -> list[str]:
     """Fills row i of `masks` int32 [R, W] for source i, all in one parallel call; what went wrong
     for each, or "". A row that failed allows nothing; the others are not touched by it."""
-    whole = [(source.matcher, i) for i, source in enumerate(sources) if not source.error]
-    if whole:
-        fill_next_token_bitmask_par(executor, whole, masks)
+    by_grammar = [(m, i) for i, source in enumerate(sources) if (m := source.matcher) is not None]
+    if by_grammar:
+        fill_next_token_bitmask_par(executor, by_grammar, masks)
     return [source.check(masks[i]) for i, source in enumerate(sources)]

@@ -11,8 +11,9 @@ from pipeinfer.kernels import gumbel, offers
 from pipeinfer.kernels.edits import edit
 from pipeinfer.kernels.expand import expand, write_words
 from pipeinfer.kernels.interface import Knobs
+from pipeinfer.kernels.masks import mask
 
-__all__ = ["choose", "edit", "expand", "offer", "sample", "write_words"]
+__all__ = ["choose", "edit", "expand", "mask", "offer", "sample", "write_words"]
 
 
 def sample(

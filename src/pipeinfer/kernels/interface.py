@@ -1,4 +1,4 @@
-"""What a device computes around a model, whichever device it is: two sets of six functions.
+"""What a device computes around a model, whichever device it is: two sets of seven functions.
 
 `kernels.host` has them in NumPy, `kernels.by_triton` for GPUs; each is a module that fits Kernels.
 Knows tensors; no request, no model and no attention.
@@ -46,6 +46,14 @@ class Kernels(Protocol):
         values: also add what edits add, to logits of float32. In fewer bits, ids that were raised
         as much as each other would be equal: near 100, bfloat16 counts in halves.
         """
+        ...
+
+    def mask(
+        self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int, /
+    ) -> None:
+        """Makes -inf, in place, of the logits [S, ids], those from `first_id` on, of `rows` int64
+        [N] what their masks forbid: words int32 [N, W], a bit for each id, the lowest first, 1 for
+        those that are allowed. Ids without a bit are forbidden."""
         ...
 
     def sample(

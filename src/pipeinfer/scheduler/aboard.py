@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from pipeinfer.messages import Admitted, Digests, Result
 from pipeinfer.scheduler.agreement import Agreement
-from pipeinfer.scheduler.flights import Flights
+from pipeinfer.scheduler.flights import Flights, Landed
 from pipeinfer.scheduler.request import Request
 from pipeinfer.scheduler.slots import Slots
 
@@ -37,7 +37,7 @@ class Aboard:
         self.slots.report(told)
         self.flights.matched(told)
 
-    def land(self, result: Result) -> Iterator[tuple[Request, list[int] | None, bytes]]:
+    def land(self, result: Result) -> Iterator[Landed]:
         """A plan's result; see Flights.land. Raises OutOfOrder, and Disagreement at its end."""
         self.slots.report(result)
         yield from self.flights.land(result)

@@ -28,6 +28,7 @@ from pipeinfer.messages import (
     HandOver,
     Hello,
     Message,
+    Prepared,
     PromptScores,
     RankStatus,
     Ready,
@@ -48,7 +49,7 @@ from pipeinfer.scheduler.announcer import Announcer
 from pipeinfer.scheduler.awake import AwakeClock
 from pipeinfer.scheduler.ends import ENDS, Ending
 from pipeinfer.scheduler.epochs import Epochs, Torn
-from pipeinfer.scheduler.flights import OutOfOrder, Overdue
+from pipeinfer.scheduler.flights import BAD_LOGITS, OutOfOrder, Overdue
 from pipeinfer.scheduler.ledger import Ledger
 from pipeinfer.scheduler.lengths import TooLong, max_total
 from pipeinfer.scheduler.live import Live
@@ -151,6 +152,7 @@ class SchedulerCore:
             "running": running,
             "waiting": len(self._live) - running,
             "held": self._planner.held,
+            "preparing": self._planner.preparing,
             "accepted_total": self._live.arrivals,
             "tokens_left": sum(request.left for request in self._live),
             "kept": len(self._ledger.kept),
@@ -332,7 +334,7 @@ class SchedulerCore:
             self._restart_ranks(str(error), now)
             return
         self._aboard.begin()
-        self._planner.begin(self._epochs.shape)
+        self._planner.begin(self._epochs.shape, self._epochs.incarnations)
         self.counts["epochs"] += 1
         for request in list(self._live):
             self._size(request)
@@ -406,6 +408,13 @@ class SchedulerCore:
         if guilty is not None:
             self._fail(guilty, "error", "the engine crashed repeatedly on this request")
 
+    def _on_prepared(self, told: Prepared, _now: float) -> None:
+        for request in self._planner.prepared(told):
+            if request.outputs:  # its client has read some of it
+                self._fail(request, "error", told.error)
+            else:
+                self._refuse(request, 400, told.error, "structured_outputs")
+
     def _on_admitted(self, admitted: Admitted, _now: float) -> None:
         if self._epochs.running and admitted.epoch == self._epochs.epoch:
             self._aboard.admitted(admitted)
@@ -414,8 +423,11 @@ class SchedulerCore:
         if not self._epochs.running or result.epoch != self._epochs.epoch:
             return
         try:
-            for request, tokens, logprobs in self._aboard.land(result):
-                self._accept(request, tokens, logprobs)
+            for request, tokens, logprobs, trouble in self._aboard.land(result):
+                if trouble:
+                    self._stumble(request, trouble)
+                else:
+                    self._accept(request, tokens, logprobs)
         except (OutOfOrder, Disagreement) as error:
             self._end_epoch(str(error), now, blameless=True)  # who answers has not crashed
 
@@ -436,12 +448,14 @@ class SchedulerCore:
         except (OutOfOrder, ValueError) as error:
             self._end_epoch(str(error), now, blameless=True)
 
-    def _accept(self, request: Request, tokens: list[int] | None, logprobs: bytes) -> None:
-        if tokens is None:
+    def _stumble(self, request: Request, trouble: str) -> None:
+        """A step could give no token of it."""
+        if trouble is BAD_LOGITS:
             request.spoiled = True
             self.counts["bad_logits"] += 1
-            self._fail(request, "error", "the model's logits for this request are not finite")
-            return
+        self._fail(request, "error", trouble)
+
+    def _accept(self, request: Request, tokens: list[int], logprobs: bytes) -> None:
         offset = len(request.outputs)
         finish, stop_token = request.accept(tokens, logprobs)
         self._planner.cleared(request)
@@ -484,6 +498,9 @@ class SchedulerCore:
 
     def _pump(self, now: float) -> None:
         """Publishes steps until enough are in flight or nothing is left to do."""
+        if self._epochs.running:
+            for prepare in self._planner.prepare(now):
+                self._outbox.send("plan", EVERYONE, prepare)
         while self._epochs.running and (plan := self._planner.plan(self._epochs.epoch, now)):
             self._outbox.send("plan", EVERYONE, plan)
 
@@ -496,6 +513,7 @@ class SchedulerCore:
         ResetCache: _on_reset_cache,
         Hello: _on_hello,
         Ready: _on_ready,
+        Prepared: _on_prepared,
         Admitted: _on_admitted,
         PromptScores: _on_prompt_scores,
         Result: _on_result,

@@ -53,6 +53,11 @@ class Epochs:
         """What the ranks agreed on; only while `running`."""
         return self._hellos[0]
 
+    @property
+    def incarnations(self) -> tuple[int, ...]:
+        """Of the ranks' processes, rank 0 first; only once all have said hello."""
+        return tuple(self._hellos[rank].incarnation for rank in range(self.tp))
+
     def hello(self, hello: Hello) -> bool:
         """Takes a hello; True if it ends a running epoch: the rank is another process now."""
         if hello.incarnation in self.condemned:
@@ -107,8 +112,7 @@ class Epochs:
             self._since = now
             self._steps.clear()
         self.reason = f"epoch {self.epoch} begins" + (f" ({self._ended})" if self._ended else "")
-        incarnations = tuple(self._hellos[rank].incarnation for rank in range(self.tp))
-        return Begin(self.epoch, incarnations)
+        return Begin(self.epoch, self.incarnations)
 
     def ready(self, ready: Ready) -> bool:
         """Takes a rank's answer; True if the epoch runs from now on. Raises Torn."""

@@ -16,6 +16,10 @@ from pipeinfer.scheduler.request import Request
 LATE = 2.0  # seconds without a result until something may be lost; then twice as long, and so on
 
 
+BAD_LOGITS = "the model's logits for this request are not finite"
+Landed = tuple[Request, list[int], bytes, str]
+
+
 class OutOfOrder(Exception):
     """A result came that was not the next one: the epoch cannot go on."""
 
@@ -99,9 +103,9 @@ class Flights:
             raise OutOfOrder(f"result {number} came, {expected} was expected")
         return self._flights[0]
 
-    def land(self, result: Result) -> Iterator[tuple[Request, list[int] | None, bytes]]:
-        """(request, new output ids, their scores) for each row that counts, None for ids where its
-        logits were bad; raises OutOfOrder.
+    def land(self, result: Result) -> Iterator[Landed]:
+        """(request, new output ids, their scores, "") for each row that counts; raises OutOfOrder.
+        Instead of ids there is BAD_LOGITS, or why the row's grammar allows nothing.
 
         The hot path of the scheduler: one pass over the rows. Rows of requests that have ended, or
         that were admitted anew since, are surplus: nobody ever sees them.
@@ -128,9 +132,11 @@ class Flights:
                 request.confirm(end)
                 request.deferrals = request.deferrals + 1 if slot in deferred else 0
                 if slot in bad:  # one that waits to be admitted again is computed again
-                    yield request, None, b""
+                    yield request, [], b"", BAD_LOGITS
+                elif slot in result.refused:
+                    yield request, [], b"", result.refused[slot]
             if tokens:
-                yield request, tokens, some
+                yield request, tokens, some, ""
 
     def crash(self) -> list[Request]:
         """No result will come any more; returns the requests that were in flight, oldest first."""

@@ -9,17 +9,18 @@ from __future__ import annotations
 from typing import Literal
 
 # Plain strings: they are part of a scheduler's snapshot as they are.
-Phase = Literal["new", "waiting", "held", "suspected", "running", "lost", "over"]
+Phase = Literal["new", "waiting", "held", "preparing", "suspected", "running", "lost", "over"]
 
 # new: nobody keeps it yet. waiting: in the queue. suspected: it may have crashed an engine, and
-# waits apart. held: it waits for another's prompt. running: it holds a slot. lost: its slot went
-# with the epoch. over: it ended.
+# waits apart. held: it waits for another's prompt. preparing: for its grammar. running: it holds a
+# slot. lost: its slot went with the epoch. over: it ended.
 NEXT: dict[Phase, tuple[Phase, ...]] = {
-    "new": ("waiting", "held", "suspected", "over"),
-    "waiting": ("running", "over"),
+    "new": ("waiting", "held", "preparing", "suspected", "over"),
+    "waiting": ("running", "preparing", "over"),
     "held": ("waiting", "over"),
+    "preparing": ("waiting", "held", "over"),
     "suspected": ("running", "over"),
-    "running": ("waiting", "held", "lost", "over"),
-    "lost": ("waiting", "held", "suspected", "over"),
+    "running": ("waiting", "held", "preparing", "lost", "over"),
+    "lost": ("waiting", "held", "preparing", "suspected", "over"),
     "over": (),
 }

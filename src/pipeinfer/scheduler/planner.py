@@ -6,11 +6,11 @@ nothing of what becomes of a request's tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
-from pipeinfer.messages import Admit, Hello, Plan, Release
+from pipeinfer.messages import Admit, Hello, Plan, Prepare, Prepared, Release
 from pipeinfer.packing import pack
 from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.board import Board, Row
@@ -84,13 +84,14 @@ class Planner:
         self._budget = 0  # tokens of a step, known when an epoch begins, as is the next
         self._mixed_budget = MixedBudget(0)
         self.allowed = (0, 0.0)
-        self._queue = WaitingQueue()
+        self._queue = WaitingQueue(options.tp)
         self._probation = Probation()
         self._others = False  # whether the last step was one of those who are no suspects
         self._number = 0
 
-    def begin(self, shape: Hello) -> None:
-        """An epoch begins, on engines of this `shape`."""
+    def begin(self, shape: Hello, incarnations: Sequence[int]) -> None:
+        """An epoch begins, on engines of this `shape`, of which these are the processes."""
+        self._queue.begin(incarnations)
         self._budget = self._options.max_step_tokens or shape.step_tokens or DEFAULT_STEP_TOKENS
         asked = self._options.mixed_step_tokens
         targets = self._options.targets
@@ -133,7 +134,28 @@ class Planner:
             self._queue.forget(request)
         elif phase == "suspected":
             self._probation.forget(request)
+        elif phase == "preparing":
+            self._queue.preparation.forget(request)
         self._queue.over(request, phase == "running")
+
+    def prepare(self, now: float) -> Iterator[Prepare]:
+        """Grammars that engines are to be asked for now."""
+        return self._queue.preparation.due(now)
+
+    def prepared(self, told: Prepared) -> list[Request]:
+        """What a rank says of a grammar. Those that waited for it go on; if it cannot be had, they
+        are returned."""
+        free = self._queue.preparation.answered(told)
+        if told.error:
+            return free
+        for request in free:
+            self._queue.push(request)
+        return []
+
+    @property
+    def preparing(self) -> int:
+        """Requests that wait for their grammar."""
+        return len(self._queue.preparation)
 
     @property
     def held(self) -> int:

@@ -8,9 +8,10 @@ another stand beside the queue.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pipeinfer.scheduler.families import Families
+from pipeinfer.scheduler.preparation import Preparation
 from pipeinfer.scheduler.request import Request
 
 LOOKED_AT = 4  # entries for each that is asked for: most may be gone
@@ -21,11 +22,13 @@ class WaitingQueue:
     """A sorted list. Nearly all come at its end and leave at its front, which moves the pointers
     behind; a request that is over stays until it comes up, or until most are.
 
-    tokens: of all in it, as many as there were to compute of each when it came.
+    tokens: of all in it, as many as there were to compute of each when it came. preparation: of
+    grammars, for which some wait before they come into the queue.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tp: int = 1) -> None:
         self.tokens = 0
+        self.preparation = Preparation(tp)
         self._order: list[tuple[int, int, Request]] = []
         self._gone = 0
         self._families = Families()
@@ -37,8 +40,20 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         """It wants to run."""
-        if not self._families.hold(request):
+        if not self.preparation.hold(request) and not self._families.hold(request):
             self._put(request)
+
+    def begin(self, processes: Sequence[int]) -> None:
+        """An epoch begins, on engines of these incarnations: what they do not know is asked for."""
+        self.preparation.begin(processes)
+        with_grammar = [
+            one for _, _, one in self._order
+            if one.phase == "waiting" and one.work.params.structured_outputs is not None
+        ]  # fmt: skip
+        unknown = [one for one in with_grammar if self.preparation.hold(one)]
+        if unknown:
+            self.tokens -= sum(one.queued for one in unknown)
+            self._order = [one for one in self._order if one[2].phase != "preparing"]
 
     def free(self, running: Iterable[Request]) -> None:
         """Lets those in that waited for the prompt of one of these."""

@@ -1,7 +1,7 @@
 """One step as arrays: what the memory manager decided and what the model runner computes from.
 
-Knows no plan, no policy and no torch, and imports nobody: memory, attention and engine speak in
-it. Rows are requests, tokens are the flattened rows.
+Knows no plan, no policy and no torch: memory, attention and engine speak in it. Rows are requests,
+tokens are the flattened rows.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from pipeinfer.params import StructuredOutputs
 
 LAST_TOKEN = -1  # in Step.tokens: take the id that the previous step left in last_token[slot]
 
@@ -49,6 +51,30 @@ class LogprobRows:
     rows: np.ndarray
     most: np.ndarray
     suppressed: bool = False
+
+
+@dataclass(frozen=True)
+class Constrained:
+    """The request in `slot` samples only what `spec` allows behind its output so far, ids int32
+    [n]. `tail`: the prompt's last ids."""
+
+    slot: int
+    spec: StructuredOutputs
+    output: np.ndarray
+    tail: np.ndarray
+
+
+@dataclass(frozen=True)
+class MaskRows:
+    """The N of the rows that sample which may not sample every id.
+
+    rows: int64 [N], which of the sampling rows. slots: int32 [N]. new: of requests that sample in
+    their slot for the first time.
+    """
+
+    rows: np.ndarray
+    slots: np.ndarray
+    new: tuple[Constrained, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,6 +136,7 @@ class Sampled:
 
     counts: int32 [S], how many tokens each row gave. ids: int32 [the sum of counts], row after row.
     bad: int32, ascending, the rows whose logits have no finite maximum or a NaN; they gave none.
+    refused: rows whose grammar allowed nothing, each with the reason; they gave none either.
     logprobs: scores (pipeinfer/logprobs.py) of the ids of rows that ask for them, row after row.
     prompts: those of each of the step's `prompts`.
     """
@@ -119,17 +146,21 @@ class Sampled:
     bad: np.ndarray = field(default_factory=lambda: _NONE)
     logprobs: bytes = b""
     prompts: tuple[bytes, ...] = ()
+    refused: Mapping[int, str] = field(default_factory=dict[int, str])
 
     @classmethod
-    def of(cls, drawn: np.ndarray) -> Sampled:
+    def of(cls, drawn: np.ndarray, refused: Mapping[int, str] | None = None) -> Sampled:
         """Out of what a sampler draws: integers [S, 1 + k], of each row how many tokens it gave, 0
         in a bad row, and which; what stands behind them means nothing."""
-        counts, ids = drawn[:, 0].astype(np.int32), drawn[:, 1:]
+        counts, ids, refused = drawn[:, 0].astype(np.int32), drawn[:, 1:], refused or {}
+        counts[list(refused)] = 0
         if ids.shape[1] == 1 and counts.all():  # nearly always, and once a step
             return cls(counts, ids[:, 0].astype(np.int32))
         given = np.arange(ids.shape[1]) < counts[:, None]
         bad = np.flatnonzero(counts == 0).astype(np.int32)
-        return cls(counts, ids[given].astype(np.int32), bad)
+        if refused:
+            bad = bad[~np.isin(bad, list(refused))]
+        return cls(counts, ids[given].astype(np.int32), bad, refused=refused)
 
     @classmethod
     def one_each(cls, ids: Sequence[int] | np.ndarray) -> Sampled:
@@ -146,6 +177,8 @@ class Step:
     position gives logits, and the sampled id goes to last_token[slots[r]]. fields: of the rows that
     sample, [S] each; steps of the same rows have the same object.
     prompts: known tokens whose log-probs are asked for; the step computes those before them.
+    masked: rows that may sample only what their grammars allow; which that is can be known when
+    the step before has ended.
     delta: applied first. Position p of row r lies in page table[slots[r], p // page_size] then, at
     offset p % page_size. Page 0 is a dummy that no request owns.
     """
@@ -163,3 +196,4 @@ class Step:
     delta: Delta = NOTHING
     logprobs: LogprobRows | None = None
     prompts: tuple[ScoredChunk, ...] = ()
+    masked: MaskRows | None = None

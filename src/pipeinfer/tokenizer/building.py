@@ -10,23 +10,24 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenizers import Tokenizer
-
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.checkpoint.generation import read_generation
-from pipeinfer.json_values import JsonObject
-from pipeinfer.settings import Settings
-from pipeinfer.text.loading import load_tokenizer, special_tokens
+from pipeinfer.grammars.trial import Setup
+from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.text.ends import end_ids, vocabulary_setup
+from pipeinfer.text.loading import load_tokenizer
 from pipeinfer.text.template_sources import read_tokenizer_config
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.templates import load_templates
 
 
 class Built(NamedTuple):
-    """`eos_ids`: ids that end a request by themselves."""
+    """`eos_ids`: ids that end a request by themselves. `vocabulary`: for grammars; None where none
+    are served, because of `without`."""
 
     encoder: PromptEncoder
     eos_ids: tuple[int, ...]
+    vocabulary: Setup | None
+    without: str
 
 
 def make_encoder(folder: Path, settings: Settings, alone: bool = False) -> Built:
@@ -34,7 +35,7 @@ def make_encoder(folder: Path, settings: Settings, alone: bool = False) -> Built
     model = read_config(folder)
     config = read_tokenizer_config(folder)
     tokenizer = load_tokenizer(folder, config)
-    eos_ids = _eos_ids(folder, tokenizer, config)
+    eos_ids = end_ids(folder, tokenizer, config)
     encoder = PromptEncoder(
         tokenizer,
         load_templates(folder, config, settings.chat_template, _strftime_now),
@@ -44,17 +45,15 @@ def make_encoder(folder: Path, settings: Settings, alone: bool = False) -> Built
         settings.control_tokens_in_messages,
         alone,
     )
-    return Built(encoder, eos_ids)
-
-
-def _eos_ids(folder: Path, tokenizer: Tokenizer | None, config: JsonObject) -> tuple[int, ...]:
-    """The union of what config.json, generation_config.json and the tokenizer say."""
-    ids = dict.fromkeys(read_generation(folder).eos_ids)
-    text = special_tokens(config).get("eos_token")
-    token = tokenizer.token_to_id(text) if tokenizer is not None and text is not None else None
-    if token is not None:
-        ids[token] = None
-    return tuple(ids)
+    if alone:  # it encodes, and nothing else
+        return Built(encoder, eos_ids, None, "")
+    if settings.grammar_backend == "none":
+        return Built(encoder, eos_ids, None, "this server was started without grammars")
+    try:
+        vocabulary = vocabulary_setup(tokenizer, model.vocab_size, eos_ids)
+    except ConfigurationError as error:
+        return Built(encoder, eos_ids, None, f"this model serves no grammars: {error}")
+    return Built(encoder, eos_ids, vocabulary, "")
 
 
 def _strftime_now(template: str) -> str:

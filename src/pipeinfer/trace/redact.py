@@ -27,6 +27,10 @@ FIELDS: dict[str, dict[str, str]] = {
              "template_arguments": "dict", "cache_salt": "salt"},
     "Work": {"params": "params", "prompt_ids": "ids", "eos_ids": "some", "cache_salt": "salt"},
     "Plan": {"releases": "nested", "admits": "nested"},
+    "Prepare": {"spec": "struct"},
+    "Compile": {"spec": "struct"},
+    "StructuredOutputs": {"json": "salt", "regex": "salt", "grammar": "salt", "choice": "salts",
+                          "after": "salt"},
     "Release": {"output_ids": "ids"},
     "Admit": {"params": "params", "token_ids": "ids", "suppress": "sorted", "cache_salt": "salt"},
     "PromptScores": {"logprobs": "zeros"},
@@ -39,6 +43,7 @@ FIELDS: dict[str, dict[str, str]] = {
     "Delivered": {"ids": "ids", "logprobs": "zeros", "prompt_logprobs": "zeros"},
     "Accepted": {"prompt_ids": "ids", "prompt_text": "text"},
     "Encoded": {"prompt_ids": "ids", "message": "text"},
+    "Tried": {"message": "text"},
     "Started": {"prompt_ids": "ids", "prompt_text": "text"},
     "Text": {"rows": "nested"},
     "TextRow": {"text": "text", "ids": "ids", "stop_reason": "one", "error": "text",
@@ -51,10 +56,10 @@ FIELDS: dict[str, dict[str, str]] = {
 # Names, numbers and what stages say of themselves: nothing of a client's but its request's id.
 AS_THEY_ARE = {
     "Abort", "Done", "Begin", "Hello", "Ready", "Admitted", "Digests", "Fault", "Refused",
-    "HandOver", "ResetCache", "CacheReset", "StopHit", "Heartbeat", "GroupStatus", "RankStatus",
-    "Ended", "GroupFault",
-    "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "Encode", "StepFailed", "Hangup",
-    "StatusChanged", "StepNote", "Unencoded",
+    "Prepared", "Compiled", "HandOver", "ResetCache", "CacheReset", "StopHit", "Heartbeat",
+    "GroupStatus", "RankStatus", "Ended", "GroupFault",
+    "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "Encode", "Try",
+    "StepFailed", "Hangup", "StatusChanged", "StepNote", "Unencoded",
     "Crash", "End",
 }  # fmt: skip
 
@@ -76,6 +81,8 @@ class Redactor:
             "sorted": lambda ids: tuple(sorted(names.one(token) for token in ids)),
             "params": self._params,
             "salt": self._salt,
+            "salts": lambda salts: tuple(map(self._salt, salts)),
+            "struct": self.message,
             "nested": lambda parts: tuple(self.message(part) for part in parts),
             "text": lambda _: "",
             "list": lambda _: [],
@@ -119,10 +126,12 @@ class Redactor:
         return msgspec.structs.replace(message, **changed) if changed else message
 
     def _params(self, params: SamplingParams) -> SamplingParams:
+        spec = params.structured_outputs
         return msgspec.structs.replace(
             params,
             stop=tuple(f"[{number}]" for number in range(len(params.stop))),
             stop_token_ids=tuple(self.names.one(token) for token in params.stop_token_ids),
+            structured_outputs=None if spec is None else self.message(spec),
             logit_bias={self.names.one(token): bias for token, bias in params.logit_bias.items()},
         )
 

@@ -31,6 +31,8 @@ NUMBERS: frozenset[Attribute] = frozenset(
         ("pipeinfer.scheduler.credits:Credits", "_planned"),
         ("pipeinfer.scheduler.epochs:Epochs", "_steps"),
         ("pipeinfer.scheduler.epochs:Epochs", "_condemned"),
+        ("pipeinfer.scheduler.preparation:Preparation", "_processes"),
+        ("pipeinfer.scheduler.preparation:Asked", "answered"),
         ("pipeinfer.scheduler.agreement:_Rank", "first"),
         ("pipeinfer.scheduler.agreement:_Rank", "own"),
     )

@@ -17,7 +17,7 @@ import torch
 from pipeinfer.engine.device import Replay, Tensors, Work, nothing
 
 TRIES = 2  # calls before a capture: lazy initialisation must not be captured
-MARKS = 8  # more than are under way: a mark's end is also read for the one after it
+MARKS = 16  # more than are under way, two a step; an end is also read for the mark after it
 
 
 class CudaMark:

@@ -10,7 +10,6 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from pipeinfer.gateway.dialects.formats import with_format
 from pipeinfer.gateway.dialects.turns import Turns
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.foreign_fields import MESSAGES, Refusals
@@ -25,13 +24,19 @@ from pipeinfer.gateway.schema import (
     ChatRequest,
     Chosen,
     Function,
+    JsonSchema,
     NamedTool,
+    ResponseFormat,
     Tool,
 )
 from pipeinfer.json_values import JsonObject
 
 # What chats call a field, and what it is called here.
-NAMES = {"stop": "stop_sequences", "tools": "tools"}
+NAMES = {
+    "stop": "stop_sequences",
+    "tools": "tools",
+    "response_format": "output_config.format",
+}
 
 
 class TextBlock(msgspec.Struct, frozen=True):
@@ -163,9 +168,8 @@ def conversation(request: CountRequest) -> ChatRequest:
     form = request.output_config.format if request.output_config is not None else None
     if form is None:
         return chat
-    asked: JsonObject = {"name": "answer", "schema": form.schema}
-    wanted: JsonObject = {"type": form.type, "json_schema": asked}
-    return with_format(chat, wanted, "output_config.format")
+    wanted = ResponseFormat("json_schema", JsonSchema(form.schema, "answer"))
+    return msgspec.structs.replace(chat, response_format=wanted)
 
 
 def _arguments(request: CountRequest) -> JsonObject | None:

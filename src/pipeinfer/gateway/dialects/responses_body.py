@@ -10,7 +10,6 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from pipeinfer.gateway.dialects.formats import with_format
 from pipeinfer.gateway.dialects.turns import Turns
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.foreign_fields import RESPONSES, Refusals
@@ -25,7 +24,9 @@ from pipeinfer.gateway.schema import (
     ChatRequest,
     Chosen,
     Function,
+    JsonSchema,
     NamedTool,
+    ResponseFormat,
     Role,
     StreamOptions,
     Tool,
@@ -41,7 +42,7 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "tools": "tools",
-    "tool_choice": "tool_choice",
+    "response_format": "text.format",
 }
 
 
@@ -161,16 +162,10 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         parallel_tool_calls=request.parallel_tool_calls,
     )
     form = request.text.format if request.text is not None else None
-    return chat if form is None else with_format(chat, _form(form), "text.format")
-
-
-def _form(form: TextFormat) -> JsonObject:
-    given: JsonObject = {
-        name: value
-        for name in ("name", "description", "schema", "strict")
-        if (value := getattr(form, name)) is not None
-    }
-    return {"type": form.type, "json_schema": given} if given else {"type": form.type}
+    if form is None:
+        return chat
+    schema = JsonSchema(form.schema, form.name, form.description, form.strict)
+    return msgspec.structs.replace(chat, response_format=ResponseFormat(form.type, schema))
 
 
 def _logprobs(request: ResponsesRequest) -> bool:

@@ -1,6 +1,6 @@
 """The Kernels of the host, in NumPy: its vectorised loops need no thread pool."""
 
 from pipeinfer.kernels.host.sampling import choose, offer, sample
-from pipeinfer.kernels.host.steps import edit, expand, write_words
+from pipeinfer.kernels.host.steps import edit, expand, mask, write_words
 
-__all__ = ["choose", "edit", "expand", "offer", "sample", "write_words"]
+__all__ = ["choose", "edit", "expand", "mask", "offer", "sample", "write_words"]

@@ -128,3 +128,12 @@ def edit(
             added = torch.from_numpy(bits.view(np.float32)[held])
             logits[row, torch.from_numpy(column[held])] += added
         logits[row, torch.from_numpy(column[held & never])] = float("-inf")
+
+
+def mask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int = 0) -> None:
+    width = logits.shape[1]
+    for row, own in zip(rows.tolist(), words.numpy(), strict=True):
+        bits = np.unpackbits(own.view(np.uint8), bitorder="little")[first_id : first_id + width]
+        forbidden = torch.from_numpy(bits == 0)
+        logits[row, : len(bits)].masked_fill_(forbidden, float("-inf"))
+        logits[row, len(bits) :] = float("-inf")

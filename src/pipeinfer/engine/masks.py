@@ -1,0 +1,84 @@
+"""What requests with a grammar may sample next: one source of masks for each slot that has one.
+
+All of it can be built again from what a step says of its new rows. Called step by step, in the
+order of steps, on the event loop. Knows steps and grammars; no device and no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from llguidance import LLExecutor
+
+from pipeinfer.grammars.bounds import GrammarError
+from pipeinfer.grammars.masks import MaskSource, NoSource, fill_all, source_of
+from pipeinfer.grammars.store import GrammarStore
+from pipeinfer.params import StructuredOutputs
+from pipeinfer.steps.step import Constrained, MaskRows, Sampled, Step
+
+MOST_THREADS = 8  # that fill masks: more of them wait for each other
+
+
+class Masks:
+    """Of one rank; its grammars come from `store`."""
+
+    def __init__(self, store: GrammarStore, threads: int) -> None:
+        self._store = store
+        self._executor = LLExecutor(max(min(threads, MOST_THREADS), 1))
+        self._sources: dict[int, MaskSource] = {}
+
+    def prepare(self, spec: StructuredOutputs, then: Callable[[str], None]) -> None:
+        """See GrammarStore."""
+        self._store.prepare(spec, then)
+
+    def wait(self) -> None:
+        """See GrammarStore."""
+        self._store.wait()
+
+    def fill(self, step: Step, words: np.ndarray) -> dict[int, str]:
+        """The masks of the step's masked rows into `words` int32 [N, W]. Returns the rows that
+        sample, by number, for which nothing is allowed, with the reason."""
+        assert step.masked is not None
+        self._leave(step)
+        for new in step.masked.new:
+            self._sources[new.slot] = self._source(new)
+        slots = step.masked.slots.tolist()
+        troubles = fill_all(self._executor, [self._sources[slot] for slot in slots], words)
+        rows = step.masked.rows.tolist()
+        return {row: why for row, why in zip(rows, troubles, strict=True) if why}
+
+    def take(self, step: Step, sampled: Sampled) -> None:
+        """What the step gave; before the masks of the next one are filled."""
+        if step.masked is None:
+            if self._sources:
+                self._leave(step)
+            return
+        for slot, ids in _given(step.masked, sampled):
+            self._sources[slot].feed(ids)  # what is wrong with them is said of the next mask
+
+    def close(self) -> None:
+        """No step follows."""
+        self._store.close()
+
+    def _leave(self, step: Step) -> None:
+        """Slots that have new requests."""
+        for slot in step.delta.admitted.tolist():
+            self._sources.pop(slot, None)
+
+    def _source(self, new: Constrained) -> MaskSource:
+        try:
+            grammar = self._store.grammar(new.spec)
+        except GrammarError as error:
+            return NoSource(str(error))
+        return source_of(grammar, new.output.tolist(), new.tail.tolist())
+
+
+def _given(masked: MaskRows, sampled: Sampled) -> list[tuple[int, list[int]]]:
+    """(slot, its new ids) of the masked rows."""
+    ends = np.cumsum(sampled.counts)
+    begins = ends - sampled.counts
+    return [
+        (slot, sampled.ids[begins[row] : ends[row]].tolist())
+        for row, slot in zip(masked.rows.tolist(), masked.slots.tolist(), strict=True)
+    ]

@@ -1,0 +1,98 @@
+"""Compiled grammars of one engine: made on a thread of their own, kept as long as they are used.
+
+The thread has the stack that compiling needs, and the vocabulary is built there. Knows no row, no
+step and no request.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from pipeinfer.grammars.bounds import GrammarError
+from pipeinfer.grammars.compiling import STACK, Grammar, Vocabulary
+from pipeinfer.grammars.trial import Setup
+from pipeinfer.params import StructuredOutputs
+
+# Twice as many as a scheduler counts on (scheduler/preparation.py); a few hundred kB each.
+KEPT = 256
+
+Job = tuple[StructuredOutputs, "Future[Grammar]"]
+
+
+class GrammarStore:
+    """May be asked from any thread. `setup` is called on the thread that compiles, at once."""
+
+    def __init__(self, setup: Callable[[], Setup], kept: int = KEPT) -> None:
+        self._setup = setup
+        self._kept = kept
+        self._lock = threading.Lock()
+        self._known: OrderedDict[StructuredOutputs, Future[Grammar]] = OrderedDict()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._built = threading.Event()
+        _with_stack(self._work)
+
+    def wait(self) -> None:
+        """Until the vocabulary is there, which holds the interpreter while it is built."""
+        self._built.wait()
+
+    def prepare(self, spec: StructuredOutputs, then: Callable[[str], None]) -> None:
+        """Has it compiled; `then`, from another thread if it was not yet, is told why it cannot be,
+        or ""."""
+        self._asked(spec).add_done_callback(lambda one: then(_trouble(one)))
+
+    def grammar(self, spec: StructuredOutputs) -> Grammar:
+        """Waits for it if need be. Raises GrammarError."""
+        return self._asked(spec).result()
+
+    def close(self) -> None:
+        """What is under way is left behind: nothing can cancel it."""
+        self._jobs.put(None)
+
+    def _asked(self, spec: StructuredOutputs) -> Future[Grammar]:
+        with self._lock:
+            found = self._known.get(spec)
+            if found is None:
+                found = self._known[spec] = Future()
+                self._jobs.put((spec, found))
+            self._known.move_to_end(spec)
+            while len(self._known) > self._kept:
+                self._known.popitem(last=False)
+        return found
+
+    def _work(self) -> None:
+        vocabulary, trouble = None, ""
+        try:
+            setup = self._setup()
+            vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.ends, setup.known)
+        except Exception as error:  # told to whoever asks for a grammar; nobody may ever
+            trouble = f"this model serves no grammars: {error}"
+        self._built.set()
+        while (job := self._jobs.get()) is not None:
+            spec, asked = job
+            if vocabulary is None:
+                asked.set_exception(GrammarError(trouble))
+                continue
+            try:
+                asked.set_result(Grammar(vocabulary, spec))
+            except (GrammarError, ValueError) as error:
+                asked.set_exception(GrammarError(str(error) or "it does not compile"))
+
+
+def _trouble(asked: Future[Grammar]) -> str:
+    error = asked.exception()
+    return "" if error is None else str(error)
+
+
+def _with_stack(work: Callable[[], None]) -> threading.Thread:
+    """A running thread with STACK bytes of it; others that are started meanwhile have it, too."""
+    before = threading.stack_size(STACK)
+    try:
+        thread = threading.Thread(target=work, name="grammars", daemon=True)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    return thread

@@ -1,0 +1,55 @@
+"""Which tokens a model ends with, and the vocabulary that grammars are about: from its files.
+
+Knows no request and no template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from pipeinfer.checkpoint.config import read_config
+from pipeinfer.checkpoint.generation import read_generation
+from pipeinfer.grammars.trial import Setup
+from pipeinfer.json_values import JsonObject
+from pipeinfer.settings import ConfigurationError
+from pipeinfer.text.loading import load_tokenizer, special_tokens
+from pipeinfer.text.template_sources import read_tokenizer_config
+
+
+def end_ids(folder: Path, tokenizer: Tokenizer | None, config: JsonObject) -> tuple[int, ...]:
+    """The union of what config.json, generation_config.json and the tokenizer say; `config`: what
+    read_tokenizer_config gave."""
+    ids = dict.fromkeys(read_generation(folder).eos_ids)
+    text = special_tokens(config).get("eos_token")
+    token = tokenizer.token_to_id(text) if tokenizer is not None and text is not None else None
+    if token is not None:
+        ids[token] = None
+    return tuple(ids)
+
+
+def grammar_setup(folder: Path) -> Setup:
+    """For grammars of the checkpoint in `folder`. Raises ConfigurationError where it has no
+    tokenizer or no end."""
+    config = read_tokenizer_config(folder)
+    tokenizer = load_tokenizer(folder, config)
+    ends = end_ids(folder, tokenizer, config)
+    return vocabulary_setup(tokenizer, read_config(folder).vocab_size, ends)
+
+
+def vocabulary_setup(tokenizer: Tokenizer | None, width: int, ends: Sequence[int]) -> Setup:
+    """For grammars of a model with logits of `width` ids, `ends` of which end a text. Raises
+    ConfigurationError."""
+    if tokenizer is None:
+        raise ConfigurationError("the checkpoint has no tokenizer")
+    ends = tuple(i for i in ends if 0 <= i < width)
+    if not ends:
+        raise ConfigurationError("the checkpoint names no token that ends a text")
+    return Setup(
+        tokenizer=tokenizer.to_str(),
+        width=width,
+        ends=ends,
+        known=tuple(sorted(tokenizer.get_vocab().values())),
+    )

@@ -1,0 +1,181 @@
+"""Rows with a grammar in the steps of a real model: what they give is what the grammar allows of
+the model's own logits, however the steps were cut, and nobody beside them notices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llguidance import LLExecutor
+
+import pipeinfer.demo
+from parity.cores import Cores
+from pipeinfer.engine.masks import Masks
+from pipeinfer.grammars.compiling import Grammar, Vocabulary
+from pipeinfer.grammars.masks import fill_all, source_of
+from pipeinfer.grammars.store import GrammarStore
+from pipeinfer.logprobs import scores
+from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.settings import Settings
+from pipeinfer.text.ends import grammar_setup
+
+FOLDER = Path(pipeinfer.demo.__file__).parent
+SETUP = grammar_setup(FOLDER)
+VOCABULARY = Vocabulary(SETUP.tokenizer, SETUP.width, SETUP.ends, SETUP.known)
+PROMPT = list(b"Tell me something about yourself.")
+SPECS = {
+    "object": StructuredOutputs(
+        json=json.dumps(
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "maxLength": 8},
+                    "age": {"type": "integer", "minimum": 0, "maximum": 130},
+                },
+                "required": ["name", "age"],
+                "additionalProperties": False,
+            }
+        )
+    ),
+    "choice": StructuredOutputs(choice=("apples", "apricots", "pears")),
+    "regex": StructuredOutputs(regex="[a-f]{3,9}-[0-9]{2}"),
+}
+
+
+@pytest.fixture(scope="module")
+def masks():
+    masks = Masks(GrammarStore(lambda: SETUP), threads=2)
+    yield masks
+    masks.close()
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return Cores(FOLDER, Settings(model=str(FOLDER), device="cpu", dtype="float32")).loaded
+
+
+def cores(loaded, masks, **options) -> Cores:
+    settings = {"max_running": 8, "device": "cpu", "overlap_depth": options.pop("depth", 2)}
+    return Cores(FOLDER, Settings(**settings), loaded=loaded, masks=masks, **options)
+
+
+def params(name: str, temperature: float, **more) -> SamplingParams:
+    spec = SPECS.get(name)
+    return SamplingParams(temperature=temperature, max_tokens=60, structured_outputs=spec, **more)
+
+
+def submitted(made: Cores, temperature: float) -> Cores:
+    """One of each, and two that are free; they all stop at an end."""
+    for seed, name in enumerate((*SPECS, "free", "free too")):
+        prompt = [*PROMPT, *name.encode()]
+        made.submit(name, prompt, params(name, temperature), seed=seed, eos_ids=SETUP.ends)
+    made.run()
+    return made
+
+
+def text(made: Cores, name: str) -> str:
+    ids = [i for i in made.outputs[name] if i not in SETUP.ends]
+    return VOCABULARY.tokens.decode_str(ids)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_outputs_are_what_the_grammar_says(loaded, masks, temperature):
+    made = submitted(cores(loaded, masks), temperature)
+    assert {made.finished[name] for name in SPECS} == {"stop"}
+    person = json.loads(text(made, "object"))
+    assert set(person) == {"name", "age"} and 0 <= person["age"] <= 130
+    assert text(made, "choice") in SPECS["choice"].choice
+    assert len(text(made, "regex").split("-")[1]) == 2
+
+
+def test_greedy_rows_take_the_likeliest_token_that_is_allowed(loaded, masks):
+    """Against masks that are made anew from the ids, one token at a time."""
+    made = submitted(cores(loaded, masks), 0.0)
+    checked = 0
+    for name, spec in SPECS.items():
+        grammar, ids = Grammar(VOCABULARY, spec), made.outputs[name]
+        for n, token in enumerate(ids):
+            words = np.zeros((1, VOCABULARY.words), dtype=np.int32)
+            assert fill_all(LLExecutor(1), [source_of(grammar, ids[:n], ())], words) == [""]
+            allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: SETUP.width] > 0
+            logits = made.logits[name, len(PROMPT) + len(name) + n]
+            assert token == int(np.where(allowed, logits, -np.inf).argmax())
+            checked += int(logits.argmax()) != token
+    assert checked > 10, "the grammar has hardly changed anything"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_whoever_is_free_samples_what_he_would_alone(loaded, masks, temperature):
+    beside = submitted(cores(loaded, masks), temperature)
+    for seed, name in ((3, "free"), (4, "free too")):
+        alone = cores(loaded, masks)
+        prompt = [*PROMPT, *name.encode()]
+        alone.submit(name, prompt, params(name, temperature), seed=seed, eos_ids=SETUP.ends)
+        alone.run()
+        assert alone.outputs[name] == beside.outputs[name]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_steps_may_be_cut_and_rows_taken_back(loaded, masks, temperature):
+    usual = submitted(cores(loaded, masks), temperature).outputs
+    assert submitted(cores(loaded, masks, depth=1), temperature).outputs == usual
+    assert submitted(cores(loaded, masks, budget=16), temperature).outputs == usual
+    disturbed = submitted(cores(loaded, masks, policy="parity.cores:Nuisance"), temperature)
+    assert disturbed.outputs == usual
+    assert disturbed.scheduler.stats()["preemptions_total"] > 2
+
+
+def test_penalties_count_what_was_sampled_behind_the_mask(loaded, masks):
+    """A penalty that is never so high as to matter alone forbids a repetition here."""
+    made = cores(loaded, masks)
+    spec = StructuredOutputs(regex="[ab]{12}")
+    given = SamplingParams(
+        temperature=0.0, max_tokens=60, structured_outputs=spec, frequency_penalty=2.0
+    )
+    made.submit("r", PROMPT, given, eos_ids=SETUP.ends)
+    made.run()
+    ids = made.outputs["r"][:12]
+    logits = [made.logits["r", len(PROMPT) + n] for n in range(12)]
+    for n, row in enumerate(logits):
+        counts = {i: ids[:n].count(i) for i in (ord("a"), ord("b"))}
+        best = max(counts, key=lambda i: row[i] - 2.0 * counts[i])
+        assert ids[n] == best
+
+
+def test_log_probs_are_those_of_the_model_before_the_mask(loaded, masks):
+    made = cores(loaded, masks)
+    made.submit("choice", PROMPT, params("choice", 0.0, logprobs=2), eos_ids=SETUP.ends)
+    made.run()
+    for n, entry in enumerate(scores(made.logprobs["choice"], 2)):
+        row = made.logits["choice", len(PROMPT) + n].astype(np.float64)
+        expected = row - (np.log(np.exp(row - row.max()).sum()) + row.max())
+        assert abs(entry.logprob - expected[made.outputs["choice"][n]]) < 1e-4
+        assert entry.ids == np.argsort(-expected, kind="stable")[:2].tolist()
+
+
+def test_a_row_that_may_sample_nothing_fails_alone(loaded, masks):
+    made = cores(loaded, masks)
+    broken = StructuredOutputs(regex="(a")
+    made.submit("broken", PROMPT, SamplingParams(structured_outputs=broken), eos_ids=SETUP.ends)
+    made.submit("free", PROMPT, SamplingParams(max_tokens=9, temperature=0), eos_ids=SETUP.ends)
+    made.run()
+    assert (made.finished["broken"], made.outputs["broken"]) == ("error", [])
+    assert made.finished["free"] in ("length", "stop")
+    assert made.engine.stats()["refused_rows_total"] >= 1
+    assert made.engine.stats()["bad_rows_total"] == 0
+    assert made.scheduler.stats()["bad_logits_total"] == 0
+
+
+def test_a_grammar_begins_behind_the_text_that_it_waits_for(loaded, masks):
+    """Here one letter, which is one token of this vocabulary."""
+    made = cores(loaded, masks)
+    spec = StructuredOutputs(regex="[0-9]{4}", after=".")
+    given = SamplingParams(temperature=0.0, max_tokens=200, structured_outputs=spec)
+    made.submit("later", PROMPT[:-1], given, eos_ids=SETUP.ends)
+    made.submit("at once", PROMPT, given, eos_ids=SETUP.ends)
+    made.run()
+    before, _, after = text(made, "later").partition(".")
+    assert before and len(after) == 4 and after.isdigit()
+    assert len(text(made, "at once")) == 4 and text(made, "at once").isdigit()

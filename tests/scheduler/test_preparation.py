@@ -1,0 +1,163 @@
+"""Grammars are asked for before whoever needs them is admitted, and nobody else waits for that."""
+
+from __future__ import annotations
+
+import pytest
+from test_scheduler_core import Client, Pipeline, pipeline
+
+from pipeinfer.events import Tick
+from pipeinfer.messages import Fault, Plan, Prepare, Prepared, Refused, Work
+from pipeinfer.packing import pack
+from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.scheduler import preparation
+from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
+from pipeinfer.scheduler.preparation import Preparation
+from pipeinfer.scheduler.request import Request, from_work
+
+REGEX = StructuredOutputs(regex="a")
+
+
+def wants(name: str, spec: StructuredOutputs | None = REGEX) -> Request:
+    params = SamplingParams(structured_outputs=spec)
+    return from_work(Work(name, 1, 0, 0, pack([1]), params, 0), 1, 0.0)
+
+
+def started(tp: int = 1) -> Preparation:
+    made = Preparation(tp)
+    made.begin(tuple(range(10, 10 + tp)))
+    return made
+
+
+def test_all_ranks_must_have_it():
+    made, request = started(tp=2), wants("r")
+    assert made.hold(request) and request.phase == "preparing"
+    assert [one.request_id for one in made.due(0.0)] == ["r"]
+    assert made.answered(Prepared(0, 10, "r")) == []
+    assert made.answered(Prepared(0, 10, "r")) == [], "the same one again"
+    assert made.answered(Prepared(1, 9, "r")) == [], "a process that is gone"
+    assert made.answered(Prepared(2, 12, "r")) == [], "no rank of the group"
+    assert made.answered(Prepared(1, 11, "r")) == [request]
+    assert not made.hold(wants("later"))
+    assert len(made) == 0
+
+
+def test_it_is_asked_for_once_for_all_who_wait_and_again_where_no_answer_comes():
+    made, requests = started(), [wants("one"), wants("two")]
+    assert [made.hold(request) for request in requests] == [True, True]
+    assert [[one.request_id for one in made.due(now)] for now in (0.0, 0.5, 1.0, 1.5)] == [
+        ["one"], [], ["one"], [],
+    ]  # fmt: skip
+    made.forget(requests[0])
+    assert made.answered(Prepared(0, 10, "one")) == [requests[1]], "it asked for all of them"
+
+
+def test_nobody_asks_for_those_who_have_left():
+    made, request = started(), wants("r")
+    made.hold(request)
+    made.forget(request)
+    assert list(made.due(0.0)) == [] and made.answered(Prepared(0, 10, "r")) == []
+
+
+def test_new_processes_are_asked_anew_and_the_same_ones_are_not():
+    made = started()
+    made.hold(wants("r"))
+    made.answered(Prepared(0, 10, "r"))
+    made.begin((10,))
+    assert not made.hold(wants("known"))
+    made.hold(wants("other", StructuredOutputs(regex="b")))
+    list(made.due(0.0))
+    made.begin((11,))
+    assert made.hold(wants("again"))
+    assert [one.request_id for one in made.due(0.1)] == ["other", "again"]
+
+
+def test_those_used_last_are_taken_to_be_there(monkeypatch):
+    monkeypatch.setattr(preparation, "KNOWN", 2)
+    made = started()
+    for regex in ("a", "b", "a", "c"):
+        if made.hold(wants(regex, StructuredOutputs(regex=regex))):
+            made.answered(Prepared(0, 10, regex))
+    held = [made.hold(wants("x" + r, StructuredOutputs(regex=r))) for r in ("a", "b", "c")]
+    assert held == [False, True, False]
+
+
+@pytest.mark.parametrize("outputs", [0, 2])
+def test_a_grammar_that_engines_cannot_have_ends_its_requests(outputs):
+    core, told = SchedulerCore(SchedulerOptions()), []
+    p = pipeline()
+    p.core = core
+    p.deliver()
+    p.deliver()
+    p.clients["r"] = Client([5] * 4, 9, 0)
+    params = SamplingParams(max_tokens=9, structured_outputs=REGEX)
+    p.feed(Work("r", 1, 0, 0, pack([5] * 4), params, 0, eos_ids=(3, 11)))
+    request = core._live.get("r")
+    request.outputs.extend(p.clients["r"].expected[:outputs])
+    p.clients["r"].outputs = p.clients["r"].expected[:outputs]
+    told = p.feed(Prepared(0, p.engine.incarnation, "r", "too hard"))
+    refusals = [send.message for send in told if isinstance(send.message, Refused)]
+    assert (len(refusals), p.clients["r"].finish) == ((1, None) if not outputs else (0, "error"))
+    assert [one.status for one in refusals] == [400] * len(refusals)
+    assert not core._live
+
+
+def test_whoever_has_no_grammar_is_not_held_up():
+    p = pipeline(slots=2)
+    p.deliver()
+    p.deliver()
+    silent = p.engine.receive
+    p.engine.receive = lambda message: None if isinstance(message, Prepare) else silent(message)
+    held = p.submit([5] * 6, 4, grammar="a")
+    free = [p.submit([6 + n] * 6, 4) for n in range(3)]
+    while p.deliver():
+        pass
+    assert p.clients[held].finish is None and p.core.stats()["preparing"] == 1
+    assert all(p.clients[name].finish for name in free)
+    p.engine.receive = silent
+    p.now += preparation.AGAIN
+    p.feed(Tick())
+    p.settle()
+    assert p.engine.prepared == [REGEX]
+
+
+def test_a_new_process_is_asked_for_what_was_lost_before_it_is_admitted():
+    p = pipeline(slots=3)
+    p.deliver()
+    p.deliver()
+    names = [p.submit([5 + n] * 6, 30, min_tokens=30, grammar="a") for n in range(5)]
+    for _ in range(9):
+        p.deliver()
+    p.feed(Fault(p.engine.epoch, 0, "it leaves", orderly=True))
+    p.engine.crash()
+    asked = len(p.engine.prepared)
+    receive, admitted = p.engine.receive, []
+
+    def watched(message) -> None:
+        if isinstance(message, Plan) and message.admits:
+            admitted.append(len(p.engine.prepared) > asked)
+        receive(message)
+
+    p.engine.receive = watched
+    p.settle()
+    assert admitted and all(admitted)
+    assert all(p.clients[name].finish for name in names)
+
+
+def test_nothing_is_admitted_before_it_was_prepared():
+    p: Pipeline = pipeline(slots=3)
+    p.deliver()
+    p.deliver()
+    receive, had = p.engine.receive, []
+
+    def watched(message) -> None:
+        if isinstance(message, Plan):
+            specs = [admit.params.structured_outputs for admit in message.admits]
+            had.extend(spec in p.engine.prepared for spec in specs if spec is not None)
+        receive(message)
+
+    p.engine.receive = watched
+    for n in range(9):
+        p.submit([5 + n] * 6, 6, grammar="abc"[n % 3], choices=1 + n % 2)
+    p.settle()
+    assert len(had) >= 13 and all(had)
+    assert len(p.engine.prepared) == 3
