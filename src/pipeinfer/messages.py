@@ -76,13 +76,23 @@ class Done(Message, frozen=True):
     request_ids: tuple[str, ...]
 
 
+class ResetCache(Message, frozen=True):
+    """All groups are to forget cached prefixes that no request uses: gateway -> tokenizer -> every
+    scheduler, behind all work that was sent before. Each answers CacheReset under this `name`."""
+
+    name: str
+    gateway: int = 0
+    detokenizer: int = 0
+
+
 # --------------------------------------------------------------------- work: tokenizer -> scheduler
 
 
 class Work(Message, frozen=True):
     """A tokenized request. `eos_ids`: ids that end it by themselves (empty under ignore_eos).
     `leader`: of requests that belong together, the first one's id, there as well; they have one
-    prompt, which one of them computes first. Else empty."""
+    prompt, which one of them computes first. Else empty. `banned`: sequences of ids that its output
+    must not have, as `params.bad_words` are spelled."""
 
     request_id: str
     attempt: int
@@ -97,6 +107,7 @@ class Work(Message, frozen=True):
     cache_salt: str = ""
     trace: str = ""
     leader: str = ""
+    banned: tuple[tuple[int, ...], ...] = ()
 
 
 class HandOver(Message, frozen=True):
@@ -136,7 +147,7 @@ class Admit(Message, frozen=True):
     `max_total`: the request never grows past that many tokens (prompt and output); rows that would
     are computed as empty. `suppress`: ids not sampled before `params.min_tokens` outputs.
     `score_from`: log-probs of the prompt's tokens from that one on are wanted, so that what comes
-    right before it is computed; -1: of none, or they are known."""
+    right before it is computed; -1: of none, or they are known. `banned`: as Work's."""
 
     slot: int
     request_id: str
@@ -148,6 +159,7 @@ class Admit(Message, frozen=True):
     suppress: tuple[int, ...] = ()
     cache_salt: str = ""
     score_from: int = -1
+    banned: tuple[tuple[int, ...], ...] = ()
 
 
 class Prepare(Message, frozen=True):
@@ -159,7 +171,8 @@ class Prepare(Message, frozen=True):
 
 
 class Plan(Message, frozen=True):
-    """One step: releases, then admits, then rows `advance(slot, up to count tokens)`.
+    """One step: releases, then admits, then rows `advance(slot, up to count tokens)`. With `reset`
+    cached prefixes that no request uses are forgotten between releases and admits.
     `slots`, `counts`: int32 bytes, a row each; no slot stands twice. A row computes known tokens
     not yet computed, at most `count`; then it decodes from the id that the step before left."""
 
@@ -169,6 +182,7 @@ class Plan(Message, frozen=True):
     admits: tuple[Admit, ...]
     slots: bytes
     counts: bytes
+    reset: bool = False
 
 
 # ---------------------------------------------------------------------- result: engine -> scheduler
@@ -340,6 +354,15 @@ class Refused(Message, frozen=True):
     message: str
     param: str | None = None
     code: str | None = None
+
+
+class CacheReset(Message, frozen=True):
+    """scheduler -> detokenizer -> gateway: what `group` admits from now on finds nothing that was
+    cached and unused when ResetCache came."""
+
+    name: str
+    gateway: int
+    group: int
 
 
 class StopHit(Message, frozen=True):

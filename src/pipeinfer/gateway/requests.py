@@ -17,8 +17,10 @@ from msgspec.structs import replace
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call
+from pipeinfer.gateway.forms import form
 from pipeinfer.gateway.pieces import Reader
 from pipeinfer.gateway.reading.registry import NOTHING, Reading
+from pipeinfer.gateway.reading.thinking import CLOSING
 from pipeinfer.gateway.schema import (
     MOST_MESSAGES,
     ChatMessage,
@@ -27,7 +29,6 @@ from pipeinfer.gateway.schema import (
     Generation,
 )
 from pipeinfer.gateway.shapes import Shown
-from pipeinfer.gateway.structured import structured
 from pipeinfer.gateway.tools import check_arguments, for_template, tool_schemas
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.packing import pack
@@ -47,6 +48,8 @@ PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a li
     "stop",
     "stop_token_ids",
     "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
     "prompt_logprobs",
     "ignore_eos",
     "skip_special_tokens",
@@ -76,7 +79,7 @@ class Job:
     through once; each is built when its turn comes. `choices`: that are made of them all. `shown`:
     beside new text. `best`: so many choices of each prompt are shown, the best; 0: all. `reader`:
     makes what reads one choice; None: all of it is content. `short_ids`: of calls, as Mistral wants
-    them."""
+    them. `params`: as a chat is sampled."""
 
     calls: Iterable[Call]
     choices: int
@@ -87,6 +90,7 @@ class Job:
     best: int = 0
     reader: Callable[[], Reader] | None = None
     short_ids: bool = False
+    params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
 
 
 def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
@@ -99,11 +103,16 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     shown = Shown(_chat_logprobs(request), request.prompt_logprobs)
     names = {"max_tokens": field, "logprobs": "top_logprobs"}
     params = _params(request, terms.sampling, limit, shown, names)
+    if params.structured_outputs is not None and request.tools and request.tool_choice != "none":
+        message = "an answer cannot have a form and call tools; tool_choice none leaves them out"
+        raise ApiError(400, message, "tools", "unsupported_parameter")
+    if params.structured_outputs is not None and terms.reading.reasoning:
+        behind = replace(params.structured_outputs, after=CLOSING)
+        params = replace(params, structured_outputs=behind)
     _check_count(1, "n", params.n, terms)
     chat, arguments = chat_prompt(
         request.messages, request.chat_template_kwargs, request.add_generation_prompt
     )
-    params = _behind_thoughts(params, arguments, terms.reading)
     schemas = tool_schemas(request, terms.reading)
     if schemas is not None:
         arguments["tools"] = [msgspec.to_builtins(tool) for tool in request.tools or ()]
@@ -123,18 +132,7 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     reader = terms.reading.reader(schemas, one_call, thoughts)
     job = _job(request, [call], params.n, shown)
     short = terms.reading.tools == "mistral"
-    return dataclasses.replace(job, reader=reader, short_ids=short)
-
-
-def _behind_thoughts(
-    params: SamplingParams, arguments: JsonObject, reading: Reading
-) -> SamplingParams:
-    """A grammar is about the answer, not about thoughts before it."""
-    spec = params.structured_outputs
-    thinks = not any(arguments.get(name) is False for name in ("enable_thinking", "thinking"))
-    if spec is None or not thinks or not reading.end_of_thoughts:
-        return params
-    return replace(params, structured_outputs=replace(spec, after=reading.end_of_thoughts))
+    return dataclasses.replace(job, reader=reader, short_ids=short, params=params)
 
 
 def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: str) -> Job:
@@ -251,13 +249,14 @@ def _params(
     given = {name: getattr(request, name) for name in PLAIN}
     known = {name: value for name, value in given.items() if value is not None}
     known["max_tokens"], known["logprobs"] = max_tokens, shown.logprobs
+    known["structured_outputs"] = form(request)
     try:
         params = normalized(replace(defaults, **known))
     except InvalidParameter as error:
         param = names.get(error.param, error.param)
         message = str(error).replace(f"{error.param} must", f"{param} must")
         raise ApiError(400, message, param, "invalid_value") from None
-    return replace(params, prompt_logprobs=shown.of_prompt, structured_outputs=structured(request))
+    return replace(params, prompt_logprobs=shown.of_prompt)
 
 
 def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str | list[int]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.events import Delta
 from pipeinfer.gateway.pieces import Piece, Reader
 from pipeinfer.json_values import JsonObject
 from pipeinfer.messages import FinishReason
@@ -74,6 +75,12 @@ class Usage:
     prompt: int = 0
     output: int = 0
     cached: int = 0
+
+    def add(self, delta: Delta) -> None:
+        """Those of a choice, whose last delta it is."""
+        self.prompt += delta.prompt_tokens
+        self.output += delta.output_tokens
+        self.cached += delta.cached_tokens
 
     def fields(self) -> JsonObject:
         return {

@@ -13,7 +13,6 @@ from pipeinfer.checkpoint.fields import read_json
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.gateway import keys, tls
 from pipeinfer.gateway.admission import Admission
-from pipeinfer.gateway.app import Service
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cors import read_origins
 from pipeinfer.gateway.defaults import sampling_defaults
@@ -25,11 +24,11 @@ from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
 from pipeinfer.gateway.reading.registry import reading
 from pipeinfer.gateway.requests import Terms
+from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.tls import Certificate
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import ConfigurationError, Settings
-from pipeinfer.text.added import added_tokens
 from pipeinfer.text.template_sources import read_tokenizer_config, template_sources
 from pipeinfer.topology.topology import Topology
 
@@ -85,12 +84,7 @@ def _terms(settings: Settings, folder: Path) -> Terms:
         sampling_defaults(folder),
         most,
         settings.request_timeout,
-        reading(
-            settings.tool_parser,
-            settings.reasoning_parser,
-            "\n".join(templates.values()),
-            added_tokens(folder, config),
-        ),
+        reading(settings.tool_parser, settings.reasoning_parser, "\n".join(templates.values())),
     )
 
 

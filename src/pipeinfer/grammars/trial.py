@@ -6,9 +6,7 @@ here, with less time, memory and stack than an engine has, and what was found is
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
 import resource
 import select
 import signal
@@ -17,7 +15,6 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -48,21 +45,14 @@ class Setup(msgspec.Struct, frozen=True, array_like=True):
 
 class Trial:
     """One process that tries grammars, started when it is first needed. Calls of `verdict` block
-    and come from one thread; `known` and `stop` may come from any."""
+    and come from one thread; `kill` may come from any."""
 
-    def __init__(
-        self,
-        setup: msgspec.Struct,
-        seconds: float = SECONDS,
-        module: str = "pipeinfer.grammars.trial",
-    ) -> None:
-        """`module`: what the process runs, whose first frame is `setup`."""
+    def __init__(self, setup: Setup, seconds: float = SECONDS) -> None:
         self._setup = msgspec.msgpack.encode(setup)
         self._seconds = seconds
-        self._module = module
-        self._stopped = False
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
         self.ended = 0  # processes that a grammar has cost
 
     def verdict(self, spec: StructuredOutputs) -> str:
@@ -81,31 +71,23 @@ class Trial:
             self._verdicts.popitem(last=False)
         return known
 
-    def known(self, spec: StructuredOutputs) -> str | None:
-        """The verdict, if it was found before."""
-        return self._verdicts.get(msgspec.msgpack.encode(spec))
-
-    def stop(self) -> None:
-        """Ends the process, also while it compiles, and starts none any more; `kill` follows on
-        the thread of `verdict`."""
-        self._stopped = True
-        process = self._process
-        if process is not None:
-            process.kill()
-
     def kill(self) -> None:
-        """Ends the process and waits for that."""
+        """Ends the process, also while it compiles."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.communicate()
 
+    def close(self) -> None:
+        """Ends the process for good; whoever waits for a verdict gets RuntimeError."""
+        self._closed = True
+        self.kill()
+
     def _tried(self, key: bytes) -> str:
         for _ in range(TRIES):
             process = self._running()
             assert process.stdin is not None and process.stdout is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended, as the next line finds
-                write(cast(BinaryIO, process.stdin), key)
+            write(cast(BinaryIO, process.stdin), key)
             answer = read_within(process.stdout.fileno(), self._seconds)
             if answer is not None:
                 return msgspec.msgpack.decode(answer, type=str)
@@ -118,15 +100,15 @@ class Trial:
 
     def _running(self) -> subprocess.Popen[bytes]:
         """Raises RuntimeError if it does not start, which is no grammar's fault."""
-        if self._stopped:
-            raise RuntimeError("the stage stops")
+        if self._closed:
+            raise RuntimeError("the process that tries grammars has ended for good")
         if self._process is not None and self._process.poll() is not None:
             self.kill()
         if self._process is None:
             home = str(Path(__file__).parents[2])
             paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module],
+                [sys.executable, "-m", "pipeinfer.grammars.trial"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # a client's grammar, and how the process died of it
@@ -134,10 +116,7 @@ class Trial:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAYON_NUM_THREADS": "1"},
             )
             assert self._process.stdin is not None and self._process.stdout is not None
-            if self._stopped:  # meanwhile
-                self._process.kill()
-            with contextlib.suppress(BrokenPipeError):  # it has ended, as the next line finds
-                write(cast(BinaryIO, self._process.stdin), self._setup)
+            write(cast(BinaryIO, self._process.stdin), self._setup)
             if read_within(self._process.stdout.fileno(), START_SECONDS) is None:
                 self.kill()
                 raise RuntimeError("the process that tries grammars did not start")
@@ -177,12 +156,6 @@ def _at_end(fd: int) -> bool:
 
 def main() -> None:
     """Serves until stdin ends."""
-    serve(lambda frame: msgspec.msgpack.decode(frame, type=Setup))
-
-
-def serve(setup_of: Callable[[bytes], Setup]) -> None:
-    """Tries what comes until stdin ends, which ends the process also while it compiles.
-    `setup_of`: reads the first frame."""
     from pipeinfer.grammars.compiling import Grammar, Vocabulary
 
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
@@ -190,35 +163,30 @@ def serve(setup_of: Callable[[bytes], Setup]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(frames,), daemon=True).start()
-    setup = setup_of(frames.get())
+    frames = sys.stdin.buffer
+    setup = msgspec.msgpack.decode(_frame(frames) or b"", type=Setup)
     threading.stack_size(setup.stack)
     vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.ends, setup.known)
     write(cast(BinaryIO, answers), b"")
 
     def tried(spec: StructuredOutputs) -> None:
-        said = "it does not compile"  # also for a panic of the compiler, which passes by
         try:
             Grammar(vocabulary, spec)
             said = ""
         except (GrammarError, ValueError) as error:
-            said = str(error) or said
-        finally:
-            write(cast(BinaryIO, answers), msgspec.msgpack.encode(said))
+            said = str(error) or "it does not compile"
+        write(cast(BinaryIO, answers), msgspec.msgpack.encode(said))
 
-    while True:
-        spec = msgspec.msgpack.decode(frames.get(), type=StructuredOutputs)
+    while (frame := _frame(frames)) is not None:
+        spec = msgspec.msgpack.decode(frame, type=StructuredOutputs)
         thread = threading.Thread(target=tried, args=(spec,))
         thread.start()
         thread.join()
 
 
-def _listen(frames: queue.SimpleQueue[bytes]) -> None:
-    stream = sys.stdin.buffer
-    while len(head := stream.read(4)) == 4:
-        frames.put(stream.read(int.from_bytes(head, "little")))
-    os._exit(0)
+def _frame(stream: BinaryIO) -> bytes | None:
+    head = stream.read(4)
+    return stream.read(int.from_bytes(head, "little")) if len(head) == 4 else None
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 
 from pipeinfer.gateway.events import Call
-from pipeinfer.grammars.bounds import GrammarError, check
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.offline.outputs import RequestError
 from pipeinfer.packing import pack
@@ -64,14 +63,9 @@ def checked(params: SamplingParams) -> SamplingParams:
         raise RequestError(f"params must be SamplingParams, not {type(params).__name__}", "params")
     try:
         params = normalized(params)
-        if params.structured_outputs is not None:
-            check(params.structured_outputs)
         return msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
     except InvalidParameter as error:
         raise RequestError(str(error), error.param) from None
-    except GrammarError as error:
-        name = "structured_outputs"
-        raise RequestError(f"{name}: {error}", name) from None
     except UNSENDABLE as error:
         raise RequestError(f"{params}: {error}", "params") from None
 

@@ -16,6 +16,7 @@ import numpy as np
 from pipeinfer.choices import choice_id, choice_ids, choice_seed
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
+from pipeinfer.grammars.bounds import letters
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -30,6 +31,7 @@ from pipeinfer.messages import (
     Recover,
     Recovered,
     Refused,
+    ResetCache,
     State,
     Submit,
     Work,
@@ -47,6 +49,7 @@ DETOKENIZER = 0  # there is one so far; a request stays with the one that it was
 # Bytes of text up to which a prompt is encoded at once. That takes 2 to 3 ms for most texts of this
 # length and 8 ms for the worst (one-letter words); everything else waits meanwhile.
 AT_ONCE = 8 * 1024
+GRAMMAR = "structured_outputs"  # the field that a grammar is refused by
 
 
 class TokenizerCore:
@@ -121,36 +124,48 @@ class TokenizerCore:
             return self._refuse_all(event, 503, "the server is shutting down")
         # Until the gateways have told all, it may be one that was sent to a group nobody remembers.
         alone = self._roll_call.complete
-        if event.params.structured_outputs is None or event.only_encode:
-            return self._encode(event, alone)
-        try:
-            self._encoder.weigh(event)  # for what it refuses
-        except Rejected as error:
-            return self._refuse_all(event, error.status, str(error), error.param, error.code)
-        self._encoding.put(LongPrompt(event, alone))
-        return [Send(LOCAL, "", Try(first_choice(event), event.attempt))]
-
-    def _encode(self, event: Submit, alone: bool) -> list[Send]:
-        """At once, or on a lane if its prompt is long."""
         try:
             weight = self._encoder.weigh(event)
-            if weight > AT_ONCE:
+        except Rejected as error:
+            return self._reject(event, error)
+        spec = None if event.only_encode else event.params.structured_outputs
+        if spec is not None:
+            verdict = self._encoding.verdicts.get(spec)
+            if verdict is None:
                 self._encoding.put(LongPrompt(event, alone))
-                return [Send(LOCAL, "", Encode(first_choice(event), event.attempt, weight))]
+                return [Send(LOCAL, "", Try(first_choice(event), event.attempt, letters(spec)))]
+            if verdict:
+                return self._refuse_all(event, 400, verdict, GRAMMAR)
+        if weight > AT_ONCE:
+            self._encoding.put(LongPrompt(event, alone))
+            return [Send(LOCAL, "", Encode(first_choice(event), event.attempt, weight))]
+        return self._encode(event, alone)
+
+    def _encode(self, event: Submit, alone: bool) -> list[Send]:
+        try:
             ids = self._encoder.encode(event)
         except Rejected as error:
-            return self._refuse_all(event, error.status, str(error), error.param, error.code)
+            return self._reject(event, error)
         return self._pass_on(event, ids, alone)
+
+    def _reject(self, event: Submit, error: Rejected) -> list[Send]:
+        return self._refuse_all(event, error.status, str(error), error.param, error.code)
 
     def _on_tried(self, event: Tried, _now: float) -> list[Send]:
         waiting = self._encoding.get(event.request_id, event.attempt)
         if waiting is None:
-            return []  # as for Encoded
-        self._encoding.encoded(event.request_id)
+            return []  # it has ended meanwhile, or is the successor's
+        submit, spec = waiting.submit, waiting.submit.params.structured_outputs
+        if event.status in (0, 400) and spec is not None:
+            self._encoding.judge(spec, event.message)
         if event.status:
-            why = (event.status, event.message, "structured_outputs", "invalid_value")
-            return self._refuse_all(waiting.submit, *why)
-        return self._encode(waiting.submit, waiting.alone)
+            self._encoding.encoded(event.request_id)
+            return self._refuse_all(submit, event.status, event.message, GRAMMAR)
+        weight = self._encoder.weigh(submit)  # which it has passed
+        if weight > AT_ONCE:
+            return [Send(LOCAL, "", Encode(event.request_id, event.attempt, weight))]
+        self._encoding.encoded(event.request_id)
+        return self._encode(submit, waiting.alone)
 
     def _unknown(self, event: Submit) -> Submit | None:
         """`event` with the choices that are not known here yet; None if all are."""
@@ -269,6 +284,7 @@ class TokenizerCore:
             timeout=event.timeout,
             cache_salt=event.cache_salt,
             trace=event.trace,
+            banned=self._encoder.banned(event.params),
         )
 
     def _on_unsent(self, event: Unsent, _now: float) -> list[Send]:
@@ -301,6 +317,12 @@ class TokenizerCore:
             for group in groups:
                 ended.setdefault(group, []).append(request_id)
         return [Send("work", f"scheduler-{to}", Done(tuple(ids))) for to, ids in ended.items()]
+
+    def _on_reset_cache(self, event: ResetCache, _now: float) -> list[Send]:
+        """To every group. Work that is sent later comes behind it; what is still being encoded
+        is later work."""
+        event = msgspec.structs.replace(event, detokenizer=DETOKENIZER)
+        return [Send("work", f"scheduler-{group}", event) for group in self._all_groups]
 
     # ----------------------------------------------------------------------------------- recovery
 
@@ -404,6 +426,7 @@ class TokenizerCore:
         Tried: _on_tried,
         Abort: _on_abort,
         Done: _on_done,
+        ResetCache: _on_reset_cache,
         Recover: _on_recover,
         Recovered: _on_recovered,
         Delivered: _on_delivered,

@@ -1,6 +1,6 @@
-"""What the tokenizer's core has done elsewhere: long prompts encoded, grammars tried.
+"""The tokenizer's I/O beside the bus: long prompts to their lanes, grammars to their trials.
 
-Hands each of the core's local outputs to whoever does it. Knows neither how that is done nor where.
+Knows which is which, and nothing of either.
 """
 
 from __future__ import annotations
@@ -14,32 +14,29 @@ from pipeinfer.tokenizer.trials import Trials
 
 
 class TokenizerDriver:
-    """The tokenizer's driver."""
+    """See runtime/stage.py."""
 
     def __init__(self, lanes: Lanes, trials: Trials) -> None:
         self._lanes = lanes
         self._trials = trials
 
     async def start(self, feed: Callable[[Message], None]) -> None:
-        """Processes start when they are first needed."""
+        """See Driver, here and below."""
         await self._lanes.start(feed)
         await self._trials.start(feed)
 
     def deliver(self, message: Message) -> None:
-        """Takes the core's local outputs."""
         match message:
-            case Try():
-                self._trials.deliver(message)
             case Encode():
                 self._lanes.deliver(message)
+            case Try():
+                self._trials.deliver(message)
             case _:
-                raise TypeError(f"a tokenizer has no {type(message).__name__} done elsewhere")
+                raise TypeError(f"a tokenizer's driver takes no {type(message).__name__}")
 
     async def stop(self) -> None:
-        """Ends all processes; what they were at is dropped."""
         await self._lanes.stop()
         await self._trials.stop()
 
     def stats(self) -> dict[str, float]:
-        """The core counts what is under way."""
-        return {"trials_ended_total": self._trials.ended}
+        return self._trials.stats()

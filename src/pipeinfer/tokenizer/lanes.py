@@ -125,8 +125,8 @@ class Lane:
 
 
 class Lanes:
-    """Part of the tokenizer's driver. `find(request_id, attempt)`: the request, None if nobody
-    wants it any more; asked when its turn comes."""
+    """The tokenizer's driver. `find(request_id, attempt)`: the request, None if nobody wants it any
+    more; asked when its turn comes."""
 
     def __init__(self, folder: Path, settings: Settings, find: Find) -> None:
         own = msgspec.structs.replace(settings, api_key="", api_key_file="")
@@ -141,8 +141,9 @@ class Lanes:
         self._feed = feed
         self._loop = asyncio.get_running_loop()
 
-    def deliver(self, message: Encode) -> None:
-        """Takes one of the core's local outputs."""
+    def deliver(self, message: Message) -> None:
+        """Takes the core's local outputs."""
+        assert isinstance(message, Encode)
         lane = self._lanes[message.weight > CHAPTER]
         self._count += 1
         heapq.heappush(lane.waiting, (message.weight, self._count, message))
@@ -156,6 +157,10 @@ class Lanes:
         for lane in self._lanes:
             await asyncio.get_running_loop().run_in_executor(lane.pool, lane.apart.close)
             lane.pool.shutdown()
+
+    def stats(self) -> dict[str, float]:
+        """The core counts what is under way."""
+        return {}
 
     def _next(self, lane: Lane) -> None:
         while lane.waiting and not lane.busy and self._feed is not None:

@@ -1,5 +1,4 @@
-"""Builds the tokenizer stage: its core, and beside it the lanes for long prompts
-and the processes that try grammars.
+"""Builds the tokenizer stage: its core, and beside it the lanes for long prompts.
 
 Knows which other stages it listens to; what a checkpoint's files say is read in building.py.
 """
@@ -12,7 +11,7 @@ from pathlib import Path
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import Settings
-from pipeinfer.tokenizer.building import make_encoder
+from pipeinfer.tokenizer.building import Built, make_encoder
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.driver import TokenizerDriver
 from pipeinfer.tokenizer.lanes import Lanes
@@ -28,13 +27,14 @@ def build(context: StageContext) -> Stage:
     )
     topology = context.topology
     gateways = topology.ids("gateway")
-    core = make_core(folder, settings, context.identity.id, context.incarnation, gateways)
+    built = make_encoder(folder, settings)
+    core = _core(built, settings, context.identity.id, context.incarnation, gateways)
     # What its groups say matters only where there is a choice.
     groups = settings.dp > 1
     listens = (*((stage, "group") for stage in topology.ids("scheduler")), *deaths(topology))
     lanes = Lanes(folder, settings, core.encoding)
-    driver = TokenizerDriver(lanes, Trials(folder, core.encoding))
-    return Stage(core, driver, listens=listens if groups else ())
+    trials = Trials(built.vocabulary, core.encoding, built.without)
+    return Stage(core, TokenizerDriver(lanes, trials), listens=listens if groups else ())
 
 
 def make_core(
@@ -48,6 +48,13 @@ def make_core(
 
     The rest is as for TokenizerCore.
     """
-    encoder, eos_ids = make_encoder(folder, settings)
+    return _core(make_encoder(folder, settings), settings, stage, incarnation, gateways)
+
+
+def _core(
+    built: Built, settings: Settings, stage: str, incarnation: int, gateways: Sequence[str]
+) -> TokenizerCore:
     router = Router(settings.routing, settings.dp)
-    return TokenizerCore(encoder, router, settings.dp, eos_ids, stage, incarnation, gateways)
+    return TokenizerCore(
+        built.encoder, router, settings.dp, built.eos_ids, stage, incarnation, gateways
+    )

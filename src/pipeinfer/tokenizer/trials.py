@@ -1,46 +1,52 @@
 """Tries grammars in processes of their own while the stage goes on.
 
-Two of them, since one grammar may take seconds; the second starts when the first is busy. What was
-found before is answered at once. Knows no routing and no recording.
+The smallest goes first. One that takes long holds one of a few processes up, which is ended when
+its time is over. Knows no routing, no prompt and no recording.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import heapq
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
-from pipeinfer.grammars.trial import SECONDS, Trial
+from pipeinfer.grammars.trial import SECONDS, Setup, Trial
 from pipeinfer.messages import Message, Submit
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.tokenizer.events import Tried, Try
-from pipeinfer.tokenizer.trying import Checkpoint
 
-PROCESSES = 2
-MODULE = "pipeinfer.tokenizer.trying"
+LANES = 3  # processes; the second starts when the first is busy
 
 Find = Callable[[str, int], Submit | None]
+Job = tuple[int, int, Try]  # weight, number, what to try
 
 
-class Bench:
-    """A process, and a thread that talks to it."""
+class _Lane:
+    """A process, started when it is first needed, and the thread that talks to it."""
 
-    def __init__(self, folder: Path, seconds: float) -> None:
-        self.trial = Trial(Checkpoint(str(folder)), seconds, MODULE)
-        self.pool = ThreadPoolExecutor(1, "grammar")
-        self.busy: StructuredOutputs | None = None  # what it tries
+    def __init__(self, setup: Setup, seconds: float) -> None:
+        self.trial = Trial(setup, seconds)
+        self.pool = ThreadPoolExecutor(1, "grammars")
+        self.busy = False
 
 
 class Trials:
-    """Part of the tokenizer's driver. `find`: as for Lanes. `seconds`: that a grammar may take."""
+    """A part of the tokenizer's driver. `find(request_id, attempt)`: the request, None if nobody
+    wants it any more. `setup`: the model's vocabulary; None if it has none for grammars, because of
+    `none`."""
 
-    def __init__(self, folder: Path, find: Find, seconds: float = SECONDS) -> None:
-        self._benches = tuple(Bench(folder, seconds) for _ in range(PROCESSES))
+    def __init__(
+        self, setup: Setup | None, find: Find, none: str = "", seconds: float = SECONDS
+    ) -> None:
+        self._setup = setup
+        self._none = none
         self._find = find
-        self._waiting: deque[Try] = deque()
+        self._seconds = seconds
+        self._lanes: list[_Lane] = []
+        self._waiting: list[Job] = []
+        self._count = 0
         self._feed: Callable[[Message], None] | None = None
 
     async def start(self, feed: Callable[[Message], None]) -> None:
@@ -49,66 +55,66 @@ class Trials:
         self._loop = asyncio.get_running_loop()
 
     def deliver(self, message: Try) -> None:
-        """Takes one of the core's local outputs."""
-        self._waiting.append(message)
-        self._loop.call_soon(self._next)
+        """One more."""
+        if self._none:
+            self._loop.call_soon(
+                self._tell, Tried(message.request_id, message.attempt, 400, self._none)
+            )
+            return
+        self._count += 1
+        heapq.heappush(self._waiting, (message.weight, self._count, message))
+        self._next()
 
     async def stop(self) -> None:
         """Ends the processes; what they were at is dropped."""
         self._feed = None
-        for bench in self._benches:
-            bench.trial.stop()
-        for bench in self._benches:
-            await asyncio.get_running_loop().run_in_executor(bench.pool, bench.trial.kill)
-            bench.pool.shutdown()
+        for lane in self._lanes:
+            lane.trial.close()
+        for lane in self._lanes:
+            await asyncio.get_running_loop().run_in_executor(None, lane.pool.shutdown)
 
-    @property
-    def ended(self) -> int:
-        """Processes that a grammar has cost."""
-        return sum(bench.trial.ended for bench in self._benches)
+    def stats(self) -> dict[str, float]:
+        """Processes that grammars have cost."""
+        return {"trials_ended_total": sum(lane.trial.ended for lane in self._lanes)}
 
     def _next(self) -> None:
-        """Answers what is known, also past those that wait, and begins with the first others."""
-        rest: deque[Try] = deque()
         while self._waiting and self._feed is not None:
-            asked = self._waiting.popleft()
-            spec = self._spec(asked)
+            lane = self._idle()
+            if lane is None:
+                return
+            _, _, asked = heapq.heappop(self._waiting)
+            submit = self._find(asked.request_id, asked.attempt)
+            spec = None if submit is None else submit.params.structured_outputs
             if spec is None:
                 continue
-            known = next((v for b in self._benches if (v := b.trial.known(spec)) is not None), None)
-            begun = any(bench.busy == spec for bench in self._benches)
-            free = next((bench for bench in self._benches if bench.busy is None), None)
-            if known is not None:
-                self._feed(_tried(asked, known))
-            elif free is not None and not begun:
-                free.busy = spec
-                done = self._loop.run_in_executor(free.pool, _verdict, free.trial, asked, spec)
-                done.add_done_callback(partial(self._done, free))
-            else:
-                rest.append(asked)
-        self._waiting.extendleft(reversed(rest))
+            lane.busy = True
+            done = self._loop.run_in_executor(lane.pool, _tried, lane.trial, asked, spec)
+            done.add_done_callback(partial(self._done, lane))
 
-    def _spec(self, asked: Try) -> StructuredOutputs | None:
-        """None if nobody wants the request any more."""
-        submit = self._find(asked.request_id, asked.attempt)
-        return None if submit is None else submit.params.structured_outputs
+    def _idle(self) -> _Lane | None:
+        for lane in self._lanes:
+            if not lane.busy:
+                return lane
+        if len(self._lanes) == LANES:
+            return None
+        assert self._setup is not None
+        self._lanes.append(_Lane(self._setup, self._seconds))
+        return self._lanes[-1]
 
-    def _done(self, bench: Bench, future: asyncio.Future[Tried]) -> None:
-        bench.busy = None
+    def _done(self, lane: _Lane, future: asyncio.Future[Tried]) -> None:
+        lane.busy = False
         if self._feed is not None and not future.cancelled():
             self._feed(future.result())
             self._next()
 
-
-def _tried(asked: Try, verdict: str) -> Tried:
-    if not verdict:
-        return Tried(asked.request_id, asked.attempt)
-    return Tried(asked.request_id, asked.attempt, 400, f"structured_outputs: {verdict}")
+    def _tell(self, said: Tried) -> None:
+        if self._feed is not None:
+            self._feed(said)
 
 
-def _verdict(trial: Trial, asked: Try, spec: StructuredOutputs) -> Tried:
+def _tried(trial: Trial, asked: Try, spec: StructuredOutputs) -> Tried:
     try:
-        return _tried(asked, trial.verdict(spec))
-    except (OSError, RuntimeError) as error:
-        message = f"structured_outputs could not be tried: {error}"
-        return Tried(asked.request_id, asked.attempt, 500, message)
+        message = trial.verdict(spec)
+    except (RuntimeError, OSError) as error:
+        return Tried(asked.request_id, asked.attempt, 500, f"the grammar was not tried: {error}")
+    return Tried(asked.request_id, asked.attempt, 400 if message else 0, message)

@@ -6,17 +6,16 @@ Readers are made for one choice of an answer each. Knows names and templates' te
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pipeinfer.gateway.pieces import Piece, Plain, Reader
 from pipeinfer.gateway.reading.hermes import Hermes
 from pipeinfer.gateway.reading.llama3 import Llama3
 from pipeinfer.gateway.reading.mistral import Mistral
 from pipeinfer.gateway.reading.qwen3_coder import Qwen3Coder
-from pipeinfer.gateway.reading.thinking import CLOSING, Thinking
+from pipeinfer.gateway.reading.thinking import Thinking
 from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import ConfigurationError
-from pipeinfer.text.added import Added
 
 Schemas = Mapping[str, JsonObject]  # of the tools' parameters, by name
 
@@ -42,17 +41,11 @@ REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True}
 @dataclass(frozen=True)
 class Reading:
     """How answers of one model are read. `tools`, `reasoning`: names of parsers, or none.
-    `takes_tools`: the chat template shows tools to the model. `added`: tokens by their text."""
+    `takes_tools`: the chat template shows tools to the model."""
 
     tools: str = ""
     reasoning: str = ""
     takes_tools: bool = False
-    added: Mapping[str, Added] = field(default_factory=dict[str, Added])
-
-    @property
-    def end_of_thoughts(self) -> str:
-        """The token behind which the answer begins; none where there is none."""
-        return CLOSING if self.reasoning and CLOSING in self.added else ""
 
     @property
     def special(self) -> bool:
@@ -94,16 +87,14 @@ class FirstCall:
         return [piece for piece in self._reader.end() if piece.call <= 0]
 
 
-def reading(
-    tool_parser: str, reasoning_parser: str, template: str, added: Mapping[str, Added] | None = None
-) -> Reading:
+def reading(tool_parser: str, reasoning_parser: str, template: str) -> Reading:
     """For settings that name parsers, "auto" or "none", and the text of a chat template.
     Raises ConfigurationError for a name that is unknown."""
     tools = _named("tool-parser", tool_parser, TOOL_PARSERS, _tools_of(template))
     reasoning = _named(
         "reasoning-parser", reasoning_parser, REASONING_PARSERS, _reasoning_of(template)
     )
-    return Reading(tools, reasoning, "tools" in template, added or {})
+    return Reading(tools, reasoning, "tools" in template)
 
 
 def _named(flag: str, name: str, known: Mapping[str, object], found: str) -> str:
