@@ -186,15 +186,30 @@ def tool(**changes: Any) -> Any:
     return {"type": "function", "function": {"name": "f", **changes}}
 
 
+@pytest.mark.parametrize(
+    ("choice", "finish"),
+    [
+        ("required", "tool_calls"),
+        ({"type": "function", "function": {"name": "get_weather"}}, "stop"),
+    ],
+)
+async def test_a_call_that_must_be_made_ends_as_with_openai(
+    calling: Gateway, choice: Any, finish: str
+) -> None:
+    more: Any = {"tools": [WEATHER], "tool_choice": choice}
+    whole = await ask(calling, CALL, **more)
+    assert (len(whole.message.tool_calls), whole.finish_reason) == (1, finish)
+    assert (await streamed(calling, CALL, **more))["finish"] == finish
+
+
 REFUSED = [
-    ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "nobody"}}},
      "tool_choice"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"tools": [tool(), tool()]}, "tools[1].function.name"),
     ({"tools": [tool(name="a b")]}, "tools[0].function.name"),
     ({"tools": [tool(name="")]}, "tools[0].function.name"),
-    ({"tools": [tool(strict=True)]}, "tools[0].function.strict"),
     ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),
     ({"tools": [tool(parameters={"x": 2**70})]}, "tools"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),

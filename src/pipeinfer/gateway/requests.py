@@ -29,7 +29,13 @@ from pipeinfer.gateway.schema import (
     Generation,
 )
 from pipeinfer.gateway.shapes import Shown
-from pipeinfer.gateway.tools import check_arguments, for_template, tool_schemas
+from pipeinfer.gateway.tools import (
+    call_grammar,
+    check_arguments,
+    for_template,
+    named_function,
+    tool_schemas,
+)
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.packing import pack
 from pipeinfer.params import InvalidParameter, SamplingParams, check_choices, normalized
@@ -79,7 +85,7 @@ class Job:
     through once; each is built when its turn comes. `choices`: that are made of them all. `shown`:
     beside new text. `best`: so many choices of each prompt are shown, the best; 0: all. `reader`:
     makes what reads one choice; None: all of it is content. `short_ids`: of calls, as Mistral wants
-    them. `params`: as a chat is sampled."""
+    them. `params`: as a chat is sampled. `named_call`: of a function that the client chose."""
 
     calls: Iterable[Call]
     choices: int
@@ -90,6 +96,7 @@ class Job:
     best: int = 0
     reader: Callable[[], Reader] | None = None
     short_ids: bool = False
+    named_call: bool = False
     params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
 
 
@@ -106,9 +113,6 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     if params.structured_outputs is not None and request.tools and request.tool_choice != "none":
         message = "an answer cannot have a form and call tools; tool_choice none leaves them out"
         raise ApiError(400, message, "tools", "unsupported_parameter")
-    if params.structured_outputs is not None and terms.reading.reasoning:
-        behind = replace(params.structured_outputs, after=CLOSING)
-        params = replace(params, structured_outputs=behind)
     _check_count(1, "n", params.n, terms)
     chat, arguments = chat_prompt(
         request.messages, request.chat_template_kwargs, request.add_generation_prompt
@@ -116,8 +120,14 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     schemas = tool_schemas(request, terms.reading)
     if schemas is not None:
         arguments["tools"] = [msgspec.to_builtins(tool) for tool in request.tools or ()]
-        if terms.reading.special:
+        calls = call_grammar(request, schemas, terms.reading)
+        if calls is not None:
+            params = replace(params, structured_outputs=calls)
+        if terms.reading.special or calls is not None:  # its tags may be special tokens
             params = replace(params, skip_special_tokens=False)
+    if params.structured_outputs is not None and terms.reading.reasoning:
+        behind = replace(params.structured_outputs, after=CLOSING)
+        params = replace(params, structured_outputs=behind)
     call = replace(
         _common(request, params, terms, trace),
         request_id=base,
@@ -131,8 +141,8 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     )
     reader = terms.reading.reader(schemas, one_call, thoughts)
     job = _job(request, [call], params.n, shown)
-    short = terms.reading.tools == "mistral"
-    return dataclasses.replace(job, reader=reader, short_ids=short, params=params)
+    short, named = terms.reading.tools == "mistral", bool(named_function(request))
+    return dataclasses.replace(job, reader=reader, short_ids=short, params=params, named_call=named)
 
 
 def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: str) -> Job:

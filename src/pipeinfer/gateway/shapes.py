@@ -51,7 +51,8 @@ class Shown:
 class Answer:
     """What all chunks and bodies of one answer say of themselves. `created`: Unix seconds.
 
-    `reader`: makes what reads one choice, None where all is content; `short_ids`: of calls."""
+    `reader`: makes what reads one choice, None where all is content; `short_ids`: of calls.
+    `named_call`: the client chose the function; OpenAI ends such a call with "stop"."""
 
     chat: bool
     id: str
@@ -60,6 +61,7 @@ class Answer:
     shown: Shown = Shown()
     reader: Callable[[], Reader] | None = None
     short_ids: bool = False
+    named_call: bool = False
 
     def call_id(self, index: int, call: int) -> str:
         """Of call number `call` in choice `index`."""
@@ -123,10 +125,9 @@ class Choice:
     prompt_logprobs: bytes | None = None
     said: Said | None = None
 
-    @property
-    def reason(self) -> str:
+    def reason(self, answer: Answer) -> str:
         """Why it ended, for the client."""
-        called = self.said is not None and bool(self.said.calls)
+        called = self.said is not None and bool(self.said.calls) and not answer.named_call
         return "tool_calls" if called and self.finish == "stop" else self.finish
 
 
@@ -206,7 +207,7 @@ class Chunks:
     ) -> bytes:
         finish = b"null"
         if end is not None:
-            reason, stop = end.reason.encode(), _json.encode(end.stop_reason)
+            reason, stop = end.reason(self._answer).encode(), _json.encode(end.stop_reason)
             finish = b'"%s","stop_reason":%s' % (reason, stop)
         head = b'data: %s,"choices":[{"index":%d,"delta":' % (self._head, index)
         said = b'%s,"logprobs":%s,"finish_reason":%s}]' % (_json.encode(delta), logprobs, finish)
@@ -290,6 +291,6 @@ def _choice(answer: Answer, index: int, choice: Choice) -> dict[str, object]:
         "index": index,
         **content,
         "logprobs": msgspec.Raw(choice.logprobs),
-        "finish_reason": choice.reason,
+        "finish_reason": choice.reason(answer),
         "stop_reason": choice.stop_reason,
     }

@@ -29,6 +29,7 @@ from pipeinfer.gateway.tls import Certificate
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.text.added import added_tokens
 from pipeinfer.text.template_sources import read_tokenizer_config, template_sources
 from pipeinfer.topology.topology import Topology
 
@@ -84,7 +85,12 @@ def _terms(settings: Settings, folder: Path) -> Terms:
         sampling_defaults(folder),
         most,
         settings.request_timeout,
-        reading(settings.tool_parser, settings.reasoning_parser, "\n".join(templates.values())),
+        reading(
+            settings.tool_parser,
+            settings.reasoning_parser,
+            "\n".join(templates.values()),
+            added_tokens(folder, config),
+        ),
     )
 
 

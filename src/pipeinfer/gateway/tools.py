@@ -5,15 +5,19 @@ Knows the schema of requests; no model and no text of an answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import cast
 
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.reading.call_grammars import Inexpressible, Wanted
 from pipeinfer.gateway.reading.registry import Reading
-from pipeinfer.gateway.schema import ChatRequest
+from pipeinfer.gateway.schema import ChatRequest, NamedTool
 from pipeinfer.gateway.survey import CHAT, TooMuch, survey
+from pipeinfer.grammars.bounds import GrammarError, check
 from pipeinfer.json_values import JsonObject
+from pipeinfer.params import StructuredOutputs
 
 # Letters, of all calls in a conversation. They are parsed on the loop, some 40 ms at the worst.
 MOST_ARGUMENTS = 2**20
@@ -22,14 +26,11 @@ MOST_ARGUMENTS = 2**20
 def tool_schemas(request: ChatRequest, reading: Reading) -> dict[str, JsonObject] | None:
     """Schemas of the parameters of the tools that may be called, by name; None: none may be.
 
-    ApiError 400, also for what only a grammar could promise.
+    ApiError 400.
     """
     tools, choice = request.tools or [], request.tool_choice
-    if choice not in (None, "none", "auto"):
-        message = "tool_choice may be none or auto; this server cannot force a call"
-        raise ApiError(400, message, "tool_choice", "unsupported_parameter")
     if not tools:
-        if choice == "auto":
+        if choice not in (None, "none"):
             message = "tool_choice is only allowed with tools"
             raise ApiError(400, message, "tool_choice", "invalid_value")
         return None
@@ -39,18 +40,52 @@ def tool_schemas(request: ChatRequest, reading: Reading) -> dict[str, JsonObject
         if function.name in schemas:
             message = f"{where}.name: there are two tools {function.name!r}"
             raise ApiError(400, message, f"{where}.name", "invalid_value")
-        if function.strict:
-            message = f"{where}.strict: this server does not hold calls to their schemas"
-            raise ApiError(400, message, f"{where}.strict", "unsupported_parameter")
         schemas[function.name] = function.parameters or {}
     _check_sendable(schemas)
     if choice == "none":
         return None
-    if not reading.tools or not reading.takes_tools:
+    if choice in (None, "auto") and not reading.calls:
         why = "has no tools" if reading.tools else "tells no --tool-parser how it would call them"
         message = f"this server's model cannot call tools: its chat template {why}"
         raise ApiError(400, message, "tools", "unsupported_parameter")
     return schemas
+
+
+def named_function(request: ChatRequest) -> str:
+    """The function that must be called; none where the model may choose one."""
+    choice = request.tool_choice
+    if choice is None or choice in ("none", "auto", "required"):
+        return ""
+    return cast(NamedTool, choice).function.name
+
+
+def call_grammar(
+    request: ChatRequest, schemas: Mapping[str, JsonObject], reading: Reading
+) -> StructuredOutputs | None:
+    """What holds an answer to calls that must be made, or to the schemas of `strict` functions;
+    `schemas` are tool_schemas's. None: the model is free. ApiError 400."""
+    choice = request.tool_choice
+    strict = {tool.function.name for tool in request.tools or () if tool.function.strict}
+    forced = choice not in (None, "auto")
+    if not forced and not strict:
+        return None
+    held: dict[str, JsonObject | None] = dict(schemas)
+    many, param = request.parallel_tool_calls is not False, "tools"
+    if name := named_function(request):
+        many, param = False, "tool_choice"
+        if name not in schemas:
+            message = f"tool_choice: there is no tool {name[:100]!r}"
+            raise ApiError(400, message, "tool_choice", "invalid_value")
+        held = {name: schemas[name]}
+    elif not forced:
+        held = {name: schema if name in strict else None for name, schema in schemas.items()}
+    wanted = Wanted(held, many, not forced, reading.added, bool(reading.reasoning))
+    try:
+        spec = StructuredOutputs(grammar=reading.tool_parser.grammar(wanted))
+        check(spec)
+    except (Inexpressible, GrammarError) as error:
+        raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
+    return spec
 
 
 def _check_sendable(schemas: dict[str, JsonObject]) -> None:

@@ -5,6 +5,8 @@ What passes may still be refused by the compiler. Imports no compiler, so that a
 
 from __future__ import annotations
 
+import re
+
 from pipeinfer.params import StructuredOutputs
 
 # Chains of references recurse in the compiler, and no limit of its own counts them. So much text
@@ -13,7 +15,13 @@ MOST_BYTES = 64 * 1024
 # Levels of brackets outside of strings in a JSON schema, and of any brackets in the other forms.
 # The compiler refuses objects that are nested 62 deep; each level of objects takes two here.
 MOST_DEPTH = 128
+MOST_GBNF = 16 * 1024  # letters; its translation takes 0.4 s, and grows with the square
 FORMS = ("json", "regex", "choice", "grammar")
+
+# What a JSON schema within a grammar would tell the compiler, which would let white space go on
+# without end. Of schemas by themselves it is replaced.
+OPTIONS = "x-guidance"
+_ESCAPES = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 _OPEN, _CLOSE = "[{(", "]})"
 
@@ -38,6 +46,11 @@ def check(spec: StructuredOutputs) -> str:
         return _check_choice(spec.choice or ())
     text = getattr(spec, form)
     _check_bytes(form, len(text.encode()))
+    if form == "grammar":
+        if "::=" in text and len(text) > MOST_GBNF:
+            raise GrammarError(f"a GBNF grammar may have at most {MOST_GBNF} letters")
+        if OPTIONS in _ESCAPES.sub(_unescaped, text):
+            raise GrammarError(f"{OPTIONS} is the server's: a grammar must not have it")
     depth = _depth(text, strings=form == "json")
     if depth > MOST_DEPTH:
         raise GrammarError(f"{form} is nested deeper than {MOST_DEPTH} levels")
@@ -55,6 +68,10 @@ def _check_choice(choice: tuple[str, ...]) -> str:
         raise GrammarError("choice must have at least one text, and none of them empty")
     _check_bytes("choice", sum(len(text.encode()) for text in choice))
     return "choice"
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    return chr(int(found.group(1), 16))
 
 
 def _check_bytes(form: str, size: int) -> None:

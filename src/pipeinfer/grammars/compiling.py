@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
 from tokenizers import Tokenizer
 
 from pipeinfer.grammars.bounds import GrammarError, check
+from pipeinfer.grammars.lark import as_lark, with_options
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
 
@@ -107,7 +107,7 @@ def _definition(spec: StructuredOutputs) -> str:
     if form == "choice":
         texts = " | ".join(msgspec.json.encode(text).decode() for text in spec.choice or ())
         return LLMatcher.grammar_from_lark(f"start: {texts}")
-    return LLMatcher.grammar_from_lark(any_to_lark(spec.grammar or ""))
+    return LLMatcher.grammar_from_lark(with_options(as_lark(spec.grammar or ""), JSON_OPTIONS))
 
 
 def _of_schema(text: str) -> str:

@@ -170,12 +170,14 @@ def main() -> None:
     write(cast(BinaryIO, answers), b"")
 
     def tried(spec: StructuredOutputs) -> None:
+        said = "it does not compile"  # also for a panic of the compiler, which passes by
         try:
             Grammar(vocabulary, spec)
             said = ""
         except (GrammarError, ValueError) as error:
-            said = str(error) or "it does not compile"
-        write(cast(BinaryIO, answers), msgspec.msgpack.encode(said))
+            said = str(error) or said
+        finally:
+            write(cast(BinaryIO, answers), msgspec.msgpack.encode(said))
 
     while (frame := _frame(frames)) is not None:
         spec = msgspec.msgpack.decode(frame, type=StructuredOutputs)

@@ -6,34 +6,48 @@ Readers are made for one choice of an answer each. Knows names and templates' te
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeinfer.gateway.pieces import Piece, Plain, Reader
+from pipeinfer.gateway.reading.call_grammars import (
+    CallGrammar,
+    hermes,
+    json_list,
+    llama3,
+    mistral,
+    qwen3_coder,
+)
 from pipeinfer.gateway.reading.hermes import Hermes
+from pipeinfer.gateway.reading.json_list import JsonList
 from pipeinfer.gateway.reading.llama3 import Llama3
 from pipeinfer.gateway.reading.mistral import Mistral
 from pipeinfer.gateway.reading.qwen3_coder import Qwen3Coder
 from pipeinfer.gateway.reading.thinking import Thinking
 from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.text.added import Added
 
 Schemas = Mapping[str, JsonObject]  # of the tools' parameters, by name
 
 
 @dataclass(frozen=True)
 class ToolParser:
-    """`special`: its markers are special tokens, whose texts are left out else."""
+    """`special`: its markers are special tokens, whose texts are left out else. `grammar`: of what
+    it reads."""
 
     make: Callable[[Schemas], Reader]
+    grammar: CallGrammar
     special: bool = False
 
 
 TOOL_PARSERS: dict[str, ToolParser] = {
-    "hermes": ToolParser(lambda _: Hermes()),
-    "llama3_json": ToolParser(Llama3, special=True),
-    "mistral": ToolParser(lambda _: Mistral(), special=True),
-    "qwen3_coder": ToolParser(Qwen3Coder),
+    "hermes": ToolParser(lambda _: Hermes(), hermes),
+    "llama3_json": ToolParser(Llama3, llama3, special=True),
+    "mistral": ToolParser(lambda _: Mistral(), mistral, special=True),
+    "qwen3_coder": ToolParser(Qwen3Coder, qwen3_coder),
 }
+# Of models that have no form of their own, and say what a grammar makes them say.
+ANY_MODEL = ToolParser(lambda _: JsonList(), json_list)
 # By name, whether the prompt opens the thoughts.
 REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True}
 
@@ -41,23 +55,34 @@ REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True}
 @dataclass(frozen=True)
 class Reading:
     """How answers of one model are read. `tools`, `reasoning`: names of parsers, or none.
-    `takes_tools`: the chat template shows tools to the model."""
+    `takes_tools`: the chat template shows tools to the model. `added`: tokens by their text."""
 
     tools: str = ""
     reasoning: str = ""
     takes_tools: bool = False
+    added: Mapping[str, Added] = field(default_factory=dict[str, Added])
 
     @property
     def special(self) -> bool:
         """Whether calls are told by special tokens."""
         return bool(self.tools) and TOOL_PARSERS[self.tools].special
 
+    @property
+    def calls(self) -> bool:
+        """Whether the model calls tools by itself."""
+        return bool(self.tools) and self.takes_tools
+
+    @property
+    def tool_parser(self) -> ToolParser:
+        """Of calls that the model is made to say."""
+        return TOOL_PARSERS[self.tools] if self.tools else ANY_MODEL
+
     def reader(
         self, schemas: Schemas | None, one_call: bool = False, thoughts: bool = True
     ) -> Callable[[], Reader] | None:
         """Makes a reader for each choice; None where all is content. `schemas`: None if calls are
         not looked for. `one_call`: further ones are left out. `thoughts`: they are shown."""
-        calls = TOOL_PARSERS[self.tools].make if schemas is not None else None
+        calls = self.tool_parser.make if schemas is not None else None
         begun = REASONING_PARSERS.get(self.reasoning)
         if calls is None and begun is None:
             return None
@@ -87,14 +112,19 @@ class FirstCall:
         return [piece for piece in self._reader.end() if piece.call <= 0]
 
 
-def reading(tool_parser: str, reasoning_parser: str, template: str) -> Reading:
+def reading(
+    tool_parser: str,
+    reasoning_parser: str,
+    template: str,
+    added: Mapping[str, Added] | None = None,
+) -> Reading:
     """For settings that name parsers, "auto" or "none", and the text of a chat template.
     Raises ConfigurationError for a name that is unknown."""
     tools = _named("tool-parser", tool_parser, TOOL_PARSERS, _tools_of(template))
     reasoning = _named(
         "reasoning-parser", reasoning_parser, REASONING_PARSERS, _reasoning_of(template)
     )
-    return Reading(tools, reasoning, "tools" in template)
+    return Reading(tools, reasoning, "tools" in template, added or {})
 
 
 def _named(flag: str, name: str, known: Mapping[str, object], found: str) -> str:

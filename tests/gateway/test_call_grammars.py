@@ -1,0 +1,196 @@
+"""Calls that a grammar demands: what it allows its reader reads, and arguments fit schemas."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from pipeinfer.demo import __file__ as demo
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.reading.call_grammars import Inexpressible, Wanted, qwen3_coder
+from pipeinfer.gateway.reading.registry import ANY_MODEL, TOOL_PARSERS, Reading
+from pipeinfer.gateway.requests import Terms, chat_job
+from pipeinfer.gateway.schema import ChatRequest, decode
+from pipeinfer.gateway.shapes import Said
+from pipeinfer.grammars.compiling import Grammar, Vocabulary
+from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.text.added import Added
+
+TOKENIZER = Tokenizer.from_file(demo.replace("__init__.py", "tokenizer.json"))
+SIZE = TOKENIZER.get_vocab_size()
+VOCABULARY = Vocabulary(TOKENIZER.to_str(), SIZE, (256,), tuple(range(SIZE)))
+PARAMETERS: Any = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "any"},
+        "days": {"type": "integer"},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"weather": PARAMETERS, "stop": {}}
+FAMILIES = {**TOOL_PARSERS, "any": ANY_MODEL}
+
+
+def allows(grammar: str, text: str) -> bool:
+    """Whether all of `text` is allowed, and may be the end."""
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    matcher = Grammar(VOCABULARY, StructuredOutputs(grammar=grammar)).matcher()
+    return matcher.validate_tokens(ids) == len(ids) and (
+        matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+    )
+
+
+def read(family: str, text: str) -> Said:
+    reader, said = FAMILIES[family].make(SCHEMAS), Said()
+    for letter in text:
+        said.add(reader.read(letter))
+    said.add(reader.end())
+    return said
+
+
+WIEN = '{"city": "Wi\\"en", "days": 2, "unit": "C"}'
+XML = (
+    '\n<parameter=city>\nWi"en\n</parameter>\n<parameter=days>\n2\n</parameter>\n'
+    "<parameter=unit>\nC\n</parameter>\n"
+)
+SAID = {
+    "hermes": (
+        f'<tool_call>\n{{"name": "weather", "arguments": {WIEN}}}\n</tool_call>',
+        '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
+        "\n",
+    ),
+    "qwen3_coder": (
+        f"<tool_call>\n<function=weather>{XML}</function>\n</tool_call>",
+        "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
+        "\n",
+    ),
+    "llama3_json": (
+        f'{{"name": "weather", "parameters": {WIEN}}}',
+        '{"name": "stop", "parameters": {}}',
+        "; ",
+    ),
+    "mistral": (
+        f'{{"name": "weather", "arguments": {WIEN}}}',
+        '{"name": "stop", "arguments": {}}',
+        ", ",
+    ),
+    "any": (
+        f'{{"name": "weather", "parameters": {WIEN}}}',
+        '{"name": "stop", "parameters": {}}',
+        ", ",
+    ),
+}
+AROUND = {"mistral": ("[TOOL_CALLS][", "]"), "any": ("[", "]")}
+
+
+def said(family: str, *calls: str) -> str:
+    opening, closing = AROUND.get(family, ("", ""))
+    return opening + SAID[family][2].join(calls) + closing
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_that_must_be_made_are_read_with_their_arguments(family: str) -> None:
+    weather, stop, _ = SAID[family]
+    many = FAMILIES[family].grammar(Wanted(SCHEMAS, many=True))
+    both = said(family, weather, stop)
+    assert allows(many, both) and allows(many, said(family, stop))
+    found = read(family, both)
+    assert [(name, json.loads("".join(rest))) for name, *rest in found.calls] == [
+        ("weather", {"city": 'Wi"en', "days": 2, "unit": "C"}),
+        ("stop", {}),
+    ]
+    assert not "".join(found.content).strip()
+    one = FAMILIES[family].grammar(Wanted(SCHEMAS, many=False))
+    assert allows(one, said(family, weather)) and not allows(one, both)
+    assert allows(
+        FAMILIES[family].grammar(Wanted(SCHEMAS, False, thinks=True)), "\n\n" + said(family, stop)
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_else_may_be_said(family: str) -> None:
+    weather, _, _ = SAID[family]
+    grammar = FAMILIES[family].grammar(Wanted(SCHEMAS, many=True))
+    text = said(family, weather)
+    assert not allows(grammar, "") and not allows(grammar, "Yes, " + text)
+    for old, new in (("weather", "wether"), ("city", "town"), ("2", '"2"'), ('"C"', '"K"')):
+        if old in text:
+            assert not allows(grammar, text.replace(old, new)), new
+
+
+@pytest.mark.parametrize("family", TOOL_PARSERS)
+def test_strict_functions_are_held_to_their_schemas_where_calls_are_free(family: str) -> None:
+    weather, stop, _ = SAID[family]
+    free = Wanted({"weather": PARAMETERS, "stop": None}, many=True, free=True)
+    grammar = FAMILIES[family].grammar(free)
+    for text in ("", "No {calls} at all.", said(family, weather), said(family, stop)):
+        assert allows(grammar, text), text
+    assert not allows(grammar, said(family, weather).replace("city", "town"))
+    if family != "llama3_json":
+        assert allows(grammar, "I look. " + said(family, weather))
+
+
+def test_tags_that_are_special_tokens_are_written_as_these() -> None:
+    tokens = {"<tool_call>": Added(259, True), "</tool_call>": Added(260, False)}
+    grammar = TOOL_PARSERS["hermes"].grammar(Wanted(SCHEMAS, False, tokens=tokens))
+    inside = TOKENIZER.encode('\n{"name": "stop", "arguments": {}}\n</tool_call>').ids
+    matcher = Grammar(VOCABULARY, StructuredOutputs(grammar=grammar)).matcher()
+    assert matcher.validate_tokens([259, *inside]) == len(inside) + 1
+    assert not allows(grammar, said("hermes", SAID["hermes"][1]))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "string", "pattern": "b+"}}},
+        {"properties": {"a b": {}}},
+        {"required": ["a"]},
+        {"anyOf": []},
+    ],
+)
+def test_what_elements_cannot_say_is_refused(schema: Any) -> None:
+    with pytest.raises(Inexpressible):
+        qwen3_coder(Wanted({"f": schema}, many=False))
+
+
+def asked(reading: Reading, **fields: Any) -> Any:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool], **fields}
+    request = decode(json.dumps(body).encode(), ChatRequest, lambda names: None)
+    job = chat_job(request, "r", Terms(SamplingParams(), reading=reading), "")
+    [call] = job.calls
+    return job, call.params.structured_outputs
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def test_choices_of_tools_become_grammars() -> None:
+    hermes = Reading("hermes", "", True)
+    assert asked(hermes)[1] is None
+    assert "weather" in asked(hermes, tool_choice="required")[1].grammar
+    job, spec = asked(hermes, tool_choice=NAMED)
+    assert job.named_call and not asked(hermes, tool_choice="required")[0].named_call
+    assert allows(spec.grammar, said("hermes", SAID["hermes"][0]))
+    _, spec = asked(Reading(), tool_choice="required")
+    assert allows(spec.grammar, said("any", SAID["any"][0])), "a model that knows no tools"
+    assert asked(Reading("hermes", "qwen3", True), tool_choice=NAMED)[1].after == "</think>"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tools"),
+    ],
+)
+def test_wrong_choices_are_refused(fields: Any, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        asked(Reading("hermes", "", True), **fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
