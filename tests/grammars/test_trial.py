@@ -113,3 +113,21 @@ def test_too_large_a_grammar_starts_no_process():
     tried = Trial(SETUP)
     assert "at most 65536" in verdict(tried, regex="a" * 70_000)
     assert tried._process is None
+
+
+def test_a_process_ends_with_who_asked_it_also_while_it_compiles():
+    tried = Trial(SETUP)
+    try:
+        assert verdict(tried, **SMALL) == ""
+        process = tried._process
+        trial.write(process.stdin, msgspec.msgpack.encode(StructuredOutputs(**SLOW)))
+        process.stdin.close()
+        assert process.wait(5) == 0
+    finally:
+        tried._process.stdout.close()
+        tried._process = None
+
+
+def test_whatever_a_translation_raises_is_an_answer(usual):
+    before = usual.ended
+    assert "nobody" in verdict(usual, grammar="root ::= nobody") and usual.ended == before

@@ -182,3 +182,33 @@ def test_a_killed_engine_changes_no_answer(server, api):
             return texts
 
     assert asyncio.run(all_of_them()) == list(wanted.values())
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Wien", "Graz"]}, "days": {"enum": [1, 2]}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+CHOSEN = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "finish"), [("required", "tool_calls"), (CHOSEN, "stop")], ids=["any", "named"]
+)
+def test_calls_that_must_be_made_are_made(api, choice, finish):
+    more = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
+    whole = chat(api, **more).choices[0]
+    [call] = whole.message.tool_calls
+    assert (call.function.name, whole.finish_reason) == ("weather", finish)
+    jsonschema.validate(json.loads(call.function.arguments), WEATHER["function"]["parameters"])
+    chunks = [c.choices[0] for c in chat(api, stream=True, **more) if c.choices]
+    parts = [one for chunk in chunks for one in chunk.delta.tool_calls or ()]
+    assert "".join(one.function.arguments for one in parts) == call.function.arguments
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == [finish]

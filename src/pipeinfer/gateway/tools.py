@@ -6,14 +6,13 @@ Knows the schema of requests; no model and no text of an answer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import cast
 
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.reading.call_grammars import Inexpressible, Wanted
 from pipeinfer.gateway.reading.registry import Reading
-from pipeinfer.gateway.schema import ChatRequest, NamedTool
+from pipeinfer.gateway.schema import ChatRequest
 from pipeinfer.gateway.survey import CHAT, TooMuch, survey
 from pipeinfer.grammars.bounds import GrammarError, check
 from pipeinfer.json_values import JsonObject
@@ -56,7 +55,7 @@ def named_function(request: ChatRequest) -> str:
     choice = request.tool_choice
     if choice is None or choice in ("none", "auto", "required"):
         return ""
-    return cast(NamedTool, choice).function.name
+    return choice.function.name
 
 
 def call_grammar(

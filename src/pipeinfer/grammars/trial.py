@@ -7,6 +7,7 @@ here, with less time, memory and stack than an engine has, and what was found is
 from __future__ import annotations
 
 import os
+import queue
 import resource
 import select
 import signal
@@ -155,7 +156,7 @@ def _at_end(fd: int) -> bool:
 
 
 def main() -> None:
-    """Serves until stdin ends."""
+    """Serves until stdin ends, which ends the process also while it compiles."""
     from pipeinfer.grammars.compiling import Grammar, Vocabulary
 
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
@@ -163,8 +164,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    frames = sys.stdin.buffer
-    setup = msgspec.msgpack.decode(_frame(frames) or b"", type=Setup)
+    frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(frames,), daemon=True).start()
+    setup = msgspec.msgpack.decode(frames.get(), type=Setup)
     threading.stack_size(setup.stack)
     vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.ends, setup.known)
     write(cast(BinaryIO, answers), b"")
@@ -179,11 +181,17 @@ def main() -> None:
         finally:
             write(cast(BinaryIO, answers), msgspec.msgpack.encode(said))
 
-    while (frame := _frame(frames)) is not None:
-        spec = msgspec.msgpack.decode(frame, type=StructuredOutputs)
+    while True:
+        spec = msgspec.msgpack.decode(frames.get(), type=StructuredOutputs)
         thread = threading.Thread(target=tried, args=(spec,))
         thread.start()
         thread.join()
+
+
+def _listen(frames: queue.SimpleQueue[bytes]) -> None:
+    while (frame := _frame(sys.stdin.buffer)) is not None:
+        frames.put(frame)
+    os._exit(0)
 
 
 def _frame(stream: BinaryIO) -> bytes | None:

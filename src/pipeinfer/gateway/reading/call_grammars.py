@@ -191,7 +191,7 @@ def _elements(name: str, prefix: str, given: JsonObject | None, rules: list[str]
 def _value(name: str, schema: JsonValue, shared: JsonObject) -> str:
     """A text stands for itself, all else is JSON."""
     closing = _text("\n</parameter>\n")
-    if types(schema) != {"string"} or not isinstance(schema, dict):
+    if types(schema) != frozenset(("string",)) or not isinstance(schema, dict):
         own = schema if isinstance(schema, dict) else {}
         return f"%json {msgspec.json.encode({**own, **shared}).decode()} {closing}"
     if set(schema) <= _REMARKS | {"type"}:
