@@ -131,3 +131,34 @@ def test_a_process_ends_with_who_asked_it_also_while_it_compiles():
 def test_whatever_a_translation_raises_is_an_answer(usual):
     before = usual.ended
     assert "nobody" in verdict(usual, grammar="root ::= nobody") and usual.ended == before
+
+
+def nested(levels):
+    schema = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+HOSTILE = {
+    "a chain that is too long": {"json": references(6000)},
+    "objects": {"json": json.dumps(nested(63))},
+    "brackets": {"json": '{"a":' * 400 + "1" + "}" * 400},
+    "counts": {"regex": "((((a{1000}){1000}){1000}){1000}){1000}"},
+    "alternatives": {"regex": "|".join(f"a{{0,{i}}}b" for i in range(3000))},
+    "groups": {"regex": "(" * 5000 + "a" + ")" * 5000},
+    "a reference to elsewhere": {"json": '{"$ref": "http://example.com/schema.json"}'},
+    "a reference to nothing": {"json": '{"$ref": "#/$defs/a"}'},
+    "rules that need themselves": {"grammar": "start: start start nobody"},
+    "a text in a schema's place": {"json": '"object"'},
+    "GBNF of letters": {"grammar": "root ::= " + '"a" | ' * 8000 + '"b"'},
+}
+
+
+LAZY = ("counts", "alternatives")  # compile in no time; what they cost comes with each token
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_is_answered_in_time_and_the_next_is_served(usual, name):
+    assert bool(verdict(usual, **HOSTILE[name])) == (name not in LAZY)
+    assert verdict(usual, **SMALL) == ""
