@@ -7,9 +7,11 @@ HTTP, no tokenizer and no torch; names and defaults are those of vLLM's Sampling
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeVar, cast
 
 import msgspec
+
+from pipeinfer.json_values import JsonValue
 
 T = TypeVar("T")
 
@@ -41,7 +43,7 @@ Alternatives = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
 
 class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What the whole output must be; exactly one is given. json: a JSON schema, as text. regex: a
-    regular expression. choice: one of these texts. grammar: in llguidance's Lark.
+    regular expression. choice: one of these texts. grammar: in llguidance's Lark, or GBNF.
     after: what comes up to this text, one token of the model, is free; it is not output yet."""
 
     json: str | None = None
@@ -73,6 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     before it and without, is not sampled where the others are the output's last ones.
     truncate_prompt_tokens: so many of the prompt's last tokens are kept; -1: as many as leave room
     for max_tokens, or for one; None keeps all.
+    structured_outputs: what the whole output must be; not with min_tokens.
     """
 
     temperature: float = 1.0
@@ -123,6 +126,7 @@ def normalized(params: SamplingParams) -> SamplingParams:
         logit_bias=_biases(params.logit_bias),
         allowed_token_ids=_each_once(params.allowed_token_ids),
         bad_words=_each_once(words) or (),
+        structured_outputs=_plain(params.structured_outputs),
     )
     _check_sampling(params)
     _check_penalties(params)
@@ -134,10 +138,22 @@ def normalized(params: SamplingParams) -> SamplingParams:
     _check_allowed(params.allowed_token_ids)
     _check_words(params.bad_words)
     _check_logprobs(params)
-    if params.structured_outputs is not None:  # nothing holds an output to it yet
-        raise InvalidParameter("structured_outputs", "structured_outputs are not supported")
+    if params.structured_outputs is not None and params.min_tokens:
+        message = "min_tokens is not allowed with structured_outputs"
+        raise InvalidParameter("min_tokens", message)
     check_choices("n", params.n)
     return params
+
+
+def _plain(spec: StructuredOutputs | None) -> StructuredOutputs | None:
+    """With the schema as text and the choice as a tuple; callers may give a dict and a list."""
+    if spec is None:
+        return None
+    schema = cast("JsonValue", spec.json)
+    if schema is not None and not isinstance(schema, str):
+        schema = msgspec.json.encode(schema).decode()
+    choice = None if spec.choice is None else tuple(spec.choice)
+    return msgspec.structs.replace(spec, json=schema, choice=choice)
 
 
 def _biases(given: dict[int, float] | dict[str, float] | None) -> dict[int, float]:

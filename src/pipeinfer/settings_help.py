@@ -14,6 +14,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "trust_request_chat_template": ("", "let chats bring a template of their own"),
         "control_tokens_in_messages": ("", "let messages spell control tokens, as vLLM does"),
         "tool_parser": ("NAME", "how calls of tools are read: a parser, none; auto: by template"),
+        "grammar_backend": ("NAME", "what holds outputs to grammars, or none for nothing"),
         "reasoning_parser": ("NAME", "how thoughts are told apart: the same"),
         "dtype": ("", "auto: float32 on a CPU, else the checkpoint's"),
         "load_format": ("", "dummy: random weights, no weight file is read"),

@@ -16,7 +16,6 @@ from pipeinfer.llm import RequestError
 from pipeinfer.messages import Admit
 from pipeinfer.offline.calls import checked
 from pipeinfer.packing import pack
-from pipeinfer.params import StructuredOutputs
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
           "frequency_penalty")  # fmt: skip
@@ -42,7 +41,6 @@ def test_what_is_no_finite_number_is_refused(name: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("structured_outputs", StructuredOutputs(regex="a")),  # until something reads it
         ("top_k", 2**31),
         ("min_tokens", 2**63),
         ("min_tokens", 2**31),

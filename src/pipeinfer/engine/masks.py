@@ -32,6 +32,10 @@ class Masks:
         """See GrammarStore."""
         self._store.prepare(spec, then)
 
+    def wait(self) -> None:
+        """See GrammarStore."""
+        self._store.wait()
+
     def fill(self, step: Step, words: np.ndarray) -> dict[int, str]:
         """The masks of the step's masked rows into `words` int32 [N, W]. Returns the rows that
         sample, by number, for which nothing is allowed, with the reason."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from pipeinfer.distributed.collectives import TorchCollectives
     from pipeinfer.engine.driver import DeviceDriver
     from pipeinfer.engine.loading import LoadedEngine
+    from pipeinfer.engine.masks import Masks
+    from pipeinfer.settings import Settings
 
 log = logging.getLogger(__name__)
 MEETING = 120.0  # seconds that ranks wait for each other while they start
@@ -44,6 +46,7 @@ def build(context: StageContext) -> Stage:
     choices = choose(settings, folder, identity.rank, ordinal)
     collectives = _collectives(context, choices.device, ordinal)
     context.report("loading", "weights")
+    masks = _masks(settings, folder)
     with (
         Progress(f"{identity.id} weights", "B") as weights,
         Progress(f"{identity.id} CUDA graphs", "") as graphs,
@@ -67,7 +70,7 @@ def build(context: StageContext) -> Stage:
     )
     scheduler = f"scheduler-{identity.group}"
     core = EngineCore(_hello(context, loaded), scheduler, memory, loaded.runner.phases.span)
-    driver = _driver(loaded, settings.profile, profile, folder)
+    driver = _driver(loaded, settings.profile, profile, masks)
     return Stage(core, driver, 0.1, ((scheduler, "plan"),), _facts(loaded))
 
 
@@ -122,20 +125,31 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
     return join(first, identity.rank, size, device, timeout, ordinal, wires)
 
 
-def _driver(loaded: LoadedEngine, steps: int, profile: Path | None, folder: Path) -> DeviceDriver:
-    """`steps` of them are recorded into the file `profile`, if there is one. `folder`: the
-    checkpoint's, for the vocabulary of grammars."""
-    from pipeinfer.engine.driver import DeviceDriver
-    from pipeinfer.engine.executor import Executor
+def _masks(settings: Settings, folder: Path) -> Masks | None:
+    """For requests with a grammar. The vocabulary is built while weights are read."""
+    if settings.grammar_backend == "none":
+        return None
     from pipeinfer.engine.masks import Masks
-    from pipeinfer.engine.profile import StepProfile
     from pipeinfer.grammars.store import GrammarStore
     from pipeinfer.text.ends import grammar_setup
 
+    return Masks(GrammarStore(partial(grammar_setup, folder)), os.cpu_count() or 1)
+
+
+def _driver(
+    loaded: LoadedEngine, steps: int, profile: Path | None, masks: Masks | None
+) -> DeviceDriver:
+    """`steps` of them are recorded into the file `profile`, if there is one."""
+    from pipeinfer.engine.driver import DeviceDriver
+    from pipeinfer.engine.executor import Executor
+    from pipeinfer.engine.profile import StepProfile
+
     phases = loaded.runner.phases
     watch = None if profile is None else StepProfile(steps, profile, phases)
-    masks = Masks(GrammarStore(partial(grammar_setup, folder)), os.cpu_count() or 1)
     start = partial(Executor, loaded.runner, watch=watch, masks=masks)
+    if masks is None:
+        return DeviceDriver(start, phases)
+    masks.wait()
     return DeviceDriver(start, phases, masks.prepare)
 
 

@@ -23,7 +23,6 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "echo": (False,),  # of a chat
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -34,11 +33,6 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
     "early_stopping": (False,),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "guided_whitespace_pattern": (),
     "structural_tag": (),
     "logits_processors": ([],),
@@ -56,9 +50,6 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
     # SGLang
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
     "stop_regex": ([],),
     "no_stop_trim": (False,),
     "min_new_tokens": (0,),
@@ -72,7 +63,6 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "input_ids": (),
     "input_embeds": (),
     # llama.cpp
-    "grammar": ("",),
     "n_predict": (),
     "n_probs": (0,),
     "n_indent": (0,),
@@ -91,7 +81,6 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "input_prefix": ("",),
     "input_suffix": ("",),
     # Ollama
-    "format": ("",),
     "options": ({},),
     "system": ("",),
     "template": ("",),

@@ -17,8 +17,10 @@ from msgspec.structs import replace
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call
+from pipeinfer.gateway.forms import form
 from pipeinfer.gateway.pieces import Reader
 from pipeinfer.gateway.reading.registry import NOTHING, Reading
+from pipeinfer.gateway.reading.thinking import CLOSING
 from pipeinfer.gateway.schema import (
     MOST_MESSAGES,
     ChatMessage,
@@ -99,6 +101,12 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     shown = Shown(_chat_logprobs(request), request.prompt_logprobs)
     names = {"max_tokens": field, "logprobs": "top_logprobs"}
     params = _params(request, terms.sampling, limit, shown, names)
+    if params.structured_outputs is not None and request.tools and request.tool_choice != "none":
+        message = "an answer cannot have a form and call tools; tool_choice none leaves them out"
+        raise ApiError(400, message, "tools", "unsupported_parameter")
+    if params.structured_outputs is not None and terms.reading.reasoning:
+        behind = replace(params.structured_outputs, after=CLOSING)
+        params = replace(params, structured_outputs=behind)
     _check_count(1, "n", params.n, terms)
     chat, arguments = chat_prompt(
         request.messages,
@@ -263,6 +271,7 @@ def _params(
     given = {name: getattr(request, name) for name in PLAIN}
     known = {name: value for name, value in given.items() if value is not None}
     known["max_tokens"], known["logprobs"] = max_tokens, shown.logprobs
+    known["structured_outputs"] = form(request)
     try:
         params = normalized(replace(defaults, **known))
     except InvalidParameter as error:

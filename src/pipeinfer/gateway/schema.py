@@ -40,6 +40,32 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class JsonSchema(msgspec.Struct, frozen=True):
+    """A named schema. `strict` changes nothing: an answer always is what its schema says."""
+
+    schema: JsonObject | bool | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """OpenAI's form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Structured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's form of an answer; exactly one is given. `grammar`: Lark or GBNF."""
+
+    json: JsonObject | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that both endpoints share; null is the same as not given."""
 
@@ -72,6 +98,17 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Bounded | None = None
     add_special_tokens: bool | None = None
     n: Bounded | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
+    guided_json: JsonObject | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: JsonObject | str | None = None
+    grammar: str | None = None
+    format: JsonObject | str | None = None
 
 
 class ContentPart(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 from tokenizers import Tokenizer
 
 from pipeinfer.grammars.bounds import GrammarError, check
@@ -106,7 +107,7 @@ def _definition(spec: StructuredOutputs) -> str:
     if form == "choice":
         texts = " | ".join(msgspec.json.encode(text).decode() for text in spec.choice or ())
         return LLMatcher.grammar_from_lark(f"start: {texts}")
-    return LLMatcher.grammar_from_lark(spec.grammar or "")
+    return LLMatcher.grammar_from_lark(any_to_lark(spec.grammar or ""))
 
 
 def _of_schema(text: str) -> str:

@@ -32,7 +32,12 @@ class GrammarStore:
         self._lock = threading.Lock()
         self._known: OrderedDict[StructuredOutputs, Future[Grammar]] = OrderedDict()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = _with_stack(self._work)
+        self._built = threading.Event()
+        _with_stack(self._work)
+
+    def wait(self) -> None:
+        """Until the vocabulary is there, which holds the interpreter while it is built."""
+        self._built.wait()
 
     def prepare(self, spec: StructuredOutputs, then: Callable[[str], None]) -> None:
         """Has it compiled; `then`, from another thread if it was not yet, is told why it cannot be,
@@ -65,6 +70,7 @@ class GrammarStore:
             vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.ends, setup.known)
         except Exception as error:  # told to whoever asks for a grammar; nobody may ever
             trouble = f"this model serves no grammars: {error}"
+        self._built.set()
         while (job := self._jobs.get()) is not None:
             spec, asked = job
             if vocabulary is None:

@@ -52,6 +52,7 @@ class Trial:
         self._seconds = seconds
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
         self.ended = 0  # processes that a grammar has cost
 
     def verdict(self, spec: StructuredOutputs) -> str:
@@ -77,6 +78,11 @@ class Trial:
             process.kill()
             process.communicate()
 
+    def close(self) -> None:
+        """Ends the process for good; whoever waits for a verdict gets RuntimeError."""
+        self._closed = True
+        self.kill()
+
     def _tried(self, key: bytes) -> str:
         for _ in range(TRIES):
             process = self._running()
@@ -94,6 +100,8 @@ class Trial:
 
     def _running(self) -> subprocess.Popen[bytes]:
         """Raises RuntimeError if it does not start, which is no grammar's fault."""
+        if self._closed:
+            raise RuntimeError("the process that tries grammars has ended for good")
         if self._process is not None and self._process.poll() is not None:
             self.kill()
         if self._process is None:

@@ -5,6 +5,7 @@ Knows no request and no template.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -34,10 +35,16 @@ def grammar_setup(folder: Path) -> Setup:
     tokenizer or no end."""
     config = read_tokenizer_config(folder)
     tokenizer = load_tokenizer(folder, config)
+    ends = end_ids(folder, tokenizer, config)
+    return vocabulary_setup(tokenizer, read_config(folder).vocab_size, ends)
+
+
+def vocabulary_setup(tokenizer: Tokenizer | None, width: int, ends: Sequence[int]) -> Setup:
+    """For grammars of a model with logits of `width` ids, `ends` of which end a text. Raises
+    ConfigurationError."""
     if tokenizer is None:
         raise ConfigurationError("the checkpoint has no tokenizer")
-    width = read_config(folder).vocab_size
-    ends = tuple(i for i in end_ids(folder, tokenizer, config) if 0 <= i < width)
+    ends = tuple(i for i in ends if 0 <= i < width)
     if not ends:
         raise ConfigurationError("the checkpoint names no token that ends a text")
     return Setup(

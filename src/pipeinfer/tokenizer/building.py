@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeinfer.checkpoint.config import read_config
-from pipeinfer.settings import Settings
-from pipeinfer.text.ends import end_ids
+from pipeinfer.grammars.trial import Setup
+from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.text.ends import end_ids, vocabulary_setup
 from pipeinfer.text.loading import load_tokenizer
 from pipeinfer.text.template_sources import read_tokenizer_config
 from pipeinfer.tokenizer.prompts import PromptEncoder
@@ -20,10 +21,13 @@ from pipeinfer.tokenizer.templates import load_templates
 
 
 class Built(NamedTuple):
-    """`eos_ids`: ids that end a request by themselves."""
+    """`eos_ids`: ids that end a request by themselves. `vocabulary`: for grammars; None where none
+    are served, because of `without`."""
 
     encoder: PromptEncoder
     eos_ids: tuple[int, ...]
+    vocabulary: Setup | None
+    without: str
 
 
 def make_encoder(folder: Path, settings: Settings, alone: bool = False) -> Built:
@@ -47,7 +51,15 @@ def make_encoder(folder: Path, settings: Settings, alone: bool = False) -> Built
         settings.control_tokens_in_messages,
         alone,
     )
-    return Built(encoder, eos_ids)
+    if alone:  # it encodes, and nothing else
+        return Built(encoder, eos_ids, None, "")
+    if settings.grammar_backend == "none":
+        return Built(encoder, eos_ids, None, "this server was started without grammars")
+    try:
+        vocabulary = vocabulary_setup(tokenizer, model.vocab_size, eos_ids)
+    except ConfigurationError as error:
+        return Built(encoder, eos_ids, None, f"this model serves no grammars: {error}")
+    return Built(encoder, eos_ids, vocabulary, "")
 
 
 def _strftime_now(template: str) -> str:

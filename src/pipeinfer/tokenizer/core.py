@@ -16,6 +16,7 @@ import numpy as np
 from pipeinfer.choices import choice_id, choice_ids, choice_seed
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
+from pipeinfer.grammars.bounds import letters
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -37,7 +38,7 @@ from pipeinfer.messages import (
 from pipeinfer.packing import unpack
 from pipeinfer.recovery import REPEAT, RollCall, answer, number
 from pipeinfer.tokenizer.encoding import Encoding, LongPrompt, first_choice, without
-from pipeinfer.tokenizer.events import Encode, Encoded
+from pipeinfer.tokenizer.events import Encode, Encoded, Tried, Try
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.ledger import Entry, Ledger
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
@@ -47,6 +48,7 @@ DETOKENIZER = 0  # there is one so far; a request stays with the one that it was
 # Bytes of text up to which a prompt is encoded at once. That takes 2 to 3 ms for most texts of this
 # length and 8 ms for the worst (one-letter words); everything else waits meanwhile.
 AT_ONCE = 8 * 1024
+GRAMMAR = "structured_outputs"  # the field that a grammar is refused by
 
 
 class TokenizerCore:
@@ -123,13 +125,46 @@ class TokenizerCore:
         alone = self._roll_call.complete
         try:
             weight = self._encoder.weigh(event)
-            if weight > AT_ONCE:
+        except Rejected as error:
+            return self._reject(event, error)
+        spec = None if event.only_encode else event.params.structured_outputs
+        if spec is not None:
+            verdict = self._encoding.verdicts.get(spec)
+            if verdict is None:
                 self._encoding.put(LongPrompt(event, alone))
-                return [Send(LOCAL, "", Encode(first_choice(event), event.attempt, weight))]
+                return [Send(LOCAL, "", Try(first_choice(event), event.attempt, letters(spec)))]
+            if verdict:
+                return self._refuse_all(event, 400, verdict, GRAMMAR)
+        if weight > AT_ONCE:
+            self._encoding.put(LongPrompt(event, alone))
+            return [Send(LOCAL, "", Encode(first_choice(event), event.attempt, weight))]
+        return self._encode(event, alone)
+
+    def _encode(self, event: Submit, alone: bool) -> list[Send]:
+        try:
             ids = self._encoder.encode(event)
         except Rejected as error:
-            return self._refuse_all(event, error.status, str(error), error.param, error.code)
+            return self._reject(event, error)
         return self._pass_on(event, ids, alone)
+
+    def _reject(self, event: Submit, error: Rejected) -> list[Send]:
+        return self._refuse_all(event, error.status, str(error), error.param, error.code)
+
+    def _on_tried(self, event: Tried, _now: float) -> list[Send]:
+        waiting = self._encoding.get(event.request_id, event.attempt)
+        if waiting is None:
+            return []  # it has ended meanwhile, or is the successor's
+        submit, spec = waiting.submit, waiting.submit.params.structured_outputs
+        if event.status in (0, 400) and spec is not None:
+            self._encoding.judge(spec, event.message)
+        if event.status:
+            self._encoding.encoded(event.request_id)
+            return self._refuse_all(submit, event.status, event.message, GRAMMAR)
+        weight = self._encoder.weigh(submit)  # which it has passed
+        if weight > AT_ONCE:
+            return [Send(LOCAL, "", Encode(event.request_id, event.attempt, weight))]
+        self._encoding.encoded(event.request_id)
+        return self._encode(submit, waiting.alone)
 
     def _unknown(self, event: Submit) -> Submit | None:
         """`event` with the choices that are not known here yet; None if all are."""
@@ -381,6 +416,7 @@ class TokenizerCore:
     _handlers: ClassVar[dict[type[Message], Callable[..., list[Send]]]] = {
         Submit: _on_submit,
         Encoded: _on_encoded,
+        Tried: _on_tried,
         Abort: _on_abort,
         Done: _on_done,
         Recover: _on_recover,

@@ -1,16 +1,21 @@
-"""What a tokenizer has accepted and not encoded yet: long prompts, which are under way elsewhere.
+"""What a tokenizer has accepted and not encoded yet: long prompts, and those with a grammar that
+is tried first, which are under way elsewhere.
 
 Knows no driver. Bounded by the gateways' limit on waiting requests.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 from msgspec import structs
 
 from pipeinfer.choices import choice_id, choice_ids
 from pipeinfer.messages import Submit
+from pipeinfer.params import StructuredOutputs
+
+REMEMBERED = 256  # verdicts on grammars
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +42,14 @@ def without(submit: Submit, request_id: str) -> Submit | None:
 
 class Encoding:
     """By first choice, in the order in which they came. `abandoned`: how many requests ended before
-    they were encoded, since nobody wanted them any more."""
+    they were encoded, since nobody wanted them any more. `verdicts`: on the grammars that were
+    tried last, "" for those that are served."""
 
     def __init__(self) -> None:
         self._prompts: dict[str, LongPrompt] = {}
         self._names: dict[str, str] = {}  # of each choice that is wanted, the first
         self.abandoned = 0
+        self.verdicts: OrderedDict[StructuredOutputs, str] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -60,6 +67,13 @@ class Encoding:
         wants."""
         prompt = self._prompts.get(name)
         return prompt if prompt is not None and prompt.submit.attempt == attempt else None
+
+    def judge(self, spec: StructuredOutputs, verdict: str) -> None:
+        """Remembers it."""
+        self.verdicts[spec] = verdict
+        self.verdicts.move_to_end(spec)
+        if len(self.verdicts) > REMEMBERED:
+            self.verdicts.popitem(last=False)
 
     def knows(self, request_id: str, attempt: int) -> bool:
         """Whether this attempt of the request, or a later one, is under way."""

@@ -1,4 +1,5 @@
-"""Local events of the tokenizer: a long prompt leaves for the lanes, and its ids come back.
+"""Local events of the tokenizer: a long prompt leaves for the lanes, and its ids come back; a
+grammar is tried, and the verdict comes back.
 
 They never travel on the bus. Knows neither how prompts are encoded nor where.
 """
@@ -29,3 +30,21 @@ class Encoded(Message, frozen=True):
     message: str = ""
     param: str | None = None
     code: str | None = None
+
+
+class Try(Message, frozen=True):
+    """core -> driver: try the grammar of this request, which the core still has. `weight`: letters
+    of it; the lightest goes first."""
+
+    request_id: str
+    attempt: int
+    weight: int
+
+
+class Tried(Message, frozen=True):
+    """driver -> core: the grammar is served, or if `status` is not 0 why it is not."""
+
+    request_id: str
+    attempt: int
+    status: int = 0
+    message: str = ""

@@ -11,10 +11,12 @@ from pathlib import Path
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import Settings
-from pipeinfer.tokenizer.building import make_encoder
+from pipeinfer.tokenizer.building import Built, make_encoder
 from pipeinfer.tokenizer.core import TokenizerCore
+from pipeinfer.tokenizer.driver import TokenizerDriver
 from pipeinfer.tokenizer.lanes import Lanes
 from pipeinfer.tokenizer.routing import Router
+from pipeinfer.tokenizer.trials import Trials
 
 
 def build(context: StageContext) -> Stage:
@@ -25,12 +27,14 @@ def build(context: StageContext) -> Stage:
     )
     topology = context.topology
     gateways = topology.ids("gateway")
-    core = make_core(folder, settings, context.identity.id, context.incarnation, gateways)
+    built = make_encoder(folder, settings)
+    core = _core(built, settings, context.identity.id, context.incarnation, gateways)
     # What its groups say matters only where there is a choice.
     groups = settings.dp > 1
     listens = (*((stage, "group") for stage in topology.ids("scheduler")), *deaths(topology))
     lanes = Lanes(folder, settings, core.encoding)
-    return Stage(core, lanes, listens=listens if groups else ())
+    trials = Trials(built.vocabulary, core.encoding, built.without)
+    return Stage(core, TokenizerDriver(lanes, trials), listens=listens if groups else ())
 
 
 def make_core(
@@ -44,6 +48,13 @@ def make_core(
 
     The rest is as for TokenizerCore.
     """
-    encoder, eos_ids = make_encoder(folder, settings)
+    return _core(make_encoder(folder, settings), settings, stage, incarnation, gateways)
+
+
+def _core(
+    built: Built, settings: Settings, stage: str, incarnation: int, gateways: Sequence[str]
+) -> TokenizerCore:
     router = Router(settings.routing, settings.dp)
-    return TokenizerCore(encoder, router, settings.dp, eos_ids, stage, incarnation, gateways)
+    return TokenizerCore(
+        built.encoder, router, settings.dp, built.eos_ids, stage, incarnation, gateways
+    )

@@ -22,7 +22,7 @@ from pipeinfer.trace.notes import Crash, End, StepNote, Unencoded
 COMMON = ("Tick", "Drain", "Leave", "Unsent")  # of events.py, taken by every core
 LOCAL_IN = {
     "gateway": ("pipeinfer.gateway.events:Call", "pipeinfer.gateway.events:Hangup"),
-    "tokenizer": ("pipeinfer.tokenizer.events:Encoded",),
+    "tokenizer": ("pipeinfer.tokenizer.events:Encoded", "pipeinfer.tokenizer.events:Tried"),
     "engine": (
         "pipeinfer.events:StepDone",
         "pipeinfer.events:Compiled",
@@ -35,7 +35,7 @@ LOCAL_OUT = {
         f"pipeinfer.gateway.events:{name}"
         for name in ("Started", "Delta", "Failed", "StatusChanged")
     ),
-    "tokenizer": ("pipeinfer.tokenizer.events:Encode",),
+    "tokenizer": ("pipeinfer.tokenizer.events:Encode", "pipeinfer.tokenizer.events:Try"),
     "engine": ("pipeinfer.engine.core:Compile",),
 }
 

@@ -45,6 +45,7 @@ FIELDS: dict[str, dict[str, str]] = {
     "Delivered": {"ids": "ids", "logprobs": "zeros", "prompt_logprobs": "zeros"},
     "Accepted": {"prompt_ids": "ids", "prompt_text": "text"},
     "Encoded": {"prompt_ids": "ids", "message": "text"},
+    "Tried": {"message": "text"},
     "Started": {"prompt_ids": "ids", "prompt_text": "text"},
     "Text": {"rows": "nested"},
     "TextRow": {"text": "text", "ids": "ids", "stop_reason": "one", "error": "text",
@@ -59,8 +60,8 @@ AS_THEY_ARE = {
     "Abort", "Done", "Begin", "Hello", "Ready", "Admitted", "Digests", "Fault", "Refused",
     "Prepared", "Compiled", "HandOver", "StopHit", "Heartbeat", "GroupStatus", "RankStatus",
     "Ended", "GroupFault",
-    "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "Encode", "StepFailed", "Hangup",
-    "StatusChanged", "StepNote", "Unencoded",
+    "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "Encode", "Try",
+    "StepFailed", "Hangup", "StatusChanged", "StepNote", "Unencoded",
     "Crash", "End",
 }  # fmt: skip
 

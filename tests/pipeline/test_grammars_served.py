@@ -1,0 +1,184 @@
+"""Answers of a given form, asked for in every way, by the official client: whole and streamed, with
+choices, through the loss of an engine, and beside grammars that nobody can compile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jsonschema
+import openai
+import pytest
+
+MODEL = "pipeinfer-demo"
+QUESTION = [{"role": "user", "content": "Count from 3 to 9."}]
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+GBNF = 'root ::= "yes" | "no" digit\ndigit ::= [0-9]'
+LARK = 'start: "<" /[a-c]{2,4}/ ">"'
+
+
+@pytest.fixture(scope="module")
+def api(server):
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0
+    ) as client:
+        yield client
+
+
+def chat(api, temperature=1.0, **more):
+    usual = {"max_tokens": 120, "temperature": temperature, "seed": 5}
+    return api.chat.completions.create(model=MODEL, messages=QUESTION, **(usual | more))
+
+
+def said(api, **more) -> str:
+    choice = chat(api, **more).choices[0]
+    assert choice.finish_reason == "stop"
+    return choice.message.content
+
+
+def test_a_schema_holds_whole_streamed_and_for_every_choice(api):
+    answers = [choice.message.content for choice in chat(api, n=3, response_format=FORMAT).choices]
+    for text in answers:
+        jsonschema.validate(json.loads(text), PERSON)
+    assert len(set(answers)) > 1
+    chunks = [c.choices[0] for c in chat(api, stream=True, response_format=FORMAT) if c.choices]
+    streamed = "".join(chunk.delta.content or "" for chunk in chunks)
+    assert streamed == answers[0], "choice 0 has the same seed"
+
+
+def test_the_clients_own_parsing_takes_it(api):
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        name: str
+        age: int
+
+    parsed = api.chat.completions.parse(
+        model=MODEL, messages=QUESTION, response_format=Person, max_tokens=300, temperature=0
+    )
+    found = parsed.choices[0]
+    assert found.finish_reason == "length" or isinstance(found.message.parsed, Person)
+
+
+@pytest.mark.parametrize(
+    ("body", "pattern"),
+    [
+        ({"structured_outputs": {"regex": "[a-f]{3,9}-[0-9]{2}"}}, "[a-f]{3,9}-[0-9]{2}"),
+        ({"structured_outputs": {"choice": ["apples", "pears"]}}, "apples|pears"),
+        ({"structured_outputs": {"grammar": LARK}}, "<[a-c]{2,4}>"),
+        ({"structured_outputs": {"json": '{"type": "boolean"}'}}, "true|false"),
+        ({"guided_choice": ["x1", "x2"]}, "x[12]"),
+        ({"guided_regex": "[xyz]{4}"}, "[xyz]{4}"),
+        ({"guided_json": {"enum": [1, 22]}}, "1|22"),
+        ({"guided_grammar": LARK}, "<[a-c]{2,4}>"),
+        ({"regex": "[xyz]{4}"}, "[xyz]{4}"),
+        ({"ebnf": GBNF}, "yes|no[0-9]"),
+        ({"grammar": GBNF}, "yes|no[0-9]"),
+        ({"json_schema": '{"enum": ["q"]}'}, '"q"'),
+        ({"format": {"enum": ["q"]}}, '"q"'),
+    ],
+)
+def test_every_way_to_ask_is_understood(api, body, pattern):
+    assert re.fullmatch(pattern, said(api, extra_body=body))
+
+
+def test_any_json_object_ends_or_is_cut(api):
+    for body in ({"response_format": {"type": "json_object"}}, {"extra_body": {"format": "json"}}):
+        choice = chat(api, temperature=0.5, **body).choices[0]
+        assert choice.message.content.startswith("{")
+        if choice.finish_reason == "stop":
+            assert isinstance(json.loads(choice.message.content), dict)
+
+
+def test_completions_have_forms_too(api):
+    made = api.completions.create(
+        model=MODEL, prompt=["a", "b"], max_tokens=20, extra_body={"guided_regex": "[ab]{3}"}
+    )
+    assert [bool(re.fullmatch("[ab]{3}", choice.text)) for choice in made.choices] == [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"guided_regex": "(a"}, "structured_outputs", "unclosed group"),
+        ({"guided_regex": "a", "regex": "b"}, "regex", "one form"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "and"),
+        ({"structured_outputs": {"structural_tag": "x"}}, None, "structural_tag"),
+        ({"structured_outputs": {"json": "[1]"}}, "structured_outputs", "must be an object"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "must be given"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, "structured_outputs", "unique"),
+        ({"guided_regex": "a" * 70_000}, "guided_regex", "70000 bytes"),
+        ({"guided_choice": []}, "guided_choice", "at least one"),
+        ({"regex": "a", "min_tokens": 3}, "min_tokens", "not allowed"),
+        ({"format": "yaml"}, "format", "must be"),
+    ],
+)
+def test_what_is_no_form_is_the_clients_error(api, body, param, says):
+    with pytest.raises(openai.BadRequestError, match=says) as caught:
+        chat(api, extra_body=body)
+    assert param is None or caught.value.param == param
+
+
+def test_nobody_waits_for_grammars_that_take_long(server, api):
+    """One more such grammar than there are processes that try them."""
+    slow = [{"type": "integer", "multipleOf": 999983 - 2 * n} for n in range(2)]
+    with ThreadPoolExecutor(4) as pool:
+
+        def hostile(schema):
+            with pytest.raises(openai.BadRequestError, match="longer than"):
+                chat(api, extra_body={"guided_json": schema})
+
+        waiting = [pool.submit(hostile, schema) for schema in slow]
+        began, served = time.monotonic(), 0
+        while not all(one.done() for one in waiting) and served < 20:
+            chat(api, max_tokens=4)
+            said(api, extra_body={"guided_regex": f"x{{{served + 1}}}"})
+            served += 1
+        seconds = time.monotonic() - began
+        for one in waiting:
+            one.result()
+    assert served >= 5, f"{served} in {seconds} s"
+
+
+def test_a_killed_engine_changes_no_answer(server, api):
+    wanted = {n: said(api, response_format=FORMAT, seed=n) for n in range(4)}
+
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0
+        ) as client:
+            streams = [
+                await client.chat.completions.create(
+                    model=MODEL, messages=QUESTION, max_tokens=120, temperature=1.0, seed=seed,
+                    response_format=FORMAT, stream=True,
+                )
+                for seed in wanted
+            ]  # fmt: skip
+            texts = ["" for _ in wanted]
+            killed = False
+            for at, stream in enumerate(streams):
+                async for chunk in stream:
+                    texts[at] += chunk.choices[0].delta.content or "" if chunk.choices else ""
+                    if not killed and len(texts[at]) > 4:
+                        killed = True
+                        os.kill(server.pid("engine"), signal.SIGKILL)
+            return texts
+
+    assert asyncio.run(all_of_them()) == list(wanted.values())
