@@ -186,7 +186,7 @@ class _Handlers:
         model, created = self._service.model, int(time.time())
         answer = Answer(chat, base, created, model, job.shown, job.reader, job.short_ids)
         sink: EventStream | WholeAnswer = (
-            EventStream(answer, job.choices, job.include_usage)
+            EventStream(answer, job.choices, job.include_usage, job.continuous_usage)
             if job.stream
             else WholeAnswer(answer, job.choices, _best(job))
         )

@@ -44,7 +44,6 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
     "prompt_embeds": (),
-    "return_token_ids": (False,),
     "return_token_strs": (False,),
     "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),

@@ -27,6 +27,7 @@ from pipeinfer.gateway.schema import (
     ChatRequest,
     CompletionRequest,
     Generation,
+    StreamOptions,
 )
 from pipeinfer.gateway.shapes import Shown
 from pipeinfer.gateway.tools import check_arguments, for_template, tool_schemas
@@ -86,6 +87,7 @@ class Job:
     choices: int
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     shown: Shown
     prompts: int = 1
     best: int = 0
@@ -98,7 +100,8 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     limit, field = _limit(request, terms.sampling.max_tokens)
     if request.max_completion_tokens is not None:
         limit, field = request.max_completion_tokens, "max_completion_tokens"
-    shown = Shown(_chat_logprobs(request), request.prompt_logprobs)
+    ids = bool(request.return_token_ids)
+    shown = Shown(_chat_logprobs(request), request.prompt_logprobs, token_ids=ids)
     names = {"max_tokens": field, "logprobs": "top_logprobs"}
     params = _params(request, terms.sampling, limit, shown, names)
     if params.structured_outputs is not None and request.tools and request.tool_choice != "none":
@@ -230,7 +233,8 @@ def _completion_shown(request: CompletionRequest, limit: int) -> Shown:
         raise ApiError(400, message, "logprobs", "invalid_type")
     most = None if request.logprobs is False else request.logprobs
     echo = bool(request.echo)
-    return Shown(most, request.prompt_logprobs, echo, nothing_new=echo and limit == 0)
+    ids = bool(request.return_token_ids)
+    return Shown(most, request.prompt_logprobs, echo, echo and limit == 0, ids)
 
 
 def _job(request: Generation, calls: Iterable[Call], choices: int, shown: Shown) -> Job:
@@ -241,8 +245,10 @@ def _job(request: Generation, calls: Iterable[Call], choices: int, shown: Shown)
     if request.stream_options is not None and not stream:
         message = "stream_options is only allowed with stream: true"
         raise ApiError(400, message, "stream_options", "invalid_value")
-    usage = request.stream_options is not None and bool(request.stream_options.include_usage)
-    return Job(calls, choices, stream, usage, shown)
+    options = request.stream_options or StreamOptions()
+    usage = bool(options.include_usage)
+    continuous = usage and bool(options.continuous_usage_stats)
+    return Job(calls, choices, stream, usage, continuous, shown)
 
 
 def _common(request: Generation, params: SamplingParams, terms: Terms, trace: str) -> Call:
@@ -257,6 +263,7 @@ def _common(request: Generation, params: SamplingParams, terms: Terms, trace: st
         timeout=request.timeout or terms.timeout,
         cache_salt=request.cache_salt or "",
         trace=trace,
+        return_prompt_ids=bool(request.return_token_ids),
     )
 
 

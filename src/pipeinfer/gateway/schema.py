@@ -35,9 +35,11 @@ Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """include_usage: one more chunk at the end that carries the usage."""
+    """include_usage: one more chunk at the end that carries the usage. continuous_usage_stats: and
+    each chunk says it of what there was so far."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
@@ -97,6 +99,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=MOST_SALT)] | None = None
     prompt_logprobs: Bounded | None = None
     add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
     n: Bounded | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Structured | None = None
