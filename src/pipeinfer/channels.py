@@ -12,6 +12,7 @@ from pipeinfer.messages import (
     Accepted,
     Admitted,
     Begin,
+    CacheReset,
     Delivered,
     Digests,
     Done,
@@ -33,6 +34,7 @@ from pipeinfer.messages import (
     Recover,
     Recovered,
     Refused,
+    ResetCache,
     Result,
     StopHit,
     Submit,
@@ -42,13 +44,13 @@ from pipeinfer.messages import (
 )
 
 CHANNELS: dict[str, Any] = {
-    "requests": Union[Submit, Abort, Done],
-    "work": Union[Work, HandOver, Abort, Done],
+    "requests": Union[Submit, ResetCache, Abort, Done],
+    "work": Union[Work, HandOver, ResetCache, Abort, Done],
     "plan": Union[Begin, Prepare, Plan],
     "result": Union[Hello, Ready, Prepared, Admitted, PromptScores, Result, Digests, Fault],
-    "tokens": Union[Open, PromptTokens, Tokens, Refused, Abort, Done],
+    "tokens": Union[Open, PromptTokens, Tokens, Refused, CacheReset, Abort, Done],
     "stops": StopHit,
-    "text": Union[Accepted, Refused, Text],
+    "text": Union[Accepted, Refused, CacheReset, Text],
     "telemetry": Heartbeat,
     "group": Union[GroupStatus, RankStatus, Ended, GroupFault],
     "recovery": Union[Recover, Recovered, Delivered],

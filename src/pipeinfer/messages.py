@@ -76,6 +76,15 @@ class Done(Message, frozen=True):
     request_ids: tuple[str, ...]
 
 
+class ResetCache(Message, frozen=True):
+    """All groups are to forget cached prefixes that no request uses: gateway -> tokenizer -> every
+    scheduler, behind all work that was sent before. Each answers CacheReset under this `name`."""
+
+    name: str
+    gateway: int = 0
+    detokenizer: int = 0
+
+
 # --------------------------------------------------------------------- work: tokenizer -> scheduler
 
 
@@ -162,7 +171,8 @@ class Prepare(Message, frozen=True):
 
 
 class Plan(Message, frozen=True):
-    """One step: releases, then admits, then rows `advance(slot, up to count tokens)`.
+    """One step: releases, then admits, then rows `advance(slot, up to count tokens)`. With `reset`
+    cached prefixes that no request uses are forgotten between releases and admits.
     `slots`, `counts`: int32 bytes, a row each; no slot stands twice. A row computes known tokens
     not yet computed, at most `count`; then it decodes from the id that the step before left."""
 
@@ -172,6 +182,7 @@ class Plan(Message, frozen=True):
     admits: tuple[Admit, ...]
     slots: bytes
     counts: bytes
+    reset: bool = False
 
 
 # ---------------------------------------------------------------------- result: engine -> scheduler
@@ -343,6 +354,15 @@ class Refused(Message, frozen=True):
     message: str
     param: str | None = None
     code: str | None = None
+
+
+class CacheReset(Message, frozen=True):
+    """scheduler -> detokenizer -> gateway: what `group` admits from now on finds nothing that was
+    cached and unused when ResetCache came."""
+
+    name: str
+    gateway: int
+    group: int
 
 
 class StopHit(Message, frozen=True):

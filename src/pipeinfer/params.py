@@ -70,12 +70,13 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     asks for none. Of the model's own logits, before all that is said above. prompt_logprobs: the
     same of the prompt's tokens, all but the first.
     n: choices of the prompt, 1 to 128; choice i is what the seed + i gives (mod 2**64).
+    structured_outputs: what the whole output must be; not with min_tokens, allowed_token_ids or
+    bad_words.
     allowed_token_ids: no other id is sampled, not even one that ends the output; None allows all.
     bad_words: texts that the output must not have: the last token of each spelling, with a space
     before it and without, is not sampled where the others are the output's last ones.
     truncate_prompt_tokens: so many of the prompt's last tokens are kept; -1: as many as leave room
     for max_tokens, or for one; None keeps all.
-    structured_outputs: what the whole output must be; not with min_tokens.
     """
 
     temperature: float = 1.0
@@ -124,9 +125,9 @@ def normalized(params: SamplingParams) -> SamplingParams:
         top_k=0 if params.top_k == -1 else params.top_k,
         top_p=LEAST_TOP_P if 0 <= params.top_p < LEAST_TOP_P else params.top_p,
         logit_bias=_biases(params.logit_bias),
+        structured_outputs=_plain(params.structured_outputs),
         allowed_token_ids=_each_once(params.allowed_token_ids),
         bad_words=_each_once(words) or (),
-        structured_outputs=_plain(params.structured_outputs),
     )
     _check_sampling(params)
     _check_penalties(params)
@@ -138,9 +139,7 @@ def normalized(params: SamplingParams) -> SamplingParams:
     _check_allowed(params.allowed_token_ids)
     _check_words(params.bad_words)
     _check_logprobs(params)
-    if params.structured_outputs is not None and params.min_tokens:
-        message = "min_tokens is not allowed with structured_outputs"
-        raise InvalidParameter("min_tokens", message)
+    _check_form(params)
     check_choices("n", params.n)
     return params
 
@@ -256,6 +255,13 @@ def _check_logprobs(params: SamplingParams) -> None:
         most = getattr(params, name)
         if most is not None:
             _check_within(name, most, 0, MOST_LOGPROBS)
+
+
+def _check_form(params: SamplingParams) -> None:
+    """Beside a form nothing else may forbid tokens: perhaps none would be left."""
+    for name in ("min_tokens", "allowed_token_ids", "bad_words"):
+        if params.structured_outputs is not None and getattr(params, name):
+            raise InvalidParameter(name, f"{name} is not allowed with structured_outputs")
 
 
 def check_choices(name: str, count: int) -> None:

@@ -16,6 +16,8 @@ from pipeinfer import LLM
 from pipeinfer.channels import CHANNELS
 from pipeinfer.cli import flags
 from pipeinfer.cli.main import COMMANDS
+from pipeinfer.gateway.dialects.messages_body import MessagesRequest
+from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
 from pipeinfer.gateway.foreign_fields import REFUSED
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import Metrics
@@ -213,13 +215,20 @@ def test_every_parameter_is_documented_as_supported_or_refused():
     built = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
     for name in built:
         assert f"`{name}`" in supported, name
+    for heading, kind in (("Responses", ResponsesRequest), ("Messages", MessagesRequest)):
+        section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+        for name in {*kind.__struct_fields__, *kind.refused} - set(REFUSED):
+            assert f"`{name}`" in section, name
     for name in REFUSED:
         assert f"`{name}`" in refused, name
         assert f"| `{name}`" not in supported or name in built, name  # of the other kind of body
 
 
 def test_every_error_code_is_documented():
-    sources = [*ROOT.glob("src/pipeinfer/gateway/*.py"), *ROOT.glob("src/pipeinfer/tokenizer/*.py")]
+    sources = [
+        *ROOT.glob("src/pipeinfer/gateway/**/*.py"),
+        *ROOT.glob("src/pipeinfer/tokenizer/*.py"),
+    ]
     whole = "\n".join(p.read_text() for p in sources)
     codes = set(re.findall(r'code="([a-z_]+)"', whole))
     codes |= set(re.findall(r'"(invalid_\w+|\w+_not_found|unsupported_parameter)"', whole))

@@ -19,11 +19,13 @@ from pipeinfer.gateway.driver import HttpDriver
 from pipeinfer.messages import (
     Abort,
     Accepted,
+    CacheReset,
     Done,
     Heartbeat,
     Message,
     Recover,
     Refused,
+    ResetCache,
     Submit,
     Text,
     TextRow,
@@ -77,6 +79,7 @@ class Pipeline:
         self.submits: list[Submit] = []
         self.aborts: asyncio.Queue[Abort] = asyncio.Queue()
         self.gone: set[str] = set()
+        self.resets = [0]  # groups that say that their caches are reset
         self.refuses_all = False  # unread, but encoded as for the bus, which takes its time
 
     def feed(self, event: Message) -> None:
@@ -86,6 +89,10 @@ class Pipeline:
             elif isinstance(send.message, Abort):
                 self.gone.add(send.message.request_id)
                 self.aborts.put_nowait(send.message)
+            elif isinstance(send.message, ResetCache):
+                for group in self.resets:
+                    told = CacheReset(send.message.name, send.message.gateway, group)
+                    self._loop.call_soon(self.feed, told)
             elif not isinstance(send.message, Done | Recover):
                 assert isinstance(send.message, Submit)
                 if self.refuses_all:

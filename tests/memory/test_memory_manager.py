@@ -39,9 +39,10 @@ class Memory:
         rows: dict[int, int],
         admits: Sequence[Admit] = (),
         releases: Sequence[Release] = (),
+        reset: bool = False,
     ) -> Applied:
         slots, counts = pack(list(rows)), pack(list(rows.values()))
-        plan = Plan(1, self.number, tuple(releases), tuple(admits), slots, counts)
+        plan = Plan(1, self.number, tuple(releases), tuple(admits), slots, counts, reset)
         applied = self.manager.apply(plan)
         self.number += 1
         self.manager.check_integrity()
@@ -91,6 +92,34 @@ def test_cached_prompt_of_whole_pages_still_computes_its_last_token():
     assert applied.cached.tolist() == [8]
     assert applied.rows.counts.tolist() == [4] and applied.rows.samples.tolist() == [True]
     assert len(ids) == 1
+
+
+@pytest.mark.parametrize("cache", ["radix", "naive"])
+def test_a_reset_forgets_what_nobody_uses_and_nothing_else(cache: str):
+    memory, other = Memory(cache=cache), [7] * 12
+    memory.run({0: 99}, [admit(0, PROMPT)])
+    memory.run({1: 99}, [admit(1, other)])
+    kept = 8 if cache == "radix" else 0
+    memory.run({0: 1, 1: 1})
+    memory.run({0: 1, 1: 1})
+    memory.run({1: 1}, releases=[Release(0, True)])
+    free, evictable = memory.manager.free, memory.manager.evictable
+    assert (evictable > 0) == (cache == "radix")
+    applied, _ = memory.run({1: 1, 2: 99}, [admit(2, PROMPT)], reset=True)  # amid equal decodes
+    assert applied.cached.tolist() == [0], "what is admitted with the reset finds nothing"
+    assert memory.manager.evicted_pages == evictable and memory.manager.free < free + evictable
+    applied, _ = memory.run({3: 99}, [admit(3, other)])
+    assert applied.cached.tolist() == [kept], "a request that runs keeps its prompt"
+
+
+def test_a_reset_without_rows_counts_in_the_digest():
+    digests = set()
+    for reset in (False, True):
+        memory = Memory()
+        memory.run({0: 99}, [admit(0, PROMPT)])
+        memory.run({}, releases=[Release(0, True)])
+        digests.add(memory.plan({}, reset=reset).digest)
+    assert len(digests) == 2
 
 
 def test_one_token_prompt_is_never_cached_away():

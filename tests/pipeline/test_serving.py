@@ -6,6 +6,7 @@ import asyncio
 import random
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -101,6 +102,30 @@ def test_cache_salt_separates_prefix_caches(server):
     ask(server, question, max_tokens=2)
     salted = ask(server, question, max_tokens=2, extra_body={"cache_salt": "other"})
     assert salted.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_nothing_of_before_is_found_behind_a_reset_of_the_prefix_cache(server):
+    question = copy_task(random.Random(13), 40)[0]
+    ask(server, question, max_tokens=2)
+    assert ask(server, question, max_tokens=2).usage.prompt_tokens_details.cached_tokens >= 32
+    answer = httpx.post(f"{server.url}/reset_prefix_cache", timeout=60)
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert ask(server, question, max_tokens=2).usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_other_dialects_give_the_words_of_a_chat(server):
+    question = copy_task(random.Random(14), 20)[0]
+    expected = ask(server, question, max_tokens=30).choices[0].message.content
+    body = {"model": "pipeinfer-demo", "temperature": 0, "max_output_tokens": 30}
+    made = client(server).responses.create(input=question, **body)
+    assert made.output_text == expected
+    turns = [{"role": "user", "content": question}]
+    message = {"messages": turns, "temperature": 0, "max_tokens": 30}
+    answer = httpx.post(f"{server.url}/v1/messages", json=message, timeout=60).json()
+    assert answer["content"] == [{"type": "text", "text": expected}]
+    count = httpx.post(f"{server.url}/v1/messages/count_tokens", json={"messages": turns}).json()
+    usage = answer["usage"]
+    assert count["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
 def test_seeded_sampling_repeats(server):

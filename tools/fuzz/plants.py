@@ -77,15 +77,16 @@ def _unhashable() -> None:
 
 def _bound_left_out() -> None:
     """http: `priority` may be any integer, and some do not fit on the bus."""
-    from pipeinfer.gateway import intake, schema
+    from pipeinfer.gateway import intake
 
     really, loose = intake.decode, {}
-    for kind, known in list(schema._KNOWN.items()):
-        field = [("priority", int | None, None)]
-        made = msgspec.defstruct(kind.__name__, field, bases=(kind,), frozen=True, kw_only=True)
-        schema._KNOWN[made], loose[kind] = known, made
 
     def decode(body: bytes, kind: Any, strange: Any) -> Any:
+        if kind not in loose:
+            field = [("priority", int | None, None)]
+            loose[kind] = msgspec.defstruct(
+                kind.__name__, field, bases=(kind,), frozen=True, kw_only=True
+            )
         return really(body, loose[kind], strange)
 
     intake.decode = decode

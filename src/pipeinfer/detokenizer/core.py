@@ -18,6 +18,7 @@ from pipeinfer.detokenizer.stream import Stream
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.messages import (
     Abort,
+    CacheReset,
     Delivered,
     Done,
     Message,
@@ -185,6 +186,9 @@ class DetokenizerCore:
         self._forget(event.request_id, event.attempt)
         return [Send("text", f"gateway-{event.gateway}", event)]
 
+    def _on_cache_reset(self, event: CacheReset, _now: float) -> list[Send]:
+        return [Send("text", f"gateway-{event.gateway}", event)]
+
     def _on_abort(self, event: Abort, _now: float) -> list[Send]:
         self._forget(event.request_id, event.attempt)
         return []
@@ -246,6 +250,7 @@ class DetokenizerCore:
         Open: _on_open,
         PromptTokens: _on_prompt,
         Refused: _on_refused,
+        CacheReset: _on_cache_reset,
         Abort: _on_abort,
         Done: _on_done,
         Recover: _on_recover,

@@ -24,7 +24,7 @@ from pipeinfer.gateway.port import Sink
 from pipeinfer.gateway.responses import GONE, Handler
 
 ANONYMOUS = "anonymous"  # whose limits count where no key is needed: everybody's together
-GUARDED = ("/v1", "/tokenize", "/detokenize")  # and all that is below
+GUARDED = ("/v1", "/tokenize", "/detokenize", "/reset_prefix_cache")  # and all that is below
 SLASHES = re.compile("/+")  # routes take several for one
 PREFIX = "x-ratelimit-"  # as OpenAI's servers call them
 
@@ -164,9 +164,9 @@ class Admission:
     def _client(self, request: web.Request) -> Client:
         if not self._keys:
             return self._clients[ANONYMOUS]
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        key = self._keys.find(token.strip().encode(errors="surrogateescape"))
-        if key is None or scheme.lower() != "bearer":
+        token = _token(request)
+        key = self._keys.find(token.encode(errors="surrogateescape"))
+        if key is None or not token:
             raise ApiError(401, "wrong or missing API key", code="invalid_api_key")
         return self._clients[key.name]
 
@@ -177,6 +177,14 @@ class Admission:
             raise ApiError(
                 429, excess.reason, code="rate_limit_exceeded", retry_after=math.ceil(excess.wait)
             )
+
+
+def _token(request: web.Request) -> str:
+    """The key's text as a client gave it: as a bearer, or as Anthropic's clients do; else empty."""
+    if "Authorization" not in request.headers:
+        return request.headers.get("x-api-key", "").strip()
+    scheme, _, token = request.headers["Authorization"].partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def _outcome(visit: Visit, status: int) -> str:

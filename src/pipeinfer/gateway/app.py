@@ -7,64 +7,34 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 import uuid
-from dataclasses import dataclass, field
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from pipeinfer.gateway.admission import Admission
+from pipeinfer.gateway.answering import Answering, trace
 from pipeinfer.gateway.best_of import Best
-from pipeinfer.gateway.bodies import Bodies
-from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.cors import Cors
+from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error_in_dialect
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.events import Call, Started
-from pipeinfer.gateway.intake import Intake
-from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.gateway.port import Port
-from pipeinfer.gateway.requests import Job, Terms, chat_job, completion_job
-from pipeinfer.gateway.responses import Handler, error_response, json_response, of_http
+from pipeinfer.gateway.outlets import ChunkStream, Outlet, WholeBody
+from pipeinfer.gateway.requests import Job, chat_job, completion_job
+from pipeinfer.gateway.responses import Handler, json_response, of_http
 from pipeinfer.gateway.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Request,
     TokenizeRequest,
 )
-from pipeinfer.gateway.shapes import Answer
-from pipeinfer.gateway.streams import EventStream, WholeAnswer, api_error
-from pipeinfer.gateway.tokenizing import (
-    Encoded,
-    detokenize_call,
-    tokenize_call,
-    tokens_shown,
-)
+from pipeinfer.gateway.service import Service
+from pipeinfer.gateway.tokenizing import detokenize_call, tokenize_call, tokens_shown
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)
 
 SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 REQUEST_ID = "x-request-id"
-
-
-@dataclass(frozen=True)
-class Service:
-    """What the handlers need. `context_length`: tokens of prompt and output, 0 if not known."""
-
-    core: GatewayCore
-    port: Port
-    metrics: Metrics
-    model: str
-    terms: Terms
-    admission: Admission
-    cors: Cors
-    max_body_bytes: int = 32 * 2**20
-    context_length: int = 0
-    created: int = field(default_factory=lambda: int(time.time()))
+RESET = 10.0  # seconds; a group that is started again takes longer, and then has nothing cached
 
 
 def build_app(service: Service) -> web.Application:
@@ -92,7 +62,8 @@ async def _later(request: web.Request) -> None:
 class _Handlers:
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._intake = Intake(Bodies(service.max_body_bytes), service.metrics.unknown_fields)
+        self._answering = Answering(service)
+        self._dialects = DialectHandlers(self._answering)
 
     def route(self, router: web.UrlDispatcher) -> None:
         """Says which path is whose."""
@@ -109,10 +80,12 @@ class _Handlers:
                 ("/v1/chat/completions", self.chat),
                 ("/v1/completions", self.completions),
                 ("/v1/embeddings", self.embeddings),
+                *self._dialects.routes().items(),
             ):
                 router.add_post(path(name), handler, expect_handler=_later)
         router.add_post("/tokenize", self.tokenize, expect_handler=_later)
         router.add_post("/detokenize", self.detokenize, expect_handler=_later)
+        router.add_post("/reset_prefix_cache", self.reset_prefix_cache)
 
     # --------------------------------------------------------------------------------- middlewares
 
@@ -123,15 +96,15 @@ class _Handlers:
             try:
                 return await handler(request)
             except ApiError as error:
-                return error_response(error)
+                return error_in_dialect(request, error)
             except web.HTTPException as error:
-                response = error_response(of_http(request, error))
+                response = error_in_dialect(request, of_http(request, error))
                 if "Allow" in error.headers:
                     response.headers["Allow"] = error.headers["Allow"]
                 return response
             except Exception:
                 log.exception("%s %s failed", request.method, request.path)
-                return error_response(ApiError(500, "internal error"))
+                return error_in_dialect(request, ApiError(500, "internal error"))
 
         return errors
 
@@ -139,76 +112,55 @@ class _Handlers:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         base = f"chatcmpl-{uuid.uuid4().hex}"
-        body = await self._body(request, ChatRequest)
-        job = chat_job(body, base, self._service.terms, _trace(request))
+        body = await self._answering.body(request, ChatRequest)
+        job = chat_job(body, base, self._service.terms, trace(request))
         del body  # an answer takes minutes, in which the core has all that is needed
         return await self._answer(request, base, job, chat=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         base = f"cmpl-{uuid.uuid4().hex}"
-        body = await self._body(request, CompletionRequest)
-        job = completion_job(body, base, self._service.terms, _trace(request))
+        body = await self._answering.body(request, CompletionRequest)
+        job = completion_job(body, base, self._service.terms, trace(request))
         del body
         return await self._answer(request, base, job, chat=False)
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await self._body(request, TokenizeRequest)
+        body = await self._answering.body(request, TokenizeRequest)
         call = tokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.terms)
-        prompt = await self._encoded(request, call)
+        prompt = await self._answering.encoded(request, call)
         return json_response(tokens_shown(prompt, self._service.context_length))
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await self._body(request, DetokenizeRequest)
+        body = await self._answering.body(request, DetokenizeRequest)
         call = detokenize_call(body, f"tok-{uuid.uuid4().hex}", self._service.terms)
-        prompt = await self._encoded(request, call)
+        prompt = await self._answering.encoded(request, call)
         return json_response({"prompt": prompt.prompt_text})
 
-    async def _encoded(self, request: web.Request, call: Call) -> Started:
-        sink = Encoded()
-        admission = self._service.admission
-        async with self._service.port.opened([call], admission.metered(request, sink)):
-            return await sink.prompt()
+    async def reset_prefix_cache(self, request: web.Request) -> web.StreamResponse:
+        """As vLLM's; what is in the body, if anything, says nothing."""
+        self._answering.check_room(0)
+        rows = self._service.core.health.rows.values()
+        groups = {row.group for row in rows if row.name == "scheduler"}
+        name = f"reset-{uuid.uuid4().hex}"
+        missing = await self._service.port.reset_caches(name, groups, RESET)
+        if missing:
+            message = f"groups {sorted(missing)} have not answered within {RESET:g} s"
+            raise ApiError(503, message, code="reset_unanswered", retry_after=1)
+        return web.Response()
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
         raise ApiError(501, "this server's model makes no embeddings", code="not_implemented")
 
-    async def _body(self, request: web.Request, kind: type[Request]) -> Request:
-        """The checked body, read only if its request could be taken now."""
-        self._check_room(1)
-        body = await self._intake.take(request, kind)
-        self._check_model(body.model)
-        return body
-
     async def _answer(
         self, request: web.Request, base: str, job: Job, chat: bool
     ) -> web.StreamResponse:
-        self._check_room(job.choices)
-        model, created = self._service.model, int(time.time())
-        answer = Answer(chat, base, created, model, job.shown, job.reader, job.short_ids)
-        sink: EventStream | WholeAnswer = (
-            EventStream(answer, job.choices, job.include_usage, job.continuous_usage)
+        answer = self._answering.said(base, job, chat)
+        outlet: Outlet = (
+            ChunkStream(answer, job.choices, job.include_usage, job.continuous_usage)
             if job.stream
-            else WholeAnswer(answer, job.choices, _best(job))
+            else WholeBody(answer, job.choices, _best(job))
         )
-        admission = self._service.admission
-        admission.prompts(request, job.prompts)
-        # Whatever still runs is hung up at the end, also when the handler is cancelled because the
-        # client is gone.
-        async with self._service.port.opened(job.calls, admission.metered(request, sink)):
-            return await sink.respond(request)
-
-    def _check_room(self, requests: int) -> None:
-        refusal = self._service.core.refusal(requests=requests)
-        if refusal is not None:
-            self._service.metrics.ended("refused")
-            raise api_error(refusal)
-
-    def _check_model(self, model: str | None) -> None:
-        if model is not None and model != self._service.model:
-            message = (
-                f"the model {model[:200]!r} does not exist; this server has {self._service.model!r}"
-            )
-            raise ApiError(404, message, "model", "model_not_found")
+        return await self._answering.respond(request, job, outlet)
 
     # -------------------------------------------------------------------------------------- models
 
@@ -217,7 +169,7 @@ class _Handlers:
         return json_response({"object": "list", "data": [self._model()]})
 
     async def one_model(self, request: web.Request) -> web.StreamResponse:
-        self._check_model(request.match_info["model"])
+        self._answering.check_model(request.match_info["model"])
         self._check_answering()
         return json_response(self._model())
 
@@ -288,7 +240,10 @@ def loose(path: str) -> str:
 
 async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
     given = request.headers.get(REQUEST_ID, "")
-    response.headers[REQUEST_ID] = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    name = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    response.headers[REQUEST_ID] = name
+    if MESSAGES.fullmatch(request.path):
+        response.headers["request-id"] = name  # as Anthropic's clients know it
     del response.headers["Server"]  # what software answers is nobody's business
 
 
@@ -298,8 +253,3 @@ def _best(job: Job) -> Best | None:
         return None
     wanted = job.shown.logprobs is not None
     return Best(job.choices, job.choices // job.prompts, job.best, wanted)
-
-
-def _trace(request: web.Request) -> str:
-    given = request.headers.get("traceparent", "")
-    return given if TRACEPARENT.fullmatch(given) else ""

@@ -26,11 +26,13 @@ from pipeinfer.gateway.submission import again, submission
 from pipeinfer.messages import (
     Abort,
     Accepted,
+    CacheReset,
     GroupFault,
     Heartbeat,
     Message,
     Recover,
     Refused,
+    ResetCache,
     State,
     Text,
     TextRow,
@@ -162,6 +164,15 @@ class GatewayCore:
     def _hangup(self, hangup: Hangup, now: float) -> list[Send]:
         record = self._records.get(hangup.request_id)
         return [] if record is None else [self._abort(record, hangup.reason, now)]
+
+    def _reset_cache(self, asked: ResetCache, _now: float) -> list[Send]:
+        """One tokenizer tells all groups."""
+        asked = msgspec.structs.replace(asked, gateway=self._index)
+        tokenizer = self._tokenizers[self._dispatched % len(self._tokenizers)]
+        return [Send("requests", tokenizer, asked)]
+
+    def _cache_reset(self, told: CacheReset, _now: float) -> list[Send]:
+        return [local(told)]
 
     # ---------------------------------------------------------------------------- from the pipeline
 
@@ -381,6 +392,8 @@ class GatewayCore:
         Text: _text,
         Call: _call,
         Hangup: _hangup,
+        ResetCache: _reset_cache,
+        CacheReset: _cache_reset,
         Accepted: _accepted,
         Refused: _refused,
         Recover: _recover,

@@ -14,10 +14,11 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from pipeinfer.gateway.app import Service, build_app
+from pipeinfer.gateway.app import build_app
 from pipeinfer.gateway.connections import Connections, most_connections
 from pipeinfer.gateway.events import StatusChanged
 from pipeinfer.gateway.responses import Handler
+from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.tls import Certificate
 from pipeinfer.messages import Message
 from pipeinfer.runtime.listening import BACKLOG, close_all

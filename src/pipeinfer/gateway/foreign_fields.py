@@ -8,9 +8,13 @@ clients that speak to several of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import msgspec
 
 from pipeinfer.json_values import JsonValue
+
+Refusals = Mapping[str, Sequence[JsonValue]]
 
 LONGEST_NEUTRAL = 64  # bytes of JSON that may be a neutral value
 
@@ -124,13 +128,36 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "transforms": ([],),
 }
 
+# Of the bodies of /v1/responses, beside those.
+RESPONSES: dict[str, tuple[JsonValue, ...]] = {
+    **REFUSED,
+    "background": (False,),
+    "conversation": (),
+    "previous_response_id": ("",),
+    "prompt": (),
+    "max_tool_calls": (),
+    "truncation": ("disabled",),
+    "context_management": ([],),
+}
+
+# Of the bodies of /v1/messages, beside those.
+MESSAGES: dict[str, tuple[JsonValue, ...]] = {
+    **REFUSED,
+    "container": (),
+    "context_management": (),
+    "mcp_servers": ([],),
+    "output_format": (),
+    "speed": ("standard",),
+}
+
 # Without meaning here, or about what other fields already say.
 HARMLESS = frozenset(
     (
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention", "request_id", "id_slot", "cache_prompt",
         "keep_alive", "rid", "bootstrap_host", "bootstrap_port", "bootstrap_room",
-        "data_parallel_rank", "timings_per_token", "return_progress", "stream_reasoning",
+        "cache_control", "inference_geo", "betas", "data_parallel_rank",
+        "timings_per_token", "return_progress", "stream_reasoning",
         "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length",
         "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau", "mirostat_eta",
         "repeat_last_n", "post_sampling_probs", "guided_decoding_backend", "provider", "models",
@@ -139,15 +166,15 @@ HARMLESS = frozenset(
 )  # fmt: skip
 
 
-def asks_for_nothing(name: str, raw: msgspec.Raw) -> bool:
-    """Whether a field of REFUSED has one of its neutral values."""
+def asks_for_nothing(raw: msgspec.Raw, neutral: Sequence[JsonValue]) -> bool:
+    """Whether a field that is refused has one of the values that are `neutral` there."""
     if memoryview(raw).nbytes > LONGEST_NEUTRAL:
         return False
     try:
         value = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):  # a number that no float can hold; no UTF-8
         return False
-    return value is None or any(_same(value, other) for other in REFUSED[name])
+    return value is None or any(_same(value, other) for other in neutral)
 
 
 def _same(value: JsonValue, neutral: JsonValue) -> bool:

@@ -28,8 +28,7 @@ class ChatLogprobs:
     def add(self, scores: Iterable[TokenScore]) -> None:
         """More tokens."""
         for score in scores:
-            tops: list[JsonValue] = [_token(one) for one in score.others]
-            self._content.add({**_token(score.own), "top_logprobs": tops})
+            self._content.add(chat_token(score))
 
     def take(self) -> bytes:
         """The JSON of all tokens since it was taken last."""
@@ -109,6 +108,12 @@ class JsonList:
         """The list of all values since it was taken last."""
         encoded, self._encoded = self._encoded, []
         return b"[%s]" % b",".join(encoded)
+
+
+def chat_token(score: TokenScore) -> JsonObject:
+    """One token of a chat's choice."""
+    tops: list[JsonValue] = [_token(one) for one in score.others]
+    return {**_token(score.own), "top_logprobs": tops}
 
 
 def _token(one: Likely) -> JsonObject:

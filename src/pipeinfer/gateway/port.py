@@ -14,7 +14,7 @@ from typing import Protocol
 from pipeinfer.choices import choice_ids
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started
 from pipeinfer.gateway.metrics import Metrics
-from pipeinfer.messages import Message
+from pipeinfer.messages import CacheReset, Message, ResetCache
 
 
 class Sink(Protocol):
@@ -52,6 +52,16 @@ class _Route:
         self.first = True
 
 
+class Reset:
+    """A question to all groups; `missing`: those that have not answered."""
+
+    __slots__ = ("done", "missing")
+
+    def __init__(self, missing: set[int]) -> None:
+        self.missing = missing
+        self.done = asyncio.Event()
+
+
 class Port:
     """Routes of the live requests. `bind` it to the core's feed before the first call."""
 
@@ -60,6 +70,7 @@ class Port:
         self._clock = clock
         self._routes: dict[str, _Route] = {}
         self._feed: Callable[[Message], None] | None = None
+        self._resets: dict[str, Reset] = {}
 
     def bind(self, feed: Callable[[Message], None]) -> None:
         self._feed = feed
@@ -86,6 +97,19 @@ class Port:
         finally:
             self._hang_up(batch)
 
+    async def reset_caches(self, name: str, groups: set[int], seconds: float) -> set[int]:
+        """Asks all `groups` to forget cached prefixes that no request uses; returns those that have
+        not said so after that time. `name` is this question's alone."""
+        assert self._feed is not None
+        reset = self._resets[name] = Reset(set(groups))
+        try:
+            self._feed(ResetCache(name))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reset.done.wait(), seconds)
+        finally:
+            del self._resets[name]
+        return reset.missing
+
     def _open(self, call: Call, batch: _Batch, index: int) -> None:
         assert self._feed is not None
         now = self._clock()
@@ -105,8 +129,11 @@ class Port:
         del route.batch.live[request_id]
         self._metrics.ended(outcome)
 
-    def deliver(self, message: Started | Delta | Failed) -> None:
+    def deliver(self, message: Started | Delta | Failed | CacheReset) -> None:
         """Hands an output of the core to its sink; what nobody waits for is dropped."""
+        if isinstance(message, CacheReset):
+            self._reset(message)
+            return
         route = self._routes.get(message.request_id)
         if route is None:
             return
@@ -122,6 +149,13 @@ class Port:
             route.batch.failed = True
             self._close(message.request_id, _outcome(message))
             route.sink.failed(route.index, message)
+
+    def _reset(self, told: CacheReset) -> None:
+        reset = self._resets.get(told.name)
+        if reset is not None:
+            reset.missing.discard(told.group)
+            if not reset.missing:
+                reset.done.set()
 
     def fail_all(self, status: int, message: str) -> None:
         """Ends every live request with an error: the server stops before they are done."""

@@ -81,7 +81,7 @@ class Job:
     through once; each is built when its turn comes. `choices`: that are made of them all. `shown`:
     beside new text. `best`: so many choices of each prompt are shown, the best; 0: all. `reader`:
     makes what reads one choice; None: all of it is content. `short_ids`: of calls, as Mistral wants
-    them."""
+    them. `params`: as a chat is sampled."""
 
     calls: Iterable[Call]
     choices: int
@@ -93,6 +93,7 @@ class Job:
     best: int = 0
     reader: Callable[[], Reader] | None = None
     short_ids: bool = False
+    params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
 
 
 def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
@@ -135,7 +136,7 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     reader = terms.reading.reader(schemas, one_call, thoughts)
     job = _job(request, [call], params.n, shown)
     short = terms.reading.tools == "mistral"
-    return dataclasses.replace(job, reader=reader, short_ids=short)
+    return dataclasses.replace(job, reader=reader, short_ids=short, params=params)
 
 
 def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: str) -> Job:

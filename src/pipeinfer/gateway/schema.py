@@ -7,13 +7,13 @@ HTTP library.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from pipeinfer.gateway.errors import ApiError, from_validation
-from pipeinfer.gateway.foreign_fields import HARMLESS, REFUSED, asks_for_nothing
+from pipeinfer.gateway.foreign_fields import HARMLESS, REFUSED, Refusals, asks_for_nothing
 from pipeinfer.gateway.survey import CHAT, COMPLETION, Bounds, TooMuch, survey
 from pipeinfer.json_values import JsonObject
 
@@ -68,10 +68,20 @@ class Structured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     json_object: bool | None = None
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that both endpoints share; null is the same as not given."""
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all bodies; null is the same as not given. `refused`: fields that are no field of
+    it, and change an answer. `bounds`: of depth and size."""
 
+    refused: ClassVar[Refusals] = REFUSED
+    bounds: ClassVar[Bounds] = CHAT
+    refused: ClassVar[Refusals] = REFUSED
+    bounds: ClassVar[Bounds] = CHAT
     model: str | None = None
+
+
+class Generation(Body, frozen=True, kw_only=True):
+    """The fields that chats and completions share."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -186,16 +196,16 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
     """The body of /v1/completions; `prompt` is a text, token ids, or a list of either. `logprobs`:
     how many alternatives; false is as not given."""
 
+    bounds: ClassVar[Bounds] = COMPLETION
     prompt: str | list[TokenId | str | list[TokenId]]
     logprobs: Bounded | bool | None = None
     echo: bool | None = None
     best_of: Bounded | None = None
 
 
-class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class TokenizeRequest(Body, frozen=True, kw_only=True):
     """The body of /tokenize; either `prompt` or `messages` is given."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
@@ -203,23 +213,15 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: JsonObject | None = None
 
 
-class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class DetokenizeRequest(Body, frozen=True, kw_only=True):
     """The body of /detokenize."""
 
-    model: str | None = None
+    bounds: ClassVar[Bounds] = COMPLETION
     tokens: list[TokenId]
 
 
-Request = TypeVar("Request", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+Request = TypeVar("Request", bound=Body)
 
-_BOUNDS: dict[type[msgspec.Struct], Bounds] = {
-    ChatRequest: CHAT,
-    CompletionRequest: COMPLETION,
-    TokenizeRequest: CHAT,
-    DetokenizeRequest: COMPLETION,
-}
-
-_KNOWN = {kind: frozenset(kind.__struct_fields__) for kind in _BOUNDS}
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -227,7 +229,7 @@ def surveyed(body: bytes, kind: type[Request]) -> Iterator[None]:
     """Checks the bounds of depth and size of a `body` of `kind`, a slice each time it is asked to
     go on; to be done before decode(). ApiError 400."""
     try:
-        yield from survey(body, _BOUNDS[kind])
+        yield from survey(body, kind.bounds)
     except TooMuch as error:
         raise ApiError(400, str(error), code="invalid_value") from None
 
@@ -240,10 +242,10 @@ def decode(body: bytes, kind: type[Request], strange: Callable[[Sequence[str]], 
     if not body.strip():
         raise ApiError(400, "the body is empty; it must be a JSON object", code="invalid_json")
     try:
-        fields, known = _fields(body), _KNOWN[kind]
+        fields, known = _fields(body), kind.__struct_fields__
         foreign = [name for name in fields if name not in known]
         if foreign:
-            _check_foreign(foreign, fields, strange)
+            _check_foreign({name: fields[name] for name in foreign}, kind.refused, strange)
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise from_validation(error) from None
@@ -252,14 +254,12 @@ def decode(body: bytes, kind: type[Request], strange: Callable[[Sequence[str]], 
 
 
 def _check_foreign(
-    names: Sequence[str],
-    fields: Mapping[str, msgspec.Raw],
-    strange: Callable[[Sequence[str]], object],
+    fields: Mapping[str, msgspec.Raw], refused: Refusals, strange: Callable[[Sequence[str]], object]
 ) -> None:
-    for name in names:
-        if name in REFUSED and not asks_for_nothing(name, fields[name]):
+    for name, value in fields.items():
+        if name in refused and not asks_for_nothing(value, refused[name]):
             message = f"{name} is not supported by this server"
             raise ApiError(400, message, name, "unsupported_parameter")
-    unknown = [name for name in names if name not in REFUSED and name not in HARMLESS]
+    unknown = [name for name in fields if name not in refused and name not in HARMLESS]
     if unknown:
         strange(unknown)

@@ -80,6 +80,12 @@ class Usage:
     output: int = 0
     cached: int = 0
 
+    def add(self, delta: Delta) -> None:
+        """Those of a choice, whose last delta it is."""
+        self.prompt += delta.prompt_tokens
+        self.output += delta.output_tokens
+        self.cached += delta.cached_tokens
+
     def fields(self) -> JsonObject:
         return {
             "prompt_tokens": self.prompt,

@@ -13,7 +13,6 @@ from pipeinfer.checkpoint.fields import read_json
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.gateway import keys, tls
 from pipeinfer.gateway.admission import Admission
-from pipeinfer.gateway.app import Service
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cors import read_origins
 from pipeinfer.gateway.defaults import sampling_defaults
@@ -25,6 +24,7 @@ from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
 from pipeinfer.gateway.reading.registry import reading
 from pipeinfer.gateway.requests import Terms
+from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.tls import Certificate
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths

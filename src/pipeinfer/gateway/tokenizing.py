@@ -59,6 +59,11 @@ def detokenize_call(request: DetokenizeRequest, name: str, terms: Terms) -> Call
     )
 
 
+def count_call(call: Call) -> Call:
+    """What asks how long the prompt of `call` is, whose answer nobody wants."""
+    return msgspec.structs.replace(call, params=ONE, only_encode=True)
+
+
 class Encoded:
     """A sink of the port that waits for what the tokenizer says of the one prompt."""
 

@@ -74,8 +74,8 @@ class MemoryManager:
         return self.cache.evictable
 
     def apply(self, plan: Plan) -> Applied:
-        """Carries out `plan` in the fixed order: releases, inserts, matches and locks, evictions
-        and allocations.
+        """Carries out `plan` in the fixed order: releases, inserts, what a reset forgets, matches
+        and locks, evictions and allocations.
 
         Raises ProtocolError if the plan contradicts the state, which is then of no use any more.
         """
@@ -86,6 +86,8 @@ class MemoryManager:
             for release in plan.releases:
                 self._release(release, plan.number)
             self._insert_prompts(plan.number)
+            if plan.reset:
+                self._evict(self.evictable)
             cached = np.array([self._admit(admit, plan.number) for admit in plan.admits], np.int32)
             admitted = np.array([admit.slot for admit in plan.admits], np.int32)
             rows = self._advance(slots, counts)
@@ -261,12 +263,15 @@ class MemoryManager:
     def _take(self, count: int) -> np.ndarray:
         missing = count - self.free
         if missing > 0:
-            pages = self.cache.evict(missing)
-            self.evicted_pages += len(pages)
-            self._give(pages)
+            self._evict(missing)
         pages = self.allocator.take(count)
         self._note(pages)
         return pages
+
+    def _evict(self, count: int) -> None:
+        pages = self.cache.evict(count)
+        self.evicted_pages += len(pages)
+        self._give(pages)
 
     def _give(self, pages: np.ndarray) -> None:
         self._note(pages)

@@ -17,6 +17,7 @@ from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.messages import (
     Abort,
     Admitted,
+    CacheReset,
     Delivered,
     Digests,
     Done,
@@ -33,6 +34,7 @@ from pipeinfer.messages import (
     Ready,
     Recover,
     Recovered,
+    ResetCache,
     Result,
     Standing,
     State,
@@ -212,6 +214,14 @@ class SchedulerCore:
             told = self._ledger.hand_over(request, self._planner.crashes(request))
             self._outbox.send_each("recovery", self._ledger.tokenizers, told)
             self._drop(request, "handed_over")
+
+    def _on_reset_cache(self, asked: ResetCache, _now: float) -> None:
+        """Work that comes later is admitted by the plan that resets, or by one behind it. Engines
+        of a next epoch begin with nothing."""
+        if self._epochs.running:
+            self._aboard.slots.reset_cache()
+        told = CacheReset(name=asked.name, gateway=asked.gateway, group=self.group)
+        self._outbox.send("tokens", f"detokenizer-{asked.detokenizer}", told)
 
     def _on_done(self, done: Done, _now: float) -> None:
         told: dict[str, list[str]] = {}
@@ -500,6 +510,7 @@ class SchedulerCore:
         Done: _on_done,
         StopHit: _on_stop_hit,
         HandOver: _on_hand_over,
+        ResetCache: _on_reset_cache,
         Hello: _on_hello,
         Ready: _on_ready,
         Prepared: _on_prepared,

@@ -54,6 +54,7 @@ class SlotsToPlan(Protocol):
     def context(self, rows: Iterable[Row]) -> int: ...
     def release(self, request: Request, count_pages: bool = True) -> None: ...
     def publish(self) -> tuple[Release, ...]: ...
+    def take_reset(self) -> bool: ...
     def admit(self, requests: Sequence[Request]) -> tuple[Admit, ...]: ...
 
 
@@ -277,7 +278,13 @@ class Planner:
         self._slots.credits.plan(number, board.pages.taken)
         self.counts["plans"] += 1
         return Plan(
-            epoch=epoch, number=number, releases=releases, admits=admits, slots=slots, counts=counts
+            epoch=epoch,
+            number=number,
+            releases=releases,
+            admits=admits,
+            slots=slots,
+            counts=counts,
+            reset=self._slots.take_reset(),
         )
 
     def _preempt(self, request: Request) -> None:

@@ -28,11 +28,13 @@ class Slots:
         self.evicted = 0
         self._free: list[int] = []
         self._releases: list[Release] = []
+        self._resets = False
 
     def begin(self, count: int, credits: Credits) -> None:
         """An epoch begins with `count` empty slots."""
         self._free = list(range(count))
         self.credits, self.evicted = credits, 0
+        self._resets = False  # its cache is empty
 
     def lose(self) -> list[Request]:
         """The epoch is over; returns the requests that held slots, in order of admission."""
@@ -58,7 +60,16 @@ class Slots:
     @property
     def releasing(self) -> bool:
         """Whether the next plan has something to give back."""
-        return bool(self._releases)
+        return bool(self._releases) or self._resets
+
+    def reset_cache(self) -> None:
+        """The next plan forgets cached prefixes that no request uses."""
+        self._resets = True
+
+    def take_reset(self) -> bool:
+        """Whether the plan that is written now does."""
+        resets, self._resets = self._resets, False
+        return resets
 
     def context(self, rows: Iterable[tuple[Request, int]]) -> int:
         """Tokens that come before those of the rows, once the steps in flight are done."""

@@ -31,6 +31,7 @@ from pipeinfer.messages import (
     Recover,
     Recovered,
     Refused,
+    ResetCache,
     State,
     Submit,
     Work,
@@ -317,6 +318,12 @@ class TokenizerCore:
                 ended.setdefault(group, []).append(request_id)
         return [Send("work", f"scheduler-{to}", Done(tuple(ids))) for to, ids in ended.items()]
 
+    def _on_reset_cache(self, event: ResetCache, _now: float) -> list[Send]:
+        """To every group. Work that is sent later comes behind it; what is still being encoded
+        is later work."""
+        event = msgspec.structs.replace(event, detokenizer=DETOKENIZER)
+        return [Send("work", f"scheduler-{group}", event) for group in self._all_groups]
+
     # ----------------------------------------------------------------------------------- recovery
 
     def _on_recover(self, event: Recover, now: float) -> list[Send]:
@@ -419,6 +426,7 @@ class TokenizerCore:
         Tried: _on_tried,
         Abort: _on_abort,
         Done: _on_done,
+        ResetCache: _on_reset_cache,
         Recover: _on_recover,
         Recovered: _on_recovered,
         Delivered: _on_delivered,

@@ -58,8 +58,8 @@ FIELDS: dict[str, dict[str, str]] = {
 # Names, numbers and what stages say of themselves: nothing of a client's but its request's id.
 AS_THEY_ARE = {
     "Abort", "Done", "Begin", "Hello", "Ready", "Admitted", "Digests", "Fault", "Refused",
-    "Prepared", "Compiled", "HandOver", "StopHit", "Heartbeat", "GroupStatus", "RankStatus",
-    "Ended", "GroupFault",
+    "Prepared", "Compiled", "HandOver", "ResetCache", "CacheReset", "StopHit", "Heartbeat",
+    "GroupStatus", "RankStatus", "Ended", "GroupFault",
     "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "Encode", "Try",
     "StepFailed", "Hangup", "StatusChanged", "StepNote", "Unencoded",
     "Crash", "End",

@@ -1,0 +1,84 @@
+"""The way of every request that the pipeline answers: its body in, its calls out, its answer back.
+
+All endpoints share it. Knows no endpoint and no form of an answer.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+
+from aiohttp import web
+
+from pipeinfer.gateway.bodies import Bodies
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.events import Call, Started
+from pipeinfer.gateway.intake import Intake
+from pipeinfer.gateway.outlets import Outlet
+from pipeinfer.gateway.requests import Job
+from pipeinfer.gateway.schema import Request
+from pipeinfer.gateway.service import Service
+from pipeinfer.gateway.shapes import Answer
+from pipeinfer.gateway.streams import EventStream, WholeAnswer, api_error
+from pipeinfer.gateway.tokenizing import Encoded
+
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+class Answering:
+    """Of one server."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._intake = Intake(Bodies(service.max_body_bytes), service.metrics.unknown_fields)
+
+    async def body(self, request: web.Request, kind: type[Request]) -> Request:
+        """The checked body, read only if its request could be taken now."""
+        self.check_room(1)
+        body = await self._intake.take(request, kind)
+        self.check_model(body.model)
+        return body
+
+    def said(self, name: str, job: Job, chat: bool) -> Answer:
+        """What the answer called `name` says of itself."""
+        model, created = self.service.model, int(time.time())
+        return Answer(chat, name, created, model, job.shown, job.reader, job.short_ids)
+
+    async def respond(self, request: web.Request, job: Job, outlet: Outlet) -> web.StreamResponse:
+        """Runs the job; `outlet` makes the answer."""
+        self.check_room(job.choices)
+        sink = EventStream(outlet) if job.stream else WholeAnswer(outlet)
+        admission = self.service.admission
+        admission.prompts(request, job.prompts)
+        # Whatever still runs is hung up at the end, also when the handler is cancelled because the
+        # client is gone.
+        async with self.service.port.opened(job.calls, admission.metered(request, sink)):
+            return await sink.respond(request)
+
+    async def encoded(self, request: web.Request, call: Call) -> Started:
+        """What the tokenizer says of a prompt that is only to be encoded."""
+        sink = Encoded()
+        admission = self.service.admission
+        async with self.service.port.opened([call], admission.metered(request, sink)):
+            return await sink.prompt()
+
+    def check_model(self, model: str | None) -> None:
+        """ApiError 404 for another model than the one that is served."""
+        if model is not None and model != self.service.model:
+            message = (
+                f"the model {model[:200]!r} does not exist; this server has {self.service.model!r}"
+            )
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def check_room(self, requests: int) -> None:
+        """ApiError where so many more requests would not be taken now."""
+        refusal = self.service.core.refusal(requests=requests)
+        if refusal is not None:
+            self.service.metrics.ended("refused")
+            raise api_error(refusal)
+
+
+def trace(request: web.Request) -> str:
+    """The client's W3C traceparent, or none."""
+    given = request.headers.get("traceparent", "")
+    return given if TRACEPARENT.fullmatch(given) else ""

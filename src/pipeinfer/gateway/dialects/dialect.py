@@ -1,0 +1,159 @@
+"""What the dialects share: they turn foreign bodies into chats, and pieces into foreign answers.
+
+A dialect knows its bodies and events; calls, readers and connections are those of chats.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+import msgspec
+
+from pipeinfer.gateway.dialects.blocks import Blocks, Step
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.events import Delta, Started
+from pipeinfer.gateway.logprob_shapes import chat_token
+from pipeinfer.gateway.pieces import Plain
+from pipeinfer.gateway.requests import Job, Terms, chat_job
+from pipeinfer.gateway.schema import ChatRequest
+from pipeinfer.gateway.shapes import Answer, Usage
+from pipeinfer.gateway.token_scores import token_scores
+from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.messages import FinishReason
+
+_json = msgspec.json.Encoder()
+
+
+class End:
+    """How an answer ended, and what it took. `finish`: None until it has."""
+
+    def __init__(self) -> None:
+        self.finish: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.usage = Usage()
+        self.thought = 0  # tokens of thoughts, about
+
+    def fill(self, delta: Delta) -> None:
+        """From the last delta."""
+        self.finish, self.stop_reason = delta.finish, delta.stop_reason
+        self.usage.add(delta)
+
+
+class Speech(Protocol):
+    """One answer in a dialect, as the objects that it shows."""
+
+    def begun(self, prompt_tokens: int) -> Iterator[JsonObject]:
+        """Events before the first block. Each has its name as `type`."""
+        ...
+
+    def step(self, step: Step, scores: list[JsonValue]) -> Iterator[JsonObject]:
+        """Events of what happens to a block. `scores`: log-probs of tokens that came with it."""
+        ...
+
+    def over(self, blocks: Blocks, end: End) -> Iterator[JsonObject]:
+        """Events of the end."""
+        ...
+
+    def whole(self, blocks: Blocks, end: End) -> JsonObject:
+        """All of it as one object."""
+        ...
+
+    def error(self, error: ApiError, blocks: Blocks, end: End) -> JsonObject:
+        """The event of an error amid the answer."""
+        ...
+
+
+class SpeechOutlet:
+    """An outlet of one choice whose pieces a dialect shows, by events if it `streams`."""
+
+    def __init__(self, answer: Answer, speech: Speech, streams: bool) -> None:
+        self._reader = Plain() if answer.reader is None else answer.reader()
+        self._speech = speech
+        self._streams = streams
+        self._blocks = Blocks()
+        self._end = End()
+        self._prompt_tokens = 0
+        self._begun = False
+        self._scores: list[JsonValue] = []  # of tokens whose text is still to come
+
+    @property
+    def ended(self) -> bool:
+        return self._end.finish is not None
+
+    def started(self, index: int, started: Started) -> None:
+        self._prompt_tokens = started.prompt_tokens
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        if not delta.text and not delta.ids and delta.finish is None:
+            return b""
+        if self._streams:
+            return b"".join(map(event, self._events(delta)))
+        for _ in self._events(delta):
+            continue  # the blocks keep what matters
+        return _json.encode(self._speech.whole(self._blocks, self._end)) if self.ended else b""
+
+    def error(self, error: ApiError) -> bytes:
+        return event(self._speech.error(error, self._blocks, self._end))
+
+    def _events(self, delta: Delta) -> Iterator[JsonObject]:
+        speech, blocks = self._speech, self._blocks
+        if not self._begun:
+            self._begun = True
+            yield from speech.begun(self._prompt_tokens)
+        if delta.logprobs is not None:
+            self._scores += map(chat_token, token_scores([(delta.logprobs, delta.ids)]))
+        pieces = [*self._reader.read(delta.text)]
+        if delta.finish is not None:
+            pieces += self._reader.end()
+        yield from self._shown(blocks.take(pieces))
+        if all(block.kind == "reasoning" for block in blocks.all):
+            self._end.thought += len(delta.ids) // 4 if blocks.all else 0
+        if delta.finish is None:
+            return
+        self._end.fill(delta)
+        if not blocks.all:
+            yield from self._shown(blocks.empty())
+        yield from self._shown(blocks.close())
+        yield from speech.over(blocks, self._end)
+
+    def _shown(self, steps: Iterable[Step]) -> Iterator[JsonObject]:
+        for step in steps:
+            scores: list[JsonValue] = []
+            if step.what == "more":
+                scores, self._scores = self._scores, []
+                if step.block.kind == "content":
+                    step.block.logprobs += scores
+            yield from self._speech.step(step, scores)
+
+
+def event(content: JsonObject) -> bytes:
+    """One server-sent event, named by the type of what it says."""
+    return b"event: %s\ndata: %s\n\n" % (str(content["type"]).encode(), _json.encode(content))
+
+
+def dialect_job(
+    request: ChatRequest, base: str, terms: Terms, trace: str, names: Mapping[str, str]
+) -> Job:
+    """chat_job, whose errors name the fields as the dialect calls them: `names` by chat's."""
+    try:
+        return chat_job(request, base, terms, trace)
+    except ApiError as error:
+        raise renamed(error, names) from None
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """`error` with the dialect's name of the field that is wrong."""
+    param = error.param or ""
+    known = max((name for name in names if _begins(param, name)), key=len, default="")
+    if not known:
+        return error
+    name = names[known] + param[len(known) :].replace(".function", "")
+    pattern = rf"(?<![\w.]){re.escape(param)}(?!\w)"
+    message = re.sub(pattern, lambda _: name, error.message, count=1)
+    return ApiError(error.status, message, name, error.code, error.retry_after)
+
+
+def _begins(param: str, name: str) -> bool:
+    return param == name or param.startswith((f"{name}.", f"{name}["))

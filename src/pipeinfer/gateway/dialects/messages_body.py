@@ -1,0 +1,297 @@
+"""The body of /v1/messages, and the chat that it asks for.
+
+Anthropic's Messages API: what a turn says is a list of blocks, and the system speaks beside them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pipeinfer.gateway.dialects.turns import Turns
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.foreign_fields import MESSAGES, Refusals
+from pipeinfer.gateway.schema import (
+    MOST_MESSAGES,
+    MOST_SALT,
+    MOST_TIMEOUT,
+    MOST_TOOLS,
+    Body,
+    Bounded,
+    ChatMessage,
+    ChatRequest,
+    Chosen,
+    Function,
+    JsonSchema,
+    NamedTool,
+    ResponseFormat,
+    Tool,
+)
+from pipeinfer.json_values import JsonObject
+
+# What chats call a field, and what it is called here.
+NAMES = {
+    "stop": "stop_sequences",
+    "tools": "tools",
+    "response_format": "output_config.format",
+}
+
+
+class TextBlock(msgspec.Struct, frozen=True):
+    """A text, of the system or of what a tool gave."""
+
+    type: str
+    text: str | None = None
+
+
+class MessageBlock(msgspec.Struct, frozen=True):
+    """A block of a turn. `type`: text, thinking, redacted_thinking, tool_use or tool_result; each
+    has some of the other fields."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: JsonObject | None = None
+    tool_use_id: str | None = None
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[MessageBlock]
+
+
+class InputTool(msgspec.Struct, frozen=True):
+    """A tool of the client; `input_schema` is the JSON schema of its arguments."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
+    input_schema: JsonObject | None = None
+    description: str | None = None
+    type: str | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """Whether and which tools are called; `name` goes with "tool"."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingOptions(msgspec.Struct, frozen=True):
+    """Whether the model thinks; `budget_tokens` binds nobody."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Bounded | None = None
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    schema: JsonObject
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    """`effort` is handed to the chat template."""
+
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class CountRequest(Body, frozen=True, kw_only=True):
+    """The body of /v1/messages/count_tokens: a conversation."""
+
+    refused: ClassVar[Refusals] = MESSAGES
+    messages: list[Turn]
+    system: str | list[TextBlock] | None = None
+    tools: Annotated[list[InputTool], Meta(max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingOptions | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: JsonObject | None = None
+
+
+class MessagesRequest(CountRequest, frozen=True, kw_only=True):
+    """The body of /v1/messages."""
+
+    max_tokens: Bounded
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Bounded | None = None
+    stream: bool | None = None
+    metadata: JsonObject | None = None
+    seed: int | None = None
+    priority: Bounded | None = None
+    timeout: Annotated[float, Meta(ge=0, le=MOST_TIMEOUT)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=MOST_SALT)] | None = None
+
+
+def as_chat(request: MessagesRequest) -> ChatRequest:
+    """The same as the body of a chat. ApiError 400."""
+    return msgspec.structs.replace(
+        conversation(request),
+        max_tokens=request.max_tokens,
+        stop=request.stop_sequences,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stream=request.stream,
+        seed=request.seed,
+        priority=request.priority,
+        timeout=request.timeout,
+        cache_salt=request.cache_salt,
+    )
+
+
+def conversation(request: CountRequest) -> ChatRequest:
+    """The chat, without how it is to be answered. ApiError 400."""
+    choice = request.tool_choice
+    alone = choice is not None and choice.disable_parallel_tool_use
+    chat = ChatRequest(
+        messages=_messages(request),
+        model=request.model,
+        chat_template_kwargs=_arguments(request),
+        tools=_tools(request),
+        tool_choice=_choice(choice),
+        parallel_tool_calls=False if alone else None,
+    )
+    form = request.output_config.format if request.output_config is not None else None
+    if form is None:
+        return chat
+    wanted = ResponseFormat("json_schema", JsonSchema(form.schema, "answer"))
+    return msgspec.structs.replace(chat, response_format=wanted)
+
+
+def _arguments(request: CountRequest) -> JsonObject | None:
+    """Variables of the template; those that a client names itself win."""
+    asked: JsonObject = {}
+    if request.thinking is not None:
+        asked["enable_thinking"] = request.thinking.type != "disabled"
+    if request.output_config is not None and request.output_config.effort is not None:
+        asked["reasoning_effort"] = request.output_config.effort
+    return {**asked, **(request.chat_template_kwargs or {})} or None
+
+
+def _tools(request: CountRequest) -> list[Tool] | None:
+    if request.tools is None:
+        return None
+    tools: list[Tool] = []
+    for i, tool in enumerate(request.tools):
+        if tool.type not in (None, "custom"):
+            where = f"tools[{i}].type"
+            message = f"{where}: {tool.type[:100]!r} is not supported, only 'custom' is"
+            raise ApiError(400, message, where, "unsupported_parameter")
+        function = Function(tool.name, tool.description, tool.input_schema, tool.strict)
+        tools.append(Tool("function", function))
+    return tools
+
+
+def _choice(choice: ToolChoice | None) -> Literal["none", "auto", "required"] | NamedTool | None:
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        if choice.name is None:
+            message = "tool_choice.name must be given"
+            raise ApiError(400, message, "tool_choice.name", "invalid_value")
+        return NamedTool("function", Chosen(choice.name))
+    return "required" if choice.type == "any" else choice.type
+
+
+def _messages(request: CountRequest) -> list[ChatMessage]:
+    many = len(request.messages)
+    if not 0 < many <= MOST_MESSAGES:
+        reason = f"be at most {MOST_MESSAGES}, not {many}" if many else "not be empty"
+        raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
+    if request.messages[-1].role == "assistant":
+        where = f"messages[{many - 1}].role"
+        message = f"{where}: the last message must not be the assistant's: none is continued"
+        raise ApiError(400, message, where, "unsupported_parameter")
+    turns = Turns()
+    if request.system:
+        turns.say("system", _text(request.system, "system"))
+    for i, turn in enumerate(request.messages):
+        _say(turns, turn, f"messages[{i}].content")
+    return turns.take()
+
+
+def _say(turns: Turns, turn: Turn, where: str) -> None:
+    if isinstance(turn.content, str):
+        turns.say(turn.role, turn.content)
+        return
+    texts: list[str] = []
+    for j, block in enumerate(turn.content):
+        here = f"{where}[{j}]"
+        if block.type == "text":
+            texts.append(_given(block.text, f"{here}.text"))
+            continue
+        if texts:
+            turns.say(turn.role, "\n".join(texts))
+            texts = []
+        _BLOCKS.get((turn.role, block.type), _refused)(turns, block, here)
+    if texts or not turn.content:
+        turns.say(turn.role, "\n".join(texts))
+
+
+def _thought(turns: Turns, block: MessageBlock, where: str) -> None:
+    turns.think(_given(block.thinking, f"{where}.thinking"))
+
+
+def _unreadable(turns: Turns, block: MessageBlock, where: str) -> None:
+    """Thoughts that another server has encrypted say nothing here."""
+
+
+def _called(turns: Turns, block: MessageBlock, where: str) -> None:
+    call_id, name = _given(block.id, f"{where}.id"), _given(block.name, f"{where}.name")
+    try:
+        arguments = msgspec.json.encode(block.input or {}).decode()
+    except OverflowError as error:
+        raise ApiError(400, f"{where}.input: {error}", f"{where}.input", "invalid_value") from None
+    turns.call(call_id, name, arguments)
+
+
+def _gave(turns: Turns, block: MessageBlock, where: str) -> None:
+    text = "" if block.content is None else _text(block.content, f"{where}.content")
+    turns.result(_given(block.tool_use_id, f"{where}.tool_use_id"), text)
+
+
+def _refused(turns: Turns, block: MessageBlock, where: str) -> None:
+    message = f"{where}.type: {block.type[:100]!r} is not supported in a message of this role"
+    raise ApiError(400, message, f"{where}.type", "unsupported_parameter")
+
+
+_BLOCKS = {
+    ("assistant", "thinking"): _thought,
+    ("assistant", "redacted_thinking"): _unreadable,
+    ("assistant", "tool_use"): _called,
+    ("user", "tool_result"): _gave,
+}
+
+
+def _text(content: str | list[TextBlock], where: str) -> str:
+    """Blocks as one text, joined as chats join parts."""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for j, block in enumerate(content):
+        if block.type != "text":
+            param = f"{where}[{j}].type"
+            message = f"{param}: {block.type[:100]!r} is not supported, only 'text' is"
+            raise ApiError(400, message, param, "unsupported_parameter")
+        texts.append(_given(block.text, f"{where}[{j}].text"))
+    return "\n".join(texts)
+
+
+def _given(value: str | None, where: str) -> str:
+    if value is None:
+        raise ApiError(400, f"{where} must be given", where, "invalid_value")
+    return value

@@ -1,0 +1,144 @@
+"""An answer as /v1/messages shows it: blocks of content, the events while they grow, and errors.
+
+Knows blocks, and no body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from pipeinfer.gateway.dialects.blocks import Block, Blocks, Step
+from pipeinfer.gateway.dialects.dialect import End
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.shapes import Answer, Usage
+from pipeinfer.gateway.survey import CHAT, TooMuch, survey
+from pipeinfer.json_values import JsonObject, JsonValue
+
+OVERLOADED = 529
+ERRORS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    OVERLOADED: "overloaded_error",
+}
+DELTAS = {
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+class MessageSpeech:
+    """A speech of /v1/messages."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+
+    def begun(self, prompt_tokens: int) -> Iterator[JsonObject]:
+        usage = _usage(Usage(prompt_tokens))
+        yield {"type": "message_start", "message": self._message([], None, None, usage)}
+        yield {"type": "ping"}
+
+    def step(self, step: Step, scores: list[JsonValue]) -> Iterator[JsonObject]:
+        block = step.block
+        if step.what == "more":
+            kind, field = DELTAS[block.kind]
+            yield {
+                "type": "content_block_delta",
+                "index": block.number,
+                "delta": {"type": kind, field: step.text},
+            }
+        elif step.what == "open":
+            empty = Block(block.kind, block.number, block.call, block.name)
+            shown = self._content(empty)
+            yield {"type": "content_block_start", "index": block.number, "content_block": shown}
+        else:
+            yield {"type": "content_block_stop", "index": block.number}
+
+    def over(self, blocks: Blocks, end: End) -> Iterator[JsonObject]:
+        reason, sequence = _reason(blocks, end)
+        yield {
+            "type": "message_delta",
+            "delta": {"stop_reason": reason, "stop_sequence": sequence},
+            "usage": _usage(end.usage),
+        }
+        yield {"type": "message_stop"}
+
+    def whole(self, blocks: Blocks, end: End) -> JsonObject:
+        content: list[JsonValue] = [self._content(block) for block in blocks.all]
+        return self._message(content, *_reason(blocks, end), _usage(end.usage))
+
+    def error(self, error: ApiError, blocks: Blocks, end: End) -> JsonObject:
+        return error_object(error)
+
+    def _message(
+        self, content: list[JsonValue], reason: str | None, sequence: str | None, usage: JsonObject
+    ) -> JsonObject:
+        return {
+            "id": self._answer.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._answer.model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": usage,
+        }
+
+    def _content(self, block: Block) -> JsonObject:
+        if block.kind == "content":
+            return {"type": "text", "text": block.text}
+        if block.kind == "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+        call_id = self._answer.call_id(0, block.call)
+        if call_id.startswith("call_"):
+            call_id = f"toolu_{call_id.removeprefix('call_')}"
+        given = _input(block.text)
+        return {"type": "tool_use", "id": call_id, "name": block.name, "input": given}
+
+
+def _input(text: str) -> JsonObject:
+    """A call's arguments. What is no JSON object, cut off perhaps, is shown under a name that no
+    tool knows."""
+    raw = text.encode("utf-8", "surrogatepass") or b"{}"
+    try:
+        for _ in survey(raw, CHAT):
+            continue
+        return msgspec.json.decode(raw, type=JsonObject)
+    except (TooMuch, msgspec.DecodeError, UnicodeDecodeError):
+        return {"invalid_json": text}
+
+
+def _reason(blocks: Blocks, end: End) -> tuple[str, str | None]:
+    """(stop_reason, stop_sequence). Where its time was up, an answer is cut as by max_tokens."""
+    if end.finish != "stop":
+        return "max_tokens", None
+    if isinstance(end.stop_reason, str):
+        return "stop_sequence", end.stop_reason
+    return ("tool_use" if blocks.called else "end_turn"), None
+
+
+def _usage(usage: Usage) -> JsonObject:
+    """`input_tokens` are those that were not found in the cache."""
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.output,
+    }
+
+
+def status_of(error: ApiError) -> int:
+    """An error's status here: a server that is full, or not there yet, is overloaded."""
+    return OVERLOADED if error.status == 503 else error.status
+
+
+def error_object(error: ApiError) -> JsonObject:
+    """An error as Anthropic's clients read it."""
+    status = status_of(error)
+    kind = ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}

@@ -1,0 +1,278 @@
+"""The body of /v1/responses, and the chat that it asks for.
+
+OpenAI's Responses API without memory: each request brings its whole conversation.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pipeinfer.gateway.dialects.turns import Turns
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.foreign_fields import RESPONSES, Refusals
+from pipeinfer.gateway.schema import (
+    MOST_MESSAGES,
+    MOST_SALT,
+    MOST_TIMEOUT,
+    MOST_TOOLS,
+    Body,
+    Bounded,
+    ChatMessage,
+    ChatRequest,
+    Chosen,
+    Function,
+    JsonSchema,
+    NamedTool,
+    ResponseFormat,
+    Role,
+    StreamOptions,
+    Tool,
+)
+from pipeinfer.json_values import JsonObject
+
+LOGPROBS = "message.output_text.logprobs"
+# What may be asked for beside an answer; the others have nothing to show here.
+INCLUDED = frozenset((LOGPROBS, "reasoning.encrypted_content"))
+TEXTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
+# What chats call a field, and what it is called here.
+NAMES = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "tools": "tools",
+    "response_format": "text.format",
+}
+
+
+class InputPart(msgspec.Struct, frozen=True):
+    """A part of an item's content: a text. A refusal is one as well."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(msgspec.Struct, frozen=True):
+    """One item of the conversation. `type`: message (also where there is none), function_call,
+    function_call_output, or reasoning; each has some of the other fields."""
+
+    type: str | None = None
+    role: Role | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+
+
+class FunctionTool(msgspec.Struct, frozen=True):
+    """A tool; `parameters` is the JSON schema of its arguments. Only functions are served."""
+
+    type: str
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")] | None = None
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(msgspec.Struct, frozen=True):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(msgspec.Struct, frozen=True):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: JsonObject | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True):
+    """What the answer's text is like."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """`effort` is handed to the chat template; "none" asks it for no thoughts."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(Body, frozen=True, kw_only=True):
+    """The body of /v1/responses."""
+
+    refused: ClassVar[Refusals] = RESPONSES
+    input: str | list[InputItem]
+    instructions: str | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Bounded | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Bounded | None = None
+    top_logprobs: Bounded | None = None
+    include: list[str] | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = None
+    metadata: JsonObject | None = None
+    user: str | None = None
+    seed: int | None = None
+    priority: Bounded | None = None
+    timeout: Annotated[float, Meta(ge=0, le=MOST_TIMEOUT)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=MOST_SALT)] | None = None
+    chat_template_kwargs: JsonObject | None = None
+
+
+def as_chat(request: ResponsesRequest) -> ChatRequest:
+    """The same as the body of a chat. ApiError 400."""
+    logprobs = _logprobs(request)
+    chat = ChatRequest(
+        messages=_messages(request),
+        model=request.model,
+        stream=request.stream,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        max_tokens=request.max_output_tokens,
+        logprobs=logprobs,
+        top_logprobs=request.top_logprobs if logprobs else None,
+        seed=request.seed,
+        priority=request.priority,
+        timeout=request.timeout,
+        cache_salt=request.cache_salt,
+        chat_template_kwargs=_arguments(request),
+        tools=_tools(request),
+        tool_choice=_choice(request),
+        parallel_tool_calls=request.parallel_tool_calls,
+    )
+    form = request.text.format if request.text is not None else None
+    if form is None:
+        return chat
+    schema = JsonSchema(form.schema, form.name, form.description, form.strict)
+    return msgspec.structs.replace(chat, response_format=ResponseFormat(form.type, schema))
+
+
+def _logprobs(request: ResponsesRequest) -> bool:
+    for i, name in enumerate(request.include or ()):
+        if name not in INCLUDED:
+            param = f"include[{i}]"
+            message = f"{param}: {name[:100]!r} is not supported by this server"
+            raise ApiError(400, message, param, "unsupported_parameter")
+    return LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
+
+
+def _arguments(request: ResponsesRequest) -> JsonObject | None:
+    """Variables of the template; those that a client names itself win."""
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    if effort is None:
+        return request.chat_template_kwargs
+    asked: JsonObject = {"enable_thinking": effort != "none"}
+    if effort != "none":
+        asked["reasoning_effort"] = effort
+    return {**asked, **(request.chat_template_kwargs or {})}
+
+
+def _tools(request: ResponsesRequest) -> list[Tool] | None:
+    if request.tools is None:
+        return None
+    tools: list[Tool] = []
+    for i, tool in enumerate(request.tools):
+        where = f"tools[{i}]"
+        if tool.type != "function":
+            message = f"{where}.type: {tool.type[:100]!r} is not supported, only 'function' is"
+            raise ApiError(400, message, f"{where}.type", "unsupported_parameter")
+        name = _given(tool.name, f"{where}.name")
+        function = Function(name, tool.description, tool.parameters, tool.strict)
+        tools.append(Tool("function", function))
+    return tools
+
+
+def _choice(
+    request: ResponsesRequest,
+) -> Literal["none", "auto", "required"] | NamedTool | None:
+    choice = request.tool_choice
+    if choice == "auto" and not request.tools:
+        return None  # the API's own default, which clients send along
+    if isinstance(choice, str) or choice is None:
+        return choice
+    return NamedTool("function", Chosen(choice.name))
+
+
+def _given(value: str | None, where: str) -> str:
+    if value is None:
+        raise ApiError(400, f"{where} must be given", where, "invalid_value")
+    return value
+
+
+def _messages(request: ResponsesRequest) -> list[ChatMessage]:
+    turns = Turns()
+    if request.instructions:
+        turns.say("system", request.instructions)
+    if isinstance(request.input, str):
+        turns.say("user", request.input)
+        return turns.take()
+    if not 0 < len(request.input) <= MOST_MESSAGES:
+        many = len(request.input)
+        reason = f"hold at most {MOST_MESSAGES} items, not {many}" if many else "not be empty"
+        raise ApiError(400, f"input must {reason}", "input", "invalid_value")
+    for i, item in enumerate(request.input):
+        _say(turns, item, f"input[{i}]")
+    return turns.take()
+
+
+def _say(turns: Turns, item: InputItem, where: str) -> None:
+    kind = item.type or "message"
+    if kind == "message":
+        if item.role is None or item.role in ("tool", "function"):
+            message = f"{where}.role must be system, developer, user or assistant"
+            raise ApiError(400, message, f"{where}.role", "invalid_value")
+        turns.say(item.role, _text(item.content, f"{where}.content"))
+    elif kind == "reasoning":
+        shown = item.content or item.summary or ""
+        if shown:  # what is only encrypted comes from elsewhere, and says nothing here
+            turns.think(_text(shown, f"{where}.content"))
+    elif kind == "function_call":
+        call_id = _given(item.call_id, f"{where}.call_id")
+        arguments = _given(item.arguments, f"{where}.arguments")
+        turns.call(call_id, _given(item.name, f"{where}.name"), arguments)
+    elif kind == "function_call_output":
+        call_id = _given(item.call_id, f"{where}.call_id")
+        turns.result(call_id, _text(item.output, f"{where}.output"))
+    else:
+        message = f"{where}.type: {kind[:100]!r} is not supported by this server"
+        raise ApiError(400, message, f"{where}.type", "unsupported_parameter")
+
+
+def _text(content: str | list[InputPart] | None, where: str) -> str:
+    """Parts as one text, joined as chats join them."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise ApiError(400, f"{where} must be given", where, "invalid_value")
+    texts: list[str] = []
+    for j, part in enumerate(content):
+        here = f"{where}[{j}]"
+        if part.type == "refusal":
+            texts.append(_given(part.refusal, f"{here}.refusal"))
+            continue
+        if part.type not in TEXTS:
+            message = f"{here}.type: {part.type[:100]!r} is not supported, only texts are"
+            raise ApiError(400, message, f"{here}.type", "unsupported_parameter")
+        texts.append(_given(part.text, f"{here}.text"))
+    return "\n".join(texts)

@@ -1,0 +1,196 @@
+"""An answer as /v1/responses shows it: items of output, and the events while they grow.
+
+Knows blocks and the request, whose fields the answer says again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import msgspec
+
+from pipeinfer.gateway.dialects.blocks import Block, Blocks, Step
+from pipeinfer.gateway.dialects.dialect import End
+from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.shapes import Answer
+from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import SamplingParams
+
+PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc"}
+ABORTED = "the request was ended before its answer was complete: its time was up"
+
+
+class ResponseSpeech:
+    """A speech of /v1/responses. `params`: as the request is sampled."""
+
+    def __init__(self, request: ResponsesRequest, answer: Answer, params: SamplingParams) -> None:
+        self._answer = answer
+        self._fields = _said_again(request, answer, params)
+        self._number = 0  # of the next event
+
+    def begun(self, prompt_tokens: int) -> Iterator[JsonObject]:
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._response("in_progress", []))
+
+    def step(self, step: Step, scores: list[JsonValue]) -> Iterator[JsonObject]:
+        block = step.block
+        if step.what == "more":
+            yield self._more(block, step.text, scores)
+        elif step.what == "open":
+            item = self._item(block, "in_progress")
+            yield self._event("response.output_item.added", output_index=block.number, item=item)
+            if block.kind != "call":
+                yield self._event(
+                    "response.content_part.added", **self._at(block), part=_part(block)
+                )
+        else:
+            yield from self._closed(block)
+
+    def over(self, blocks: Blocks, end: End) -> Iterator[JsonObject]:
+        whole = self.whole(blocks, end)
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def whole(self, blocks: Blocks, end: End) -> JsonObject:
+        status = {"length": "incomplete", "abort": "failed"}.get(end.finish or "", "completed")
+        output = [self._item(block, "completed") for block in blocks.all]
+        if status != "completed" and output:
+            output[-1] = self._item(blocks.all[-1], "incomplete")
+        response = self._response(status, list[JsonValue](output))
+        response["usage"] = _usage(end)
+        if status == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        elif status == "failed":
+            response["error"] = {"code": "server_error", "message": ABORTED}
+        return response
+
+    def error(self, error: ApiError, blocks: Blocks, end: End) -> JsonObject:
+        output: list[JsonValue] = [self._item(block, "incomplete") for block in blocks.all]
+        response = self._response("failed", output)
+        response["error"] = {"code": error.code or "server_error", "message": error.message}
+        return self._event("response.failed", response=response)
+
+    def _more(self, block: Block, text: str, scores: list[JsonValue]) -> JsonObject:
+        if block.kind == "call":
+            return self._event(
+                "response.function_call_arguments.delta",
+                item_id=self._id(block),
+                output_index=block.number,
+                delta=text,
+            )
+        if block.kind == "reasoning":
+            return self._event("response.reasoning_text.delta", **self._at(block), delta=text)
+        return self._event(
+            "response.output_text.delta", **self._at(block), delta=text, logprobs=scores
+        )
+
+    def _closed(self, block: Block) -> Iterator[JsonObject]:
+        if block.kind == "call":
+            yield self._event(
+                "response.function_call_arguments.done",
+                item_id=self._id(block),
+                output_index=block.number,
+                name=block.name,
+                arguments=block.text,
+            )
+        elif block.kind == "reasoning":
+            yield self._event("response.reasoning_text.done", **self._at(block), text=block.text)
+        else:
+            yield self._event(
+                "response.output_text.done",
+                **self._at(block),
+                text=block.text,
+                logprobs=block.logprobs,
+            )
+        if block.kind != "call":
+            yield self._event("response.content_part.done", **self._at(block), part=_part(block))
+        item = self._item(block, "completed")
+        yield self._event("response.output_item.done", output_index=block.number, item=item)
+
+    def _event(self, kind: str, /, **fields: JsonValue) -> JsonObject:
+        number, self._number = self._number, self._number + 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+    def _at(self, block: Block) -> JsonObject:
+        return {"item_id": self._id(block), "output_index": block.number, "content_index": 0}
+
+    def _id(self, block: Block) -> str:
+        name = f"{self._answer.id}-{block.number}".encode()
+        return f"{PREFIXES[block.kind]}_{hashlib.blake2b(name, digest_size=24).hexdigest()}"
+
+    def _item(self, block: Block, status: str) -> JsonObject:
+        item: JsonObject = {"id": self._id(block), "status": status}
+        parts: list[JsonValue] = [] if status == "in_progress" else [_part(block)]
+        if block.kind == "call":
+            return {
+                **item,
+                "type": "function_call",
+                "call_id": self._answer.call_id(0, block.call),
+                "name": block.name,
+                "arguments": block.text,
+            }
+        if block.kind == "reasoning":
+            return {**item, "type": "reasoning", "summary": [], "content": parts}
+        return {**item, "type": "message", "role": "assistant", "content": parts}
+
+    def _response(self, status: str, output: list[JsonValue]) -> JsonObject:
+        return {**self._fields, "status": status, "output": output}
+
+
+def _part(block: Block) -> JsonObject:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {
+        "type": "output_text",
+        "text": block.text,
+        "annotations": [],
+        "logprobs": list(block.logprobs),
+    }
+
+
+def _usage(end: End) -> JsonObject:
+    usage = end.usage
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached},
+        "output_tokens": usage.output,
+        "output_tokens_details": {"reasoning_tokens": end.thought},
+        "total_tokens": usage.prompt + usage.output,
+    }
+
+
+def _said_again(request: ResponsesRequest, answer: Answer, params: SamplingParams) -> JsonObject:
+    """What does not change while the answer grows."""
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    form = request.text.format if request.text is not None else None
+    shown: JsonObject = {"type": "text"}
+    if form is not None:
+        shown = {n: v for n, v in msgspec.to_builtins(form).items() if v is not None}
+    return {
+        "id": answer.id,
+        "object": "response",
+        "created_at": answer.created,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "model": answer.model,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": effort, "summary": None},
+        "store": False,
+        "temperature": params.temperature,
+        "text": {"format": shown},
+        "tool_choice": msgspec.to_builtins(request.tool_choice) or "auto",
+        "tools": [msgspec.to_builtins(tool) for tool in request.tools or ()],
+        "top_logprobs": params.logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": request.user,
+        "metadata": request.metadata or {},
+    }

@@ -1,0 +1,83 @@
+"""Collects a conversation, message by message, from dialects that cut one into smaller parts.
+
+What one assistant's turn says (thoughts, text, calls) becomes one message, as templates want it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeinfer.gateway.schema import ChatMessage, Role
+from pipeinfer.json_values import JsonObject
+
+
+@dataclass
+class _Turn:
+    """Of the assistant."""
+
+    reasoning: list[str] = field(default_factory=list[str])
+    content: list[str] = field(default_factory=list[str])
+    calls: list[JsonObject] = field(default_factory=list[JsonObject])
+
+
+class Turns:
+    """Messages in order; `take` them at the end."""
+
+    def __init__(self) -> None:
+        self._messages: list[ChatMessage] = []
+        self._turn: _Turn | None = None
+
+    def say(self, role: Role, text: str) -> None:
+        """A message. One of the system behind another belongs to that: most templates know one."""
+        if role == "assistant":
+            turn = self._speaking()
+            if turn.content or turn.calls:
+                self._flush()
+            self._speaking().content.append(text)
+            return
+        self._flush()
+        role = "system" if role == "developer" else role
+        last = self._messages[-1] if self._messages else None
+        if role == "system" and last is not None and last.role == "system":
+            self._messages[-1] = ChatMessage(role, f"{last.content}\n\n{text}")
+        else:
+            self._messages.append(ChatMessage(role, text))
+
+    def think(self, text: str) -> None:
+        """Thoughts of the assistant, before what it says."""
+        if self._turn is not None and (self._turn.content or self._turn.calls):
+            self._flush()
+        self._speaking().reasoning.append(text)
+
+    def call(self, call_id: str, name: str, arguments: str) -> None:
+        """A call of the assistant; `arguments` are JSON."""
+        function: JsonObject = {"name": name, "arguments": arguments}
+        call: JsonObject = {"id": call_id, "type": "function", "function": function}
+        self._speaking().calls.append(call)
+
+    def result(self, call_id: str, text: str) -> None:
+        """What a call gave."""
+        self._flush()
+        self._messages.append(ChatMessage("tool", text, tool_call_id=call_id))
+
+    def take(self) -> list[ChatMessage]:
+        """All of it."""
+        self._flush()
+        return self._messages
+
+    def _speaking(self) -> _Turn:
+        if self._turn is None:
+            self._turn = _Turn()
+        return self._turn
+
+    def _flush(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is None:
+            return
+        message = ChatMessage(
+            "assistant",
+            "".join(turn.content),
+            tool_calls=turn.calls or None,
+            reasoning_content="".join(turn.reasoning) or None,
+        )
+        self._messages.append(message)

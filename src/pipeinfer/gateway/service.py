@@ -1,0 +1,32 @@
+"""What the handlers of HTTP requests need, put together by the driver.
+
+Knows its parts by their kinds only.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from pipeinfer.gateway.admission import Admission
+from pipeinfer.gateway.core import GatewayCore
+from pipeinfer.gateway.cors import Cors
+from pipeinfer.gateway.metrics import Metrics
+from pipeinfer.gateway.port import Port
+from pipeinfer.gateway.requests import Terms
+
+
+@dataclass(frozen=True)
+class Service:
+    """What the handlers need. `context_length`: tokens of prompt and output, 0 if not known."""
+
+    core: GatewayCore
+    port: Port
+    metrics: Metrics
+    model: str
+    terms: Terms
+    admission: Admission
+    cors: Cors
+    max_body_bytes: int = 32 * 2**20
+    context_length: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))

@@ -1,0 +1,307 @@
+"""/v1/messages through Anthropic's own client: streams and whole answers agree, errors fit it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from gateway_pipeline import Gateway, StartGateway
+
+from pipeinfer.gateway.dialects.messages_events import error_object
+from pipeinfer.gateway.errors import ApiError
+
+TEMPLATE = """{%- if tools %}{{ tools | tojson }} <tool_call>{% endif %}
+{%- for message in messages %}{{ message.content }}{% endfor %}
+{%- if add_generation_prompt %}answer:{% if enable_thinking is false %}<think></think>{% endif %}
+{%- endif %}"""
+# The pipeline of these tests says again what it is asked.
+SAID = json.dumps({"name": "get_weather", "arguments": {"city": "Wien"}})
+CALL = f"<tool_call> {SAID} </tool_call>"
+ALL = f"<think> hm hm </think> I look. {CALL} {CALL}"
+WEATHER: Any = {
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+
+
+@pytest.fixture
+async def calling(start_gateway: StartGateway, tmp_path: Path) -> Gateway:
+    """A gateway whose model calls tools, and thinks."""
+    path = tmp_path / "chat.jinja"
+    path.write_text(TEMPLATE)
+    return await start_gateway(chat_template=str(path))
+
+
+class Clients:
+    """Anthropic's clients of gateways."""
+
+    def __init__(self) -> None:
+        self.made: list[anthropic.AsyncAnthropic] = []
+
+    def __call__(self, gateway: Gateway, api_key: str = "none") -> anthropic.AsyncAnthropic:
+        client = anthropic.AsyncAnthropic(base_url=gateway.url, api_key=api_key, max_retries=0)
+        self.made.append(client)
+        return client
+
+
+@pytest.fixture
+async def clients() -> AsyncIterator[Clients]:
+    made = Clients()
+    yield made
+    for client in made.made:
+        await client.close()
+
+
+def said(text: str, **more: Any) -> Any:
+    messages = [{"role": "user", "content": text}]
+    return {"model": "test", "max_tokens": 100, "messages": messages, **more}
+
+
+async def raw(gateway: Gateway, path: str = "", **body: Any) -> httpx.Response:
+    async with httpx.AsyncClient() as client:
+        return await client.post(f"{gateway.url}/v1/messages{path}", json=body)
+
+
+async def test_a_message_is_answered_with_its_usage(gateway: Gateway, clients: Clients) -> None:
+    made = await clients(gateway).messages.create(
+        **said("one two"),
+        system="be short",
+        stop_sequences=["zzz"],
+        extra_body={"temperature": 0.5, "top_k": 3},
+    )
+    assert made.id.startswith("msg_") and made.role == "assistant" and made.type == "message"
+    [text] = made.content
+    assert text.type == "text" and text.text == "one two "
+    assert (made.stop_reason, made.stop_sequence) == ("end_turn", None)
+    usage = made.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (0, 2, 2)
+    submit = gateway.pipeline.submits[-1]
+    assert submit.params.top_k == 3 and submit.params.temperature == 0.5
+    assert [*submit.params.stop] == ["zzz"]
+    assert submit.chat and submit.chat[0] == {"role": "system", "content": "be short"}
+
+
+async def test_events_of_a_stream_come_in_order(gateway: Gateway) -> None:
+    answer = await raw(gateway, **said("one two"), stream=True)
+    lines = answer.text.splitlines()
+    names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    assert names == [
+        "message_start", "ping", "content_block_start", "content_block_delta",
+        "content_block_delta", "content_block_stop", "message_delta", "message_stop",
+    ]  # fmt: skip
+    data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert [one["type"] for one in data] == names
+    assert data[0]["message"]["usage"]["input_tokens"] == 2
+    assert data[-2]["usage"]["output_tokens"] == 2
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+async def test_thoughts_texts_and_calls_are_blocks_and_a_stream_adds_up_to_the_whole(
+    calling: Gateway, clients: Clients
+) -> None:
+    ask, client = said(ALL, tools=[WEATHER]), clients(calling)
+    whole = await client.messages.create(**ask)
+    assert [block.type for block in whole.content] == ["thinking", "text", "tool_use", "tool_use"]
+    thoughts, text, first, second = whole.content
+    assert thoughts.type == "thinking" and thoughts.thinking == "hm hm"
+    assert text.type == "text" and text.text.strip() == "I look."
+    assert first.type == second.type == "tool_use" and first.input == {"city": "Wien"}
+    assert first.name == "get_weather" and first.id != second.id
+    assert whole.stop_reason == "tool_use"
+    async with client.messages.stream(**ask) as stream:
+        final = await stream.get_final_message()
+
+    def shown(made: Any) -> Any:
+        blocks = [block.model_dump() for block in made.content]
+        return [{k: v for k, v in block.items() if k != "id"} for block in blocks]
+
+    def plain(made: Any) -> Any:
+        keep = ("type", "text", "thinking", "name", "input")
+        return [{k: block[k] for k in keep if k in block} for block in shown(made)]
+
+    assert plain(final) == plain(whole) and final.stop_reason == "tool_use"
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+async def test_a_conversation_with_calls_reaches_the_template_as_a_chats(
+    calling: Gateway, clients: Clients
+) -> None:
+    messages: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "text", "text": "I ask."},
+            {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c1",
+             "content": [{"type": "text", "text": "42"}]},
+            {"type": "text", "text": "thanks"},
+        ]},
+    ]  # fmt: skip
+    system: Any = [{"type": "text", "text": "be kind", "cache_control": {"type": "ephemeral"}}]
+    await clients(calling).messages.create(
+        model="test", max_tokens=9, system=system, messages=messages, thinking={"type": "disabled"}
+    )
+    submit = calling.pipeline.submits[-1]
+    function = {"name": "f", "arguments": {"a": 1}}
+    assert submit.chat == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant", "content": "I ask.", "reasoning_content": "hm",
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "content": "42", "tool_call_id": "c1"},
+        {"role": "user", "content": "thanks"},
+    ]  # fmt: skip
+    assert submit.template_arguments == {"enable_thinking": False}
+    assert submit.params.max_tokens == 9
+
+
+async def test_what_was_answered_can_be_sent_back_as_it_is(
+    calling: Gateway, clients: Clients
+) -> None:
+    client = clients(calling)
+    made = await client.messages.create(**said(ALL, tools=[WEATHER]))
+    back = [block.model_dump() for block in made.content]
+    calls = [block for block in back if block["type"] == "tool_use"]
+    results = [{"type": "tool_result", "tool_use_id": c["id"], "content": "x"} for c in calls]
+    messages: Any = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": back},
+        {"role": "user", "content": results},
+    ]
+    await client.messages.create(model="test", max_tokens=9, messages=messages)
+    chat = calling.pipeline.submits[-1].chat
+    assert chat and [m["role"] for m in chat] == ["user", "assistant", "tool", "tool"]
+
+
+async def test_a_form_is_handed_over_as_a_chats(gateway: Gateway) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    answer = await raw(gateway, **said("x"), output_config={"format": form, "effort": "low"})
+    submit = gateway.pipeline.submits[-1]
+    assert answer.status_code == 200 and submit.params.structured_outputs is not None
+    assert submit.params.structured_outputs.json == '{"type":"object"}'
+    assert submit.template_arguments == {"reasoning_effort": "low"}
+
+
+async def test_ends_are_told_apart(gateway: Gateway, clients: Clients) -> None:
+    cut = await clients(gateway).messages.create(**{**said("one two three"), "max_tokens": 2})
+    assert cut.stop_reason == "max_tokens"
+
+
+async def test_a_call_without_whole_arguments_hides_nothing(
+    calling: Gateway, clients: Clients
+) -> None:
+    text = '<tool_call> {"name": "get_weather", "arguments": {"city": '
+    made = await clients(calling).messages.create(**said(text, tools=[WEATHER]))
+    [call] = made.content
+    assert call.type == "tool_use" and list(call.input) == ["invalid_json"]
+
+
+async def test_tokens_of_a_conversation_are_counted(calling: Gateway, clients: Clients) -> None:
+    counted = await clients(calling).messages.count_tokens(
+        model="test", messages=[{"role": "user", "content": "one"}], tools=[WEATHER]
+    )
+    assert counted.input_tokens == 1
+    submit = calling.pipeline.submits[-1]
+    assert submit.only_encode and "tools" in submit.template_arguments
+
+
+async def test_a_stream_that_breaks_ends_with_an_error(gateway: Gateway, clients: Clients) -> None:
+    stream = await clients(gateway).messages.create(**said("break it"), stream=True)
+    with pytest.raises(anthropic.APIStatusError, match="on fire") as caught:
+        async for _ in stream:
+            pass
+    assert caught.value.body["type"] == "error"  # type: ignore
+
+
+async def test_errors_are_in_anthropics_form(start_gateway: StartGateway, clients: Clients) -> None:
+    gateway = await start_gateway(api_key="secret")
+    with pytest.raises(anthropic.AuthenticationError) as caught:
+        await clients(gateway, "wrong").messages.create(**said("x"))
+    assert caught.value.body == {  # type: ignore
+        "type": "error",
+        "error": {"type": "authentication_error", "message": "wrong or missing API key"},
+    }
+    client = clients(gateway, "secret")
+    assert (await client.messages.create(**said("one"))).stop_reason == "end_turn"
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        await client.messages.create(**said("x", model="other"))
+    assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore
+    with pytest.raises(anthropic.BadRequestError, match="too long"):
+        await client.messages.create(**said("refuse it"))
+    async with httpx.AsyncClient(headers={"x-api-key": "secret"}) as http:
+        wrong = await http.get(f"{gateway.url}/v1/messages")
+        assert wrong.status_code == 405 and wrong.json()["type"] == "error"
+        other = await http.get(f"{gateway.url}/v1/models/other")
+        assert other.json()["error"]["code"] == "model_not_found"
+
+
+async def test_a_server_that_starts_is_overloaded(
+    start_gateway: StartGateway, clients: Clients
+) -> None:
+    gateway = await start_gateway(ready=False)
+    with pytest.raises(anthropic.APIStatusError) as caught:
+        await clients(gateway).messages.create(**said("x"))
+    assert caught.value.status_code == 529 and caught.value.response.headers["retry-after"]
+    assert caught.value.body["error"]["type"] == "overloaded_error"  # type: ignore
+
+
+async def test_the_limit_of_a_key_is_429_here_as_well(
+    start_gateway: StartGateway, clients: Clients
+) -> None:
+    gateway = await start_gateway(key_requests_per_minute=1)
+    client = clients(gateway)
+    await client.messages.create(**said("one"))
+    with pytest.raises(anthropic.RateLimitError):
+        await client.messages.create(**said("one"))
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, "invalid_request_error"), (408, "timeout_error"), (413, "request_too_large"),
+     (429, "rate_limit_error"), (500, "api_error"), (503, "overloaded_error")],
+)  # fmt: skip
+def test_kinds_of_errors(status: int, kind: str) -> None:
+    assert error_object(ApiError(status, "x"))["error"] == {"type": kind, "message": "x"}
+
+
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [USER, {"role": "assistant", "content": "x"}]}, "messages[1].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+         "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+         "messages[0].content[0].tool_use_id"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"tools": [{**WEATHER, "strict": True}]}, "tools[0].strict"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"a": "x" * 2**20}}}},
+         "output_config.format"),
+        ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
+        ({"container": "x"}, "container"),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
+    ],
+)  # fmt: skip
+async def test_what_is_not_served_is_refused_by_name(
+    calling: Gateway, body: dict[str, Any], named: str
+) -> None:
+    answer = await raw(calling, **{**said("x"), **body})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error" and named in error["message"], error

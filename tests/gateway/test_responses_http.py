@@ -1,0 +1,211 @@
+"""/v1/responses through the official client: streams and whole answers agree, and say what fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pydantic
+import pytest
+from gateway_pipeline import Gateway, StartGateway
+
+TEMPLATE = """{%- if tools %}{{ tools | tojson }} <tool_call>{% endif %}
+{%- for message in messages %}{{ message.content }}{% endfor %}
+{%- if add_generation_prompt %}answer:{% if enable_thinking is false %}<think></think>{% endif %}
+{%- endif %}"""
+# The pipeline of these tests says again what it is asked.
+SAID = json.dumps({"name": "get_weather", "arguments": {"city": "Wien"}})
+CALL = f"<tool_call> {SAID} </tool_call>"
+ALL = f"<think> hm hm </think> I look. {CALL} {CALL}"
+WEATHER: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+
+
+@pytest.fixture
+async def calling(start_gateway: StartGateway, tmp_path: Path) -> Gateway:
+    """A gateway whose model calls tools, and thinks."""
+    path = tmp_path / "chat.jinja"
+    path.write_text(TEMPLATE)
+    return await start_gateway(chat_template=str(path))
+
+
+async def raw(gateway: Gateway, **body: Any) -> httpx.Response:
+    async with httpx.AsyncClient() as client:
+        return await client.post(f"{gateway.url}/v1/responses", json=body)
+
+
+async def test_a_text_is_answered_with_its_usage(gateway: Gateway) -> None:
+    made = await gateway.client().responses.create(model="test", input="one two", temperature=0.5)
+    assert made.output_text == "one two " and made.status == "completed"
+    assert made.id.startswith("resp_") and made.object == "response" and made.store is False
+    assert made.temperature == 0.5 and made.tool_choice == "auto" and made.error is None
+    assert made.usage is not None
+    assert (made.usage.input_tokens, made.usage.output_tokens) == (2, 2)
+    assert made.usage.input_tokens_details.cached_tokens == 2 and made.usage.total_tokens == 4
+    [message] = made.output
+    assert message.type == "message" and message.status == "completed"
+
+
+async def test_a_stream_tells_every_part_once_and_in_order(gateway: Gateway) -> None:
+    stream = await gateway.client().responses.create(model="test", input="one two", stream=True)
+    events = [event async for event in stream]
+    assert [event.type.removeprefix("response.") for event in events] == [
+        "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta",
+        "output_text.delta", "output_text.done", "content_part.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last: Any = events[-1]
+    assert last.response.output_text == "one two " and last.response.usage.output_tokens == 2
+
+
+async def test_thoughts_texts_and_calls_are_items_and_a_stream_adds_up_to_the_whole(
+    calling: Gateway,
+) -> None:
+    ask: Any = {"model": "test", "input": ALL, "tools": [WEATHER]}
+    client = calling.client()
+    whole = await client.responses.create(**ask)
+    kinds = [item.type for item in whole.output]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"]
+    thoughts, message, first, second = whole.output
+    assert thoughts.type == "reasoning" and thoughts.content
+    assert thoughts.content[0].text == "hm hm"
+    assert message.type == "message" and whole.output_text.strip() == "I look."
+    assert first.type == second.type == "function_call"
+    assert json.loads(first.arguments) == {"city": "Wien"} and first.name == "get_weather"
+    assert first.call_id != second.call_id and first.id != second.id
+    assert whole.usage and whole.usage.output_tokens_details.reasoning_tokens > 0
+    async with client.responses.stream(**ask) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    names = {event.type for event in events}
+    assert {"response.reasoning_text.delta", "response.reasoning_text.done"} <= names
+    assert "response.function_call_arguments.done" in names
+
+    def shown(made: Any) -> Any:
+        ids = {"id", "call_id", "parsed_arguments", "parsed"}
+        items = [item.model_dump(exclude_none=True) for item in made.output]
+        return [{k: v for k, v in item.items() if k not in ids} for item in items]
+
+    assert [item["type"] for item in shown(final)] == kinds
+    assert final.output_text == whole.output_text
+    assert final.output[3].arguments == second.arguments
+
+
+async def test_a_conversation_with_calls_reaches_the_template_as_a_chats(calling: Gateway) -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
+    items: Any = [
+        {"role": "developer", "content": "be short"},
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [
+            {"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "id": "m", "status": "completed", "role": "assistant", "content": [
+            {"type": "output_text", "text": "I ask.", "annotations": []}]},
+        call,
+        {"type": "function_call_output", "call_id": "c1", "output": "42"},
+        {"role": "user", "content": "thanks"},
+    ]  # fmt: skip
+    await calling.client().responses.create(
+        model="test", instructions="be kind", input=items, reasoning={"effort": "none"}
+    )
+    submit = calling.pipeline.submits[-1]
+    function = {"name": "f", "arguments": {"a": 1}}
+    assert submit.chat == [
+        {"role": "system", "content": "be kind\n\nbe short"},
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant", "content": "I ask.", "reasoning_content": "hm",
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "content": "42", "tool_call_id": "c1"},
+        {"role": "user", "content": "thanks"},
+    ]  # fmt: skip
+    assert submit.template_arguments == {"enable_thinking": False}
+
+
+async def test_what_was_answered_can_be_sent_back_as_it_is(calling: Gateway) -> None:
+    client = calling.client()
+    made = await client.responses.create(model="test", input=ALL, tools=[WEATHER])
+    back: Any = [{"role": "user", "content": "x"}, *made.output, {"role": "user", "content": "y"}]
+    await client.responses.create(model="test", input=back)
+    chat = calling.pipeline.submits[-1].chat
+    assert chat is not None and [m["role"] for m in chat] == ["user", "assistant", "user"]
+    assert chat[1]["reasoning_content"] == "hm hm" and len(chat[1]["tool_calls"]) == 2  # type: ignore
+
+
+class City(pydantic.BaseModel):
+    """What an answer is to be."""
+
+    city: str
+
+
+async def test_an_answer_of_a_form_is_parsed_by_the_client(gateway: Gateway) -> None:
+    made = await gateway.client().responses.parse(
+        model="test", input='{"city":"Wien"}', text_format=City
+    )
+    assert made.output_parsed == City(city="Wien")
+    wanted = gateway.pipeline.submits[-1].params.structured_outputs
+    assert wanted is not None and wanted.json is not None
+    assert json.loads(wanted.json)["properties"]["city"]["type"] == "string"
+
+
+async def test_a_cut_answer_is_incomplete(gateway: Gateway) -> None:
+    made = await gateway.client().responses.create(
+        model="test", input="one two three", max_output_tokens=2
+    )
+    assert made.status == "incomplete" and made.incomplete_details is not None
+    assert made.incomplete_details.reason == "max_output_tokens"
+    assert made.max_output_tokens == 2 and made.output[0].status == "incomplete"  # type: ignore
+
+
+async def test_a_stream_that_breaks_ends_with_response_failed(gateway: Gateway) -> None:
+    stream = await gateway.client().responses.create(model="test", input="break it", stream=True)
+    last: Any = [event async for event in stream][-1]
+    assert last.type == "response.failed"
+    assert last.response.status == "failed" and "on fire" in last.response.error.message
+
+
+async def test_a_refusal_before_the_first_token_is_a_plain_error(gateway: Gateway) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await gateway.client().responses.create(model="test", input="refuse it", stream=True)
+    assert caught.value.code == "length"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id", None),
+        ({"input": "x", "background": True}, "background", None),
+        ({"input": "x", "conversation": "c"}, "conversation", None),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", None),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", None),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+         "input[0].content[0].type", None),
+        ({"input": "x", "include": ["file_search_call.results"]}, "include[0]", None),
+        ({"input": "x", "text": {"format": {"type": "json_schema"}}},
+         "text.format", "invalid_value"),
+        ({"input": "x", "tools": [WEATHER], "tool_choice": "required"}, "tool_choice", None),
+        ({"input": []}, "input", "invalid_value"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]},
+         "input[0].call_id", "invalid_value"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
+        ({"input": "x", "tools": [{**WEATHER, "strict": True}]}, "tools[0].strict", None),
+        ({}, "input", "invalid_type"),
+    ],
+)  # fmt: skip
+async def test_what_is_not_served_is_refused_by_name(
+    calling: Gateway, body: dict[str, Any], param: str, code: str | None
+) -> None:
+    answer = await raw(calling, **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert error["code"] == (code or "unsupported_parameter")
+    assert param in error["message"] and "function" not in str(error["param"])
