@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeinfer.params import SamplingParams
+from pipeinfer.params import StructuredOutputs as StructuredOutputsParams
 from pipeinfer.version import __version__
 
 if TYPE_CHECKING:
     from pipeinfer.llm import LLM, AsyncLLM
 
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:

@@ -91,7 +91,8 @@ class ResetCache(Message, frozen=True):
 class Work(Message, frozen=True):
     """A tokenized request. `eos_ids`: ids that end it by themselves (empty under ignore_eos).
     `leader`: of requests that belong together, the first one's id, there as well; they have one
-    prompt, which one of them computes first. Else empty."""
+    prompt, which one of them computes first. Else empty. `banned`: sequences of ids that its output
+    must not have, as `params.bad_words` are spelled."""
 
     request_id: str
     attempt: int
@@ -106,6 +107,7 @@ class Work(Message, frozen=True):
     cache_salt: str = ""
     trace: str = ""
     leader: str = ""
+    banned: tuple[tuple[int, ...], ...] = ()
 
 
 class HandOver(Message, frozen=True):
@@ -145,7 +147,7 @@ class Admit(Message, frozen=True):
     `max_total`: the request never grows past that many tokens (prompt and output); rows that would
     are computed as empty. `suppress`: ids not sampled before `params.min_tokens` outputs.
     `score_from`: log-probs of the prompt's tokens from that one on are wanted, so that what comes
-    right before it is computed; -1: of none, or they are known."""
+    right before it is computed; -1: of none, or they are known. `banned`: as Work's."""
 
     slot: int
     request_id: str
@@ -157,6 +159,7 @@ class Admit(Message, frozen=True):
     suppress: tuple[int, ...] = ()
     cache_salt: str = ""
     score_from: int = -1
+    banned: tuple[tuple[int, ...], ...] = ()
 
 
 class Prepare(Message, frozen=True):

@@ -6,11 +6,14 @@ HTTP, no tokenizer and no torch; names and defaults are those of vLLM's Sampling
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from collections.abc import Sequence
+from typing import Annotated, TypeVar, cast
 
 import msgspec
 
 from pipeinfer.json_values import JsonValue
+
+T = TypeVar("T")
 
 MOST_INT = 2**31 - 1  # counts and ids are int32 on the device
 # Above it the logits of any model differ by less than the noise: all tokens are as likely. What is
@@ -26,6 +29,10 @@ MAX_STOP_STRINGS = 16
 MOST_STOP_LETTERS = 1024  # of each: all that comes out is searched for it, beside everybody's text
 MOST_STOP_TOKENS = 1024  # as of biases; each row with min_tokens masks them
 MOST_BIASES, MOST_BIAS = 1024, 100.0  # OpenAI's; each row that samples adds them
+MOST_ALLOWED = 1024  # as of biases: each row that samples looks all of them up
+# What must not be completed is compared with the output at every step, in every row that has it.
+MOST_BAD_WORDS, MOST_BAD_LETTERS = 128, 64
+LONGEST_BAD, MOST_BAD_IDS = 64, 2048  # tokens of one spelling of a word, and of all
 MOST_CHOICES = 128  # of a prompt: OpenAI's; each has a slot, an entry in every ledger, a prompt
 MOST_LOGPROBS = 20  # alternatives: OpenAI's for chats, vLLM's for all
 
@@ -63,7 +70,11 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     asks for none. Of the model's own logits, before all that is said above. prompt_logprobs: the
     same of the prompt's tokens, all but the first.
     n: choices of the prompt, 1 to 128; choice i is what the seed + i gives (mod 2**64).
-    structured_outputs: what the whole output must be; not with min_tokens.
+    structured_outputs: what the whole output must be; not with min_tokens, allowed_token_ids or
+    bad_words.
+    allowed_token_ids: no other id is sampled, not even one that ends the output; None allows all.
+    bad_words: texts that the output must not have: the last token of each spelling, with a space
+    before it and without, is not sampled where the others are the output's last ones.
     """
 
     temperature: float = 1.0
@@ -86,6 +97,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     prompt_logprobs: Alternatives | None = None
     structured_outputs: StructuredOutputs | None = None
     n: int = 1
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
 
 
 class InvalidParameter(ValueError):
@@ -101,6 +114,7 @@ def normalized(params: SamplingParams) -> SamplingParams:
     `top_k` 0 where it is off, and a `top_p` that float32 can tell from 0; raises InvalidParameter.
     """
     stop = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
+    words = (params.bad_words,) if isinstance(params.bad_words, str) else params.bad_words
     params = msgspec.structs.replace(
         params,
         stop=stop,
@@ -109,16 +123,18 @@ def normalized(params: SamplingParams) -> SamplingParams:
         top_p=LEAST_TOP_P if 0 <= params.top_p < LEAST_TOP_P else params.top_p,
         logit_bias=_biases(params.logit_bias),
         structured_outputs=_plain(params.structured_outputs),
+        allowed_token_ids=_each_once(params.allowed_token_ids),
+        bad_words=_each_once(words) or (),
     )
     _check_sampling(params)
     _check_penalties(params)
     _check_lengths(params)
     _check_stops(params)
     _check_biases(params.logit_bias)
+    _check_allowed(params.allowed_token_ids)
+    _check_words(params.bad_words)
     _check_logprobs(params)
-    if params.structured_outputs is not None and params.min_tokens:
-        message = "min_tokens is not allowed with structured_outputs"
-        raise InvalidParameter("min_tokens", message)
+    _check_form(params)
     check_choices("n", params.n)
     return params
 
@@ -139,6 +155,10 @@ def _biases(given: dict[int, float] | dict[str, float] | None) -> dict[int, floa
         return msgspec.convert(given, dict[int, float], str_keys=True) if given else {}
     except msgspec.ValidationError as error:
         raise InvalidParameter("logit_bias", f"logit_bias: {error}") from None
+
+
+def _each_once(given: Sequence[T] | None) -> tuple[T, ...] | None:
+    return None if given is None else tuple(dict.fromkeys(given))
 
 
 def _check_sampling(params: SamplingParams) -> None:
@@ -203,11 +223,40 @@ def _check_biases(biases: dict[int, float]) -> None:
         _check_within("logit_bias", bias, -MOST_BIAS, MOST_BIAS)
 
 
+def _check_allowed(allowed: tuple[int, ...] | None) -> None:
+    if allowed is None:
+        return
+    if not 0 < len(allowed) <= MOST_ALLOWED:
+        reason = f"be at most {MOST_ALLOWED}, not {len(allowed)}" if allowed else "not be empty"
+        raise InvalidParameter("allowed_token_ids", f"allowed_token_ids must {reason}")
+    for token in allowed:
+        _check_within("allowed_token_ids", token, 0, MOST_INT)
+
+
+def _check_words(words: tuple[str, ...]) -> None:
+    if len(words) > MOST_BAD_WORDS:
+        message = f"at most {MOST_BAD_WORDS} bad_words, not {len(words)}"
+        raise InvalidParameter("bad_words", message)
+    for word in words:
+        if not word.strip():
+            raise InvalidParameter("bad_words", "a bad word must not be empty or white space alone")
+        if len(word) > MOST_BAD_LETTERS:
+            message = f"at most {MOST_BAD_LETTERS} letters a bad word, not {len(word)}"
+            raise InvalidParameter("bad_words", message)
+
+
 def _check_logprobs(params: SamplingParams) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         most = getattr(params, name)
         if most is not None:
             _check_within(name, most, 0, MOST_LOGPROBS)
+
+
+def _check_form(params: SamplingParams) -> None:
+    """Beside a form nothing else may forbid tokens: perhaps none would be left."""
+    for name in ("min_tokens", "allowed_token_ids", "bad_words"):
+        if params.structured_outputs is not None and getattr(params, name):
+            raise InvalidParameter(name, f"{name} is not allowed with structured_outputs")
 
 
 def check_choices(name: str, count: int) -> None:

@@ -12,6 +12,8 @@ WANTED = 5
 
 
 BIASES = {250: 2.0, 9: 3.0, 17: 0.01, 5: -100.0}  # 250 is a stop id of a request with min_tokens
+ALLOWED = tuple(range(0, 250, 2))
+BANNED = tuple((a, b) for a in range(0, 250, 3) for b in (9, 17, 200))  # of a third of the ids
 SCORED = {0: 3, 3: 1}  # log-probs, of which requests and with how many alternatives
 POISON = 261  # of a checkpoint made so: logits of whoever has this token are NaN
 BAD = [POISON], [*range(20), POISON, 5], [7] * 25 + [POISON]
@@ -26,9 +28,10 @@ def submit_all(cores, bad: bool = False) -> None:
             min_tokens=2 * (index == 1), stop_token_ids=(250,) * (index == 1),
             repetition_penalty=1.5 if index > 1 else 1.0, presence_penalty=0.5 * (index == 2),
             frequency_penalty=-0.3 * (index == 3), logit_bias=BIASES if index % 3 else {},
-            logprobs=SCORED.get(index),
+            logprobs=SCORED.get(index), allowed_token_ids=ALLOWED if index == 0 else None,
         )  # fmt: skip
-        cores.submit(f"r{index}", random.integers(0, 250, length).tolist(), params, seed=index)
+        prompt, banned = random.integers(0, 250, length).tolist(), BANNED if index == 2 else ()
+        cores.submit(f"r{index}", prompt, params, seed=index, banned=banned)
         if bad and index < len(BAD):
             knobs = {}, {"top_k": 5, "temperature": 0.8}, {"presence_penalty": 1.0}
             cores.submit(f"bad{index}", BAD[index], SamplingParams(max_tokens=4, **knobs[index]))

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from pipeinfer.engine.fields import filled
 from pipeinfer.engine.requests import MOST_EDITS, RequestTable, edits_of
 from pipeinfer.messages import Admit
 from pipeinfer.packing import pack
-from pipeinfer.params import MOST_BIASES, MOST_STOP_TOKENS, SamplingParams
+from pipeinfer.params import MOST_BAD_WORDS, MOST_BIASES, MOST_STOP_TOKENS, SamplingParams
 from pipeinfer.steps.step import Delta
 
 SLOTS, VOCABULARY = 5, 12
@@ -45,7 +46,57 @@ def test_an_id_that_is_suppressed_and_biased_is_one_edit(suppress, biases, least
 def test_the_most_that_a_request_may_ask_for_has_room_on_the_device():
     stops, biases = range(MOST_STOP_TOKENS + 9), range(5000, 5000 + MOST_BIASES)
     most = admit(0, 1, stops, min_tokens=1, logit_bias=dict.fromkeys(biases, 1.0))
-    assert len(edits_of(most).ids) == len(stops) + len(biases) < MOST_EDITS
+    words = tuple((9000 + n,) for n in range(2 * MOST_BAD_WORDS))
+    edits = edits_of(structs.replace(most, banned=words))
+    assert len(edits.ids) == len(stops) + len(biases) + len(words) < MOST_EDITS
+
+
+LISTED = st.none() | st.sets(st.integers(0, VOCABULARY - 1), min_size=1)
+
+
+@given(LISTED, st.sets(st.integers(0, VOCABULARY - 1)), BIASES, st.sets(st.integers(0, 11)))
+def test_what_is_allowed_and_what_never_is_are_one_edit_an_id(allowed, suppress, biases, never):
+    listed = None if allowed is None else tuple(allowed)
+    one = admit(1, 4, suppress, min_tokens=2, logit_bias=biases, allowed_token_ids=listed)
+    edits = edits_of(structs.replace(one, banned=tuple((token,) for token in never)))
+    state = Edited(2)
+    fields = {name: values[:1] for name, values in filled(1).items()}
+    state.apply(Delta(admitted=np.array([1], np.int32), fields=fields, edits=(edits,)))
+    assert len(set(edits.ids.tolist())) == len(edits.ids) and edits.bans is None
+    for position, values in ((5, False), (5, True), (6, True)):
+        logits = np.zeros((1, VOCABULARY), np.float32)
+        left = state.logits(logits, [1], [position], 0, values)[0]
+        for token in range(VOCABULARY):
+            held = token in never or (token in suppress and position < 6)
+            free = (allowed is None or token in allowed) and not held
+            wanted = np.float32(biases.get(token, 0.0)) if values else 0.0
+            assert left[token] == (wanted if free else -np.inf)
+
+
+def test_the_next_request_of_a_slot_is_free_of_what_the_last_one_must_not_say():
+    table, state = RequestTable(SLOTS), Edited(SLOTS)
+    for banned, listed in ((((1, 2), (3,)), (1, 2, 3)), ((), None)):
+        table.put(structs.replace(admit(2, 4, allowed_token_ids=listed), banned=banned))
+        admitted, fields, edits = table.changes()
+        state.apply(Delta(admitted=admitted, fields=fields, edits=edits))
+        state.state.by_slot.last_token[2] = 1
+        left = state.logits(np.zeros((1, 5), np.float32), [2], [5])[0]
+        assert left.tolist() == ([-np.inf, 0, -np.inf, -np.inf, -np.inf] if banned else [0] * 5)
+
+
+def test_outputs_of_before_a_preemption_count_up_to_the_longest_sequence():
+    known, prompt = [5, 6, *range(100)], 2
+    banned = (tuple(range(36, 100)), tuple(range(98, 100)), (6, 0), (4, 98))
+    longest = (*range(37, 100), 7)
+    for sequence in (longest, (98, 99, 8)):
+        one = admit(0, prompt)
+        one = structs.replace(one, token_ids=pack(known), banned=(*banned, sequence))
+        state, table = Edited(1), RequestTable(1)
+        table.put(one)
+        admitted, fields, edits = table.changes()
+        state.apply(Delta(admitted=admitted, fields=fields, edits=edits))
+        left = state.logits(np.zeros((1, 120), np.float32), [0], [len(known)])[0]
+        assert np.flatnonzero(left).tolist() == [sequence[-1]]
 
 
 @settings(max_examples=100, deadline=None)

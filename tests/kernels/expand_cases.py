@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 from allpairspy import AllPairs
@@ -12,7 +13,15 @@ from kernels.expand_reference import expand_reference
 from kernels.triton_cases import DEVICE, randn
 from pipeinfer.kernels import by_triton, host
 from pipeinfer.kernels import expand as module
-from pipeinfer.kernels.tables import NOBODY, BySlot, EditsBySlot, Expanded, Rows
+from pipeinfer.kernels.tables import (
+    BAN_HEAD,
+    NOBODY,
+    BansBySlot,
+    BySlot,
+    EditsBySlot,
+    Expanded,
+    Rows,
+)
 
 FULL = -7  # what lies in the buffers before, to see what was written
 WIDE, NARROW = 2, 3
@@ -138,20 +147,75 @@ def test_edits_change_the_logits_of_their_slots_rows_alone(kernels, dtype, added
     ids = torch.stack([torch.randperm(1000, generator=choose)[:most] for _ in range(slots)])
     values = 9 * torch.randn(slots, most, generator=choose)
     until = torch.randint(0, 200, (slots, most), generator=choose)
-    counts = [0, 300, 7, 129, 0]
+    counts = [0, 300, -7, 129, 0]
     words = torch.stack((ids.int(), values.view(torch.int32), until.int())).to(DEVICE)
     rows, positions = [3, 1, 0, 2], [100, 50, 100, 2**33]
     expected = logits.cpu().clone()
     for row, (slot, position) in enumerate(zip(rows, positions, strict=True)):
-        for at in range(counts[slot]):
+        if counts[slot] < 0:
+            expected[row] = float("-inf")
+        for at in range(abs(counts[slot])):
             column = int(ids[slot, at]) - first_id
             if 0 <= column < vocabulary:
-                expected[row, column] += values[slot, at] * added
+                expected[row, column] = logits[row, column] + values[slot, at] * added
                 if position < int(until[slot, at]):
                     expected[row, column] = float("-inf")
     where = [torch.tensor(part, device=DEVICE) for part in (rows, positions)]
-    kernels.edit(logits, *where, EditsBySlot(ints(counts), words), first_id, added)
+    none = BansBySlot(
+        ints([[0] * 30] * slots), 4, 8, torch.zeros(slots, dtype=torch.int64, device=DEVICE)
+    )
+    kernels.edit(logits, *where, EditsBySlot(ints(counts), words, none), first_id, added)
     assert torch.equal(logits.cpu(), expected)
+
+
+@each_set
+@pytest.mark.parametrize("first_id", [0, 3])
+@pytest.mark.parametrize("many", [1, 5])
+def test_what_would_complete_a_banned_sequence_is_impossible(kernels, first_id, many):
+    """Against the text of the rule, for outputs of two ids, with many sequences of each length."""
+    recent, room, begin = 4, 8, 5
+    choose = np.random.default_rng(many)
+    last = torch.zeros(many, dtype=torch.int64, device=DEVICE)
+    bans = BansBySlot(
+        torch.zeros(many, BAN_HEAD + recent + room + 1 + 40, dtype=torch.int32, device=DEVICE),
+        recent, room, last,
+    )  # fmt: skip
+    empty = torch.zeros(3, many, 1, dtype=torch.int32, device=DEVICE)
+    edits = EditsBySlot(torch.zeros(many, dtype=torch.int32, device=DEVICE), empty, bans)
+    spelled = [
+        [choose.integers(0, 2, choose.integers(2, 5)).tolist() for _ in range(choose.integers(9))]
+        for _ in range(many)
+    ]
+    # The first output is known when the request comes.
+    outputs = [choose.integers(0, 2, 1).tolist() for _ in range(many)]
+    for slot, sequences in enumerate(spelled):
+        ends = np.cumsum([0, *map(len, sequences)])
+        head = [len(sequences), begin, begin + 1, max(map(len, sequences), default=0)]
+        words = np.zeros(bans.words.shape[1], np.int32)
+        words[:BAN_HEAD], words[BAN_HEAD + begin % recent] = head, outputs[slot][0]
+        words[BAN_HEAD + recent :][: len(ends)] = ends
+        listed = [token for sequence in sequences for token in sequence]
+        words[BAN_HEAD + recent + room + 1 :][: ends[-1]] = listed
+        bans.words[slot] = torch.from_numpy(words)
+    for position in range(begin + 1, begin + 12):
+        slots = choose.permutation(many)
+        logits = randn(position, many, 6)
+        expected = logits.cpu().clone()
+        for row, slot in enumerate(slots.tolist()):
+            for *before, token in spelled[slot]:
+                same = outputs[slot][-len(before) :] == before
+                if same and 0 <= token - first_id < 6:
+                    expected[row, token - first_id] = float("-inf")
+        where = [torch.tensor(part, device=DEVICE) for part in (slots, [position] * many)]
+        first = logits.clone()
+        kernels.edit(first, *where, edits, first_id, False)
+        assert torch.equal(first.cpu(), expected)
+        last[:] = 7  # a graph has sampled already, when values are added behind it
+        kernels.edit(logits, *where, edits, first_id, True)
+        assert torch.equal(logits.cpu(), expected)
+        for slot in range(many):
+            outputs[slot].append(int(choose.integers(0, 2)))
+            last[slot] = outputs[slot][-1]
 
 
 @each_set

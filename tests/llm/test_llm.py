@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeinfer import LLM, SamplingParams
+from pipeinfer import LLM, SamplingParams, StructuredOutputsParams
 from pipeinfer.demo import demo_path
 from pipeinfer.json_values import JsonObject
 from pipeinfer.llm import RequestError
@@ -297,3 +297,21 @@ def settled(llm: LLM, prompt_tokens: float) -> dict[str, float]:
         assert time.monotonic() < end, told
         time.sleep(0.05)
     return told
+
+
+def test_outputs_of_a_given_form(llm: LLM) -> None:
+    schema: Any = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99}}}
+    schema |= {"required": ["n"], "additionalProperties": False}
+    forms = [
+        StructuredOutputsParams(json=schema),
+        StructuredOutputsParams(choice=["left", "right"]),  # type: ignore[arg-type]
+        StructuredOutputsParams(regex="[ab]{3}"),
+    ]
+    params = [SamplingParams(max_tokens=60, structured_outputs=one, seed=1) for one in forms]
+    texts = [r.outputs[0].text for r in llm.generate(["What?"] * 3, params, use_tqdm=False)]
+    assert msgspec.json.decode(texts[0])["n"] <= 99
+    assert texts[1] in ("left", "right")
+    assert len(texts[2]) == 3 and set(texts[2]) <= set("ab")
+    with pytest.raises(RequestError, match="unclosed group"):
+        bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="(a"))
+        llm.generate("What?", bad, use_tqdm=False)

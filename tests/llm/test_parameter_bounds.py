@@ -61,6 +61,13 @@ def test_what_is_no_finite_number_is_refused(name: str, value: float) -> None:
         ("logit_bias", {7: "much"}),
         ("logit_bias", [7]),
         ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+        ("allowed_token_ids", ()),
+        ("allowed_token_ids", (-1,)),
+        ("allowed_token_ids", (2**31,)),
+        ("allowed_token_ids", tuple(range(1025))),
+        ("bad_words", ("a", " ")),
+        ("bad_words", ("x" * 65,)),
+        ("bad_words", tuple(map(str, range(129)))),
     ],
 )
 def test_a_caller_of_llm_is_told_which_parameter_is_out_of_bounds(name: str, value: Any) -> None:

@@ -226,6 +226,61 @@ def test_penalties_and_biases_give_the_tokens_of_transformers_also_after_a_preem
     assert cores.scheduler.counts["preemptions"] > 3 or policy == "mixed"
 
 
+def restricted(logits: np.ndarray, output: list[int], allowed, banned) -> np.ndarray:
+    """`logits` [vocab] with what these two forbid behind `output` made impossible."""
+    left = np.full_like(logits, -np.inf)
+    where = slice(None) if allowed is None else list(allowed)
+    left[where] = logits[where]
+    for *before, token in banned:
+        if output[len(output) - len(before) :] == before and len(before) <= len(output):
+            left[token] = -np.inf
+    return left
+
+
+@pytest.mark.parametrize("policy", ["mixed", "cores:Nuisance"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_allowed_ids_and_banned_sequences_hold_in_every_step(references, policy, depth):
+    """By the rule, over the logits that transformers gives for what was said, also where a request
+    comes back with outputs; the prompt is no output."""
+    known = references("Qwen3ForCausalLM")
+    model = load_reference(known["folder"])
+    reference = known["mixed"][0]
+    prompt, free = reference.prompt, reference.ids
+    one, pair, three, late = [tuple(free[a:b]) for a, b in ((0, 1), (3, 5), (8, 11), (20, 40))]
+    across = (prompt[-1], free[0])  # not banned: its first token is the prompt's
+    few = tuple(sorted({*free[::2], 3, 4, 5}))
+    kinds = {
+        "few": (few, ()), "single": (None, (one,)), "pair": (None, (pair,)),
+        "all": (None, (one, pair, three, late, across)), "late": (None, (late, three, across)),
+        "both": (few, tuple((a, b) for a in few[:9] for b in few[:9] if b != 3)),
+    }  # fmt: skip
+    cores = Cores(known["folder"], settings(16, "radix", depth), policy=policy)
+    for name, (allowed, banned) in kinds.items():
+        for temperature in (0.0, 1.5):
+            params = SamplingParams(
+                temperature=temperature, max_tokens=48, ignore_eos=True, allowed_token_ids=allowed,
+                logit_bias={few[0]: 4.0, 250: 100.0} if name == "both" else {},
+            )  # fmt: skip
+            cores.submit(f"{name}{temperature}", prompt, params, seed=3, banned=banned)
+    cores.submit("free", prompt, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))
+    cores.run()
+    assert cores.outputs["free"] == free[:48]
+    for name, (allowed, banned) in kinds.items():
+        for temperature in (0.0, 1.5):
+            said = cores.outputs[f"{name}{temperature}"]
+            assert len(said) == 48
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
+            for at, row in enumerate(logits.numpy()):
+                row = row.copy()
+                row[[few[0], 250]] += (name == "both") * np.array([4, 100], np.float32)
+                left = restricted(row, said[:at], allowed, banned)
+                assert np.isfinite(left[said[at]])
+                assert temperature or left[said[at]] > left.max() - TOLERANCE
+        assert cores.outputs[f"{name}0.0"] != free[:48]
+    assert cores.scheduler.counts["preemptions"] > 3 or policy == "mixed"
+
+
 def test_min_tokens_holds_back_the_stop_token(references):
     known = references("Qwen3ForCausalLM")
     reference = known["mixed"][-1]

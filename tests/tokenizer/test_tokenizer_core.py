@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from tokenizer_folders import CHATML, write_json
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from pipeinfer.core import Send
@@ -142,6 +143,51 @@ def test_ids_outside_the_vocabulary_are_refused(core: TokenizerCore, token: int)
             assert (refusal.status, refusal.param) == (400, param)
             assert str(token) in refusal.message
     assert ids(work(core, submit(prompt_ids=pack([0, 263])))) == [0, 263]
+
+
+BAD = ["cat", "dog house"]
+A, B = 64, 65  # the ids of these letters
+
+
+def test_bad_words_are_spelled_at_the_beginning_and_behind_a_space(checkpoint: Make) -> None:
+    folder = checkpoint()
+    core = make_core(folder, Settings())
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    banned = work(core, submit(text="a", params={"bad_words": ("cat", " cat", "dog house")})).banned
+    spelled = [tokenizer.encode(word, add_special_tokens=False).ids for word in BAD]
+    # Of these bytes a leading space is a token by itself, so that " cat" ends with "cat".
+    assert [list(ids) for ids in banned] == spelled
+    assert work(core, submit(text="a")).banned == ()
+    event = submit(text="a", choices=(0, 1), params={"bad_words": ("cat",)})
+    sent = [send.message for send in core.handle(event, 0.0) if isinstance(send.message, Work)]
+    assert [one.banned for one in sent] == [(tuple(spelled[0]),)] * 2
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"allowed_token_ids": (1, 264)}, "allowed_token_ids"),
+        ({"allowed_token_ids": (A,), "bad_words": ("a",)}, "bad_words"),
+        ({"allowed_token_ids": (257,), "min_tokens": 1}, "min_tokens"),
+        ({"allowed_token_ids": (A, B), "min_tokens": 1, "stop_token_ids": (A, B)}, "min_tokens"),
+        (
+            {"allowed_token_ids": (A, B), "min_tokens": 1, "stop_token_ids": (A,),
+             "bad_words": ("b",)},
+            "min_tokens",
+        ),
+        ({"bad_words": ("x" * 65,)}, "bad_words"),
+        ({"bad_words": tuple(f"{'y' * 50}{n}" for n in range(50))}, "bad_words"),
+    ],
+)  # fmt: skip
+def test_what_leaves_nothing_to_sample_is_refused(core: TokenizerCore, params, param) -> None:
+    refusal = refused(core, submit(text="a", params=params))
+    assert (refusal.status, refusal.param) == (400, param)
+
+
+def test_ends_may_be_the_only_ids_that_are_allowed(core: TokenizerCore) -> None:
+    some = {"allowed_token_ids": (97, 257), "min_tokens": 1}
+    assert work(core, submit(text="a", params=some)).params.allowed_token_ids == (97, 257)
+    assert work(core, submit(text="a", params={"allowed_token_ids": (257,)}))
 
 
 def test_an_empty_prompt_is_refused(core: TokenizerCore) -> None:

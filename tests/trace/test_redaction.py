@@ -150,9 +150,15 @@ def test_ids_that_a_request_names_are_renamed_like_its_tokens(recorded):
     model = recorded["scheduler"].header.settings["model"]
     how = redactor(KEY, "scheduler", model)
     params = SamplingParams(
-        stop_token_ids=(40, 50), stop=("secret",), seed=3, logit_bias={40: 1.0, 50: -2.0}
+        stop_token_ids=(40, 50), stop=("secret",), seed=3, logit_bias={40: 1.0, 50: -2.0},
+        allowed_token_ids=(40, 50), bad_words=("secret",),
+    )  # fmt: skip
+    work = how.message(
+        Work("r", 1, 0, 0, pack([40, 41]), params, 3, (0,), cache_salt="tenant", banned=((41, 40),))
     )
-    work = how.message(Work("r", 1, 0, 0, pack([40, 41]), params, 3, (0,), cache_salt="tenant"))
+    assert work.params.allowed_token_ids == (how.names.one(40), how.names.one(50))
+    assert work.banned == ((how.names.one(41), how.names.one(40)),)
+    assert how.message(Work("r", 1, 0, 0, b"", SamplingParams(), 3)).params == SamplingParams()
     assert work.params.stop_token_ids == (how.names.one(40), how.names.one(50))
     assert work.params.logit_bias == {how.names.one(40): 1.0, how.names.one(50): -2.0}
     assert unpack(work.prompt_ids)[0] == how.names.one(40) != 40

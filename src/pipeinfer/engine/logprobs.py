@@ -34,39 +34,66 @@ def log_probs(
     Sums are float32. Of equal logits the lowest id is the likeliest.
     """
     logits = logits.float()
-    keys = _keys(logits, first_id)
-    own = _of(keys, ids - first_id)
-    best = keys.topk(min(most, keys.shape[1]), dim=1).values
+    own = _own(logits, ids, first_id)
+    best = _best(logits, most, first_id)
     missing = best.new_full((len(best), most - best.shape[1]), NO_KEY)
     total = logits.logsumexp(1).view(torch.int32).long()
     every = collect(torch.cat((total[:, None], own[:, None], best, missing), dim=1))
     total = every[:, :, 0].int().view(torch.float32).logsumexp(0)
     own = every[:, :, 1].amax(0)
     best = every[:, :, 2:].movedim(0, 1).flatten(1).topk(most, dim=1).values
-    above = collect((keys > own[:, None]).sum(1)).sum(0)
+    above = collect(_above(logits, own, first_id)).sum(0)
     found, theirs = _read(torch.cat((own[:, None], best), dim=1))
     theirs = (theirs - total[:, None]).view(torch.int32)
     return torch.cat((theirs[:, :1], above[:, None].int() + 1, found[:, 1:], theirs[:, 1:]), dim=1)
 
 
-def _keys(logits: torch.Tensor, first_id: int) -> torch.Tensor:
-    """int64 [N, share]: they order ids as logits do, and equal ones by id. No two are equal.
+def _keys(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """int64, as many: they order `ids` as their float32 logits do, and equal ones by id. No two are
+    equal. To be made of few ids: a whole vocabulary's take longer than all else here.
 
     A float's bits, read as an integer, order positive floats; the bits below the sign of a negative
     one are turned round.
     """
     bits = (logits + 0.0).view(torch.int32)  # there is one zero
     ordered = torch.where(bits < 0, bits ^ HIGHEST_ID, bits).long()
-    ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
     return (ordered << 32) | (HIGHEST_ID - ids)
 
 
-def _of(keys: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """int64 [N]: the key in each row's column, where this rank has that column."""
-    if not keys.shape[1]:
+def _own(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Tensor:
+    """int64 [N]: the key of each row's id, where this rank has it."""
+    columns = ids - first_id
+    if not logits.shape[1]:
         return torch.full_like(columns, NO_KEY)
-    held = (columns >= 0) & (columns < keys.shape[1])
-    return torch.where(held, keys.gather(1, torch.where(held, columns, 0)[:, None])[:, 0], NO_KEY)
+    held = (columns >= 0) & (columns < logits.shape[1])
+    mine = logits.gather(1, torch.where(held, columns, 0)[:, None])[:, 0]
+    return torch.where(held, _keys(mine, ids), NO_KEY)
+
+
+def _best(logits: torch.Tensor, most: int, first_id: int) -> torch.Tensor:
+    """int64 [N, most], or as many as there are: the greatest keys, falling."""
+    share = logits.shape[1]
+    most = min(most, share)
+    if not most:
+        return logits.new_empty((len(logits), 0), dtype=torch.int64)
+    values, columns = logits.topk(most, dim=1)
+    least = values[:, -1:]
+    # Of those that equal the least of them it took any; these are the lowest, in their order.
+    falling = torch.arange(share, 0, -1, dtype=torch.int32, device=logits.device)
+    lowest = torch.where(logits == least, falling, 0).topk(most, dim=1).values
+    above = values > least
+    at = torch.arange(most, device=logits.device) - above.sum(1, keepdim=True)
+    lowest = share - lowest.gather(1, at.clamp(min=0)).clamp(min=1)  # none equals a NaN
+    columns = torch.where(above, columns, lowest)
+    return _keys(values, first_id + columns).sort(dim=1, descending=True).values
+
+
+def _above(logits: torch.Tensor, own: torch.Tensor, first_id: int) -> torch.Tensor:
+    """int64 [N]: how many of this rank's ids have greater keys than `own` [N]."""
+    ids, values = _read(own[:, None])
+    here = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
+    lower = (logits == values).logical_and_(here < ids)
+    return lower.logical_or_(logits > values).sum(1)
 
 
 def _read(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

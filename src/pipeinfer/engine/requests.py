@@ -12,11 +12,25 @@ import numpy as np
 from pipeinfer.engine.fields import FIELDS, filled
 from pipeinfer.messages import Admit
 from pipeinfer.packing import unpack
-from pipeinfer.params import MOST_BIASES, MOST_STOP_TOKENS, StructuredOutputs
-from pipeinfer.steps.step import Constrained, Edits, LogprobRows, MaskRows, PenaltyRows, Said
+from pipeinfer.params import (
+    LONGEST_BAD,
+    MOST_BAD_WORDS,
+    MOST_BIASES,
+    MOST_STOP_TOKENS,
+    StructuredOutputs,
+)
+from pipeinfer.steps.step import (
+    Bans,
+    Constrained,
+    Edits,
+    LogprobRows,
+    MaskRows,
+    PenaltyRows,
+    Said,
+)
 
 # Of one request: those that it names, and a model's own ends.
-MOST_EDITS = MOST_STOP_TOKENS + MOST_BIASES + 256
+MOST_EDITS = MOST_STOP_TOKENS + MOST_BIASES + 2 * MOST_BAD_WORDS + 256
 LAST_POSITION = 2**31 - 1
 NOT_ASKED = -1  # in place of a number of alternatives
 TAIL = 4  # of a prompt's ids, in which templates end what a model thinks where it is not to think
@@ -46,9 +60,10 @@ class RequestTable:
             self._fields[field.name][slot] = field.of(admit)
         self._edits.pop(slot, None)
         self._until[slot] = 0
-        if admit.suppress or params.logit_bias:
+        limited = params.allowed_token_ids is not None or admit.banned
+        if limited or admit.suppress or params.logit_bias:
             self._edits[slot] = edits = edits_of(admit)
-            self._until[slot] = edits.until.max()
+            self._until[slot] = LAST_POSITION if limited else edits.until.max()
         factors = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self._penalized[slot] = factors != NO_PENALTIES
         if self._penalized[slot]:
@@ -129,14 +144,35 @@ def constrained(admit: Admit, spec: StructuredOutputs) -> Constrained:
 
 
 def edits_of(admit: Admit) -> Edits:
-    """What a request suppresses, and what it makes more or less likely; some ids may be both.
+    """What a request must not sample, what it suppresses, and what it makes more or less likely;
+    some ids may be all of that. Where it names all that are allowed, only these are left.
 
     Outputs are counted from the prompt's end, not from the admission: a request that was preempted
     comes back with outputs among its known tokens.
     """
-    suppressed = dict.fromkeys(admit.suppress, 0.0)
-    biases = suppressed | admit.params.logit_bias  # those that are suppressed come first
-    until = np.zeros(len(biases), dtype=np.int32)
-    until[: len(suppressed)] = min(admit.prompt_len + admit.params.min_tokens, LAST_POSITION)
-    ids = np.fromiter(biases, dtype=np.int32)
-    return Edits(admit.slot, ids, np.fromiter(biases.values(), dtype=np.float32), until)
+    params, allowed = admit.params, admit.params.allowed_token_ids
+    never = dict.fromkeys([ids[0] for ids in admit.banned if len(ids) == 1], 0.0)
+    held = never | dict.fromkeys(admit.suppress, 0.0)  # those that are not sampled come first
+    values = held | params.logit_bias
+    if allowed is not None:
+        some = frozenset(allowed)
+        never, held = ({t: 0.0 for t in named if t in some} for named in (never, held))
+        values = {token: params.logit_bias.get(token, 0.0) for token in (*held, *allowed)}
+    until = np.zeros(len(values), dtype=np.int32)
+    until[: len(held)] = min(admit.prompt_len + params.min_tokens, LAST_POSITION)
+    until[: len(never)] = LAST_POSITION
+    ids = np.fromiter(values, dtype=np.int32)
+    added = np.fromiter(values.values(), dtype=np.float32)
+    return Edits(admit.slot, ids, added, until, allowed is not None, _bans(admit))
+
+
+def _bans(admit: Admit) -> Bans | None:
+    """Of more than one id each."""
+    longer = [ids for ids in admit.banned if len(ids) > 1]
+    if not longer:
+        return None
+    known = unpack(admit.token_ids)
+    ends = np.cumsum([len(ids) for ids in longer], dtype=np.int32)
+    ids = np.concatenate([np.array(ids, dtype=np.int32) for ids in longer])
+    recent = known[admit.prompt_len :][-LONGEST_BAD:]
+    return Bans(ends, ids, admit.prompt_len, len(known), recent)

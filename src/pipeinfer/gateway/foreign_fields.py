@@ -39,8 +39,6 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "early_stopping": (False,),
     "guided_whitespace_pattern": (),
     "structural_tag": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "logits_processors": ([],),
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),

@@ -36,9 +36,6 @@ def form(request: Generation) -> StructuredOutputs | None:
         check(spec)
     except GrammarError as error:
         raise ApiError(400, f"{name}: {error}", name, "invalid_value") from None
-    if request.min_tokens:
-        message = f"min_tokens is not allowed with {name}, which says itself when an answer ends"
-        raise ApiError(400, message, "min_tokens", "invalid_value")
     return spec
 
 

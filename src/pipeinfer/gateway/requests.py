@@ -48,6 +48,8 @@ PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a li
     "stop",
     "stop_token_ids",
     "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
     "prompt_logprobs",
     "ignore_eos",
     "skip_special_tokens",

@@ -43,8 +43,9 @@ class Kernels(Protocol):
     ) -> None:  # fmt: skip
         """Changes logits [S, ids], those from `first_id` on, in place; slots, positions int64 [S].
 
-        values: also add what edits add, to logits of float32. In fewer bits, ids that were raised
-        as much as each other would be equal: near 100, bfloat16 counts in halves.
+        First, unless `values`, the last token of slots with bans joins their recent ids, if it was
+        sampled there. values: also add what edits add, to logits of float32. In fewer bits, ids
+        that were raised as much as each other would be equal: near 100, bfloat16 counts in halves.
         """
         ...
 

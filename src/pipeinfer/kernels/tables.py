@@ -46,15 +46,37 @@ class BySlot:
     narrow: int
 
 
+# In front of a slot's words in BansBySlot: how many sequences there are, where the output begins,
+# how many tokens were known when its request was admitted, and the ids of the longest sequence.
+BAN_HEAD = 4
+
+
+@dataclass(frozen=True)
+class BansBySlot:
+    """Sequences of ids that a slot's output must not have. words: int32 [slots, n], in each
+
+    | BAN_HEAD | recent ids | 0, ends of sequences | ids, sequence after sequence |
+
+    recent: how many of the output's last ids are kept, a power of two; the one at position p is at
+    p % recent. sequences: as many have room. last_token: int64 [slots], as BySlot's.
+    """
+
+    words: torch.Tensor
+    recent: int
+    sequences: int
+    last_token: torch.Tensor
+
+
 @dataclass(frozen=True)
 class EditsBySlot:
-    """int32. counts: [slots], how many edits a slot has. words: [3, slots, most]: ids, which differ
-    in a slot; the bits of the float32 that is added to the id's logit; and the position before
-    which the id is not sampled.
+    """int32. counts: [slots], how many edits a slot has; below 0, as many as it would be above, and
+    no other id is sampled. words: [3, slots, most]: ids, which differ in a slot; the bits of the
+    float32 that is added to the id's logit; and the position before which the id is not sampled.
     """
 
     counts: torch.Tensor
     words: torch.Tensor
+    bans: BansBySlot
 
 
 @dataclass(frozen=True)

@@ -117,4 +117,5 @@ class Slots:
             suppress=suppress,
             cache_salt=work.cache_salt,
             score_from=request.score_from,
+            banned=work.banned,
         )

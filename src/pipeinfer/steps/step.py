@@ -93,17 +93,36 @@ class ScoredChunk:
 
 
 @dataclass(frozen=True)
+class Bans:
+    """Sequences of two and more ids that an output must not have: the last id of one is not sampled
+    where the others are the output's last ones.
+
+    ends: int32 [n], where each of the n sequences ends in `ids` int32, one after the other. begin:
+    the position at which the output begins. known: so many tokens of prompt and output are known;
+    `recent` int32 are the last of these outputs.
+    """
+
+    ends: np.ndarray
+    ids: np.ndarray
+    begin: int
+    known: int
+    recent: np.ndarray
+
+
+@dataclass(frozen=True)
 class Edits:
     """What the request in `slot` changes of single logits: of `ids` int32 [n], all different.
 
     until: int32 [n], the id is not sampled at positions before that one; from there on its logit is
-    `values` float32 [n] higher.
+    `values` float32 [n] higher. only: no other id is sampled.
     """
 
     slot: int
     ids: np.ndarray
     values: np.ndarray
     until: np.ndarray
+    only: bool = False
+    bans: Bans | None = None
 
 
 _NONE = np.empty(0, dtype=np.int32)

@@ -284,6 +284,7 @@ class TokenizerCore:
             timeout=event.timeout,
             cache_salt=event.cache_salt,
             trace=event.trace,
+            banned=self._encoder.banned(event.params),
         )
 
     def _on_unsent(self, event: Unsent, _now: float) -> list[Send]:

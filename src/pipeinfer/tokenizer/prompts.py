@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from pipeinfer.messages import Submit
 from pipeinfer.packing import unpack
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, SamplingParams
 from pipeinfer.tokenizer.bounds import cover
 from pipeinfer.tokenizer.client_strings import weight
 from pipeinfer.tokenizer.control_texts import ControlTexts, NoMarks, Rendered
@@ -52,6 +52,7 @@ class PromptEncoder:
         self._max_model_len = max_model_len
         self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
         self._alone = alone
+        self._spelled: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (), ()  # the last
         self._cover = None if tokenizer is None else cover(tokenizer)
         self._stand_ins = None if tokenizer is None else StandIns(tokenizer)
         texts = () if tokenizer is None or control_tokens else special_texts(tokenizer)
@@ -89,6 +90,33 @@ class PromptEncoder:
         self._check_vocabulary(ids, param)
         self._check_length(len(ids), submit.params, param)
         return ids
+
+    def banned(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """How the bad words are spelled, each at the beginning of a text and behind a space. A
+        spelling that ends with another one is left out: what completes it completes the other.
+
+        Raises Rejected.
+        """
+        if self._spelled[0] != params.bad_words:
+            self._spelled = params.bad_words, self._spell(params.bad_words)
+        return self._spelled[1]
+
+    def _spell(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        spelled: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip()
+            for text in (bare, f" {bare}"):
+                spelled[tuple(self._tokenize(text, False, "bad_words").tolist())] = None
+        spelled.pop((), None)
+        ids = [s for s in spelled if not any(s[at:] in spelled for at in range(1, len(s)))]
+        longest = max(map(len, ids), default=0)
+        if longest > LONGEST_BAD:
+            raise Rejected(f"at most {LONGEST_BAD} tokens a bad word, not {longest}", "bad_words")
+        total = sum(map(len, ids))
+        if total > MOST_BAD_IDS:
+            message = f"bad_words must have at most {MOST_BAD_IDS} tokens in all, not {total}"
+            raise Rejected(message, "bad_words")
+        return tuple(ids)
 
     def text(self, ids: np.ndarray, params: SamplingParams) -> str:
         """What these ids say; nothing where there is no tokenizer."""
@@ -149,18 +177,27 @@ class PromptEncoder:
             raise self._unknown_token(int(wrong[0]), param)
 
     def _check_named(self, params: SamplingParams) -> None:
-        for param in ("stop_token_ids", "logit_bias"):
-            for token in getattr(params, param):
+        for param in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            for token in getattr(params, param) or ():
                 if not 0 <= token < self._vocab_size:
                     raise self._unknown_token(token, param)
+        banned = frozenset(ids[0] for ids in self.banned(params) if len(ids) == 1)
+        if params.allowed_token_ids is None:
+            allowed, all_there_are = None, f"all {self._vocab_size} tokens of the vocabulary"
+        else:
+            allowed, all_there_are = frozenset(params.allowed_token_ids), "all allowed_token_ids"
+        left = self._vocab_size - len(banned) if allowed is None else len(allowed - banned)
+        if not left:
+            raise Rejected(f"{all_there_are} are bad_words, so that none is left", "bad_words")
         if params.min_tokens > 0:
             ends = frozenset(params.stop_token_ids)
             if not params.ignore_eos:
                 ends |= self._eos_ids
-            if len(ends) >= self._vocab_size:
+            ends -= banned
+            if len(ends if allowed is None else ends & allowed) >= left:
                 raise Rejected(
-                    f"min_tokens is {params.min_tokens}, but all {self._vocab_size} tokens of the "
-                    "vocabulary end the answer, so that none is left to begin it with",
+                    f"min_tokens is {params.min_tokens}, but {all_there_are} end the answer, so "
+                    "that none is left to begin it with",
                     "min_tokens",
                 )
 

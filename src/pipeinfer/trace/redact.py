@@ -25,14 +25,16 @@ FIELDS: dict[str, dict[str, str]] = {
                "template_arguments": "dict", "cache_salt": "salt"},
     "Call": {"params": "params", "text": "text", "prompt_ids": "ids", "chat": "list",
              "template_arguments": "dict", "cache_salt": "salt"},
-    "Work": {"params": "params", "prompt_ids": "ids", "eos_ids": "some", "cache_salt": "salt"},
+    "Work": {"params": "params", "prompt_ids": "ids", "eos_ids": "some", "cache_salt": "salt",
+             "banned": "each some"},
     "Plan": {"releases": "nested", "admits": "nested"},
     "Prepare": {"spec": "struct"},
     "Compile": {"spec": "struct"},
     "StructuredOutputs": {"json": "salt", "regex": "salt", "grammar": "salt", "choice": "salts",
                           "after": "salt"},
     "Release": {"output_ids": "ids"},
-    "Admit": {"params": "params", "token_ids": "ids", "suppress": "sorted", "cache_salt": "salt"},
+    "Admit": {"params": "params", "token_ids": "ids", "suppress": "sorted", "cache_salt": "salt",
+              "banned": "each some"},
     "PromptScores": {"logprobs": "zeros"},
     "Result": {"token_ids": "ids", "logprobs": "zeros"},
     "StepDone": {"token_ids": "ids", "logprobs": "zeros", "prompts": "all zeros"},
@@ -78,6 +80,7 @@ class Redactor:
             "ids": names.ids,
             "one": lambda value: names.one(value) if isinstance(value, int) else "",
             "some": lambda ids: tuple(names.one(token) for token in ids),
+            "each some": lambda each: tuple(tuple(map(names.one, ids)) for ids in each),
             "sorted": lambda ids: tuple(sorted(names.one(token) for token in ids)),
             "params": self._params,
             "salt": self._salt,
@@ -133,6 +136,9 @@ class Redactor:
             stop_token_ids=tuple(self.names.one(token) for token in params.stop_token_ids),
             structured_outputs=None if spec is None else self.message(spec),
             logit_bias={self.names.one(token): bias for token, bias in params.logit_bias.items()},
+            allowed_token_ids=params.allowed_token_ids
+            and tuple(self.names.one(token) for token in params.allowed_token_ids),
+            bad_words=tuple(f"[{number}]" for number in range(len(params.bad_words))),
         )
 
     def _salt(self, salt: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from pipeinfer.kernels.host.bans import ban
 from pipeinfer.kernels.tables import NOBODY, NOWHERE, BySlot, EditsBySlot, Expanded, Rows
 
 
@@ -121,13 +122,20 @@ def edit(
     slot = slots.numpy()
     counts, words = edits.counts.numpy()[slot], edits.words.numpy()
     for row in np.flatnonzero(counts).tolist():
-        ids, bits, until = words[:, slot[row], : counts[row]]
+        ids, bits, until = words[:, slot[row], : abs(counts[row])]
         column = ids.astype(np.int64) - first_id
         held, never = (column >= 0) & (column < logits.shape[1]), until > int(positions[row])
+        there = torch.from_numpy(column[held])
+        left = logits[row, there]
         if values:
-            added = torch.from_numpy(bits.view(np.float32)[held])
-            logits[row, torch.from_numpy(column[held])] += added
+            left += torch.from_numpy(bits.view(np.float32)[held])
+        if counts[row] < 0:
+            logits[row] = float("-inf")
+        logits[row, there] = left
         logits[row, torch.from_numpy(column[held & never])] = float("-inf")
+    banned = edits.bans.words.numpy()[slot, 0]
+    for row in np.flatnonzero(banned).tolist():
+        ban(logits[row], int(slot[row]), int(positions[row]), edits.bans, first_id, not values)
 
 
 def mask(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, first_id: int = 0) -> None:
