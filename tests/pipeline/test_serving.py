@@ -128,6 +128,25 @@ def test_other_dialects_give_the_words_of_a_chat(server):
     assert count["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
+def test_log_probs_of_a_response_are_those_of_a_chat_in_streams_as_well(server):
+    question = copy_task(random.Random(15), 20)[0]
+    chat = ask(server, question, max_tokens=12, logprobs=True, top_logprobs=2)
+    expected = [(one.token, len(one.top_logprobs)) for one in chat.choices[0].logprobs.content]
+    body = {"model": "pipeinfer-demo", "temperature": 0, "max_output_tokens": 12, "input": question}
+    asked = {**body, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    made = client(server).responses.create(**asked)
+    [part] = made.output[0].content
+    assert [(one.token, len(one.top_logprobs)) for one in part.logprobs] == expected
+    events = list(client(server).responses.create(**asked, stream=True))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    tokens = [one.token for event in deltas for one in event.logprobs]
+    assert tokens == [token for token, _ in expected][: len(tokens)] and len(tokens) > 1
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    assert [one.token for one in done.logprobs] == tokens
+    plain = client(server).responses.create(**body)
+    assert plain.output[0].content[0].logprobs == [] and plain.output_text == made.output_text
+
+
 def test_seeded_sampling_repeats(server):
     def sampled(seed: int) -> str:
         answer = client(server).completions.create(
