@@ -75,6 +75,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     allowed_token_ids: no other id is sampled, not even one that ends the output; None allows all.
     bad_words: texts that the output must not have: the last token of each spelling, with a space
     before it and without, is not sampled where the others are the output's last ones.
+    truncate_prompt_tokens: so many of the prompt's last tokens are kept; -1: as many as leave room
+    for max_tokens, or for one; None keeps all.
     """
 
     temperature: float = 1.0
@@ -99,6 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     n: int = 1
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
+    truncate_prompt_tokens: int | None = None
 
 
 class InvalidParameter(ValueError):
@@ -130,6 +133,8 @@ def normalized(params: SamplingParams) -> SamplingParams:
     _check_penalties(params)
     _check_lengths(params)
     _check_stops(params)
+    if params.truncate_prompt_tokens not in (None, -1):
+        _check_within("truncate_prompt_tokens", params.truncate_prompt_tokens or 0, 1, MOST_INT)
     _check_biases(params.logit_bias)
     _check_allowed(params.allowed_token_ids)
     _check_words(params.bad_words)

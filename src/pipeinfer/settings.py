@@ -45,6 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     allowed_origins: str = ""
     chat_template: str = ""
     control_tokens_in_messages: bool = False
+    trust_request_chat_template: bool = False
     tool_parser: str = "auto"  # gateway/reading/registry.py
     reasoning_parser: str = "auto"
     grammar_backend: Literal["llguidance", "none"] = "llguidance"

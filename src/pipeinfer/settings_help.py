@@ -11,6 +11,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "served_model_name": ("NAME", "the model's id in /v1/models; default: MODEL"),
         "revision": ("REV", "branch, tag or commit of a hub id"),
         "chat_template": ("FILE", "a Jinja template, in place of the checkpoint's"),
+        "trust_request_chat_template": ("", "let chats bring a template of their own"),
         "control_tokens_in_messages": ("", "let messages spell control tokens, as vLLM does"),
         "tool_parser": ("NAME", "how calls of tools are read: a parser, none; auto: by template"),
         "grammar_backend": ("NAME", "what holds outputs to grammars, or none for nothing"),

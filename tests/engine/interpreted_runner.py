@@ -19,7 +19,7 @@ sys.path[:0] = [str(HERE), *(str(HERE.parent / name) for name in ("", "gpu", "pa
 import msgspec  # noqa: E402
 import torch  # noqa: E402
 from overlapped import GpuCores  # noqa: E402
-from runner_requests import good_ones, scores, submit_all  # noqa: E402
+from runner_requests import good_ones, masks_for, scores, submit_all  # noqa: E402
 
 from pipeinfer.attention.interface import Traits  # noqa: E402
 from pipeinfer.attention.paged import PagedKind  # noqa: E402
@@ -140,7 +140,8 @@ def served(folder: str, collectives=None, reads="hybrid", **changes) -> GpuCores
         model=folder, device="cpu", kv_pages=40, page_size=16, max_running=3, max_step_tokens=24,
         cuda_graph_max_batch=2, **changes,
     )  # fmt: skip
-    cores = GpuCores(Path(folder), settings, budget=24, collectives=collectives)
+    masks = masks_for(Path(folder))
+    cores = GpuCores(Path(folder), settings, budget=24, collectives=collectives, masks=masks)
     submit_all(cores, bad=True)
     cores.run()
     cores.loaded.runner.device.close()  # a thread that is amid something would not outlive us well

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
+from msgspec.structs import replace
 
+from grammars.vocabulary import KNOWN, SETUP
+from pipeinfer.engine.masks import Masks
+from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.logprobs import scores as scores_in
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import SamplingParams, StructuredOutputs
 
-LENGTHS = (3, 40, 9, 17)
+LENGTHS = (3, 40, 9, 17, 12)
 WANTED = 5
 
 
@@ -17,6 +24,16 @@ BANNED = tuple((a, b) for a in range(0, 250, 3) for b in (9, 17, 200))  # of a t
 SCORED = {0: 3, 3: 1}  # log-probs, of which requests and with how many alternatives
 POISON = 261  # of a checkpoint made so: logits of whoever has this token are NaN
 BAD = [POISON], [*range(20), POISON, 5], [7] * 25 + [POISON]
+
+
+FORMS = {4: StructuredOutputs(regex="[a-e]{2}-[0-9]+")}  # of which requests
+
+
+def masks_for(folder: Path) -> Masks:
+    """For a checkpoint with any weights: the demo model's tokenizer will do."""
+    width = json.loads((folder / "config.json").read_text())["vocab_size"]
+    known = [i for i in KNOWN if i < width]
+    return Masks(GrammarStore(lambda: replace(SETUP, width=width, known=tuple(known))), 1)
 
 
 def submit_all(cores, bad: bool = False) -> None:
@@ -29,6 +46,7 @@ def submit_all(cores, bad: bool = False) -> None:
             repetition_penalty=1.5 if index > 1 else 1.0, presence_penalty=0.5 * (index == 2),
             frequency_penalty=-0.3 * (index == 3), logit_bias=BIASES if index % 3 else {},
             logprobs=SCORED.get(index), allowed_token_ids=ALLOWED if index == 0 else None,
+            structured_outputs=FORMS.get(index),
         )  # fmt: skip
         prompt, banned = random.integers(0, 250, length).tolist(), BANNED if index == 2 else ()
         cores.submit(f"r{index}", prompt, params, seed=index, banned=banned)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from runner_requests import LENGTHS, POISON, SCORED, WANTED, scores, submit_all
+from runner_requests import LENGTHS, POISON, SCORED, WANTED, masks_for, scores, submit_all
 
 from pipeinfer.settings import Settings
 from pipeinfer.step_cost import StepCost
@@ -64,7 +64,8 @@ def on_the_cpu(folder):
     """The same requests on the CPU's own path."""
     from cores import Cores
 
-    cores = Cores(folder, Settings(kv_pages=40, page_size=16, max_running=3), budget=24)
+    settings = Settings(kv_pages=40, page_size=16, max_running=3)
+    cores = Cores(folder, settings, budget=24, masks=masks_for(folder))
     submit_all(cores)
     cores.run()
     return cores

@@ -87,6 +87,41 @@ def test_every_supported_parameter_reaches_the_call() -> None:
     assert call.add_special_tokens and call.chat == HELLO
 
 
+def test_fields_that_concern_the_template_are_given_to_it() -> None:
+    [call] = chat(
+        enable_thinking=True, reasoning_effort="high", documents=[{"title": "a"}],
+        chat_template="x", continue_final_message=True, add_generation_prompt=False,
+        chat_template_kwargs={"enable_thinking": False, "more": 1},
+    )  # fmt: skip
+    assert call.template_arguments == {
+        "enable_thinking": False, "reasoning_effort": "high", "documents": [{"title": "a"}],
+        "chat_template": "x", "continue_final_message": True, "add_generation_prompt": False,
+        "more": 1,
+    }  # fmt: skip
+    assert chat(continue_final_message=False)[0].template_arguments == {}
+    least = {"enable_thinking": False, "reasoning_effort": "none"}
+    assert chat(reasoning_effort="none")[0].template_arguments == least
+    asked = chat(reasoning_effort="none", enable_thinking=True)[0].template_arguments
+    assert asked == {"enable_thinking": True, "reasoning_effort": "none"}
+    assert refused(chat, documents=[{"a": 2**70}]).param in ("documents", "chat_template_kwargs")
+
+
+def test_max_new_tokens_is_another_name_of_max_tokens() -> None:
+    for make in (chat, completion):
+        assert make(max_new_tokens=5)[0].params.max_tokens == 5
+        assert make(max_new_tokens=5, max_tokens=6)[0].params.max_tokens == 6
+        assert refused(make, max_new_tokens=-1).param == "max_new_tokens"
+    assert chat(max_new_tokens=5, max_completion_tokens=7)[0].params.max_tokens == 7
+
+
+def test_the_end_of_a_prompt_may_be_all_that_is_wanted_of_it() -> None:
+    for make in (chat, completion):
+        for kept in (1, -1, 2**31 - 1):
+            assert make(truncate_prompt_tokens=kept)[0].params.truncate_prompt_tokens == kept
+        for wrong in (0, -2):
+            assert refused(make, truncate_prompt_tokens=wrong).param == "truncate_prompt_tokens"
+
+
 def test_max_tokens_defaults_to_all_that_fits_in_a_chat_and_16_otherwise() -> None:
     assert chat()[0].params.max_tokens is None
     assert chat(max_tokens=3)[0].params.max_tokens == 3
@@ -364,10 +399,11 @@ def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
 
 @pytest.mark.parametrize("name", [n for n in REFUSED if n != "top_logprobs"])
 def test_what_is_not_built_is_refused_by_name_but_its_neutral_value_passes(name: str) -> None:
+    make = completion if name in ChatRequest.__struct_fields__ else chat
     for neutral in (None, *REFUSED[name]):
-        assert chat(**{name: neutral})
+        assert make(**{name: neutral})
     for asked in (3, ["x" * 100] * 100, {"a": [1]}):
-        error = refused(chat, **{name: asked})
+        error = refused(make, **{name: asked})
         assert error.param == name and "not supported" in error.message
 
 

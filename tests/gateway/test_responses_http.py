@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,31 @@ async def test_a_refusal_before_the_first_token_is_a_plain_error(gateway: Gatewa
     with pytest.raises(openai.BadRequestError) as caught:
         await gateway.client().responses.create(model="test", input="refuse it", stream=True)
     assert caught.value.code == "length"
+
+
+@pytest.mark.parametrize("path", ["responses", "messages", "messages/count_tokens"])
+async def test_bounds_of_bodies_are_those_of_chats(gateway: Gateway, path: str) -> None:
+    deep = '{"input": "x", "max_tokens": 1, "messages": [], "metadata": ' + '{"a":' * 70
+    many = '{"input": "x", "metadata": {"a": [' + "0," * 100_000 + "0]}}"
+    async with httpx.AsyncClient() as client:
+        for body, word in ((deep + "1" + "}" * 71, "deeper"), (many, "more than 100000 values")):
+            answer = await client.post(f"{gateway.url}/v1/{path}", content=body)
+            assert answer.status_code == 400 and word in answer.json()["error"]["message"]
+    assert not gateway.pipeline.submits
+
+
+@pytest.mark.parametrize("path", ["responses", "messages"])
+async def test_a_client_that_leaves_ends_its_request(gateway: Gateway, path: str) -> None:
+    body = {"input": "pause it", "max_tokens": 9, "stream": True}
+    body["messages"] = [{"role": "user", "content": "pause it"}]
+    url = f"{gateway.url}/v1/{path}"
+    async with httpx.AsyncClient() as client, client.stream("POST", url, json=body) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if "pause" in line:
+                break
+    abort = await asyncio.wait_for(gateway.pipeline.aborts.get(), 30)
+    assert abort.request_id == gateway.pipeline.submits[-1].request_id
 
 
 @pytest.mark.parametrize(

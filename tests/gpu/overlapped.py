@@ -7,6 +7,7 @@ waited for. Import it as `import overlapped` with tests/gpu and tests/parity on 
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 
 from cores import Cores
 
@@ -41,9 +42,15 @@ class GpuCores(Cores):
         for step, _ in (item, *self._steps):
             if step.number not in self._launched:
                 self._launched[step.number] = runner.launch(step)
+            if step.masked is not None:
+                if step is not item[0]:
+                    break  # nothing is launched behind it before it is finished
+                self._launched[step.number].finish(partial(self.masks.fill, step))
         step, names = item
         launched = self._launched.pop(step.number)
         sampled, busy = launched.take(), launched.mark.busy
+        if self.masks is not None:
+            self.masks.take(step, sampled)
         self.busy += busy
         self.idle += launched.mark.idle
         self.steps += 1

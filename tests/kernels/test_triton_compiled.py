@@ -16,7 +16,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pipeinfer.attention.triton_decode import cut
-from pipeinfer.kernels import decode_attention, geglu, norm, store
+from pipeinfer.engine.slot_state import SEQUENCES
+from pipeinfer.kernels import decode_attention, edits, geglu, norm, store
+from pipeinfer.params import LONGEST_BAD
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HALF = "*bf16"
@@ -45,6 +47,19 @@ def test_norms(offset):
     types |= {"eps": "fp32", "x_stride": "i32", "partial_stride": "i32"}
     constants = {"SIZE": 640, "BLOCK": 1024, "PARTIALS": 1, "ADD": True, "EARLY": True}
     assert compiled(norm._norm, types, constants | {"OFFSET": offset}, num_warps=8).asm["ptx"]
+
+
+@pytest.mark.parametrize("values", [False, True])
+def test_edits(values):
+    types = dict.fromkeys(("slots", "positions", "last_token"), "*i64")
+    types |= dict.fromkeys(("counts", "words", "bans"), "*i32")
+    types |= dict.fromkeys(("slot_count", "most", "first_id", "width", "ban_words"), "i32")
+    types |= {"logits": "*fp32" if values else HALF, "stride": "i32"}
+    constants = {
+        "VALUES": values, "BLOCK": edits.BLOCK, "LISTED": edits.MOST_ALLOWED,
+        "FILLED": edits.FILLED, "RECENT": LONGEST_BAD, "SEQUENCES": SEQUENCES,
+    }  # fmt: skip
+    assert compiled(edits._edit, types, constants, num_warps=1).asm["ptx"]
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

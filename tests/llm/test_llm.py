@@ -57,6 +57,19 @@ def test_a_bias_concerns_its_own_prompt_alone(llm: LLM) -> None:
     assert plain.outputs == again.outputs and "x" not in plain.outputs[0].text
 
 
+def test_what_may_be_said_concerns_its_own_prompt_alone(llm: LLM) -> None:
+    few = SamplingParams(max_tokens=5, allowed_token_ids=[120, 121])
+    plain, some = llm.generate(["count"] * 2, [GREEDY, few], use_tqdm=False)
+    assert set(some.outputs[0].text) <= set("xy")
+    word = plain.outputs[0].text.strip()[:3]
+    other, again = llm.generate(
+        ["count"] * 2, [msgspec.structs.replace(GREEDY, bad_words=[word]), GREEDY], use_tqdm=False
+    )
+    assert word not in other.outputs[0].text and again.outputs == plain.outputs
+    [kept] = llm.generate("count", SamplingParams(truncate_prompt_tokens=3), use_tqdm=False)
+    assert kept.prompt_token_ids == plain.prompt_token_ids[-3:]
+
+
 def test_results_come_in_the_order_of_prompts_each_with_its_own_params(llm: LLM) -> None:
     lengths = [30, 1, 12, 2, 25, 7]
     prompts = [f"prompt number {i}" for i in range(len(lengths))]

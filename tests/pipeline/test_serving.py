@@ -128,6 +128,25 @@ def test_other_dialects_give_the_words_of_a_chat(server):
     assert count["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
+def test_log_probs_of_a_response_are_those_of_a_chat_in_streams_as_well(server):
+    question = copy_task(random.Random(15), 20)[0]
+    chat = ask(server, question, max_tokens=12, logprobs=True, top_logprobs=2)
+    expected = [(one.token, len(one.top_logprobs)) for one in chat.choices[0].logprobs.content]
+    body = {"model": "pipeinfer-demo", "temperature": 0, "max_output_tokens": 12, "input": question}
+    asked = {**body, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    made = client(server).responses.create(**asked)
+    [part] = made.output[0].content
+    assert [(one.token, len(one.top_logprobs)) for one in part.logprobs] == expected
+    events = list(client(server).responses.create(**asked, stream=True))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    tokens = [one.token for event in deltas for one in event.logprobs]
+    assert tokens == [token for token, _ in expected][: len(tokens)] and len(tokens) > 1
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    assert [one.token for one in done.logprobs] == tokens
+    plain = client(server).responses.create(**body)
+    assert plain.output[0].content[0].logprobs == [] and plain.output_text == made.output_text
+
+
 def test_seeded_sampling_repeats(server):
     def sampled(seed: int) -> str:
         answer = client(server).completions.create(
@@ -172,6 +191,81 @@ def test_biases_choose_and_ban_tokens(server):
         with pytest.raises(openai.BadRequestError) as raised:
             said(logit_bias=wrong)
         assert raised.value.body["param"] == "logit_bias"
+
+
+def test_allowed_ids_and_bad_words_choose_what_may_be_said(server):
+    def said(**more) -> str:
+        more = {"max_tokens": 12, "seed": 3, "n": 2} | more
+        answer = client(server).completions.create(
+            model="pipeinfer-demo", prompt="once upon", **more
+        )
+        first, second = answer.choices
+        assert more.get("temperature") or first.text == second.text
+        return first.text + second.text
+
+    usual = said(temperature=0)
+    for temperature in (0, 1.5):
+        few = said(temperature=temperature, extra_body={"allowed_token_ids": [120, 121]})
+        assert set(few) <= set("xy") and len(few) == 24, "no end of the model's is among them"
+    for length in (1, 2, 3, 5):
+        word = usual.lstrip()[:length]
+        body = {"bad_words": [word]}
+        assert word in usual and word not in said(temperature=0, extra_body=body)
+        assert word not in said(temperature=1, extra_body=body)
+    for wrong in ({"allowed_token_ids": [264]}, {"bad_words": [""]}):
+        with pytest.raises(openai.BadRequestError) as raised:
+            said(extra_body=wrong)
+        assert raised.value.body["param"] == next(iter(wrong))
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_ids_of_prompt_and_output_come_with_the_answer_and_with_its_chunks(server, chat):
+    def asked(**more):
+        more = {"model": "pipeinfer-demo", "max_tokens": 9, "temperature": 0} | more
+        kept = {"return_token_ids": True, "truncate_prompt_tokens": 12}
+        if chat:
+            messages = [{"role": "user", "content": "count from 3 to 12"}]
+            return client(server).chat.completions.create(
+                messages=messages, extra_body=kept, **more
+            )
+        return client(server).completions.create(prompt="once upon a time", extra_body=kept, **more)
+
+    whole = asked(n=2)
+    text = whole.choices[0].message.content if chat else whole.choices[0].text
+    assert whole.choices[0].token_ids == whole.choices[1].token_ids == list(text.encode())
+    prompt = whole.prompt_token_ids if chat else whole.choices[1].prompt_token_ids
+    assert len(prompt) == 12 and (chat or bytes(prompt) == b" upon a time"[-12:])
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = asked(stream=True, stream_options=options)
+    choices = [chunk.choices[0] for chunk in chunks]
+    texts = [(one.delta.content if chat else one.text) or "" for one in choices]
+    ids = [getattr(one, "token_ids", None) or [] for one in choices]
+    assert "".join(texts) == text and [i for some in ids for i in some] == list(text.encode())
+    first = chunks[0] if chat else choices[0]
+    assert first.prompt_token_ids == prompt
+    told = [chunk.usage.completion_tokens for chunk in chunks]
+    assert told == sorted(told) and told[-1] == last.usage.completion_tokens
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {12}
+
+
+def test_a_last_message_goes_on(server):
+    def asked(last: str):
+        messages = [
+            {"role": "user", "content": "count from 3 to 12"},
+            {"role": "assistant", "content": last},
+        ]
+        more = {"continue_final_message": True, "add_generation_prompt": False}
+        answer = client(server).chat.completions.create(
+            model="pipeinfer-demo", messages=messages, temperature=0, extra_body=more
+        )
+        return answer.choices[0].message.content
+
+    whole = ask(server, "count from 3 to 12").choices[0].message.content
+    for length in (1, 4, 6):
+        assert whole[:length] + asked(whole[:length]) == whole
+    with pytest.raises(openai.BadRequestError) as raised:
+        ask(server, "x", extra_body={"chat_template": "{{ messages }}"})
+    assert raised.value.body["param"] == "chat_template"
 
 
 def test_stop_string_ends_the_text_before_it(server):

@@ -184,6 +184,27 @@ def test_what_leaves_nothing_to_sample_is_refused(core: TokenizerCore, params, p
     assert (refusal.status, refusal.param) == (400, param)
 
 
+@pytest.mark.parametrize(
+    ("kept", "most", "left"),
+    [(5, 4, 5), (60, 4, 60), (100, 4, 100), (-1, 4, 60), (-1, None, 63), (1, None, 1)],
+)
+def test_a_prompt_keeps_its_last_tokens_and_may_then_be_longer(
+    core: TokenizerCore, kept: int, most: int | None, left: int
+) -> None:
+    params = {"truncate_prompt_tokens": kept}
+    long, text = list(range(200)), "abc" * 60
+    if left + (most or 1) > 64:
+        refusal = refused(core, submit(max_tokens=most, prompt_ids=pack(long), params=params))
+        assert refusal.code == "context_length_exceeded"
+        return
+    found = ids(work(core, submit(max_tokens=most, prompt_ids=pack(long), params=params)))
+    assert found == long[-left:]
+    of_text = ids(work(core, submit(max_tokens=most, text=text, params=params)))
+    assert of_text == ([A, B, B + 1] * 60)[-left:]
+    chat = [{"role": "user", "content": text}]
+    assert len(ids(work(core, submit(max_tokens=most, chat=chat, params=params)))) == left
+
+
 def test_ends_may_be_the_only_ids_that_are_allowed(core: TokenizerCore) -> None:
     some = {"allowed_token_ids": (97, 257), "min_tokens": 1}
     assert work(core, submit(text="a", params=some)).params.allowed_token_ids == (97, 257)

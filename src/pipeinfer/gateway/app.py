@@ -5,13 +5,17 @@ Knows the schema, the port and the health table; the pipeline behind the port is
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import uuid
+from functools import cache
 
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from pipeinfer.gateway import docs_page, openapi
 from pipeinfer.gateway.answering import Answering, trace
 from pipeinfer.gateway.best_of import Best
 from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error_in_dialect
@@ -72,6 +76,8 @@ class _Handlers:
         router.add_get("/health/ready", self.ready)
         router.add_get("/metrics", self.metrics)
         router.add_get("/version", self.version)
+        router.add_get("/openapi.json", self.openapi)
+        router.add_get("/docs", self.docs)
         router.add_route("*", "/ping", self.live)  # what SageMaker asks
         for path in (str, loose):
             router.add_get(path("/v1/models"), self.models)
@@ -156,7 +162,7 @@ class _Handlers:
     ) -> web.StreamResponse:
         answer = self._answering.said(base, job, chat)
         outlet: Outlet = (
-            ChunkStream(answer, job.choices, job.include_usage)
+            ChunkStream(answer, job.choices, job.include_usage, job.continuous_usage)
             if job.stream
             else WholeBody(answer, job.choices, _best(job))
         )
@@ -190,6 +196,8 @@ class _Handlers:
             "object": "model",
             "created": service.created,
             "owned_by": "pipeinfer",
+            "root": service.model,
+            "parent": None,
         }
         if service.context_length:
             model["max_model_len"] = service.context_length
@@ -226,8 +234,29 @@ class _Handlers:
         exposition, kind = self._service.metrics.exposition(wanted)
         return web.Response(body=exposition, headers={"Content-Type": kind})
 
+    async def openapi(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(
+            body=await asyncio.to_thread(_document), content_type="application/json"
+        )
+
+    async def docs(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(
+            text=await asyncio.to_thread(_page), content_type="text/html", headers=docs_page.HEADERS
+        )
+
     async def version(self, request: web.Request) -> web.StreamResponse:
         return json_response({"version": __version__})
+
+
+@cache
+def _document() -> bytes:
+    """Made when it is asked for first."""
+    return msgspec.json.encode(openapi.document())
+
+
+@cache
+def _page() -> str:
+    return docs_page.page(openapi.document())
 
 
 def loose(path: str) -> str:

@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "reasoning_effort": (),
+    "reasoning_effort": (),  # of a completion
     "verbosity": (),
     # vLLM
     "length_penalty": (1, 1.0),
@@ -40,16 +40,14 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "guided_whitespace_pattern": (),
     "structural_tag": (),
     "logits_processors": ([],),
-    "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
     "thinking_token_budget": (),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
+    "chat_template": (),  # of a completion
+    "continue_final_message": (False,),  # of a completion
+    "documents": ([],),  # of a completion
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
     "prompt_embeds": (),
-    "return_token_ids": (False,),
     "return_token_strs": (False,),
     "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),
@@ -58,7 +56,6 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "stop_regex": ([],),
     "no_stop_trim": (False,),
     "min_new_tokens": (0,),
-    "max_new_tokens": (),
     "lora_path": (),
     "session_params": (),
     "custom_logit_processor": (),
@@ -122,7 +119,7 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "penalty_alpha": (0, 0.0),
     "ban_eos_token": (False,),
     "custom_token_bans": ("",),
-    "enable_thinking": (),
+    "enable_thinking": (),  # of a completion
     "thinking": (),
     "thinking_budget": (),
     "reasoning": (),

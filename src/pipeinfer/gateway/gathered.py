@@ -15,6 +15,9 @@ from pipeinfer.gateway.pieces import Piece
 from pipeinfer.gateway.shapes import NULL, Answer, Choice, Said
 from pipeinfer.gateway.token_scores import TokenScore, prompt_scores, token_scores
 from pipeinfer.messages import FinishReason
+from pipeinfer.packing import unpack
+
+_json = msgspec.json.Encoder()
 
 
 def kept(answer: Answer, delta: Delta) -> Delta:
@@ -28,16 +31,19 @@ def kept(answer: Answer, delta: Delta) -> Delta:
 
 
 class Gathered:
-    """Of one choice. `prompt_text`: what is echoed, before all else."""
+    """Of one choice. `prompt_text`: what is echoed, before all else. `prompt_ids`: of the prompt,
+    if ids are asked for."""
 
     __slots__ = (
         "_chat",
         "_completion",
         "_echo",
+        "_ids",
         "_prompt",
         "_reader",
         "_said",
         "_texts",
+        "prompt_ids",
         "prompt_text",
     )
 
@@ -53,15 +59,21 @@ class Gathered:
         self._texts: list[str] = []
         self._reader = None if answer.reader is None else answer.reader()
         self._said = Said()
+        self._ids: list[int] | None = [] if shown.token_ids else None
         self.prompt_text = ""
+        self.prompt_ids: list[int] | None = None
 
     def started(self, started: Started) -> None:
         """Comes first."""
         self.prompt_text = started.prompt_text
+        if self._ids is not None:
+            self.prompt_ids = unpack(started.prompt_ids).tolist()
 
     def delta(self, delta: Delta) -> None:
         """Keeps all of it."""
         self._texts.append(delta.text)
+        if self._ids is not None:
+            self._ids += unpack(delta.ids).tolist()
         self.scores(delta)
 
     def scores(self, delta: Delta) -> None:
@@ -100,6 +112,16 @@ class Gathered:
         shape = self._completion if self._chat is None else self._chat
         return NULL if shape is None else shape.take()
 
+    def with_ids(self, logprobs: bytes, delta: Delta, first: bool) -> bytes:
+        """What stands in a choice's chunk behind the name `logprobs`: these, then the ids that came
+        with it; of a completion the `first` has those of the prompt."""
+        if self._ids is None:
+            return logprobs
+        fields = b'%s,"token_ids":%s' % (logprobs, _json.encode(unpack(delta.ids).tolist()))
+        if first and self.prompt_ids is not None:
+            fields += b',"prompt_token_ids":%s' % _json.encode(self.prompt_ids)
+        return fields
+
     def whole(self, finish: FinishReason, stop_reason: str | int | None) -> Choice:
         """The choice, of all that was kept."""
         text = self.prompt_text + "".join(self._texts)
@@ -108,4 +130,6 @@ class Gathered:
         if self._reader is not None:
             said = Said()
             said.add((*self._reader.read(text), *self._reader.end()))
-        return Choice(text, finish, stop_reason, self.logprobs(), of_prompt, said)
+        return Choice(
+            text, finish, stop_reason, self.logprobs(), of_prompt, said, self._ids, self.prompt_ids
+        )

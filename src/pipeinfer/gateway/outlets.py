@@ -77,9 +77,12 @@ class WholeBody:
 class ChunkStream:
     """Chunks of text, or of pieces where a reader finds them."""
 
-    def __init__(self, answer: Answer, choices: int, include_usage: bool) -> None:
+    def __init__(
+        self, answer: Answer, choices: int, include_usage: bool, continuous_usage: bool = False
+    ) -> None:
+        """continuous_usage: each chunk says how much there was so far."""
         self._answer = answer
-        self._chunks = Chunks(answer, choices, include_usage)
+        self._chunks = Chunks(answer, choices, include_usage, continuous_usage)
         self._gathered = [Gathered(answer) for _ in range(choices)]
         self._include_usage = include_usage
         self._opened = [False] * choices
@@ -92,28 +95,35 @@ class ChunkStream:
 
     def started(self, index: int, started: Started) -> None:
         self._gathered[index].started(started)
+        self._chunks.started(index, started)
 
     def delta(self, index: int, delta: Delta) -> bytes:
         chunks, shown = self._chunks, self._answer.shown  # hot path: every token of every stream
+        chunks.count(index, delta)
         opening, logprobs = b"", NULL
         if shown.beside_text:
             delta = kept(self._answer, delta)
             if delta.prompt is not None:
                 self._gathered[index].scores(delta)
-        if delta.finish is None and not delta.text and delta.logprobs is None:
+        beside = delta.logprobs is not None or (shown.token_ids and bool(delta.ids))
+        if delta.finish is None and not delta.text and not beside:
             return b""
-        if not self._opened[index]:
+        first = not self._opened[index]
+        if first:
             self._opened[index] = True
             opening = self._opening(index)
         if delta.logprobs is not None:  # also where the text of its tokens comes later
             self._gathered[index].scores(delta)
             logprobs = self._gathered[index].logprobs()
+        if shown.token_ids:
+            of_prompt = first and not self._answer.chat
+            logprobs = self._gathered[index].with_ids(logprobs, delta, of_prompt)
         if self._answer.reader is not None:
             data = opening + self._read(index, delta, logprobs)
         elif delta.finish is not None:
             choice = Choice(delta.text, delta.finish, delta.stop_reason, logprobs)
             data = opening + chunks.last(index, choice)
-        elif delta.logprobs is not None:
+        elif beside:
             data = opening + chunks.scored(index, delta.text, logprobs)
         else:
             data = opening + chunks.text(index, delta.text)
@@ -126,7 +136,8 @@ class ChunkStream:
 
     def _opening(self, index: int) -> bytes:
         """What comes before a choice's first text."""
-        gathered, data = self._gathered[index], self._chunks.opening(index)
+        gathered = self._gathered[index]
+        data = self._chunks.opening(index, gathered.prompt_ids)
         if self._answer.shown.echo:
             data += self._chunks.scored(index, gathered.prompt_text, gathered.logprobs())
         return data

@@ -27,6 +27,7 @@ from pipeinfer.gateway.schema import (
     ChatRequest,
     CompletionRequest,
     Generation,
+    StreamOptions,
 )
 from pipeinfer.gateway.shapes import Shown
 from pipeinfer.gateway.tools import (
@@ -56,6 +57,7 @@ PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a li
     "logit_bias",
     "allowed_token_ids",
     "bad_words",
+    "truncate_prompt_tokens",
     "prompt_logprobs",
     "ignore_eos",
     "skip_special_tokens",
@@ -91,6 +93,7 @@ class Job:
     choices: int
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     shown: Shown
     prompts: int = 1
     best: int = 0
@@ -102,12 +105,11 @@ class Job:
 
 def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     """The one call of a chat; `base` becomes its request id. ApiError 400."""
-    limit, field = request.max_tokens, "max_tokens"
-    if limit is None:
-        limit = terms.sampling.max_tokens
+    limit, field = _limit(request, terms.sampling.max_tokens)
     if request.max_completion_tokens is not None:
         limit, field = request.max_completion_tokens, "max_completion_tokens"
-    shown = Shown(_chat_logprobs(request), request.prompt_logprobs)
+    ids = bool(request.return_token_ids)
+    shown = Shown(_chat_logprobs(request), request.prompt_logprobs, token_ids=ids)
     names = {"max_tokens": field, "logprobs": "top_logprobs"}
     params = _params(request, terms.sampling, limit, shown, names)
     if params.structured_outputs is not None and request.tools and request.tool_choice != "none":
@@ -115,7 +117,9 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         raise ApiError(400, message, "tools", "unsupported_parameter")
     _check_count(1, "n", params.n, terms)
     chat, arguments = chat_prompt(
-        request.messages, request.chat_template_kwargs, request.add_generation_prompt
+        request.messages,
+        {**_for_template(request), **(request.chat_template_kwargs or {})},
+        request.add_generation_prompt,
     )
     schemas = tool_schemas(request, terms.reading)
     if schemas is not None:
@@ -151,10 +155,11 @@ def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: s
     Where only the best are shown all must have log-probs, by which they are known.
     """
     prompts = _prompts(request.prompt, terms.most_prompts)
-    limit = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    limit, field = _limit(request, COMPLETION_MAX_TOKENS)
+    assert limit is not None
     shown = _completion_shown(request, limit)
     limit += shown.nothing_new  # the model has no step that samples nothing
-    params = _params(request, terms.sampling, limit, shown, {})
+    params = _params(request, terms.sampling, limit, shown, {"max_tokens": field})
     made = _best_of(request, params.n)
     best = params.n if made > params.n else 0
     if best:
@@ -173,6 +178,27 @@ def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: s
 
     job = _job(request, calls(), len(prompts) * made, shown)
     return dataclasses.replace(job, prompts=len(prompts), best=best)
+
+
+def _limit(request: Generation, default: int | None) -> tuple[int | None, str]:
+    """The most output tokens, and the field that says so."""
+    if request.max_tokens is None and request.max_new_tokens is not None:
+        return request.max_new_tokens, "max_new_tokens"
+    return default if request.max_tokens is None else request.max_tokens, "max_tokens"
+
+
+def _for_template(request: ChatRequest) -> JsonObject:
+    """Fields of a chat that its template is given, or that say how it is used."""
+    given: JsonObject = {
+        "enable_thinking": request.enable_thinking,
+        "reasoning_effort": request.reasoning_effort,
+        "chat_template": request.chat_template,
+        "continue_final_message": request.continue_final_message or None,
+        "documents": None if request.documents is None else list[JsonValue](request.documents),
+    }
+    if request.reasoning_effort == "none" and request.enable_thinking is None:
+        given["enable_thinking"] = False
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _best_of(request: CompletionRequest, n: int) -> int:
@@ -218,7 +244,8 @@ def _completion_shown(request: CompletionRequest, limit: int) -> Shown:
         raise ApiError(400, message, "logprobs", "invalid_type")
     most = None if request.logprobs is False else request.logprobs
     echo = bool(request.echo)
-    return Shown(most, request.prompt_logprobs, echo, nothing_new=echo and limit == 0)
+    ids = bool(request.return_token_ids)
+    return Shown(most, request.prompt_logprobs, echo, echo and limit == 0, ids)
 
 
 def _job(request: Generation, calls: Iterable[Call], choices: int, shown: Shown) -> Job:
@@ -229,8 +256,10 @@ def _job(request: Generation, calls: Iterable[Call], choices: int, shown: Shown)
     if request.stream_options is not None and not stream:
         message = "stream_options is only allowed with stream: true"
         raise ApiError(400, message, "stream_options", "invalid_value")
-    usage = request.stream_options is not None and bool(request.stream_options.include_usage)
-    return Job(calls, choices, stream, usage, shown)
+    options = request.stream_options or StreamOptions()
+    usage = bool(options.include_usage)
+    continuous = usage and bool(options.continuous_usage_stats)
+    return Job(calls, choices, stream, usage, continuous, shown)
 
 
 def _common(request: Generation, params: SamplingParams, terms: Terms, trace: str) -> Call:
@@ -245,6 +274,7 @@ def _common(request: Generation, params: SamplingParams, terms: Terms, trace: st
         timeout=request.timeout or terms.timeout,
         cache_salt=request.cache_salt or "",
         trace=trace,
+        return_prompt_ids=bool(request.return_token_ids),
     )
 
 

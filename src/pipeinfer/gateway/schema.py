@@ -25,6 +25,8 @@ MOST_SALT = 1024  # letters; enough for any hash or name, and every stage copies
 # Chat templates go over messages one by one in an interpreter, a tenth of a millisecond each.
 MOST_MESSAGES = 10_000
 
+MOST_EFFORT = 64  # letters: "minimal", "high" and the like
+
 MOST_TOOLS = 128  # OpenAI's; a template writes each of them into the prompt
 
 TokenId = Annotated[int, Meta(ge=0, le=INT32)]
@@ -33,9 +35,11 @@ Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """include_usage: one more chunk at the end that carries the usage."""
+    """include_usage: one more chunk at the end that carries the usage. continuous_usage_stats: and
+    each chunk says it of what there was so far."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
@@ -89,12 +93,14 @@ class Generation(Body, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     seed: int | None = None
     max_tokens: Bounded | None = None
+    max_new_tokens: Bounded | None = None
     min_tokens: Bounded | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     logit_bias: dict[TokenId, float] | None = None
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
+    truncate_prompt_tokens: Bounded | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -103,6 +109,7 @@ class Generation(Body, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=MOST_SALT)] | None = None
     prompt_logprobs: Bounded | None = None
     add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
     n: Bounded | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Structured | None = None
@@ -178,6 +185,11 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=MOST_EFFORT)] | None = None
+    documents: list[JsonObject] | None = None
+    chat_template: str | None = None
+    continue_final_message: bool | None = None
 
 
 class CompletionRequest(Generation, frozen=True, kw_only=True):

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.events import Delta
+from pipeinfer.gateway.events import Delta, Started
 from pipeinfer.gateway.pieces import Piece, Reader
 from pipeinfer.json_values import JsonObject
 from pipeinfer.messages import FinishReason
+from pipeinfer.packing import unpack
 
 DONE = b"data: [DONE]\n\n"
 NULL = b"null"
@@ -26,17 +27,20 @@ _json = msgspec.json.Encoder()
 @dataclass(frozen=True)
 class Shown:
     """What an answer has beside new text: log-probs with so many alternatives (None: no log-probs),
-    those of the prompt, the prompt itself. nothing_new: and nothing else."""
+    those of the prompt, the prompt itself, the ids of prompt and output. nothing_new: and nothing
+    else."""
 
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False
     nothing_new: bool = False
+    token_ids: bool = False
 
     @property
     def beside_text(self) -> bool:
         """Whether anything of that is asked for."""
-        return self.echo or self.logprobs is not None or self.prompt_logprobs is not None
+        scored = self.logprobs is not None or self.prompt_logprobs is not None
+        return self.echo or self.token_ids or scored
 
     @property
     def of_prompt(self) -> int | None:
@@ -92,6 +96,12 @@ class Usage:
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
+    def so_far(self) -> JsonObject:
+        """Of an answer that has not ended: what the cache had is not known yet."""
+        fields = self.fields()
+        del fields["prompt_tokens_details"]
+        return fields
+
 
 @dataclass
 class Said:
@@ -124,6 +134,8 @@ class Choice:
     logprobs: bytes = NULL
     prompt_logprobs: bytes | None = None
     said: Said | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
     def reason(self, answer: Answer) -> str:
         """Why it ended, for the client."""
@@ -134,7 +146,10 @@ class Choice:
 class Chunks:
     """Encodes the chunks of one stream as SSE events, each ending in an empty line."""
 
-    def __init__(self, answer: Answer, choices: int, include_usage: bool) -> None:
+    def __init__(
+        self, answer: Answer, choices: int, include_usage: bool, continuous_usage: bool = False
+    ) -> None:
+        """continuous_usage: each chunk says how much there was so far."""
         kind = "chat.completion.chunk" if answer.chat else "text_completion"
         self._answer = answer
         self._kind = kind
@@ -148,21 +163,33 @@ class Chunks:
         self._usage = usage
         self._suffix = self._close + b',"logprobs":null,"finish_reason":null}]' + usage
         self._head = head
+        self._counts = [Usage() for _ in range(choices)] if continuous_usage else None
 
-    def opening(self, index: int) -> bytes:
-        """What comes before a choice's first text: the role, in a chat."""
+    def started(self, index: int, started: Started) -> None:
+        """Comes before a choice's first delta."""
+        if self._counts is not None:
+            self._counts[index].prompt = started.prompt_tokens
+
+    def count(self, index: int, delta: Delta) -> None:
+        """Comes before the chunks of the delta."""
+        if self._counts is None:
+            return
+        so_far = delta.token_offset + len(unpack(delta.ids))
+        self._counts[index].output = so_far if delta.finish is None else delta.output_tokens
+        total = Usage(sum(n.prompt for n in self._counts), sum(n.output for n in self._counts))
+        self._usage = b',"usage":%s}\n\n' % _json.encode(total.so_far())
+        self._suffix = self._close + b',"logprobs":null,"finish_reason":null}]' + self._usage
+
+    def opening(self, index: int, prompt_ids: list[int] | None = None) -> bytes:
+        """What comes before a choice's first text: the role, in a chat, and the prompt's ids, if
+        they are asked for."""
         if not self._answer.chat:
             return b""
         delta = b'{"role":"assistant","content":""}'
-        return (
-            b'data: %s,"choices":[{"index":%d,"delta":%s,"logprobs":null,"finish_reason":null}]%s'
-            % (
-                self._head,
-                index,
-                delta,
-                self._usage,
-            )
-        )
+        said = b'[{"index":%d,"delta":%s,"logprobs":null,"finish_reason":null}]' % (index, delta)
+        if prompt_ids is not None:
+            said += b',"prompt_token_ids":%s' % _json.encode(prompt_ids)
+        return b'data: %s,"choices":%s%s' % (self._head, said, self._usage)
 
     def text(self, index: int, text: str) -> bytes:
         """A chunk of text; the hot path of streaming."""
@@ -230,6 +257,8 @@ def body(answer: Answer, choices: list[Choice], usage: Usage) -> bytes:
     of_prompt = b""
     if answer.chat and choices[0].prompt_logprobs is not None:  # where vLLM has it
         of_prompt = b',"prompt_logprobs":' + choices[0].prompt_logprobs
+    if answer.chat and choices[0].prompt_token_ids is not None:
+        of_prompt += b',"prompt_token_ids":' + _json.encode(choices[0].prompt_token_ids)
     return b'%s,"choices":%s,"usage":%s%s}' % (
         _head(answer, kind),
         _json.encode(listed),
@@ -287,6 +316,10 @@ def _choice(answer: Answer, index: int, choice: Choice) -> dict[str, object]:
         content = {"message": _message(answer, index, choice)}
     elif choice.prompt_logprobs is not None:
         content["prompt_logprobs"] = msgspec.Raw(choice.prompt_logprobs)
+    if choice.token_ids is not None:
+        content["token_ids"] = choice.token_ids
+        if not answer.chat:
+            content["prompt_token_ids"] = choice.prompt_token_ids
     return {
         "index": index,
         **content,

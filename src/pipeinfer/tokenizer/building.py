@@ -38,7 +38,13 @@ def make_encoder(folder: Path, settings: Settings, alone: bool = False) -> Built
     eos_ids = end_ids(folder, tokenizer, config)
     encoder = PromptEncoder(
         tokenizer,
-        load_templates(folder, config, settings.chat_template, _strftime_now),
+        load_templates(
+            folder,
+            config,
+            settings.chat_template,
+            _strftime_now,
+            settings.trust_request_chat_template,
+        ),
         model.vocab_size,
         settings.max_model_len or model.context_length,
         eos_ids,

@@ -13,8 +13,9 @@ from pipeinfer.messages import Submit
 from pipeinfer.packing import unpack
 from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, SamplingParams
 from pipeinfer.tokenizer.bounds import cover
+from pipeinfer.tokenizer.chats import Chats
 from pipeinfer.tokenizer.client_strings import weight
-from pipeinfer.tokenizer.control_texts import ControlTexts, NoMarks, Rendered
+from pipeinfer.tokenizer.control_texts import NoMarks, Rendered
 from pipeinfer.tokenizer.standins import CannotTell, StandIns, folds
 from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
 
@@ -57,7 +58,7 @@ class PromptEncoder:
         self._stand_ins = None if tokenizer is None else StandIns(tokenizer)
         texts = () if tokenizer is None or control_tokens else special_texts(tokenizer)
         always = tokenizer is not None and not control_tokens and folds(tokenizer)
-        self._chats = ControlTexts(texts, templates, always)
+        self._chats = Chats(texts, templates, always)
 
     def weigh(self, submit: Submit) -> int:
         """About how many bytes `encode` has to look at one by one; token ids weigh nothing.
@@ -66,10 +67,14 @@ class PromptEncoder:
         """
         self._check_named(submit.params)
         if submit.chat is not None:
-            return weight(submit.chat, submit.template_arguments)
+            try:
+                return self._chats.weigh(submit.chat, submit.template_arguments)
+            except TemplateFailed as error:
+                raise Rejected(str(error), error.param) from None
         if submit.text is None:
             return 0
-        self._check_bytes(submit.text, "prompt")
+        if not submit.params.truncate_prompt_tokens:
+            self._check_bytes(submit.text, "prompt")
         return weight(submit.text)
 
     def encode(self, submit: Submit) -> np.ndarray:
@@ -79,7 +84,8 @@ class PromptEncoder:
         if submit.chat is not None:
             ids = self._chat(submit)
         elif submit.text is not None:
-            self._check_bytes(submit.text, param)
+            if not submit.params.truncate_prompt_tokens:
+                self._check_bytes(submit.text, param)
             ids = self._tokenize(submit.text, submit.add_special_tokens, param)
         elif submit.prompt_ids is not None:
             ids = unpack(submit.prompt_ids)
@@ -88,6 +94,7 @@ class PromptEncoder:
         if not len(ids):
             raise Rejected("the prompt is empty", param)
         self._check_vocabulary(ids, param)
+        ids = self._last(ids, submit.params)
         self._check_length(len(ids), submit.params, param)
         return ids
 
@@ -131,12 +138,15 @@ class PromptEncoder:
         assert submit.chat is not None
         try:
             rendered = self._chats.render(submit.chat, submit.template_arguments)
-            self._check_bytes(rendered.text, "messages")
+            if not submit.params.truncate_prompt_tokens:
+                self._check_bytes(rendered.text, "messages")
             if rendered.marked is None or self._stand_ins is None:
                 # The template has written the special tokens already.
                 return self._tokenize(rendered.text, False, "messages")
             return self._apart(rendered, self._stand_ins)
-        except (TemplateFailed, NoMarks, CannotTell) as error:
+        except TemplateFailed as error:
+            raise Rejected(str(error), error.param) from None
+        except (NoMarks, CannotTell) as error:
             raise Rejected(str(error), "messages") from None
 
     def _apart(self, rendered: Rendered, stand_ins: StandIns) -> np.ndarray:
@@ -162,6 +172,15 @@ class PromptEncoder:
         except Exception as error:  # the library raises bare Exception
             raise Rejected(f"the text cannot be tokenized: {error}", param) from None
         return np.asarray(encoding.ids, dtype="<i4")
+
+    def _last(self, ids: np.ndarray, params: SamplingParams) -> np.ndarray:
+        """As many of them as are to be kept."""
+        most = params.truncate_prompt_tokens
+        if not most:
+            return ids
+        if most < 0:
+            most = self._max_model_len - (params.max_tokens or 1)
+        return ids[-max(most, 1) :]
 
     # ------------------------------------------------------------------------------------- refusing
 

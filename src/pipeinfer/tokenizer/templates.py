@@ -20,22 +20,33 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class TemplateFailed(ValueError):
-    """The conversation cannot be rendered; the text is for the client."""
+    """The conversation cannot be rendered; the text is for the client, `param` the field."""
+
+    def __init__(self, message: str, param: str = "messages") -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class ChatTemplates:
     """The named templates of one checkpoint; "default" unless "tool_use" is there and asked for."""
 
     def __init__(
-        self, sources: dict[str, str], variables: dict[str, str], strftime_now: Clock
+        self,
+        sources: dict[str, str],
+        variables: dict[str, str],
+        strftime_now: Clock,
+        takes_others: bool = False,
     ) -> None:
         """`sources`: Jinja text by name; `variables`: bos_token and the like, as text.
+        `takes_others`: requests may bring templates of their own.
 
         A template that does not compile fails the chats that need it, not the checkpoint.
         """
         environment = make_environment(strftime_now)
         self.source = "\n".join((*sources.values(), *variables.values()))
         self._variables = variables
+        self._strftime_now = strftime_now
+        self.takes_others = takes_others
         self._templates: dict[str, Template] = {}
         self.problems: dict[str, str] = {}
         for name, source in sources.items():
@@ -43,6 +54,14 @@ class ChatTemplates:
                 self._templates[name] = environment.from_string(source)
             except TemplateSyntaxError as error:
                 self.problems[name] = f"line {error.lineno}: {error.message}"
+
+    def other(self, source: str) -> ChatTemplates:
+        """With that template in place of all, which does the same as the others may. Raises
+        TemplateFailed if it does not compile."""
+        made = ChatTemplates({"default": source}, self._variables, self._strftime_now)
+        for problem in made.problems.values():
+            raise TemplateFailed(f"chat_template, {problem}", "chat_template")
+        return made
 
     def render(self, messages: list[JsonObject], arguments: JsonObject) -> str:
         """The prompt's text, special tokens included. Raises TemplateFailed.
@@ -82,7 +101,11 @@ class ChatTemplates:
 
 
 def load_templates(
-    folder: Path, config: JsonObject, override: str, strftime_now: Clock
+    folder: Path,
+    config: JsonObject,
+    override: str,
+    strftime_now: Clock,
+    takes_others: bool = False,
 ) -> ChatTemplates:
     """The templates of the checkpoint in `folder`, or the one in file `override` if not empty.
 
@@ -91,7 +114,7 @@ def load_templates(
     """
     variables = special_tokens(config)
     sources = template_sources(folder, config, override)
-    templates = ChatTemplates(sources, variables, strftime_now)
+    templates = ChatTemplates(sources, variables, strftime_now, takes_others)
     for problem in templates.problems.values() if override else ():
         raise ConfigurationError(f"--chat-template: {override}, {problem}")
     return templates

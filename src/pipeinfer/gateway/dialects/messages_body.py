@@ -252,11 +252,7 @@ def _unreadable(turns: Turns, block: MessageBlock, where: str) -> None:
 
 def _called(turns: Turns, block: MessageBlock, where: str) -> None:
     call_id, name = _given(block.id, f"{where}.id"), _given(block.name, f"{where}.name")
-    try:
-        arguments = msgspec.json.encode(block.input or {}).decode()
-    except OverflowError as error:
-        raise ApiError(400, f"{where}.input: {error}", f"{where}.input", "invalid_value") from None
-    turns.call(call_id, name, arguments)
+    turns.call(call_id, name, msgspec.json.encode(block.input or {}).decode())
 
 
 def _gave(turns: Turns, block: MessageBlock, where: str) -> None:

@@ -1,0 +1,300 @@
+"""What answers look like, as types: for /openapi.json, and for tests that hold answers to them.
+
+shapes.py and the dialects write them by hand, because what is the same in all chunks is encoded
+once. What is UNSET may be absent.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from pipeinfer.json_values import JsonObject
+
+Finish = Literal["stop", "length", "abort", "tool_calls"]
+Stop = str | int | None
+
+
+class ErrorDetail(msgspec.Struct):
+    """`param`: the field that is wrong. `code`: see docs/api.md."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(msgspec.Struct):
+    """An error as OpenAI's clients read it."""
+
+    error: ErrorDetail
+
+
+class MessageErrorDetail(msgspec.Struct):
+    """Its kind, and what is wrong."""
+
+    type: str
+    message: str
+
+
+class MessageError(msgspec.Struct):
+    """An error as Anthropic's clients read it."""
+
+    type: Literal["error"]
+    error: MessageErrorDetail
+
+
+class CachedTokens(msgspec.Struct):
+    """Of a prompt."""
+
+    cached_tokens: int
+
+
+class Counts(msgspec.Struct):
+    """Tokens, summed over the choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class CalledFunction(msgspec.Struct):
+    """`arguments`: JSON, as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(msgspec.Struct):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    """One choice of a chat."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: JsonObject | None
+    finish_reason: Finish
+    stop_reason: Stop
+
+
+class ChatAnswer(msgspec.Struct):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Counts
+    prompt_logprobs: list[JsonObject | None] | UnsetType = UNSET
+
+
+class TextChoice(msgspec.Struct):
+    """One choice of a completion."""
+
+    index: int
+    text: str
+    logprobs: JsonObject | None
+    finish_reason: Finish
+    stop_reason: Stop
+    prompt_logprobs: list[JsonObject | None] | UnsetType = UNSET
+
+
+class TextAnswer(msgspec.Struct):
+    """The answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Counts
+
+
+class ThoughtTokens(msgspec.Struct):
+    """Of an answer."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: ThoughtTokens
+    total_tokens: int
+
+
+class OutputItem(msgspec.Struct):
+    """An item of a response: a message, thoughts or a call."""
+
+    id: str
+    type: Literal["message", "reasoning", "function_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: list[JsonObject] | UnsetType = UNSET
+    summary: list[JsonObject] | UnsetType = UNSET
+    call_id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class Response(msgspec.Struct):
+    """The answer of /v1/responses; it says the request's fields again."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    model: str
+    output: list[OutputItem]
+    usage: ResponseUsage | None
+    error: JsonObject | None
+    incomplete_details: JsonObject | None
+    background: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: JsonObject
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: JsonObject
+    store: bool
+    temperature: float
+    text: JsonObject
+    tool_choice: str | JsonObject
+    tools: list[JsonObject]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    user: str | None
+
+
+class MessageUsage(msgspec.Struct):
+    """Tokens of a message; `input_tokens` are those that the cache did not have."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class ContentBlock(msgspec.Struct):
+    """A text, thoughts or a call."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    input: JsonObject | UnsetType = UNSET
+
+
+class MessageAnswer(msgspec.Struct):
+    """The answer of /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ContentBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(msgspec.Struct):
+    """How long a prompt is."""
+
+    input_tokens: int
+
+
+class TokenIds(msgspec.Struct):
+    """The ids of a prompt; `max_model_len`: 0 if not known."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class PromptText(msgspec.Struct):
+    """The text of ids."""
+
+    prompt: str
+
+
+class Model(msgspec.Struct):
+    """A model that is served. `root`: what it is called here, `parent`: what it was made of."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int | UnsetType = UNSET
+
+
+class Models(msgspec.Struct):
+    """All of them."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class StageHealth(msgspec.Struct):
+    """One process of the pipeline."""
+
+    name: str
+    group: int
+    rank: int
+    state: str
+    pid: int
+    reason: str
+
+
+class PipelineHealth(msgspec.Struct):
+    """The whole pipeline."""
+
+    status: Literal["starting", "ready", "degraded", "draining"]
+    stages: list[StageHealth]
+
+
+class Readiness(msgspec.Struct):
+    """Whether requests are answered."""
+
+    status: str
+    reason: str
+
+
+class Liveness(msgspec.Struct):
+    """The gateway runs."""
+
+    status: Literal["live"]
+
+
+class Version(msgspec.Struct):
+    """Of this software."""
+
+    version: str

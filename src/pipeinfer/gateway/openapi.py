@@ -1,0 +1,214 @@
+"""The document of all endpoints, /openapi.json: from the types that check bodies, and of answers.
+
+One table says which endpoint has which. Knows no handler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from pipeinfer.gateway import answers
+from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
+from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
+from pipeinfer.gateway.schema import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from pipeinfer.json_values import JsonObject
+from pipeinfer.version import __version__
+
+REF = "#/components/schemas/{name}"
+# Of whatever has a body, and of whatever goes through the pipeline.
+OF_BODIES = (400, 401, 404, 408, 413, 415, 417, 429)
+OF_PIPELINE = (*OF_BODIES, 500, 503)
+ERRORS = {
+    400: "The body is wrong, or asks for what is not served.",
+    401: "The API key is wrong or missing.",
+    404: "Another model is served.",
+    408: "The body did not come, or no output within the request's timeout.",
+    413: "The body is too large.",
+    415: "The body is compressed otherwise than by gzip or deflate.",
+    417: "Expect says something else than 100-continue.",
+    429: "A limit of the key, or the queue is full.",
+    500: "The request failed.",
+    501: "The model cannot do this.",
+    503: "The server starts, drains, or has too much to do.",
+    529: "The server starts, drains, or has too much to do.",
+}
+STREAM = "Server-sent events, where the body says `stream: true`."
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One of them. `body`, `answer`: their types, None for none. `media`: of an answer that is no
+    JSON. `errors`: statuses, each with a body of the type `error`. `keyed`: it needs a key where
+    there are any. `also`: further statuses with the answer's own body."""
+
+    method: str
+    path: str
+    summary: str
+    body: type[Body] | None = None
+    answer: type[msgspec.Struct] | None = None
+    media: str = "application/json"
+    streams: bool = False
+    errors: tuple[int, ...] = ()
+    error: type[msgspec.Struct] = answers.Error
+    keyed: bool = False
+    also: tuple[int, ...] = ()
+
+    def operation(self) -> JsonObject:
+        """As OpenAPI says it."""
+        made: JsonObject = {"summary": self.summary, "operationId": self._name()}
+        if "{model}" in self.path:
+            path: JsonObject = {"name": "model", "in": "path", "required": True}
+            made["parameters"] = [{**path, "schema": {"type": "string"}}]
+        if self.body is not None:
+            content: JsonObject = {"application/json": {"schema": _ref(self.body)}}
+            made["requestBody"] = {"required": True, "content": content}
+        made["responses"] = self._responses()
+        if self.keyed:
+            made["security"] = [{"bearer": []}, {"x-api-key": []}]
+        return made
+
+    def _name(self) -> str:
+        words = self.path.replace("{", "").replace("}", "").replace(".", "_").split("/")
+        return "_".join((self.method, *filter(None, words)))
+
+    def _responses(self) -> JsonObject:
+        content: JsonObject = {}
+        if self.answer is not None:
+            content[self.media] = {"schema": _ref(self.answer)}
+        elif self.media != "application/json":
+            content[self.media] = {"schema": {"type": "string"}}
+        said = "The answer."
+        if self.streams:
+            content["text/event-stream"] = {"schema": {"type": "string", "description": STREAM}}
+        made: JsonObject = {}
+        for status in (200, *self.also):
+            made[str(status)] = {"description": said, **({"content": content} if content else {})}
+        for status in self.errors:
+            body: JsonObject = {"application/json": {"schema": _ref(self.error)}}
+            made[str(status)] = {"description": ERRORS[status], "content": body}
+        return made
+
+
+def _asked(
+    path: str,
+    summary: str,
+    body: type[Body],
+    answer: type[msgspec.Struct],
+    streams: bool = True,
+) -> Endpoint:
+    """One that the pipeline answers."""
+    return Endpoint(
+        method="post",
+        path=path,
+        summary=summary,
+        body=body,
+        answer=answer,
+        streams=streams,
+        errors=OF_PIPELINE,
+        keyed=True,
+    )
+
+
+def _as_messages(endpoint: Endpoint) -> Endpoint:
+    """With errors of Anthropic's form."""
+    errors = tuple(529 if status == 503 else status for status in endpoint.errors)
+    return replace(endpoint, errors=errors, error=answers.MessageError)
+
+
+def _shown(path: str, summary: str, answer: type[msgspec.Struct], *also: int) -> Endpoint:
+    """One that says how things are."""
+    return Endpoint(method="get", path=path, summary=summary, answer=answer, also=also)
+
+
+def _models(path: str, summary: str, answer: type[msgspec.Struct], *errors: int) -> Endpoint:
+    made = _shown(path, summary, answer)
+    return replace(made, errors=(401, *errors, 503), keyed=True)
+
+
+_chat = _asked("/v1/chat/completions", "Answers a chat.", ChatRequest, answers.ChatAnswer)
+_texts = _asked("/v1/completions", "Continues prompts.", CompletionRequest, answers.TextAnswer)
+_response = _asked("/v1/responses", "A chat by items.", ResponsesRequest, answers.Response)
+_message = _asked("/v1/messages", "A chat by blocks.", MessagesRequest, answers.MessageAnswer)
+_count = _asked(
+    "/v1/messages/count_tokens", "How long a prompt is.", CountRequest, answers.TokenCount, False
+)
+_ids = _asked("/tokenize", "The ids of a prompt.", TokenizeRequest, answers.TokenIds, False)
+_text = _asked("/detokenize", "The text of ids.", DetokenizeRequest, answers.PromptText, False)
+_reset = Endpoint(
+    method="post",
+    path="/reset_prefix_cache",
+    summary="Forgets cached prefixes that no request uses.",
+    errors=(401, 429, 503),
+    keyed=True,
+)
+_embeddings = Endpoint(
+    method="post",
+    path="/v1/embeddings",
+    summary="Not served.",
+    errors=(401, 429, 501),
+    keyed=True,
+)
+ENDPOINTS: tuple[Endpoint, ...] = (
+    _chat,
+    _texts,
+    _response,
+    _as_messages(_message),
+    _as_messages(_count),
+    _models("/v1/models", "The one model.", answers.Models),
+    _models("/v1/models/{model}", "One model.", answers.Model, 404),
+    _embeddings,
+    _ids,
+    _text,
+    _reset,
+    _shown("/health", "The status of all stages.", answers.PipelineHealth, 503),
+    _shown("/health/live", "Whether the gateway runs.", answers.Liveness),
+    _shown("/health/ready", "Whether requests are answered.", answers.Readiness, 503),
+    _shown("/ping", "As /health/live.", answers.Liveness),
+    _shown("/version", "The version.", answers.Version),
+    Endpoint("get", "/metrics", "Prometheus metrics.", media="text/plain"),
+    Endpoint("get", "/openapi.json", "This document.", media="application/json; charset=utf-8"),
+    Endpoint("get", "/docs", "This document as a page.", media="text/html"),
+)
+
+
+def document() -> JsonObject:
+    """OpenAPI 3.1."""
+    paths: JsonObject = {}
+    for endpoint in ENDPOINTS:
+        operations = paths.setdefault(endpoint.path, {})
+        assert isinstance(operations, dict)
+        operations[endpoint.method] = endpoint.operation()
+    _, components = msgspec.json.schema_components(list(_types(ENDPOINTS)), ref_template=REF)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "pipeinfer", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": dict(components),
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+    }
+
+
+def _types(endpoints: Iterable[Endpoint]) -> dict[type[msgspec.Struct], None]:
+    """Each once, in order."""
+    found: dict[type[msgspec.Struct], None] = {}
+    for one in endpoints:
+        found |= {kind: None for kind in (one.body, one.answer, one.error) if kind is not None}
+    return found
+
+
+def _ref(kind: type[msgspec.Struct]) -> JsonObject:
+    return {"$ref": REF.format(name=kind.__name__)}

@@ -1,0 +1,104 @@
+"""Chats as texts: by the checkpoint's templates or by one that the request brings, whole or with a
+last message that the model goes on with.
+
+Takes out of a template's arguments what is not for the template. Knows no ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.tokenizer.client_strings import strings, weight
+from pipeinfer.tokenizer.control_texts import ControlTexts, Marked, Rendered
+from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
+
+MOST_TEMPLATE_LETTERS = 65_536  # of a request's template: several times the longest one known
+COMPILING = 64 * 1024  # bytes of text that take as long to encode as a template to compile
+KEPT = 4  # templates of requests that came last
+# Ends what goes on, so that it is found again in what the template makes of it: a character of the
+# last private plane, which is in no chat.
+ENDS = range(0x10FFFD, 0x10FF00, -1)
+
+
+class Chats:
+    """Renders chats so that control tokens come from a template alone; see ControlTexts."""
+
+    def __init__(
+        self, texts: Iterable[str], templates: ChatTemplates, always: bool = False
+    ) -> None:
+        self._texts = tuple(texts)
+        self._templates = templates
+        self._always = always
+        self._own = ControlTexts(self._texts, templates, always)
+        self._others: dict[str, ControlTexts] = {}
+
+    def weigh(self, chat: list[JsonObject], arguments: JsonObject) -> int:
+        """About how many bytes there are. Raises TemplateFailed for a template that is refused."""
+        brought = self._source(arguments) is not None
+        return weight(chat, arguments) + COMPILING * brought
+
+    def render(self, chat: list[JsonObject], arguments: JsonObject) -> Rendered:
+        """The prompt. Raises TemplateFailed, and NoMarks."""
+        source, arguments = self._source(arguments), arguments.copy()
+        arguments.pop("chat_template", None)
+        goes_on = arguments.pop("continue_final_message", None)
+        chosen = self._own if source is None else self._other(source)
+        if not goes_on:
+            return chosen.render(chat, arguments)
+        if arguments.get("add_generation_prompt", True) is not False:
+            message = "continue_final_message is only allowed with add_generation_prompt: false"
+            raise TemplateFailed(message, "continue_final_message")
+        return _continued(chosen, chat, arguments)
+
+    def _source(self, arguments: JsonObject) -> str | None:
+        """Of the request's own template."""
+        source = arguments.get("chat_template")
+        if source is None:
+            return None
+        if not self._templates.takes_others:
+            message = (
+                "chat_template is taken only by a server with --trust-request-chat-template: a "
+                "template is a program"
+            )
+            raise TemplateFailed(message, "chat_template")
+        if not isinstance(source, str) or len(source) > MOST_TEMPLATE_LETTERS:
+            message = f"chat_template must be a text of at most {MOST_TEMPLATE_LETTERS} letters"
+            raise TemplateFailed(message, "chat_template")
+        return source
+
+    def _other(self, source: str) -> ControlTexts:
+        found = self._others.pop(source, None)
+        if found is None:
+            found = ControlTexts(self._texts, self._templates.other(source), self._always)
+        while len(self._others) >= KEPT:
+            del self._others[next(iter(self._others))]
+        self._others[source] = found
+        return found
+
+
+def _continued(chosen: ControlTexts, chat: list[JsonObject], arguments: JsonObject) -> Rendered:
+    """Up to the end of the last message's content, as the template shows it."""
+    last: JsonObject = chat[-1] if chat else {}
+    content = _text(last.get("content"))
+    if last.get("role") != "assistant" or not content:
+        message = "continue_final_message needs a last message of the assistant, with content"
+        raise TemplateFailed(message, "continue_final_message")
+    said = {character for text, _ in strings(chat, arguments) for character in text}
+    end = next(chr(code) for code in ENDS if chr(code) not in said)
+    rendered = chosen.render([*chat[:-1], {**last, "content": content + end}], arguments)
+    if rendered.text.count(end) != 1:
+        message = "the chat template does not show the last message's content once, as it is"
+        raise TemplateFailed(message, "continue_final_message")
+    marked = rendered.marked
+    if marked is not None:
+        marked = Marked(marked.text.partition(end)[0], marked.marks)
+    return Rendered(rendered.text.partition(end)[0], marked)
+
+
+def _text(content: JsonValue) -> str:
+    """Parts of text joined, as templates see them; nothing where there are others."""
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        return "\n".join(text for text in texts if isinstance(text, str))
+    return content if isinstance(content, str) else ""
