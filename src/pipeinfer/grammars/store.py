@@ -78,7 +78,7 @@ class GrammarStore:
                 continue
             try:
                 asked.set_result(Grammar(vocabulary, spec))
-            except (GrammarError, ValueError) as error:
+            except BaseException as error:  # a panic of the compiler is no Exception
                 asked.set_exception(GrammarError(str(error) or "it does not compile"))
 
 

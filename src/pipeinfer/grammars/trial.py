@@ -46,7 +46,7 @@ class Setup(msgspec.Struct, frozen=True, array_like=True):
 
 class Trial:
     """One process that tries grammars, started when it is first needed. Calls of `verdict` block
-    and come from one thread; `kill` may come from any."""
+    and come from one thread, and `kill` while there is none."""
 
     def __init__(self, setup: Setup, seconds: float = SECONDS) -> None:
         self._setup = msgspec.msgpack.encode(setup)
@@ -80,9 +80,12 @@ class Trial:
             process.communicate()
 
     def close(self) -> None:
-        """Ends the process for good; whoever waits for a verdict gets RuntimeError."""
+        """From any thread: no process from now on, and RuntimeError for who waits for a verdict.
+        `kill` is still to be called then, to clear up."""
         self._closed = True
-        self.kill()
+        process = self._process
+        if process is not None:
+            process.kill()
 
     def _tried(self, key: bytes) -> str:
         for _ in range(TRIES):
@@ -92,6 +95,8 @@ class Trial:
             answer = read_within(process.stdout.fileno(), self._seconds)
             if answer is not None:
                 return msgspec.msgpack.decode(answer, type=str)
+            if self._closed:
+                raise RuntimeError("the process that tries grammars has ended for good")
             slow = not _at_end(process.stdout.fileno())
             self.ended += 1
             self.kill()
@@ -108,7 +113,7 @@ class Trial:
         if self._process is None:
             home = str(Path(__file__).parents[2])
             paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
-            self._process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipeinfer.grammars.trial"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -116,9 +121,11 @@ class Trial:
                 bufsize=0,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAYON_NUM_THREADS": "1"},
             )
-            assert self._process.stdin is not None and self._process.stdout is not None
-            write(cast(BinaryIO, self._process.stdin), self._setup)
-            if read_within(self._process.stdout.fileno(), START_SECONDS) is None:
+            if self._closed:  # meanwhile
+                process.kill()
+            assert process.stdin is not None and process.stdout is not None
+            write(cast(BinaryIO, process.stdin), self._setup)
+            if read_within(process.stdout.fileno(), START_SECONDS) is None:
                 self.kill()
                 raise RuntimeError("the process that tries grammars did not start")
         return self._process

@@ -72,6 +72,7 @@ class Trials:
             lane.trial.close()
         for lane in self._lanes:
             await asyncio.get_running_loop().run_in_executor(None, lane.pool.shutdown)
+            lane.trial.kill()
 
     def stats(self) -> dict[str, float]:
         """Processes that grammars have cost."""
