@@ -4,6 +4,7 @@ the model's own logits, however the steps were cut, and nobody beside them notic
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -209,3 +210,21 @@ def test_a_grammar_begins_behind_the_text_that_it_waits_for(loaded, masks):
     before, _, after = text(made, "later").partition(".")
     assert before and len(after) == 4 and after.isdigit()
     assert len(text(made, "at once")) == 4 and text(made, "at once").isdigit()
+
+
+def test_a_grammar_that_has_worn_out_is_compiled_anew(loaded, masks):
+    """What the lexer finds out is shared by all who use the grammar, and there is a limit to it."""
+    spec = StructuredOutputs(regex="(" * 30 + "a" + "{1,30})" * 30)
+    given = SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=spec)
+    before = masks._store.grammar(spec)
+    made = cores(loaded, masks)
+    made.submit("worn", PROMPT, given, eos_ids=SETUP.ends)
+    made.run()
+    assert made.finished["worn"] == "error" and len(made.outputs["worn"]) > 0
+    deadline = time.monotonic() + 60
+    while masks._store.grammar(spec) is before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    made.submit("next", PROMPT, given, eos_ids=SETUP.ends)
+    made.run()
+    assert made.outputs["next"] == made.outputs["worn"]

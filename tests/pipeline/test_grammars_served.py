@@ -27,6 +27,10 @@ PERSON = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
+MANY_KEYS = {
+    "type": "object",
+    "properties": {f"k{n}": {"type": "integer"} for n in range(1500)},
+}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
 GBNF = 'root ::= "yes" | "no" digit\ndigit ::= [0-9]'
 LARK = 'start: "<" /[a-c]{2,4}/ ">"'
@@ -126,6 +130,7 @@ def test_completions_have_forms_too(api):
         ({"guided_json": {"type": "array", "uniqueItems": True}}, "structured_outputs", "unique"),
         ({"guided_regex": "a" * 70_000}, "guided_regex", "70000 bytes"),
         ({"guided_choice": []}, "guided_choice", "at least one"),
+        ({"guided_json": MANY_KEYS}, "structured_outputs", "items"),
         ({"regex": "a", "min_tokens": 3}, "min_tokens", "not allowed"),
         ({"format": "yaml"}, "format", "must be"),
         ({"thinking_token_budget": 5}, "thinking_token_budget", "<think>"),

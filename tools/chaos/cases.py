@@ -285,18 +285,18 @@ CASES: tuple[Case, ...] = (
     completions("17 stop strings", "400", stop=["x"] * (MAX_STOP_STRINGS + 1)),
     completions("a million stop strings", "400", stop=["x"] * 10**6),
     # ----------------------------------------------------------------------------------- grammars
-    chats("a schema that takes long", "400", guided_json=SLOW_SCHEMA),
+    chats("a schema that takes long", "400 cut", guided_json=SLOW_SCHEMA),
     chats("a chain of references", "200 400", guided_json=LONG_CHAIN),
     chats("a chain of rules", "200 400", guided_grammar=RULES),
-    chats("an expression that explodes", "400", guided_regex=EXPLODING),
-    chats("many optional keys", "200 400", guided_json=MANY_KEYS),
+    chats("an expression that explodes", "200 400 500", guided_regex=EXPLODING),
+    chats("many optional keys", "400", guided_json=MANY_KEYS),
     chats("a grammar of 5 MB", "400", guided_grammar="a" * MEGABYTES),
     chats("a schema nested beyond the bound", "400", guided_json={"a": nested(DEPTH + 1)}),
     _case(
         "schemas that nobody knows yet",
         lambda: [chat(guided_regex=f"[a-c]{{{n}}}x") for n in range(1, 200)], "200",
     ),
-    chats("masks in every step", "200", 16, guided_json=LIST_OF_TEXTS, max_tokens=500),
+    chats("masks in every step", "200 cut", 16, guided_json=LIST_OF_TEXTS, max_tokens=500),
     chats("as many choices as may be", "200 cut", n=128, max_tokens=50, ignore_eos=True),
     # --------------------------------------------------------------------------------- below JSON
     _case("broken gzip", _broken_gzip, "400"),

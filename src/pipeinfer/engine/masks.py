@@ -12,6 +12,7 @@ import numpy as np
 from llguidance import LLExecutor
 
 from pipeinfer.grammars.bounds import GrammarError
+from pipeinfer.grammars.compiling import Grammar
 from pipeinfer.grammars.masks import (
     FreeSource,
     MaskSource,
@@ -34,6 +35,7 @@ class Masks:
         self._store = store
         self._executor = LLExecutor(max(min(threads, MOST_THREADS), 1))
         self._sources: dict[int, MaskSource] = {}
+        self._grammars: dict[int, tuple[StructuredOutputs, Grammar]] = {}
 
     def prepare(self, spec: StructuredOutputs, then: Callable[[str], None]) -> None:
         """See GrammarStore."""
@@ -52,6 +54,9 @@ class Masks:
             self._sources[new.slot] = self._source(new)
         slots = step.masked.slots.tolist()
         troubles = fill_all(self._executor, [self._sources[slot] for slot in slots], words)
+        for slot, why in zip(slots, troubles, strict=True):
+            if why and slot in self._grammars:
+                self._store.renew(*self._grammars[slot])
         rows = step.masked.rows.tolist()
         return {row: why for row, why in zip(rows, troubles, strict=True) if why}
 
@@ -72,6 +77,7 @@ class Masks:
         """Slots that have new requests."""
         for slot in step.delta.admitted.tolist():
             self._sources.pop(slot, None)
+            self._grammars.pop(slot, None)
 
     def _source(self, new: Constrained) -> MaskSource:
         try:
@@ -87,6 +93,7 @@ class Masks:
         if new.spec is None:
             return FreeSource(self._store.vocabulary())
         grammar = self._store.grammar(new.spec)
+        self._grammars[new.slot] = new.spec, grammar
         return source_of(grammar, new.output.tolist(), new.tail.tolist())
 
 

@@ -90,11 +90,16 @@ class Grammar:
         text = _definition(spec)
         self._first = LLMatcher(vocabulary.tokens, text, log_level=_LOG_NOTHING, limits=limits())
         if self._first.is_error():
-            raise GrammarError(self._first.get_error().strip())
+            raise GrammarError(complaint(self._first))
 
     def matcher(self) -> LLMatcher:
         """One that has read nothing."""
         return self._first.deep_copy()
+
+
+def complaint(matcher: LLMatcher) -> str:
+    """What is wrong with it, in a line: what follows says that there could be more."""
+    return matcher.get_error().partition("\n<non-verbose")[0].strip() or "the grammar failed"
 
 
 def _definition(spec: StructuredOutputs) -> str:

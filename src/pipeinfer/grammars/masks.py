@@ -12,7 +12,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
-from pipeinfer.grammars.compiling import Grammar, Vocabulary
+from pipeinfer.grammars.compiling import Grammar, Vocabulary, complaint
 from pipeinfer.params import CLOSING, OPENING
 
 
@@ -52,14 +52,14 @@ class GrammarSource:
             return self.error
         real = [i for i in ids if i not in self._vocabulary.ends]
         taken = self._matcher.try_consume_tokens(real) if real else 0
-        self.error = self._matcher.get_error() if self._matcher.is_error() else ""
+        self.error = complaint(self._matcher) if self._matcher.is_error() else ""
         if not self.error and taken < len(real):
             self.error = f"the grammar does not allow token {real[taken]}"
         return self.error
 
     def check(self, words: np.ndarray) -> str:
         if self._matcher.is_error():  # its mask is that of an ordinary end
-            self.error = self.error or self._matcher.get_error()
+            self.error = self.error or complaint(self._matcher)
         if not self.error:
             words &= self._vocabulary.sampled
             if not words.any():

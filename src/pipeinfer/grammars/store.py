@@ -35,6 +35,7 @@ class GrammarStore:
         self._built = threading.Event()
         self._vocabulary: Vocabulary | None = None
         self._trouble = ""
+        self._renewing: set[StructuredOutputs] = set()
         _with_stack(self._work)
 
     def wait(self) -> None:
@@ -49,6 +50,28 @@ class GrammarStore:
     def grammar(self, spec: StructuredOutputs) -> Grammar:
         """Waits for it if need be. Raises GrammarError."""
         return self._asked(spec).result()
+
+    def renew(self, spec: StructuredOutputs, worn: Grammar) -> None:
+        """`worn` has tripped a limit. Matchers share with the grammar what its lexer has found out,
+        of which there is a limit, too: it is compiled again, and takes its place when it is there.
+        """
+        with self._lock:
+            known = self._known.get(spec)
+            at_hand = known is not None and known.done() and known.exception() is None
+            if known is None or not at_hand or known.result() is not worn:
+                return
+            if spec in self._renewing:
+                return
+            self._renewing.add(spec)
+        fresh: Future[Grammar] = Future()
+        fresh.add_done_callback(lambda one: self._replace(spec, one))
+        self._jobs.put((spec, fresh))
+
+    def _replace(self, spec: StructuredOutputs, fresh: Future[Grammar]) -> None:
+        with self._lock:
+            self._renewing.discard(spec)
+            if spec in self._known:
+                self._known[spec] = fresh
 
     def vocabulary(self) -> Vocabulary:
         """Waits for it if need be. Raises GrammarError where there is none."""

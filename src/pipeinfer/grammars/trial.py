@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 import msgspec
+import numpy as np
 
 from pipeinfer.grammars.bounds import GrammarError, check
 from pipeinfer.params import StructuredOutputs
@@ -164,7 +165,10 @@ def _at_end(fd: int) -> bool:
 
 def main() -> None:
     """Serves until stdin ends, which ends the process also while it compiles."""
+    from llguidance import LLExecutor
+
     from pipeinfer.grammars.compiling import Grammar, Vocabulary
+    from pipeinfer.grammars.masks import GrammarSource, fill_all
 
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not break a frame
@@ -176,13 +180,16 @@ def main() -> None:
     setup = msgspec.msgpack.decode(frames.get(), type=Setup)
     threading.stack_size(setup.stack)
     vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.ends, setup.known)
+    words, executor = np.zeros((1, vocabulary.words), dtype=np.int32), LLExecutor(1)
     write(cast(BinaryIO, answers), b"")
 
     def tried(spec: StructuredOutputs) -> None:
         said = "it does not compile"  # also for a panic of the compiler, which passes by
         try:
-            Grammar(vocabulary, spec)
-            said = ""
+            grammar = Grammar(vocabulary, spec)
+            # Some trip a limit where there is first anything to choose.
+            source = GrammarSource(grammar, grammar.matcher().compute_ff_tokens())
+            [said] = fill_all(executor, [source], words)
         except (GrammarError, ValueError) as error:
             said = str(error) or said
         finally:
