@@ -10,6 +10,7 @@ import pytest
 
 from servers import Server
 
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network for prices
 TEMPLATE = Path(__file__).with_name("hermes.jinja")
 
 

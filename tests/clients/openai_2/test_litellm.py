@@ -38,7 +38,11 @@ def test_streaming(url, provider):
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_tools_are_called(url, provider):
+    """For hosted_vllm, litellm takes `additionalProperties` out of schemas, so that arguments could
+    go on for ever: a bias against the comma ends them."""
     asked = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    if provider == "hosted_vllm":
+        asked["logit_bias"] = {str(ord(",")): -100}  # the demo model's ids are bytes
     [call] = ask(url, provider, **asked).choices[0].message.tool_calls
     assert is_weather(json.loads(call.function.arguments))
     whole = litellm.stream_chunk_builder(list(ask(url, provider, stream=True, **asked)))
