@@ -40,7 +40,7 @@ test: $(VENV)/test.stamp $(VENV)/smollm2.stamp
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-# Clients that people use, in environments of their own: the newest, and those that need openai 2.
+# Clients that people use, in environments of their own: the newest, and some with openai 2.
 test-clients: $(VENV)/serve.stamp $(VENV)-clients/stamp $(VENV)-clients-openai-2/stamp
 	PYTHON_OF_SERVER=$(abspath $(BIN)/python) $(VENV)-clients/bin/python \
 		-m pytest -c tests/clients/pytest.ini tests/clients/newest
