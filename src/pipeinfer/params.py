@@ -15,6 +15,7 @@ from pipeinfer.json_values import JsonValue
 
 T = TypeVar("T")
 
+OPENING, CLOSING = "<think>", "</think>"  # around what a model thinks
 MOST_INT = 2**31 - 1  # counts and ids are int32 on the device
 # Above it the logits of any model differ by less than the noise: all tokens are as likely. What is
 # far larger is infinite in float32.
@@ -70,6 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     asks for none. Of the model's own logits, before all that is said above. prompt_logprobs: the
     same of the prompt's tokens, all but the first.
     n: choices of the prompt, 1 to 128; choice i is what the seed + i gives (mod 2**64).
+    thinking_token_budget: so many tokens between <think> and </think>; then the thoughts are ended.
     structured_outputs: what the whole output must be; not with min_tokens, allowed_token_ids or
     bad_words.
     allowed_token_ids: no other id is sampled, not even one that ends the output; None allows all.
@@ -102,6 +104,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     truncate_prompt_tokens: int | None = None
+    thinking_token_budget: int | None = None
 
 
 class InvalidParameter(ValueError):
@@ -262,6 +265,13 @@ def _check_form(params: SamplingParams) -> None:
     for name in ("min_tokens", "allowed_token_ids", "bad_words"):
         if params.structured_outputs is not None and getattr(params, name):
             raise InvalidParameter(name, f"{name} is not allowed with structured_outputs")
+    budget = params.thinking_token_budget
+    if budget is None:
+        return
+    _check_within("thinking_token_budget", budget, 0, MOST_INT)
+    for name in ("allowed_token_ids", "bad_words"):
+        if getattr(params, name):
+            raise InvalidParameter(name, f"{name} is not allowed with thinking_token_budget")
 
 
 def check_choices(name: str, count: int) -> None:

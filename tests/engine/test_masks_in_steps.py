@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llguidance import LLExecutor
+from msgspec.structs import replace
 
 import pipeinfer.demo
 from parity.cores import Cores
 from pipeinfer.engine.masks import Masks
+from pipeinfer.grammars import masks as grammar_masks
 from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.grammars.masks import fill_all, source_of
 from pipeinfer.grammars.store import GrammarStore
@@ -166,6 +168,34 @@ def test_a_row_that_may_sample_nothing_fails_alone(loaded, masks):
     assert made.engine.stats()["refused_rows_total"] >= 1
     assert made.engine.stats()["bad_rows_total"] == 0
     assert made.scheduler.stats()["bad_logits_total"] == 0
+
+
+@pytest.mark.parametrize("amid", [False, True])
+@pytest.mark.parametrize("spec", [None, StructuredOutputs(regex="[0-9]{4}", after=".")])
+def test_thoughts_have_a_budget(loaded, masks, spec, amid, monkeypatch):
+    """Between a letter that this model says at once, or the prompt has said, and a full stop."""
+    free = cores(loaded, masks)
+    prompt = list(b"Tell me what you think about thi")
+    free.submit("r", prompt, SamplingParams(temperature=0.0, max_tokens=60), eos_ids=SETUP.ends)
+    free.run()
+    said = text(free, "r")
+    opening = said[0] if not amid else chr(prompt[-1])
+    monkeypatch.setattr(grammar_masks, "OPENING", opening)
+    monkeypatch.setattr(grammar_masks, "CLOSING", "`")
+    made = cores(loaded, masks)
+    spec = spec and replace(spec, after="`")
+    for budget in (0, 3, 200):
+        given = SamplingParams(
+            temperature=0.0, max_tokens=60, thinking_token_budget=budget, structured_outputs=spec
+        )
+        made.submit(f"r{budget}", prompt, given, eos_ids=SETUP.ends)
+    made.run()
+    for budget in (0, 3):
+        before, mark, after = text(made, f"r{budget}").partition("`")
+        assert mark and before == said[: budget + (not amid)]
+        assert spec is None or (len(after) == 4 and after.isdigit())
+    if spec is None:
+        assert text(made, "r200") == said
 
 
 def test_a_grammar_begins_behind_the_text_that_it_waits_for(loaded, masks):

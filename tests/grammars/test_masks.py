@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llguidance import LLExecutor, LLParserLimits
 from vocabulary import ENDS, KNOWN, TOKENIZER, VOCABULARY, WIDTH, ids_of, source
 
-from pipeinfer.grammars import compiling
+from pipeinfer.grammars import compiling, masks
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.grammars.masks import GrammarSource, fill_all
 
@@ -32,7 +32,7 @@ PERSON = json.dumps(
 
 def allowed(row):
     words = np.zeros(VOCABULARY.words, dtype=np.int32)
-    assert fill_all(ALONE, [row], words[None]) == [row.error]
+    assert fill_all(ALONE, [row], words[None]) == [getattr(row, "error", "")]
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
 
 
@@ -197,3 +197,20 @@ def test_walks_at_random_give_what_the_schema_says(schema, chance):
     if ids[-1] in ENDS:
         text = TOKENIZER.decode(ids[:-1])
         jsonschema.validate(json.loads(text), schema)
+
+
+@given(st.lists(st.sampled_from("({ab.)}"), max_size=12), st.integers(0, 12), st.integers(0, 4))
+@settings(deadline=None)
+def test_a_budget_of_thoughts_is_a_function_of_the_ids(letters, cut, budget):
+    """However many of them were there before; `(` opens, `)` closes, the first time."""
+    ids = [ord(letter) for letter in letters]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masks, "OPENING", "(")
+        patch.setattr(masks, "CLOSING", ")")
+        told = masks.ThinkingSource(VOCABULARY, masks.FreeSource(VOCABULARY), budget, (), ids[:cut])
+        for token in ids[cut:]:
+            assert told.feed([token]) == ""
+    text = "".join(letters)
+    opened, _, amid = text.partition("(")
+    forced = "(" in text and ")" not in opened + amid and len(amid) >= budget
+    assert allowed(told) == ([ord(")")] if forced else sorted(KNOWN))

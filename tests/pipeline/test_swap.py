@@ -133,9 +133,11 @@ def test_a_command_behind_a_wrapper_stays_when_its_stage_dies(served, checkout):
     """A wrapper as a profiler or a debugger would be."""
     command = f'PYTHONPATH={checkout} {sys.executable} -m pipeinfer.runtime "$@"; echo ended'
     said(served)
+    before = served.pid("tokenizer")
     done = swap(served, "tokenizer", "bash", "-c", command, "wrapper")
     assert done.returncode == 0, done.stderr
     assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+    served.wait(lambda: served.pid("tokenizer") != before, "the health of the new one")
     os.kill(served.pid("tokenizer"), signal.SIGKILL)
     lines: list[str] = []
 

@@ -138,6 +138,27 @@ MALFORMED = (
     b"GET /health HTTP/1.1\r\nno colon here\r\n\r\n",
 )
 
+# A digit takes nearly a second to compile, and nothing cancels it.
+SLOW_SCHEMA: dict[str, Any] = {"type": "integer", "multipleOf": 999983}
+LONG_CHAIN: dict[str, Any] = {
+    "$ref": "#/$defs/d0",
+    "$defs": {
+        **{f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(1100)},
+        "d1100": {"type": "integer"},
+    },
+}
+EXPLODING = "(" * 30 + "a" + "{1,30})" * 30
+RULES = "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(3000)) + 'r3000: "b"\n'
+MANY_KEYS: dict[str, Any] = {
+    "type": "object",
+    "properties": {f"k{n}": {"type": "integer"} for n in range(1500)},
+}
+LIST_OF_TEXTS: dict[str, Any] = {
+    "type": "array",
+    "items": {"type": "string", "maxLength": 9},
+    "minItems": 40,
+}
+
 DEPTH = MOST_DEPTH - 2  # within a value of an object of the body's
 LETTERS = MOST_STOP_LETTERS
 
@@ -263,6 +284,20 @@ CASES: tuple[Case, ...] = (
     completions("stop strings of 5 MB", "400", prompt="a" * 900, stop=_stops(312_000)),
     completions("17 stop strings", "400", stop=["x"] * (MAX_STOP_STRINGS + 1)),
     completions("a million stop strings", "400", stop=["x"] * 10**6),
+    # ----------------------------------------------------------------------------------- grammars
+    chats("a schema that takes long", "400", guided_json=SLOW_SCHEMA),
+    chats("a chain of references", "200 400", guided_json=LONG_CHAIN),
+    chats("a chain of rules", "200 400", guided_grammar=RULES),
+    chats("an expression that explodes", "400", guided_regex=EXPLODING),
+    chats("many optional keys", "200 400", guided_json=MANY_KEYS),
+    chats("a grammar of 5 MB", "400", guided_grammar="a" * MEGABYTES),
+    chats("a schema nested beyond the bound", "400", guided_json={"a": nested(DEPTH + 1)}),
+    _case(
+        "schemas that nobody knows yet",
+        lambda: [chat(guided_regex=f"[a-c]{{{n}}}x") for n in range(1, 200)], "200",
+    ),
+    chats("masks in every step", "200", 16, guided_json=LIST_OF_TEXTS, max_tokens=500),
+    chats("as many choices as may be", "200 cut", n=128, max_tokens=50, ignore_eos=True),
     # --------------------------------------------------------------------------------- below JSON
     _case("broken gzip", _broken_gzip, "400"),
     _case("gzip bomb", lambda: [_gzip(b" " * (200 << 20))], "400 413"),

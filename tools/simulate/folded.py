@@ -47,7 +47,7 @@ class FoldedGroup:
         self._seats = Seats(self._lives)
         self._flights = Flights(self._in_flight)
         self._planner = Planner(options, self._seats, self._flights)
-        self._planner.begin(self._shape)
+        self._planner.begin(self._shape, (0,))
         self._memory = PageCounts(deployment.kv_pages, deployment.page_size, deployment.cache)
         self._depth = options.overlap_depth
         self._budget = options.max_step_tokens or DEFAULT_STEP_TOKENS

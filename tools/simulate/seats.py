@@ -136,6 +136,10 @@ class Seats:
     def releasing(self) -> bool:
         return bool(self.releases)
 
+    def take_reset(self) -> bool:
+        """Nobody asks for one here."""
+        return False
+
     def context(self, rows: Iterable[tuple[Request, int]]) -> int:
         """Of all decodes: the folded ones are in every step that has any."""
         return sum([request.projected for request, _ in rows]) + self.running.unseen

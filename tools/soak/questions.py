@@ -29,6 +29,10 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "stop": ["1", "7 8", "e"]},
     {"temperature": 0.8, "stop_token_ids": [101, 116]},
     {"temperature": 0.6, "min_tokens": 12},
+    {"temperature": 1.0, "guided_regex": "[a-f]{3,9}-[0-9]{2}"},
+    {"temperature": 0.8, "guided_choice": ["apples", "apricots", "pears"]},
+    {"temperature": 0.8, "allowed_token_ids": [*range(97, 123), 258]},
+    {"temperature": 0.8, "bad_words": ["e", "an"]},
     {"temperature": 0.0, "ignore_eos": True, "skip_special_tokens": False},
     {"temperature": 0.0, "stop": ["4 5", "is", "="], "include_stop_str_in_output": True},
 )

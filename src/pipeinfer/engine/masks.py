@@ -12,7 +12,14 @@ import numpy as np
 from llguidance import LLExecutor
 
 from pipeinfer.grammars.bounds import GrammarError
-from pipeinfer.grammars.masks import MaskSource, NoSource, fill_all, source_of
+from pipeinfer.grammars.masks import (
+    FreeSource,
+    MaskSource,
+    NoSource,
+    ThinkingSource,
+    fill_all,
+    source_of,
+)
 from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.steps.step import Constrained, MaskRows, Sampled, Step
@@ -68,9 +75,18 @@ class Masks:
 
     def _source(self, new: Constrained) -> MaskSource:
         try:
-            grammar = self._store.grammar(new.spec)
+            source = self._by_grammar(new)
+            if new.budget is None:
+                return source
+            vocabulary, tail, output = self._store.vocabulary(), new.tail, new.output
+            return ThinkingSource(vocabulary, source, new.budget, tail.tolist(), output.tolist())
         except GrammarError as error:
             return NoSource(str(error))
+
+    def _by_grammar(self, new: Constrained) -> MaskSource:
+        if new.spec is None:
+            return FreeSource(self._store.vocabulary())
+        grammar = self._store.grammar(new.spec)
         return source_of(grammar, new.output.tolist(), new.tail.tolist())
 
 

@@ -17,7 +17,6 @@ from pipeinfer.params import (
     MOST_BAD_WORDS,
     MOST_BIASES,
     MOST_STOP_TOKENS,
-    StructuredOutputs,
 )
 from pipeinfer.steps.step import (
     Bans,
@@ -71,8 +70,8 @@ class RequestTable:
             self._factors[slot] = factors
             self._said[slot] = Said(slot, ids[: admit.prompt_len], ids[admit.prompt_len :])
         self._constrained.pop(slot, None)
-        if params.structured_outputs is not None:
-            self._constrained[slot] = constrained(admit, params.structured_outputs)
+        if params.structured_outputs is not None or params.thinking_token_budget is not None:
+            self._constrained[slot] = constrained(admit)
         self._alternatives[slot] = NOT_ASKED if params.logprobs is None else params.logprobs
         self.scores.pop(slot, None)
         if params.prompt_logprobs is not None and admit.score_from >= 0:
@@ -136,11 +135,12 @@ class RequestTable:
         return MaskRows(np.array(rows, dtype=np.int64), chosen, tuple(new))
 
 
-def constrained(admit: Admit, spec: StructuredOutputs) -> Constrained:
+def constrained(admit: Admit) -> Constrained:
     """What holds for a request that enters its slot."""
-    ids = unpack(admit.token_ids)
+    ids, params = unpack(admit.token_ids), admit.params
     tail = ids[max(admit.prompt_len - TAIL, 0) : admit.prompt_len]
-    return Constrained(admit.slot, spec, ids[admit.prompt_len :], tail)
+    spec, budget = params.structured_outputs, params.thinking_token_budget
+    return Constrained(admit.slot, spec, budget, ids[admit.prompt_len :], tail)
 
 
 def edits_of(admit: Admit) -> Edits:

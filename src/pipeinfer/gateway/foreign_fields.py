@@ -41,7 +41,6 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "structural_tag": (),
     "logits_processors": ([],),
     "spaces_between_special_tokens": (True,),
-    "thinking_token_budget": (),
     "chat_template": (),  # of a completion
     "continue_final_message": (False,),  # of a completion
     "documents": ([],),  # of a completion

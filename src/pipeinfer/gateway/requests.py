@@ -20,7 +20,6 @@ from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.forms import form
 from pipeinfer.gateway.pieces import Reader
 from pipeinfer.gateway.reading.registry import NOTHING, Reading
-from pipeinfer.gateway.reading.thinking import CLOSING
 from pipeinfer.gateway.schema import (
     MOST_MESSAGES,
     ChatMessage,
@@ -39,7 +38,7 @@ from pipeinfer.gateway.tools import (
 )
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.packing import pack
-from pipeinfer.params import InvalidParameter, SamplingParams, check_choices, normalized
+from pipeinfer.params import CLOSING, InvalidParameter, SamplingParams, check_choices, normalized
 
 PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a list there as well
     "temperature",
@@ -63,6 +62,7 @@ PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a li
     "skip_special_tokens",
     "include_stop_str_in_output",
     "n",
+    "thinking_token_budget",
 )
 
 

@@ -111,6 +111,7 @@ class Generation(Body, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     n: Bounded | None = None
+    thinking_token_budget: Bounded | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: Structured | None = None
     guided_json: JsonObject | str | None = None

@@ -56,8 +56,8 @@ class Vocabulary:
         self.width = width
         self.ends = frozenset(ends)
         self.tokens = LLTokenizer(tokenizer, n_vocab=width, eos_token=list(ends))
-        self.sampled = self._mask(known)
-        self.no_end = self._mask([i for i in known if i not in self.ends])
+        self.sampled = self.mask(known)
+        self.no_end = self.mask([i for i in known if i not in self.ends])
         self._texts = tokenizer
 
     @property
@@ -72,7 +72,7 @@ class Vocabulary:
             raise GrammarError(f"the model has no token {text}, behind which the grammar begins")
         return found
 
-    def _mask(self, ids: Sequence[int]) -> np.ndarray:
+    def mask(self, ids: Sequence[int]) -> np.ndarray:
         """int32 [words] of those that the model has."""
         bits = np.zeros(self.words * 32, dtype=bool)
         bits[[i for i in ids if i < self.width]] = True

@@ -6,13 +6,14 @@ A row's source is transient: it can be rebuilt from the ids at any time, and giv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
-from pipeinfer.grammars.compiling import Grammar
+from pipeinfer.grammars.compiling import Grammar, Vocabulary
+from pipeinfer.params import CLOSING, OPENING
 
 
 class MaskSource(Protocol):
@@ -95,6 +96,73 @@ class LaterSource:
             return self._source.check(words)
         words[:] = self._free
         return ""
+
+
+class FreeSource:
+    """All that the model has."""
+
+    matcher = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def feed(self, ids: Sequence[int]) -> str:
+        return ""
+
+    def check(self, words: np.ndarray) -> str:
+        words[:] = self._vocabulary.sampled
+        return ""
+
+
+class ThinkingSource:
+    """As the one `behind` it, but after `budget` tokens between OPENING and CLOSING the latter
+    comes, whatever the model thinks. A prompt that ends with the ids `tail` may have opened the
+    thoughts; `output` was read by the one behind. GrammarError where the model has no such tokens.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        behind: MaskSource,
+        budget: int,
+        tail: Sequence[int] = (),
+        output: Sequence[int] = (),
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._opening, self._closing = map(vocabulary.token, (OPENING, CLOSING))
+        self._behind = behind
+        self._where: Literal["before", "amid", "after"] = "before"
+        self._left = 0
+        self._count(tail)
+        self._left = budget
+        self._count(output)
+
+    @property
+    def matcher(self) -> LLMatcher | None:
+        return None if self._spent else self._behind.matcher
+
+    @property
+    def _spent(self) -> bool:
+        return self._where == "amid" and self._left <= 0
+
+    def feed(self, ids: Sequence[int]) -> str:
+        self._count(ids)
+        return self._behind.feed(ids)
+
+    def check(self, words: np.ndarray) -> str:
+        if not self._spent:
+            return self._behind.check(words)
+        words[:] = self._vocabulary.mask([self._closing])
+        return ""
+
+    def _count(self, ids: Sequence[int]) -> None:
+        for token in ids:
+            if token == self._closing:
+                self._where = "after"
+            elif self._where == "amid":
+                self._left -= 1
+            elif token == self._opening and self._where == "before":
+                self._where = "amid"
 
 
 class NoSource:

@@ -33,6 +33,8 @@ class GrammarStore:
         self._known: OrderedDict[StructuredOutputs, Future[Grammar]] = OrderedDict()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._built = threading.Event()
+        self._vocabulary: Vocabulary | None = None
+        self._trouble = ""
         _with_stack(self._work)
 
     def wait(self) -> None:
@@ -47,6 +49,13 @@ class GrammarStore:
     def grammar(self, spec: StructuredOutputs) -> Grammar:
         """Waits for it if need be. Raises GrammarError."""
         return self._asked(spec).result()
+
+    def vocabulary(self) -> Vocabulary:
+        """Waits for it if need be. Raises GrammarError where there is none."""
+        self._built.wait()
+        if self._vocabulary is None:
+            raise GrammarError(self._trouble)
+        return self._vocabulary
 
     def close(self) -> None:
         """What is under way is left behind: nothing can cancel it."""
@@ -64,20 +73,16 @@ class GrammarStore:
         return found
 
     def _work(self) -> None:
-        vocabulary, trouble = None, ""
         try:
             setup = self._setup()
-            vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.ends, setup.known)
+            self._vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.ends, setup.known)
         except Exception as error:  # told to whoever asks for a grammar; nobody may ever
-            trouble = f"this model serves no grammars: {error}"
+            self._trouble = f"this model serves no grammars: {error}"
         self._built.set()
         while (job := self._jobs.get()) is not None:
             spec, asked = job
-            if vocabulary is None:
-                asked.set_exception(GrammarError(trouble))
-                continue
             try:
-                asked.set_result(Grammar(vocabulary, spec))
+                asked.set_result(Grammar(self.vocabulary(), spec))
             except BaseException as error:  # a panic of the compiler is no Exception
                 asked.set_exception(GrammarError(str(error) or "it does not compile"))
 

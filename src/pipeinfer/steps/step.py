@@ -56,10 +56,12 @@ class LogprobRows:
 @dataclass(frozen=True)
 class Constrained:
     """The request in `slot` samples only what `spec` allows behind its output so far, ids int32
-    [n]. `tail`: the prompt's last ids."""
+    [n], and thinks no longer than `budget` tokens; either may be None. `tail`: the prompt's last
+    ids."""
 
     slot: int
-    spec: StructuredOutputs
+    spec: StructuredOutputs | None
+    budget: int | None
     output: np.ndarray
     tail: np.ndarray
 

@@ -54,6 +54,7 @@ def make_encoder(folder: Path, settings: Settings, alone: bool = False) -> Built
     if alone:  # it encodes, and nothing else
         return Built(encoder, eos_ids, None, "")
     if settings.grammar_backend == "none":
+        encoder.thinks = False  # engines without masks count nothing
         return Built(encoder, eos_ids, None, "this server was started without grammars")
     try:
         vocabulary = vocabulary_setup(tokenizer, model.vocab_size, eos_ids)

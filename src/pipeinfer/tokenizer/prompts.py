@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from pipeinfer.messages import Submit
 from pipeinfer.packing import unpack
-from pipeinfer.params import LONGEST_BAD, MOST_BAD_IDS, SamplingParams
+from pipeinfer.params import CLOSING, LONGEST_BAD, MOST_BAD_IDS, OPENING, SamplingParams
 from pipeinfer.tokenizer.bounds import cover
 from pipeinfer.tokenizer.chats import Chats
 from pipeinfer.tokenizer.client_strings import weight
@@ -31,7 +31,8 @@ class Rejected(ValueError):
 
 
 class PromptEncoder:
-    """Encodes prompts for one model."""
+    """Encodes prompts for one model. `thinks`: what it thinks can be told apart from its answer, by
+    tokens of their own."""
 
     def __init__(
         self,
@@ -54,6 +55,9 @@ class PromptEncoder:
         self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
         self._alone = alone
         self._spelled: tuple[tuple[str, ...], tuple[tuple[int, ...], ...]] = (), ()  # the last
+        self.thinks = tokenizer is not None and None not in map(
+            tokenizer.token_to_id, (OPENING, CLOSING)
+        )
         self._cover = None if tokenizer is None else cover(tokenizer)
         self._stand_ins = None if tokenizer is None else StandIns(tokenizer)
         texts = () if tokenizer is None or control_tokens else special_texts(tokenizer)
@@ -196,6 +200,9 @@ class PromptEncoder:
             raise self._unknown_token(int(wrong[0]), param)
 
     def _check_named(self, params: SamplingParams) -> None:
+        if params.thinking_token_budget is not None and not self.thinks:
+            message = f"this model, or this server, has no {OPENING} and {CLOSING} to count between"
+            raise Rejected(message, "thinking_token_budget")
         for param in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for token in getattr(params, param) or ():
                 if not 0 <= token < self._vocab_size:

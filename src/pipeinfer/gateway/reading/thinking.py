@@ -10,8 +10,7 @@ from typing import Literal
 
 from pipeinfer.gateway.pieces import SPACE, Piece, Reader
 from pipeinfer.gateway.reading.held import find
-
-OPENING, CLOSING = "<think>", "</think>"
+from pipeinfer.params import CLOSING, OPENING
 
 
 class Thinking:
