@@ -55,6 +55,7 @@ def usual():
         ({"regex": "(?=a)b"}, "look-around"),
         ({"grammar": "start: nobody"}, "unknown name"),
         ({"grammar": "!!!"}, "lexer error"),
+        ({"regex": "(((a{100}){100}){100}){100}"}, "too many expressions"),
     ],
 )
 def test_what_does_not_compile_is_refused_by_name(usual, spec, says):
@@ -71,7 +72,6 @@ def test_what_does_not_compile_is_refused_by_name(usual, spec, says):
         {"grammar": rules(3000)},
         {"grammar": 'start: /[a-z ]*/ <|reserved_0|> %json {"type": "integer"} <|reserved_1|>'},
         {"choice": ("a", 'b"c', "é\n/")},
-        {"regex": "(((a{100}){100}){100}){100}"},
     ],
 )
 def test_what_compiles(usual, spec):
@@ -155,7 +155,7 @@ HOSTILE = {
 }
 
 
-LAZY = ("counts", "alternatives")  # compile in no time; what they cost comes with each token
+LAZY = ("alternatives",)  # compile in no time; what they cost comes with each token
 
 
 @pytest.mark.parametrize("name", HOSTILE)

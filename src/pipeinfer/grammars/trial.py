@@ -32,7 +32,7 @@ START_SECONDS = 60.0  # to import and to build the vocabulary, 4 s for 262,000 t
 MEMORY = 2 * 1024**3
 REMEMBERED = 1024  # verdicts
 STACK = 32 * 1024 * 1024  # bytes; half of what an engine's thread has (compiling.py)
-AHEAD = 4  # tokens that must come, up to the first choice; a count may force thousands
+AHEAD = 4  # tokens that a trial goes while there is no choice; a count may force thousands
 TRIES = 2  # processes that may end over a grammar: one may have been killed by somebody else
 
 
@@ -187,10 +187,13 @@ def main() -> None:
     def tried(spec: StructuredOutputs) -> None:
         said = "it does not compile"  # also for a panic of the compiler, which passes by
         try:
-            grammar = Grammar(vocabulary, spec)
-            # Some trip a limit where there is first anything to choose.
-            source = GrammarSource(grammar, grammar.matcher().compute_ff_tokens()[:AHEAD])
-            [said] = fill_all(executor, [source], words)
+            source = GrammarSource(Grammar(vocabulary, spec))
+            for _ in range(AHEAD):  # some trip a limit where there is first anything to choose
+                [said] = fill_all(executor, [source], words)
+                allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+                if said or len(allowed) > 1:
+                    break
+                source.feed(allowed.tolist())
         except (GrammarError, ValueError) as error:
             said = str(error) or said
         finally:
