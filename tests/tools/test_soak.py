@@ -200,7 +200,7 @@ def test_a_short_soak_of_a_real_server_breaks_no_promise(tmp_path):
     out, samples, drawing = tmp_path / "out.json", tmp_path / "samples.jsonl", tmp_path / "a.png"
     words = ["--requests", "250", "--warm-up", "60", "--concurrency", "8", "--processes", "1"]
     words += ["--questions", "40"]
-    words += ["--every", "0.1", "--memory-percent", "60", "--samples", str(samples)]
+    words += ["--every", "0.04", "--memory-percent", "60", "--samples", str(samples)]
     done = subprocess.run(
         [sys.executable, "tools/soak", "run", *words, "--json", str(out)],
         cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=280,
