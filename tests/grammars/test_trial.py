@@ -55,7 +55,6 @@ def usual():
         ({"regex": "(?=a)b"}, "look-around"),
         ({"grammar": "start: nobody"}, "unknown name"),
         ({"grammar": "!!!"}, "lexer error"),
-        ({"regex": "(((a{100}){100}){100}){100}"}, "too many expressions"),
     ],
 )
 def test_what_does_not_compile_is_refused_by_name(usual, spec, says):
@@ -77,6 +76,16 @@ def test_what_does_not_compile_is_refused_by_name(usual, spec, says):
 def test_what_compiles(usual, spec):
     before = usual.ended
     assert (verdict(usual, **spec), usual.ended) == ("", before)
+
+
+def test_what_trips_a_limit_at_its_first_choice_is_refused_by_name():
+    """That takes half a second, which the others' limit is too near to."""
+    tried = Trial(SETUP, seconds=60.0)
+    try:
+        assert "too many expressions" in verdict(tried, regex="(((a{100}){100}){100}){100}")
+        assert tried.ended == 0
+    finally:
+        tried.kill()
 
 
 def test_one_that_takes_long_is_refused_once_and_remembered(usual):

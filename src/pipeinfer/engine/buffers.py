@@ -18,38 +18,32 @@ MOST_PIECES = 1024
 BLOCK = 256  # words that uploads are a multiple of, so that few sizes of them occur
 
 
-class Download:
-    """Pinned words for log-probs, as many as the largest step had; none before the first
-    one that has any."""
+class PinnedWords:
+    """As many as the largest step had; none before the first one that has any."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._pinned: torch.Tensor | None = None
+
+    def take(self, count: int) -> torch.Tensor:
+        """int32 [count], until they are taken again."""
+        if self._pinned is None or len(self._pinned) < count:
+            self._pinned = self._device.pinned((1 << (count - 1).bit_length(),), torch.int32)
+        return self._pinned[:count]
+
+
+class Download:
+    """Words for log-probs."""
+
+    def __init__(self, device: Device) -> None:
+        self._words = PinnedWords(device)
 
     def download(self, words: torch.Tensor) -> np.ndarray:
         """Copies int32 [n] from the device, on the current stream: there when that is done, and
         until the next download."""
-        count = len(words)
-        if self._pinned is None or len(self._pinned) < count:
-            self._pinned = self._device.pinned((1 << (count - 1).bit_length(),), torch.int32)
-        here = self._pinned[:count]
+        here = self._words.take(len(words))
         here.copy_(words, non_blocking=True)
         return here.numpy()
-
-
-class MaskRoom:
-    """Pinned words for the masks of a step's rows; none before the first that has any."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._pinned: torch.Tensor | None = None
-
-    def words(self, rows: int, width: int) -> torch.Tensor:
-        """int32 [rows, width], to be written; until it is asked again."""
-        count = rows * width
-        if self._pinned is None or len(self._pinned) < count:
-            self._pinned = self._device.pinned((1 << (count - 1).bit_length(),), torch.int32)
-        return self._pinned[:count].view(rows, width)
 
 
 class StepBuffers:
@@ -67,7 +61,7 @@ class StepBuffers:
         self._pieces: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._rows: dict[int, torch.Tensor] = {}
         self.logprobs = Download(device)
-        self.masks = MaskRoom(device)
+        self.masks = PinnedWords(device)
 
     def download(self, drawn: torch.Tensor) -> np.ndarray:
         """Copies int64 [S, 2] from the device, on the current stream: there when that is done."""

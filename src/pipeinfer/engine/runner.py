@@ -205,7 +205,7 @@ class Runner:
         """Queues the rest of a step with masked rows, which was launched last."""
         assert step.masked is not None
         many, width = len(step.masked.rows), -(-self._sampler.vocab // 32)
-        words = self._buffers[parity].masks.words(many, width)
+        words = self._buffers[parity].masks.take(many * width).view(many, width)
         with self.phases.span("masks", step.number):
             launched.refused = fill(words.numpy())
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from tokenizers import Tokenizer
 
 from pipeinfer.grammars.bounds import GrammarError, check
 from pipeinfer.grammars.lark import as_lark, with_options
@@ -58,7 +57,6 @@ class Vocabulary:
         self.tokens = LLTokenizer(tokenizer, n_vocab=width, eos_token=list(ends))
         self.sampled = self.mask(known)
         self.no_end = self.mask([i for i in known if i not in self.ends])
-        self._texts = tokenizer
 
     @property
     def words(self) -> int:
@@ -67,10 +65,10 @@ class Vocabulary:
 
     def token(self, text: str) -> int:
         """The id of the token that is `text`. GrammarError if there is none."""
-        found = Tokenizer.from_str(self._texts).token_to_id(text)
-        if found is None:
+        found = self.tokens.tokenize_str(text)
+        if len(found) != 1:
             raise GrammarError(f"the model has no token {text}, behind which the grammar begins")
-        return found
+        return found[0]
 
     def mask(self, ids: Sequence[int]) -> np.ndarray:
         """int32 [words] of those that the model has."""
