@@ -192,15 +192,22 @@ async def test_the_queue_counts_every_choice(start_gateway: StartGateway) -> Non
         await waiting
 
 
-async def test_a_key_runs_one_request_however_many_choices_it_has(
+async def test_a_key_runs_so_many_choices_at_a_time_and_counts_a_request_a_minute_for_them(
     start_gateway: StartGateway,
 ) -> None:
-    gateway = await start_gateway(key_concurrent=1)
+    gateway = await start_gateway(key_concurrent=4, key_requests_per_minute=3)
+    bodies = (
+        {"prompt": "a b", "n": 4, "max_tokens": 9},
+        {"prompt": "a b", "n": 5},
+        {"prompt": "a b", "n": 2, "best_of": 5},
+        {"prompt": ["a", "b"], "n": 3},
+        {"prompt": ["a", "b"], "n": 2},
+        {"prompt": "a"},
+    )
     async with httpx.AsyncClient() as http:
-        answer = await http.post(
-            f"{gateway.url}/v1/completions", json={"prompt": "a b", "n": 4, "max_tokens": 9}
-        )
-        two = await http.post(f"{gateway.url}/v1/completions", json={"prompt": ["a", "b"]})
-    assert (answer.status_code, two.status_code) == (200, 429)
-    used = answer.json()["usage"]["total_tokens"]
-    assert used == 2 + 2 + 3 * 3
+        answers = [await http.post(f"{gateway.url}/v1/completions", json=body) for body in bodies]
+    assert [answer.status_code for answer in answers] == [200, 429, 429, 429, 200, 429]
+    assert answers[0].json()["usage"]["total_tokens"] == 2 + 2 + 3 * 3
+    assert "retry-after" not in answers[1].headers, "five never may"
+    said = answers[-1].json()["error"]["message"]
+    assert "3 requests a minute" in said, "one, and one for each of two prompts"

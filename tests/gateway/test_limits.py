@@ -53,7 +53,7 @@ def test_no_minute_has_more_requests_than_two_buckets_and_no_moment_more_than_ma
         if excess is not None:
             prompts = 1  # no more is known of it yet
         elif prompts > 1:
-            excess = account.enter_more(prompts - 1, now)
+            excess = account.enter_more(prompts, prompts, now)
             if excess is not None:
                 account.leave()
         if excess is None:
@@ -68,9 +68,9 @@ def test_no_minute_has_more_requests_than_two_buckets_and_no_moment_more_than_ma
                 again = Account(Limits(0, a_minute, 0), 0.0)
                 for at, count in let_in:
                     again.enter(at)
-                    again.enter_more(count - 1, at)
+                    again.enter_more(count, count, at)
                 assert again.enter(later) is None
-                assert prompts == 1 or again.enter_more(prompts - 1, later) is None
+                assert prompts == 1 or again.enter_more(prompts, prompts, later) is None
             else:
                 assert prompts > a_minute or (concurrent and prompts > concurrent)
         assert account.running == 0
@@ -107,9 +107,9 @@ def test_concurrent_requests_make_room_when_they_end() -> None:
     assert excess is not None and excess.wait == 1.0
     account.leave()
     assert account.enter(0.0) is None
-    excess = account.enter_more(1, 0.0)
+    excess = account.enter_more(2, 2, 0.0)
     assert excess is not None and excess.wait == 1.0, "it could run later"
-    excess = account.enter_more(2, 0.0)
+    excess = account.enter_more(3, 3, 0.0)
     assert excess is not None and excess.wait == 0, "three prompts never can"
     assert account.running == 2
 
@@ -130,20 +130,20 @@ def test_further_prompts_wait_until_there_is_room_for_the_whole_request() -> Non
     for _ in range(8):
         assert account.enter(0.0) is None
     assert account.enter(0.0) is None
-    excess = account.enter_more(2, 0.0)
+    excess = account.enter_more(3, 3, 0.0)
     assert excess is not None and excess.wait == pytest.approx(6.0)
     account.leave()
     assert account.left(0.0) == (2, None), "its first has its request back"
-    assert account.enter(6.0) is None and account.enter_more(2, 6.0) is None
+    assert account.enter(6.0) is None and account.enter_more(3, 3, 6.0) is None
     assert account.running == 8 + 3 and account.left(6.0) == (0, None)
 
 
 def test_more_prompts_than_a_minute_allows_never_come() -> None:
     account = Account(Limits(requests=3), 0.0)
     assert account.enter(0.0) is None
-    excess = account.enter_more(3, 0.0)
+    excess = account.enter_more(4, 4, 0.0)
     assert excess is not None and excess.wait == 0 and "4 prompts" in excess.reason
-    assert account.enter(0.0) is None and account.enter_more(2, 0.0) is None
+    assert account.enter(0.0) is None and account.enter_more(3, 3, 0.0) is None
 
 
 def test_a_key_whose_tokens_are_used_up_waits_for_one() -> None:
@@ -154,3 +154,20 @@ def test_a_key_whose_tokens_are_used_up_waits_for_one() -> None:
     account.use(-1, 0.0)
     assert account.enter(0.0) is None
     assert account.running == 1
+
+
+def test_choices_run_beside_each_other_and_cost_one_request_of_the_minutes() -> None:
+    account = Account(Limits(concurrent=5, requests=3), 0.0)
+    assert account.enter(0.0) is None and account.enter_more(1, 4, 0.0) is None
+    assert (account.running, account.left(0.0)) == (4, (2, None))
+    assert account.enter(0.0) is None
+    excess = account.enter_more(1, 2, 0.0)
+    assert excess is not None and excess.wait == 1.0 and "5 answers" in excess.reason
+    assert account.left(0.0) == (2, None), "what was refused cost nothing"
+    account.leave()
+    account.leave(4)
+    assert account.enter(0.0) is None
+    excess = account.enter_more(1, 6, 0.0)
+    assert excess is not None and excess.wait == 0 and "6 choices" in excess.reason
+    account.leave()
+    assert account.running == 0

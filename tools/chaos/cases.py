@@ -298,6 +298,7 @@ CASES: tuple[Case, ...] = (
     ),
     chats("masks in every step", "200 cut", 16, guided_json=LIST_OF_TEXTS, max_tokens=500),
     chats("as many choices as may be", "200 cut", n=128, max_tokens=50, ignore_eos=True),
+    chats("choices in every place", "200 cut", n=16, max_tokens=200, ignore_eos=True),
     # --------------------------------------------------------------------------------- below JSON
     _case("broken gzip", _broken_gzip, "400"),
     _case("gzip bomb", lambda: [_gzip(b" " * (200 << 20))], "400 413"),

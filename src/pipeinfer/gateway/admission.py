@@ -47,7 +47,7 @@ class Client:
 
 
 class Visit:
-    """One HTTP request of a client. `entered`: as how many requests it runs."""
+    """One HTTP request of a client. `entered`: how many answers are made for it."""
 
     __slots__ = ("client", "entered", "limited")
 
@@ -133,16 +133,17 @@ class Admission:
 
         return admission
 
-    def prompts(self, request: web.Request, count: int) -> None:
-        """Counts a request as that many, one for each prompt, before any of them is sent on.
+    def widen(self, request: web.Request, prompts: int, choices: int) -> None:
+        """Counts a request as one for each prompt, and as running for each of all its choices,
+        before any of them is sent on.
 
         Raises ApiError 429 if that is more than the client may have.
         """
         visit = request[VISIT]
-        if count > visit.entered:
-            further = count - visit.entered
-            self._check(visit, visit.client.account.enter_more(further, self._clock()))
-            visit.entered = count
+        if choices > visit.entered:
+            account = visit.client.account
+            self._check(visit, account.enter_more(prompts, choices, self._clock()))
+            visit.entered = choices
 
     def metered(self, request: web.Request, sink: Sink) -> Sink:
         """`sink`, with its tokens taken from the client's as they become known."""

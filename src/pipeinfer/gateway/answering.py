@@ -51,7 +51,7 @@ class Answering:
         self.check_room(job.choices)
         sink = EventStream(outlet) if job.stream else WholeAnswer(outlet)
         admission = self.service.admission
-        admission.prompts(request, job.prompts)
+        admission.widen(request, job.prompts, job.choices)
         # Whatever still runs is hung up at the end, also when the handler is cancelled because the
         # client is gone.
         async with self.service.port.opened(job.calls, admission.metered(request, sink)):

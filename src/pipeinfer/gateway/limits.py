@@ -69,7 +69,7 @@ class Bucket:
 
 
 class Account:
-    """What one key uses. Every request that `enter` let in must `leave`.
+    """What one key uses. Every request that `enter` let in must `leave`, for all of its choices.
 
     Tokens are taken when they are known, so a request is let in while any are left, and those that
     run may take the level below zero; then later requests wait.
@@ -86,38 +86,51 @@ class Account:
         if self._tokens is not None and self._tokens.level(now) <= 0:
             reason = f"the limit of {self.limits.tokens} tokens a minute is used up"
             return Excess(reason, self._tokens.wait(1.0, now))
-        return self._enter(1, 1, now)
-
-    def enter_more(self, further: int, now: float) -> Excess | None:
-        """Lets `further` prompts of a request in beside its first, or says why not.
-
-        Then its first has its request a minute back, so that `wait` is true for the whole of it.
-        """
-        excess = self._enter(further, further + 1, now)
-        if excess is not None and self._requests is not None:
-            self._requests.take(-1, now)
-            if excess.wait:
-                excess = Excess(excess.reason, self._requests.wait(further + 1, now))
+        excess = self._room(0, 1) or self._fetch(0, 1, now)
+        if excess is None:
+            self.running += 1
         return excess
 
-    def _enter(self, count: int, whole: int, now: float) -> Excess | None:
-        most, a_minute = self.limits.concurrent, self.limits.requests
-        if most and whole > most:
-            return Excess(f"{whole} prompts in a request, where {most} may run at a time")
-        if most and self.running + count > most:
-            return Excess(f"{self.running} requests are running, {most} may at a time", 1.0)
-        if self._requests is not None:
-            if whole > a_minute:
-                return Excess(f"{whole} prompts in a request, where {a_minute} a minute may come")
-            wait = self._requests.wait(count, now)
-            if wait > 0:
-                return Excess(f"the limit of {a_minute} requests a minute is used up", wait)
-            self._requests.take(count, now)
-        self.running += count
+    def enter_more(self, prompts: int, choices: int, now: float) -> Excess | None:
+        """Takes a request that was let in as one for `prompts` of them, which have `choices`
+        in all, at least one each; or says why not.
+
+        Then it has its request a minute back, so that `wait` is true for the whole of it.
+        """
+        excess = self._room(1, choices) or self._fetch(1, prompts, now)
+        if excess is None:
+            self.running += choices - 1
+        elif self._requests is not None:
+            self._requests.take(-1, now)
+            if excess.wait and prompts <= self.limits.requests:
+                wait = self._requests.wait(prompts, now)
+                excess = Excess(excess.reason, max(excess.wait, wait))
+        return excess
+
+    def _room(self, inside: int, choices: int) -> Excess | None:
+        """Why so many answers, of which some are inside already, cannot be made now."""
+        most = self.limits.concurrent
+        if most and choices > most:
+            return Excess(f"{choices} choices in a request, where {most} may be made at a time")
+        if most and self.running + choices - inside > most:
+            return Excess(f"{self.running} answers are being made, {most} may at a time", 1.0)
+        return None
+
+    def _fetch(self, inside: int, prompts: int, now: float) -> Excess | None:
+        """Takes what so many prompts cost of the minute's requests, or says why not."""
+        a_minute = self.limits.requests
+        if self._requests is None:
+            return None
+        if prompts > a_minute:
+            return Excess(f"{prompts} prompts in a request, where {a_minute} a minute may come")
+        wait = self._requests.wait(prompts - inside, now)
+        if wait > 0:
+            return Excess(f"the limit of {a_minute} requests a minute is used up", wait)
+        self._requests.take(prompts - inside, now)
         return None
 
     def leave(self, count: int = 1) -> None:
-        """`count` requests have ended."""
+        """`count` answers have ended."""
         self.running -= count
 
     def use(self, tokens: int, now: float) -> None:
