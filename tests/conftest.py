@@ -59,6 +59,13 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture
+def short_path():
+    """For sockets: 90 bytes are the most of their paths, and `tmp_path` names users and tests."""
+    with tempfile.TemporaryDirectory(prefix="pi-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
 def turns(monkeypatch):
     """A list that grows with each iteration of a loop that stays awake."""
     made, really = [], os.sched_yield

@@ -30,7 +30,7 @@ def topology(prefix: str) -> Topology:
 
 
 @pytest.fixture(params=["inproc", "ipc", "tcp"])
-def place(request, tmp_path):
+def place(request, short_path):
     if request.param == "tcp":
         port = port_row(16)
         entries = [
@@ -38,7 +38,7 @@ def place(request, tmp_path):
             for i, name in enumerate(("gateway", "tokenizer", "scheduler", "engine"))
         ]
         return Topology(tuple(entries))
-    return topology("inproc://" if request.param == "inproc" else f"ipc://{tmp_path}/")
+    return topology("inproc://" if request.param == "inproc" else f"ipc://{short_path}/")
 
 
 class Peer:

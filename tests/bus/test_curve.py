@@ -241,12 +241,12 @@ async def test_an_address_of_another_host_is_not_bound(tmp_path):
         Stage("gateway", place)
 
 
-async def test_a_stage_behind_another_address_listens_where_it_is_told(tmp_path):
+async def test_a_stage_behind_another_address_listens_where_it_is_told(tmp_path, short_path):
     keys.create(tmp_path, keys.DEFAULT)
     [port] = free_ports(1)
     named = Entry("tokenizer", f"tcp://192.0.2.1:{port}", bind="127.0.0.1")
     outside = Entry("tokenizer", f"tcp://127.0.0.1:{port}")
-    gateway = Entry("gateway", f"ipc://{tmp_path}/gateway")
+    gateway = Entry("gateway", f"ipc://{short_path}/gateway")
     inner = Stage("tokenizer", Topology((named, gateway), keys=str(tmp_path)))
     outer = Stage("gateway", Topology((outside, gateway), keys=str(tmp_path)))
     try:

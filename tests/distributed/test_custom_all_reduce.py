@@ -47,11 +47,11 @@ def test_messages_that_the_kernels_cannot_load_whole_are_the_librarys(ranks):
         assert algorithm(nbytes, ranks) == ("two-shot" if split else "library")
 
 
-def test_all_ranks_do_without_what_one_of_them_cannot_do_or_finds_wrong(tmp_path):
+def test_all_ranks_do_without_what_one_of_them_cannot_do_or_finds_wrong(short_path):
     command = [sys.executable, str(Path(__file__).with_name("ways_rank_process.py"))]
     processes = [
         subprocess.Popen(
-            [*command, f"ipc://{tmp_path}/rank-0", str(rank)], stderr=subprocess.PIPE, text=True
+            [*command, f"ipc://{short_path}/rank-0", str(rank)], stderr=subprocess.PIPE, text=True
         )
         for rank in range(2)
     ]

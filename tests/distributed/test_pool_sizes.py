@@ -6,9 +6,7 @@ import logging
 import re
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 import zmq
@@ -65,13 +63,6 @@ def pools(topology: Topology) -> dict[str, float]:
                 if isinstance(beat, Heartbeat) and "pages_total" in beat.stats:
                     pages[beat.stage] = beat.stats["pages_total"]
     return pages
-
-
-@pytest.fixture
-def short_path():
-    """For sockets, whose paths must be short wherever temporary files lie."""
-    with tempfile.TemporaryDirectory(prefix="pi-pool-") as folder:
-        yield Path(folder)
 
 
 def test_real_ranks_with_unequal_memory_have_pools_of_one_size(short_path):

@@ -18,8 +18,8 @@ from port_rows import port_row
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_all_ranks_share_one_store_in_any_order(tmp_path, order):
-    address = f"ipc://{tmp_path}/engine-0-0"
+def test_all_ranks_share_one_store_in_any_order(short_path, order):
+    address = f"ipc://{short_path}/engine-0-0"
     gates = [Event() for _ in order]
     gates[0].set()
 
@@ -42,8 +42,8 @@ def test_all_ranks_share_one_store_in_any_order(tmp_path, order):
         ]
 
 
-def test_a_rank_of_a_group_of_another_size_is_refused(tmp_path):
-    address = f"ipc://{tmp_path}/engine-0-0"
+def test_a_rank_of_a_group_of_another_size_is_refused(short_path):
+    address = f"ipc://{short_path}/engine-0-0"
     store = meet(address, 0, 2, timeout=20)
     with pytest.raises(RendezvousError, match="rank 3 of 4 does not belong to a group of 2"):
         meet(address, 3, 4, timeout=20)
@@ -63,9 +63,9 @@ def test_rank_0_listens_where_its_topology_says_though_others_know_it_elsewhere(
     formed.set()
 
 
-def test_a_rank_is_answered_again_until_the_group_is_formed(tmp_path):
+def test_a_rank_is_answered_again_until_the_group_is_formed(short_path):
     """On a busy machine an answer may come after the question was given up and asked anew."""
-    address, formed = f"ipc://{tmp_path}/engine-0-0", Event()
+    address, formed = f"ipc://{short_path}/engine-0-0", Event()
     store = meet(address, 0, 2, timeout=60, formed=formed)
     store.set("key", "value")
     for _ in range(2):
@@ -82,13 +82,13 @@ def test_a_rank_is_answered_again_until_the_group_is_formed(tmp_path):
     assert any(silent() for _ in range(20))
 
 
-def test_a_missing_rank_0_is_an_error_that_names_its_address(tmp_path):
+def test_a_missing_rank_0_is_an_error_that_names_its_address(short_path):
     with pytest.raises(RendezvousError, match=r"rank 0 at ipc://.*engine-0-0\.group .* in 1 s"):
-        meet(f"ipc://{tmp_path}/engine-0-0", 1, 2, timeout=1)
+        meet(f"ipc://{short_path}/engine-0-0", 1, 2, timeout=1)
 
 
-def test_questions_that_are_none_end_neither_rank(tmp_path):
-    address = f"ipc://{tmp_path}/engine-0-0"
+def test_questions_that_are_none_end_neither_rank(short_path):
+    address = f"ipc://{short_path}/engine-0-0"
     store = meet(address, 0, 2, timeout=60)
     store.set("key", "value")
     with zmq.Context() as context:

@@ -75,7 +75,9 @@ def work(tmp_path_factory):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_architecture_gives_the_same_tokens_on_several_ranks(work, tmp_path, size):
+def test_every_architecture_gives_the_same_tokens_on_several_ranks(
+    work, tmp_path, short_path, size
+):
     plan = tmp_path / "work.json"
     jobs = [(f"{name} {changes}", str(folder), asked, changes, expected)
             for name, folder, asked, expected in work
@@ -85,7 +87,7 @@ def test_every_architecture_gives_the_same_tokens_on_several_ranks(work, tmp_pat
     outs = [tmp_path / f"out-{rank}.json" for rank in range(size)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, f"ipc://{tmp_path}/rank-0", str(rank), str(size), plan, out],
+            [sys.executable, script, f"ipc://{short_path}/rank-0", str(rank), str(size), plan, out],
             stderr=subprocess.PIPE, text=True,
         )
         for rank, out in enumerate(outs)

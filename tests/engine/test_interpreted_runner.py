@@ -92,10 +92,10 @@ def check_scores(found: dict[str, list], cores) -> None:
 
 
 def test_two_ranks_that_exchange_their_best_candidates_measure_and_give_the_same_tokens(
-    folder, expected, on_the_cpu, tmp_path
+    folder, expected, on_the_cpu, short_path
 ):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(PROGRAM), str(folder), f"ipc://{tmp_path}/rank-0"]
+    command = [sys.executable, str(PROGRAM), str(folder), f"ipc://{short_path}/rank-0"]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), "2"], env=environment, text=True,

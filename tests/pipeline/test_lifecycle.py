@@ -125,11 +125,11 @@ def test_in_process_serves_with_one_process():
 
 
 @pytest.mark.parametrize("order", [STAGES, STAGES[::-1]])
-def test_stages_started_by_hand_in_any_order_form_a_pipeline(tmp_path, order):
+def test_stages_started_by_hand_in_any_order_form_a_pipeline(tmp_path, short_path, order):
     port = port_row(1)
     topology = tmp_path / "pipeinfer.toml"
     topology.write_text(
-        "".join(f'[[stage]]\nname = "{n}"\naddress = "ipc://{tmp_path}/{n}"\n' for n in STAGES)
+        "".join(f'[[stage]]\nname = "{n}"\naddress = "ipc://{short_path}/{n}"\n' for n in STAGES)
     )
     processes = []
     try:

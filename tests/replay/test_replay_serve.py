@@ -43,9 +43,9 @@ def trace(folder, stage: str):
 
 
 @pytest.fixture
-def topology(tmp_path):
+def topology(tmp_path, short_path):
     """A topology file on ipc sockets, whose [settings] are those of the recording."""
-    local = topologies.local(Settings(), f"ipc://{tmp_path}/")
+    local = topologies.local(Settings(), f"ipc://{short_path}/")
     settings = {**FLAGS, "model": "pipeinfer-demo", "port": 0, "served_model_name": "demo"}
     file = tmp_path / "pipeinfer.toml"
     file.write_text(topologies.Topology(local.entries, settings).to_toml())

@@ -42,8 +42,8 @@ class Heard:
         return True
 
 
-async def test_frames_of_a_replaced_process_are_dropped_and_counted(tmp_path):
-    topology = topologies.local(Settings(), f"ipc://{tmp_path}/")
+async def test_frames_of_a_replaced_process_are_dropped_and_counted(short_path):
+    topology = topologies.local(Settings(), f"ipc://{short_path}/")
     core = Heard()
     beats: list[Heartbeat] = []
     with zmq.Context() as context:

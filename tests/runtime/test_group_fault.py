@@ -22,8 +22,8 @@ from servers import environment
 
 
 @pytest.fixture
-def topology(tmp_path):
-    return topologies.local(Settings(), f"ipc://{tmp_path}/")
+def topology(short_path):
+    return topologies.local(Settings(), f"ipc://{short_path}/")
 
 
 @pytest.fixture
@@ -63,9 +63,9 @@ def beat(incarnation: int, state: State) -> RankStatus:
     return RankStatus(0, 1, incarnation, state)
 
 
-async def test_a_rank_ends_when_one_that_it_has_met_is_another_process(tmp_path):
+async def test_a_rank_ends_when_one_that_it_has_met_is_another_process(short_path):
     """It would wait for this one where ranks meet, and this one for it inside a collective."""
-    topology = topologies.local(Settings(tp=2), f"ipc://{tmp_path}/")
+    topology = topologies.local(Settings(tp=2), f"ipc://{short_path}/")
     ends, formed = [], [False]
     with zmq.Context() as context:
         peer = Bus(Identity("engine", rank=1), 1, topology, context)

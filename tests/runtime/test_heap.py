@@ -42,9 +42,11 @@ sys.exit(entry.main(sys.argv[1:]))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 @pytest.mark.parametrize("name", NAMES)
-def test_large_pieces_lie_apart_where_a_stage_seldom_makes_one(tmp_path: Path, name: str):
+def test_large_pieces_lie_apart_where_a_stage_seldom_makes_one(
+    tmp_path: Path, short_path: Path, name: str
+):
     file = tmp_path / "pipeinfer.toml"
-    file.write_text(topologies.local(Settings(), f"ipc://{tmp_path}/").to_toml())
+    file.write_text(topologies.local(Settings(), f"ipc://{short_path}/").to_toml())
     ran = subprocess.run(
         [sys.executable, "-c", STAGE, name, "--topology", str(file)],
         env=servers.environment(), capture_output=True, text=True, timeout=60,

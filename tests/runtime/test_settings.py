@@ -71,10 +71,10 @@ def test_a_wrong_value_names_its_flag(values, named):
         config.build(values)
 
 
-def test_serve_takes_the_settings_of_a_topology_file(tmp_path, monkeypatch):
+def test_serve_takes_the_settings_of_a_topology_file(tmp_path, short_path, monkeypatch):
     monkeypatch.delenv("PIPEINFER_KV_PAGES", raising=False)
     file = tmp_path / "pipeinfer.toml"
-    local = topologies.local(Settings(), f"ipc://{tmp_path}/")
+    local = topologies.local(Settings(), f"ipc://{short_path}/")
     given = {"served_model_name": "named", "kv_pages": 5, "drain_timeout": 2.0}
     file.write_text(Topology(local.entries, given).to_toml())
     settings = prepare({"topology": str(file), "kv_pages": 6}, lambda _: None)

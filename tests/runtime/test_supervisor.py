@@ -60,9 +60,9 @@ class Server:
 
 
 @pytest.fixture
-def server(tmp_path):
+def server(short_path):
     with zmq.Context() as context:
-        yield lambda says, end, lives: Server(tmp_path, context, says, end, lives)
+        yield lambda says, end, lives: Server(short_path, context, says, end, lives)
 
 
 @pytest.mark.parametrize("end", ["1", "killed", "0"])
@@ -156,10 +156,12 @@ while True:
 """
 
 
-async def test_sighup_is_passed_on_to_the_gateway_alone_and_not_before_it_can_take_it(tmp_path):
+async def test_sighup_is_passed_on_to_the_gateway_alone_and_not_before_it_can_take_it(
+    tmp_path, short_path
+):
     note, script = tmp_path / "note", tmp_path / "stage.py"
     script.write_text(SLOW_STAGE)
-    topology = topologies.local(Settings(), f"ipc://{tmp_path}/")
+    topology = topologies.local(Settings(), f"ipc://{short_path}/")
     settings, names = Settings(port=0), ("tokenizer", "gateway")
     with zmq.Context() as context:
         supervisor = Supervisor(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +18,9 @@ TESTS = ("tests/runtime/test_fence.py",)
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    return Workplace(tmp_path_factory.mktemp("m"))
+def workplace():
+    with tempfile.TemporaryDirectory(prefix="pi-") as folder:
+        yield Workplace(Path(folder))
 
 
 def test_each_module_is_in_one_area_and_each_test_is_there():
