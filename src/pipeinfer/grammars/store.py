@@ -54,6 +54,7 @@ class GrammarStore:
     def renew(self, spec: StructuredOutputs, worn: Grammar) -> None:
         """`worn` has tripped a limit. Matchers share with the grammar what its lexer has found out,
         of which there is a limit, too: it is compiled again, and takes its place when it is there.
+        If it cannot be, it stays: a request that begins with it may yet end before the limit.
         """
         with self._lock:
             known = self._known.get(spec)
@@ -70,7 +71,7 @@ class GrammarStore:
     def _replace(self, spec: StructuredOutputs, fresh: Future[Grammar]) -> None:
         with self._lock:
             self._renewing.discard(spec)
-            if spec in self._known:
+            if spec in self._known and fresh.exception() is None:
                 self._known[spec] = fresh
 
     def vocabulary(self) -> Vocabulary:
