@@ -1,4 +1,4 @@
-"""A grammar is compiled once; one that is worn is replaced by one that compiles, and by no other."""
+"""A grammar is compiled once; one that is worn is replaced by one that compiles."""
 
 import itertools
 import threading

@@ -12,6 +12,7 @@ COMMANDS = {
     "online": "latency over HTTP under Poisson arrivals or a recorded trace",
     "pipeline": "CPU time per streamed token and stage, with an engine that answers at once",
     "storm": "time between tokens of running streams while long prompts arrive",
+    "costs": "what log-probs and schemas cost",
     "record": "what recordings and the flight recorder cost",
     "snapshot": "how long a stage's loop stops when its state is taken",
     "startup": "from process start to ready and to the first token",
