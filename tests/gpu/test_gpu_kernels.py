@@ -12,6 +12,7 @@ pytest.register_assert_rewrite(
     "kernels.gumbel_cases",
     "kernels.moe_cases",
     "kernels.offers_cases",
+    "kernels.scores_cases",
     "kernels.norm_cases",
     "kernels.skinny_cases",
     "kernels.triton_cases",
@@ -27,6 +28,7 @@ from kernels.gumbel_cases import *  # noqa: E402, F403
 from kernels.moe_cases import *  # noqa: E402, F403
 from kernels.norm_cases import *  # noqa: E402, F403
 from kernels.offers_cases import *  # noqa: E402, F403
+from kernels.scores_cases import *  # noqa: E402, F403
 from kernels.skinny_cases import *  # noqa: E402, F403
 from kernels.store_cases import *  # noqa: E402, F403
 from kernels.triton_cases import TOLERANCE, relative_error  # noqa: E402

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 from pipeinfer.attention.triton_decode import cut
 from pipeinfer.engine.slot_state import SEQUENCES
-from pipeinfer.kernels import decode_attention, edits, geglu, norm, store
+from pipeinfer.kernels import decode_attention, edits, geglu, norm, scores, store
 from pipeinfer.params import LONGEST_BAD
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -79,6 +79,18 @@ def test_the_gate():
     types = {"merged": HALF, "out": HALF, "stride": "i32"}
     constants = {"SIZE": 2048, "BLOCK": 1024, "SLOPE": geglu.SLOPE}
     assert compiled(geglu._geglu, types, constants, num_warps=4).asm["ptx"]
+
+
+def test_scores():
+    whole = dict.fromkeys(("own", "parts", "records", "ids", "keys"), "*i64") | {"logits": HALF}
+    whole |= dict.fromkeys(("stride", "width", "first_id", "count", "most"), "i32")
+    whole["scores"] = "*i32"
+    constants = {"BLOCK": scores.BLOCK, "MOST": scores.MOST, "PARTS": 64}
+    for kernel in (scores._own, scores._scan, scores._fold, scores._tell):
+        names = kernel.arg_names
+        types = {name: whole[name] for name in names if name in whole}
+        given = {name: constants[name] for name in names if name in constants}
+        assert compiled(kernel, types, given).asm["ptx"]
 
 
 @pytest.mark.parametrize("rows", [1, 50, 300, 1000])

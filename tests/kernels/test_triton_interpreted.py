@@ -19,6 +19,7 @@ AREAS = (
     "expand",
     "gumbel",
     "offers",
+    "scores",
     "moe",
     "norm",
     "skinny",

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pipeinfer.engine.logprobs import alone, log_probs
+from pipeinfer.engine.logprobs import log_probs
 from pipeinfer.kernels.host.truncation import is_truncated
 from pipeinfer.kernels.interface import Kernels, Knobs
 from pipeinfer.models.causal_lm import CausalLM
@@ -72,7 +72,7 @@ class WholeSampler:
         return self._kernels.sample(logits, knobs, last_token, len(truncated) > 0)
 
     def score(self, logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
-        return log_probs(logits, ids, most, 0, alone)
+        return log_probs(self._kernels, logits, ids, most)
 
 
 class Ranks(Protocol):
@@ -119,7 +119,7 @@ class SplitSampler:
 
     def score(self, logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
         mine = logits[:, : self._held]
-        return log_probs(mine, ids, most, self.first_id, self._ranks.collect)
+        return log_probs(self._kernels, mine, ids, most, self.first_id, self._ranks.collect)
 
 
 def truncated(fields: Mapping[str, np.ndarray]) -> np.ndarray:

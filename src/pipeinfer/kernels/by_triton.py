@@ -12,8 +12,20 @@ from pipeinfer.kernels.edits import edit
 from pipeinfer.kernels.expand import expand, write_words
 from pipeinfer.kernels.interface import Knobs
 from pipeinfer.kernels.masks import mask
+from pipeinfer.kernels.scores import own_keys, survey, tell
 
-__all__ = ["choose", "edit", "expand", "mask", "offer", "sample", "write_words"]
+__all__ = [
+    "choose",
+    "edit",
+    "expand",
+    "mask",
+    "offer",
+    "own_keys",
+    "sample",
+    "survey",
+    "tell",
+    "write_words",
+]
 
 
 def sample(

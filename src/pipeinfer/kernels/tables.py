@@ -11,6 +11,7 @@ import torch
 
 NOBODY = -(2**31)  # in Rows.entries: the row has no entry
 NOWHERE = -1  # in Expanded.places: keep nothing of this token
+NO_KEY = -(2**63)  # in a record of scores: no id is there
 GREEDY_BELOW = 1e-5  # such a temperature is greedy, as in vLLM
 
 

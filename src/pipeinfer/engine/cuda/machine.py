@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from pipeinfer.engine.rooms import LargestStep
 from pipeinfer.engine.runner import Runner
 from pipeinfer.kernels import by_triton
 from pipeinfer.kernels.interface import Kernels
-from pipeinfer.steps.step import Step
+from pipeinfer.params import MOST_LOGPROBS
+from pipeinfer.steps.step import LogprobRows, Step
 
 GPU_STEP_TOKENS = 8192
 LARGE_TOP_K = 20
@@ -70,11 +72,14 @@ class CudaMachine:
 
 
 def largest_step(largest: LargestStep, page_size: int, max_model_len: int) -> Step:
-    """All rows and all tokens; everything lies in the dummy page, every row samples."""
+    """All rows and all tokens; everything lies in the dummy page, every row samples, with
+    log-probs: their kernels are loaded then, and their memory known."""
     rows = min(largest.rows, largest.tokens)
     counts = np.ones(rows, dtype=np.int32)
     left = largest.tokens - rows
     for row in range(rows - 1, -1, -1):
         counts[row] += min(left, max_model_len - 1)
         left -= int(counts[row]) - 1
-    return artificial_step(counts, page_size)
+    most = np.full(rows, MOST_LOGPROBS, dtype=np.int32)
+    wanted = LogprobRows(np.arange(rows), most, suppressed=True)
+    return replace(artificial_step(counts, page_size), logprobs=wanted)

@@ -1,6 +1,18 @@
-"""The Kernels of the host, in NumPy: its vectorised loops need no thread pool."""
+"""The Kernels of the host, in NumPy, whose loops need no thread pool; scores by torch."""
 
 from pipeinfer.kernels.host.sampling import choose, offer, sample
+from pipeinfer.kernels.host.scores import own_keys, survey, tell
 from pipeinfer.kernels.host.steps import edit, expand, mask, write_words
 
-__all__ = ["choose", "edit", "expand", "mask", "offer", "sample", "write_words"]
+__all__ = [
+    "choose",
+    "edit",
+    "expand",
+    "mask",
+    "offer",
+    "own_keys",
+    "sample",
+    "survey",
+    "tell",
+    "write_words",
+]
