@@ -9,6 +9,8 @@ else. Knows no message and no text.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
@@ -51,18 +53,22 @@ def narrowed(table: np.ndarray, most: int) -> np.ndarray:
     return np.concatenate(parts, axis=1)
 
 
+@cache
+def layout(most: int) -> Struct:
+    """Of one score: log-prob, rank, `most` ids and their log-probs. To read few scores it takes a
+    tenth of what an array does."""
+    return Struct(f"<fi{most}i{most}f")
+
+
 def scores(raw: bytes, most: int) -> Iterator[Score]:
     """What `raw` says, token after token. Alternatives that do not exist are left out."""
-    words = np.frombuffer(raw, dtype="<i4").reshape(-1, OWN_WORDS + 2 * most)
-    numbers = words.view("<f4")
-    ids, values = words[:, OWN_WORDS : OWN_WORDS + most], numbers[:, OWN_WORDS + most :]
-    for own, rank, some, theirs in zip(
-        numbers[:, 0].tolist(), words[:, 1].tolist(), ids.tolist(), values.tolist(), strict=True
-    ):
-        if not rank or NO_ID in some:
-            end = some.index(NO_ID) if rank else 0
-            some, theirs = some[:end], theirs[:end]
-        yield Score(own, rank, some, theirs)
+    end = OWN_WORDS + most
+    for words in layout(most).iter_unpack(raw):
+        ids, theirs = list(words[OWN_WORDS:end]), list(words[end:])
+        if not words[1] or NO_ID in ids:
+            there = ids.index(NO_ID) if words[1] else 0
+            ids, theirs = ids[:there], theirs[:there]
+        yield Score(words[0], words[1], ids, theirs)
 
 
 def finite(logprob: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pipeinfer.detokenizer.incremental import DecoderFactory, IncrementalDecoder
 from pipeinfer.detokenizer.token_texts import TokenTexts
-from pipeinfer.logprobs import scores, size
+from pipeinfer.logprobs import NO_ID, OWN_WORDS, layout, size
 from pipeinfer.messages import LogprobTexts
 from pipeinfer.packing import pack_few, unpack_few
 from pipeinfer.params import SamplingParams
@@ -39,16 +39,15 @@ class Side:
         offsets, self._offsets = self._offsets, []
         if self.most is None or not ids:
             return None
-        tokens, texts = unpack_few(ids), list[bytes]()
+        tokens, named, end = unpack_few(ids), list[int](), OWN_WORDS + self.most
         raw = raw[: len(tokens) * self.score_size]
-        for token, score in zip(tokens, scores(raw, self.most), strict=True):
-            texts.append(self._texts[token])
-            texts += [self._texts[other] for other in score.ids]
-            texts += [b""] * (self.most - len(score.ids))
+        for token, words in zip(tokens, layout(self.most).iter_unpack(raw), strict=True):
+            named.append(token)
+            # A token that nothing comes before has no rank, and no alternatives.
+            named += words[OWN_WORDS:end] if words[1] else [NO_ID] * self.most
+        texts = tuple(map(self._texts.__getitem__, named))
         shown = pack_few(offsets[: len(tokens)])
-        return LogprobTexts(
-            scores=raw, texts=tuple(texts), offsets=shown, ids=ids if name_ids else b""
-        )
+        return LogprobTexts(scores=raw, texts=texts, offsets=shown, ids=ids if name_ids else b"")
 
 
 class Scores:

@@ -10,6 +10,8 @@ import re
 
 from tokenizers import Tokenizer, decoders
 
+from pipeinfer.logprobs import NO_ID
+
 # A byte of a character that has no token, as SentencePiece writes it.
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 
@@ -35,12 +37,13 @@ def byte_level(token: str) -> bytes | None:
         return None
 
 
-class TokenTexts:
-    """Over one tokenizer, filled as ids turn up; without a tokenizer no token has bytes."""
+class TokenTexts(dict[int, bytes]):
+    """Over one tokenizer, filled as ids are asked for; without a tokenizer no token has bytes, nor
+    has padding of the vocabulary, nor NO_ID."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
+        super().__init__({NO_ID: b""})
         self._tokenizer = tokenizer
-        self._known: dict[int, bytes] = {}
         self._special: frozenset[int] = frozenset()
         self._byte_level = False
         if tokenizer is not None:
@@ -48,12 +51,9 @@ class TokenTexts:
             self._special = frozenset(i for i, token in added.items() if token.special)
             self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
 
-    def __getitem__(self, token: int) -> bytes:
-        """The bytes of an id; none for padding of the vocabulary."""
-        known = self._known.get(token)
-        if known is None:
-            known = self._known[token] = self._learn(token)
-        return known
+    def __missing__(self, token: int) -> bytes:
+        self[token] = text = self._learn(token)
+        return text
 
     def _learn(self, token: int) -> bytes:
         name = None if self._tokenizer is None else self._tokenizer.id_to_token(token)

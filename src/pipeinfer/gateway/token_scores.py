@@ -13,7 +13,7 @@ import msgspec
 
 from pipeinfer.logprobs import OWN_WORDS, WORD, scores
 from pipeinfer.messages import LogprobTexts
-from pipeinfer.packing import unpack
+from pipeinfer.packing import unpack_few
 
 ID_BYTES = OFFSET_BYTES = 4
 
@@ -48,6 +48,11 @@ def behind(texts: LogprobTexts, tokens: int) -> LogprobTexts:
     )
 
 
+def alternatives(texts: LogprobTexts, tokens: int) -> int:
+    """How many others each of so many tokens has."""
+    return (len(texts.scores) // (WORD * tokens) - OWN_WORDS) // 2 if tokens else 0
+
+
 def token_scores(parts: Iterable[tuple[LogprobTexts, bytes]]) -> Iterator[TokenScore]:
     """Token after token of several parts, each with its tokens' ids (int32 bytes)."""
     return chain.from_iterable(_of(texts, ids) for texts, ids in parts)
@@ -59,9 +64,8 @@ def prompt_scores(parts: Iterable[LogprobTexts]) -> Iterator[TokenScore]:
 
 
 def _of(texts: LogprobTexts, raw_ids: bytes) -> Iterator[TokenScore]:
-    ids, offsets = unpack(raw_ids).tolist(), unpack(texts.offsets).tolist()
-    words = len(texts.scores) // WORD // max(len(ids), 1)
-    most = (words - OWN_WORDS) // 2 if ids else 0
+    ids, offsets = unpack_few(raw_ids), unpack_few(texts.offsets)
+    most = alternatives(texts, len(ids))
     found = scores(texts.scores, most)
     for n, (token, offset, score) in enumerate(zip(ids, offsets, found, strict=True)):
         at = n * (1 + most)

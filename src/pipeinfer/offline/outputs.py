@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipeinfer.gateway import events
 from pipeinfer.gateway.events import Call, Failed, Started
-from pipeinfer.gateway.token_scores import TokenScore, prompt_scores, token_scores
-from pipeinfer.messages import FinishReason
+from pipeinfer.gateway.token_scores import alternatives
+from pipeinfer.logprobs import NO_ID, layout
+from pipeinfer.messages import FinishReason, LogprobTexts
 from pipeinfer.packing import unpack, unpack_few
 
 
@@ -120,24 +121,35 @@ class RequestOutput:
 
 def logprobs_of(delta: events.Delta) -> list[Logprobs] | None:
     """As callers see them; None if the delta has none."""
-    if delta.logprobs is None:
-        return None
-    return [_listed(score) for score in token_scores([(delta.logprobs, delta.ids)])]
+    return None if delta.logprobs is None else list(_listed(delta.logprobs, delta.ids))
 
 
 def prompt_logprobs_of(delta: events.Delta) -> list[Logprobs | None] | None:
     """The same of the prompt's tokens in it."""
     if delta.prompt is None:
         return None
-    scores = prompt_scores([delta.prompt])
-    return [_listed(score) if score.own.rank else None for score in scores]
+    return [listed or None for listed in _listed(delta.prompt, delta.prompt.ids)]
 
 
-def _listed(score: TokenScore) -> Logprobs:
-    return {
-        one.id: Logprob(one.logprob, one.rank, one.text.decode(errors="replace"))
-        for one in (score.own, *score.others)
-    }
+def _listed(texts: LogprobTexts, raw_ids: bytes) -> Iterator[Logprobs]:
+    """Of each token; nothing of one that nothing comes before. Hot path: once for every token, so
+    that nothing is made in between."""
+    ids = unpack_few(raw_ids)
+    most = alternatives(texts, len(ids))
+    step, names = 1 + most, texts.texts
+    for n, words in enumerate(layout(most).iter_unpack(texts.scores)):
+        rank, first = words[1], n * step
+        if not rank:
+            yield {}
+            continue
+        own = Logprob(words[0], rank, names[first].decode(errors="replace"))
+        listed = {ids[n]: own}
+        for place in range(1, step):
+            other = words[1 + place]
+            if other not in listed and other != NO_ID:
+                name = names[first + place].decode(errors="replace")
+                listed[other] = Logprob(words[step + place], place, name)
+        yield listed
 
 
 def is_refusal(failed: Failed) -> bool:
