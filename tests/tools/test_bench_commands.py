@@ -168,3 +168,20 @@ def test_snapshot_command_takes_the_state_of_each_stage_elsewhere(bench):
         assert 0 < found["fork_ms"] <= found["fork_max_ms"] <= found["copied_ms"] * 20
         assert found["at_once_ms"] > 0
     assert said.count("20x10") == 3
+
+
+def test_costs_compares_each_kind_with_the_same_streams_without_it(bench):
+    metrics, printed = bench(
+        "costs", "--streams", "2", "--prompt-tokens", "8", "--output-tokens", "12", "--rounds", "1",
+        "--kinds", "schema", "beside", "--log-level", "error",
+    )  # fmt: skip
+    kinds = metrics["kinds"]
+    assert list(kinds) == ["free", "twice", "schema", "beside"]
+    assert (kinds["schema"]["compared_with"], kinds["beside"]["compared_with"]) == ("free", "twice")
+    for kind, one in kinds.items():
+        (ours,), (theirs,) = metrics["rounds"][kind], metrics["rounds"][one["compared_with"]]
+        assert one["throughput"] == pytest.approx(ours["tokens_per_s"] / theirs["tokens_per_s"])
+        assert ours["tokens_per_s"] * ours["seconds"] == pytest.approx(
+            12 * 2 * (1 + (kind in ("twice", "beside")))
+        )
+    assert "TPOT" in printed

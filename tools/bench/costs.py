@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from bench import offline, shapes, workload
 from bench.workload import Span, Work
 from pipeinfer import LLM, SamplingParams
-from pipeinfer.params import StructuredOutputs
+from pipeinfer.params import MOST_BIASES, StructuredOutputs
 
+# So often strings end, in tokens, about: random weights would hardly ever end one.
+STRING = 10
 # None of them is complete before so many items: no stream ends before it has its tokens.
 MANY = 1000
 
@@ -33,15 +38,21 @@ def _list_of(properties: Mapping[str, Any]) -> StructuredOutputs:
     return StructuredOutputs(json=json.dumps({"type": "array", "items": item, "minItems": MANY}))
 
 
-SCHEMA = _list_of(
-    {
-        "name": {"type": "string", "maxLength": 24},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "kind": {"enum": ["person", "company", "unknown"]},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 3},
-        "active": {"type": "boolean"},
-    }
-)
+def _person(**text: int) -> StructuredOutputs:
+    return _list_of(
+        {
+            "name": {"type": "string", **text},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "kind": {"enum": ["person", "company", "unknown"]},
+            "tags": {"type": "array", "items": {"type": "string", **text}, "maxItems": 3},
+            "active": {"type": "boolean"},
+        }
+    )
+
+
+SCHEMA = _person()
+# Near the end of a string, what is allowed depends on how long each token is: all are looked at.
+BOUNDED = _person(maxLength=24)
 LONG_KEYS = _list_of(
     {
         "the full name of the customer as it is written in the contract": {"type": "boolean"},
@@ -70,6 +81,7 @@ KINDS: dict[str, tuple[int, Wish, str]] = {
     "free": (1, _all(), "free"),
     "logprobs": (1, _all(logprobs=5), "free"),
     "schema": (1, _all(structured_outputs=SCHEMA), "free"),
+    "bounded": (1, _all(structured_outputs=BOUNDED), "free"),
     "long-keys": (1, _all(structured_outputs=LONG_KEYS), "free"),
     "twice": (2, _all(), "twice"),
     "beside": (2, _every_other(structured_outputs=SCHEMA), "twice"),
@@ -108,11 +120,22 @@ def _folder(folder: Path, options: argparse.Namespace) -> Path:
     return folder
 
 
+def quotes(tokenizer: Path) -> dict[int, float]:
+    """A bias for tokens that end a string, so that one of STRING tokens in it does; all kinds have
+    it. Nothing without a tokenizer."""
+    if not tokenizer.exists():
+        return {}
+    vocabulary = Tokenizer.from_file(str(tokenizer)).get_vocab()
+    ends = sorted(token for text, token in vocabulary.items() if '"' in text)[:MOST_BIASES]
+    return dict.fromkeys(ends, math.log(len(vocabulary) / len(ends) / (STRING - 1)))
+
+
 def _measured(
     options: argparse.Namespace, settings: dict[str, Any], kinds: Sequence[str]
 ) -> dict[str, Any]:
     highest, prompt = offline.highest_id(settings), Span.parse(str(options.prompt_tokens))
     rounds: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+    bias = quotes(options.tokenizer or Path(str(settings.get("model", ""))) / "tokenizer.json")
     with LLM(**settings) as llm:
         for number in range(-1, options.rounds):  # the first is to warm up
             turned = number % len(kinds)
@@ -122,7 +145,7 @@ def _measured(
                 seed = (number + 1) * len(kinds) + list(kinds).index(kind)  # never asked before
                 span = Span(tokens, tokens)
                 work = workload.uniform(count, prompt, span, highest, seed)
-                numbers = _one(llm, work, KINDS[kind][1])
+                numbers = _one(llm, work, KINDS[kind][1], bias)
                 if number >= 0:
                     rounds[kind].append(numbers)
     metrics = {kind: summary(kind, rounds) for kind in kinds}
@@ -130,12 +153,12 @@ def _measured(
     return {"kinds": metrics, "rounds": rounds}
 
 
-def _one(llm: LLM, work: Work, wish: Wish) -> dict[str, float]:
+def _one(llm: LLM, work: Work, wish: Wish, bias: dict[int, float]) -> dict[str, float]:
     """Seconds of all streams; and of the even ones, which ask for nothing where others do, the
     mean time of a token after the first. RuntimeError if one has not the tokens that it wanted."""
+    common = {"temperature": 1.0, "ignore_eos": True, "logit_bias": bias}
     params = [
-        wish(i, {"temperature": 1.0, "max_tokens": tokens, "ignore_eos": True, "seed": i})
-        for i, tokens in enumerate(work.outputs)
+        wish(i, common | {"max_tokens": tokens, "seed": i}) for i, tokens in enumerate(work.outputs)
     ]
     results = llm.generate(work.prompts, params, use_tqdm=False)
     begun = min(one.metrics.arrival_time for one in results)
