@@ -48,6 +48,7 @@ def test_scores_are_the_hosts_whatever_the_blocks_and_ranks(vocab, ranks, dtype,
     ids = torch.tensor([0, vocab - 1, vocab // 2, 3, 1, 4], device=DEVICE)
     expected = log_probs(host, logits.cpu(), ids.cpu(), most)
     assert differences(in_turn(logits, ids, most, ranks), expected, most) < 1e-5
+    assert differences(log_probs(by_triton, logits, ids, most), expected, most) < 1e-5
 
 
 def test_a_row_has_the_same_scores_in_any_batch_and_any_stride():
@@ -57,6 +58,8 @@ def test_a_row_has_the_same_scores_in_any_batch_and_any_stride():
     assert torch.equal(log_probs(by_triton, logits[2:3], ids[2:3], 5), whole[2:3])
     expected = log_probs(host, logits.cpu(), ids.cpu(), 5)
     assert differences(whole, expected, 5) < 1e-5
+    drawn = torch.stack((torch.ones_like(ids), ids), dim=1)  # as tokens lie behind their counts
+    assert torch.equal(log_probs(by_triton, logits, drawn[:, 1], 5), whole)
 
 
 def test_no_rows_have_no_scores():

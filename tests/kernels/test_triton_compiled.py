@@ -84,8 +84,9 @@ def test_the_gate():
 def test_scores():
     whole = dict.fromkeys(("own", "parts", "records", "ids", "keys"), "*i64") | {"logits": HALF}
     whole |= dict.fromkeys(("stride", "width", "first_id", "count", "most"), "i32")
-    whole["scores"] = "*i32"
-    constants = {"BLOCK": scores.BLOCK, "MOST": scores.MOST, "PARTS": 64}
+    whole |= dict.fromkeys(("of_row", "of_part"), "i32")
+    whole["found"] = "*i32"
+    constants = {"BLOCK": scores.BLOCK, "MOST": scores.MOST, "PARTS": 64, "WHOLE": True}
     for kernel in (scores._own, scores._scan, scores._fold, scores._tell):
         names = kernel.arg_names
         types = {name: whole[name] for name in names if name in whole}

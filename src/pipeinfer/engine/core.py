@@ -17,7 +17,7 @@ from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.events import Compiled, Drain, Leave, NewEpoch, StepDone, Tick, Unsent
-from pipeinfer.logprobs import AT_ONCE, size
+from pipeinfer.logprobs import AT_ONCE, OWN_WORDS, WORD, size
 from pipeinfer.memory.applied import Applied
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
 from pipeinfer.memory.manager import MemoryManager
@@ -459,10 +459,7 @@ def _scores_trouble(plan: _InFlight, counts: np.ndarray, done: StepDone) -> str:
     """What is wrong with the log-probs that a step brings; "" if nothing is."""
     asked, expected = plan.logprobs, 0
     if asked is not None:
-        expected = sum(
-            int(counts[row]) * size(most)
-            for row, most in zip(asked.rows.tolist(), asked.most.tolist(), strict=True)
-        )
+        expected = WORD * int((counts[asked.rows] * (OWN_WORDS + 2 * asked.most)).sum())
     parts = [len(chunk.ids) * size(chunk.most) for chunk in plan.prompts]
     if (expected, parts) == (len(done.logprobs), [len(raw) for raw in done.prompts]):
         return ""

@@ -36,11 +36,7 @@ class StepScores:
             at = many * width
             table = self.words[:at].reshape(many, width)
             gave = sampled.counts[self.rows.rows] > 0
-            made = b"".join(
-                narrowed(table[row : row + 1], most).tobytes()
-                for row, most in enumerate(self.rows.most.tolist())
-                if gave[row]
-            )
+            made = _bytes(table if gave.all() else table[gave], self.rows.most[gave])
         prompts: list[bytes] = []
         for chunk in self.chunks:
             width = _width(chunk.most)
@@ -88,19 +84,25 @@ class Scores:
     def keep(self, logits: torch.Tensor) -> None:
         """Logits [S, share] as the model gave them, which may be changed from now on."""
         if self._rows is not None:
-            self._raw = logits[self._at(logits.device)]
+            at = self._at(logits.device)
+            self._raw = logits[: len(self._rows.rows)].clone() if at is None else logits[at]
 
     def rows(self, logits: torch.Tensor, drawn: torch.Tensor) -> None:
         """From what the rows have drawn, int64 [S, 2]. logits: [S, share] as the model gave them,
         unless they were kept."""
         if self._rows is None:
             return
-        at, most = self._at(logits.device), int(self._rows.most.max())
-        raw = logits[at] if self._raw is None else self._raw
-        ids = drawn.to(logits.device)[at, 1]
+        at, many = self._at(logits.device), len(self._rows.rows)
+        ids, most = drawn[:, 1].to(logits.device), int(self._rows.most.max())
+        if at is None:
+            ids, logits = ids[:many], logits[:many]
+        else:
+            ids = ids[at]
+            logits = logits[at] if self._raw is None else logits
+        raw = logits if self._raw is None else self._raw
         made = [
             self._sampler.score(raw[begin : begin + AT_ONCE], ids[begin : begin + AT_ONCE], most)
-            for begin in range(0, len(at), AT_ONCE)
+            for begin in range(0, many, AT_ONCE)
         ]
         self._words[:0] = [table.flatten() for table in made]
 
@@ -109,10 +111,21 @@ class Scores:
         words = torch.cat(self._words) if self._words else torch.empty(0, dtype=torch.int32)
         return StepScores(room.download(words), self._rows, self._chunks)
 
-    def _at(self, where: torch.device) -> torch.Tensor:
+    def _at(self, where: torch.device) -> torch.Tensor | None:
+        """Where the logits of the rows lie; None: they are the first ones, in order."""
         assert self._rows is not None
         rows = self._rows.rows
-        return _there(rows if self._entries is None else self._entries[rows], where)
+        at = rows if self._entries is None else self._entries[rows]
+        return None if np.array_equal(at, np.arange(len(at))) else _there(at, where)
+
+
+def _bytes(table: np.ndarray, most: np.ndarray) -> bytes:
+    """Of scores int32 [N, words], each with the alternatives that its row asked for, `most` [N]."""
+    if len(most) == 0 or most.min() == most.max() == (table.shape[1] - OWN_WORDS) // 2:
+        return table.tobytes()
+    return b"".join(
+        narrowed(table[row : row + 1], wanted).tobytes() for row, wanted in enumerate(most.tolist())
+    )
 
 
 def _width(most: int) -> int:

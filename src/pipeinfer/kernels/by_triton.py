@@ -12,7 +12,7 @@ from pipeinfer.kernels.edits import edit
 from pipeinfer.kernels.expand import expand, write_words
 from pipeinfer.kernels.interface import Knobs
 from pipeinfer.kernels.masks import mask
-from pipeinfer.kernels.scores import own_keys, survey, tell
+from pipeinfer.kernels.scores import own_keys, scores, survey, tell
 
 __all__ = [
     "choose",
@@ -22,6 +22,7 @@ __all__ = [
     "offer",
     "own_keys",
     "sample",
+    "scores",
     "survey",
     "tell",
     "write_words",

@@ -1,4 +1,4 @@
-"""What a device computes around a model, whichever device it is: two sets of ten functions.
+"""What a device computes around a model, whichever device it is: two sets of eleven functions.
 
 `kernels.host` has them in NumPy, `kernels.by_triton` for GPUs; each is a module that fits Kernels.
 Knows tensors; no request, no model and no attention.
@@ -79,6 +79,11 @@ class Kernels(Protocol):
         id."""
         ...
 
+    def scores(self, logits: torch.Tensor, ids: torch.Tensor, most: int, /) -> torch.Tensor:
+        """int32 [N, 2 + 2 most]: the scores (pipeinfer/logprobs.py) of `ids` int64 [N], from logits
+        [N, vocab]. most: up to 20."""
+        ...
+
     def own_keys(self, logits: torch.Tensor, ids: torch.Tensor, first_id: int, /) -> torch.Tensor:
         """int64 [N]: each of `ids` int64 [N] with its logit as one number, which orders them as
         their logits do, and of equal ones the lowest id highest; tables.NO_KEY for those that are
@@ -90,10 +95,10 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """int64 [N, 2 + most], what a rank says of its share: the bits of float32
         log(sum(exp(logit))), how many ids are above `own` [N], keys, and the `most` greatest keys,
-        falling. most: up to 20."""
+        falling."""
         ...
 
     def tell(self, records: torch.Tensor, own: torch.Tensor, /) -> torch.Tensor:
-        """int32 [N, 2 + 2 most]: the scores (pipeinfer/logprobs.py) of the ids of `own` keys, from
-        what all ranks have said, int64 [ranks, N, 2 + most]."""
+        """As `scores`, of the ids of `own` keys, from what all ranks have said, int64
+        [ranks, N, 2 + most]."""
         ...

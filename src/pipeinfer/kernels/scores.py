@@ -52,8 +52,12 @@ def _write(record, total, above, keys, most):
 
 
 @triton.jit(do_not_specialize=["stride", "width", "first_id", "most"])
-def _scan(logits, own, records, stride, width, first_id, most, BLOCK: tl.constexpr):
-    """Program (row, block): the block's record."""
+def _scan(
+    logits, ids, own, records, stride, width, first_id, most, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Program (row, block): the block's record. WHOLE: the logits are those of all ids, and keys of
+    the rows' `ids` go to `own`, where they are else."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
@@ -61,7 +65,14 @@ def _scan(logits, own, records, stride, width, first_id, most, BLOCK: tl.constex
     values = tl.load(logits + row * stride + column, mask=inside, other=float("-inf"))
     values = values.to(tl.float32)
     keys = tl.where(inside, pack(values, column + first_id), _NO_KEY)
-    above = tl.sum((keys > tl.load(own + row)).to(tl.int32), axis=0).to(tl.int64)
+    if WHOLE:
+        token = tl.load(ids + row)
+        mine = pack(tl.load(logits + row * stride + token).to(tl.float32), token.to(tl.int32))
+        if block == 0:
+            tl.store(own + row, mine)
+    else:
+        mine = tl.load(own + row)
+    above = tl.sum((keys > mine).to(tl.int32), axis=0).to(tl.int64)
     record = records + (row * tl.num_programs(1) + block) * (most + _HEAD)
     _write(record, _log_sum(values), above, keys, most)
 
@@ -106,14 +117,16 @@ def _read(keys, total):
     return tl.where(there, token_of(keys), _NO_ID), values.to(tl.int32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["count", "most"])
-def _tell(records, own, scores, count, most, PARTS: tl.constexpr, MOST: tl.constexpr):
-    """A program per row: its score, from the records of all ranks."""
+@triton.jit(do_not_specialize=["count", "of_row", "of_part", "most"])
+def _tell(
+    records, own, found, count, of_row, of_part, most, PARTS: tl.constexpr, MOST: tl.constexpr
+):
+    """A program per row: its score, from `count` records, a row's `of_row` words from the next
+    row's, a part's `of_part` from the next part's."""
     row = tl.program_id(0).to(tl.int64)
     size = most + _HEAD
-    gap = tl.num_programs(0) * size
-    total, above, keys = _gather(records + row * size, gap, count, most, PARTS, MOST)
-    score = scores + row * (size + most)
+    total, above, keys = _gather(records + row * of_row, of_part, count, most, PARTS, MOST)
+    score = found + row * (size + most)
     _, value = _read(tl.load(own + row), total)
     tl.store(score, value)
     tl.store(score + 1, (above + 1).to(tl.int32))
@@ -125,8 +138,17 @@ def _tell(records, own, scores, count, most, PARTS: tl.constexpr, MOST: tl.const
         keys = tl.where(keys == best, _NO_KEY, keys)
 
 
-def own_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Tensor:
+def scores(logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
     """See interface.py, here and below."""
+    ids = ids.contiguous()
+    own = torch.empty_like(ids)
+    parts = _scanned(logits, ids, own, most, 0, whole=True)
+    _, blocks, size = parts.shape
+    return _told(parts, own, blocks, blocks * size, size)
+
+
+def own_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Tensor:
+    ids = ids.contiguous()
     keys = torch.empty_like(ids)
     if len(ids):
         stride, width = logits.stride(0), logits.shape[1]
@@ -135,20 +157,45 @@ def own_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Te
 
 
 def survey(logits: torch.Tensor, own: torch.Tensor, most: int, first_id: int) -> torch.Tensor:
-    rows, width = logits.shape
-    blocks = max(triton.cdiv(width, BLOCK), 1)
-    parts, records = own.new_empty(rows, blocks, 2 + most), own.new_empty(rows, 2 + most)
+    parts = _scanned(logits, own, own, most, first_id, whole=False)
+    rows, blocks, size = parts.shape
+    records = own.new_empty(rows, size)
     if rows:
-        stride, room = logits.stride(0), triton.next_power_of_2(blocks)
-        _scan[(rows, blocks)](logits, own, parts, stride, width, first_id, most, BLOCK=BLOCK)
+        room = triton.next_power_of_2(blocks)
         _fold[(rows,)](parts, records, blocks, most, PARTS=room, MOST=MOST)
     return records
 
 
 def tell(records: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     ranks, rows, size = records.shape
-    scores = own.new_empty(rows, 2 * size - 2, dtype=torch.int32)
+    return _told(records.contiguous(), own, ranks, size, rows * size)
+
+
+def _scanned(
+    logits: torch.Tensor, ids: torch.Tensor, own: torch.Tensor, most: int, first_id: int,
+    whole: bool,
+) -> torch.Tensor:  # fmt: skip
+    """int64 [N, blocks, 2 + most]: a record of each block."""
+    rows, width = logits.shape
+    blocks = max(triton.cdiv(width, BLOCK), 1)
+    parts = own.new_empty(rows, blocks, 2 + most)
     if rows:
-        room = triton.next_power_of_2(ranks)
-        _tell[(rows,)](records.contiguous(), own, scores, ranks, size - 2, PARTS=room, MOST=MOST)
-    return scores
+        _scan[(rows, blocks)](
+            logits, ids, own, parts, logits.stride(0), width, first_id, most, BLOCK=BLOCK,
+            WHOLE=whole,
+        )  # fmt: skip
+    return parts
+
+
+def _told(
+    records: torch.Tensor, own: torch.Tensor, count: int, of_row: int, of_part: int
+) -> torch.Tensor:
+    """See _tell."""
+    rows, most = len(own), records.shape[-1] - 2
+    found = own.new_empty(rows, 2 + 2 * most, dtype=torch.int32)
+    if rows:
+        room = triton.next_power_of_2(count)
+        _tell[(rows,)](
+            records, own, found, count, of_row, of_part, most, PARTS=room, MOST=MOST
+        )  # fmt: skip
+    return found

@@ -1,7 +1,7 @@
 """The Kernels of the host, in NumPy, whose loops need no thread pool; scores by torch."""
 
 from pipeinfer.kernels.host.sampling import choose, offer, sample
-from pipeinfer.kernels.host.scores import own_keys, survey, tell
+from pipeinfer.kernels.host.scores import own_keys, scores, survey, tell
 from pipeinfer.kernels.host.steps import edit, expand, mask, write_words
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "offer",
     "own_keys",
     "sample",
+    "scores",
     "survey",
     "tell",
     "write_words",

@@ -14,8 +14,13 @@ from pipeinfer.logprobs import NO_ID
 HIGHEST_ID = 2**31 - 1
 
 
-def own_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Tensor:
+def scores(logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
     """See interface.py, here and below."""
+    own = own_keys(logits, ids, 0)
+    return tell(survey(logits, own, most, 0)[None], own)
+
+
+def own_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Tensor:
     columns = ids - first_id
     if not logits.shape[1]:
         return torch.full_like(columns, NO_KEY)
