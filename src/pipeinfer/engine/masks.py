@@ -31,9 +31,13 @@ MOST_THREADS = 8  # that fill masks: more of them wait for each other
 class Masks:
     """Of one rank; its grammars come from `store`."""
 
-    def __init__(self, store: GrammarStore, threads: int) -> None:
+    def __init__(self, store: GrammarStore, threads: int, alone: bool = True) -> None:
+        """alone: there are no other ranks, which would have to get new lanes at the same time: a
+        limit that trips depends on who shares a lexer."""
         self._store = store
-        self._executor = LLExecutor(max(min(threads, MOST_THREADS), 1))
+        threads = max(min(threads, MOST_THREADS), 1)
+        self._executor = LLExecutor(threads)
+        self._lanes = threads if alone else 1
         self._sources: dict[int, MaskSource] = {}
         self._grammars: dict[int, tuple[StructuredOutputs, Grammar]] = {}
 
@@ -94,7 +98,9 @@ class Masks:
             return FreeSource(self._store.vocabulary())
         grammar = self._store.grammar(new.spec)
         self._grammars[new.slot] = new.spec, grammar
-        return source_of(grammar, new.output.tolist(), new.tail.tolist())
+        if sum(one is grammar for _, one in self._grammars.values()) > 1:
+            self._store.widen(grammar, self._lanes)
+        return source_of(grammar, new.output.tolist(), new.tail.tolist(), new.slot)
 
 
 def _given(masked: MaskRows, sampled: Sampled) -> list[tuple[int, list[int]]]:

@@ -133,7 +133,8 @@ def _masks(settings: Settings, folder: Path) -> Masks | None:
     from pipeinfer.grammars.store import GrammarStore
     from pipeinfer.text.ends import grammar_setup
 
-    return Masks(GrammarStore(partial(grammar_setup, folder)), os.cpu_count() or 1)
+    store = GrammarStore(partial(grammar_setup, folder))
+    return Masks(store, os.cpu_count() or 1, alone=settings.tp == 1)
 
 
 def _driver(

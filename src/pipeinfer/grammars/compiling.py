@@ -6,6 +6,7 @@ end the process or take minutes: compile it in another one first (trial.py).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -79,20 +80,40 @@ class Vocabulary:
 
 class Grammar:
     """A compiled grammar, to copy matchers from. `after`: the id behind which it begins, if that
-    is not at once."""
+    is not at once. `seconds`: what it took to compile.
+
+    Matchers that are copied from one original share its lexer, and wait for each other when they
+    fill masks: where many fill them at the same time there may be several originals, `lanes`.
+    """
 
     def __init__(self, vocabulary: Vocabulary, spec: StructuredOutputs) -> None:
         """Raises GrammarError with what the compiler says."""
         self.vocabulary = vocabulary
         self.after = vocabulary.token(spec.after) if spec.after else None
-        text = _definition(spec)
-        self._first = LLMatcher(vocabulary.tokens, text, log_level=_LOG_NOTHING, limits=limits())
-        if self._first.is_error():
-            raise GrammarError(complaint(self._first))
+        self._text = _definition(spec)
+        begun = time.perf_counter()
+        self._originals = [self._compiled()]
+        self.seconds = time.perf_counter() - begun
+        self.settled = False  # there will not be more originals
 
-    def matcher(self) -> LLMatcher:
+    @property
+    def lanes(self) -> int:
+        return len(self._originals)
+
+    def widen(self) -> None:
+        """Compiles it once more; from any thread, one at a time. Raises GrammarError."""
+        self._originals.append(self._compiled())
+
+    def matcher(self, lane: int = 0) -> LLMatcher:
         """One that has read nothing."""
-        return self._first.deep_copy()
+        return self._originals[lane].deep_copy()
+
+    def _compiled(self) -> LLMatcher:
+        tokens = self.vocabulary.tokens
+        made = LLMatcher(tokens, self._text, log_level=_LOG_NOTHING, limits=limits())
+        if made.is_error():
+            raise GrammarError(complaint(made))
+        return made
 
 
 def complaint(matcher: LLMatcher) -> str:

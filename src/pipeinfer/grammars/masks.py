@@ -15,6 +15,9 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from pipeinfer.grammars.compiling import Grammar, Vocabulary, complaint
 from pipeinfer.params import CLOSING, OPENING
 
+# Ids that are read again where a row moves to another lane: a millisecond for eight rows.
+MOST_READ = 64
+
 
 class MaskSource(Protocol):
     """What decides on the next token of one row."""
@@ -35,11 +38,16 @@ class MaskSource(Protocol):
 
 
 class GrammarSource:
-    """By a grammar. Ids that end a request are not fed: the grammar is over by then."""
+    """By a grammar. Ids that end a request are not fed: the grammar is over by then. `place` tells
+    rows apart, so that they spread over the grammar's lanes."""
 
-    def __init__(self, grammar: Grammar, ids: Sequence[int] = ()) -> None:
+    def __init__(self, grammar: Grammar, ids: Sequence[int] = (), place: int = 0) -> None:
+        self._grammar = grammar
         self._vocabulary = grammar.vocabulary
-        self._matcher = grammar.matcher()
+        self._place = place
+        self._read: list[int] | None = None if grammar.settled else []  # while it may move
+        self._lane = place % grammar.lanes
+        self._matcher = grammar.matcher(self._lane)
         self.error = ""
         self.feed(ids)
 
@@ -55,7 +63,20 @@ class GrammarSource:
         self.error = complaint(self._matcher) if self._matcher.is_error() else ""
         if not self.error and taken < len(real):
             self.error = f"the grammar does not allow token {real[taken]}"
+        if self._read is not None:
+            self._read += real
+            self._move(self._read)
         return self.error
+
+    def _move(self, read: list[int]) -> None:
+        """To its own lane, once all are there; it stays where it is if it has `read` too much."""
+        lane = self._place % self._grammar.lanes
+        if self._grammar.settled and lane != self._lane and not self.error:
+            matcher = self._grammar.matcher(lane)
+            if matcher.try_consume_tokens(read) == len(read):
+                self._matcher, self._lane = matcher, lane
+        if self._grammar.settled or len(read) > MOST_READ:
+            self._read = None
 
     def check(self, words: np.ndarray) -> str:
         if self._matcher.is_error():  # its mask is that of an ordinary end
@@ -73,10 +94,10 @@ class LaterSource:
     """By a grammar that begins behind a token. All else is free before it, except an end, which
     would leave the grammar's text out."""
 
-    def __init__(self, grammar: Grammar, ids: Sequence[int] = ()) -> None:
+    def __init__(self, grammar: Grammar, ids: Sequence[int] = (), place: int = 0) -> None:
         self._free: np.ndarray = grammar.vocabulary.no_end
         self._after = grammar.after
-        self._source = GrammarSource(grammar)
+        self._source = GrammarSource(grammar, place=place)
         self._begun = False
         self.feed(ids)
 
@@ -181,12 +202,14 @@ class NoSource:
         return self._error
 
 
-def source_of(grammar: Grammar, output: Sequence[int], tail: Sequence[int]) -> MaskSource:
+def source_of(
+    grammar: Grammar, output: Sequence[int], tail: Sequence[int], place: int = 0
+) -> MaskSource:
     """Of a request with so much `output`, ids, whose prompt ends with the ids `tail`: where that
     has the token behind which the grammar begins, the grammar begins at once."""
     if grammar.after is None or grammar.after in tail:
-        return GrammarSource(grammar, output)
-    return LaterSource(grammar, output)
+        return GrammarSource(grammar, output, place)
+    return LaterSource(grammar, output, place)
 
 
 def fill_all(executor: LLExecutor, sources: Sequence[MaskSource], masks: np.ndarray) -> list[str]:

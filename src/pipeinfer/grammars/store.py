@@ -6,21 +6,31 @@ step and no request.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.grammars.compiling import STACK, Grammar, Vocabulary
 from pipeinfer.grammars.trial import Setup
 from pipeinfer.params import StructuredOutputs
 
+log = logging.getLogger(__name__)
+
 # Twice as many as a scheduler counts on (scheduler/preparation.py); a few hundred kB each.
 KEPT = 256
 
-Job = tuple[StructuredOutputs, "Future[Grammar]"]
+# What takes longer to compile, in seconds, has one lane: others wait for the thread. And so many
+# lanes more than one, of all grammars together.
+QUICK = 0.05
+MOST_LANES = 256
+
+Job = Callable[[], None]
 
 
 class GrammarStore:
@@ -36,6 +46,7 @@ class GrammarStore:
         self._vocabulary: Vocabulary | None = None
         self._trouble = ""
         self._renewing: set[StructuredOutputs] = set()
+        self._widened: weakref.WeakSet[Grammar] = weakref.WeakSet()
         _with_stack(self._work)
 
     def wait(self) -> None:
@@ -66,7 +77,15 @@ class GrammarStore:
             self._renewing.add(spec)
         fresh: Future[Grammar] = Future()
         fresh.add_done_callback(lambda one: self._replace(spec, one))
-        self._jobs.put((spec, fresh))
+        self._jobs.put(partial(self._compile, spec, fresh))
+
+    def widen(self, grammar: Grammar, lanes: int) -> None:
+        """Several rows use it now: in the background it gets up to so many lanes, if it compiles
+        fast, as long as all grammars together have few. To be asked by one thread."""
+        if lanes > 1 and not grammar.settled and grammar not in self._widened:
+            with self._lock:
+                self._widened.add(grammar)
+            self._jobs.put(partial(self._widen, grammar, lanes))
 
     def _replace(self, spec: StructuredOutputs, fresh: Future[Grammar]) -> None:
         with self._lock:
@@ -90,7 +109,7 @@ class GrammarStore:
             found = self._known.get(spec)
             if found is None:
                 found = self._known[spec] = Future()
-                self._jobs.put((spec, found))
+                self._jobs.put(partial(self._compile, spec, found))
             self._known.move_to_end(spec)
             while len(self._known) > self._kept:
                 self._known.popitem(last=False)
@@ -104,11 +123,27 @@ class GrammarStore:
             self._trouble = f"this model serves no grammars: {error}"
         self._built.set()
         while (job := self._jobs.get()) is not None:
-            spec, asked = job
+            job()
+
+    def _compile(self, spec: StructuredOutputs, asked: Future[Grammar]) -> None:
+        try:
+            asked.set_result(Grammar(self.vocabulary(), spec))
+        except BaseException as error:  # a panic of the compiler is no Exception
+            asked.set_exception(GrammarError(str(error) or "it does not compile"))
+
+    def _widen(self, grammar: Grammar, lanes: int) -> None:
+        """One lane more, and the next one behind what waits meanwhile."""
+        with self._lock:
+            more = sum(one.lanes - 1 for one in self._widened)
+        if grammar.lanes < lanes and grammar.seconds < QUICK and more < MOST_LANES:
             try:
-                asked.set_result(Grammar(self.vocabulary(), spec))
-            except BaseException as error:  # a panic of the compiler is no Exception
-                asked.set_exception(GrammarError(str(error) or "it does not compile"))
+                grammar.widen()
+            except BaseException:  # as above; why would be a client's text
+                log.warning("a grammar has %d lanes and cannot get more", grammar.lanes)
+            else:
+                self._jobs.put(partial(self._widen, grammar, lanes))
+                return
+        grammar.settled = True
 
 
 def _trouble(asked: Future[Grammar]) -> str:
