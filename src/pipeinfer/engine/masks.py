@@ -106,8 +106,9 @@ class Masks:
 def _given(masked: MaskRows, sampled: Sampled) -> list[tuple[int, list[int]]]:
     """(slot, its new ids) of the masked rows."""
     ends = np.cumsum(sampled.counts)
-    begins = ends - sampled.counts
+    begins, ids = (ends - sampled.counts).tolist(), sampled.ids.tolist()
+    ends = ends.tolist()
     return [
-        (slot, sampled.ids[begins[row] : ends[row]].tolist())
+        (slot, ids[begins[row] : ends[row]])
         for row, slot in zip(masked.rows.tolist(), masked.slots.tolist(), strict=True)
     ]
