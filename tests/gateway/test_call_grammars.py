@@ -175,7 +175,7 @@ def test_choices_of_tools_become_grammars() -> None:
     assert asked(hermes)[1] is None
     assert "weather" in asked(hermes, tool_choice="required")[1].grammar
     job, spec = asked(hermes, tool_choice=NAMED)
-    assert job.named_call and not asked(hermes, tool_choice="required")[0].named_call
+    assert job.calling.named and not asked(hermes, tool_choice="required")[0].calling.named
     assert allows(spec.grammar, said("hermes", SAID["hermes"][0]))
     _, spec = asked(Reading(), tool_choice="required")
     assert allows(spec.grammar, said("any", SAID["any"][0])), "a model that knows no tools"

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from pipeinfer.json_values import JsonObject
 
-Finish = Literal["stop", "length", "abort", "tool_calls"]
+Finish = Literal["stop", "length", "abort", "tool_calls", "function_call"]
 Stop = str | int | None
 
 
@@ -84,6 +84,7 @@ class AssistantMessage(msgspec.Struct):
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
