@@ -192,6 +192,45 @@ async def test_a_form_is_handed_over_as_a_chats(gateway: Gateway) -> None:
     assert submit.template_arguments == {"reasoning_effort": "low"}
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "The answer is (",
+        [
+            {"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "text", "text": "The answer is ("},
+        ],
+    ],
+    ids=["text", "blocks"],
+)
+async def test_a_last_turn_of_the_assistant_goes_on(calling: Gateway, content: Any) -> None:
+    turns = [USER, {"role": "assistant", "content": content}]
+    made = (await raw(calling, **{**said(""), "messages": turns})).json()
+    assert made["content"][0]["text"] == "The answer is ( "  # the pipeline says it again
+    submit = calling.pipeline.submits[-1]
+    assert submit.chat and submit.chat[-1]["content"] == "The answer is ("
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    assert submit.template_arguments == goes_on
+    counted = await raw(calling, "/count_tokens", messages=turns)
+    assert counted.status_code == 200
+    assert calling.pipeline.submits[-1].template_arguments == goes_on
+
+
+async def test_a_budget_of_thoughts_holds_for_models_that_think(
+    calling: Gateway, gateway: Gateway
+) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    for server, budget in ((calling, 1024), (gateway, None)):
+        answer = await raw(server, **said("x"), thinking=thinking)
+        assert answer.status_code == 200
+        submit = server.pipeline.submits[-1]
+        assert submit.params.thinking_token_budget == budget
+        assert submit.template_arguments == {"enable_thinking": True}
+    for other in ({"type": "adaptive"}, {"type": "disabled"}):
+        await raw(calling, **said("x"), thinking=other)
+        assert calling.pipeline.submits[-1].params.thinking_token_budget is None
+
+
 async def test_ends_are_told_apart(gateway: Gateway, clients: Clients) -> None:
     cut = await clients(gateway).messages.create(**{**said("one two three"), "max_tokens": 2})
     assert cut.stop_reason == "max_tokens"
@@ -282,7 +321,14 @@ USER = {"role": "user", "content": "x"}
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [USER, {"role": "assistant", "content": "x"}]}, "messages[1].role"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "messages[1].content"),
+        ({"messages": [USER, {"role": "assistant", "content": [
+            {"type": "text", "text": "x"}, {"type": "tool_use", "id": "c", "name": "f"}]}]},
+         "messages[1].content"),
+        ({"messages": [USER, {"role": "assistant", "content": "x"}],
+          "output_config": {"format": {"type": "json_schema", "schema": {}}}},
+         "output_config.format"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},
          "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},

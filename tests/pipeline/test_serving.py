@@ -263,6 +263,13 @@ def test_a_last_message_goes_on(server):
     whole = ask(server, "count from 3 to 12").choices[0].message.content
     for length in (1, 4, 6):
         assert whole[:length] + asked(whole[:length]) == whole
+        turns = [
+            {"role": "user", "content": "count from 3 to 12"},
+            {"role": "assistant", "content": whole[:length]},
+        ]
+        body = {"max_tokens": 60, "messages": turns, "temperature": 0}
+        said = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60).json()
+        assert whole[:length] + said["content"][0]["text"] == whole
     with pytest.raises(openai.BadRequestError) as raised:
         ask(server, "x", extra_body={"chat_template": "{{ messages }}"})
     assert raised.value.body["param"] == "chat_template"

@@ -133,15 +133,18 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         {**_for_template(request), **(request.chat_template_kwargs or {})},
         request.add_generation_prompt,
     )
-    schemas = tool_schemas(request, terms.reading)
+    reading = terms.reading
+    if request.continue_final_message and chat:
+        reading = reading.going_on(str(chat[-1].get("content")))
+    schemas = tool_schemas(request, reading)
     if schemas is not None:
         arguments["tools"] = [msgspec.to_builtins(tool) for tool in request.tools or ()]
-        calls = call_grammar(request, schemas, terms.reading)
+        calls = call_grammar(request, schemas, reading)
         if calls is not None:
             params = replace(params, structured_outputs=calls)
-        if terms.reading.special or calls is not None:  # its tags may be special tokens
+        if reading.special or calls is not None:  # its tags may be special tokens
             params = replace(params, skip_special_tokens=False)
-    if params.structured_outputs is not None and terms.reading.reasoning:
+    if params.structured_outputs is not None and reading.reasoning:
         behind = replace(params.structured_outputs, after=CLOSING)
         params = replace(params, structured_outputs=behind)
     call = replace(
@@ -155,9 +158,9 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         request.parallel_tool_calls is False,
         request.include_reasoning is not False,
     )
-    reader = terms.reading.reader(schemas, one_call, thoughts)
+    reader = reading.reader(schemas, one_call, thoughts)
     job = _job(request, [call], params.n, shown)
-    calling = Calling(terms.reading.tools == "mistral", bool(named_function(request)))
+    calling = Calling(reading.tools == "mistral", bool(named_function(request)))
     return dataclasses.replace(job, reader=reader, params=params, calling=calling)
 
 

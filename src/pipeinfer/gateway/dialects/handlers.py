@@ -55,8 +55,9 @@ class DialectHandlers:
         base = f"msg_{uuid.uuid4().hex}"
         body = await self._answering.body(request, MessagesRequest)
         names = messages_body.NAMES
-        job = dialect_job(messages_body.as_chat(body), base, self._terms, trace(request), names)
-        del body
+        chat = messages_body.as_chat(body, bool(self._terms.reading.reasoning))
+        job = dialect_job(chat, base, self._terms, trace(request), names)
+        del body, chat
         answer = self._answering.said(base, job, chat=True)
         outlet = SpeechOutlet(answer, MessageSpeech(answer), job.stream)
         return await self._answering.respond(request, job, outlet)
