@@ -87,6 +87,26 @@ async def test_a_message_is_answered_with_its_usage(gateway: Gateway, clients: C
     assert submit.chat and submit.chat[0] == {"role": "system", "content": "be short"}
 
 
+async def test_what_there_is_nothing_to_say_about_is_null(gateway: Gateway) -> None:
+    whole = (await raw(gateway, **said("one two"))).json()
+    assert whole["content"] == [{"type": "text", "text": "one two ", "citations": None}]
+    nothing = {"stop_details": None, "container": None}
+    assert {name: whole[name] for name in nothing} == nothing
+    assert whole["usage"] == {
+        "input_tokens": 0, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 2,
+        "output_tokens": 2, "output_tokens_details": {"thinking_tokens": 0},
+        "server_tool_use": None, "cache_creation": None, "inference_geo": None,
+        "service_tier": None,
+    }  # fmt: skip
+    lines = (await raw(gateway, **said("one two"), stream=True)).text.splitlines()
+    data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    begun, delta = data[0]["message"], data[-2]
+    assert set(begun) == set(whole) and set(begun["usage"]) == set(whole["usage"])
+    assert delta["delta"] == {"stop_reason": "end_turn", "stop_sequence": None, **nothing}
+    once = {"cache_creation", "inference_geo", "service_tier"}
+    assert set(delta["usage"]) == set(whole["usage"]) - once
+
+
 async def test_events_of_a_stream_come_in_order(gateway: Gateway) -> None:
     answer = await raw(gateway, **said("one two"), stream=True)
     lines = answer.text.splitlines()
@@ -113,6 +133,8 @@ async def test_thoughts_texts_and_calls_are_blocks_and_a_stream_adds_up_to_the_w
     assert text.type == "text" and text.text.strip() == "I look."
     assert first.type == second.type == "tool_use" and first.input == {"city": "Wien"}
     assert first.name == "get_weather" and first.id != second.id
+    assert first.caller is not None and first.caller.type == "direct"
+    assert whole.usage.model_dump()["output_tokens_details"]["thinking_tokens"] > 0
     assert whole.stop_reason == "tool_use"
     async with client.messages.stream(**ask) as stream:
         final = await stream.get_final_message()
