@@ -124,9 +124,6 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     shown = Shown(_chat_logprobs(request), request.prompt_logprobs, token_ids=ids)
     names = {"max_tokens": field, "logprobs": "top_logprobs"}
     params = _params(request, terms.sampling, limit, shown, names)
-    if params.structured_outputs is not None and request.tools and request.tool_choice != "none":
-        message = "an answer cannot have a form and call tools; tool_choice none leaves them out"
-        raise ApiError(400, message, "tools", "unsupported_parameter")
     _check_count(1, "n", params.n, terms)
     chat, arguments = chat_prompt(
         request.messages,
@@ -139,7 +136,7 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     schemas = tool_schemas(request, reading)
     if schemas is not None:
         arguments["tools"] = [msgspec.to_builtins(tool) for tool in request.tools or ()]
-        calls = call_grammar(request, schemas, reading)
+        calls = call_grammar(request, schemas, reading, params.structured_outputs)
         if calls is not None:
             params = replace(params, structured_outputs=calls)
         if reading.special or calls is not None:  # its tags may be special tokens
