@@ -151,6 +151,24 @@ async def test_thoughts_texts_and_calls_are_blocks_and_a_stream_adds_up_to_the_w
     assert final.usage.output_tokens == whole.usage.output_tokens
 
 
+async def test_thoughts_that_are_omitted_leave_empty_blocks(
+    calling: Gateway, clients: Clients
+) -> None:
+    thinking: Any = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
+    ask, client = said("<think> hm hm </think> Yes.", thinking=thinking), clients(calling)
+    whole = await client.messages.create(**ask)
+    thoughts, text = whole.content
+    assert thoughts.type == "thinking" and (thoughts.thinking, thoughts.signature) == ("", "")
+    assert text.type == "text" and text.text == "Yes. "
+    assert whole.usage.model_dump()["output_tokens_details"]["thinking_tokens"] > 0
+    async with client.messages.stream(**ask) as stream:
+        final = await stream.get_final_message()
+    assert [block.type for block in final.content] == ["thinking", "text"]
+    assert final.content[0].type == "thinking" and final.content[0].thinking == ""
+    answer = await raw(calling, **said("x", thinking={"type": "enabled", "display": "all"}))
+    assert answer.status_code == 400
+
+
 async def test_a_conversation_with_calls_reaches_the_template_as_a_chats(
     calling: Gateway, clients: Clients
 ) -> None:

@@ -201,6 +201,10 @@ async def test_what_goes_on_is_read_from_where_the_last_message_ends(
     params = gateway.pipeline.submits[-1].params
     assert params.structured_outputs is not None
     assert params.structured_outputs.after == "</think>"
+    await going_on("<think> hm </think> So", thinking_token_budget=9)
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await going_on("<think> hm", thinking_token_budget=9)
+    assert refusal.value.param == "thinking_token_budget"
 
 
 async def test_settings_can_turn_reading_off(start_gateway: StartGateway, tmp_path: Path) -> None:

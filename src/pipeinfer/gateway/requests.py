@@ -22,6 +22,7 @@ from pipeinfer.gateway.old_functions import NAMES as OLD_NAMES
 from pipeinfer.gateway.old_functions import as_tool_messages, as_tools
 from pipeinfer.gateway.pieces import Reader
 from pipeinfer.gateway.reading.registry import NOTHING, Reading
+from pipeinfer.gateway.reading.thinking import amid_thoughts
 from pipeinfer.gateway.schema import (
     MOST_MESSAGES,
     ChatMessage,
@@ -132,7 +133,11 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     )
     reading = terms.reading
     if request.continue_final_message and chat:
-        reading = reading.going_on(str(chat[-1].get("content")))
+        said = str(chat[-1].get("content"))
+        reading = reading.going_on(said)
+        if params.thinking_token_budget is not None and amid_thoughts(said):
+            message = "thinking_token_budget: the last message's own thoughts would not be counted"
+            raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
     schemas = tool_schemas(request, reading)
     if schemas is not None:
         arguments["tools"] = [msgspec.to_builtins(tool) for tool in request.tools or ()]

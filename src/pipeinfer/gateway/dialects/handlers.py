@@ -57,9 +57,10 @@ class DialectHandlers:
         names = messages_body.NAMES
         chat = messages_body.as_chat(body, bool(self._terms.reading.reasoning))
         job = dialect_job(chat, base, self._terms, trace(request), names)
+        omits = body.thinking is not None and body.thinking.display == "omitted"
         del body, chat
         answer = self._answering.said(base, job, chat=True)
-        outlet = SpeechOutlet(answer, MessageSpeech(answer), job.stream)
+        outlet = SpeechOutlet(answer, MessageSpeech(answer, omits), job.stream)
         return await self._answering.respond(request, job, outlet)
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:

@@ -88,10 +88,11 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class ThinkingOptions(msgspec.Struct, frozen=True):
-    """Whether the model thinks, and with "enabled" how many tokens at most."""
+    """Whether the model thinks, with "enabled" how many tokens at most, and whether it shows."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Bounded | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(msgspec.Struct, frozen=True):

@@ -33,10 +33,11 @@ DELTAS = {
 
 
 class MessageSpeech:
-    """A speech of /v1/messages."""
+    """A speech of /v1/messages. `omits`: blocks of thoughts are empty."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, omits: bool = False) -> None:
         self._answer = answer
+        self._omits = omits
 
     def begun(self, prompt_tokens: int) -> Iterator[JsonObject]:
         usage = _whole_usage(Usage(prompt_tokens), 0)
@@ -46,6 +47,8 @@ class MessageSpeech:
     def step(self, step: Step, scores: list[JsonValue]) -> Iterator[JsonObject]:
         block = step.block
         if step.what == "more":
+            if self._omits and block.kind == "reasoning":
+                return
             kind, field = DELTAS[block.kind]
             yield {
                 "type": "content_block_delta",
@@ -92,7 +95,8 @@ class MessageSpeech:
         if block.kind == "content":
             return {"type": "text", "text": block.text, "citations": None}
         if block.kind == "reasoning":
-            return {"type": "thinking", "thinking": block.text, "signature": ""}
+            text = "" if self._omits else block.text
+            return {"type": "thinking", "thinking": text, "signature": ""}
         call_id = self._answer.call_id(0, block.call)
         if call_id.startswith("call_"):
             call_id = f"toolu_{call_id.removeprefix('call_')}"

@@ -22,9 +22,8 @@ from pipeinfer.gateway.reading.json_list import JsonList
 from pipeinfer.gateway.reading.llama3 import Llama3
 from pipeinfer.gateway.reading.mistral import Mistral
 from pipeinfer.gateway.reading.qwen3_coder import Qwen3Coder
-from pipeinfer.gateway.reading.thinking import Thinking
+from pipeinfer.gateway.reading.thinking import Thinking, amid_thoughts
 from pipeinfer.json_values import JsonObject
-from pipeinfer.params import CLOSING, OPENING
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text.added import Added
 
@@ -83,8 +82,7 @@ class Reading:
         are open there."""
         if not self.reasoning:
             return self
-        amid = said.rfind(OPENING) > said.rfind(CLOSING)
-        return replace(self, reasoning="deepseek_r1" if amid else "")
+        return replace(self, reasoning="deepseek_r1" if amid_thoughts(said) else "")
 
     def reader(
         self, schemas: Schemas | None, one_call: bool = False, thoughts: bool = True
