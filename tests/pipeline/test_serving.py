@@ -122,7 +122,7 @@ def test_other_dialects_give_the_words_of_a_chat(server):
     turns = [{"role": "user", "content": question}]
     message = {"messages": turns, "temperature": 0, "max_tokens": 30}
     answer = httpx.post(f"{server.url}/v1/messages", json=message, timeout=60).json()
-    assert answer["content"] == [{"type": "text", "text": expected}]
+    assert answer["content"] == [{"type": "text", "text": expected, "citations": None}]
     count = httpx.post(f"{server.url}/v1/messages/count_tokens", json={"messages": turns}).json()
     usage = answer["usage"]
     assert count["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
