@@ -135,6 +135,101 @@ def test_strict_functions_are_held_to_their_schemas_where_calls_are_free(family:
         assert allows(grammar, "I look. " + said(family, weather))
 
 
+PERSON: Any = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["name", "days"],
+    "additionalProperties": False,
+}
+FORMS: Any = {
+    "schema": (
+        StructuredOutputs(json=json.dumps(PERSON)),
+        ('{"name": "wea", "days": 2}', '{"name": "", "days": 2}'),
+        ("", "no", '{"name": "weather"}', '{"days": 2, "name": "x"}', '"x"'),
+    ),
+    "object": (
+        StructuredOutputs(json='{"type":"object","x-guidance":{"whitespace_pattern":"x"}}'),
+        ("{}", '{"name": "wea", "days": 2}', '{"other": [1, {"a": "b"}]}'),
+        ("", "[]", "{x}", "no"),
+    ),
+    "anything": (StructuredOutputs(json="true"), ("{}", "[[1, 2]]", '"x"', "3"), ("", "no")),
+    "choice": (StructuredOutputs(choice=("yes", 'say "no"')), ("yes", 'say "no"'), ("", "no")),
+    "regex": (
+        StructuredOutputs(regex=r"[a-z/]+(\/|/)?(?s:.)*"),
+        ("abc", "a/b", "a\n{}", "x <tool_call"),
+        ("", "1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", TOOL_PARSERS)
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("thinks", [False, True])
+def test_an_answer_is_calls_or_has_the_form(family: str, name: str, thinks: bool) -> None:
+    form, good, bad = FORMS[name]
+    schemas = {"weather": PARAMETERS, "stop": None}
+    wanted = Wanted(schemas, many=True, thinks=thinks, form=form)
+    if (family, name) == ("llama3_json", "regex"):
+        with pytest.raises(Inexpressible, match="schema or a choice"):
+            FAMILIES[family].grammar(wanted)
+        return
+    grammar = FAMILIES[family].grammar(wanted)
+    weather, stop, _ = SAID[family]
+    before = "\n\n" if thinks else ""
+    calls = (said(family, weather), said(family, stop), said(family, weather, stop))
+    for text in (*calls, *good):
+        assert allows(grammar, text) and allows(grammar, before + text), text
+    for text in bad:
+        assert not allows(grammar, text), text
+    for text in good:
+        assert not read(family, text).calls and "".join(read(family, text).content) == text
+    if name == "schema":
+        assert not allows(grammar, calls[0] + good[0]) and not allows(grammar, good[0] + calls[0])
+        assert not allows(grammar, said(family, weather).replace("city", "town"))
+        one = FAMILIES[family].grammar(Wanted(schemas, many=False, form=form))
+        assert allows(one, calls[0]) and not allows(one, calls[2]) and allows(one, good[0])
+
+
+def test_a_form_of_a_regular_expression_leaves_out_what_a_call_begins_with() -> None:
+    wanted = Wanted(SCHEMAS, many=False, form=StructuredOutputs(regex="(?s:.)*"))
+    grammar = FAMILIES["hermes"].grammar(wanted)
+    assert allows(grammar, said("hermes", SAID["hermes"][0]))
+    assert allows(grammar, "Yes.") and not allows(grammar, "<tool_call>Yes.")
+
+
+def test_definitions_of_arguments_hold_beside_a_form() -> None:
+    place: Any = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}},
+                  "required": ["city"], "additionalProperties": False,
+                  "$defs": {"city": {"enum": ["Wien"]}}}  # fmt: skip
+    form = StructuredOutputs(json=json.dumps(PERSON))
+    for family in TOOL_PARSERS:
+        if family == "qwen3_coder":
+            continue  # says texts without quotes
+        key = "parameters" if family == "llama3_json" else "arguments"
+        grammar = FAMILIES[family].grammar(Wanted({"weather": place}, many=False, form=form))
+        call = f'{{"name": "weather", "{key}": {{"city": "Wien"}}}}'
+        text = said(family, call if family != "hermes" else f"<tool_call>\n{call}\n</tool_call>")
+        assert allows(grammar, text) and not allows(grammar, text.replace("Wien", "Rom"))
+    itself = {"properties": {"again": {"$ref": "#"}}}
+    with pytest.raises(Inexpressible, match="may only name a definition"):
+        FAMILIES["llama3_json"].grammar(Wanted({"weather": itself}, many=False, form=form))
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({"grammar": 'start: "a"'}, "cannot stand beside that of calls"),
+        ({"json": "{"}, "not valid JSON"),
+        ({"json": "[]"}, "must be an object"),
+        ({"json": "false"}, "must be an object"),
+    ],
+)
+def test_forms_that_cannot_stand_beside_calls_are_refused(form: Any, said: str) -> None:
+    wanted = Wanted(SCHEMAS, many=False, form=StructuredOutputs(**form))
+    with pytest.raises(Inexpressible, match=said):
+        FAMILIES["hermes"].grammar(wanted)
+
+
 def test_tags_that_are_special_tokens_are_written_as_these() -> None:
     tokens = {"<tool_call>": Added(259, True), "</tool_call>": Added(260, False)}
     grammar = TOOL_PARSERS["hermes"].grammar(Wanted(SCHEMAS, False, tokens=tokens))
@@ -175,11 +270,24 @@ def test_choices_of_tools_become_grammars() -> None:
     assert asked(hermes)[1] is None
     assert "weather" in asked(hermes, tool_choice="required")[1].grammar
     job, spec = asked(hermes, tool_choice=NAMED)
-    assert job.named_call and not asked(hermes, tool_choice="required")[0].named_call
+    assert job.calling.named and not asked(hermes, tool_choice="required")[0].calling.named
     assert allows(spec.grammar, said("hermes", SAID["hermes"][0]))
     _, spec = asked(Reading(), tool_choice="required")
     assert allows(spec.grammar, said("any", SAID["any"][0])), "a model that knows no tools"
     assert asked(Reading("hermes", "qwen3", True), tool_choice=NAMED)[1].after == "</think>"
+
+
+def test_a_form_holds_for_content_and_calls_have_none() -> None:
+    hermes, form = Reading("hermes", "qwen3", True), {"response_format": {"type": "json_object"}}
+    call = said("hermes", SAID["hermes"][0])
+    _, either = asked(hermes, **form)
+    assert either.after == "</think>"
+    assert allows(either.grammar, call) and allows(either.grammar, '{"a": 1}')
+    assert not allows(either.grammar, "Yes.")
+    for forced in ("required", NAMED):
+        _, calls = asked(hermes, **form, tool_choice=forced)
+        assert allows(calls.grammar, call) and not allows(calls.grammar, '{"a": 1}')
+    assert asked(hermes, **form, tool_choice="none")[1].json == '{"type":"object"}'
 
 
 @pytest.mark.parametrize(
@@ -187,7 +295,7 @@ def test_choices_of_tools_become_grammars() -> None:
     [
         ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tools"),
+        ({"guided_grammar": 'start: "a"'}, "tools"),
     ],
 )
 def test_wrong_choices_are_refused(fields: Any, param: str) -> None:

@@ -253,7 +253,7 @@ def test_no_biases_are_as_none_given(nothing: object) -> None:
 def test_an_assistant_that_called_a_function_need_not_say_anything() -> None:
     called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": ""}}
     [call] = chat(messages=[{"role": "user", "content": "a"}, called])
-    assert call.chat is not None and call.chat[1] == {**called, "content": ""}
+    assert call.chat is not None and call.chat[1]["content"] == ""
 
 
 def test_top_p_0_leaves_the_best_token_alone() -> None:

@@ -87,6 +87,26 @@ async def test_a_message_is_answered_with_its_usage(gateway: Gateway, clients: C
     assert submit.chat and submit.chat[0] == {"role": "system", "content": "be short"}
 
 
+async def test_what_there_is_nothing_to_say_about_is_null(gateway: Gateway) -> None:
+    whole = (await raw(gateway, **said("one two"))).json()
+    assert whole["content"] == [{"type": "text", "text": "one two ", "citations": None}]
+    nothing = {"stop_details": None, "container": None}
+    assert {name: whole[name] for name in nothing} == nothing
+    assert whole["usage"] == {
+        "input_tokens": 0, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 2,
+        "output_tokens": 2, "output_tokens_details": {"thinking_tokens": 0},
+        "server_tool_use": None, "cache_creation": None, "inference_geo": None,
+        "service_tier": None,
+    }  # fmt: skip
+    lines = (await raw(gateway, **said("one two"), stream=True)).text.splitlines()
+    data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    begun, delta = data[0]["message"], data[-2]
+    assert set(begun) == set(whole) and set(begun["usage"]) == set(whole["usage"])
+    assert delta["delta"] == {"stop_reason": "end_turn", "stop_sequence": None, **nothing}
+    once = {"cache_creation", "inference_geo", "service_tier"}
+    assert set(delta["usage"]) == set(whole["usage"]) - once
+
+
 async def test_events_of_a_stream_come_in_order(gateway: Gateway) -> None:
     answer = await raw(gateway, **said("one two"), stream=True)
     lines = answer.text.splitlines()
@@ -113,6 +133,8 @@ async def test_thoughts_texts_and_calls_are_blocks_and_a_stream_adds_up_to_the_w
     assert text.type == "text" and text.text.strip() == "I look."
     assert first.type == second.type == "tool_use" and first.input == {"city": "Wien"}
     assert first.name == "get_weather" and first.id != second.id
+    assert first.caller is not None and first.caller.type == "direct"
+    assert whole.usage.model_dump()["output_tokens_details"]["thinking_tokens"] > 0
     assert whole.stop_reason == "tool_use"
     async with client.messages.stream(**ask) as stream:
         final = await stream.get_final_message()
@@ -127,6 +149,24 @@ async def test_thoughts_texts_and_calls_are_blocks_and_a_stream_adds_up_to_the_w
 
     assert plain(final) == plain(whole) and final.stop_reason == "tool_use"
     assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+async def test_thoughts_that_are_omitted_leave_empty_blocks(
+    calling: Gateway, clients: Clients
+) -> None:
+    thinking: Any = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
+    ask, client = said("<think> hm hm </think> Yes.", thinking=thinking), clients(calling)
+    whole = await client.messages.create(**ask)
+    thoughts, text = whole.content
+    assert thoughts.type == "thinking" and (thoughts.thinking, thoughts.signature) == ("", "")
+    assert text.type == "text" and text.text == "Yes. "
+    assert whole.usage.model_dump()["output_tokens_details"]["thinking_tokens"] > 0
+    async with client.messages.stream(**ask) as stream:
+        final = await stream.get_final_message()
+    assert [block.type for block in final.content] == ["thinking", "text"]
+    assert final.content[0].type == "thinking" and final.content[0].thinking == ""
+    answer = await raw(calling, **said("x", thinking={"type": "enabled", "display": "all"}))
+    assert answer.status_code == 400
 
 
 async def test_a_conversation_with_calls_reaches_the_template_as_a_chats(
@@ -190,6 +230,45 @@ async def test_a_form_is_handed_over_as_a_chats(gateway: Gateway) -> None:
     assert answer.status_code == 200 and submit.params.structured_outputs is not None
     assert submit.params.structured_outputs.json == '{"type":"object"}'
     assert submit.template_arguments == {"reasoning_effort": "low"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "The answer is (",
+        [
+            {"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "text", "text": "The answer is ("},
+        ],
+    ],
+    ids=["text", "blocks"],
+)
+async def test_a_last_turn_of_the_assistant_goes_on(calling: Gateway, content: Any) -> None:
+    turns = [USER, {"role": "assistant", "content": content}]
+    made = (await raw(calling, **{**said(""), "messages": turns})).json()
+    assert made["content"][0]["text"] == "The answer is ( "  # the pipeline says it again
+    submit = calling.pipeline.submits[-1]
+    assert submit.chat and submit.chat[-1]["content"] == "The answer is ("
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    assert submit.template_arguments == goes_on
+    counted = await raw(calling, "/count_tokens", messages=turns)
+    assert counted.status_code == 200
+    assert calling.pipeline.submits[-1].template_arguments == goes_on
+
+
+async def test_a_budget_of_thoughts_holds_for_models_that_think(
+    calling: Gateway, gateway: Gateway
+) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    for server, budget in ((calling, 1024), (gateway, None)):
+        answer = await raw(server, **said("x"), thinking=thinking)
+        assert answer.status_code == 200
+        submit = server.pipeline.submits[-1]
+        assert submit.params.thinking_token_budget == budget
+        assert submit.template_arguments == {"enable_thinking": True}
+    for other in ({"type": "adaptive"}, {"type": "disabled"}):
+        await raw(calling, **said("x"), thinking=other)
+        assert calling.pipeline.submits[-1].params.thinking_token_budget is None
 
 
 async def test_ends_are_told_apart(gateway: Gateway, clients: Clients) -> None:
@@ -282,7 +361,14 @@ USER = {"role": "user", "content": "x"}
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [USER, {"role": "assistant", "content": "x"}]}, "messages[1].role"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "messages[1].content"),
+        ({"messages": [USER, {"role": "assistant", "content": [
+            {"type": "text", "text": "x"}, {"type": "tool_use", "id": "c", "name": "f"}]}]},
+         "messages[1].content"),
+        ({"messages": [USER, {"role": "assistant", "content": "x"}],
+          "output_config": {"format": {"type": "json_schema", "schema": {}}}},
+         "output_config.format"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},
          "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},

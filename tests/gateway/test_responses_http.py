@@ -55,6 +55,35 @@ async def test_a_text_is_answered_with_its_usage(gateway: Gateway) -> None:
     assert message.type == "message" and message.status == "completed"
 
 
+async def test_an_answer_says_the_request_again_and_when_it_was_complete(gateway: Gateway) -> None:
+    echoed = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "safety_identifier": "u",
+        "prompt_cache_key": "k",
+    }
+    made = (await raw(gateway, input="one two", **echoed, service_tier="flex")).json()
+    assert {name: made[name] for name in echoed} == echoed
+    assert (made["service_tier"], made["max_tool_calls"]) == ("default", None)
+    assert made["created_at"] <= made["completed_at"] <= made["created_at"] + 60
+    params = gateway.pipeline.submits[-1].params
+    assert (params.presence_penalty, params.frequency_penalty) == (0.5, -0.5)
+    cut = (await raw(gateway, input="one two three", max_output_tokens=2)).json()
+    assert (cut["status"], cut["completed_at"], cut["prompt_cache_key"]) == (
+        "incomplete",
+        None,
+        None,
+    )
+    assert (cut["presence_penalty"], cut["frequency_penalty"]) == (0.0, 0.0)
+
+
+async def test_a_stream_says_when_it_was_complete_in_its_last_event(gateway: Gateway) -> None:
+    lines = (await raw(gateway, input="one", stream=True)).text.splitlines()
+    data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    told = [event["response"]["completed_at"] for event in data if "response" in event]
+    assert told[:-1] == [None, None] and told[-1] >= data[0]["response"]["created_at"]
+
+
 async def test_a_stream_tells_every_part_once_and_in_order(gateway: Gateway) -> None:
     stream = await gateway.client().responses.create(model="test", input="one two", stream=True)
     events = [event async for event in stream]

@@ -173,6 +173,40 @@ async def test_thoughts_can_be_left_out(calling: Gateway) -> None:
     assert (await streamed(calling, text, **more))["reasoning"] == ""
 
 
+@pytest.mark.parametrize("opened", [True, False])
+async def test_what_goes_on_is_read_from_where_the_last_message_ends(
+    start_gateway: StartGateway, tmp_path: Path, opened: bool
+) -> None:
+    opening = "<think>" if opened else "{% if enable_thinking %}<think>{% endif %}"
+    template = "{{ messages }}{% if add_generation_prompt %}" + opening
+    gateway = await with_template(start_gateway, tmp_path, template + "{% endif %}")
+    goes_on = {"continue_final_message": True, "add_generation_prompt": False}
+    form = {"guided_regex": "a+"}
+
+    async def going_on(text: str, **more: Any) -> Any:
+        last: Any = [*user("hello"), {"role": "assistant", "content": text}]
+        body = {**goes_on, **more}
+        client = gateway.client()
+        made = await client.chat.completions.create(model="test", messages=last, extra_body=body)
+        return made.choices[0].message
+
+    message = await going_on("So it is.")  # the pipeline says it again
+    assert message.content == "So it is. "
+    assert "reasoning_content" not in message.model_extra
+    await going_on("So it is.", **form)
+    params = gateway.pipeline.submits[-1].params
+    assert params.structured_outputs is not None and not params.structured_outputs.after
+    message = await going_on("<think> hm", **form)
+    assert message.model_extra["reasoning_content"] == "hm"
+    params = gateway.pipeline.submits[-1].params
+    assert params.structured_outputs is not None
+    assert params.structured_outputs.after == "</think>"
+    await going_on("<think> hm </think> So", thinking_token_budget=9)
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await going_on("<think> hm", thinking_token_budget=9)
+    assert refusal.value.param == "thinking_token_budget"
+
+
 async def test_settings_can_turn_reading_off(start_gateway: StartGateway, tmp_path: Path) -> None:
     more: Any = {"tool_parser": "none", "reasoning_parser": "none"}
     gateway = await with_template(start_gateway, tmp_path, TEMPLATE, **more)

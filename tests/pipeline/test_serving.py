@@ -122,7 +122,7 @@ def test_other_dialects_give_the_words_of_a_chat(server):
     turns = [{"role": "user", "content": question}]
     message = {"messages": turns, "temperature": 0, "max_tokens": 30}
     answer = httpx.post(f"{server.url}/v1/messages", json=message, timeout=60).json()
-    assert answer["content"] == [{"type": "text", "text": expected}]
+    assert answer["content"] == [{"type": "text", "text": expected, "citations": None}]
     count = httpx.post(f"{server.url}/v1/messages/count_tokens", json={"messages": turns}).json()
     usage = answer["usage"]
     assert count["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
@@ -263,6 +263,13 @@ def test_a_last_message_goes_on(server):
     whole = ask(server, "count from 3 to 12").choices[0].message.content
     for length in (1, 4, 6):
         assert whole[:length] + asked(whole[:length]) == whole
+        turns = [
+            {"role": "user", "content": "count from 3 to 12"},
+            {"role": "assistant", "content": whole[:length]},
+        ]
+        body = {"max_tokens": 60, "messages": turns, "temperature": 0}
+        said = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60).json()
+        assert whole[:length] + said["content"][0]["text"] == whole
     with pytest.raises(openai.BadRequestError) as raised:
         ask(server, "x", extra_body={"chat_template": "{{ messages }}"})
     assert raised.value.body["param"] == "chat_template"

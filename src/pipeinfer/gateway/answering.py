@@ -42,9 +42,7 @@ class Answering:
     def said(self, name: str, job: Job, chat: bool) -> Answer:
         """What the answer called `name` says of itself."""
         model, created = self.service.model, int(time.time())
-        return Answer(
-            chat, name, created, model, job.shown, job.reader, job.short_ids, job.named_call
-        )
+        return Answer(chat, name, created, model, job.shown, job.reader, job.calling)
 
     async def respond(self, request: web.Request, job: Job, outlet: Outlet) -> web.StreamResponse:
         """Runs the job; `outlet` makes the answer."""

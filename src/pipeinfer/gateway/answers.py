@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from pipeinfer.json_values import JsonObject
 
-Finish = Literal["stop", "length", "abort", "tool_calls"]
+Finish = Literal["stop", "length", "abort", "tool_calls", "function_call"]
 Stop = str | int | None
 
 
@@ -84,6 +84,7 @@ class AssistantMessage(msgspec.Struct):
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -173,12 +174,19 @@ class Response(msgspec.Struct):
     error: JsonObject | None
     incomplete_details: JsonObject | None
     background: bool
+    completed_at: int | None
+    frequency_penalty: float
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: None
     metadata: JsonObject
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: None
+    prompt_cache_key: str | None
     reasoning: JsonObject
+    safety_identifier: str | None
+    service_tier: Literal["default"]
     store: bool
     temperature: float
     text: JsonObject
@@ -190,13 +198,31 @@ class Response(msgspec.Struct):
     user: str | None
 
 
+class ThinkingTokens(msgspec.Struct):
+    """Of a message."""
+
+    thinking_tokens: int
+
+
 class MessageUsage(msgspec.Struct):
-    """Tokens of a message; `input_tokens` are those that the cache did not have."""
+    """Tokens of a message; `input_tokens` are those that the cache did not have. What is null only
+    Anthropic's own servers have."""
 
     input_tokens: int
+    cache_creation: None
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
+    inference_geo: None
     output_tokens: int
+    output_tokens_details: ThinkingTokens
+    server_tool_use: None
+    service_tier: None
+
+
+class Caller(msgspec.Struct):
+    """Who calls a tool: the model."""
+
+    type: Literal["direct"]
 
 
 class ContentBlock(msgspec.Struct):
@@ -204,9 +230,11 @@ class ContentBlock(msgspec.Struct):
 
     type: Literal["text", "thinking", "tool_use"]
     text: str | UnsetType = UNSET
+    citations: UnsetType | None = UNSET
     thinking: str | UnsetType = UNSET
     signature: str | UnsetType = UNSET
     id: str | UnsetType = UNSET
+    caller: Caller | UnsetType = UNSET
     name: str | UnsetType = UNSET
     input: JsonObject | UnsetType = UNSET
 
@@ -221,6 +249,8 @@ class MessageAnswer(msgspec.Struct):
     content: list[ContentBlock]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
+    stop_details: None
+    container: None
     usage: MessageUsage
 
 

@@ -6,6 +6,7 @@ Knows neither requests nor the HTTP library.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import msgspec
 
@@ -74,6 +75,22 @@ def from_validation(error: msgspec.ValidationError) -> ApiError:
     where = f"a key of {path}" if found["key"] else path
     message = f"{where}: {found['what']}" if where else found["what"]
     return ApiError(400, message, path, "invalid_type")
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """`error` with another name of the field that is wrong; `names` are by those that it has."""
+    param = error.param or ""
+    known = max((name for name in names if _begins(param, name)), key=len, default="")
+    if not known:
+        return error
+    name = names[known] + param[len(known) :].replace(".function", "")
+    pattern = rf"(?<![\w.]){re.escape(param)}(?!\w)"
+    message = re.sub(pattern, lambda _: name, error.message, count=1)
+    return ApiError(error.status, message, name, error.code, error.retry_after)
+
+
+def _begins(param: str, name: str) -> bool:
+    return param == name or param.startswith((f"{name}.", f"{name}["))
 
 
 def _shortened(text: str) -> str:

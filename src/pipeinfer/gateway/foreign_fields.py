@@ -25,8 +25,8 @@ REFUSED: dict[str, tuple[JsonValue, ...]] = {
     "top_logprobs": (0,),  # of a completion
     "suffix": ("",),
     "echo": (False,),  # of a chat
-    "functions": ([],),
-    "function_call": ("none", "auto"),
+    "functions": ([],),  # of all but chats
+    "function_call": ("none", "auto"),  # of all but chats
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),

@@ -15,11 +15,14 @@ import msgspec
 from msgspec.structs import replace
 
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.forms import form
+from pipeinfer.gateway.old_functions import NAMES as OLD_NAMES
+from pipeinfer.gateway.old_functions import as_tool_messages, as_tools
 from pipeinfer.gateway.pieces import Reader
 from pipeinfer.gateway.reading.registry import NOTHING, Reading
+from pipeinfer.gateway.reading.thinking import amid_thoughts
 from pipeinfer.gateway.schema import (
     MOST_MESSAGES,
     ChatMessage,
@@ -28,7 +31,7 @@ from pipeinfer.gateway.schema import (
     Generation,
     StreamOptions,
 )
-from pipeinfer.gateway.shapes import Shown
+from pipeinfer.gateway.shapes import Calling, Shown
 from pipeinfer.gateway.tools import (
     call_grammar,
     check_arguments,
@@ -86,8 +89,8 @@ class Job:
     """What one HTTP request asks for. `calls`: one for each of its `prompts`, in order, to be gone
     through once; each is built when its turn comes. `choices`: that are made of them all. `shown`:
     beside new text. `best`: so many choices of each prompt are shown, the best; 0: all. `reader`:
-    makes what reads one choice; None: all of it is content. `short_ids`: of calls, as Mistral wants
-    them. `params`: as a chat is sampled. `named_call`: of a function that the client chose."""
+    makes what reads one choice; None: all of it is content. `calling`: how calls are told.
+    `params`: as a chat is sampled."""
 
     calls: Iterable[Call]
     choices: int
@@ -98,13 +101,23 @@ class Job:
     prompts: int = 1
     best: int = 0
     reader: Callable[[], Reader] | None = None
-    short_ids: bool = False
-    named_call: bool = False
+    calling: Calling = dataclasses.field(default_factory=Calling)
     params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
 
 
 def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     """The one call of a chat; `base` becomes its request id. ApiError 400."""
+    with_tools = as_tools(request)
+    if with_tools is None:
+        return _chat_job(request, base, terms, trace)
+    try:
+        job = _chat_job(with_tools, base, terms, trace)
+    except ApiError as error:
+        raise renamed(error, OLD_NAMES) from None
+    return dataclasses.replace(job, calling=dataclasses.replace(job.calling, older=True))
+
+
+def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     limit, field = _limit(request, terms.sampling.max_tokens)
     if request.max_completion_tokens is not None:
         limit, field = request.max_completion_tokens, "max_completion_tokens"
@@ -112,24 +125,28 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     shown = Shown(_chat_logprobs(request), request.prompt_logprobs, token_ids=ids)
     names = {"max_tokens": field, "logprobs": "top_logprobs"}
     params = _params(request, terms.sampling, limit, shown, names)
-    if params.structured_outputs is not None and request.tools and request.tool_choice != "none":
-        message = "an answer cannot have a form and call tools; tool_choice none leaves them out"
-        raise ApiError(400, message, "tools", "unsupported_parameter")
     _check_count(1, "n", params.n, terms)
     chat, arguments = chat_prompt(
         request.messages,
         {**_for_template(request), **(request.chat_template_kwargs or {})},
         request.add_generation_prompt,
     )
-    schemas = tool_schemas(request, terms.reading)
+    reading = terms.reading
+    if request.continue_final_message and chat:
+        said = str(chat[-1].get("content"))
+        reading = reading.going_on(said)
+        if params.thinking_token_budget is not None and amid_thoughts(said):
+            message = "thinking_token_budget: the last message's own thoughts would not be counted"
+            raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
+    schemas = tool_schemas(request, reading)
     if schemas is not None:
         arguments["tools"] = [msgspec.to_builtins(tool) for tool in request.tools or ()]
-        calls = call_grammar(request, schemas, terms.reading)
+        calls = call_grammar(request, schemas, reading, params.structured_outputs)
         if calls is not None:
             params = replace(params, structured_outputs=calls)
-        if terms.reading.special or calls is not None:  # its tags may be special tokens
+        if reading.special or calls is not None:  # its tags may be special tokens
             params = replace(params, skip_special_tokens=False)
-    if params.structured_outputs is not None and terms.reading.reasoning:
+    if params.structured_outputs is not None and reading.reasoning:
         behind = replace(params.structured_outputs, after=CLOSING)
         params = replace(params, structured_outputs=behind)
     call = replace(
@@ -143,10 +160,10 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         request.parallel_tool_calls is False,
         request.include_reasoning is not False,
     )
-    reader = terms.reading.reader(schemas, one_call, thoughts)
+    reader = reading.reader(schemas, one_call, thoughts)
     job = _job(request, [call], params.n, shown)
-    short, named = terms.reading.tools == "mistral", bool(named_function(request))
-    return dataclasses.replace(job, reader=reader, short_ids=short, params=params, named_call=named)
+    calling = Calling(reading.tools == "mistral", bool(named_function(request)))
+    return dataclasses.replace(job, reader=reader, params=params, calling=calling)
 
 
 def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: str) -> Job:
@@ -330,11 +347,11 @@ def chat_prompt(
 
 def _chat(messages: list[ChatMessage]) -> list[JsonObject]:
     """The conversation as chat templates want it."""
+    messages = as_tool_messages(messages)
     if not 0 < len(messages) <= MOST_MESSAGES:
         reason = f"be at most {MOST_MESSAGES}, not {len(messages)}" if messages else "not be empty"
         raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
     _check_sendable("messages", [call for m in messages for call in m.tool_calls or ()])
-    _check_sendable("messages", [m.function_call for m in messages])
     check_arguments(call for m in messages for call in m.tool_calls or ())
     return [_message(i, message) for i, message in enumerate(messages)]
 
@@ -355,7 +372,7 @@ def _message(i: int, message: ChatMessage) -> JsonObject:
     if isinstance(message.content, list):
         plain["content"] = _joined(i, message)
     elif message.content is None:
-        if message.role != "assistant" or not (message.tool_calls or message.function_call):
+        if message.role != "assistant" or not message.tool_calls:
             param = f"messages[{i}].content"
             raise ApiError(400, f"{param} must be given", param, "invalid_value")
         plain["content"] = ""

@@ -191,6 +191,8 @@ class ChatRequest(Generation, frozen=True, kw_only=True):
     documents: list[JsonObject] | None = None
     chat_template: str | None = None
     continue_final_message: bool | None = None
+    functions: Annotated[list[Function], Meta(max_length=MOST_TOOLS)] | None = None
+    function_call: Literal["none", "auto"] | Chosen | None = None
 
 
 class CompletionRequest(Generation, frozen=True, kw_only=True):

@@ -52,11 +52,20 @@ class Shown:
 
 
 @dataclass(frozen=True)
+class Calling:
+    """How an answer tells calls. `short_ids`: as Mistral wants them. `named`: the client chose the
+    function; OpenAI ends such a call with "stop". `older`: the one call is `function_call`."""
+
+    short_ids: bool = False
+    named: bool = False
+    older: bool = False
+
+
+@dataclass(frozen=True)
 class Answer:
     """What all chunks and bodies of one answer say of themselves. `created`: Unix seconds.
 
-    `reader`: makes what reads one choice, None where all is content; `short_ids`: of calls.
-    `named_call`: the client chose the function; OpenAI ends such a call with "stop"."""
+    `reader`: makes what reads one choice, None where all is content."""
 
     chat: bool
     id: str
@@ -64,14 +73,13 @@ class Answer:
     model: str
     shown: Shown = Shown()
     reader: Callable[[], Reader] | None = None
-    short_ids: bool = False
-    named_call: bool = False
+    calling: Calling = Calling()
 
     def call_id(self, index: int, call: int) -> str:
         """Of call number `call` in choice `index`."""
         name = f"{self.id}-{index}-{call}".encode()
         digits = hashlib.blake2b(name, digest_size=12).hexdigest()
-        return digits[:9] if self.short_ids else f"call_{digits}"
+        return digits[:9] if self.calling.short_ids else f"call_{digits}"
 
 
 @dataclass
@@ -139,8 +147,11 @@ class Choice:
 
     def reason(self, answer: Answer) -> str:
         """Why it ended, for the client."""
-        called = self.said is not None and bool(self.said.calls) and not answer.named_call
-        return "tool_calls" if called and self.finish == "stop" else self.finish
+        calling = answer.calling
+        called = self.said is not None and bool(self.said.calls) and not calling.named
+        if not called or self.finish != "stop":
+            return self.finish
+        return "function_call" if calling.older else "tool_calls"
 
 
 class Chunks:
@@ -283,6 +294,9 @@ def _delta(answer: Answer, index: int, piece: Piece) -> JsonObject:
         return {"content": piece.text}
     if piece.kind == "reasoning":
         return {"reasoning_content": piece.text}
+    if answer.calling.older:
+        begun: JsonObject = {"name": piece.text, "arguments": ""}
+        return {"function_call": begun if piece.kind == "call" else {"arguments": piece.text}}
     call: JsonObject = {"index": piece.call, "function": {"arguments": piece.text}}
     if piece.kind == "call":
         call = {"index": piece.call, **_call(answer.call_id(index, piece.call), piece.text, "")}
@@ -302,7 +316,10 @@ def _message(answer: Answer, index: int, choice: Choice) -> JsonObject:
     message["content"] = "".join(said.content) or (None if said.calls or said.reasoning else "")
     if said.reasoning:
         message["reasoning_content"] = "".join(said.reasoning)
-    if said.calls:
+    if said.calls and answer.calling.older:
+        name, *arguments = said.calls[0]
+        message["function_call"] = {"name": name, "arguments": "".join(arguments)}
+    elif said.calls:
         message["tool_calls"] = [
             _call(answer.call_id(index, number), name, "".join(arguments))
             for number, (name, *arguments) in enumerate(said.calls)

@@ -59,14 +59,17 @@ def named_function(request: ChatRequest) -> str:
 
 
 def call_grammar(
-    request: ChatRequest, schemas: Mapping[str, JsonObject], reading: Reading
+    request: ChatRequest,
+    schemas: Mapping[str, JsonObject],
+    reading: Reading,
+    form: StructuredOutputs | None,
 ) -> StructuredOutputs | None:
-    """What holds an answer to calls that must be made, or to the schemas of `strict` functions;
-    `schemas` are tool_schemas's. None: the model is free. ApiError 400."""
+    """What holds an answer to calls that must be made, to the schemas of `strict` functions, or to
+    calls or its `form`; `schemas` are tool_schemas's. None: the model is free. ApiError 400."""
     choice = request.tool_choice
     strict = {tool.function.name for tool in request.tools or () if tool.function.strict}
     forced = choice not in (None, "auto")
-    if not forced and not strict:
+    if not forced and not strict and form is None:
         return None
     held: dict[str, JsonObject | None] = dict(schemas)
     many, param = request.parallel_tool_calls is not False, "tools"
@@ -78,7 +81,9 @@ def call_grammar(
         held = {name: schemas[name]}
     elif not forced:
         held = {name: schema if name in strict else None for name, schema in schemas.items()}
-    wanted = Wanted(held, many, not forced, reading.added, bool(reading.reasoning))
+    free, thinks = not forced and form is None, bool(reading.reasoning)
+    content = None if forced else form
+    wanted = Wanted(held, many, free, reading.added, thinks, content)
     try:
         spec = StructuredOutputs(grammar=reading.tool_parser.grammar(wanted))
         check(spec)

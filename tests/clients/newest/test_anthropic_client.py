@@ -56,6 +56,12 @@ def test_a_model_of_pydantic_is_parsed(api):
     assert isinstance(found.parsed_output, Person)
 
 
+def test_a_last_turn_of_the_assistant_goes_on(api):
+    turns = [*QUESTION, {"role": "assistant", "content": COUNTED[:5]}]
+    found = api.messages.create(**{**ASKED, "messages": turns})
+    assert COUNTED[:5] + found.content[0].text == COUNTED
+
+
 def test_tokens_are_counted(api):
     counted = api.messages.count_tokens(model=MODEL, messages=QUESTION).input_tokens
     usage = api.messages.create(**ASKED).usage

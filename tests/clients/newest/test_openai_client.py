@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from bounded import COUNTED, KEY, MODEL, PARAMETERS, QUESTION, TOOLS, Person, is_weather
+from bounded import COUNTED, KEY, MODEL, PARAMETERS, QUESTION, TOOLS, WEATHER, Person, is_weather
 
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 RESPONSE_TOOL = {
@@ -78,6 +78,43 @@ def test_tools_are_called(api, choice, reason):
         call.function.name,
         call.function.arguments,
     )
+
+
+def test_an_answer_is_calls_or_a_model_of_pydantic(api):
+    tools = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    for seed in range(4):
+        [choice] = api.chat.completions.parse(
+            model=MODEL,
+            messages=QUESTION,
+            tools=tools,
+            response_format=Person,
+            parallel_tool_calls=False,
+            temperature=2,
+            seed=seed,
+        ).choices
+        if choice.message.tool_calls:
+            assert choice.finish_reason == "tool_calls" and choice.message.content is None
+            [call] = choice.message.tool_calls
+            assert is_weather(json.loads(call.function.arguments))
+        else:
+            assert isinstance(choice.message.parsed, Person)
+
+
+def test_functions_are_called_as_they_once_were(api):
+    asked = {"model": MODEL, "functions": [WEATHER], "function_call": {"name": "get_weather"}}
+    message = api.chat.completions.create(**asked, messages=QUESTION).choices[0].message
+    call = message.function_call
+    assert is_weather(json.loads(call.arguments)) and message.tool_calls is None
+    pieces = [
+        chunk.choices[0].delta.function_call
+        for chunk in api.chat.completions.create(**asked, messages=QUESTION, stream=True)
+    ]
+    assert "".join(piece.arguments for piece in pieces if piece) == call.arguments
+    result = {"role": "function", "name": "get_weather", "content": "rain"}
+    after = api.chat.completions.create(
+        model=MODEL, functions=[WEATHER], messages=[*QUESTION, message, result, *QUESTION]
+    )
+    assert after.choices[0].message.content
 
 
 def test_the_result_of_a_call_goes_back(api):

@@ -5,14 +5,13 @@ A dialect knows its bodies and events; calls, readers and connections are those 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 import msgspec
 
 from pipeinfer.gateway.dialects.blocks import Blocks, Step
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Delta, Started
 from pipeinfer.gateway.logprob_shapes import chat_token
 from pipeinfer.gateway.pieces import Plain
@@ -141,19 +140,3 @@ def dialect_job(
         return chat_job(request, base, terms, trace)
     except ApiError as error:
         raise renamed(error, names) from None
-
-
-def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """`error` with the dialect's name of the field that is wrong."""
-    param = error.param or ""
-    known = max((name for name in names if _begins(param, name)), key=len, default="")
-    if not known:
-        return error
-    name = names[known] + param[len(known) :].replace(".function", "")
-    pattern = rf"(?<![\w.]){re.escape(param)}(?!\w)"
-    message = re.sub(pattern, lambda _: name, error.message, count=1)
-    return ApiError(error.status, message, name, error.code, error.retry_after)
-
-
-def _begins(param: str, name: str) -> bool:
-    return param == name or param.startswith((f"{name}.", f"{name}["))

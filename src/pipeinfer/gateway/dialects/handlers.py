@@ -55,10 +55,12 @@ class DialectHandlers:
         base = f"msg_{uuid.uuid4().hex}"
         body = await self._answering.body(request, MessagesRequest)
         names = messages_body.NAMES
-        job = dialect_job(messages_body.as_chat(body), base, self._terms, trace(request), names)
-        del body
+        chat = messages_body.as_chat(body, bool(self._terms.reading.reasoning))
+        job = dialect_job(chat, base, self._terms, trace(request), names)
+        omits = body.thinking is not None and body.thinking.display == "omitted"
+        del body, chat
         answer = self._answering.said(base, job, chat=True)
-        outlet = SpeechOutlet(answer, MessageSpeech(answer), job.stream)
+        outlet = SpeechOutlet(answer, MessageSpeech(answer, omits), job.stream)
         return await self._answering.respond(request, job, outlet)
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:

@@ -36,6 +36,7 @@ NAMES = {
     "stop": "stop_sequences",
     "tools": "tools",
     "response_format": "output_config.format",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 
 
@@ -87,10 +88,11 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class ThinkingOptions(msgspec.Struct, frozen=True):
-    """Whether the model thinks; `budget_tokens` binds nobody."""
+    """Whether the model thinks, with "enabled" how many tokens at most, and whether it shows."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Bounded | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(msgspec.Struct, frozen=True):
@@ -136,10 +138,15 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=MOST_SALT)] | None = None
 
 
-def as_chat(request: MessagesRequest) -> ChatRequest:
-    """The same as the body of a chat. ApiError 400."""
+def as_chat(request: MessagesRequest, thinks: bool) -> ChatRequest:
+    """The same as the body of a chat. `thinks`: the model may; what others think is within every
+    budget. ApiError 400."""
+    thinking, budget = request.thinking, None
+    if thinks and thinking is not None and thinking.type == "enabled":
+        budget = thinking.budget_tokens
     return msgspec.structs.replace(
         conversation(request),
+        thinking_token_budget=budget,
         max_tokens=request.max_tokens,
         stop=request.stop_sequences,
         temperature=request.temperature,
@@ -155,19 +162,26 @@ def as_chat(request: MessagesRequest) -> ChatRequest:
 
 def conversation(request: CountRequest) -> ChatRequest:
     """The chat, without how it is to be answered. ApiError 400."""
-    choice = request.tool_choice
+    choice, messages = request.tool_choice, _messages(request)
+    goes_on = messages[-1].role == "assistant"
     alone = choice is not None and choice.disable_parallel_tool_use
     chat = ChatRequest(
-        messages=_messages(request),
+        messages=messages,
         model=request.model,
         chat_template_kwargs=_arguments(request),
         tools=_tools(request),
         tool_choice=_choice(choice),
         parallel_tool_calls=False if alone else None,
+        continue_final_message=goes_on or None,
+        add_generation_prompt=False if goes_on else None,
     )
     form = request.output_config.format if request.output_config is not None else None
     if form is None:
         return chat
+    if goes_on:
+        where = "output_config.format"
+        message = f"{where}: what goes on from the assistant's last message has no form of its own"
+        raise ApiError(400, message, where, "unsupported_parameter")
     wanted = ResponseFormat("json_schema", JsonSchema(form.schema, "answer"))
     return msgspec.structs.replace(chat, response_format=wanted)
 
@@ -212,16 +226,23 @@ def _messages(request: CountRequest) -> list[ChatMessage]:
     if not 0 < many <= MOST_MESSAGES:
         reason = f"be at most {MOST_MESSAGES}, not {many}" if many else "not be empty"
         raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
-    if request.messages[-1].role == "assistant":
-        where = f"messages[{many - 1}].role"
-        message = f"{where}: the last message must not be the assistant's: none is continued"
-        raise ApiError(400, message, where, "unsupported_parameter")
     turns = Turns()
     if request.system:
         turns.say("system", _text(request.system, "system"))
     for i, turn in enumerate(request.messages):
         _say(turns, turn, f"messages[{i}].content")
-    return turns.take()
+    messages = turns.take()
+    _check_open(messages[-1], f"messages[{many - 1}].content")
+    return messages
+
+
+def _check_open(last: ChatMessage, where: str) -> None:
+    """The assistant's last message goes on from its text."""
+    if last.role != "assistant" or (last.content and not last.tool_calls):
+        return
+    why = "its calls have no tool_result" if last.tool_calls else "there is no text to go on from"
+    message = f"{where}: the last message is the assistant's, and {why}"
+    raise ApiError(400, message, where, "invalid_value")
 
 
 def _say(turns: Turns, turn: Turn, where: str) -> None:

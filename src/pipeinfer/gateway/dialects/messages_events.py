@@ -33,19 +33,22 @@ DELTAS = {
 
 
 class MessageSpeech:
-    """A speech of /v1/messages."""
+    """A speech of /v1/messages. `omits`: blocks of thoughts are empty."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, omits: bool = False) -> None:
         self._answer = answer
+        self._omits = omits
 
     def begun(self, prompt_tokens: int) -> Iterator[JsonObject]:
-        usage = _usage(Usage(prompt_tokens))
+        usage = _whole_usage(Usage(prompt_tokens), 0)
         yield {"type": "message_start", "message": self._message([], None, None, usage)}
         yield {"type": "ping"}
 
     def step(self, step: Step, scores: list[JsonValue]) -> Iterator[JsonObject]:
         block = step.block
         if step.what == "more":
+            if self._omits and block.kind == "reasoning":
+                return
             kind, field = DELTAS[block.kind]
             yield {
                 "type": "content_block_delta",
@@ -63,14 +66,14 @@ class MessageSpeech:
         reason, sequence = _reason(blocks, end)
         yield {
             "type": "message_delta",
-            "delta": {"stop_reason": reason, "stop_sequence": sequence},
-            "usage": _usage(end.usage),
+            "delta": _ended(reason, sequence),
+            "usage": _usage(end.usage, end.thought),
         }
         yield {"type": "message_stop"}
 
     def whole(self, blocks: Blocks, end: End) -> JsonObject:
         content: list[JsonValue] = [self._content(block) for block in blocks.all]
-        return self._message(content, *_reason(blocks, end), _usage(end.usage))
+        return self._message(content, *_reason(blocks, end), _whole_usage(end.usage, end.thought))
 
     def error(self, error: ApiError, blocks: Blocks, end: End) -> JsonObject:
         return error_object(error)
@@ -84,21 +87,22 @@ class MessageSpeech:
             "role": "assistant",
             "model": self._answer.model,
             "content": content,
-            "stop_reason": reason,
-            "stop_sequence": sequence,
+            **_ended(reason, sequence),
             "usage": usage,
         }
 
     def _content(self, block: Block) -> JsonObject:
         if block.kind == "content":
-            return {"type": "text", "text": block.text}
+            return {"type": "text", "text": block.text, "citations": None}
         if block.kind == "reasoning":
-            return {"type": "thinking", "thinking": block.text, "signature": ""}
+            text = "" if self._omits else block.text
+            return {"type": "thinking", "thinking": text, "signature": ""}
         call_id = self._answer.call_id(0, block.call)
         if call_id.startswith("call_"):
             call_id = f"toolu_{call_id.removeprefix('call_')}"
         given = _input(block.text)
-        return {"type": "tool_use", "id": call_id, "name": block.name, "input": given}
+        call: JsonObject = {"type": "tool_use", "id": call_id, "caller": {"type": "direct"}}
+        return {**call, "name": block.name, "input": given}
 
 
 def _input(text: str) -> JsonObject:
@@ -122,14 +126,32 @@ def _reason(blocks: Blocks, end: End) -> tuple[str, str | None]:
     return ("tool_use" if blocks.called else "end_turn"), None
 
 
-def _usage(usage: Usage) -> JsonObject:
+def _ended(reason: str | None, sequence: str | None) -> JsonObject:
+    """How; what says more of that are refusals and containers, and there are none."""
+    return {
+        "stop_reason": reason,
+        "stop_sequence": sequence,
+        "stop_details": None,
+        "container": None,
+    }
+
+
+def _usage(usage: Usage, thought: int) -> JsonObject:
     """`input_tokens` are those that were not found in the cache."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached,
         "output_tokens": usage.output,
+        "output_tokens_details": {"thinking_tokens": thought},
+        "server_tool_use": None,
     }
+
+
+def _whole_usage(usage: Usage, thought: int) -> JsonObject:
+    """With what a message says once."""
+    further: JsonObject = {"cache_creation": None, "inference_geo": None, "service_tier": None}
+    return {**_usage(usage, thought), **further}
 
 
 def status_of(error: ApiError) -> int:

@@ -123,6 +123,8 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Bounded | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     top_logprobs: Bounded | None = None
     include: list[str] | None = None
     text: TextOptions | None = None
@@ -132,6 +134,8 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     store: bool | None = None
     metadata: JsonObject | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     seed: int | None = None
     priority: Bounded | None = None
     timeout: Annotated[float, Meta(ge=0, le=MOST_TIMEOUT)] | None = None
@@ -149,6 +153,8 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
         max_tokens=request.max_output_tokens,
         logprobs=logprobs,
         top_logprobs=request.top_logprobs if logprobs else None,

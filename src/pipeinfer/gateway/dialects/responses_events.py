@@ -6,7 +6,8 @@ Knows blocks and the request, whose fields the answer says again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -23,10 +24,17 @@ ABORTED = "the request was ended before its answer was complete: its time was up
 
 
 class ResponseSpeech:
-    """A speech of /v1/responses. `params`: as the request is sampled."""
+    """A speech of /v1/responses. `params`: as the request is sampled. `clock`: Unix seconds."""
 
-    def __init__(self, request: ResponsesRequest, answer: Answer, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        answer: Answer,
+        params: SamplingParams,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._answer = answer
+        self._clock = clock
         self._fields = _said_again(request, answer, params)
         self._number = 0  # of the next event
 
@@ -59,9 +67,11 @@ class ResponseSpeech:
             output[-1] = self._item(blocks.all[-1], "incomplete")
         response = self._response(status, list[JsonValue](output))
         response["usage"] = _usage(end)
-        if status == "incomplete":
+        if status == "completed":
+            response["completed_at"] = int(self._clock())
+        elif status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        elif status == "failed":
+        else:
             response["error"] = {"code": "server_error", "message": ABORTED}
         return response
 
@@ -171,17 +181,24 @@ def _said_again(request: ResponsesRequest, answer: Answer, params: SamplingParam
         "id": answer.id,
         "object": "response",
         "created_at": answer.created,
+        "completed_at": None,
         "status": "in_progress",
         "background": False,
         "error": None,
+        "frequency_penalty": params.frequency_penalty,
         "incomplete_details": None,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": None,
         "model": answer.model,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "presence_penalty": params.presence_penalty,
         "previous_response_id": None,
+        "prompt_cache_key": request.prompt_cache_key,
         "reasoning": {"effort": effort, "summary": None},
+        "safety_identifier": request.safety_identifier,
+        "service_tier": "default",
         "store": False,
         "temperature": params.temperature,
         "text": {"format": shown},

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from pipeinfer.gateway.reading.schema_types import types
 from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.params import StructuredOutputs
 from pipeinfer.text.added import Added
 
 NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_TEXT = "/(?s:.*)/"
+INSTEAD = "tool_choice none offers no tools"
 # What says nothing about the value.
 _REMARKS = {"title", "description", "default", "examples", "$comment", "deprecated"}
 _OF_OBJECT = _REMARKS | {
     "type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema",
     "x-guidance",
 }  # fmt: skip
+# Of a schema that stands within another one only definitions move along.
+_ELSEWHERE = re.compile(r'"\$(ref|dynamicRef|recursiveRef)":"#(?!/(\$defs|definitions)/)')
+_DEFINITIONS = ("$defs", "definitions")
 _KEY = re.compile(r"[^<>\s]{1,200}")
 
 
@@ -35,13 +40,15 @@ class Inexpressible(ValueError):
 class Wanted:
     """`schemas`: of the parameters of each function that may be called; None: any object.
     `many`: several calls may follow each other. `free`: content may stand around or in place of
-    calls. `tokens`: of the model, by their text. `thinks`: white space may come first."""
+    calls. `tokens`: of the model, by their text. `thinks`: white space may come first. `form`: of
+    an answer that has no calls; None if it must have some, or is free."""
 
     schemas: Mapping[str, JsonObject | None]
     many: bool
     free: bool = False
     tokens: Mapping[str, Added] | None = None
     thinks: bool = False
+    form: StructuredOutputs | None = None
 
     def tag(self, text: str) -> str:
         """As the special token that the model has for it, or as text."""
@@ -79,7 +86,9 @@ def qwen3_coder(wanted: Wanted) -> str:
 def llama3(wanted: Wanted) -> str:
     """Objects with semicolons between, and nothing else."""
     calls = _repeated(wanted, "call", '"; "')
-    rules = [_rule("call", [_call(n, "parameters", s) for n, s in wanted.schemas.items()])]
+    # Where an answer may be another object, what opens a call must be lexed as that object is.
+    call = _call if wanted.form is None else _object
+    rules = [_rule("call", [call(n, "parameters", s) for n, s in wanted.schemas.items()])]
     if wanted.free:
         calls = f"{calls} | text"
         rules += ["text: TEXT", f"TEXT: {ANY_TEXT} & ~/\\s*(<\\|python_tag\\|>\\s*)?\\{{(?s:.*)/"]
@@ -94,7 +103,7 @@ def mistral(wanted: Wanted) -> str:
         return _tagged(wanted, "[TOOL_CALLS]", bodies, "", "")
     objects = [_call(name, "arguments", schema) for name, schema in wanted.schemas.items()]
     listed = f'"[" {_repeated(wanted, "object", _text(", "))} "]"'
-    once = Wanted(wanted.schemas, False, wanted.free, wanted.tokens, wanted.thinks)
+    once = replace(wanted, many=False)
     return "\n".join((_tagged(once, "[TOOL_CALLS]", [listed], "", ""), _rule("object", objects)))
 
 
@@ -113,7 +122,8 @@ def _tagged(wanted: Wanted, opening: str, bodies: list[str], never: str, between
     tag, body = wanted.tag(opening), _rule("body", bodies)
     if not wanted.free:
         call = f"call: {tag} body"
-        return "\n".join((_start(wanted, _repeated(wanted, "call", between)), call, body))
+        start = _start(wanted, _repeated(wanted, "call", between), opening)
+        return "\n".join((start, call, body))
     sign = "*" if wanted.many else "?"
     if wanted.special(opening):
         text = f"text: {_without(never)}"
@@ -130,9 +140,45 @@ def _without(*texts: str) -> str:
     return f"{ANY_TEXT} & ~/(?s:.*)({escaped})(?s:.*)/" if escaped else ANY_TEXT
 
 
-def _start(wanted: Wanted, calls: str) -> str:
-    """Behind thoughts models begin a paragraph."""
-    return f"start: /\\n\\n?/? {calls}" if wanted.thinks else f"start: {calls}"
+def _start(wanted: Wanted, calls: str, opening: str = "") -> str:
+    """Calls, or the wanted form in their place. Behind thoughts models begin a paragraph."""
+    space = "/\\n\\n?/? " if wanted.thinks else ""
+    if wanted.form is None:
+        return f"start: {space}{calls}"
+    return f"start: {space}({calls} | form)\n{_instead(wanted.form, opening)}"
+
+
+def _instead(form: StructuredOutputs, opening: str) -> str:
+    """The rule of an answer that has a form. `opening`: of calls, which such an answer lacks."""
+    if form.json is not None:
+        return f"form: %json {_schema(form.json)}"
+    if form.choice is not None:
+        return _rule("form", [_text(text) for text in form.choice])
+    if form.regex is None:
+        raise Inexpressible(f"a grammar cannot stand beside that of calls; {INSTEAD}")
+    if not opening:
+        said = "beside this model's calls, a form must be a schema or a choice"
+        raise Inexpressible(f"{said}; {INSTEAD}")
+    slash = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", form.regex, flags=re.DOTALL)
+    closed = slash.replace("\n", "\\n")
+    never = re.escape(opening).replace("/", "\\/")
+    return f"form: FORM\nFORM: /{closed}/ & ~/{never}(?s:.*)/"
+
+
+def _schema(text: str) -> str:
+    try:
+        schema: JsonValue = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Inexpressible(f"the form's schema is not valid JSON: {error}") from None
+    schema = {} if schema is True else schema
+    if not isinstance(schema, dict):
+        raise Inexpressible("the form's schema must be an object")
+    return msgspec.json.encode(_own(schema)).decode()
+
+
+def _own(schema: JsonObject) -> JsonObject:
+    """Without what it would tell the compiler."""
+    return {key: value for key, value in schema.items() if key != "x-guidance"}
 
 
 def _repeated(wanted: Wanted, rule: str, between: str) -> str:
@@ -148,11 +194,28 @@ def _call(name: str, key: str, schema: JsonObject | None) -> str:
     return f'{_text(head)} {_json(schema)} "}}"'
 
 
+def _object(name: str, key: str, schema: JsonObject | None) -> str:
+    """The same as _call, as one schema."""
+    arguments = _arguments(schema)
+    if _ELSEWHERE.search(msgspec.json.encode(arguments).decode()):
+        raise Inexpressible(f"{name}: beside a form, a $ref may only name a definition")
+    call: JsonObject = {
+        "type": "object",
+        "properties": {"name": {"const": name}, key: arguments},
+        "required": ["name", key],
+        "additionalProperties": False,
+        **{each: arguments[each] for each in _DEFINITIONS if each in arguments},
+    }
+    return f"%json {msgspec.json.encode(call).decode()}"
+
+
 def _json(schema: JsonObject | None) -> str:
+    return f"%json {msgspec.json.encode(_arguments(schema)).decode()}"
+
+
+def _arguments(schema: JsonObject | None) -> JsonObject:
     """`schema` is that of an object."""
-    given: JsonObject = {} if schema is None else schema or NO_PARAMETERS
-    own = {key: value for key, value in given.items() if key != "x-guidance"}
-    return f"%json {msgspec.json.encode({**own, 'type': 'object'}).decode()}"
+    return {**_own({} if schema is None else schema or NO_PARAMETERS), "type": "object"}
 
 
 def _text(text: str) -> str:
@@ -176,7 +239,7 @@ def _elements(name: str, prefix: str, given: JsonObject | None, rules: list[str]
     missing = [key for key in required if key not in properties]
     if missing:
         raise Inexpressible(f"{name}: {str(missing[0])[:100]!r} is required and has no schema")
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
     parts: list[str] = []
     for i, (key, value) in enumerate(properties.items()):
         if not _KEY.fullmatch(key):

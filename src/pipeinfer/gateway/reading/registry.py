@@ -6,7 +6,7 @@ Readers are made for one choice of an answer each. Knows names and templates' te
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipeinfer.gateway.pieces import Piece, Plain, Reader
 from pipeinfer.gateway.reading.call_grammars import (
@@ -22,7 +22,7 @@ from pipeinfer.gateway.reading.json_list import JsonList
 from pipeinfer.gateway.reading.llama3 import Llama3
 from pipeinfer.gateway.reading.mistral import Mistral
 from pipeinfer.gateway.reading.qwen3_coder import Qwen3Coder
-from pipeinfer.gateway.reading.thinking import Thinking
+from pipeinfer.gateway.reading.thinking import Thinking, amid_thoughts
 from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text.added import Added
@@ -76,6 +76,13 @@ class Reading:
     def tool_parser(self) -> ToolParser:
         """Of calls that the model is made to say."""
         return TOOL_PARSERS[self.tools] if self.tools else ANY_MODEL
+
+    def going_on(self, said: str) -> Reading:
+        """Of answers that go on from what was `said` of them: behind thoughts, or amid those that
+        are open there."""
+        if not self.reasoning:
+            return self
+        return replace(self, reasoning="deepseek_r1" if amid_thoughts(said) else "")
 
     def reader(
         self, schemas: Schemas | None, one_call: bool = False, thoughts: bool = True

@@ -13,6 +13,11 @@ from pipeinfer.gateway.reading.held import find
 from pipeinfer.params import CLOSING, OPENING
 
 
+def amid_thoughts(said: str) -> bool:
+    """Whether what was said of an answer leaves its thoughts open."""
+    return said.rfind(OPENING) > said.rfind(CLOSING)
+
+
 class Thinking:
     """`begun`: the prompt has opened the thoughts already. `shown`: they are told, without white
     space at either end."""
