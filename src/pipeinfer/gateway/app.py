@@ -78,7 +78,8 @@ class _Handlers:
         router.add_get("/version", self.version)
         router.add_get("/openapi.json", self.openapi)
         router.add_get("/docs", self.docs)
-        router.add_route("*", "/ping", self.live)  # what SageMaker asks
+        router.add_get("/ping", self.live)  # what SageMaker asks
+        router.add_post("/ping", self.live)
         for path in (str, loose):
             router.add_get(path("/v1/models"), self.models)
             router.add_get(path("/v1/models/") + "{model:.+}", self.one_model)

@@ -88,7 +88,7 @@ class Endpoint:
             content[self.media] = {"schema": {"type": "string"}}
         said = "The answer."
         if self.streams:
-            content["text/event-stream"] = {"schema": {"type": "string", "description": STREAM}}
+            content["text/event-stream"] = {"schema": {"description": STREAM}}
         made: JsonObject = {}
         for status in (200, *self.also):
             made[str(status)] = {"description": said, **({"content": content} if content else {})}
@@ -157,6 +157,7 @@ _embeddings = Endpoint(
     errors=(401, 429, 501),
     keyed=True,
 )
+_ping = _shown("/ping", "As /health/live.", answers.Liveness)
 ENDPOINTS: tuple[Endpoint, ...] = (
     _chat,
     _texts,
@@ -172,7 +173,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _shown("/health", "The status of all stages.", answers.PipelineHealth, 503),
     _shown("/health/live", "Whether the gateway runs.", answers.Liveness),
     _shown("/health/ready", "Whether requests are answered.", answers.Readiness, 503),
-    _shown("/ping", "As /health/live.", answers.Liveness),
+    _ping,
+    replace(_ping, method="post"),
     _shown("/version", "The version.", answers.Version),
     Endpoint("get", "/metrics", "Prometheus metrics.", media="text/plain"),
     Endpoint("get", "/openapi.json", "This document.", media="application/json; charset=utf-8"),

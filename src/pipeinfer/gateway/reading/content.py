@@ -15,7 +15,12 @@ class Content:
 
     def __init__(self) -> None:
         self._held = ""
-        self._leading = False  # nothing but white space since a call
+        self._leading = False
+
+    @property
+    def after_call(self) -> bool:
+        """Nothing but white space came since a call."""
+        return self._leading
 
     def say(self, text: str, pieces: list[Piece]) -> None:
         """White space at its end waits for what follows it."""

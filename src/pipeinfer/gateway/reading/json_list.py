@@ -19,10 +19,14 @@ class JsonList:
         self._reader.read(OPENING)
 
     def read(self, text: str) -> Sequence[Piece]:
-        return self._reader.read(text)
+        return _said(self._reader.read(text))
 
     def end(self) -> Sequence[Piece]:
-        return [
-            piece._replace(text=piece.text.removeprefix(OPENING)) if not piece.call >= 0 else piece
-            for piece in self._reader.end()
-        ]
+        return _said(self._reader.end())
+
+
+def _said(pieces: Sequence[Piece]) -> Sequence[Piece]:
+    return [
+        piece._replace(text=piece.text.removeprefix(OPENING)) if piece.call < 0 else piece
+        for piece in pieces
+    ]

@@ -12,45 +12,73 @@ import msgspec
 from pipeinfer.gateway.pieces import SPACE, Piece
 
 ARGUMENTS = ("arguments", "parameters")
+ESCAPES = '"\\/bfnrtu'  # what may stand behind a backslash
+NOTHING = ("null", "None")
 
 
 class ValueEnd:
-    """Finds the end of one JSON value whose first character is not white space."""
+    """Finds the end of one JSON value whose first character is not white space.
 
-    __slots__ = ("_depth", "_escaped", "_scalar", "_string", "done")
+    Models write line ends and the like into strings as they are, and backslashes that escape
+    nothing. JSON has neither: such a letter is escaped, such a backslash doubled.
+    """
+
+    __slots__ = ("_depth", "_escaped", "_scalar", "done", "quoted")
 
     def __init__(self) -> None:
+        """`quoted`: amid a string."""
         self._depth = 0
-        self._string = self._escaped = self._scalar = self.done = False
+        self.quoted = self._escaped = self._scalar = self.done = False
 
-    def take(self, text: str, start: int) -> int:
-        """Up to where `text` from `start` on belongs to the value."""
-        for at in range(start, len(text)):
+    def take(self, text: str, start: int) -> tuple[int, str]:
+        """(up to where `text` from `start` on belongs to the value, that part of it in JSON)."""
+        parts: list[str] = []
+        copied, at = start, start
+        while at < len(text) and not self.done:
             char = text[at]
-            if self._string:
-                if self._escaped:
-                    self._escaped = False
-                elif char == "\\":
-                    self._escaped = True
-                elif char == '"':
-                    self._string = False
-                    self.done = self._depth == 0
+            if self.quoted:
+                if said := self._in_string(char):
+                    parts += (text[copied:at], said)
+                    copied = at + 1
             elif self._scalar:
                 if char in ",]}" or char in SPACE:
                     self.done = True
-                    return at
-            elif char == '"':
-                self._string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                self.done = self._depth <= 0
-            elif self._depth == 0:
-                self._scalar = True
-            if self.done:
-                return at + 1
-        return len(text)
+                    break
+            else:
+                self._outside(char)
+            at += 1
+        return at, "".join((*parts, text[copied:at]))
+
+    def _in_string(self, char: str) -> str:
+        """What stands in JSON for a letter of a string; empty if it may stand for itself."""
+        if self._escaped:
+            self._escaped = False
+            if char in ESCAPES:
+                return ""
+            # The backslash is said already.
+            return "u0027" if char == "'" else "\\" + (_control(char) or char)
+        if char == "\\":
+            self._escaped = True
+        elif char == '"':
+            self.quoted = False
+            self.done = self._depth == 0
+        return _control(char)
+
+    def _outside(self, char: str) -> None:
+        if char == '"':
+            self.quoted = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+            self.done = self._depth <= 0
+        elif self._depth == 0:
+            self._scalar = True
+
+
+def _control(char: str) -> str:
+    """How JSON writes a control character; empty for others."""
+    return msgspec.json.encode(char).decode()[1:-1] if char < " " else ""
 
 
 class CallObject:
@@ -79,6 +107,18 @@ class CallObject:
         """All of its text until it was named."""
         return "".join(self._taken)
 
+    @property
+    def quoted(self) -> bool:
+        """Whether what comes next belongs to a string."""
+        return self._value is not None and self._value.quoted
+
+    def break_off(self, pieces: list[Piece]) -> None:
+        """No more of it comes. What is named is a call, with the arguments that came."""
+        self.state = "broken"
+        if self.named and not self._argued:
+            self._argued = True
+            pieces.append(Piece("arguments", "{}", self._call))
+
     def feed(self, text: str) -> tuple[list[Piece], int]:
         """(pieces, how many characters of `text` belong to the object)."""
         pieces: list[Piece] = []
@@ -103,25 +143,30 @@ class CallObject:
             self._expects = "key"
         elif self._expects in ("comma", "key") and char == "}":
             self._close(pieces)
-        elif self._expects == "value" or (self._expects == "key" and char == '"'):
+        elif self._expects == "value" and char in ",}":  # there is none
+            self._expects = "comma"
+            return at
+        elif (self._expects == "value" and char not in ":]") or (
+            self._expects == "key" and char == '"'
+        ):
             self._value, self._raw = ValueEnd(), []
             argues = self._expects == "value" and self._key in ARGUMENTS and not self._argued
             self._streams = argues and char == "{"
             return at
         else:
-            self.state = "broken"
+            self.break_off(pieces)
             return at
         return at + 1
 
     def _go_on(self, text: str, at: int, pieces: list[Piece]) -> int:
         value = self._value
         assert value is not None
-        end = value.take(text, at)
+        end, said = value.take(text, at)
         if self._streams:
             self._argued = True
-            self._argue(text[at:end], pieces)
+            self._argue(said, pieces)
         else:
-            self._raw.append(text[at:end])
+            self._raw.append(said)
         if value.done:
             self._value = None
             self._ended(pieces)
@@ -134,7 +179,7 @@ class CallObject:
             key = _text("".join(self._raw))
             self._key, self._expects = key or "", ":"
             if key is None:
-                self.state = "broken"
+                self.break_off(pieces)
             return
         self._expects = "comma"
         if self._key == "name":
@@ -144,8 +189,11 @@ class CallObject:
             self._argue(_arguments("".join(self._raw)), pieces)
 
     def _name(self, name: str | None, pieces: list[Piece]) -> None:
-        if not name or self.named or (self._names is not None and name not in self._names):
-            self.state = "broken"
+        if not name or not name.isprintable():
+            self.break_off(pieces)
+            return
+        if self.named or (self._names is not None and name not in self._names):
+            self.break_off(pieces)
             return
         self.named = True
         pieces.append(Piece("call", name, self._call))
@@ -173,9 +221,22 @@ def _text(raw: str) -> str | None:
 
 def _arguments(raw: str) -> str:
     """Of arguments that are no object: an object that a text holds, none, or what they are."""
-    text = "" if raw == "null" else _text(raw)
+    text = "" if raw in NOTHING else _text(raw)
     if text is None:
-        return raw
-    if not text.strip(SPACE):
+        return raw if raw[0] in '["' or _decodes(raw) else msgspec.json.encode(raw).decode()
+    bare = text.strip(SPACE)
+    if not bare or bare in NOTHING:
         return "{}"
-    return text if text.lstrip(SPACE).startswith("{") else raw
+    end, said = ValueEnd().take(bare, 0)
+    return said if bare[0] == "{" and end == len(bare) and _decodes(said) else raw
+
+
+def _decodes(text: str) -> bool:
+    """Whether it is JSON, as far as a decoder goes into its depth."""
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError):
+        return False
+    except RecursionError:
+        return True
+    return True

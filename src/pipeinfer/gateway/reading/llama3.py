@@ -12,6 +12,7 @@ from pipeinfer.gateway.pieces import SPACE, Piece
 from pipeinfer.gateway.reading.json_text import CallObject
 
 TAG = "<|python_tag|>"
+BETWEEN = SPACE + ";,}"  # calls; a brace too many is a slip
 
 
 class Llama3:
@@ -48,11 +49,7 @@ class Llama3:
         return (Piece("content", rest),) if rest else ()
 
     def _begin(self, _pieces: list[Piece]) -> bool:
-        bare = self._text.lstrip(SPACE)
-        if bare.startswith(TAG):
-            bare = bare[len(TAG) :].lstrip(SPACE)
-        elif TAG.startswith(bare):
-            return False
+        bare = self._bare(SPACE)
         if not bare:
             return False
         self._before = self._text[: len(self._text) - len(bare)]
@@ -61,6 +58,13 @@ class Llama3:
         else:
             self._state = "content"
         return True
+
+    def _bare(self, apart: str) -> str:
+        """The text without what sets calls apart and the tag; empty while that is all."""
+        bare = self._text.lstrip(apart)
+        if bare.startswith(TAG):
+            return bare[len(TAG) :].lstrip(SPACE)
+        return "" if TAG.startswith(bare) else bare
 
     def _call(self, pieces: list[Piece]) -> bool:
         said, many = self._object.feed(self._text)
@@ -77,14 +81,14 @@ class Llama3:
         return True
 
     def _between(self, _pieces: list[Piece]) -> bool:
-        bare = self._text.lstrip(SPACE + ";,")
+        bare = self._bare(BETWEEN)
         if not bare:
             return False
-        self._before, self._text = self._text[: len(self._text) - len(bare)], bare
         if bare[0] == "{":
             self._state, self._object = "call", CallObject(self._calls, self._names)
+            self._before, self._text = "", bare
         else:
-            self._state = "content"
+            self._state, self._text = "content", self._text.lstrip(BETWEEN)
         return True
 
     def _content(self, pieces: list[Piece]) -> bool:

@@ -1,5 +1,5 @@
-"""Calls as Mistral says them, behind [TOOL_CALLS]: a JSON list of objects, or in newer models
-name[ARGS]{...}, with [TOOL_CALLS] before each.
+"""Calls as Mistral says them, behind [TOOL_CALLS]: a JSON list of objects, or one object, or in
+newer models name[ARGS]{...}, with [TOOL_CALLS] before each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from pipeinfer.gateway.reading.json_text import CallObject, ValueEnd
 
 OPENING = "[TOOL_CALLS]"
 MOST_BEFORE = 256  # letters between the opening and arguments: the name, an id, white space
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_HEAD = re.compile(
+    r"[ \t\r\n]*([a-zA-Z0-9_.-]{1,64})[ \t\r\n]*(\[CALL_ID\][^][{}]*)?(\[ARGS\][ \t\r\n]*)?"
+)
 
 
 class Mistral:
@@ -49,6 +51,8 @@ class Mistral:
         pieces: list[Piece] = []
         if self._state == "object" and not self._object.named:
             self._content.say(self._before + self._object.taken + self._text, pieces)
+        elif self._state == "list" and not self._before:  # what sets calls apart
+            self._text = ""
         elif self._state != "object" and self._state != "arguments":
             self._content.say(self._before + self._text, pieces)
         self._content.end(pieces)
@@ -72,14 +76,19 @@ class Mistral:
         begun = len(self._text) - len(bare) + listed
         self._before += self._text[:begun]
         self._state, self._text = "list" if listed else "name", self._text[begun:]
+        if bare[0] == "{":
+            self._open()
         return True
+
+    def _open(self) -> None:
+        self._state, self._object = "object", CallObject(self._calls)
 
     def _list(self, pieces: list[Piece]) -> bool:
         bare = self._text.lstrip(SPACE + ",")
         if not bare:
             return False
         if bare[0] == "{":
-            self._state, self._object = "object", CallObject(self._calls)
+            self._open()
         elif self._before:  # nothing of the list was a call
             self._none(self._text[: len(self._text) - len(bare)], pieces)
         else:  # the end of the list, or what does not belong there
@@ -114,20 +123,20 @@ class Mistral:
         at = self._text.find("{", 0, MOST_BEFORE)
         if at < 0 and len(self._text) < MOST_BEFORE:
             return False
-        name = self._text[: max(at, 0)].partition("[")[0].strip(SPACE)
-        if not _NAME.fullmatch(name):
+        head = _HEAD.fullmatch(self._text[: max(at, 0)])
+        if head is None:
             self._none("", pieces)
             return True
         self._content.call()
         self._before = ""
-        pieces.append(Piece("call", name, self._calls))
+        pieces.append(Piece("call", head[1], self._calls))
         self._state, self._value = "arguments", ValueEnd()
         self._text = self._text[at:]
         return True
 
     def _arguments(self, pieces: list[Piece]) -> bool:
-        end = self._value.take(self._text, 0)
-        pieces.append(Piece("arguments", self._text[:end], self._calls))
+        end, said = self._value.take(self._text, 0)
+        pieces.append(Piece("arguments", said, self._calls))
         self._text = self._text[end:]
         if not self._value.done:
             return False

@@ -13,37 +13,47 @@ import msgspec
 from pipeinfer.gateway.pieces import SPACE, Piece
 from pipeinfer.gateway.reading.content import Content
 from pipeinfer.gateway.reading.held import find
+from pipeinfer.gateway.reading.json_text import ValueEnd
 from pipeinfer.gateway.reading.schema_types import types
 from pipeinfer.json_values import JsonObject, JsonValue
 
 TAG, END_TAG = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-# Models forget the last of them. A line's begin is asked for, since texts may hold such tags.
-ENDS_OF_VALUE = (END_PARAMETER, "\n" + PARAMETER, "\n" + END_FUNCTION)
+# Models forget ends. A line's begin is asked for, since texts may hold such tags.
+ENDS_OF_VALUE = (END_PARAMETER, "\n" + PARAMETER, "\n" + END_FUNCTION, "\n" + END_TAG)
+ENDS_OF_BODY = (PARAMETER, END_FUNCTION, END_TAG, TAG, FUNCTION)
 MOST_LETTERS = 256  # of a name
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}
 
+State = Literal["content", "tag", "name", "begin", "body", "object", "key", "value"]
+
 
 class Qwen3Coder:
-    """`schemas`: of the tools' parameters, by name."""
+    """`schemas`: of the tools' parameters, by name. Models forget <tool_call>, too: what is called
+    without it must be one of the tools, for answers may speak of <function=...>."""
 
     def __init__(self, schemas: Mapping[str, JsonObject]) -> None:
         self._schemas = schemas
-        self._state: Literal["content", "name", "body", "key", "value"] = "content"
+        self._state: State = "content"
         self._text: str = ""
+        self._before = ""  # of a name, if it is none: the tags
         self._calls = self._values = 0
         self._properties: JsonObject = {}
         self._content = Content()
         self._value = _Value(frozenset())
+        self._object: ValueEnd | None = None  # of a call whose parameters are no elements
 
     def read(self, text: str) -> Sequence[Piece]:
         self._text += text
         pieces: list[Piece] = []
         steps = {
             "content": self._outside,
+            "tag": self._tagged,
             "name": self._named,
+            "begin": self._begin,
             "body": self._body,
+            "object": self._whole,
             "key": self._keyed,
             "value": self._valued,
         }
@@ -55,12 +65,13 @@ class Qwen3Coder:
         """A call without an end is closed; one that is cut off amid a value is not, so that nobody
         takes its arguments for whole ones."""
         pieces: list[Piece] = []
-        if self._state == "name":
-            self._content.say(FUNCTION + self._text, pieces)
+        if self._state == "name" or self._state == "tag":
+            self._content.say(self._before + self._text, pieces)
         elif self._state == "content":
-            self._content.say(self._text, pieces)
-        elif self._state == "body":
-            self._argue("}", pieces)
+            begun = self._content.after_call and END_TAG.startswith(self._text)
+            self._content.say("" if begun else self._text, pieces)
+        elif self._state == "begin" or self._state == "body":
+            self._close(pieces)
         elif self._state == "value":
             self._argue(self._value.add(self._text), pieces)
         self._content.end(pieces)
@@ -72,43 +83,86 @@ class Qwen3Coder:
         self._content.say(found.before, pieces)
         self._text = found.rest
         if found.marker == FUNCTION:
-            self._state = "name"
-        elif found.marker is not None:
-            self._content.call()
+            self._state, self._before = "name", FUNCTION
+        elif found.marker == TAG:
+            self._state, self._before = "tag", TAG
+        elif found.marker is not None and not self._content.after_call:
+            self._content.say(found.marker, pieces)
         return found.marker is not None
+
+    def _tagged(self, pieces: list[Piece]) -> bool:
+        bare = self._text.lstrip(SPACE)
+        if bare.startswith(FUNCTION):
+            at = len(self._text) - len(bare) + len(FUNCTION)
+            self._before, self._text = self._before + self._text[:at], self._text[at:]
+            self._state = "name"
+            return True
+        if FUNCTION.startswith(bare):
+            return False
+        return self._none(pieces)
+
+    def _none(self, pieces: list[Piece]) -> bool:
+        """What began like a call is content."""
+        self._content.say(self._before, pieces)
+        self._state = "content"
+        return True
 
     def _named(self, pieces: list[Piece]) -> bool:
         at = self._text.find(">", 0, MOST_LETTERS)
-        if at < 0:
-            if len(self._text) < MOST_LETTERS:
-                return False
-            self._content.say(FUNCTION, pieces)
-            self._state = "content"
-            return True
-        name, rest = self._text[:at], self._text[at + 1 :]
+        if at < 0 and len(self._text) < MOST_LETTERS:
+            return False
+        name, rest = self._text[: max(at, 0)].strip(), self._text[at + 1 :]
+        if not name or (self._before == FUNCTION and name not in self._schemas):
+            return self._none(pieces)
         self._content.call()
-        self._values, self._text = 0, rest
-        properties = self._schemas.get(name.strip(), {}).get("properties")
+        self._values, self._object, self._text = 0, None, rest
+        properties = self._schemas.get(name, {}).get("properties")
         self._properties = properties if isinstance(properties, dict) else {}
-        pieces.append(Piece("call", name.strip(), self._calls))
+        pieces.append(Piece("call", name, self._calls))
         self._argue("{", pieces)
-        self._state = "body"
+        self._state = "begin"
         return True
 
+    def _begin(self, _pieces: list[Piece]) -> bool:
+        bare = self._text.lstrip(SPACE)
+        if bare[:1] == "{":
+            self._object = ValueEnd()
+            self._object.take("{", 0)
+            self._state, self._text = "object", bare[1:]
+        elif bare:
+            self._state = "body"
+        return bool(bare)
+
     def _body(self, pieces: list[Piece]) -> bool:
-        found = find(self._text, (PARAMETER, END_FUNCTION))
+        found = find(self._text, ENDS_OF_BODY)
         self._text = found.rest
         self._go_on(found.marker, pieces)
         return found.marker is not None
 
+    def _whole(self, pieces: list[Piece]) -> bool:
+        """The arguments as an object, in the place of elements."""
+        assert self._object is not None
+        end, said = self._object.take(self._text, 0)
+        self._argue(said, pieces)
+        self._text = self._text[end:]
+        if self._object.done:
+            self._state = "body"
+        return self._object.done
+
     def _go_on(self, marker: str | None, pieces: list[Piece]) -> None:
         """Behind a marker of the body."""
-        if marker == END_FUNCTION:
-            self._argue("}", pieces)
+        if marker == PARAMETER:
+            self._state = "key"
+        elif marker is not None and marker != END_PARAMETER:
+            self._close(pieces)
             self._calls += 1
             self._state = "content"
-        elif marker == PARAMETER:
-            self._state = "key"
+            if marker != END_FUNCTION:  # which was forgotten
+                self._text = marker + self._text
+
+    def _close(self, pieces: list[Piece]) -> None:
+        if self._object is None:
+            self._argue("}", pieces)
 
     def _keyed(self, pieces: list[Piece]) -> bool:
         at = self._text.find(">", 0, MOST_LETTERS)

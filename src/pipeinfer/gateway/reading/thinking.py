@@ -46,7 +46,7 @@ class Thinking:
 
     def end(self) -> Sequence[Piece]:
         pieces: list[Piece] = []
-        if self._state == "thoughts":
+        if self._state == "thoughts" or (self._state == "begin" and self._begun):
             self._think(self._text, pieces)
         elif self._state == "begin" and self._text:
             pieces += self._behind.read(self._text)

@@ -1,0 +1,131 @@
+"""Answers as models of each family write them, whole and broken, are read the same wherever they
+are cut: the same calls, thoughts and content, and arguments that are JSON.
+
+The answers are written by hand, after the chat templates and what people report of slips."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.gateway.pieces import Reader
+from pipeinfer.gateway.reading.registry import (
+    ANY_MODEL,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    Reading,
+)
+
+FOLDER = Path(__file__).with_name("spoken")
+TEXT = {"type": "string"}
+SCHEMAS = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": TEXT,
+            "days": {"type": "integer"},
+            "wind": {"type": "number"},
+            "units": {"type": "object"},
+            "places": {"type": "array"},
+            "note": {"anyOf": [TEXT, {"type": "null"}]},
+            "kind": {"enum": ["3", "4"]},
+        },
+    },
+    "now": {},
+    "write_file": {"type": "object", "properties": {"path": TEXT, "text": TEXT}},
+    "run_shell": {"type": "object", "properties": {"command": TEXT}},
+    "search": {
+        "type": "object",
+        "properties": {
+            "query": TEXT,
+            "exact": {"type": "boolean"},
+            "sorted": {"type": "boolean"},
+            "limit": {"type": ["integer", "null"]},
+        },
+    },
+}
+PARSERS = {**dict.fromkeys(TOOL_PARSERS), **dict.fromkeys(REASONING_PARSERS), "json_list": None}
+
+
+@dataclass
+class Heard:
+    """`calls`: of each its name and the text of its arguments."""
+
+    content: str
+    reasoning: str
+    calls: list[tuple[str, str]]
+
+
+def answers(parser: str) -> list[dict]:
+    with (FOLDER / f"{parser}.jsonl").open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def reader(parser: str) -> Reader:
+    if parser == "json_list":
+        return ANY_MODEL.make(SCHEMAS)
+    thinks = parser in REASONING_PARSERS
+    reading = Reading(reasoning=parser) if thinks else Reading(tools=parser)
+    make = reading.reader(None if thinks else SCHEMAS)
+    assert make is not None
+    return make()
+
+
+def heard(parser: str, pieces: Iterable[str]) -> Heard:
+    """Pieces come as a client gets them: a call's name before its arguments, in their order."""
+    reading, said = reader(parser), Heard("", "", [])
+    for found in [*(reading.read(piece) for piece in pieces), reading.end()]:
+        for piece in found:
+            if piece.kind == "call":
+                assert piece.call == len(said.calls)
+                said.calls.append((piece.text, ""))
+            elif piece.kind == "arguments":
+                name, arguments = said.calls[piece.call]
+                said.calls[piece.call] = (name, arguments + piece.text)
+            elif piece.kind == "reasoning":
+                said.reasoning += piece.text
+            else:
+                said.content += piece.text
+    return said
+
+
+def letters(text: str) -> Iterable[str]:
+    """Byte for byte: a letter of several bytes comes with the last of them, before it nothing."""
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    return [decode(bytes((byte,))) for byte in text.encode()]
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_answers_are_read_as_their_models_meant_them(parser):
+    for answer in answers(parser):
+        said = heard(parser, [answer["text"]])
+        assert said.content == answer["content"], answer["of"]
+        assert said.reasoning == answer.get("reasoning", ""), answer["of"]
+        expected = answer.get("calls", [])
+        assert [name for name, _ in said.calls] == [name for name, *_ in expected], answer["of"]
+        for (_, arguments), (_, value, *cut) in zip(said.calls, expected, strict=True):
+            if cut:  # what came of arguments that never ended
+                assert arguments == cut[0], answer["of"]
+            else:
+                assert json.loads(arguments) == value, answer["of"]
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_answers_are_read_the_same_wherever_they_are_cut(parser):
+    for answer in answers(parser):
+        text = answer["text"]
+        whole = heard(parser, [text])
+        assert heard(parser, letters(text)) == whole, answer["of"]
+        for cut in range(1, len(text)):
+            assert heard(parser, [text[:cut], text[cut:]]) == whole, (answer["of"], text[:cut])
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+def test_there_are_many_answers_of_every_parser(parser):
+    found = answers(parser)
+    assert len({answer["text"] for answer in found}) == len(found) >= 50
