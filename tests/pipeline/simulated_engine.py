@@ -36,22 +36,20 @@ def noise_of(seed: int) -> list[int]:
 
 
 class Grammars:
-    """Those that an engine of this incarnation has compiled. `late`: how many it lacked in a step
-    that needed them."""
+    """Those that an engine of this incarnation was asked to compile."""
 
     def __init__(self, incarnation: int) -> None:
         self._incarnation = incarnation
         self._known: dict[StructuredOutputs, str] = {}
-        self.late = 0
 
     def prepare(self, spec: StructuredOutputs) -> str:
         """Why it cannot be had; "" where it is there from now on."""
         return self._known.setdefault(spec, compiled(spec, self._incarnation))
 
-    def compile(self, spec: StructuredOutputs) -> str:
-        """The same, in a step."""
-        self.late += spec not in self._known
-        return self.prepare(spec)
+    def verdict(self, spec: StructuredOutputs) -> str:
+        """The same of one that is needed in a step. Nobody is to wait for it then."""
+        assert spec in self._known, f"{spec} was not asked for before"
+        return self._known[spec]
 
 
 class TokenDevice:
@@ -60,7 +58,7 @@ class TokenDevice:
     def __init__(self, mood: list[int], pages: int, grammars: Grammars) -> None:
         self._mood = mood
         self._grammars = grammars
-        self._matchers: dict[int, Matcher | str] = {}  # by slot; or why there is none
+        self._matchers: dict[int, Matcher] = {}  # by slot
         self._kv = np.full((pages + 1, PAGE_SIZE), -1)
         self._last = np.full(SLOTS, -1)
         self._slots = Mirror(SLOTS)
@@ -105,15 +103,13 @@ class TokenDevice:
             return set()
         for new in step.masked.new:
             assert new.spec is not None
-            trouble = self._grammars.compile(new.spec)
-            self._matchers[new.slot] = trouble or Matcher(new.spec, new.output.tolist())
+            assert not self._grammars.verdict(new.spec), "it cannot be had"
+            self._matchers[new.slot] = Matcher(new.spec, new.output.tolist())
         return set(step.masked.rows.tolist())
 
     def _allowed(self, slot: int, token: int) -> int | str:
         """What a row with a grammar samples, or why it samples nothing."""
         matcher = self._matchers[slot]
-        if isinstance(matcher, str):
-            return matcher
         chosen = matcher.choose(token)
         if chosen is None:
             return DEAD

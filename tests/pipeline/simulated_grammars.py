@@ -5,7 +5,7 @@ so many tokens only an end is allowed. What becomes of it depends on the kind:
 
 - `w`: it is served;
 - `dead`: it is served, but behind its tokens it allows nothing, not even an end;
-- `odd`: engines of odd incarnation cannot have it, whatever the trial said;
+- `odd`: only engines of odd incarnation can have it, whatever the trial said;
 - `huge`: no engine can have it, though its trial went well;
 - `wrong`: its trial says no.
 """
@@ -49,7 +49,7 @@ def trial(spec: StructuredOutputs) -> str:
 def compiled(spec: StructuredOutputs, incarnation: int) -> str:
     """What an engine says of it; "" if nothing."""
     kind = grammar_of(spec).kind
-    return HUGE if kind == "huge" or (kind == "odd" and incarnation % 2) else ""
+    return HUGE if kind == "huge" or (kind == "odd" and incarnation % 2 == 0) else ""
 
 
 class Matcher:

@@ -45,12 +45,13 @@ EVENTS = (
     "crash by a request", "hang-up", "follow-up", "log-probs", "log-probs of a prompt", "choices",
     "held", "grammar", "grammar refused", "grammar that engines cannot have",
     "grammar that a new engine cannot have", "grammar without an end", "preparing",
-    "death amid compiling", "end amid compiling", "preemption with a grammar", "compiled in a step",
+    "death amid compiling", "end amid compiling", "preemption with a grammar",
 )  # fmt: skip
 STEPS = 60  # of a story
 MOST = 25  # tokens of an answer
-# Grammars of whoever comes; half of all have none.
-KINDS = ("w", "w", "w", "w", "dead", "odd", "odd", "odd", "huge", "wrong")
+# Grammars of whoever comes, with their lengths; most have none.
+KINDS = [("w", 4), ("w", 20), ("w", 20), ("dead", 1), ("dead", 4), ("huge", 4), ("wrong", 4)]
+KINDS += [("odd", 24)] * 4
 SCORES = (None, None), (2, None), (None, 1), (None, None), (0, 3)  # log-probs, of whoever comes
 
 
@@ -170,9 +171,6 @@ class Story(Simulation):
             gone = isinstance(event, Abort | Done) and self._preparing[life] > stats["preparing"]
             self.seen["end amid compiling"] += gone
             self._preparing[life] = stats["preparing"]
-        core = self.processes[stage].core
-        if isinstance(core, EngineNode):
-            self.seen["compiled in a step"] += core.grammars.late > 0
         for at, send in enumerate(sends):
             if self._lying and isinstance(send.message, Digests):
                 wrong = bytes(255 - byte for byte in send.message.values)
@@ -245,7 +243,7 @@ class Story(Simulation):
         seed = None if many == 1 else self.random.randrange(100)
         spec = None
         if prompt[0] != POISON and self.random.random() < 0.4:
-            spec = spec_of(self.random.choice(KINDS), self.random.choice([1, 4, 20]))
+            spec = spec_of(*self.random.choice(KINDS))
             self.seen["grammar"] += 1
             least = 0
         self.submit(
