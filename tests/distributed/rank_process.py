@@ -15,7 +15,6 @@ import torch  # noqa: E402
 from cores import Cores  # noqa: E402
 
 from pipeinfer.distributed.collectives import join  # noqa: E402
-from pipeinfer.logprobs import scores as scores_in  # noqa: E402
 from pipeinfer.params import SamplingParams, normalized  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 
@@ -34,18 +33,12 @@ def generate(folder: str, requests: list[dict], size: int, collectives=None, **c
     return cores
 
 
-def scores(cores: Cores, requests: list[dict]) -> dict[str, list]:
-    """Log-probs of the prompts and outputs of those that ask, by request: entries as lists."""
-    found = {}
-    for index, request in enumerate(requests):
-        name, params = f"r{index}", SamplingParams(**request["params"])
-        for raw, most, what in (
-            (cores.logprobs[name], params.logprobs, "output"),
-            (cores.prompt_logprobs[name], params.prompt_logprobs, "prompt"),
-        ):
-            if most is not None:
-                found[f"{name} {what}"] = [list(entry) for entry in scores_in(raw, most)]
-    return found
+def scores(cores: Cores) -> dict[str, list[str]]:
+    """By request its log-probs, of the output and of the prompt, as hexadecimal digits."""
+    return {
+        name: [cores.logprobs[name].hex(), cores.prompt_logprobs[name].hex()]
+        for name in cores.outputs
+    }
 
 
 def main() -> None:
@@ -55,7 +48,7 @@ def main() -> None:
     found = []
     for folder, requests, changes in json.loads(Path(work).read_text()):
         cores = generate(folder, requests, int(size), collectives, **changes)
-        found.append({"outputs": cores.outputs, "scores": scores(cores, requests)})
+        found.append({"outputs": cores.outputs, "scores": scores(cores)})
     Path(out).write_text(json.dumps(found))
     collectives.close()
 

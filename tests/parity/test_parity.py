@@ -1,7 +1,7 @@
-"""pipeinfer computes what transformers computes: logits and greedy tokens in float32.
+"""pipeinfer computes what transformers computes: logits, greedy tokens and log-probs in float32.
 
 Every architecture meets every workload, page size, cache and overlap depth, and every pair of those
-values occurs at least once.
+values occurs at least once. Log-probs are asked for in all of these runs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from checkpoints import ARCHITECTURES, VOCAB_SIZE, CheckpointCache, load_reference
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
+from right_scores import TOLERANCE, check_prompt_scores, check_scores
 
 OUTPUTS = 64
 GAP = 1e-3  # between the two best logits, so that rounding cannot change the greedy choice
-TOLERANCE = 1e-4
+# Alternatives of outputs and of the prompt, of whoever comes: beside each other in one step.
+ASKED = ((5, 3), (0, None), (None, None), (20, 20), (None, 0), (1, None))
 WORKLOADS = ("one", "mixed", "shared", "chunks", "preempted")
 OVERRIDES = {
     "LlamaForCausalLM": {
@@ -49,11 +51,15 @@ CASES = [
 
 @dataclass
 class Reference:
-    """A prompt, the 64 ids that transformers generates, and the logits of each."""
+    """A prompt, the 64 ids that transformers generates, and the logits of each.
+
+    logprobs: float64 [len(prompt) + 64, vocab], of what follows each token.
+    """
 
     prompt: list[int]
     ids: list[int]
     logits: np.ndarray
+    logprobs: np.ndarray
 
 
 class References:
@@ -84,10 +90,18 @@ class References:
         best = logits.topk(2).values
         clear = (best[..., 0] - best[..., 1]).amin(1) > GAP
         return [
-            Reference(prompts[i].tolist(), out.sequences[i, length:].tolist(), logits[i].numpy())
+            Reference(
+                prompts[i].tolist(), out.sequences[i, length:].tolist(), logits[i].numpy(),
+                self.logprobs(out.sequences[i].tolist()),
+            )
             for i in range(many)
             if clear[i]
-        ]
+        ]  # fmt: skip
+
+    @torch.inference_mode()
+    def logprobs(self, ids: list[int]) -> np.ndarray:
+        """float64 [n, vocab]: of what follows each of `ids`."""
+        return self._model(torch.tensor([ids])).logits[0].double().log_softmax(-1).numpy()
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +117,7 @@ def references(tmp_path_factory):
             mixed = [r for n in (1, 7, 33, 64, 100) for r in source.generate(n, 3)]
             made[architecture] = {
                 "folder": source.folder,
+                "logprobs": source.logprobs,
                 "mixed": mixed + source.generate(150, 1),
                 "shared": source.generate(140, 4, prefix) + source.generate(190, 2, prefix),
             }
@@ -136,8 +151,15 @@ def test_same_logits_and_greedy_tokens_as_transformers(
         policy="cores:Nuisance" if workload == "preempted" else "mixed",
         budget=7 if workload == "chunks" else 256,
     )
-    params = SamplingParams(temperature=0, max_tokens=OUTPUTS, ignore_eos=True)
+    asked = [ASKED[number % len(ASKED)] for number in range(len(prompts))]
+    if workload == "shared":  # whose prompt is scored finds nothing: only the first's is
+        asked[1:] = [(of_output, None) for of_output, _ in asked[1:]]
     for number, reference in enumerate(prompts):
+        of_output, of_prompt = asked[number]
+        params = SamplingParams(
+            temperature=0, max_tokens=OUTPUTS, ignore_eos=True, logprobs=of_output,
+            prompt_logprobs=of_prompt,
+        )  # fmt: skip
         cores.submit(f"r{number}", reference.prompt, params)
         if workload == "shared" and number == 0:
             cores.run()  # the first leaves its prefix to the others
@@ -145,6 +167,7 @@ def test_same_logits_and_greedy_tokens_as_transformers(
     for number, reference in enumerate(prompts):
         name, length = f"r{number}", len(reference.prompt)
         assert cores.outputs[name] == reference.ids
+        check_logprobs(cores, name, reference.prompt, asked[number], reference.logprobs)
         logits = np.stack([cores.logits[name, length + i] for i in range(OUTPUTS)])
         error = np.abs(logits - reference.logits).max() / np.abs(reference.logits).max()
         assert error < TOLERANCE
@@ -156,9 +179,31 @@ def test_same_logits_and_greedy_tokens_as_transformers(
         assert min(reused) >= 128 if cache == "radix" else max(reused) == 0
 
 
+def check_logprobs(cores: Cores, name: str, prompt: list[int], asked, expected) -> None:
+    """Those of a request that has ended. expected: [n, vocab], of what follows each token."""
+    of_output, of_prompt = asked
+    if of_output is None:
+        assert cores.logprobs[name] == b""
+    else:
+        outputs = cores.outputs[name]
+        check_scores(cores.logprobs[name], of_output, expected[len(prompt) - 1 : -1], outputs)
+    if of_prompt is None:
+        assert cores.prompt_logprobs[name] == b""
+    else:
+        check_prompt_scores(cores.prompt_logprobs[name], of_prompt, expected[: len(prompt)], prompt)
+
+
+def check_whole(known, cores: Cores, name: str, prompt: list[int], params: SamplingParams) -> None:
+    """The same, by transformers' log-probs of what was said."""
+    expected = known["logprobs"](prompt + cores.outputs[name])
+    check_logprobs(cores, name, prompt, (params.logprobs, params.prompt_logprobs), expected)
+
+
 def test_seeded_sampling_is_the_same_whatever_else_is_in_the_batch(references):
     known = references("Qwen3ForCausalLM")
-    params = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, max_tokens=30, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0.8, top_p=0.95, top_k=50, max_tokens=30, ignore_eos=True, logprobs=2
+    )
 
     def run(crowd: int, policy: str) -> list[int]:
         cores = Cores(known["folder"], settings(16, "radix", 2), policy=policy)
@@ -167,6 +212,7 @@ def test_seeded_sampling_is_the_same_whatever_else_is_in_the_batch(references):
             cores.submit(f"other{number}", reference.prompt, params, seed=number)
         cores.submit("seeded", known["mixed"][-1].prompt, params, seed=1234)
         cores.run()
+        check_whole(known, cores, "seeded", known["mixed"][-1].prompt, params)
         return cores.outputs["seeded"]
 
     alone = run(0, "mixed")
@@ -202,14 +248,16 @@ def test_penalties_and_biases_give_the_tokens_of_transformers_also_after_a_preem
 ):
     known = references("Qwen3ForCausalLM")
     model = load_reference(known["folder"])
-    free = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    free = SamplingParams(
+        temperature=0, max_tokens=40, ignore_eos=True, logprobs=3, prompt_logprobs=1
+    )
     kinds = [
         {}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.4}, {"presence_penalty": 1.5},
         {"repetition_penalty": 0.8, "frequency_penalty": 1.0, "presence_penalty": -0.5},
         {"logit_bias": BIASES}, {"logit_bias": BIASES, "repetition_penalty": 1.3},
     ]  # fmt: skip
     cores = Cores(known["folder"], settings(16, "radix", 2), policy=policy)
-    expected = {}
+    expected, asked = {}, {}
     for kind in kinds:
         params = msgspec.structs.replace(free, **kind)
         reference, wanted = next(
@@ -220,9 +268,12 @@ def test_penalties_and_biases_give_the_tokens_of_transformers_also_after_a_preem
         assert (wanted == reference.ids[:40]) == (not kind), "they make a difference"
         name = str(kind)
         expected[name] = wanted
-        cores.submit(name, reference.prompt, params)
+        asked[name] = reference.prompt, params
+        cores.submit(name, *asked[name])
     cores.run()
     assert cores.outputs == expected
+    for name, (prompt, params) in asked.items():
+        check_whole(known, cores, name, prompt, params)
     assert cores.scheduler.counts["preemptions"] > 3 or policy == "mixed"
 
 
@@ -259,7 +310,7 @@ def test_allowed_ids_and_banned_sequences_hold_in_every_step(references, policy,
         for temperature in (0.0, 1.5):
             params = SamplingParams(
                 temperature=temperature, max_tokens=48, ignore_eos=True, allowed_token_ids=allowed,
-                logit_bias={few[0]: 4.0, 250: 100.0} if name == "both" else {},
+                logit_bias={few[0]: 4.0, 250: 100.0} if name == "both" else {}, logprobs=2,
             )  # fmt: skip
             cores.submit(f"{name}{temperature}", prompt, params, seed=3, banned=banned)
     cores.submit("free", prompt, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))
@@ -271,6 +322,8 @@ def test_allowed_ids_and_banned_sequences_hold_in_every_step(references, policy,
             assert len(said) == 48
             with torch.inference_mode():
                 logits = model(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
+            raw = logits.double().log_softmax(-1).numpy()
+            check_scores(cores.logprobs[f"{name}{temperature}"], 2, raw, said)
             for at, row in enumerate(logits.numpy()):
                 row = row.copy()
                 row[[few[0], 250]] += (name == "both") * np.array([4, 100], np.float32)
@@ -289,13 +342,14 @@ def test_min_tokens_holds_back_the_stop_token(references):
     cores = Cores(known["folder"], settings(16, "radix", 2))
     params = SamplingParams(temperature=0, max_tokens=40)
     cores.submit("free", reference.prompt, params, eos_ids=(stop,))
-    held = SamplingParams(temperature=0, max_tokens=40, min_tokens=20)
+    held = SamplingParams(temperature=0, max_tokens=40, min_tokens=20, logprobs=5)
     cores.submit("held", reference.prompt, held, eos_ids=(stop,))
     cores.run()
     assert cores.outputs["free"] == reference.ids[: first + 1]
     assert cores.finished["free"] == "stop"
     assert len(cores.outputs["held"]) > 20
     assert stop not in cores.outputs["held"][:20]
+    check_whole(known, cores, "held", reference.prompt, held)
 
 
 @pytest.mark.parametrize("policy", ["mixed", "cores:Nuisance"])
@@ -310,7 +364,7 @@ def test_the_largest_biases_choose_and_ban_at_any_temperature(references, policy
     ]  # fmt: skip
     cores = Cores(known["folder"], settings(16, "radix", 2), policy=policy)
     for seed, kind in enumerate(kinds):
-        params = SamplingParams(max_tokens=20, ignore_eos=True, **kind)
+        params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=3, **kind)
         for name, biases in (("one", {70: 100.0}), ("few", few), ("banned", banned)):
             wanted = msgspec.structs.replace(params, logit_bias=biases)
             cores.submit(f"{name}{seed}", prompt, wanted, seed=seed)
@@ -320,6 +374,8 @@ def test_the_largest_biases_choose_and_ban_at_any_temperature(references, policy
         assert set(cores.outputs[f"few{seed}"]) <= set(few)
         assert not set(cores.outputs[f"banned{seed}"]) & set(free)
         assert len(set(cores.outputs[f"few{seed}"])) > 1 or not kind["temperature"]
+        for name in ("one", "few", "banned"):
+            check_whole(known, cores, f"{name}{seed}", prompt, params)
     assert cores.scheduler.counts["preemptions"] > 3 or policy == "mixed"
 
 
@@ -329,9 +385,10 @@ def test_a_biased_stop_token_waits_for_the_least_number_of_tokens(references, te
     cores = Cores(known["folder"], settings(16, "radix", 2), policy="cores:Nuisance")
     params = SamplingParams(
         temperature=temperature, max_tokens=40, min_tokens=12, stop_token_ids=(70,),
-        logit_bias={70: 100.0, 71: 90.0},
+        logit_bias={70: 100.0, 71: 90.0}, logprobs=1,
     )  # fmt: skip
     cores.submit("held", known["mixed"][-1].prompt, params, seed=1)
     cores.run()
+    check_whole(known, cores, "held", known["mixed"][-1].prompt, params)
     assert cores.outputs["held"] == [71] * 12 + [70]
     assert cores.finished["held"] == "stop"

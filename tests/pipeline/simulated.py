@@ -14,6 +14,8 @@ from random import Random
 
 import msgspec
 from simulated_engine import PAGES, POISON, SEEDS, SLOTS, EngineNode, noise_of, score_of
+from simulated_grammars import DEAD, HUGE, WRONG, dies, grammar_of, trial
+from simulated_grammars import expected_outputs as outputs_by_grammar
 from tokenizers import Tokenizer, decoders, models
 
 from pipeinfer.bus.frames import Header
@@ -21,6 +23,7 @@ from pipeinfer.choices import choice_id
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.detokenizer.core import DetokenizerCore
 from pipeinfer.detokenizer.incremental import DecoderFactory
+from pipeinfer.engine.core import Compile
 from pipeinfer.events import Leave, Tick
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup
@@ -42,6 +45,7 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.fence import Fence
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.tokenizer.core import TokenizerCore
+from pipeinfer.tokenizer.events import Tried, Try
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.routing import Router
 from pipeinfer.tokenizer.templates import ChatTemplates
@@ -125,17 +129,35 @@ class Client:
         """It ended with its undisturbed text, or as it had to."""
         self.check_scores()
         text, ids, finish = self.undisturbed()
-        if self.prompt[0] == POISON:
+        late = self.finish == "abort" or (self.failed is not None and self.failed.status == 408)
+        if self._ended_by_grammar():
+            assert ids.startswith(self.ids)
+        elif self.prompt[0] == POISON:
             assert self.failed is not None and self.failed.status in (500, 408), self.failed
             assert "crashed repeatedly" in self.failed.message or self.timeout, self.failed
-        elif self.timeout and (self.finish == "abort" or self.failed is not None):
-            assert self.failed is None or self.failed.status == 408, self.failed
+        elif self.timeout and late:
             whole, _, _ = self.undisturbed(stop=())  # of text that was held, all is shown
             assert ids.startswith(self.ids)
             assert text.startswith(self.text) or whole.startswith(self.text)
         else:
             assert self.failed is None, self.failed
             assert (self.text, self.ids, self.finish) == (text, ids, finish)
+
+    def _ended_by_grammar(self) -> bool:
+        """Whether it failed, as its grammar had to or could make it."""
+        spec = self.params.structured_outputs
+        if spec is None or self.failed is None or self.failed.status == 408:
+            return False
+        kind, told = grammar_of(spec).kind, (self.failed.status, self.failed.message)
+        if kind == "dead":  # what comes with an error is not shown
+            assert self.undisturbed()[2] == "error" and told == (500, DEAD), told
+            return True
+        refused = {"wrong": (400, WRONG), "huge": (400, HUGE)}
+        if kind == "odd":  # 500: it had outputs, though none may have been shown
+            assert told in ((400, HUGE), (500, HUGE)), told
+        else:
+            assert told == refused[kind] and not self.ids, (told, self.ids)
+        return True
 
     def undisturbed(self, **changes: object) -> tuple[str, bytes, str | None]:
         """(text, ids, finish) as one detokenizer that gets everything at once says them.
@@ -146,15 +168,19 @@ class Client:
         params = msgspec.structs.replace(self.params, **{**plain, **changes})
         most = self.params.max_tokens or 0
         seed = SEEDS if self.params.seed is None else self.params.seed + self.choice
-        outputs = expected_outputs(
-            self.prompt, most, frozenset(EOS), self.params.min_tokens, noise_of(seed)
-        )
+        noise, spec = noise_of(seed), self.params.structured_outputs
+        if spec is not None:
+            outputs = outputs_by_grammar(self.prompt, most, noise, spec)
+            return self.shown(outputs, params, dies(spec, most))
+        outputs = expected_outputs(self.prompt, most, frozenset(EOS), self.params.min_tokens, noise)
         return self.shown(outputs, params)
 
-    def shown(self, outputs: list[int], params: SamplingParams) -> tuple[str, bytes, str | None]:
-        """(text, ids, finish) of all these output tokens at once."""
-        stopped = outputs[-1] in EOS and not params.ignore_eos
-        row = TokenRow("r", 0, pack(outputs), "stop" if stopped else "length")
+    def shown(
+        self, outputs: list[int], params: SamplingParams, failed: bool = False
+    ) -> tuple[str, bytes, str | None]:
+        """(text, ids, finish) of all these output tokens at once; `failed`: behind them."""
+        stopped = not failed and outputs[-1] in EOS and not params.ignore_eos
+        row = TokenRow("r", 0, pack(outputs), "error" if failed else "length")
         if stopped:
             row = TokenRow("r", 0, pack(outputs), "stop", outputs[-1])
         core = DetokenizerCore(DECODERS)
@@ -167,11 +193,12 @@ class Client:
 
 @dataclass
 class Process:
-    """One life of a stage."""
+    """One life of a stage. `later`: what is done for it elsewhere, trials and compilations."""
 
     core: object
     incarnation: int
     fence: Fence = field(default_factory=Fence)
+    later: list[Try | Compile] = field(default_factory=list)
     shown: object = None  # the state that its latest heartbeat told
 
 
@@ -318,7 +345,7 @@ class Simulation:
         self.heard(stage, event, sends)
         for send in sends:
             if send.channel == LOCAL:
-                self._local(send.message)
+                self._local(process, send.message)
             elif isinstance(send.message, GroupFault):
                 torn |= self._hit(stage, send.message)
             elif send.channel == "group":
@@ -345,22 +372,26 @@ class Simulation:
     def heard(self, stage: str, event: Message, sends: list[Send]) -> None:
         """For those who look on: what `stage` made of `event`, before anybody hears of it."""
 
-    def _local(self, message: Message) -> None:
+    def _local(self, process: Process, message: Message) -> None:
         name = getattr(message, "request_id", "")
-        if isinstance(message, Delta):
+        if isinstance(message, Try | Compile):
+            process.later.append(message)
+        elif isinstance(message, Delta):
             self.clients[name].take(message)
         elif isinstance(message, Failed):
             self.clients[name].failed = message
 
     def deliver(self) -> bool:
-        """One message of a random queue, or the end of a step; False if there is none."""
+        """One message of a random queue, or the end of a step, a trial or a compilation; False if
+        there is none."""
         waiting = [key for key, queue in self.links.items() if queue and key[2] in self.processes]
         computing = [
             (stage, process.core.done)
             for stage, process in self.processes.items()
             if isinstance(process.core, EngineNode) and process.core.done
         ]
-        chosen = self.random.randrange(len(waiting) + len(computing) or 1)
+        busy = [stage for stage, process in self.processes.items() if process.later]
+        chosen = self.random.randrange(len(waiting) + len(computing) + len(busy) or 1)
         if chosen < len(waiting):
             sender, incarnation, receiver = key = waiting[chosen]
             message = self.links[key].popleft()
@@ -368,10 +399,25 @@ class Simulation:
             if self.processes[receiver].fence.passes(header):
                 self.feed(receiver, message)
             return True
-        if computing:
-            stage, done = computing[chosen - len(waiting)]
+        chosen -= len(waiting)
+        if chosen < len(computing):
+            stage, done = computing[chosen]
             self.feed(stage, done.popleft())
-        return bool(computing)
+        elif busy:
+            self._answer(busy[chosen - len(computing)])
+        return bool(computing or busy)
+
+    def _answer(self, stage: str) -> None:
+        """The end of a trial, or of a compilation: whichever comes first."""
+        process = self.processes[stage]
+        asked = process.later.pop(self.random.randrange(len(process.later)))
+        if isinstance(asked, Compile):
+            self.feed(stage, process.core.compiled(asked))  # type: ignore[attr-defined]
+            return
+        submit = process.core.encoding(asked.request_id, asked.attempt)  # type: ignore[attr-defined]
+        if submit is not None:
+            said = trial(submit.params.structured_outputs)
+            self.feed(stage, Tried(asked.request_id, asked.attempt, 400 if said else 0, said))
 
     def tick(self, seconds: float) -> bool:
         """Time passes, and every stage's timer fires."""

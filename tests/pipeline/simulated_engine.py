@@ -10,14 +10,16 @@ from collections import deque
 from dataclasses import replace
 
 import numpy as np
+from simulated_grammars import DEAD, Matcher, compiled
 
-from pipeinfer.core import LOCAL, Send
-from pipeinfer.engine.core import Compute, EngineCore
+from pipeinfer.core import Send
+from pipeinfer.engine.core import Compile, Compute, EngineCore
 from pipeinfer.engine.driver import step_done
 from pipeinfer.engine.mirror import Mirror
-from pipeinfer.events import StepDone
+from pipeinfer.events import Compiled, StepDone
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message
+from pipeinfer.params import StructuredOutputs
 from pipeinfer.steps.step import LAST_TOKEN, Edits, Sampled, Step
 from sampling_rows import sampling_of
 from scheduler.model_engine import next_token, suppressed
@@ -25,6 +27,7 @@ from scheduler.model_engine import next_token, suppressed
 PAGES, PAGE_SIZE, SLOTS, LONGEST = 60, 4, 6, 10_000
 POISON = 49  # no engine survives computing it as a first token
 SEEDS = 1000  # those below it change what is sampled
+GARBAGE = 48  # what a row leaves behind that samples nothing
 
 
 def noise_of(seed: int) -> list[int]:
@@ -32,23 +35,44 @@ def noise_of(seed: int) -> list[int]:
     return [seed] if seed < SEEDS else []
 
 
+class Grammars:
+    """Those that an engine of this incarnation was asked to compile."""
+
+    def __init__(self, incarnation: int) -> None:
+        self._incarnation = incarnation
+        self._known: dict[StructuredOutputs, str] = {}
+
+    def prepare(self, spec: StructuredOutputs) -> str:
+        """Why it cannot be had; "" where it is there from now on."""
+        return self._known.setdefault(spec, compiled(spec, self._incarnation))
+
+    def verdict(self, spec: StructuredOutputs) -> str:
+        """The same of one that is needed in a step. Nobody is to wait for it then."""
+        assert spec in self._known, f"{spec} was not asked for before"
+        return self._known[spec]
+
+
 class TokenDevice:
     """Samples `next_token` of all tokens that it finds in a row's pages, after those of `mood`."""
 
-    def __init__(self, mood: list[int], pages: int) -> None:
+    def __init__(self, mood: list[int], pages: int, grammars: Grammars) -> None:
         self._mood = mood
+        self._grammars = grammars
+        self._matchers: dict[int, Matcher] = {}  # by slot
         self._kv = np.full((pages + 1, PAGE_SIZE), -1)
         self._last = np.full(SLOTS, -1)
         self._slots = Mirror(SLOTS)
         self._edits: dict[int, Edits] = {}
 
-    def run(self, step: Step) -> list[int]:
-        """The ids of the rows that sample, in order."""
-        ids: list[int] = []
+    def run(self, step: Step) -> list[int | str]:
+        """Of the rows that sample, in order, the ids, or why a row has none."""
+        ids: list[int | str] = []
         taken = 0
         self._slots.apply(step.delta)
         for slot in step.delta.admitted.tolist():
             self._edits.pop(slot, None)
+            self._matchers.pop(slot, None)
+        masked = self._masked(step)
         self._edits.update((edits.slot, edits) for edits in step.delta.edits)
         pages, positions = self._slots.pages(step, PAGE_SIZE), sampling_of(step).positions
         seeds = step.fields["seed"].tolist()
@@ -67,24 +91,49 @@ class TokenDevice:
                 token = next_token(known + noise_of(seeds[len(ids)]))
                 edits = self._edits.get(slot)
                 never = [] if edits is None else edits.ids[positions[len(ids)] < edits.until]
-                ids.append(suppressed(token, frozenset(map(int, never))))
-                self._last[slot] = ids[-1]
+                token = suppressed(token, frozenset(map(int, never)))
+                chosen = self._allowed(slot, token) if len(ids) in masked else token
+                ids.append(chosen)
+                self._last[slot] = GARBAGE if isinstance(chosen, str) else chosen
         return ids
+
+    def _masked(self, step: Step) -> set[int]:
+        """The rows that sample, by number, that have a grammar; new ones have their matchers."""
+        if step.masked is None:
+            return set()
+        for new in step.masked.new:
+            assert new.spec is not None
+            assert not self._grammars.verdict(new.spec), "it cannot be had"
+            self._matchers[new.slot] = Matcher(new.spec, new.output.tolist())
+        return set(step.masked.rows.tolist())
+
+    def _allowed(self, slot: int, token: int) -> int | str:
+        """What a row with a grammar samples, or why it samples nothing."""
+        matcher = self._matchers[slot]
+        chosen = matcher.choose(token)
+        if chosen is None:
+            return DEAD
+        matcher.feed([chosen])
+        return chosen
 
     def sampled(self, step: Step) -> Sampled:
         """What it gives, with log-probs where they are asked for."""
-        ids, asked, made = self.run(step), step.logprobs, list[bytes]()
+        rows, asked, made = self.run(step), step.logprobs, list[bytes]()
+        refused = {row: why for row, why in enumerate(rows) if isinstance(why, str)}
+        drawn = np.array([(1, GARBAGE if row in refused else n) for row, n in enumerate(rows)])
+        sampled = Sampled.of(drawn.reshape(-1, 2), refused)
         positions = sampling_of(step).positions
         if asked is not None:
             for row, most in zip(asked.rows.tolist(), asked.most.tolist(), strict=True):
-                made.append(score_of(int(positions[row]), ids[row], most))
+                if row not in refused:
+                    made.append(score_of(int(positions[row]), int(drawn[row, 1]), most))
         prompts = [
             b"".join(
                 score_of(part.first + n, int(token), part.most) for n, token in enumerate(part.ids)
             )
             for part in step.prompts
         ]
-        return replace(Sampled.one_each(ids), logprobs=b"".join(made), prompts=tuple(prompts))
+        return replace(sampled, logprobs=b"".join(made), prompts=tuple(prompts))
 
 
 def score_of(position: int, token: int, most: int) -> bytes:
@@ -113,16 +162,20 @@ class EngineNode:
             "none",
         )  # fmt: skip
         self.core = EngineCore(hello, f"scheduler-{group}", self._memory)
-        self._device = TokenDevice([incarnation] if moody else [], pages)
+        self.grammars = Grammars(incarnation)
+        self._device = TokenDevice([incarnation] if moody else [], pages, self.grammars)
         self.done: deque[StepDone] = deque()
         self.crashed = False
 
+    def compiled(self, asked: Compile) -> Compiled:
+        """What its thread for grammars answers, sooner or later."""
+        return Compiled(asked.request_id, self.grammars.prepare(asked.spec))
+
     def handle(self, event: Message, now: float) -> list[Send]:
-        """As a core does, but the device's part is done here."""
+        """As a core does, but steps are computed here."""
         sends: list[Send] = []
         for send in self.core.handle(event, now):
-            if send.channel == LOCAL:
-                assert isinstance(send.message, Compute)
+            if isinstance(send.message, Compute):
                 self._compute(send.message.step)
             else:
                 sends.append(send)

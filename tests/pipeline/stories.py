@@ -18,7 +18,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import msgspec  # noqa: E402
 from simulated import Simulation  # noqa: E402
-from simulated_engine import PAGE_SIZE, POISON  # noqa: E402
+from simulated_engine import PAGE_SIZE, POISON, EngineNode  # noqa: E402
+from simulated_grammars import DEAD, HUGE, WRONG, spec_of  # noqa: E402
 
 from pipeinfer.core import Send  # noqa: E402
 from pipeinfer.messages import (  # noqa: E402
@@ -42,10 +43,15 @@ EVENTS = (
     "death", "several deaths", "hand-over of a stage", "hand-over of a request", "deferral",
     "preemption", "preemption in flight", "deadline", "stop string", "digest mismatch",
     "crash by a request", "hang-up", "follow-up", "log-probs", "log-probs of a prompt", "choices",
-    "held",
+    "held", "grammar", "grammar refused", "grammar that engines cannot have",
+    "grammar that a new engine cannot have", "grammar without an end", "preparing",
+    "death amid compiling", "end amid compiling", "preemption with a grammar",
 )  # fmt: skip
 STEPS = 60  # of a story
 MOST = 25  # tokens of an answer
+# Grammars of whoever comes, with their lengths; most have none.
+KINDS = [("w", 4), ("w", 20), ("w", 20), ("dead", 1), ("dead", 4), ("huge", 4), ("wrong", 4)]
+KINDS += [("odd", 24)] * 4
 SCORES = (None, None), (2, None), (None, 1), (None, None), (0, 3)  # log-probs, of whoever comes
 
 
@@ -121,6 +127,8 @@ class Watch:
             self._slots[admit.slot] = admit.request_id
             if admit.request_id in self._released:
                 self._seen["preemption"] += 1
+                grammar = admit.params.structured_outputs is not None
+                self._seen["preemption with a grammar"] += grammar
                 self._seen["preemption in flight"] += self._released.pop(admit.request_id)
         rows = {slot: self._slots[slot] for slot in unpack(plan.slots).tolist()}
         self._flying.append((plan.epoch, plan.number, rows))
@@ -143,6 +151,7 @@ class Story(Simulation):
     def __init__(self, seed: int) -> None:
         self.seen: Counter[str] = Counter()
         self._watches: dict[tuple[str, int], Watch] = {}
+        self._preparing: Counter[tuple[str, int]] = Counter()
         self._lying = False
         random = Random(seed)
         groups, tp = random.choice([(1, 1), (1, 1), (2, 1), (1, 2)])
@@ -154,10 +163,14 @@ class Story(Simulation):
     def heard(self, stage: str, event: Message, sends: list[Send]) -> None:
         if stage.startswith("scheduler"):
             life = stage, self.processes[stage].incarnation
-            flying = self.processes[stage].core.stats()["in_flight"]  # type: ignore[attr-defined]
+            stats = self.processes[stage].core.stats()  # type: ignore[attr-defined]
             watch = self._watches.setdefault(life, Watch(self.seen))
-            watch.heard(event, sends, self.now, flying)
-            self.seen["held"] += self.processes[stage].core.stats()["held"] > 0  # type: ignore[attr-defined]
+            watch.heard(event, sends, self.now, stats["in_flight"])
+            self.seen["held"] += stats["held"] > 0
+            self.seen["preparing"] += stats["preparing"] > 0
+            gone = isinstance(event, Abort | Done) and self._preparing[life] > stats["preparing"]
+            self.seen["end amid compiling"] += gone
+            self._preparing[life] = stats["preparing"]
         for at, send in enumerate(sends):
             if self._lying and isinstance(send.message, Digests):
                 wrong = bytes(255 - byte for byte in send.message.values)
@@ -175,10 +188,28 @@ class Story(Simulation):
         for _ in range(2):  # ranks that a late word condemned are complained of after five seconds
             self.run()
         self.check()
+        self._count_ends()
         self.tick(61.0)  # what was delivered of requests that nobody asks for
         self.run()
         self.check_ledgers()
         return self.seen
+
+    def kill(self, *stages: str, down: bool = False) -> None:
+        """See Simulation."""
+        for stage in stages:
+            life = self.processes.get(stage)
+            if life is not None and isinstance(life.core, EngineNode):
+                self.seen["death amid compiling"] += bool(life.later)
+        super().kill(*stages, down=down)
+
+    def _count_ends(self) -> None:
+        """Of requests that failed by their grammars."""
+        for client in self.clients.values():
+            message = client.failed.message if client.failed is not None else ""
+            self.seen["grammar refused"] += message == WRONG
+            self.seen["grammar without an end"] += message == DEAD
+            which = "a new engine" if client.ids else "engines"
+            self.seen[f"grammar that {which} cannot have"] += message == HUGE
 
     # ------------------------------------------------------------------------------- what happens
 
@@ -210,9 +241,14 @@ class Story(Simulation):
         many = self.random.choice([1, 1, 1, 1, 1, 1, 2, 3, 5])
         self.seen["choices"] += many > 1
         seed = None if many == 1 else self.random.randrange(100)
+        spec = None
+        if prompt[0] != POISON and self.random.random() < 0.4:
+            spec = spec_of(*self.random.choice(KINDS))
+            self.seen["grammar"] += 1
+            least = 0
         self.submit(
             prompt, timeout, max_tokens=most, min_tokens=least, stop=stop, logprobs=of_output,
-            prompt_logprobs=of_prompt, n=many, seed=seed,
+            prompt_logprobs=of_prompt, n=many, seed=seed, structured_outputs=spec,
         )  # fmt: skip
 
     def _deliver(self) -> None:

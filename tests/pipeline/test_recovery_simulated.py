@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from simulated import Simulation
 from simulated_engine import POISON
+from simulated_grammars import spec_of
 
 from pipeinfer.packing import unpack
 
@@ -42,14 +43,16 @@ class Machine(RuleBasedStateMachine):
         timeout=st.sampled_from([0.0, 0.0, 0.0, 0.1, 2.0]),
         scores=st.sampled_from([(None, None), (None, None), (0, None), (2, 1), (None, 3)]),
         choices=st.sampled_from([1, 1, 3]),
+        grammar=st.sampled_from([None, None, None, "w", "dead", "odd", "huge", "wrong"]),
     )
-    def submit(self, length, salt, max_tokens, min_tokens, stop, timeout, scores, choices):
+    def submit(self, length, salt, max_tokens, min_tokens, stop, timeout, scores, choices, grammar):
         prompt = [(salt + i) % 50 for i in range(length)]
         self.s.submit(
             prompt,
             timeout,
             max_tokens=max_tokens,
-            min_tokens=min(min_tokens, max_tokens),
+            min_tokens=0 if grammar else min(min_tokens, max_tokens),
+            structured_outputs=spec_of(grammar, length) if grammar else None,
             stop=tuple(stop),
             logprobs=scores[0],
             prompt_logprobs=scores[1],

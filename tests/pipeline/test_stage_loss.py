@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import signal
+from dataclasses import dataclass, field
 
 import openai
 import pytest
@@ -127,6 +129,98 @@ def test_requests_that_come_while_a_stage_is_away_are_answered(server, questions
         return await Streams(server, questions).run()
 
     assert asyncio.run(ask_at_once(("tokenizer", "scheduler", "detokenizer"))) == undisturbed
+
+
+@dataclass
+class Choice:
+    """What came of one: its text, its tokens, and their log-probs with those of alternatives."""
+
+    text: str = ""
+    tokens: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str | None = None
+
+
+class Choices:
+    """Seeded streams of four choices each, and one whose grammar bounds it; all with log-probs."""
+
+    QUESTIONS, MANY = 3, 4
+    LETTERS = "[a-z ]{150}"
+
+    def __init__(self, server: Server, questions: list[str]) -> None:
+        self._server, self._questions = server, questions[: self.QUESTIONS]
+        self.made: list[Choice] = []
+
+    async def run(self, disturb=None) -> list[Choice]:
+        """As Streams.run."""
+        async with openai.AsyncOpenAI(
+            base_url=f"{self._server.url}/v1", api_key="none", timeout=240, max_retries=0
+        ) as api:
+            for _ in range(TRIES):
+                self.made = [Choice() for _ in range(self.QUESTIONS * self.MANY + 1)]
+                asked = [self._free(api, number) for number in range(self.QUESTIONS)]
+                tasks = [asyncio.create_task(one) for one in (*asked, self._bounded(api))]
+                while not all(one.text for one in self.made):
+                    assert not any(task.done() and task.exception() for task in tasks)
+                    await asyncio.sleep(0.01)
+                disturbed = disturb is not None and self._under_way()
+                if disturbed:
+                    await asyncio.to_thread(disturb)
+                await asyncio.gather(*tasks)
+                if disturbed or disturb is None:
+                    return self.made
+        raise AssertionError(f"in none of {TRIES} tries were enough choices left to disturb")
+
+    def _under_way(self) -> bool:
+        """The bounded one, and most of the others."""
+        left = [one.finish is None for one in self.made]
+        return left[-1] and sum(left) > len(left) / 2
+
+    async def _free(self, api: openai.AsyncOpenAI, number: int) -> None:
+        mine = self.made[number * self.MANY :][: self.MANY]
+        extra = {"ignore_eos": True}
+        await self._read(api, mine, self._questions[number], 100 * number, extra)
+
+    async def _bounded(self, api: openai.AsyncOpenAI) -> None:
+        await self._read(api, self.made[-1:], "Go on.", 7, {"guided_regex": self.LETTERS})
+
+    async def _read(self, api, mine: list[Choice], question: str, seed: int, extra: dict) -> None:
+        async for chunk in await api.chat.completions.create(
+            model="pipeinfer-demo",
+            messages=[{"role": "user", "content": question}],
+            temperature=0.9, seed=seed, n=len(mine), max_tokens=160, logprobs=True, top_logprobs=2,
+            stream=True, extra_body=extra,
+        ):  # fmt: skip
+            for said in chunk.choices:
+                one = mine[said.index]
+                assert one.finish is None
+                one.text += said.delta.content or ""
+                one.finish = said.finish_reason
+                for token in said.logprobs.content if said.logprobs else ():
+                    one.tokens.append(token.token)
+                    one.logprobs += [t.logprob for t in (token, *token.top_logprobs)]
+
+
+@pytest.fixture(scope="module")
+def whole_choices(server: Server, questions: list[str]) -> list[Choice]:
+    made = asyncio.run(Choices(server, questions).run())
+    assert len({one.text for one in made}) == len(made), "each has a seed of its own"
+    assert re.fullmatch(Choices.LETTERS, made[-1].text)
+    assert [one.finish for one in made] == ["length"] * (len(made) - 1) + ["stop"]
+    assert all(len(one.logprobs) == 3 * len(one.tokens) >= 3 * 40 for one in made)
+    return made
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "scheduler", "engine", "detokenizer"])
+def test_every_choice_and_its_log_probs_survive_the_loss_of(server, questions, whole_choices, name):
+    choices = Choices(server, questions)
+    for found, whole in zip(
+        asyncio.run(choices.run(lambda: kill(server, (name,)))), whole_choices, strict=True
+    ):
+        assert (found.text, found.finish) == (whole.text, whole.finish)
+        assert found.tokens == whole.tokens
+        assert found.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+    server.wait(lambda: server.metric("pipeinfer_requests_running") == 0, "nothing runs")
 
 
 async def _end_early(api: openai.AsyncOpenAI, question: str, index: int) -> str:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from simulated import Simulation
 from simulated_engine import PAGE_SIZE, POISON, SLOTS
 from stories import EVENTS, Story, Watch, reached
 
+from pipeinfer.engine.requests import constrained
+from pipeinfer.messages import Admit
 from pipeinfer.scheduler import deadlines
 from pipeinfer.scheduler.board import Board
 from pipeinfer.scheduler.credits import Credits
+from pipeinfer.scheduler.preparation import Preparation
 from pipeinfer.scheduler.request import Request
+from pipeinfer.steps.step import Constrained
 
 FEW = 80  # stories, of which each event must be part of one
 WAVES = 3  # of requests, one after the other
@@ -89,7 +95,22 @@ def hasty(board: Board, request: Request) -> bool:
 
 may_admit = Board._may_admit
 
+
+def from_the_beginning(admit: Admit) -> Constrained:
+    """As requests.constrained, but what came out before the admission does not count."""
+    return replace(constrained(admit), output=np.empty(0, dtype=np.int32))
+
+
 FAULTS = {
+    "a grammar begins anew with every admission": lambda patch: patch.setattr(
+        "pipeinfer.engine.requests.constrained", from_the_beginning
+    ),
+    "who waits for a grammar is left alone when it ends": lambda patch: patch.setattr(
+        Preparation, "forget", lambda *_: None
+    ),
+    "a new engine is not asked for grammars": lambda patch: patch.setattr(
+        Preparation, "begin", lambda *_: None
+    ),
     "somebody is admitted anew before the last step reported": lambda patch: patch.setattr(
         Board, "_may_admit", hasty
     ),

@@ -95,6 +95,7 @@ class ModelEngine:
         self.incarnation = 1
         self.outbox: deque[Message] = deque()
         self.prepared: list[StructuredOutputs] = []  # grammars that were asked for
+        self._grammars: set[StructuredOutputs] = set()  # of this process
         self.deferred = 0
         self.prefilled = 0  # tokens
         self._forget(0)
@@ -115,6 +116,7 @@ class ModelEngine:
     def crash(self) -> None:
         """A new process that knows nothing."""
         self.incarnation += 1
+        self._grammars.clear()
         self._forget(0)
         self.outbox.append(self.hello())
 
@@ -128,6 +130,7 @@ class ModelEngine:
                 self.outbox.append(self.hello())
         elif isinstance(message, Prepare):
             self.prepared.append(message.spec)
+            self._grammars.add(message.spec)
             self.outbox.append(Prepared(0, self.incarnation, message.request_id))
         elif isinstance(message, Plan) and message.epoch == self.epoch:
             self._apply(message)
@@ -221,6 +224,9 @@ class ModelEngine:
     def _admit(self, admit: Admit) -> None:
         if admit.slot in self.slots or not 0 <= admit.slot < self.max_slots:
             raise Panic(f"admission into slot {admit.slot}")
+        spec = admit.params.structured_outputs
+        if spec is not None and spec not in self._grammars:
+            raise Panic(f"{admit.request_id} is admitted without its grammar")
         tokens = unpack(admit.token_ids).tolist()
         slot = Slot(admit, tokens, len(tokens), 0)
         for prefix in self._prefixes(tokens, len(tokens) - 1):

@@ -6,7 +6,7 @@ import pytest
 from test_scheduler_core import Client, Pipeline, pipeline
 
 from pipeinfer.events import Tick
-from pipeinfer.messages import Fault, Plan, Prepare, Prepared, Refused, Work
+from pipeinfer.messages import Abort, Fault, Plan, Prepare, Prepared, Refused, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.scheduler import preparation
@@ -161,3 +161,73 @@ def test_nothing_is_admitted_before_it_was_prepared():
     p.settle()
     assert len(had) >= 13 and all(had)
     assert len(p.engine.prepared) == 3
+
+
+def killed(p: Pipeline) -> None:
+    """The engine, and with it what was in flight."""
+    p.feed(Fault(p.engine.epoch, 0, "it was killed"))
+    p.engine.crash()
+
+
+def test_nobody_waits_while_the_grammar_of_a_suspect_is_compiled_anew():
+    p = pipeline(slots=3)
+    p.deliver()
+    p.deliver()
+    suspect = p.submit([5] * 6, 30, grammar="a")
+    while not p.clients[suspect].outputs:
+        p.deliver()
+    killed(p)
+    others = [p.submit([6 + n] * 6, 9) for n in range(3)]
+    receive = p.engine.receive
+    p.engine.receive = lambda event: None if isinstance(event, Prepare) else receive(event)
+    while p.deliver():
+        pass
+    assert p.core._planner.suspects == 1, "it was in flight"
+    assert all(p.clients[name].finish for name in others)
+    p.engine.receive = receive
+    p.now += preparation.AGAIN
+    p.feed(Tick())
+    p.settle()
+    assert p.engine.prepared == [REGEX] * 2
+
+
+def test_a_suspect_whose_grammar_a_new_engine_cannot_have_fails_alone():
+    p = pipeline(slots=3)
+    p.deliver()
+    p.deliver()
+    suspect = p.submit([5] * 6, 30, min_tokens=30, grammar="a")
+    other = p.submit([6] * 6, 30)
+    while not p.clients[suspect].outputs:
+        p.deliver()
+    killed(p)
+    receive = p.engine.receive
+    p.engine.receive = lambda event: None if isinstance(event, Prepare) else receive(event)
+    while p.deliver():
+        pass
+    p.feed(Prepared(0, p.engine.incarnation, suspect, "too hard"))
+    p.settle()
+    assert (p.clients[suspect].finish, p.core._planner.suspects) == ("error", 0)
+    assert p.clients[other].outputs == p.clients[other].expected
+
+
+def test_choices_that_were_held_when_an_engine_ended_are_not_admitted_without_their_grammar():
+    p = pipeline(slots=3, budget=4)
+    p.deliver()
+    p.deliver()
+    leader = p.submit([5] * 12, 6, choices=3, grammar="a")
+    while p.core.stats()["held"] < 2 or not p.core.stats()["running"]:
+        assert p.deliver()
+    p.feed(Fault(p.engine.epoch, 0, "it leaves", orderly=True))
+    p.engine.crash()
+    receive = p.engine.receive
+    p.engine.receive = lambda event: None if isinstance(event, Prepare) else receive(event)
+    while p.core.state()[0] != "ready":
+        assert p.deliver()
+    assert p.core.stats()["preparing"] == 1, "the others are held still"
+    p.feed(Abort(leader, 1))
+    p.clients[leader].cut = 0
+    assert p.core.stats()["preparing"] == 1, "the next one leads"
+    p.engine.receive = receive
+    p.now += preparation.AGAIN
+    p.feed(Tick())
+    p.settle()

@@ -139,6 +139,17 @@ def grammars_are_waited_for(monkeypatch) -> None:
     p.feed(Fault(p.engine.epoch, 0, "it leaves", orderly=True))
     p.engine.crash()  # the next process knows nothing
     p.settle()
+    p = started(pages=200, budget=4)
+    for choice in ("d", "d/1"):
+        with_grammar(p, choice, 20, "d+", leader="d", prompt=[7] * 20)
+    while not p.core.stats()["running"]:
+        p.deliver()
+    p.feed(Fault(p.engine.epoch, 0, "it leaves", orderly=True))
+    p.engine.crash()
+    while p.core.state()[0] != "ready":
+        p.deliver()
+    gone(p, "d")  # the other was held for its prompt, and leads now
+    p.settle()
     p = started(pages=200)
     with_grammar(p, "one", 20, "e+", prompt=[5] * 8)
     with_grammar(p, "other", 20, "f+", prompt=[6] * 8)

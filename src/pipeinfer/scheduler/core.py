@@ -498,11 +498,11 @@ class SchedulerCore:
 
     def _pump(self, now: float) -> None:
         """Publishes steps until enough are in flight or nothing is left to do."""
-        if self._epochs.running:
-            for prepare in self._planner.prepare(now):
-                self._outbox.send("plan", EVERYONE, prepare)
         while self._epochs.running and (plan := self._planner.plan(self._epochs.epoch, now)):
             self._outbox.send("plan", EVERYONE, plan)
+        if self._epochs.running:  # a plan may have met somebody whose grammar is not there
+            for prepare in self._planner.prepare(now):
+                self._outbox.send("plan", EVERYONE, prepare)
 
     _handlers: ClassVar[dict[type[Message], Callable[..., None]]] = {
         Work: _on_work,

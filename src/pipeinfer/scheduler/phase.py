@@ -17,7 +17,7 @@ Phase = Literal["new", "waiting", "held", "preparing", "suspected", "running", "
 NEXT: dict[Phase, tuple[Phase, ...]] = {
     "new": ("waiting", "held", "preparing", "suspected", "over"),
     "waiting": ("running", "preparing", "over"),
-    "held": ("waiting", "over"),
+    "held": ("waiting", "preparing", "over"),
     "preparing": ("waiting", "held", "over"),
     "suspected": ("running", "over"),
     "running": ("waiting", "held", "preparing", "lost", "over"),

@@ -134,7 +134,7 @@ class Planner:
             self._queue.forget(request)
         elif phase == "suspected":
             self._probation.forget(request)
-        elif phase == "preparing":
+        if phase in ("suspected", "preparing"):
             self._queue.preparation.forget(request)
         self._queue.over(request, phase == "running")
 
@@ -149,7 +149,8 @@ class Planner:
         if told.error:
             return free
         for request in free:
-            self._queue.push(request)
+            if request.phase == "preparing":  # suspects wait apart
+                self._queue.push(request)
         return []
 
     @property
@@ -235,14 +236,18 @@ class Planner:
         """Fills the board; False if the steps in flight must report first."""
         head = self._queue.head()
         if self._probation.tried or (self._probation and (head is None or not head.admission)):
-            if len(self._flights):
-                return False  # a suspect runs alone, at depth 1
             suspect = self._probation.next()
-            if suspect is not None:
+            if suspect is not None and not self._prepares(suspect):
+                if len(self._flights):
+                    return False  # it runs alone, at depth 1
                 self._try(suspect, board)
                 return True
         self._share(board)
         return True
+
+    def _prepares(self, suspect: Request) -> bool:
+        """Whether engines still compile its grammar; the others go on meanwhile."""
+        return suspect.phase == "suspected" and self._queue.preparation.lacks(suspect)
 
     def _try(self, suspect: Request, board: Board) -> None:
         """The suspect alone, in turn with those who run: they do not wait for its prompt.

@@ -53,23 +53,30 @@ class Preparation:
 
     def hold(self, request: Request) -> bool:
         """Whether `request`, which wants to run, has to wait; then it is held."""
+        if not self.lacks(request):
+            return False
+        request.move("preparing")
+        return True
+
+    def lacks(self, request: Request) -> bool:
+        """Whether `request` has to wait, where it waits apart anyway; engines are asked then."""
         spec = request.work.params.structured_outputs
         if spec is None:
             return False
         if spec in self._known:
             self._known.move_to_end(spec)
             return False
-        request.move("preparing")
         for one in self._asked.values():
             if one.prepare.spec == spec:
-                one.waiting.append(request)
+                if request not in one.waiting:
+                    one.waiting.append(request)
                 return True
         prepare = Prepare(request_id=request.id, spec=spec)
         self._asked[request.id] = Asked(prepare, [request])
         return True
 
     def forget(self, request: Request) -> None:
-        """`request` waited here and is over."""
+        """`request` is over; unknown ones are fine."""
         for key, one in self._asked.items():
             if request in one.waiting:
                 one.waiting.remove(request)

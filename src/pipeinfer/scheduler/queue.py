@@ -58,12 +58,17 @@ class WaitingQueue:
     def free(self, running: Iterable[Request]) -> None:
         """Lets those in that waited for the prompt of one of these."""
         for request in self._families.ready(running):
-            self._put(request)
+            self._let_in(request)
 
     def over(self, request: Request, ran: bool) -> None:
         """`request` has ended; `ran`: in a slot. Lets those in that need not wait any more."""
         for one in self._families.gone(request, ran):
-            self._put(one)
+            self._let_in(one)
+
+    def _let_in(self, request: Request) -> None:
+        """It was held; the engines may be others meanwhile, without its grammar."""
+        if not self.preparation.hold(request):
+            self._put(request)
 
     def _put(self, request: Request) -> None:
         request.move("waiting")

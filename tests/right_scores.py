@@ -1,0 +1,43 @@
+"""Scores held against the log-probs that a model in float64 or float32 gives.
+
+Knows the form of scores (pipeinfer/logprobs.py) and arrays; nothing of who computed either.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeinfer.logprobs import scores
+
+TOLERANCE = 1e-4
+
+
+def check_scores(raw: bytes, most: int, expected: np.ndarray, tokens: list[int]) -> None:
+    """`raw` has a score of each of `tokens`, with `most` alternatives.
+
+    expected: float64 [n, vocab], log-probs at each of their positions.
+    """
+    found = list(scores(raw, most))
+    assert len(found) == len(tokens) == len(expected)
+    own, ranks = np.array([(s.logprob, s.rank) for s in found]).reshape(-1, 2).T
+    ids = np.array([s.ids for s in found], dtype=np.int64).reshape(len(found), most)
+    values = np.array([s.logprobs for s in found]).reshape(len(found), most)
+    theirs = np.take_along_axis(expected, np.array(tokens, dtype=np.int64)[:, None], 1)
+    assert np.abs(own - theirs[:, 0]).max(initial=0) < TOLERANCE
+    above = (expected > theirs + 2 * TOLERANCE).sum(1)
+    near = (expected > theirs - 2 * TOLERANCE).sum(1)
+    assert ((above < ranks) & (ranks <= near)).all()
+    best = -np.sort(-expected, axis=1)[:, :most]
+    assert np.abs(values - best).max(initial=0) < TOLERANCE
+    assert np.abs(np.take_along_axis(expected, ids, 1) - values).max(initial=0) < TOLERANCE
+    assert (np.diff(np.sort(ids, axis=1), axis=1) > 0).all(), "an id is there twice"
+
+
+def check_prompt_scores(raw: bytes, most: int, expected: np.ndarray, prompt: list[int]) -> None:
+    """The same of a prompt, whose first token has an empty score.
+
+    expected: [n, vocab], log-probs of what follows each of its tokens.
+    """
+    size = len(raw) // len(prompt)
+    assert not any(raw[:size])
+    check_scores(raw[size:], most, expected[:-1], prompt[1:])
