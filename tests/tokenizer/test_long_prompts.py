@@ -171,6 +171,18 @@ def test_the_end_of_a_request_that_may_run_already_goes_everywhere_however_late_
     assert [send.to for send in ends] == ["scheduler-0", "scheduler-1"]
 
 
+def test_the_end_of_one_that_may_run_already_goes_everywhere_also_while_it_is_encoded() -> None:
+    core = make(groups=2, gateways=("gateway-0",))
+    core.handle(Tick(), 0.0)
+    asked(core, submit("again", text=LONG))
+    for opening in (True, False):
+        core.handle(Recovered("gateway-0", 7, opening), 0.0)
+    asked(core, submit("new", text=LONG))
+    ends = core.handle(Done(("new", "again")), 0.0)
+    assert ends == [Send("work", f"scheduler-{n}", Done(("again",))) for n in range(2)]
+    assert core.idle()
+
+
 class Interleaved(RuleBasedStateMachine):
     """Any order of events against what a client was promised."""
 

@@ -309,11 +309,14 @@ class TokenizerCore:
         ended: dict[int, list[str]] = {}
         for request_id in event.request_ids:
             self._router.ended(request_id)
+            returned = self._encoding.returned(request_id)
             self._encoding.forget(request_id)
             groups = self._ledger.forget(request_id)
             if groups is None:
-                # It was refused here; or, before the gateways have told all, it may run anywhere.
-                groups = () if self._roll_call.complete else self._all_groups
+                # It was refused here; or, before the gateways have told all, it may run anywhere,
+                # as may one that they told of.
+                here = self._roll_call.complete and not returned
+                groups = () if here else self._all_groups
             for group in groups:
                 ended.setdefault(group, []).append(request_id)
         return [Send("work", f"scheduler-{to}", Done(tuple(ids))) for to, ids in ended.items()]

@@ -80,6 +80,11 @@ class Encoding:
         prompt = self._prompts.get(self._names.get(request_id, ""))
         return prompt is not None and prompt.submit.attempt >= attempt
 
+    def returned(self, request_id: str) -> bool:
+        """Whether it is under way, and may be one that the process before this one passed on."""
+        prompt = self._prompts.get(self._names.get(request_id, ""))
+        return prompt is not None and not prompt.alone
+
     def encoded(self, name: str) -> None:
         """It is not under way any more."""
         submit = self._prompts.pop(name).submit
