@@ -246,6 +246,7 @@ def test_ids_that_cannot_be_decoded_fail_their_request_alone(bench: Bench) -> No
         ("good", None),
     ]
     assert "decode" in bench.rows[0].error
+    assert bench.core.stats()["failed_total"] == 1
 
 
 def test_an_error_of_the_scheduler_reaches_the_client(bench: Bench) -> None:

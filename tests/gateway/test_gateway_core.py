@@ -320,11 +320,11 @@ def test_queue_limit_counts_the_prompt_tokens_that_wait() -> None:
         [failed] = harness.local(call)
         assert isinstance(failed, Failed)
         assert (failed.status, failed.code, failed.retry_after) == (429, "queue_full", 1)
-    assert harness.core.refusal() is not None, "before a request is read"
+    assert harness.core.refusal(1) is not None, "before a request is read"
     harness.do(Accepted("r", 1, 0, 60))
     harness.do(Text((row("a", 0, 0),)))
     assert harness.core.stats()["waiting_tokens"] == 40
-    assert harness.core.refusal() is None
+    assert harness.core.refusal(1) is None
     assert isinstance(harness.do(Call("t", PARAMS, text="x" * 230))[0].message, Submit)
     assert isinstance(harness.local(Call("u", PARAMS, text="x" * 10))[0], Failed)
     harness.do(Hangup("s"))
@@ -356,7 +356,7 @@ def test_drain_refuses_new_requests_and_finishes_running_ones() -> None:
     harness = Harness()
     harness.running()
     assert harness.local(Drain()) == [StatusChanged("draining", False, "")]
-    early = harness.core.refusal()
+    early = harness.core.refusal(1)
     assert early is not None and (early.status, early.code) == (503, "draining")
     [failed] = harness.local(Call("t", PARAMS, text="x"))
     assert isinstance(failed, Failed) and (failed.status, failed.code) == (503, "draining")

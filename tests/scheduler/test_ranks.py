@@ -35,6 +35,13 @@ def test_a_death_counts_until_a_later_process_is_heard_and_a_late_word_does_not(
     assert not ranks.gone and ranks.alive() == [(0, 6)]
 
 
+def test_a_death_of_a_process_that_was_never_heard_is_that_of_its_rank():
+    ranks = Ranks()
+    ranks.hear(said(0, 5), 0.0)
+    ranks.ended(0, Ended("engine-0-0", 6, 9, "killed"), 0.1)
+    assert ranks.gone and ranks.alive() == []
+
+
 def test_a_rank_that_falls_silent_is_noticed_and_comes_back():
     ranks = Ranks()
     for rank in range(2):

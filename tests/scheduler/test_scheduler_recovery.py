@@ -6,7 +6,7 @@ from model_engine import ModelEngine, expected_outputs
 from msgspec.structs import replace
 
 from pipeinfer.core import Send
-from pipeinfer.events import Leave, Tick
+from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.messages import (
     Abort,
     Begin,
@@ -367,3 +367,16 @@ def test_a_scheduler_that_leaves_lands_its_steps_and_publishes_no_more() -> None
     assert bench.plans == plans and bench.core.idle()
     assert [row.offset for row in bench.rows()] == [0, 1], "what had been computed is sent"
     assert not any(isinstance(m, Open) and m.request_id == "late" for m in bench.told)
+
+
+def test_one_that_drains_ends_what_it_has_and_takes_nothing_new() -> None:
+    bench = recovered()
+    bench.feed(work("r"))
+    bench.feed(Drain())
+    bench.feed(work("late"))
+    bench.run()
+    assert bench.core.state()[0] == "draining"
+    assert [i for row in bench.rows() for i in unpack(row.ids).tolist()] == outputs()
+    (refused,) = [m for m in bench.told if isinstance(m, Refused)]
+    assert (refused.request_id, refused.status) == ("late", 503)
+    assert bench.core.stats()["running"] == 0

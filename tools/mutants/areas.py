@@ -145,6 +145,7 @@ AREAS = {
             "tests/gateway/test_port.py",
             "tests/gateway/test_gateway_http.py",
             "tests/gateway/test_key_limits_http.py",
+            "tests/gateway/test_reset_prefix_cache.py",
             "tests/pipeline/test_recovery_simulated.py",
             STORIES[0],
         ),

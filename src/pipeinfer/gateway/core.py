@@ -145,7 +145,7 @@ class GatewayCore:
             self._deadlines.add(record)
         return [Send("requests", tokenizer, submit)]
 
-    def refusal(self, name: str = "", requests: int = 1, tokens: int = 0) -> Failed | None:
+    def refusal(self, requests: int, name: str = "", tokens: int = 0) -> Failed | None:
         """What so many more requests would be refused with; None if they would be taken.
 
         To be asked before a request is read, so that those who come to a full server cost little.
