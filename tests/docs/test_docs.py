@@ -108,7 +108,7 @@ def known_flags() -> set[str]:
     asked = {option for a in flags.parser("x", "")._actions for option in a.option_strings}
     sources = [
         path
-        for top in ("tools", "src", "stages", "tests/gpu")
+        for top in ("tools", "src", "stages", "tests/gpu", "tests/clients")
         for path in (ROOT / top).rglob("*.py")
     ]
     added = re.findall(r'"(--[a-z][a-z-]+)"', "\n".join(p.read_text() for p in sources))

@@ -454,6 +454,16 @@ def test_an_echo_with_log_probs_needs_those_of_the_prompt() -> None:
     assert not completion(logprobs=3)[0].return_prompt_text
 
 
+def test_the_one_output_behind_a_scored_prompt_always_has_a_log_prob() -> None:
+    def ignores(**fields: object) -> bool:
+        return completion(**fields)[0].params.ignore_eos
+
+    assert ignores(logprobs=1, echo=True, max_tokens=1)
+    assert not ignores(logprobs=1, echo=True, max_tokens=2)
+    assert not ignores(logprobs=1, max_tokens=1)
+    assert not ignores(echo=True, max_tokens=1)
+
+
 def test_nothing_may_be_asked_for_only_where_the_prompt_is_echoed() -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 0, "echo": True}).encode()
     job = completion_job(read(body, CompletionRequest), "id", TERMS, "")

@@ -177,6 +177,10 @@ def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: s
     shown = _completion_shown(request, limit)
     limit += shown.nothing_new  # the model has no step that samples nothing
     params = _params(request, terms.sampling, limit, shown, {"max_tokens": field})
+    if shown.echo and shown.logprobs is not None and limit == 1:
+        # Whoever scores a prompt so takes the last log-prob for that of the one output (lm-eval).
+        # A stop token has none; so nothing stops here.
+        params = replace(params, ignore_eos=True)
     made = _best_of(request, params.n)
     best = params.n if made > params.n else 0
     if best:
