@@ -154,3 +154,15 @@ def test_a_prompt_for_which_others_give_way_takes_their_pages_in_the_same_step()
     step.continue_prompts()
     assert step.preempted == [decode]
     assert step.rows == [(prompt, 2 * SIZE)]
+
+
+def test_nobody_counts_on_the_pages_of_who_gives_way_in_the_same_step():
+    oldest, leader = running("oldest", 0, 8, 8), running("leader", 1, 16, 17)
+    leader.computed = 16
+    follower = from_work(work("follower", 16), 2, 0.0)
+    follower.behind = leader
+    assert leader.lends and follower.shared == 15
+    step = board([oldest, leader])
+    assert step._hit(follower) == 12, "of whole pages"
+    step._preempt(leader)
+    assert step._hit(follower) == 0
