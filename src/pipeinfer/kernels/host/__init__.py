@@ -1,4 +1,4 @@
-"""The Kernels of the host, in NumPy, whose loops need no thread pool; scores by torch."""
+"""The Kernels of the host, in NumPy: its vectorised loops need no thread pool."""
 
 from pipeinfer.kernels.host.sampling import choose, offer, sample
 from pipeinfer.kernels.host.scores import own_keys, scores, survey, tell

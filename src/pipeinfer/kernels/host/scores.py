@@ -1,17 +1,19 @@
 """Log-probs of tokens out of logits, with their ranks and the likeliest others, on the host.
 
-Torch operations, which pass over a vocabulary faster than NumPy's. See kernels/interface.py for
-what the functions do. Knows rows and ids; no request, no rank and no sampling.
+Row by row: what is made of one stays in a core's cache. See kernels/interface.py for what the
+functions do. Knows rows and ids; no request, no rank and no sampling.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from pipeinfer.kernels.tables import NO_KEY
 from pipeinfer.logprobs import NO_ID
 
 HIGHEST_ID = 2**31 - 1
+BLOCK = 128  # ids of which the greatest logit is looked at first
 
 
 def scores(logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
@@ -30,12 +32,15 @@ def own_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Te
 
 
 def survey(logits: torch.Tensor, own: torch.Tensor, most: int, first_id: int) -> torch.Tensor:
-    logits = logits.float()
-    best = _best(logits, most, first_id)
-    missing = best.new_full((len(best), most - best.shape[1]), NO_KEY)
-    total = logits.logsumexp(1).view(torch.int32).long()
-    above = _above(logits, own, first_id)
-    return torch.cat((total[:, None], above[:, None], best, missing), dim=1)
+    records = np.full((len(logits), 2 + most), NO_KEY)
+    room = np.empty(logits.shape[1], dtype=np.float32)
+    values = logits.float().numpy()
+    for record, row, key in zip(records, values, own.tolist(), strict=True):
+        record[0] = _log_sum(row, room).view(np.int32)
+        record[1] = _above(row, key, first_id)
+        best = _best(row, most, first_id)
+        record[2 : 2 + len(best)] = best
+    return torch.from_numpy(records)
 
 
 def tell(records: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -48,6 +53,43 @@ def tell(records: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     return torch.cat((values[:, :1], above[:, None].int() + 1, ids[:, 1:], values[:, 1:]), dim=1)
 
 
+def _log_sum(row: np.ndarray, room: np.ndarray) -> np.float32:
+    """log(sum(exp(row))) of float32 [n]; `room` is as large."""
+    peak = row.max(initial=np.float32(-np.inf))
+    if not np.isfinite(peak):
+        return np.float32(peak)
+    np.exp(np.subtract(row, peak, out=room), out=room)
+    return peak + np.log(room.sum())
+
+
+def _above(row: np.ndarray, key: int, first_id: int) -> int:
+    """How many ids of the row, from `first_id` on, have greater keys."""
+    ids, values = _read(torch.tensor([key]))
+    column = min(max(int(ids) - first_id, 0), len(row))
+    value = np.float32(values.item())
+    return int(np.count_nonzero(row > value) + np.count_nonzero(row[:column] == value))
+
+
+def _best(row: np.ndarray, most: int, first_id: int) -> np.ndarray:
+    """int64 [most], or as many as there are: the greatest keys, falling.
+
+    As many blocks as are asked for have a maximum that is not less than the least of the greatest
+    maxima: only ids with logits from there on can be among the best. That takes one pass.
+    """
+    blocks = len(row) // BLOCK
+    if not most:
+        return np.empty(0, dtype=np.int64)
+    if blocks <= most:
+        columns = np.arange(len(row))
+    else:
+        maxima = row[: blocks * BLOCK].reshape(blocks, BLOCK).max(axis=1)
+        columns = np.flatnonzero(row >= np.partition(maxima, blocks - most)[blocks - most])
+    keys = _keys(torch.from_numpy(row[columns]), torch.from_numpy(columns + first_id)).numpy()
+    if len(keys) > most:
+        keys = np.partition(keys, len(keys) - most)[len(keys) - most :]
+    return np.sort(keys)[::-1]
+
+
 def _keys(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """int64, as many, of float32 logits; no two are equal. To be made of few ids: a whole
     vocabulary's take longer than all else here.
@@ -58,32 +100,6 @@ def _keys(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     bits = (logits + 0.0).view(torch.int32)  # there is one zero
     ordered = torch.where(bits < 0, bits ^ HIGHEST_ID, bits).long()
     return (ordered << 32) | (HIGHEST_ID - ids)
-
-
-def _best(logits: torch.Tensor, most: int, first_id: int) -> torch.Tensor:
-    """int64 [N, most], or as many as there are: the greatest keys, falling."""
-    share = logits.shape[1]
-    most = min(most, share)
-    if not most:
-        return logits.new_empty((len(logits), 0), dtype=torch.int64)
-    values, columns = logits.topk(most, dim=1)
-    least = values[:, -1:]
-    # Of those that equal the least of them it took any; these are the lowest, in their order.
-    falling = torch.arange(share, 0, -1, dtype=torch.int32, device=logits.device)
-    lowest = torch.where(logits == least, falling, 0).topk(most, dim=1).values
-    above = values > least
-    at = torch.arange(most, device=logits.device) - above.sum(1, keepdim=True)
-    lowest = share - lowest.gather(1, at.clamp(min=0)).clamp(min=1)  # none equals a NaN
-    columns = torch.where(above, columns, lowest)
-    return _keys(values, first_id + columns).sort(dim=1, descending=True).values
-
-
-def _above(logits: torch.Tensor, own: torch.Tensor, first_id: int) -> torch.Tensor:
-    """int64 [N]: how many of this rank's ids have greater keys than `own` [N]."""
-    ids, values = _read(own[:, None])
-    here = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
-    lower = (logits == values).logical_and_(here < ids)
-    return lower.logical_or_(logits > values).sum(1)
 
 
 def _read(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
