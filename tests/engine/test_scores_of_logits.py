@@ -45,7 +45,8 @@ VALUES = st.sampled_from([0.0, -0.0, 1.5, -1.5, 30.0, -30.0, float("-inf"), 2.0*
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.lists(VALUES, min_size=9, max_size=9), min_size=1, max_size=4),
-    st.integers(0, 20), st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([1, 2, 128]), st.randoms(),
+    st.integers(0, 20), st.sampled_from([1, 2, 3, 4, 8]),
+    st.sampled_from([1, 2, 128]), st.randoms(),
 )  # fmt: skip
 def test_entries_are_what_they_say_however_the_vocabulary_is_split(
     rows, most, ranks, block, random
