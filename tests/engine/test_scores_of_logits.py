@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed.test_split_sampler import Threads
-from pipeinfer.engine.logprobs import alone, log_probs
+from pipeinfer.engine.logprobs import log_probs
 from pipeinfer.kernels import host
 from pipeinfer.logprobs import Score, finite, narrowed, scores, size, unscored
 
@@ -61,8 +61,11 @@ def test_entries_are_what_they_say_however_the_vocabulary_is_split(
     def one(rank: int) -> bytes:
         first = min(rank * share, 9)
         mine = torch.from_numpy(logits[:, first : first + share].copy())
-        collect = alone if ranks == 1 else group.collect
-        return log_probs(host, mine, torch.tensor(ids), most, first, collect).numpy().tobytes()
+        if ranks == 1:
+            return host.scores(mine, torch.tensor(ids), most).numpy().tobytes()
+        return log_probs(
+            host, mine, torch.tensor(ids), most, first, group.collect
+        ).numpy().tobytes()  # fmt: skip
 
     with patch.object(ON_HOST, "BLOCK", block):
         told = group.run(one)
@@ -75,7 +78,7 @@ def test_entries_are_what_they_say_however_the_vocabulary_is_split(
 
 def test_of_equal_logits_the_lowest_ids_come_first():
     logits = torch.zeros(1, 5000)
-    (entry,) = scores(log_probs(host, logits, torch.tensor([4999]), 3).numpy().tobytes(), 3)
+    (entry,) = scores(host.scores(logits, torch.tensor([4999]), 3).numpy().tobytes(), 3)
     assert (entry.ids, entry.rank) == ([0, 1, 2], 5000)
 
 
@@ -83,14 +86,14 @@ def test_of_equal_logits_the_lowest_ids_come_first():
 def test_sums_are_float32_whatever_the_logits_are(dtype):
     torch.manual_seed(0)
     logits = (torch.randn(2, 3000) * 4).to(dtype)
-    raw = log_probs(host, logits, torch.tensor([5, 77]), 4).numpy().tobytes()
+    raw = host.scores(logits, torch.tensor([5, 77]), 4).numpy().tobytes()
     for n, entry in enumerate(scores(raw, 4)):
         check(entry, by_definition(logits[n].float().numpy(), (5, 77)[n], 4))
 
 
 def test_an_entry_with_fewer_alternatives_is_the_beginning_of_one_with_more():
     torch.manual_seed(1)
-    table = log_probs(host, torch.randn(3, 100), torch.tensor([1, 2, 3]), 7).numpy()
+    table = host.scores(torch.randn(3, 100), torch.tensor([1, 2, 3]), 7).numpy()
     for most in (0, 2, 7):
         cut = list(scores(narrowed(table, most).tobytes(), most))
         for entry, whole in zip(cut, scores(table.tobytes(), 7), strict=True):

@@ -72,7 +72,7 @@ class WholeSampler:
         return self._kernels.sample(logits, knobs, last_token, len(truncated) > 0)
 
     def score(self, logits: torch.Tensor, ids: torch.Tensor, most: int) -> torch.Tensor:
-        return log_probs(self._kernels, logits, ids, most)
+        return self._kernels.scores(logits, ids, most)
 
 
 class Ranks(Protocol):

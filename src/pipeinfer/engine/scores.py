@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from pipeinfer.engine.buffers import Download
-from pipeinfer.engine.logprobs import AT_ONCE
 from pipeinfer.engine.sampling import Sampler
 from pipeinfer.logprobs import OWN_WORDS, narrowed
 from pipeinfer.steps.step import LogprobRows, Sampled, ScoredChunk, Step
 from pipeinfer.tensors import tensor_of
+
+AT_ONCE = 64  # tokens of a prompt whose logits there are at a time
 
 
 @dataclass(frozen=True)
@@ -93,18 +94,10 @@ class Scores:
         if self._rows is None:
             return
         at, many = self._at(logits.device), len(self._rows.rows)
-        ids, most = drawn[:, 1].to(logits.device), int(self._rows.most.max())
-        if at is None:
-            ids, logits = ids[:many], logits[:many]
-        else:
-            ids = ids[at]
-            logits = logits[at] if self._raw is None else logits
-        raw = logits if self._raw is None else self._raw
-        made = [
-            self._sampler.score(raw[begin : begin + AT_ONCE], ids[begin : begin + AT_ONCE], most)
-            for begin in range(0, many, AT_ONCE)
-        ]
-        self._words[:0] = [table.flatten() for table in made]
+        raw = _chosen(logits, at, many) if self._raw is None else self._raw
+        ids = _chosen(drawn[:, 1].to(logits.device), at, many)
+        made = self._sampler.score(raw, ids, int(self._rows.most.max()))
+        self._words.insert(0, made.flatten())
 
     def download(self, room: Download) -> StepScores:
         """To the host; there when the step has ended."""
@@ -119,10 +112,15 @@ class Scores:
         return None if np.array_equal(at, np.arange(len(at))) else _there(at, where)
 
 
+def _chosen(table: torch.Tensor, at: torch.Tensor | None, many: int) -> torch.Tensor:
+    """The entries of so `many` rows; `at`: see Scores._at."""
+    return table[:many] if at is None else table[at]
+
+
 def _bytes(table: np.ndarray, most: np.ndarray) -> bytes:
     """Of scores int32 [N, words], each with the alternatives that its row asked for, `most` [N]."""
-    if len(most) == 0 or most.min() == most.max() == (table.shape[1] - OWN_WORDS) // 2:
-        return table.tobytes()
+    if len(set(most.tolist())) <= 1:
+        return narrowed(table, int(most.max(initial=0))).tobytes()
     return b"".join(
         narrowed(table[row : row + 1], wanted).tobytes() for row, wanted in enumerate(most.tolist())
     )

@@ -34,8 +34,8 @@ def own_keys(logits: torch.Tensor, ids: torch.Tensor, first_id: int) -> torch.Te
 def survey(logits: torch.Tensor, own: torch.Tensor, most: int, first_id: int) -> torch.Tensor:
     records = np.full((len(logits), 2 + most), NO_KEY)
     room = np.empty(logits.shape[1], dtype=np.float32)
-    values = logits.float().numpy()
-    for record, row, key in zip(records, values, own.tolist(), strict=True):
+    for record, one, key in zip(records, logits, own.tolist(), strict=True):
+        row = one.float().numpy()
         record[0] = _log_sum(row, room).view(np.int32)
         record[1] = _above(row, key, first_id)
         best = _best(row, most, first_id)
