@@ -16,7 +16,7 @@ from pipeinfer.json_values import JsonObject
 from pipeinfer.params import MOST_CHOICES, SamplingParams, StructuredOutputs
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 8
+PROTOCOL = 9
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -162,6 +162,14 @@ class Admit(Message, frozen=True):
     banned: tuple[tuple[int, ...], ...] = ()
 
 
+class Extend(Message, frozen=True):
+    """What the request in `slot` was told goes on with `ids` (int32 bytes): confirmed outputs. Some
+    may be sampled already; the others were forced by its grammar, and need no step each."""
+
+    slot: int
+    ids: bytes
+
+
 class Prepare(Message, frozen=True):
     """Requests wait for the grammar `spec`, the first of them `request_id`: compile it, and answer
     Prepared. Sent until all ranks have answered."""
@@ -171,8 +179,8 @@ class Prepare(Message, frozen=True):
 
 
 class Plan(Message, frozen=True):
-    """One step: releases, then admits, then rows `advance(slot, up to count tokens)`. With `reset`
-    cached prefixes that no request uses are forgotten between releases and admits.
+    """One step: releases, admits, extends, then rows `advance(slot, up to count tokens)`. With
+    `reset` cached prefixes that no request uses are forgotten between releases and admits.
     `slots`, `counts`: int32 bytes, a row each; no slot stands twice. A row computes known tokens
     not yet computed, at most `count`; then it decodes from the id that the step before left."""
 
@@ -183,6 +191,7 @@ class Plan(Message, frozen=True):
     slots: bytes
     counts: bytes
     reset: bool = False
+    extends: tuple[Extend, ...] = ()
 
 
 # ---------------------------------------------------------------------- result: engine -> scheduler
@@ -245,7 +254,8 @@ class Result(Message, frozen=True):
     `slots`, `starts`, `counts`: int32 bytes; `starts` is the first computed position, `counts` how
     many tokens were computed (0: deferred if listed in `deferred`, else nothing was left to do).
     `produced`: int32 bytes, how many ids of `token_ids` belong to each row (0 where it did not
-    sample). `free`, `evictable`, `evicted`: as in Admitted. `digest`: running hash of decisions.
+    sample; behind the sampled one come those that its grammar forces, which later steps may sample
+    again). `free`, `evictable`, `evicted`: as in Admitted. `digest`: running hash of decisions.
     `bad`: int32 bytes, slots whose logits were not finite: such a row has produced nothing.
     `logprobs`: scores of the ids whose requests ask for them, in the ids' order. `refused`: slots
     whose grammar allows nothing, with the reason: such a row has produced nothing either."""

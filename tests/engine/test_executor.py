@@ -214,6 +214,7 @@ class Filled:
 
     def take(self, step, sampled):
         self.log.append(("take", step.number))
+        return sampled
 
     def close(self):
         self.log.append("closed")

@@ -43,7 +43,7 @@ SPECS = {
         )
     ),
     "choice": StructuredOutputs(choice=("apples", "apricots", "pears")),
-    "regex": StructuredOutputs(regex="[a-f]{3,9}-[0-9]{2}"),
+    "regex": StructuredOutputs(regex="[a-f]{14,20}-[0-9]{2}"),
 }
 
 
@@ -96,17 +96,22 @@ def test_outputs_are_what_the_grammar_says(loaded, masks, temperature):
 def test_greedy_rows_take_the_likeliest_token_that_is_allowed(loaded, masks):
     """Against masks that are made anew from the ids, one token at a time."""
     made = submitted(cores(loaded, masks), 0.0)
-    checked = 0
+    checked = jumped = 0
     for name, spec in SPECS.items():
         grammar, ids = Grammar(VOCABULARY, spec), made.outputs[name]
         for n, token in enumerate(ids):
             words = np.zeros((1, VOCABULARY.words), dtype=np.int32)
             assert fill_all(LLExecutor(1), [source_of(grammar, ids[:n], ())], words) == [""]
             allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: SETUP.width] > 0
-            logits = made.logits[name, len(PROMPT) + len(name) + n]
+            logits = made.logits.get((name, len(PROMPT) + len(name) + n))
+            if logits is None:  # nobody had to sample it
+                assert np.flatnonzero(allowed).tolist() == [token]
+                jumped += 1
+                continue
             assert token == int(np.where(allowed, logits, -np.inf).argmax())
             checked += int(logits.argmax()) != token
     assert checked > 10, "the grammar has hardly changed anything"
+    assert jumped > 10, "hardly anything was forced"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -128,6 +133,81 @@ def test_steps_may_be_cut_and_rows_taken_back(loaded, masks, temperature):
     disturbed = submitted(cores(loaded, masks, policy="parity.cores:Nuisance"), temperature)
     assert disturbed.outputs == usual
     assert disturbed.scheduler.stats()["preemptions_total"] > 2
+
+
+FORM = StructuredOutputs(
+    json=json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "whether the customer has agreed": {"type": "boolean"},
+                "the kind of the contract": {"enum": ["limited", "unlimited"]},
+                "open invoices": {"type": "integer", "minimum": 0, "maximum": 99},
+            },
+            "required": ["whether the customer has agreed", "the kind of the contract"],
+            "additionalProperties": False,
+        }
+    )
+)
+
+
+def filled(made: Cores, temperature: float, **more) -> Cores:
+    """Three forms, which end by themselves or at 150 tokens, and somebody beside them."""
+    given = SamplingParams(temperature=temperature, max_tokens=150, structured_outputs=FORM, **more)
+    for seed in range(3):
+        made.submit(f"form {seed}", PROMPT, given, seed=seed, eos_ids=SETUP.ends)
+    made.submit("free", PROMPT, params("free", temperature), seed=3, eos_ids=SETUP.ends)
+    made.run()
+    return made
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_a_row_that_jumps_over_forced_tokens_says_what_it_would_sample(loaded, masks, temperature):
+    """Rows with log-probs do not jump; whoever else is there samples what he did."""
+    usual = filled(cores(loaded, masks), temperature, logprobs=0)
+    for how in ({}, {"depth": 1}, {"budget": 5}, {"policy": "parity.cores:Nuisance"}, {"depth": 3}):
+        made = filled(cores(loaded, masks, **how), temperature)
+        assert made.outputs == usual.outputs and made.finished == usual.finished, how
+        steps = [one.engine.stats()["plans_total"] for one in (made, usual)]
+        jumped = made.scheduler.stats()["jumped_tokens_total"]
+        assert jumped > 60, how
+        if "budget" not in how and "policy" not in how:
+            assert steps[0] < 0.75 * steps[1], how
+        assert made.memory.free + made.memory.evictable == made.memory.allocator.total
+    assert usual.scheduler.stats()["jumped_tokens_total"] == 0
+    assert [len(usual.logprobs[f"form {n}"]) for n in range(3)] == [
+        8 * len(usual.outputs[f"form {n}"]) for n in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    "more", [{"frequency_penalty": 0.1}, {"min_tokens": 3}, {"repetition_penalty": 1.1}]
+)
+def test_rows_whose_tokens_are_counted_or_banned_do_not_jump(loaded, masks, more):
+    made = cores(loaded, masks)
+    given = SamplingParams(temperature=0.0, max_tokens=150, structured_outputs=FORM, **more)
+    made.submit("form", PROMPT, given, eos_ids=SETUP.ends)
+    made.run()
+    assert set(json.loads(text(made, "form"))) >= {"whether the customer has agreed"}
+    assert made.scheduler.stats()["jumped_tokens_total"] == 0
+
+
+def test_what_is_cached_of_a_row_that_jumped_is_what_it_computed(loaded, masks):
+    """Its whole text is asked for again: most of it is found, and goes on in the same way."""
+    made = cores(loaded, masks)
+    given = SamplingParams(temperature=0.0, max_tokens=100, structured_outputs=FORM)
+    made.submit("form", PROMPT, given, eos_ids=SETUP.ends)
+    made.run()
+    assert made.scheduler.stats()["jumped_tokens_total"] > 20
+    prompt = [*PROMPT, *made.outputs["form"][:-1]]
+    going_on = SamplingParams(temperature=0.0, max_tokens=12)
+    made.submit("warm", prompt, going_on)
+    made.run()
+    cold = cores(loaded, masks)
+    cold.submit("cold", prompt, going_on)
+    cold.run()
+    assert made.outputs["warm"] == cold.outputs["cold"]
+    assert made.cached["warm"] > len(PROMPT) + 20
 
 
 def test_penalties_count_what_was_sampled_behind_the_mask(loaded, masks):

@@ -24,7 +24,7 @@ from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.applied import Rows
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import Admit, Plan, Release
+from pipeinfer.messages import Admit, Extend, Plan, Release
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.steps.step import LAST_TOKEN, Step
@@ -47,6 +47,12 @@ class Sequence:
     def append(self, token: int) -> None:
         self.tokens.append(token)
         self.kv += chain([token], self.kv[-1])
+
+    def force(self, tokens: list[int]) -> None:
+        """These come next, and the engine is told of all there are."""
+        for token in tokens:
+            self.append(token)
+        self.known = len(self.tokens)
 
 
 class MemoryMachine(RuleBasedStateMachine):
@@ -128,6 +134,22 @@ class MemoryMachine(RuleBasedStateMachine):
             admits.append(self.admit(slot, sequence))
         return admits
 
+    def draw_extends(self, data: st.DataObject) -> list[Extend]:
+        """What was sampled, and more: of requests that have come through their prompt."""
+        extends = []
+        for slot, sequence in sorted(self.live.items()):
+            flying = any(sequence in sequences for _, sequences in self.flights)
+            most = sequence.max_total - len(sequence.tokens) - 1
+            if flying or sequence.planned < sequence.known or most < 1:
+                continue
+            count = data.draw(st.sampled_from([0, 0, 1, 2, 2 * self.page_size + 1]), "extend")
+            forced = [(sequence.planned + n) % 4 for n in range(min(count, most))]
+            if forced:
+                begin = sequence.known
+                sequence.force(forced)
+                extends.append(Extend(slot, pack(sequence.tokens[begin:])))
+        return extends
+
     def admit(self, slot: int, sequence: Sequence) -> Admit:
         return Admit(
             slot,
@@ -145,12 +167,14 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.flights) < MAX_IN_FLIGHT)
     @rule(data=st.data())
     def plan(self, data: st.DataObject):
-        releases, admits = self.draw_releases(data), self.draw_admits(data)
+        releases, extends = self.draw_releases(data), tuple(self.draw_extends(data))
+        admits = self.draw_admits(data)
         slots = data.draw(st.permutations(range(SLOTS)), "order")
         slots = slots[: data.draw(st.integers(0, SLOTS), "rows")]
         most = 2 * self.page_size + 1
         counts = [data.draw(st.sampled_from([0, 1, 1, 2, most, 99999]), "n") for _ in slots]
-        self.apply(Plan(1, self.number, tuple(releases), tuple(admits), pack(slots), pack(counts)))
+        rows = pack(slots), pack(counts)
+        self.apply(Plan(1, self.number, tuple(releases), tuple(admits), *rows, extends=extends))
 
     @precondition(lambda self: self.flights == [] and len(self.live) > 0)
     @rule()

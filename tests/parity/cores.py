@@ -143,7 +143,7 @@ class Cores:
             flight.finish(partial(self.masks.fill, step))
         sampled = flight.take()
         if self.masks is not None:
-            self.masks.take(step, sampled)
+            sampled = self.masks.take(step, sampled)
         self._remember(step, names, flight)
         self._to_engine(step_done(step, sampled))
 

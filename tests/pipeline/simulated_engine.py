@@ -10,13 +10,14 @@ from collections import deque
 from dataclasses import replace
 
 import numpy as np
-from simulated_grammars import DEAD, Matcher, compiled
+from simulated_grammars import WORDS, Matcher, choice, compiled
 
 from pipeinfer.core import Send
 from pipeinfer.engine.core import Compile, Compute, EngineCore
 from pipeinfer.engine.driver import step_done
 from pipeinfer.engine.mirror import Mirror
 from pipeinfer.events import Compiled, StepDone
+from pipeinfer.grammars.masks import RowSource
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message
 from pipeinfer.params import StructuredOutputs
@@ -58,7 +59,7 @@ class TokenDevice:
     def __init__(self, mood: list[int], pages: int, grammars: Grammars) -> None:
         self._mood = mood
         self._grammars = grammars
-        self._matchers: dict[int, Matcher] = {}  # by slot
+        self._sources: dict[int, RowSource] = {}  # by slot
         self._kv = np.full((pages + 1, PAGE_SIZE), -1)
         self._last = np.full(SLOTS, -1)
         self._slots = Mirror(SLOTS)
@@ -71,7 +72,7 @@ class TokenDevice:
         self._slots.apply(step.delta)
         for slot in step.delta.admitted.tolist():
             self._edits.pop(slot, None)
-            self._matchers.pop(slot, None)
+            self._sources.pop(slot, None)
         masked = self._masked(step)
         self._edits.update((edits.slot, edits) for edits in step.delta.edits)
         pages, positions = self._slots.pages(step, PAGE_SIZE), sampling_of(step).positions
@@ -104,17 +105,30 @@ class TokenDevice:
         for new in step.masked.new:
             assert new.spec is not None
             assert not self._grammars.verdict(new.spec), "it cannot be had"
-            self._matchers[new.slot] = Matcher(new.spec, new.output.tolist())
+            ids = new.output.tolist()
+            matcher = Matcher(new.spec, ids)
+            self._sources[new.slot] = RowSource(matcher, new.begin + len(ids), new.jumps)
+        for told in step.masked.extended:
+            self._sources[told.slot].told(told.first, told.ids.tolist())
         return set(step.masked.rows.tolist())
 
     def _allowed(self, slot: int, token: int) -> int | str:
         """What a row with a grammar samples, or why it samples nothing."""
-        matcher = self._matchers[slot]
-        chosen = matcher.choose(token)
-        if chosen is None:
-            return DEAD
-        matcher.feed([chosen])
+        words = np.zeros(WORDS, dtype=np.int32)
+        source = self._sources[slot]
+        why = source.check(words)
+        if why:
+            return why
+        chosen = choice(token, words)
+        assert not source.feed([chosen])
         return chosen
+
+    def _forced(self, step: Step, refused: dict[int, str]) -> dict[int, list[int]]:
+        """What comes behind the tokens of rows that have a grammar, where that is known."""
+        rows = [] if step.masked is None else step.masked.rows.tolist()
+        slots = step.slots[step.samples].tolist()
+        forced = {row: self._sources[slots[row]].force() for row in rows if row not in refused}
+        return {row: ids for row, ids in forced.items() if ids}
 
     def sampled(self, step: Step) -> Sampled:
         """What it gives, with log-probs where they are asked for."""
@@ -122,6 +136,7 @@ class TokenDevice:
         refused = {row: why for row, why in enumerate(rows) if isinstance(why, str)}
         drawn = np.array([(1, GARBAGE if row in refused else n) for row, n in enumerate(rows)])
         sampled = Sampled.of(drawn.reshape(-1, 2), refused)
+        sampled = sampled.followed_by(self._forced(step, refused))
         positions = sampling_of(step).positions
         if asked is not None:
             for row, most in zip(asked.rows.tolist(), asked.most.tolist(), strict=True):

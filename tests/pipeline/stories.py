@@ -32,7 +32,6 @@ from pipeinfer.messages import (  # noqa: E402
     Plan,
     Result,
     StopHit,
-    TokenRow,
     Tokens,
     Work,
 )
@@ -45,7 +44,8 @@ EVENTS = (
     "crash by a request", "hang-up", "follow-up", "log-probs", "log-probs of a prompt", "choices",
     "held", "grammar", "grammar refused", "grammar that engines cannot have",
     "grammar that a new engine cannot have", "grammar without an end", "preparing",
-    "death amid compiling", "end amid compiling", "preemption with a grammar",
+    "death amid compiling", "end amid compiling", "preemption with a grammar", "jump",
+    "token that was forced before",
 )  # fmt: skip
 STEPS = 60  # of a story
 MOST = 25  # tokens of an answer
@@ -67,6 +67,8 @@ class Watch:
         self._flying: deque[tuple[int, int, dict[int, str]]] = deque()  # epoch, number, by slot
         self._slots: dict[int, str] = {}  # who has it
         self._released: dict[str, bool] = {}  # in this epoch; whether rows of it were in flight
+        self._prompts: dict[str, int] = {}  # tokens, of whoever was admitted
+        self._told: dict[str, int] = {}  # output tokens
         self._epoch = -1
         self._due: dict[str, float] = {}
         self._ticked = 0.0
@@ -76,6 +78,7 @@ class Watch:
         name = type(event).__name__
         said = [row for s in sends if isinstance(s.message, Tokens) for row in s.message.rows]
         self._end([row.request_id for row in said if row.finish is not None])
+        self._told |= {row.request_id: row.offset + len(row.ids) // 4 for row in said}
         match event:
             case Work():
                 self._end([event.request_id])  # if it is there, it starts over
@@ -89,7 +92,7 @@ class Watch:
             case Done():
                 self._end(list(event.request_ids))
             case Result():
-                self._result(event, said)
+                self._result(event)
             case _ if name == "Tick":
                 self._ticked = now
         self._seen["deadline"] += sum(row.finish == "abort" for row in said)
@@ -124,25 +127,31 @@ class Watch:
             name = self._slots.pop(release.slot)
             self._released[name] = any(name in rows.values() for _, _, rows in self._flying)
         for admit in plan.admits:
-            self._slots[admit.slot] = admit.request_id
+            self._slots[admit.slot] = name = admit.request_id
+            self._prompts[name] = admit.prompt_len
+            self._told[name] = len(admit.token_ids) // 4 - admit.prompt_len
             if admit.request_id in self._released:
                 self._seen["preemption"] += 1
                 grammar = admit.params.structured_outputs is not None
                 self._seen["preemption with a grammar"] += grammar
                 self._seen["preemption in flight"] += self._released.pop(admit.request_id)
+        self._seen["jump"] += bool(plan.extends)
         rows = {slot: self._slots[slot] for slot in unpack(plan.slots).tolist()}
         self._flying.append((plan.epoch, plan.number, rows))
 
-    def _result(self, result: Result, said: list[TokenRow]) -> None:
+    def _result(self, result: Result) -> None:
         if not self._flying or self._flying[0][:2] != (result.epoch, result.number):
             return
         _, _, rows = self._flying.popleft()
         self._seen["deferral"] += bool(result.deferred)
-        told = {row.request_id for row in said if row.ids}
-        produced = zip(unpack(result.slots).tolist(), unpack(result.produced).tolist(), strict=True)
-        for slot, many in produced:
+        ends, produced = unpack(result.starts) + unpack(result.counts), unpack(result.produced)
+        for slot, end, many in zip(*map(list, (unpack(result.slots), ends, produced)), strict=True):
             name = rows.get(slot)
-            assert not many or name is None or name in told, f"{many} tokens of {name} lost"
+            if not many or name is None:
+                continue
+            told = self._prompts[name] + self._told[name]
+            assert told >= end + many, f"{name} has {told} tokens, and {many} behind {end} are lost"
+            self._seen["token that was forced before"] += told > end + many
 
 
 class Story(Simulation):

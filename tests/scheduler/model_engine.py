@@ -15,6 +15,7 @@ from pipeinfer.messages import (
     Admit,
     Admitted,
     Begin,
+    Extend,
     Hello,
     Message,
     Plan,
@@ -67,12 +68,18 @@ def suppressed(token: int, stops: frozenset[int]) -> int:
     return token
 
 
+def forced(tokens: list[int], most: int) -> list[int]:
+    """Up to `most` of the tokens that come behind some of them are known at once."""
+    return [] if sum(tokens) % 3 else expected_outputs(tokens, most, frozenset())
+
+
 @dataclass
 class Slot:
     admit: Admit
     tokens: list[int]
     known: int
     computed: int
+    ahead: int = 0  # tokens that were said, sampled or not
     shared: list[tuple[int, ...]] = field(default_factory=list)  # locked pages of the cache
     private: int = 0
 
@@ -88,8 +95,10 @@ class ModelEngine:
         budget: int,
         caching: bool,
         step_cost: StepCost | None = None,
+        forces: int = 0,
     ) -> None:
-        self.step_cost = step_cost
+        """`forces`: of requests with a grammar up to so many tokens may be forced at a time."""
+        self.step_cost, self.forces = step_cost, forces
         self.pages, self.page_size, self.max_slots = pages, page_size, slots
         self.budget, self.caching = budget, caching
         self.incarnation = 1
@@ -98,6 +107,7 @@ class ModelEngine:
         self._grammars: set[StructuredOutputs] = set()  # of this process
         self.deferred = 0
         self.prefilled = 0  # tokens
+        self.jumped = 0  # times that a request was told what it need not sample
         self._forget(0)
 
     def _forget(self, epoch: int) -> None:
@@ -155,6 +165,8 @@ class ModelEngine:
         self.done = self.done[1], []
         for admit in plan.admits:
             self._admit(admit)
+        for extend in plan.extends:
+            self._extend(extend)
         rows = list(zip(unpack(plan.slots).tolist(), unpack(plan.counts).tolist(), strict=True))
         if len({slot for slot, _ in rows}) != len(rows):
             raise Panic(f"a slot stands twice in plan {plan.number}")
@@ -237,6 +249,19 @@ class ModelEngine:
         slot.computed = len(slot.shared) * self.page_size
         self.slots[admit.slot] = slot
 
+    def _extend(self, extend: Extend) -> None:
+        slot, ids = self.slots[extend.slot], unpack(extend.ids).tolist()
+        prompt, known = slot.tokens[: slot.admit.prompt_len], slot.known + len(ids)
+        if slot.computed < slot.known and slot.known == len(slot.admit.token_ids) // 4:
+            raise Panic(f"slot {extend.slot} is extended amid its prompt")
+        if not slot.known <= slot.computed + 1 < known < slot.admit.max_total:
+            raise Panic(f"{slot.computed} computed, {slot.known} known: {len(ids)} more are no use")
+        true = prompt + expected_outputs(prompt, known - len(prompt), frozenset())
+        if slot.tokens[: slot.known] + ids != true:
+            raise Panic(f"slot {extend.slot} is told {ids}")
+        slot.tokens, slot.known = true, known
+        self.jumped += 1
+
     def _advance(self, number: int, count: int) -> tuple[int, int, list[int], bool]:
         slot = self.slots.get(number)
         if slot is None:
@@ -259,14 +284,19 @@ class ModelEngine:
         self.prefilled += take if start < slot.known else 0
         if slot.computed < slot.known:
             return start, take, [], False
-        if start < slot.known:
+        if start < slot.known and slot.known == len(slot.admit.token_ids) // 4:
             self.done[1].append(number)
         token = next_token(slot.tokens)
         outputs = len(slot.tokens) - slot.admit.prompt_len
         if outputs < slot.admit.params.min_tokens:
             token = suppressed(token, frozenset(slot.admit.suppress))
         slot.tokens.append(token)
-        return start, take, [token], False
+        spec, room = slot.admit.params.structured_outputs, slot.admit.max_total - len(slot.tokens)
+        if spec is None or slot.admit.params.min_tokens or slot.ahead > len(slot.tokens):
+            return start, take, [token], False
+        more = forced(slot.tokens, min(self.forces, room))
+        slot.ahead = len(slot.tokens) + len(more)
+        return start, take, [token, *more], False
 
     def _evict(self) -> None:
         """The longest unlocked prefix: a leaf."""

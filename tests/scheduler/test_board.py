@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_memory_runs_short import SIZE, running, work
 
-from pipeinfer.scheduler.board import Board
+from pipeinfer.scheduler.board import Beside, Board
 from pipeinfer.scheduler.credits import Allowance, Credits
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request, from_work
@@ -73,7 +73,7 @@ def test_prompts_get_what_the_decodes_can_bear():
         asked.append((list(rows), list(prompts)))
         return 5
 
-    step = board([decode, prompt], beside=beside)
+    step = board([decode, prompt], beside=Beside(beside))
     step.decode_all()
     step.spare_decodes()
     step.continue_prompts()
@@ -83,7 +83,7 @@ def test_prompts_get_what_the_decodes_can_bear():
 
 @pytest.mark.parametrize("runs", [[], [running("prompt", 0, 200, 20)]])
 def test_where_nobody_decodes_nobody_is_asked_what_decodes_can_bear(runs):
-    step = board(runs, queue=waiting(9), beside=lambda *_: pytest.fail("asked"))
+    step = board(runs, queue=waiting(9), beside=Beside(lambda *_: pytest.fail("asked")))
     step.decode_all()
     step.spare_decodes()
     step.continue_prompts()

@@ -107,9 +107,11 @@ class Pipeline:
         assert not self.engine.slots, "a slot was never released"
 
 
-def pipeline(policy="mixed", depth=2, pages=40, page_size=4, budget=16, slots=8, caching=True):
+def pipeline(
+    policy="mixed", depth=2, pages=40, page_size=4, budget=16, slots=8, caching=True, forces=0
+):
     options = SchedulerOptions(policy, depth, slots, budget)
-    return Pipeline(options, ModelEngine(pages, page_size, slots, budget, caching))
+    return Pipeline(options, ModelEngine(pages, page_size, slots, budget, caching, forces=forces))
 
 
 class Machine(RuleBasedStateMachine):
@@ -121,9 +123,10 @@ class Machine(RuleBasedStateMachine):
         budget=st.sampled_from([2, 7, 64]),
         slots=st.sampled_from([1, 3, 8]),
         caching=st.booleans(),
+        forces=st.sampled_from([0, 1, 3, 9]),
     )
-    def start(self, policy, depth, pages, page_size, budget, slots, caching):
-        self.p = pipeline(policy, depth, pages, page_size, budget, slots, caching)
+    def start(self, policy, depth, pages, page_size, budget, slots, caching, forces):
+        self.p = pipeline(policy, depth, pages, page_size, budget, slots, caching, forces)
         self.capacity = pages * page_size
 
     @rule(

@@ -13,7 +13,7 @@ from fuzz.target import Wrong
 from fuzz.tree_model import Numbers
 from pipeinfer.memory.errors import ProtocolError
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import Admit, Plan, Release
+from pipeinfer.messages import Admit, Extend, Plan, Release
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 
@@ -29,7 +29,7 @@ class Sequence:
 
     salt: str
     tokens: list[int]
-    known: int  # tokens at its admission
+    known: int  # tokens that the manager was told
     most: int
     computed: int = 0
     pages: list[int] = field(default_factory=list)
@@ -57,7 +57,7 @@ class ManagerModel:
 
     def plan(self, program: Numbers) -> None:
         """One plan, and what must be true after it."""
-        releases = self._releases(program)
+        releases, extends = self._releases(program), self._extends(program)
         admits = self._admits(program)
         rows = [slot for slot in range(SLOTS) if program.below(4)]
         counts = [(0, 1, 1, 2, 2 * self._size + 1, 9999)[program.below(6)] for _ in rows]
@@ -68,6 +68,7 @@ class ManagerModel:
             admits=admits,
             slots=pack(rows),
             counts=pack(counts),
+            extends=extends,
         )
         self._number += 1
         applied = self._memory.apply(plan)
@@ -102,6 +103,7 @@ class ManagerModel:
             admits=(admit,),
             slots=ids[:8],
             counts=ids[: 4 * program.below(3)],
+            extends=(Extend(slot=program.below(9) - 2, ids=ids[: program.below(13)]),),
         )
         try:
             self._memory.apply(plan)
@@ -128,6 +130,18 @@ class ManagerModel:
                 ),
             )
             found.append(ways[program.below(3)])
+        return tuple(found)
+
+    def _extends(self, program: Numbers) -> tuple[Extend, ...]:
+        found = []
+        for slot, one in sorted(self._live.items()):
+            most = one.most - len(one.tokens) - 1
+            if one.computed < one.known or most < 1 or program.below(4):
+                continue
+            begin, more = one.known, min(1 + program.below(2 * self._size), most)
+            one.tokens += [n % 3 for n in range(more)]
+            one.known = len(one.tokens)
+            found.append(Extend(slot=slot, ids=pack(one.tokens[begin:])))
         return tuple(found)
 
     def _admits(self, program: Numbers) -> tuple[Admit, ...]:

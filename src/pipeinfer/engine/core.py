@@ -314,6 +314,10 @@ class EngineCore:
             return self._fault(f"plan {plan.number}: {error}")
         for admit in plan.admits:
             self._requests.put(admit)
+        for extend in plan.extends:
+            ids = unpack(extend.ids)
+            first = int(self.memory.slots.known[extend.slot]) - len(ids)
+            self._requests.extend(extend.slot, first, ids)
         self._count(plan, applied)
         step, sampled = self._steps.build(plan.epoch, applied)
         epoch.in_flight.append(_InFlight(applied, sampled, step.logprobs, step.prompts))

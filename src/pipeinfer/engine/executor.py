@@ -85,7 +85,7 @@ class Masks(Protocol):
 
     def fill(self, step: Step, words: np.ndarray, /) -> dict[int, str]: ...
 
-    def take(self, step: Step, sampled: Sampled, /) -> None: ...
+    def take(self, step: Step, sampled: Sampled, /) -> Sampled: ...
 
     def close(self) -> None: ...
 
@@ -199,7 +199,7 @@ class Executor:
             self.busy_seconds += launched.mark.busy
             self.idle_seconds += launched.mark.idle
             if self._masks is not None:
-                self._masks.take(step, sampled)
+                sampled = self._masks.take(step, sampled)
             self._on_done(step, sampled, launched.mark.busy)
         self._finish()
         self._go_on()

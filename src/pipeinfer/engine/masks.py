@@ -17,6 +17,7 @@ from pipeinfer.grammars.masks import (
     FreeSource,
     MaskSource,
     NoSource,
+    RowSource,
     ThinkingSource,
     fill_all,
     source_of,
@@ -38,7 +39,7 @@ class Masks:
         threads = max(min(threads, MOST_THREADS), 1)
         self._executor = LLExecutor(threads)
         self._lanes = threads if alone else 1
-        self._sources: dict[int, MaskSource] = {}
+        self._sources: dict[int, RowSource] = {}
         self._grammars: dict[int, tuple[StructuredOutputs, Grammar]] = {}
 
     def prepare(self, spec: StructuredOutputs, then: Callable[[str], None]) -> None:
@@ -55,7 +56,9 @@ class Masks:
         assert step.masked is not None
         self._leave(step)
         for new in step.masked.new:
-            self._sources[new.slot] = self._source(new)
+            self._sources[new.slot] = self._row(new)
+        for told in step.masked.extended:
+            self._sources[told.slot].told(told.first, told.ids.tolist())
         slots = step.masked.slots.tolist()
         troubles = fill_all(self._executor, [self._sources[slot] for slot in slots], words)
         for slot, why in zip(slots, troubles, strict=True):
@@ -64,14 +67,20 @@ class Masks:
         rows = step.masked.rows.tolist()
         return {row: why for row, why in zip(rows, troubles, strict=True) if why}
 
-    def take(self, step: Step, sampled: Sampled) -> None:
-        """What the step gave; before the masks of the next one are filled."""
+    def take(self, step: Step, sampled: Sampled) -> Sampled:
+        """What the step gave; before the masks of the next one are filled. Returned with what
+        grammars force behind it."""
         if step.masked is None:
             if self._sources:
                 self._leave(step)
-            return
-        for slot, ids in _given(step.masked, sampled):
-            self._sources[slot].feed(ids)  # what is wrong with them is said of the next mask
+            return sampled
+        forced: dict[int, list[int]] = {}
+        for row, slot, ids in _given(step.masked, sampled):
+            source = self._sources[slot]
+            # What is wrong with them is said of the next mask.
+            if ids and not source.feed(ids) and (more := source.force()):
+                forced[row] = more
+        return sampled.followed_by(forced) if forced else sampled
 
     def close(self) -> None:
         """No step follows."""
@@ -83,15 +92,19 @@ class Masks:
             self._sources.pop(slot, None)
             self._grammars.pop(slot, None)
 
-    def _source(self, new: Constrained) -> MaskSource:
+    def _row(self, new: Constrained) -> RowSource:
         try:
-            source = self._by_grammar(new)
-            if new.budget is None:
-                return source
-            vocabulary, tail, output = self._store.vocabulary(), new.tail, new.output
-            return ThinkingSource(vocabulary, source, new.budget, tail.tolist(), output.tolist())
+            source = self._source(new)
         except GrammarError as error:
-            return NoSource(str(error))
+            source = NoSource(str(error))
+        return RowSource(source, new.begin + len(new.output), new.jumps)
+
+    def _source(self, new: Constrained) -> MaskSource:
+        source = self._by_grammar(new)
+        if new.budget is None:
+            return source
+        vocabulary, tail, output = self._store.vocabulary(), new.tail, new.output
+        return ThinkingSource(vocabulary, source, new.budget, tail.tolist(), output.tolist())
 
     def _by_grammar(self, new: Constrained) -> MaskSource:
         if new.spec is None:
@@ -103,12 +116,12 @@ class Masks:
         return source_of(grammar, new.output.tolist(), new.tail.tolist(), new.slot)
 
 
-def _given(masked: MaskRows, sampled: Sampled) -> list[tuple[int, list[int]]]:
-    """(slot, its new ids) of the masked rows."""
+def _given(masked: MaskRows, sampled: Sampled) -> list[tuple[int, int, list[int]]]:
+    """(row, slot, its new ids) of the masked rows."""
     ends = np.cumsum(sampled.counts)
     begins, ids = (ends - sampled.counts).tolist(), sampled.ids.tolist()
     ends = ends.tolist()
     return [
-        (slot, ids[begins[row] : ends[row]])
+        (row, slot, ids[begins[row] : ends[row]])
         for row, slot in zip(masked.rows.tolist(), masked.slots.tolist(), strict=True)
     ]

@@ -17,11 +17,13 @@ from pipeinfer.params import (
     MOST_BAD_WORDS,
     MOST_BIASES,
     MOST_STOP_TOKENS,
+    SamplingParams,
 )
 from pipeinfer.steps.step import (
     Bans,
     Constrained,
     Edits,
+    Extended,
     LogprobRows,
     MaskRows,
     PenaltyRows,
@@ -49,6 +51,7 @@ class RequestTable:
         self._alternatives = np.full(max_slots, NOT_ASKED, dtype=np.int32)  # of outputs
         self._until = np.zeros(max_slots, dtype=np.int32)  # before it some id is not sampled
         self._constrained: dict[int, Constrained | None] = {}  # None: it has sampled
+        self._extended: dict[int, list[Extended]] = {}  # of those, since they sampled last
         self.scores: dict[int, tuple[int, int, int]] = {}  # by slot: see scored()
 
     def put(self, admit: Admit) -> None:
@@ -63,19 +66,25 @@ class RequestTable:
         if limited or admit.suppress or params.logit_bias:
             self._edits[slot] = edits = edits_of(admit)
             self._until[slot] = LAST_POSITION if limited else edits.until.max()
-        factors = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        factors = _penalties(params)
         self._penalized[slot] = factors != NO_PENALTIES
         if self._penalized[slot]:
             ids = unpack(admit.token_ids)
             self._factors[slot] = factors
             self._said[slot] = Said(slot, ids[: admit.prompt_len], ids[admit.prompt_len :])
         self._constrained.pop(slot, None)
+        self._extended.pop(slot, None)
         if params.structured_outputs is not None or params.thinking_token_budget is not None:
             self._constrained[slot] = constrained(admit)
         self._alternatives[slot] = NOT_ASKED if params.logprobs is None else params.logprobs
         self.scores.pop(slot, None)
         if params.prompt_logprobs is not None and admit.score_from >= 0:
             self.scores[slot] = admit.score_from, admit.prompt_len, params.prompt_logprobs
+
+    def extend(self, slot: int, first: int, ids: np.ndarray) -> None:
+        """The request in `slot` was told `ids` int32 [n] from position `first` on."""
+        if slot in self._constrained:
+            self._extended.setdefault(slot, []).append(Extended(slot, first, ids))
 
     def logprobs(self, slots: np.ndarray, positions: np.ndarray) -> LogprobRows | None:
         """Of those of the `slots` int32 [S] that ask for any, for what they sample at `positions`;
@@ -126,21 +135,30 @@ class RequestTable:
         rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._constrained]
         if not rows:
             return None
-        chosen, new = slots[rows], list[Constrained]()
+        chosen, new, extended = slots[rows], list[Constrained](), list[Extended]()
         for slot in chosen.tolist():
             first = self._constrained[slot]
             if first is not None:
                 new.append(first)
                 self._constrained[slot] = None
-        return MaskRows(np.array(rows, dtype=np.int64), chosen, tuple(new))
+            extended += self._extended.pop(slot, ())
+        return MaskRows(np.array(rows, dtype=np.int64), chosen, tuple(new), tuple(extended))
 
 
 def constrained(admit: Admit) -> Constrained:
-    """What holds for a request that enters its slot."""
+    """What holds for a request that enters its slot. It jumps only where a forced id means nothing
+    but that it is the next one: where nobody wants its log-prob, nor counts it, nor bans it."""
     ids, params = unpack(admit.token_ids), admit.params
     tail = ids[max(admit.prompt_len - TAIL, 0) : admit.prompt_len]
     spec, budget = params.structured_outputs, params.thinking_token_budget
-    return Constrained(admit.slot, spec, budget, ids[admit.prompt_len :], tail)
+    output = ids[admit.prompt_len :]
+    jumps = params.logprobs is None and _penalties(params) == NO_PENALTIES
+    jumps = jumps and not (admit.suppress or admit.banned or params.allowed_token_ids is not None)
+    return Constrained(admit.slot, spec, budget, output, tail, admit.prompt_len, jumps)
+
+
+def _penalties(params: SamplingParams) -> tuple[float, float, float]:
+    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
 
 def edits_of(admit: Admit) -> Edits:

@@ -75,8 +75,8 @@ class StepBuilder:
         if penalties is not None and penalties.new:
             penalties = replace(penalties, new=())
         masked = last.masked
-        if masked is not None and masked.new:
-            masked = replace(masked, new=())
+        if masked is not None and (masked.new or masked.extended):
+            masked = replace(masked, new=(), extended=())
         return Step(
             last.epoch,
             applied.number,
@@ -135,7 +135,7 @@ def _order(counts: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _tokens(rows: Rows, order: np.ndarray, memory: MemoryManager) -> np.ndarray:
-    """int32 [T]: the admitted ids of prefill rows, LAST_TOKEN for decodes."""
+    """int32 [T]: the known ids of rows that have any left, LAST_TOKEN for decodes."""
     counts = rows.counts[order]
     ends = np.cumsum(counts)
     tokens = np.full(int(ends[-1]) if len(ends) else 0, LAST_TOKEN, dtype=np.int32)

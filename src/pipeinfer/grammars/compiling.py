@@ -71,6 +71,12 @@ class Vocabulary:
             raise GrammarError(f"the model has no token {text}, behind which the grammar begins")
         return found[0]
 
+    def known(self, ids: Sequence[int]) -> int:
+        """How many of them, the first ones, may be sampled and do not end a request."""
+        some = np.array(ids)
+        there = (self.no_end[some >> 5] >> (some & 31)) & 1
+        return len(ids) if there.all() else int(there.argmin())
+
     def mask(self, ids: Sequence[int]) -> np.ndarray:
         """int32 [words] of those that the model has."""
         bits = np.zeros(self.words * 32, dtype=bool)

@@ -5,6 +5,7 @@ A row's source is transient: it can be rebuilt from the ids at any time, and giv
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -17,6 +18,7 @@ from pipeinfer.params import CLOSING, OPENING
 
 # Ids that are read again where a row moves to another lane: a millisecond for eight rows.
 MOST_READ = 64
+MOST_FORCED = 1024  # ids at a time: what is left is forced again
 
 
 class MaskSource(Protocol):
@@ -29,6 +31,11 @@ class MaskSource(Protocol):
 
     def feed(self, ids: Sequence[int], /) -> str:
         """The row's next output ids; "" or what is wrong with them."""
+        ...
+
+    def force(self) -> list[int]:
+        """Ids that come next whatever the model says, as far as that is known; they count as fed
+        from now on."""
         ...
 
     def check(self, words: np.ndarray, /) -> str:
@@ -78,6 +85,13 @@ class GrammarSource:
         if self._grammar.settled or len(read) > MOST_READ:
             self._read = None
 
+    def force(self) -> list[int]:
+        if self.error or self._matcher.is_stopped():
+            return []
+        ids = self._matcher.compute_ff_tokens()[:MOST_FORCED]
+        ids = ids[: self._vocabulary.known(ids)] if ids else ids
+        return ids if ids and not self.feed(ids) else []
+
     def check(self, words: np.ndarray) -> str:
         if self._matcher.is_error():  # its mask is that of an ordinary end
             self.error = self.error or complaint(self._matcher)
@@ -112,6 +126,9 @@ class LaterSource:
             self._begun = token == self._after
         return ""
 
+    def force(self) -> list[int]:
+        return self._source.force() if self._begun else []
+
     def check(self, words: np.ndarray) -> str:
         if self._begun:
             return self._source.check(words)
@@ -129,6 +146,9 @@ class FreeSource:
 
     def feed(self, ids: Sequence[int]) -> str:
         return ""
+
+    def force(self) -> list[int]:
+        return []
 
     def check(self, words: np.ndarray) -> str:
         words[:] = self._vocabulary.sampled
@@ -170,10 +190,15 @@ class ThinkingSource:
         self._count(ids)
         return self._behind.feed(ids)
 
+    def force(self) -> list[int]:
+        ids = [] if self._where == "amid" else self._behind.force()
+        self._count(ids)
+        return ids
+
     def check(self, words: np.ndarray) -> str:
         if not self._spent:
             return self._behind.check(words)
-        words[:] = self._vocabulary.mask([self._closing])
+        _only(self._closing, words)
         return ""
 
     def _count(self, ids: Sequence[int]) -> None:
@@ -197,9 +222,65 @@ class NoSource:
     def feed(self, ids: Sequence[int]) -> str:
         return self._error
 
+    def force(self) -> list[int]:
+        return []
+
     def check(self, words: np.ndarray) -> str:
         words[:] = 0
         return self._error
+
+
+class RowSource:
+    """Of one row, by `source`. What is forced may be said ahead, where the row `jumps`: then
+    nothing else is allowed until the row has it, sampled or told. `at`: the position of the next
+    output id."""
+
+    def __init__(self, source: MaskSource, at: int, jumps: bool = True) -> None:
+        self._source = source
+        self._at = at
+        self._jumps = jumps
+        self._ahead: deque[int] = deque()
+        self._error = ""
+
+    @property
+    def matcher(self) -> LLMatcher | None:
+        return None if self._ahead else self._source.matcher
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The next output ids; "" or what is wrong with them."""
+        self._at += len(ids)
+        while self._ahead and ids:
+            token, *ids = ids
+            if token != self._ahead.popleft():
+                self._error = f"the grammar forces another token than {token}"
+        return self._error or (self._source.feed(ids) if ids else "")
+
+    def told(self, first: int, ids: Sequence[int]) -> str:
+        """The output has `ids` from position `first` on, of which some have been fed."""
+        return self.feed(ids[self._at - first :])
+
+    def force(self) -> list[int]:
+        """What is said ahead from now on; empty if it is not the time."""
+        if self._ahead or not self._jumps:
+            return []
+        ids = self._source.force()
+        self._ahead.extend(ids)
+        return ids
+
+    def check(self, words: np.ndarray) -> str:
+        if self._error:
+            words[:] = 0
+        elif self._ahead:
+            _only(self._ahead[0], words)
+        else:
+            return self._source.check(words)
+        return self._error
+
+
+def _only(token: int, words: np.ndarray) -> None:
+    """Makes `words` int32 [W] the mask of that one."""
+    words[:] = 0
+    words.view(np.uint32)[token >> 5] = 1 << (token & 31)
 
 
 def source_of(

@@ -57,6 +57,7 @@ class DecodeRun:
             and plan.counts == self._count_bytes
             and not plan.releases
             and not plan.admits
+            and not plan.extends
             and not plan.reset
         )
 

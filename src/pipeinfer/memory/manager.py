@@ -18,7 +18,7 @@ from pipeinfer.memory.integrity import check_balance, check_everything
 from pipeinfer.memory.page_table import PageTable
 from pipeinfer.memory.prefix_cache import make_cache
 from pipeinfer.memory.slot_arrays import SlotArrays
-from pipeinfer.messages import Admit, Plan, Release
+from pipeinfer.messages import Admit, Extend, Plan, Release
 
 _NONE = np.empty(0, dtype=np.int32)
 
@@ -75,7 +75,7 @@ class MemoryManager:
 
     def apply(self, plan: Plan) -> Applied:
         """Carries out `plan` in the fixed order: releases, inserts, what a reset forgets, matches
-        and locks, evictions and allocations.
+        and locks, extends, evictions and allocations.
 
         Raises ProtocolError if the plan contradicts the state, which is then of no use any more.
         """
@@ -90,6 +90,8 @@ class MemoryManager:
                 self._evict(self.evictable)
             cached = np.array([self._admit(admit, plan.number) for admit in plan.admits], np.int32)
             admitted = np.array([admit.slot for admit in plan.admits], np.int32)
+            for extend in plan.extends:
+                self._extend(extend)
             rows = self._advance(slots, counts)
             self._run = None
             if DecodeRun.begins(plan, rows) and not any(map(len, self._prompts_done)):
@@ -152,7 +154,7 @@ class MemoryManager:
         attention may have carried its NaN back into keys and values that others would share.
         """
         for slot in self._prompts_done[0].tolist():
-            self._share(slot, self.slots.known_tokens(slot), clock)
+            self._share(slot, self.slots.known_tokens(slot)[: self.slots.admitted[slot]], clock)
 
     def _share(self, slot: int, tokens: np.ndarray, clock: int) -> None:
         """Hands the whole pages of `tokens`, the slot's first and all computed, to the cache."""
@@ -201,6 +203,19 @@ class MemoryManager:
         self.slots.computed[slot] = cached
         return cached
 
+    def _extend(self, extend: Extend) -> None:
+        slot = self._active(extend.slot, "extend")
+        tokens = _ids(extend.ids, f"extend of slot {slot}")
+        known, most = int(self.slots.known[slot]), int(self.slots.max_total[slot])
+        if not 0 < len(tokens) < most - known:
+            raise ProtocolError(
+                f"extend of slot {slot} by {len(tokens)} tokens, where {known} are known and at "
+                f"most {most} may be"
+            )
+        if int(tokens.min()) < 0:
+            raise ProtocolError(f"extend of slot {slot}: token id {int(tokens.min())}")
+        self.slots.extend(slot, tokens)
+
     # ---------------------------------------------------- advance: the hot path, no loop over rows
 
     def _advance(self, slots: np.ndarray, counts: np.ndarray) -> Rows:
@@ -223,7 +238,8 @@ class MemoryManager:
         ends = starts + takes
         self.slots.computed[slots] = ends
         samples = (takes > 0) & (ends >= known)
-        self._prompts_done = self._prompts_done[1], slots[samples & (left > 0)]
+        prompts = samples & (left > 0) & (known == self.slots.admitted[slots])
+        self._prompts_done = self._prompts_done[1], slots[prompts]
         return Rows(slots, starts, takes, samples, left > 0, deferred)
 
     def _go_on(self, plan: Plan) -> Rows | None:

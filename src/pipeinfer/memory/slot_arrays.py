@@ -12,9 +12,9 @@ import numpy as np
 class SlotArrays:
     """active: bool [max_slots]; the others int32 [max_slots], 0 in empty slots.
 
-    known: ids that were admitted; computed: positions whose KV is or will be in the pages, once all
-    planned steps have run (above `known` they come from sampled ids that only the device knows);
-    max_total: the request never grows past that many tokens.
+    admitted: ids that were; known: those, and what was told since; computed: positions whose KV is
+    or will be in the pages, once all planned steps have run (above `known` they come from sampled
+    ids that only the device knows); max_total: the request never grows past that many tokens.
     """
 
     def __init__(self, max_slots: int) -> None:
@@ -23,6 +23,7 @@ class SlotArrays:
         self.known = np.zeros(max_slots, dtype=np.int32)
         self.computed = np.zeros(max_slots, dtype=np.int32)
         self.max_total = np.zeros(max_slots, dtype=np.int32)
+        self.admitted = np.zeros(max_slots, dtype=np.int32)
         self.tokens: list[np.ndarray | None] = [None] * max_slots  # int32 [known]
         self.node: list[object] = [None] * max_slots  # where this request's lock is
         self.salt: list[str] = [""] * max_slots
@@ -33,19 +34,25 @@ class SlotArrays:
         self.known[slot] = len(tokens)
         self.computed[slot] = 0
         self.max_total[slot] = max_total
+        self.admitted[slot] = len(tokens)
         self.tokens[slot] = tokens
         self.salt[slot] = salt
+
+    def extend(self, slot: int, tokens: np.ndarray) -> None:
+        """More ids of an active slot are known: some of them may be computed already."""
+        self.tokens[slot] = np.concatenate((self.known_tokens(slot), tokens))
+        self.known[slot] += len(tokens)
 
     def clear(self, slot: int) -> None:
         """Empties a slot."""
         self.active[slot] = False
-        self.known[slot] = self.computed[slot] = self.max_total[slot] = 0
+        self.admitted[slot] = self.known[slot] = self.computed[slot] = self.max_total[slot] = 0
         self.tokens[slot] = None
         self.node[slot] = None
         self.salt[slot] = ""
 
     def known_tokens(self, slot: int) -> np.ndarray:
-        """The admitted ids, int32 [known]; the slot must be active."""
+        """The ids that were told, int32 [known]; the slot must be active."""
         tokens = self.tokens[slot]
         assert tokens is not None, f"slot {slot} is empty"
         return tokens

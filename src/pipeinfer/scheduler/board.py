@@ -6,13 +6,27 @@ when running requests cannot all grow.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from pipeinfer.scheduler.credits import Allowance
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
 
 Row = tuple[Request, int]  # and how many tokens of it
+MOST_JUMPS = 32  # rows of a step that go on by several tokens: graphs have room for so many
+
+MIXED = 2  # jumps take one of so many parts of what may go beside decodes, if prompts wait
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What may go beside decodes. tokens: how many tokens of prompts beside these decodes, where
+    these requests are half-computed. ahead: requests of which more ids are known than steps in
+    flight compute, by id."""
+
+    tokens: Callable[[list[Row], list[Request]], int]
+    ahead: Mapping[str, Request] = field(default_factory=dict[str, Request])
 
 
 class Board:
@@ -30,10 +44,9 @@ class Board:
         free_slots: int,
         budget: int,
         nothing_in_flight: bool,
-        beside: Callable[[list[Row], list[Request]], int] | None = None,
+        beside: Beside | None = None,
     ) -> None:
-        """`beside`: how many tokens of prompts may go beside these decodes, where these are
-        half-computed; None: any number."""
+        """`beside`: None: any number of tokens, and nobody is ahead."""
         self.rows: list[Row] = []
         self.admitted: list[Request] = []
         self.preempted: list[Request] = []
@@ -53,7 +66,8 @@ class Board:
         return bool(self._prompts) or self._queue.head() is not None
 
     def decode_all(self) -> None:
-        """One token for every running request that has its prompt behind it."""
+        """One token for every running request that has its prompt behind it; several, if they are
+        known already."""
         # The hot path: written out, because it runs for every request in every step.
         decodes = [
             r for r in self._running if r.known <= r.projected and r.projected + 1 < r.max_total
@@ -68,13 +82,41 @@ class Board:
         self.pages.take(need)
         self._budget -= len(decodes)
         self.rows += [(request, 1) for request in decodes]
+        if self._beside is not None and self._beside.ahead:
+            self._jump(self._beside)
+
+    def _jump(self, beside: Beside) -> None:
+        """Rows of requests that are ahead get what they know, as far as the others can bear it.
+        Those that get nothing decode meanwhile what is known of them."""
+        spare = min(self._budget, beside.tokens(self.rows, self._prompts))
+        left = spare // MIXED if self.prompts_wait else spare
+        jumps = 0
+        for at, (request, _) in enumerate(self.rows):
+            if request.id not in beside.ahead or jumps == MOST_JUMPS:
+                continue
+            more = min(request.ahead - 1, left)
+            first = request.projected + 1
+            pages = self.pages.between(first, first + more)
+            if more <= 0 or pages > self.pages.left - self._reserved:
+                continue
+            self.pages.take(pages)
+            self.rows[at] = request, 1 + more
+            self._budget -= more
+            left -= more
+            jumps += 1
+
+    def jumps(self, request: Request, count: int) -> bool:
+        """Whether a row of so many tokens has some that the engine was not told."""
+        return count > 1 and request.projected >= request.known
 
     def spare_decodes(self) -> None:
         """After decode_all: prompts get what they need, as far as the decodes can bear it, and
         never nothing, however many requests run. See step_budget.py.
         """
         if self.rows and self._beside is not None and (self._prompts or self._admissible()):
-            self._budget = min(self._budget, self._beside(self.rows, self._prompts))
+            jumped = sum([count for _, count in self.rows]) - len(self.rows)
+            spare = self._beside.tokens(self.rows, self._prompts)
+            self._budget = min(self._budget, max(spare - jumped, spare // MIXED, 1))
 
     def continue_prompts(self) -> None:
         """The next chunk of every half-computed prompt, oldest first."""

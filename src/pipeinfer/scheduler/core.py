@@ -459,6 +459,8 @@ class SchedulerCore:
         offset = len(request.outputs)
         finish, stop_token = request.accept(tokens, logprobs)
         self._planner.cleared(request)
+        if request.ahead > 1 and finish is None:
+            self._planner.went_ahead(request)
         row = next_row(request, offset, finish, stop_token)
         if finish is None:
             self._outbox.row(request, row)

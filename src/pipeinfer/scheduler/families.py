@@ -59,7 +59,7 @@ class Families:
                 self._take(name, request)
             return []
         del self._leads[name]
-        if lent and request.confirmed and not request.spoiled:
+        if lent and request.sampled and not request.spoiled:
             return self._all(name, None)
         if not held:
             return []

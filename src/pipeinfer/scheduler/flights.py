@@ -135,8 +135,9 @@ class Flights:
                     yield request, [], b"", BAD_LOGITS
                 elif slot in result.refused:
                     yield request, [], b"", result.refused[slot]
-            if tokens:
-                yield request, tokens, some, ""
+            repeated = request.prompt_len + len(request.outputs) - end  # of ids that were forced
+            if len(tokens) > repeated:
+                yield request, tokens[repeated:], some[repeated * request.score_size :], ""
 
     def crash(self) -> list[Request]:
         """No result will come any more; returns the requests that were in flight, oldest first."""

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
-from pipeinfer.messages import Admit, Hello, Plan, Prepare, Prepared, Release
+from pipeinfer.messages import Admit, Extend, Hello, Plan, Prepare, Prepared, Release
 from pipeinfer.packing import pack
 from pipeinfer.scheduler import policies
-from pipeinfer.scheduler.board import Board, Row
+from pipeinfer.scheduler.board import Beside, Board, Row
 from pipeinfer.scheduler.credits import Allowance, Credits
 from pipeinfer.scheduler.options import DEFAULT_STEP_TOKENS, SchedulerOptions
 from pipeinfer.scheduler.probation import Probation
@@ -42,6 +42,8 @@ class SlotsToPlan(Protocol):
     @property
     def running(self) -> Running: ...
     @property
+    def ahead(self) -> dict[str, Request]: ...
+    @property
     def credits(self) -> Credits: ...
     @property
     def released_pages(self) -> int: ...
@@ -54,6 +56,8 @@ class SlotsToPlan(Protocol):
     def context(self, rows: Iterable[Row]) -> int: ...
     def release(self, request: Request, count_pages: bool = True) -> None: ...
     def publish(self) -> tuple[Release, ...]: ...
+    def jumping(self) -> dict[str, Request]: ...
+    def extend(self, rows: Iterable[Row]) -> tuple[Extend, ...]: ...
     def take_reset(self) -> bool: ...
     def admit(self, requests: Sequence[Request]) -> tuple[Admit, ...]: ...
 
@@ -78,7 +82,8 @@ class Planner:
     ) -> None:
         self._slots = slots
         self._flights = flights
-        self.counts: dict[str, int] = {"plans": 0, "planned_tokens": 0, "preemptions": 0}
+        counted = "plans", "planned_tokens", "jumped_tokens", "preemptions"
+        self.counts: dict[str, int] = dict.fromkeys(counted, 0)
         self._options = options
         self._policy = policies.create(options.policy)
         self._budget = 0  # tokens of a step, known when an epoch begins, as is the next
@@ -176,6 +181,11 @@ class Planner:
         """`request` produced a token: it crashes no engine."""
         self._probation.cleared(request)
 
+    def went_ahead(self, request: Request) -> None:
+        """More of its ids are known than steps in flight compute."""
+        if request.phase == "running":
+            self._slots.ahead[request.id] = request
+
     def take_number(self) -> int:
         """The number of the next plan, for whoever writes it down."""
         self._number += 1
@@ -194,7 +204,7 @@ class Planner:
             free_slots=slots.free,
             budget=self._budget,
             nothing_in_flight=not len(self._flights),
-            beside=partial(self._beside, now),
+            beside=Beside(partial(self._beside, now), slots.jumping() if slots.ahead else {}),
         )
         if not self._compose(board):
             return None
@@ -277,6 +287,11 @@ class Planner:
         releases = self._slots.publish()
         admits = self._slots.admit(board.admitted)
         rows = [(request, count) for request, count in board.rows if request.phase == "running"]
+        extends: tuple[Extend, ...] = ()
+        if self._slots.ahead:
+            jumps = [(request, count) for request, count in rows if board.jumps(request, count)]
+            self.counts["jumped_tokens"] += sum(count - 1 for _, count in jumps)
+            extends = self._slots.extend(jumps)
         slots, counts = pack([r.slot for r, _ in rows]), pack([count for _, count in rows])
         number = self.take_number()
         self.counts["planned_tokens"] += self._flights.launch(number, rows, now)
@@ -290,6 +305,7 @@ class Planner:
             slots=slots,
             counts=counts,
             reset=self._slots.take_reset(),
+            extends=extends,
         )
 
     def _preempt(self, request: Request) -> None:

@@ -1,7 +1,8 @@
 """One request as the scheduler sees it: a token sequence, and how far the engine has come with it.
 
 Knows no pages and no bus. Positions follow from one number: an engine that has computed c of a
-request's tokens, K of which it was told at admission, has sampled c - K + 1 more (none if c < K).
+request's tokens, K of which it was told, has sampled c - K + 1 more (none if c < K). Ids that a
+grammar forces are known before they are computed: `jump` tells the engine of them.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class Request:
     The prompt stays as it came, in `work`: nobody looks at single ids of it.
     since: when it came, by the clock that plans are made by. queued: the tokens as which it counts
     while it waits. slot: -1 unless it runs.
-    known: tokens told at the last admission (K). computed: confirmed by results. projected: what
-    will be computed once the steps in flight are done, if none is deferred. counts_in_flight: what
-    was planned for each of those steps, oldest first. steps_in_flight: how many there are, also
-    after it lost its slot.
+    told: tokens told at the last admission. known: those, and what was told since (K).
+    computed: confirmed by results. projected: what will be computed once the steps in flight are
+    done, if none is deferred. counts_in_flight: what was planned for each of those steps, oldest
+    first. steps_in_flight: how many there are, also after it lost its slot.
     cached: tokens from the prefix cache at the first admission, hit: at the last. behind: for whose
     prompt, which is its own, it has waited.
     admission: how often it was admitted; rows of older admissions are stale. spoiled: its logits
@@ -46,6 +47,7 @@ class Request:
     stops: frozenset[int] = frozenset()
     slot: int = -1
     admission: int = 0
+    told: int = 0
     known: int = 0
     computed: int = 0
     projected: int = 0
@@ -76,8 +78,19 @@ class Request:
 
     @property
     def confirmed(self) -> array[int]:
-        """Output ids accepted since the last admission."""
-        return self.outputs[self.known - self.prompt_len :]
+        """Output ids that the engine has sampled, and was not told."""
+        return self.outputs[self.known - self.prompt_len : self.computed + 1 - self.prompt_len]
+
+    @property
+    def sampled(self) -> bool:
+        """Whether it got output since the last admission."""
+        return self.known > self.told or bool(self.confirmed)
+
+    @property
+    def ahead(self) -> int:
+        """Ids that are known, and will not be computed once the steps in flight are done. Without
+        forced ones it is 1 at most."""
+        return self.length - self.projected
 
     @property
     def prefilling(self) -> bool:
@@ -88,9 +101,7 @@ class Request:
     def lends(self) -> bool:
         """Whether a request that the next plan admits finds the prompt in the prefix cache: the
         step that completed it has given its result, and there was a plan behind that step."""
-        return (
-            self.phase == "running" and self.known <= self.computed and self.known < self.projected
-        )
+        return self.phase == "running" and self.told <= self.computed and self.told < self.projected
 
     @property
     def shared(self) -> int:
@@ -157,10 +168,17 @@ class Request:
         """It will be admitted with all its tokens; its slot is given when the plan is written. The
         prefix cache should have `hit` of them, until the engine has said what it has."""
         self.admission += 1
-        self.known = self.length
+        self.told = self.known = self.length
         self.computed = self.projected = self.hit = hit
         self.deferrals = 0
         self.counts_in_flight.clear()
+
+    def jump(self, count: int) -> array[int]:
+        """The next row computes `count` tokens; returns those of them, and of tokens before, that
+        the engine was not told."""
+        begin = self.known - self.prompt_len
+        self.known = self.projected + count
+        return self.outputs[begin : self.known - self.prompt_len]
 
     def resume(self, delivered: Delivered) -> None:
         """It will go on after output that another scheduler had sampled, and that was delivered.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from pipeinfer.messages import Admit, Admitted, Release, Result
+from pipeinfer.messages import Admit, Admitted, Extend, Release, Result
 from pipeinfer.packing import pack
 from pipeinfer.scheduler.credits import Credits
 from pipeinfer.scheduler.request import Request
@@ -17,12 +17,14 @@ class Slots:
     """Slots of one epoch.
 
     running: requests that hold one, by id. released_pages: what the releases that were not
-    published yet give back. credits: pages that plans may still take. evicted: pages that the
+    published yet give back. ahead: those that may know more than steps in flight will compute, by
+    id. credits: pages that plans may still take. evicted: pages that the
     prefix cache has lost in this epoch.
     """
 
     def __init__(self) -> None:
         self.running: dict[str, Request] = {}
+        self.ahead: dict[str, Request] = {}
         self.credits = Credits(1, 0)
         self.released_pages = 0
         self.evicted = 0
@@ -43,6 +45,7 @@ class Slots:
             request.leave()
             request.move("lost")
         self.running.clear()
+        self.ahead.clear()
         self._releases.clear()
         self.released_pages = 0
         return lost
@@ -80,14 +83,24 @@ class Slots:
         as far as it was confirmed. A prompt that nothing was sampled from before its client left
         does not: its logits may be bad. count_pages: False if a board has counted them already."""
         del self.running[request.id]
+        self.ahead.pop(request.id, None)
         ids = pack(request.confirmed)
-        keep = not request.spoiled and (bool(ids) or request.phase != "over")
+        keep = not request.spoiled and (request.sampled or request.phase != "over")
         self._releases.append(
             Release(slot=request.slot, keep=keep, output_ids=ids, forget=request.spoiled)
         )
         if count_pages:
             self.released_pages += max(self.credits.between(request.hit, request.computed), 0)
         request.leave()
+
+    def jumping(self) -> dict[str, Request]:
+        """Those of `ahead` that still know enough to go on by more than one token, by id."""
+        self.ahead = {key: one for key, one in self.ahead.items() if one.ahead > 1}
+        return self.ahead
+
+    def extend(self, rows: Iterable[tuple[Request, int]]) -> tuple[Extend, ...]:
+        """For rows of so many tokens of requests that know them."""
+        return tuple(Extend(slot=r.slot, ids=pack(r.jump(count))) for r, count in rows)
 
     def publish(self) -> tuple[Release, ...]:
         """The releases of the plan that is written now; their slots are free for its admits."""

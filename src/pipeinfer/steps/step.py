@@ -7,7 +7,7 @@ tokens are the flattened rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -57,13 +57,25 @@ class LogprobRows:
 class Constrained:
     """The request in `slot` samples only what `spec` allows behind its output so far, ids int32
     [n], and thinks no longer than `budget` tokens; either may be None. `tail`: the prompt's last
-    ids."""
+    ids. `begin`: the position at which the output begins. `jumps`: ids that are forced may be said
+    all at once."""
 
     slot: int
     spec: StructuredOutputs | None
     budget: int | None
     output: np.ndarray
     tail: np.ndarray
+    begin: int = 0
+    jumps: bool = False
+
+
+@dataclass(frozen=True)
+class Extended:
+    """The request in `slot` was told `ids` int32 [n] of its output from position `first` on."""
+
+    slot: int
+    first: int
+    ids: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -71,12 +83,13 @@ class MaskRows:
     """The N of the rows that sample which may not sample every id.
 
     rows: int64 [N], which of the sampling rows. slots: int32 [N]. new: of requests that sample in
-    their slot for the first time.
+    their slot for the first time. extended: what was told of any since they sampled last.
     """
 
     rows: np.ndarray
     slots: np.ndarray
     new: tuple[Constrained, ...] = ()
+    extended: tuple[Extended, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -182,6 +195,16 @@ class Sampled:
         if refused:
             bad = bad[~np.isin(bad, list(refused))]
         return cls(counts, ids[given].astype(np.int32), bad, refused=refused)
+
+    def followed_by(self, more: Mapping[int, Sequence[int]]) -> Sampled:
+        """With `more` ids behind those of some rows, which have no log-probs."""
+        counts, ends = self.counts.copy(), np.cumsum(self.counts)
+        places, ids = list[int](), list[int]()
+        for row, some in more.items():
+            counts[row] += len(some)
+            places += [int(ends[row])] * len(some)
+            ids += some
+        return replace(self, counts=counts, ids=np.insert(self.ids, places, ids))
 
     @classmethod
     def one_each(cls, ids: Sequence[int] | np.ndarray) -> Sampled:
