@@ -339,19 +339,22 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True):
 
 class PromptTokens(Message, frozen=True):
     """`ids` of a request's prompt from position `first` on, gapless, with a score for each; the
-    prompt's first token has an empty one. All of them come before the first row."""
+    prompt's first token has an empty one. All of them come before the first row. `group`: whose
+    scheduler says so; -1: it is not told."""
 
     request_id: str
     attempt: int
     first: int
     ids: bytes
     logprobs: bytes
+    group: int = -1
 
 
 class Tokens(Message, frozen=True):
-    """Everything that one result brought, for one detokenizer."""
+    """Everything that one result of `group` brought, for one detokenizer; -1: it is not told."""
 
     rows: tuple[TokenRow, ...]
+    group: int = -1
 
 
 class Refused(Message, frozen=True):

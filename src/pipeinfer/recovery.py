@@ -47,6 +47,14 @@ class RollCall:
         del self._missing[told.stage]
         return not self._missing
 
+    def begun(self, peer: str) -> bool:
+        """Whether the answer of `peer` has come, or begun to; also true of who is not asked.
+
+        What it says before may be the rest of what the process before this one was told, or come
+        from a process that is dead. What of it still holds is in the answer.
+        """
+        return self._missing.get(peer, True)
+
     @property
     def stage(self) -> str:
         """Who asks."""

@@ -69,8 +69,10 @@ class Bench:
         gateway = fields.pop("gateway", 0)
         self.say(Open(name, attempt, gateway, params, pack([1, 2, 3]), **fields))
 
-    def row(self, ids: list[int], offset: int = 0, name: str = "r", **rest: Any) -> None:
-        self.say(Tokens((TokenRow(name, offset, pack(ids), **rest),)))
+    def row(
+        self, ids: list[int], offset: int = 0, name: str = "r", group: int = -1, **rest: Any
+    ) -> None:
+        self.say(Tokens((TokenRow(name, offset, pack(ids), **rest),), group))
 
     def delivered(self, group: int = 0) -> list[Delivered]:
         """What a scheduler that was started again is told, without the brackets around it."""
@@ -396,19 +398,37 @@ def test_rows_that_come_before_their_groups_answer_break_no_stream_of_another_gr
     schedulers = ["scheduler-0", "scheduler-1"]
     bench.core = DetokenizerCore(DecoderFactory(None), "detokenizer-0", 7, schedulers)
     bench.say(Recovered("scheduler-1", 7, opening=True))
-    bench.open()
-    bench.row([1])
+    bench.open(group=1)
+    bench.row([1], group=1)
     bench.say(Recovered("scheduler-1", 7))
-    bench.row([4], 3)  # of scheduler-0, that has not heard the question yet
+    bench.row([4], 3, group=0)  # it has not heard the question yet
     assert bench.token_ids == [1] and bench.core.stats()["late_rows_total"] == 1
     bench.say(Recovered("scheduler-0", 7, opening=True))
-    bench.open()
-    bench.row([1, 2, 3, 4])
+    bench.open(group=0)
+    bench.row([1, 2, 3, 4], group=0)
     bench.say(Recovered("scheduler-0", 7))
-    bench.row([5], 4)
+    bench.row([5], 4, group=0)
     assert bench.token_ids == [1, 2, 3, 4, 5]
-    bench.row([9], 8)
+    bench.row([9], 8, group=0)
     assert bench.last.finish == "error", "now it is a hole"
+
+
+def test_a_new_detokenizer_keeps_nothing_of_what_a_scheduler_said_before_its_answer() -> None:
+    """It may be the rest of what the process before it was told, by a scheduler that is dead: of
+    requests that are over, whose ends nobody tells any more."""
+    bench = Bench(None)
+    bench.core = DetokenizerCore(DecoderFactory(None), "detokenizer-0", 7, ["scheduler-0"])
+    for name in ("ended", "amid"):
+        bench.open(name)
+    bench.row([1, 2], 0, "ended", group=0, finish="length")
+    bench.say(Recovered("scheduler-0", 6, opening=True))  # to the process before
+    bench.row([1, 2], 0, "amid", group=0)
+    bench.say(Recovered("scheduler-0", 7, opening=True))
+    bench.open("live")
+    bench.say(Recovered("scheduler-0", 7))
+    assert [told.request_id for told in bench.delivered()] == ["live"]
+    assert not bench.rows and bench.core.stats()["kept"] == 0
+    assert bench.core.stats()["late_rows_total"] == 2
 
 
 def test_a_detokenizer_that_leaves_is_idle_at_once(bench: Bench) -> None:

@@ -6,9 +6,18 @@ import numpy as np
 import pytest
 from test_detokenizer_core import EOS, Bench
 
+from pipeinfer.detokenizer.core import DetokenizerCore
+from pipeinfer.detokenizer.incremental import DecoderFactory
 from pipeinfer.detokenizer.token_texts import TokenTexts
 from pipeinfer.logprobs import size, unscored
-from pipeinfer.messages import LogprobTexts, PromptTokens, TextRow, TokenRow, Tokens
+from pipeinfer.messages import (
+    LogprobTexts,
+    PromptTokens,
+    Recovered,
+    TextRow,
+    TokenRow,
+    Tokens,
+)
 from pipeinfer.packing import pack, unpack
 
 MOST = 1
@@ -130,9 +139,9 @@ def test_special_tokens_that_are_hidden_have_names_in_log_probs(bench: Bench) ->
 # -------------------------------------------------------------------------------------- the prompt
 
 
-def prompt(bench: Bench, first: int, ids: list[int]) -> None:
+def prompt(bench: Bench, first: int, ids: list[int], group: int = -1) -> None:
     raw = b"".join(entry(t) if n + first else unscored(MOST) for n, t in enumerate(ids))
-    bench.say(PromptTokens("r", 1, first, pack(ids), raw))
+    bench.say(PromptTokens("r", 1, first, pack(ids), raw, group))
 
 
 def test_a_prompts_tokens_come_before_the_output_and_each_once(bench: Bench) -> None:
@@ -152,6 +161,29 @@ def test_a_prompts_tokens_come_before_the_output_and_each_once(bench: Bench) -> 
     assert bench.text == "!" and bench.last.prompt is None
     (told,) = bench.delivered()
     assert told.prompt_logprobs == unscored(MOST) + b"".join(map(entry, ids[1:]))
+
+
+def test_output_of_another_group_never_overtakes_a_prompts_log_probs(bench: Bench) -> None:
+    """Two groups run one request; one has told all, while the rest of what the other had told a
+    detokenizer before this one arrives."""
+    schedulers = ["scheduler-0", "scheduler-1"]
+    decoders = DecoderFactory(bench.tokenizer)
+    bench.core = DetokenizerCore(decoders, "detokenizer-0", 7, schedulers)
+    text, output = bench.ids("the fox"), bench.ids("!")
+    bench.say(Recovered("scheduler-1", 7, opening=True))
+    bench.open(prompt_logprobs=MOST, group=1)
+    prompt(bench, 0, text[:1], group=1)
+    bench.say(Recovered("scheduler-1", 7))
+    prompt(bench, 2, text[2:], group=0)
+    bench.row(output, group=0)
+    bench.say(Recovered("scheduler-0", 7, opening=True))
+    bench.open(prompt_logprobs=MOST, group=0)
+    prompt(bench, 0, text, group=0)
+    bench.row(output, group=0)
+    bench.say(Recovered("scheduler-0", 7))
+    shown = [pack([]) if row.prompt is None else row.prompt.ids for row in bench.rows]
+    assert shown == [pack(text[:1]), pack(text[1:]), b""]
+    assert bench.token_ids == output and bench.text == "!"
 
 
 def test_a_hole_in_a_prompts_log_probs_fails_the_request(bench: Bench) -> None:

@@ -13,10 +13,12 @@ from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.deadlines import STALE
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
 from pipeinfer.gateway.health import Expected
+from pipeinfer.logprobs import size as logprobs_size
 from pipeinfer.messages import (
     Abort,
     Accepted,
     Done,
+    LogprobTexts,
     Message,
     Recover,
     Recovered,
@@ -201,10 +203,25 @@ def test_refusal_and_error_reach_the_client_and_need_no_abort() -> None:
     assert failed.message == Failed("r", 400, "too long", "prompt", "code")
     assert done == Send("requests", "tokenizer-0", Done(("r",)))
     harness.running("r")
-    failed, done = harness.do(Text((row("", 0, 0, finish="error", error="boom"),)))
+    failed, done = harness.do(Text((TextRow("r", 1, "", 0, 0, b"", "error", error="boom"),)))
     assert failed.message == Failed("r", 500, "boom", None, "request_failed")
     assert done.message == Done(("r",))
     assert harness.core.idle()
+
+
+def test_text_that_comes_together_with_an_error_is_delivered_before_it() -> None:
+    """So it is after the death of a detokenizer, which is told all in one row."""
+    harness = Harness()
+    harness.running("r")
+    harness.do(Text((row("ab", 0, 0),)))
+    ids, scores = pack([0, 8, 9]), bytes(3 * logprobs_size(0))
+    texts = LogprobTexts(scores, (b"ab", b"c", b"d"), pack([0, 2, 3]))
+    last = TextRow("r", 1, "abcd", 0, 0, ids, "error", error="boom", logprobs=texts)
+    delta, failed = harness.local(Text((last,)))
+    assert isinstance(delta, Delta) and failed == Failed("r", 500, "boom", None, "request_failed")
+    assert (delta.text, delta.ids, delta.finish) == ("cd", ids[4:], None)
+    assert (delta.byte_offset, delta.token_offset) == (2, 1)
+    assert delta.logprobs is not None and delta.logprobs.texts == (b"c", b"d")
 
 
 def test_the_pipeline_hears_once_of_all_that_ended_together() -> None:

@@ -149,8 +149,9 @@ class Client:
         if spec is None or self.failed is None or self.failed.status == 408:
             return False
         kind, told = grammar_of(spec).kind, (self.failed.status, self.failed.message)
-        if kind == "dead":  # what comes with an error is not shown
-            assert self.undisturbed()[2] == "error" and told == (500, DEAD), told
+        if kind == "dead":
+            assert told == (500, DEAD), told
+            assert (self.text, self.ids, "error") == self.undisturbed()
             return True
         refused = {"wrong": (400, WRONG), "huge": (400, HUGE)}
         if kind == "odd":  # 500: it had outputs, though none may have been shown

@@ -49,6 +49,16 @@ def test_an_answer_counts_once_and_whole_and_to_this_question():
     assert calls.complete
 
 
+def test_an_answer_has_begun_with_its_opening_and_not_before():
+    calls = RollCall(ME, INCARNATION, ["a", "b"])
+    calls.hear(Recovered("a", INCARNATION - 1, opening=True))
+    assert not calls.begun("a") and calls.begun("who is not asked")
+    calls.hear(OPENING[0])
+    assert calls.begun("a") and not calls.begun("b")
+    calls.hear(END[0])
+    assert calls.begun("a")
+
+
 def test_without_peers_all_is_known():
     calls = RollCall(ME, INCARNATION, [])
     assert calls.complete and calls.ask(0.0) == []

@@ -16,6 +16,7 @@ from pipeinfer.messages import (
     Message,
     Open,
     Plan,
+    PromptTokens,
     Recover,
     Recovered,
     Refused,
@@ -268,7 +269,7 @@ def test_a_finished_request_is_kept_until_done_and_never_runs_again() -> None:
     assert bench.core.idle() and bench.core.stats()["kept"] == 1
     opened, tokens = bench.resent()
     assert isinstance(opened, Open)
-    assert tokens == Tokens((TokenRow("r", 0, pack(outputs(3)), "length"),))
+    assert tokens == Tokens((TokenRow("r", 0, pack(outputs(3)), "length"),), 0)
     plans = bench.plans
     bench.feed(work("r", 3))
     assert bench.plans == plans, "its work was told again"
@@ -314,10 +315,24 @@ def test_a_new_detokenizer_gets_all_output_of_what_runs() -> None:
     bench.feed(work("new"))
     opened, tokens, other = bench.resent()
     assert isinstance(opened, Open) and opened.request_id == "r"
-    assert tokens == Tokens((TokenRow("r", 0, pack(outputs()[:5])),))
+    assert tokens == Tokens((TokenRow("r", 0, pack(outputs()[:5])),), 0)
     assert isinstance(other, Open) and other.request_id == "new"
     bench.run()
     assert [row.offset for row in bench.rows()] == list(range(20)), "and rows go on"
+
+
+def test_a_detokenizer_hears_which_group_speaks() -> None:
+    """With the first words, and when it is told all of it."""
+    bench = Bench(peers=False)
+    bench.core = SchedulerCore(SchedulerOptions("mixed", 2, 8, 16), 3)
+    bench.run()
+    params = SamplingParams(max_tokens=2, prompt_logprobs=0)
+    bench.feed(Work("r", 1, 0, 0, pack(PROMPT), params, 0))
+    bench.run()
+    _, *again, _ = bench.core.handle(Recover(DETOKENIZER, 9), bench.now)
+    for told in (bench.told, [send.message for send in again]):
+        assert {type(message) for message in told} == {Open, PromptTokens, Tokens}
+        assert {message.group for message in told} == {3}  # type: ignore[attr-defined]
 
 
 def test_a_refusal_is_repeated_to_a_new_detokenizer_until_done() -> None:

@@ -51,7 +51,8 @@ class DetokenizerCore:
     with its last row, its ids with Done or Abort; rows that come later (the scheduler has not heard
     of a stop string yet) are counted and dropped.
 
-    `schedulers` are asked at the start for all output of the requests that run.
+    `schedulers` are asked at the start for all output of the requests that run. What one says
+    before its answer does not count.
     """
 
     __transient__ = ("_decoders",)  # no part of a snapshot: made of the checkpoint alone
@@ -84,7 +85,7 @@ class DetokenizerCore:
 
     def stats(self) -> dict[str, float]:
         """running, kept: requests that go on, and that ended and whose clients may not have it all;
-        late_rows: rows for requests that are over or unknown."""
+        late_rows: rows for requests that are over or unknown, or from before an answer."""
         return {
             "running": len(self._streams),
             "kept": len(self._ended),
@@ -95,6 +96,8 @@ class DetokenizerCore:
         return self._left or not self._streams
 
     def _on_open(self, event: Open, _now: float) -> list[Send]:
+        if not self._heeds(event.group):
+            return []
         over = self._ended.get(event.request_id)
         known = self._streams.get(event.request_id) if over is None else over[1]
         if known is None or event.attempt > known.attempt:
@@ -110,11 +113,14 @@ class DetokenizerCore:
         return []
 
     def _on_tokens(self, event: Tokens, _now: float) -> list[Send]:
+        if not self._heeds(event.group):
+            self._counts["late_rows"] += len(event.rows)
+            return []
         texts: dict[int, list[TextRow]] = {}
         hits: list[Send] = []
         for row in event.rows:
             stream = self._streams.get(row.request_id)
-            if stream is None or self._will_be_told(stream, row):
+            if stream is None:
                 self._counts["late_rows"] += 1
                 continue
             before = stream.received
@@ -132,10 +138,8 @@ class DetokenizerCore:
 
     def _on_prompt(self, event: PromptTokens, _now: float) -> list[Send]:
         stream = self._streams.get(event.request_id)
-        if stream is None or stream.attempt != event.attempt:
+        if stream is None or stream.attempt != event.attempt or not self._heeds(event.group):
             return []
-        if event.first > stream.scored and not self._roll_call.complete:
-            return []  # what comes before it is still to be told, and this with it
         try:
             text = stream.score(event)
         except Exception as error:  # as for rows of tokens
@@ -156,13 +160,13 @@ class DetokenizerCore:
         self._ended[stream.request_id] = stream.group, stream.delivered(row)
         return self._upstream(stream, text, row)
 
-    def _will_be_told(self, stream: Stream, row: TokenRow) -> bool:
-        """Whether what lies before `row` is still to come, and `row` with it.
+    def _heeds(self, group: int) -> bool:
+        """Whether what the scheduler of `group` says counts: see RollCall.begun.
 
-        Two groups run one request if two tokenizers in turn chose them. Then one may have opened
-        it here, while the other's rows, from before its answer, arrive.
+        Two groups run one request if two tokenizers in turn chose them, so it is not enough that
+        the request is open here.
         """
-        return row.offset > stream.received and not self._roll_call.complete
+        return self._roll_call.begun(f"scheduler-{group}")
 
     def _take(self, stream: Stream, row: TokenRow) -> TextRow | None:
         try:

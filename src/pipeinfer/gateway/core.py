@@ -268,6 +268,9 @@ class GatewayCore:
         delivered = record.started or delta.text or delta.ids
         if row.finish == "error":
             message = row.error or "the request failed"
+            if delta.text or delta.ids:  # what it had said, told together with the error
+                logprobs = record.logprobs(row, delta.ids)
+                out.append(local(msgspec.structs.replace(delta, logprobs=logprobs)))
             out.append(local(Failed(row.request_id, 500, message, code="request_failed")))
         elif row.finish == "abort" and record.timeout > 0 and not delivered:
             out.append(local(_timed_out(record)))

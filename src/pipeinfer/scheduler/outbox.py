@@ -49,7 +49,7 @@ class Outbox:
     def take(self) -> list[Send]:
         """All that was collected since it was last asked."""
         out, self._sends = self._sends, []
-        out += [Send("tokens", to, Tokens(tuple(rows))) for to, rows in self._rows.items()]
+        out += [self._tokens(to, tuple(rows)) for to, rows in self._rows.items()]
         self._rows.clear()
         return out
 
@@ -75,7 +75,7 @@ class Outbox:
         yield self.opened(request)
         yield from self.prompt(request, 0)
         for row in all_rows(request, last):
-            yield Send("tokens", home(request), Tokens((row,)))
+            yield self._tokens(home(request), (row,))
 
     def prompt(self, request: Request, first: int) -> Iterator[Send]:
         """The log-probs of its prompt's tokens from `first` on, as far as they are known, in
@@ -89,8 +89,12 @@ class Outbox:
                 first=begin,
                 ids=work.prompt_ids[tokens],
                 logprobs=bytes(request.prompt_logprobs[begin * width : (begin + AT_ONCE) * width]),
+                group=self._group,
             )
             yield Send("tokens", home(request), told)
+
+    def _tokens(self, to: str, rows: tuple[TokenRow, ...]) -> Send:
+        return Send("tokens", to, Tokens(rows=rows, group=self._group))
 
 
 def home(request: Request) -> str:
