@@ -50,7 +50,7 @@ class GpuCores(Cores):
         launched = self._launched.pop(step.number)
         sampled, busy = launched.take(), launched.mark.busy
         if self.masks is not None:
-            self.masks.take(step, sampled)
+            sampled = self.masks.take(step, sampled)
         self.busy += busy
         self.idle += launched.mark.idle
         self.steps += 1

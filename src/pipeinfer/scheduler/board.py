@@ -14,9 +14,11 @@ from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request
 
 Row = tuple[Request, int]  # and how many tokens of it
-MOST_JUMPS = 32  # rows of a step that go on by several tokens: graphs have room for so many
 
-MIXED = 2  # jumps take one of so many parts of what may go beside decodes, if prompts wait
+# Rows of a step that jump, each over several tokens: graphs have room for so many. And where prompts
+# wait, jumps take one of so many parts of what may go beside decodes.
+MOST_JUMPS = 32
+JUMPS_PART = 4
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,12 @@ class Board:
         """Rows of requests that are ahead get what they know, as far as the others can bear it.
         Those that get nothing decode meanwhile what is known of them."""
         spare = min(self._budget, beside.tokens(self.rows, self._prompts))
-        left = spare // MIXED if self.prompts_wait else spare
+        left = spare // JUMPS_PART if self.prompts_wait else spare
+        places = {request.id: at for at, (request, _) in enumerate(self.rows)}
         jumps = 0
-        for at, (request, _) in enumerate(self.rows):
-            if request.id not in beside.ahead or jumps == MOST_JUMPS:
+        for request in beside.ahead.values():  # in the order in which they were found so
+            at = places.get(request.id)
+            if at is None or jumps == MOST_JUMPS:
                 continue
             more = min(request.ahead - 1, left)
             first = request.projected + 1
@@ -116,7 +120,7 @@ class Board:
         if self.rows and self._beside is not None and (self._prompts or self._admissible()):
             jumped = sum([count for _, count in self.rows]) - len(self.rows)
             spare = self._beside.tokens(self.rows, self._prompts)
-            self._budget = min(self._budget, max(spare - jumped, spare // MIXED, 1))
+            self._budget = min(self._budget, max(spare - jumped, 1))
 
     def continue_prompts(self) -> None:
         """The next chunk of every half-computed prompt, oldest first."""
