@@ -23,6 +23,11 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
+# Put together from what those are made of, so what lies above models is tested with those alone.
+MORE_ARCHITECTURES = {
+    "MixtralForCausalLM": "mixtral",
+}
+ALL_ARCHITECTURES = ARCHITECTURES | MORE_ARCHITECTURES
 VOCAB_SIZE = 264
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 256, 257, 258
 EOS_IDS = (258, 256)
@@ -60,7 +65,11 @@ SMALL_MOE: dict[str, Any] = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
 }
-FURTHER = {"qwen3_moe": SMALL_MOE, "gemma3_text": SMALL_GEMMA}
+FURTHER: dict[str, dict[str, Any]] = {
+    "qwen3_moe": SMALL_MOE,
+    "gemma3_text": SMALL_GEMMA,
+    "mixtral": {"intermediate_size": 32},
+}
 
 
 def make_checkpoint(
@@ -73,6 +82,7 @@ def make_checkpoint(
     tokenizer: bool = True,
     router_gain: float = 1.0,
     poison: int | None = None,
+    merged: bool = False,
     **overrides: Any,
 ) -> Path:
     """Writes a random checkpoint of `architecture` into `folder` and returns the folder.
@@ -81,11 +91,12 @@ def make_checkpoint(
     near ties, where any rounding takes other experts. `overrides` are fields of the transformers
     configuration (rope_parameters, sliding_window ...). Norm weights and biases are random too, so
     that leaving one out shows. `poison`: whoever has that token id gets logits that are NaN.
+    `merged`: all experts of a layer as one tensor, as transformers 5 has them in memory.
     """
     model = _random_model(architecture, seed, dtype, router_gain, overrides)
     if poison is not None:
         model.get_input_embeddings().weight.data[poison] = float("nan")
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.save_pretrained(folder, max_shard_size=max_shard_size, save_original_format=not merged)
     generation = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "eos_token_id": [*EOS_IDS]}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     if tokenizer:
@@ -100,7 +111,7 @@ def _random_model(
     router_gain: float,
     overrides: dict[str, Any],
 ) -> PreTrainedModel:
-    model_type = ARCHITECTURES[architecture]
+    model_type = ALL_ARCHITECTURES[architecture]
     fields = SMALL | FURTHER.get(model_type, {}) | overrides
     norms = 0.0 if model_type == "gemma3_text" else 1.0  # it has one plus its weights
     config = CONFIG_MAPPING[model_type](**fields)

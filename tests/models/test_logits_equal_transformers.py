@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import ARCHITECTURES, CheckpointCache, load_reference
+from checkpoints import ALL_ARCHITECTURES, CheckpointCache, load_reference
 from dense_attention import causal, decoding, dense_causal, split
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.models.build import build_model
@@ -44,7 +44,7 @@ def difference(folder: Path, dtype: torch.dtype = torch.float32, length: int = L
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 def test_architecture(checkpoint: CheckpointCache, architecture: str, tied: bool) -> None:
     assert difference(checkpoint(architecture, tie_word_embeddings=tied)) < TOLERANCE
 
@@ -167,6 +167,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma biases": ("Gemma3ForCausalLM", {"attention_bias": True, "num_key_value_heads": 1}),
     "gemma with large heads": ("Gemma3ForCausalLM", {"head_dim": 256, "num_hidden_layers": 6}),
     "several files": ("Qwen3ForCausalLM", {"max_shard_size": "40KB"}),
+    "mixtral window": ("MixtralForCausalLM", {"sliding_window": 8}),
+    "mixtral, experts merged": ("MixtralForCausalLM", {"merged": True}),
+    "qwen3 moe, experts merged": ("Qwen3MoeForCausalLM", {"merged": True}),
     "moe in several files": ("Qwen3MoeForCausalLM", {"max_shard_size": "100KB"}),
 }
 
@@ -249,7 +252,7 @@ def test_logits_of_a_token_do_not_depend_on_its_neighbours_in_the_batch(
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 @torch.inference_mode()
 def test_everything_but_attention_is_bitwise_equal_in_any_batch(
     checkpoint: CheckpointCache, architecture: str
@@ -269,7 +272,7 @@ def test_everything_but_attention_is_bitwise_equal_in_any_batch(
         assert torch.equal(model.logits(part), logits[first:last]), (first, last)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 @torch.inference_mode()
 def test_rows_that_are_asked_for_are_those_of_the_whole(
     checkpoint: CheckpointCache, architecture: str

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from checkpoints import ARCHITECTURES, CheckpointCache
+from checkpoints import ALL_ARCHITECTURES, CheckpointCache
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.generation import GenerationDefaults, read_generation
 from pipeinfer.settings import ConfigurationError
@@ -48,7 +48,7 @@ def to_old_generation(raw: dict[str, Any]) -> None:
     raw["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
     raw["torch_dtype"] = raw.pop("dtype")
     raw.pop("layer_types", None)
-    if "num_local_experts" in raw:
+    if raw["model_type"] == "qwen3_moe":
         raw["num_experts"] = raw.pop("num_local_experts")
 
 
@@ -57,7 +57,7 @@ TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
 }
 OLD_AND_NEW: list[tuple[str, dict[str, Any]]] = [
-    *((architecture, {}) for architecture in ARCHITECTURES),
+    *((architecture, {}) for architecture in ALL_ARCHITECTURES),
     ("Gemma3ForCausalLM", {"rope_parameters": TWO_ROPES, "sliding_window_pattern": 3}),
     (
         "Qwen2ForCausalLM",

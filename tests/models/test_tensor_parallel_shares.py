@@ -55,6 +55,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("Qwen2ForCausalLM", 4, {"num_key_value_heads": 1}),
     ("Qwen3ForCausalLM", 2, {}),
     ("Qwen3MoeForCausalLM", 2, {"mlp_only_layers": [0]}),
+    ("MixtralForCausalLM", 2, {"merged": True}),
     ("Gemma3ForCausalLM", 2, {"tie_word_embeddings": True, "vocab_size": 261}),
     ("Gemma3ForCausalLM", 4, {"num_key_value_heads": 1, "attention_bias": True}),
 ]

@@ -10,6 +10,7 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "pipeinfer.models.gemma3:build",
     "LlamaForCausalLM": "pipeinfer.models.llama:build",
     "MistralForCausalLM": "pipeinfer.models.mistral:build",
+    "MixtralForCausalLM": "pipeinfer.models.mixtral:build",
     "Qwen2ForCausalLM": "pipeinfer.models.qwen2:build",
     "Qwen3ForCausalLM": "pipeinfer.models.qwen3:build",
     "Qwen3MoeForCausalLM": "pipeinfer.models.qwen3_moe:build",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,8 @@ def _full_attention(fields: Fields, layers: int) -> tuple[int | None, ...]:
     return (None,) * layers
 
 
-def _one_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    window = fields.optional_integer("sliding_window", missing=4096)
-    return (window,) * layers
+def _one_window(fields: Fields, layers: int, missing: int | None = 4096) -> tuple[int | None, ...]:
+    return (fields.optional_integer("sliding_window", missing),) * layers
 
 
 def _switched_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -155,16 +155,31 @@ def _experts(fields: Fields, layers: int) -> dict[str, Any]:
     """num_experts is called num_local_experts by transformers 5."""
     experts = fields.integer("num_experts", fields.integer("num_local_experts", 0, least=0))
     chosen = fields.integer("num_experts_per_tok", 8)
-    if chosen > experts:
-        raise fields.error(f"num_experts_per_tok {chosen} is above num_experts {experts}")
     step = fields.integer("decoder_sparse_step", 1)
     dense = fields.raw.get("mlp_only_layers") or []
-    return {
-        "num_experts": experts,
-        "num_experts_per_tok": chosen,
+    return _chosen(fields, experts, chosen) | {
         "moe_intermediate_size": fields.integer("moe_intermediate_size"),
         "norm_topk_prob": fields.boolean("norm_topk_prob", False),
         "sparse_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+    }
+
+
+def _chosen(fields: Fields, experts: int, chosen: int) -> dict[str, Any]:
+    if chosen > experts:
+        raise fields.error(f"num_experts_per_tok {chosen} is above num_experts {experts}")
+    return {"num_experts": experts, "num_experts_per_tok": chosen}
+
+
+def _mixtral(fields: Fields, layers: int) -> dict[str, Any]:
+    """Every layer is sparse, and an expert as large as another model's dense block."""
+    experts, chosen = (
+        fields.integer("num_local_experts", 8),
+        fields.integer("num_experts_per_tok", 2),
+    )
+    return _chosen(fields, experts, chosen) | {
+        "moe_intermediate_size": fields.integer("intermediate_size"),
+        "norm_topk_prob": True,
+        "sparse_layers": (True,) * layers,
     }
 
 
@@ -192,6 +207,9 @@ FAMILIES = {
     ),
     "LlamaForCausalLM": Family(_full_attention),
     "MistralForCausalLM": Family(_one_window),
+    "MixtralForCausalLM": Family(
+        partial(_one_window, missing=None), rope=partial(read_rope, theta=1e6), more=_mixtral
+    ),
     "Qwen2ForCausalLM": Family(_layered_window),
     "Qwen3ForCausalLM": Family(_layered_window, head_dim=128),
     "Qwen3MoeForCausalLM": Family(_switched_window, more=_experts),

@@ -13,8 +13,9 @@ from pipeinfer.checkpoint.fields import Fields
 from pipeinfer.checkpoint.rope_config import ROPE_TYPES, RopeConfig
 
 
-def read_rope(fields: Fields) -> RopeConfig:
-    """Raises ConfigurationError for an unknown type or a missing number."""
+def read_rope(fields: Fields, theta: float = 10_000.0) -> RopeConfig:
+    """`theta`: where the file has none. Raises ConfigurationError for an unknown type or a missing
+    number."""
     rope = _rope_fields(fields)
     kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
     if kind not in ROPE_TYPES:
@@ -22,7 +23,7 @@ def read_rope(fields: Fields) -> RopeConfig:
     partial = rope.raw.get("partial_rotary_factor", fields.raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise fields.error(f"partial_rotary_factor {partial!r} is not supported")
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    theta = rope.number("rope_theta", fields.number("rope_theta", theta))
     limit = fields.integer("max_position_embeddings")
     if kind == "default":
         return RopeConfig(theta=theta, original_max=limit)

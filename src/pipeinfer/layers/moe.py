@@ -1,8 +1,8 @@
 """Mixture of experts: a router picks a few gated feed-forward blocks for each token.
 
 Over several ranks either every expert is split, like a dense block, or each rank has some experts
-whole; the sum over ranks is the same. Knows no model. The work is ordered by expert, so each expert
-that got tokens is two matrix products. Source: arxiv.org/abs/2101.03961.
+whole; the sum over ranks is the same. Knows no model, and not how a router chooses. The work is
+ordered by expert, so each expert that got tokens is two matrix products.
 """
 
 from __future__ import annotations
@@ -14,23 +14,19 @@ import torch
 from pipeinfer.layers.matrix import Matrix
 from pipeinfer.layers.mlp import silu_and_multiply
 from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, Source, whole
+from pipeinfer.layers.placement import Placement, Source
+from pipeinfer.layers.routing import Router
 
 Grouped = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class SparseMLP:
-    """[T, hidden] to [T, hidden]; `normalize` makes the chosen experts' weights add up to one."""
+    """[T, hidden] to [T, hidden]: the weighted sum of the experts that `router` chooses."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        num_experts: int,
-        top_k: int,
-        normalize: bool,
-        placement: Placement,
+        self, hidden_size: int, intermediate_size: int, router: Router, placement: Placement
     ) -> None:
+        num_experts = router.num_experts
         self._placement = placement
         self._intermediate = intermediate_size
         shard = placement.shard
@@ -38,11 +34,8 @@ class SparseMLP:
         self._start, self._stop = 0, intermediate_size  # and what of each
         if not shard.whole_experts:
             self._start, self._stop = shard.span(intermediate_size)
-        self._top_k = top_k
-        self._normalize = normalize
         held, share = stop - self.first, self._stop - self._start
-        self.num_experts = num_experts
-        self.router = Matrix(placement.empty(num_experts, hidden_size))
+        self.router = router
         stacked = placement.empty(held, 2 * share, hidden_size)
         self.gate_up = [Matrix(weight) for weight in stacked]
         rows = placement.empty(held, hidden_size, share)
@@ -52,30 +45,25 @@ class SparseMLP:
         self._grouped = _grouped(stacked, rows, self.first, num_experts) if on_gpu else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
-        weights, experts = self._route(x)
+        return self._placement.later(self._share(x))
+
+    def _share(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank's experts add to the sum, [T, hidden]."""
+        weights, experts = self.router(x)
         if self._grouped is not None:
-            return self._placement.later(self._grouped(x, weights, experts))
-        held = len(self.down)
+            return self._grouped(x, weights, experts)
+        held, top_k = len(self.down), experts.shape[1]
         pairs = experts.flatten() - self.first  # pair i is token i // top_k
-        if held < self.num_experts:
+        if held < self.router.num_experts:
             pairs[(pairs < 0) | (pairs >= held)] = held  # another rank's: behind all others
         order = pairs.argsort(stable=True)
         counts = pairs.bincount(minlength=held + 1).tolist()[:held]
         order = order[: sum(counts)]
-        outputs = self._experts(x[order // self._top_k], counts)
+        outputs = self._experts(x[order // top_k], counts)
         by_pair = outputs.new_zeros(len(pairs), x.shape[1])
         by_pair[order] = outputs
         # Summed per token in the router's order: not a matter of which other tokens there are.
-        by_pair = by_pair.view(*weights.shape, -1).mul_(weights[..., None])
-        return self._placement.later(by_pair.sum(dim=1))
-
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights in x's dtype and experts int64, both [T, top_k]."""
-        scores = self.router(x).softmax(dim=-1, dtype=torch.float32)
-        weights, experts = scores.topk(self._top_k, dim=-1)
-        if self._normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights.to(x.dtype), experts
+        return by_pair.view(*weights.shape, -1).mul_(weights[..., None]).sum(dim=1)
 
     def _experts(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """x [pairs, hidden] ordered by expert; the outputs in the same order."""
@@ -88,13 +76,14 @@ class SparseMLP:
 
     def pack(self) -> None:
         """To be called when the weights are final."""
-        for matrix in (self.router, *self.gate_up, *self.down):
+        self.router.pack()
+        for matrix in (*self.gate_up, *self.down):
             matrix.pack()
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of this module, with its dot. On disk each expert is by itself."""
-        shape = _, hidden = tuple(self.router.weight.shape)
-        yield Source(f"{prefix}gate.weight", shape, whole(shape), self.router.weight)
+        yield from self.router.sources(f"{prefix}gate.")
+        hidden = self.down[0].weight.shape[0]
         held = slice(self._start, self._stop)
         share = self._stop - self._start
         column = (self._intermediate, hidden)

@@ -8,8 +8,10 @@ from __future__ import annotations
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.attention import Heads, SelfAttention
 from pipeinfer.layers.mlp import GATES, GatedMLP
+from pipeinfer.layers.moe import SparseMLP
 from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
 from pipeinfer.layers.placement import Placement
+from pipeinfer.layers.routing import SoftmaxRouter
 from pipeinfer.models.causal_lm import DecoderLayer, FeedForward
 
 
@@ -58,3 +60,20 @@ def dense_mlp(config: ModelConfig, placement: Placement, bias: bool = False) -> 
     """The gated block of a dense layer."""
     gate = GATES[config.activation]
     return GatedMLP(config.hidden_size, config.intermediate_size, bias, placement, gate)
+
+
+def softmax_router(config: ModelConfig, placement: Placement) -> SoftmaxRouter:
+    """The router of a sparse layer that chooses by probability."""
+    return SoftmaxRouter(
+        config.hidden_size,
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.norm_topk_prob,
+        placement,
+    )
+
+
+def sparse_mlp(config: ModelConfig, placement: Placement) -> SparseMLP:
+    """The mixture of a sparse layer."""
+    router = softmax_router(config, placement)
+    return SparseMLP(config.hidden_size, config.moe_intermediate_size, router, placement)
