@@ -26,6 +26,7 @@ ARCHITECTURES = {
 # Put together from what those are made of, so what lies above models is tested with those alone.
 MORE_ARCHITECTURES = {
     "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
 }
 ALL_ARCHITECTURES = ARCHITECTURES | MORE_ARCHITECTURES
 VOCAB_SIZE = 264
@@ -68,6 +69,7 @@ SMALL_MOE: dict[str, Any] = {
 FURTHER: dict[str, dict[str, Any]] = {
     "qwen3_moe": SMALL_MOE,
     "gemma3_text": SMALL_GEMMA,
+    "qwen2_moe": SMALL_MOE | {"shared_expert_intermediate_size": 48, "norm_topk_prob": False},
     "mixtral": {"intermediate_size": 32},
 }
 

@@ -170,6 +170,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral window": ("MixtralForCausalLM", {"sliding_window": 8}),
     "mixtral, experts merged": ("MixtralForCausalLM", {"merged": True}),
     "qwen3 moe, experts merged": ("Qwen3MoeForCausalLM", {"merged": True}),
+    "qwen2 moe, dense layers between": (
+        "Qwen2MoeForCausalLM",
+        {"decoder_sparse_step": 2, "mlp_only_layers": [3], "num_hidden_layers": 4},
+    ),
+    "qwen2 moe, windows, no biases, weights normalized": (
+        "Qwen2MoeForCausalLM",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 3,
+            "num_hidden_layers": 4,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+        },
+    ),
     "moe in several files": ("Qwen3MoeForCausalLM", {"max_shard_size": "100KB"}),
 }
 

@@ -64,6 +64,10 @@ OLD_AND_NEW: list[tuple[str, dict[str, Any]]] = [
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
     (
+        "Qwen2MoeForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    (
         "LlamaForCausalLM",
         {
             "rope_parameters": {

@@ -39,6 +39,7 @@ OVERRIDES = {
     "Qwen3ForCausalLM": {"tie_word_embeddings": True},
     "Qwen3MoeForCausalLM": {},
     "MixtralForCausalLM": {"sliding_window": 40},
+    "Qwen2MoeForCausalLM": {},
     "Gemma3ForCausalLM": {"sliding_window": 40, "tie_word_embeddings": True},
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": "pipeinfer.models.mistral:build",
     "MixtralForCausalLM": "pipeinfer.models.mixtral:build",
     "Qwen2ForCausalLM": "pipeinfer.models.qwen2:build",
+    "Qwen2MoeForCausalLM": "pipeinfer.models.qwen2_moe:build",
     "Qwen3ForCausalLM": "pipeinfer.models.qwen3:build",
     "Qwen3MoeForCausalLM": "pipeinfer.models.qwen3_moe:build",
 }

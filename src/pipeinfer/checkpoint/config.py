@@ -26,6 +26,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"  # what layer_types has
 class ModelConfig:
     """A decoder-only transformer.
 
+    shared_intermediate_size: of the expert that every token of a sparse layer goes to; 0: none.
     attention_bias, mlp_bias: as config.json says; the model knows which projections they mean.
     activation: of the gate, "silu" or "gelu_tanh".
     rope: of all layers, or of those without a window where `window_rope` is that of the others.
@@ -60,6 +61,7 @@ class ModelConfig:
     activation: str = "silu"
     window_rope: RopeConfig | None = None
     attention_scale: float | None = None
+    shared_intermediate_size: int = 0
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -93,11 +95,13 @@ class Activations:
 class Family:
     """How one architecture reads the fields that architectures disagree on.
 
+    bias: the field about attention's, and what it is where config.json does not say.
     more: further fields of the ModelConfig, of (fields, layers).
     """
 
     windows: Callable[[Fields, int], tuple[int | None, ...]]
     head_dim: int | None = None  # where config.json has none; None: hidden_size / heads
+    bias: tuple[str, bool] = ("attention_bias", False)
     tied: bool = False  # where config.json does not say
     activations: Activations = Activations("hidden_act", "silu", ("silu", "swish"))
     rope: Callable[[Fields], RopeConfig] = read_rope
@@ -128,6 +132,16 @@ def _layered_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
     return _by_type(fields, types, layers, window)
 
 
+def _alternating_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """`layer_types` says which layers slide; without it, each second below `max_window_layers`."""
+    window = _switched_window(fields, layers)[0]
+    types = fields.raw.get("layer_types")
+    if types is None:
+        end = fields.integer("max_window_layers", 28, least=0)
+        types = [SLIDING if i < end and i % 2 == 0 else FULL for i in range(layers)]
+    return _by_type(fields, types, layers, window)
+
+
 def _patterned_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
     """`layer_types` says which layers slide; before it, all but each sixth, or so."""
     window = fields.optional_integer("sliding_window", missing=4096)
@@ -151,10 +165,10 @@ def _by_type(
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-def _experts(fields: Fields, layers: int) -> dict[str, Any]:
+def _experts(fields: Fields, layers: int, chosen: int = 8) -> dict[str, Any]:
     """num_experts is called num_local_experts by transformers 5."""
     experts = fields.integer("num_experts", fields.integer("num_local_experts", 0, least=0))
-    chosen = fields.integer("num_experts_per_tok", 8)
+    chosen = fields.integer("num_experts_per_tok", chosen)
     step = fields.integer("decoder_sparse_step", 1)
     dense = fields.raw.get("mlp_only_layers") or []
     return _chosen(fields, experts, chosen) | {
@@ -162,6 +176,11 @@ def _experts(fields: Fields, layers: int) -> dict[str, Any]:
         "norm_topk_prob": fields.boolean("norm_topk_prob", False),
         "sparse_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
     }
+
+
+def _shared_expert(fields: Fields, layers: int) -> dict[str, Any]:
+    size = fields.integer("shared_expert_intermediate_size", 5632)
+    return _experts(fields, layers, chosen=4) | {"shared_intermediate_size": size}
 
 
 def _chosen(fields: Fields, experts: int, chosen: int) -> dict[str, Any]:
@@ -211,6 +230,9 @@ FAMILIES = {
         partial(_one_window, missing=None), rope=partial(read_rope, theta=1e6), more=_mixtral
     ),
     "Qwen2ForCausalLM": Family(_layered_window),
+    "Qwen2MoeForCausalLM": Family(
+        _alternating_window, bias=("qkv_bias", True), more=_shared_expert
+    ),
     "Qwen3ForCausalLM": Family(_layered_window, head_dim=128),
     "Qwen3MoeForCausalLM": Family(_switched_window, more=_experts),
 }
@@ -236,7 +258,7 @@ def read_config(folder: Path) -> ModelConfig:
         head_dim=_head_dim(fields, family, heads),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", family.tied),
-        attention_bias=fields.boolean("attention_bias", False),
+        attention_bias=fields.boolean(*family.bias),
         mlp_bias=fields.boolean("mlp_bias", False),
         rope=family.rope(fields),
         max_position_embeddings=fields.integer("max_position_embeddings"),

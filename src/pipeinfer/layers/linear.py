@@ -100,6 +100,10 @@ class RowLinear:
         total = self._placement.reduce(self.matrix(x))
         return total if self._bias is None or self._placement.alone else total.add_(self._bias)
 
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the sum, for who has more to add; of layers without a bias."""
+        return self.matrix(x)
+
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of the parent module, with its dot."""
         weight = self.matrix.weight

@@ -75,6 +75,10 @@ class GatedMLP:
     def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
         return self.down(self._gated(x))
 
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the sum over ranks; of blocks without biases."""
+        return self.down.share(self._gated(x))
+
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
         if self._product is not None:
             gated = self._product(x, self.gate_up.matrix.weight)

@@ -12,19 +12,60 @@ from collections.abc import Callable, Iterator
 import torch
 
 from pipeinfer.layers.matrix import Matrix
-from pipeinfer.layers.mlp import silu_and_multiply
+from pipeinfer.layers.mlp import GatedMLP, silu_and_multiply
 from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, Source
+from pipeinfer.layers.placement import Placement, Source, whole
 from pipeinfer.layers.routing import Router
 
 Grouped = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+class SharedExpert:
+    """What every token goes to beside a mixture, split over the ranks as any dense block.
+
+    gated: times the sigmoid of a product of its own, called as `name` and "_gate" on disk.
+    """
+
+    def __init__(self, name: str, mlp: GatedMLP, gated: bool, placement: Placement) -> None:
+        self._name = name
+        self._mlp = mlp
+        # Its second row is nothing. Of values that lie side by side, sigmoid takes whole vectors and
+        # the rest in another way, so a token's gate would depend on how many tokens there are.
+        weight = placement.empty(2, mlp.gate_up.matrix.weight.shape[1])
+        weight[1:].zero_()
+        self._gate = Matrix(weight) if gated else None
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the sum over ranks, [T, hidden]."""
+        out = self._mlp.share(x)
+        return out if self._gate is None else out.mul_(self._gate(x)[:, :1].sigmoid())
+
+    def pack(self) -> None:
+        """To be called when the weights are final."""
+        self._mlp.pack()
+        if self._gate is not None:
+            self._gate.pack()
+
+    def sources(self, prefix: str) -> Iterator[Source]:
+        """`prefix` is the path of the mixture, with its dot."""
+        yield from self._mlp.sources(f"{prefix}{self._name}.")
+        if self._gate is not None:
+            weight = self._gate.weight[:1]
+            shape = tuple(weight.shape)
+            yield Source(f"{prefix}{self._name}_gate.weight", shape, whole(shape), weight)
+
+
 class SparseMLP:
-    """[T, hidden] to [T, hidden]: the weighted sum of the experts that `router` chooses."""
+    """[T, hidden] to [T, hidden]: the weighted sum of the experts that `router` chooses, plus what
+    `shared` gives."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, router: Router, placement: Placement
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        router: Router,
+        placement: Placement,
+        shared: SharedExpert | None = None,
     ) -> None:
         num_experts = router.num_experts
         self._placement = placement
@@ -36,6 +77,7 @@ class SparseMLP:
             self._start, self._stop = shard.span(intermediate_size)
         held, share = stop - self.first, self._stop - self._start
         self.router = router
+        self._shared = shared
         stacked = placement.empty(held, 2 * share, hidden_size)
         self.gate_up = [Matrix(weight) for weight in stacked]
         rows = placement.empty(held, hidden_size, share)
@@ -45,7 +87,10 @@ class SparseMLP:
         self._grouped = _grouped(stacked, rows, self.first, num_experts) if on_gpu else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
-        return self._placement.later(self._share(x))
+        share = self._share(x)
+        if self._shared is not None:
+            share += self._shared.share(x)
+        return self._placement.later(share)
 
     def _share(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank's experts add to the sum, [T, hidden]."""
@@ -77,12 +122,16 @@ class SparseMLP:
     def pack(self) -> None:
         """To be called when the weights are final."""
         self.router.pack()
+        if self._shared is not None:
+            self._shared.pack()
         for matrix in (*self.gate_up, *self.down):
             matrix.pack()
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of this module, with its dot. On disk each expert is by itself."""
         yield from self.router.sources(f"{prefix}gate.")
+        if self._shared is not None:
+            yield from self._shared.sources(prefix)
         hidden = self.down[0].weight.shape[0]
         held = slice(self._start, self._stop)
         share = self._stop - self._start

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.attention import Heads, SelfAttention
 from pipeinfer.layers.mlp import GATES, GatedMLP
-from pipeinfer.layers.moe import SparseMLP
+from pipeinfer.layers.moe import SharedExpert, SparseMLP
 from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
 from pipeinfer.layers.placement import Placement
-from pipeinfer.layers.routing import SoftmaxRouter
+from pipeinfer.layers.routing import Router, SoftmaxRouter
 from pipeinfer.models.causal_lm import DecoderLayer, FeedForward
 
 
@@ -73,7 +73,21 @@ def softmax_router(config: ModelConfig, placement: Placement) -> SoftmaxRouter:
     )
 
 
-def sparse_mlp(config: ModelConfig, placement: Placement) -> SparseMLP:
-    """The mixture of a sparse layer."""
-    router = softmax_router(config, placement)
-    return SparseMLP(config.hidden_size, config.moe_intermediate_size, router, placement)
+def sparse_mlp(
+    config: ModelConfig,
+    placement: Placement,
+    router: Router | None = None,
+    shared: SharedExpert | None = None,
+) -> SparseMLP:
+    """The mixture of a sparse layer; without `router` it chooses by probability."""
+    router = router or softmax_router(config, placement)
+    return SparseMLP(config.hidden_size, config.moe_intermediate_size, router, placement, shared)
+
+
+def shared_expert(
+    config: ModelConfig, name: str, gated: bool, placement: Placement
+) -> SharedExpert:
+    """What all tokens of a sparse layer go to, called `name` on disk."""
+    size, gate = config.shared_intermediate_size, GATES[config.activation]
+    mlp = GatedMLP(config.hidden_size, size, False, placement.summed(), gate)
+    return SharedExpert(name, mlp, gated, placement)
