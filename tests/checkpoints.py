@@ -25,6 +25,8 @@ ARCHITECTURES = {
 }
 # Put together from what those are made of, so what lies above models is tested with those alone.
 MORE_ARCHITECTURES = {
+    "Glm4ForCausalLM": "glm4",
+    "GlmForCausalLM": "glm",
     "MixtralForCausalLM": "mixtral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
 }

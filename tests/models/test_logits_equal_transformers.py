@@ -185,6 +185,27 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "qkv_bias": False,
         },
     ),
+    "glm 4 without biases": ("Glm4ForCausalLM", {"attention_bias": False}),
+    "glm 4 that rotates whole heads": (
+        "Glm4ForCausalLM",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    ),
+    "glm 4 that rotates three quarters": (
+        "Glm4ForCausalLM",
+        {"rope_parameters": {"rope_theta": 1e5, "partial_rotary_factor": 0.75}},
+    ),
+    "glm 4 with yarn": (
+        "Glm4ForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+    ),
     "moe in several files": ("Qwen3MoeForCausalLM", {"max_shard_size": "100KB"}),
 }
 

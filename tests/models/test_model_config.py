@@ -44,6 +44,8 @@ def to_old_generation(raw: dict[str, Any]) -> None:
         raw["sliding_window_pattern"] = raw.pop("_sliding_window_pattern")
         rope = rope["full_attention"]
     raw["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        raw["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     kind = rope.pop("rope_type")
     raw["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
     raw["torch_dtype"] = raw.pop("dtype")
@@ -79,6 +81,10 @@ OLD_AND_NEW: list[tuple[str, dict[str, Any]]] = [
                 "original_max_position_embeddings": 64,
             }
         },
+    ),
+    (
+        "Glm4ForCausalLM",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}},
     ),
     (
         "Qwen2ForCausalLM",
@@ -158,7 +164,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "architecture": (
         "LlamaForCausalLM",
         setting(architectures=["GPT2LMHeadModel"]),
-        "GPT2LMHeadModel; supported: Gemma3ForCausalLM, Llama",
+        "GPT2LMHeadModel; supported: Gemma3ForCausalLM, Glm4",
     ),
     "no architecture": ("LlamaForCausalLM", lacking("architectures"), "none named"),
     "rope type": (
@@ -180,6 +186,16 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "LlamaForCausalLM",
         setting(rope_parameters={"rope_type": "linear"}),
         "factor is missing",
+    ),
+    "rotation of more than a head": (
+        "Glm4ForCausalLM",
+        setting(rope_parameters={"partial_rotary_factor": 1.5}),
+        "partial_rotary_factor 1.5 is above 1",
+    ),
+    "rotation of nothing": (
+        "GlmForCausalLM",
+        setting(rope_parameters={"partial_rotary_factor": 0.05}),
+        "partial_rotary_factor 0.05 rotates 0 values",
     ),
     "partial rotation": (
         "LlamaForCausalLM",

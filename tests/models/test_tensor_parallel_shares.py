@@ -55,6 +55,8 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("Qwen2ForCausalLM", 4, {"num_key_value_heads": 1}),
     ("Qwen3ForCausalLM", 2, {}),
     ("Qwen3MoeForCausalLM", 2, {"mlp_only_layers": [0]}),
+    ("Glm4ForCausalLM", 4, {"tie_word_embeddings": True}),
+    ("GlmForCausalLM", 2, {}),
     ("MixtralForCausalLM", 2, {"merged": True}),
     ("Qwen2MoeForCausalLM", 4, {"mlp_only_layers": [1]}),
     ("Gemma3ForCausalLM", 2, {"tie_word_embeddings": True, "vocab_size": 261}),

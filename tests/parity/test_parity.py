@@ -38,6 +38,8 @@ OVERRIDES = {
     "Qwen2ForCausalLM": {"num_key_value_heads": 1},
     "Qwen3ForCausalLM": {"tie_word_embeddings": True},
     "Qwen3MoeForCausalLM": {},
+    "Glm4ForCausalLM": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "GlmForCausalLM": {},
     "MixtralForCausalLM": {"sliding_window": 40},
     "Qwen2MoeForCausalLM": {},
     "Gemma3ForCausalLM": {"sliding_window": 40, "tie_word_embeddings": True},

@@ -8,6 +8,8 @@ from __future__ import annotations
 # Name in config.json -> "module:builder"; a builder takes (ModelConfig, Placement).
 ARCHITECTURES = {
     "Gemma3ForCausalLM": "pipeinfer.models.gemma3:build",
+    "Glm4ForCausalLM": "pipeinfer.models.glm4:build",
+    "GlmForCausalLM": "pipeinfer.models.glm:build",
     "LlamaForCausalLM": "pipeinfer.models.llama:build",
     "MistralForCausalLM": "pipeinfer.models.mistral:build",
     "MixtralForCausalLM": "pipeinfer.models.mixtral:build",

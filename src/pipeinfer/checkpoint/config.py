@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeinfer.checkpoint.architectures import ARCHITECTURES
 from pipeinfer.checkpoint.fields import Fields, read_json
-from pipeinfer.checkpoint.rope import read_rope, read_two_ropes
+from pipeinfer.checkpoint.rope import read_partial_rope, read_rope, read_two_ropes
 from pipeinfer.checkpoint.rope_config import RopeConfig
 from pipeinfer.settings import ConfigurationError
 
@@ -215,6 +215,12 @@ def _gemma3(fields: Fields, layers: int) -> dict[str, Any]:
     }
 
 
+GLM = Family(
+    _full_attention,
+    head_dim=128,
+    bias=("attention_bias", True),
+    rope=partial(read_partial_rope, interleaved=True),
+)
 FAMILIES = {
     "Gemma3ForCausalLM": Family(
         _patterned_window,
@@ -224,6 +230,8 @@ FAMILIES = {
         rope=lambda fields: read_two_ropes(fields)[0],
         more=_gemma3,
     ),
+    "Glm4ForCausalLM": GLM,
+    "GlmForCausalLM": GLM,
     "LlamaForCausalLM": Family(_full_attention),
     "MistralForCausalLM": Family(_one_window),
     "MixtralForCausalLM": Family(
@@ -268,6 +276,9 @@ def read_config(folder: Path) -> ModelConfig:
         activation=_activation(fields, family.activations),
         **family.more(fields, layers),
     )
+    rotated = config.rope.rotated(config.head_dim)
+    if rotated % 2 or not rotated:
+        raise fields.error(f"partial_rotary_factor {config.rope.rotary} rotates {rotated} values")
     if config.num_heads % config.num_kv_heads:
         raise fields.error(
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads "

@@ -17,12 +17,30 @@ def read_rope(fields: Fields, theta: float = 10_000.0) -> RopeConfig:
     """`theta`: where the file has none. Raises ConfigurationError for an unknown type or a missing
     number."""
     rope = _rope_fields(fields)
+    partial = _partial(fields, rope)
+    if partial not in (None, 1, 1.0):
+        raise fields.error(f"partial_rotary_factor {partial!r} is not supported")
+    return _read(fields, rope, theta)
+
+
+def read_partial_rope(fields: Fields, interleaved: bool) -> RopeConfig:
+    """Of half of each head, where the file does not say of how much."""
+    rope = _rope_fields(fields)
+    given = Fields(fields.path, {"partial_rotary_factor": _partial(fields, rope)})
+    rotary = given.number("partial_rotary_factor", 0.5)
+    if rotary > 1:
+        raise fields.error(f"partial_rotary_factor {rotary!r} is above 1")
+    return replace(_read(fields, rope, 10_000.0), rotary=rotary, interleaved=interleaved)
+
+
+def _partial(fields: Fields, rope: Fields) -> object:
+    return rope.raw.get("partial_rotary_factor", fields.raw.get("partial_rotary_factor"))
+
+
+def _read(fields: Fields, rope: Fields, theta: float) -> RopeConfig:
     kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise fields.error(f"unknown RoPE type {kind!r}; supported: {', '.join(ROPE_TYPES)}")
-    partial = rope.raw.get("partial_rotary_factor", fields.raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise fields.error(f"partial_rotary_factor {partial!r} is not supported")
     theta = rope.number("rope_theta", fields.number("rope_theta", theta))
     limit = fields.integer("max_position_embeddings")
     if kind == "default":

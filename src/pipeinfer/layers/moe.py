@@ -29,8 +29,8 @@ class SharedExpert:
     def __init__(self, name: str, mlp: GatedMLP, gated: bool, placement: Placement) -> None:
         self._name = name
         self._mlp = mlp
-        # Its second row is nothing. Of values that lie side by side, sigmoid takes whole vectors and
-        # the rest in another way, so a token's gate would depend on how many tokens there are.
+        # The second row is nothing. Sigmoid takes whole vectors of values that lie side by side,
+        # and the rest in another way: a gate would depend on how many tokens there are.
         weight = placement.empty(2, mlp.gate_up.matrix.weight.shape[1])
         weight[1:].zero_()
         self._gate = Matrix(weight) if gated else None

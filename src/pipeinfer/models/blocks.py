@@ -11,6 +11,7 @@ from pipeinfer.layers.mlp import GATES, GatedMLP
 from pipeinfer.layers.moe import SharedExpert, SparseMLP
 from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
 from pipeinfer.layers.placement import Placement
+from pipeinfer.layers.rope import lanes
 from pipeinfer.layers.routing import Router, SoftmaxRouter
 from pipeinfer.models.causal_lm import DecoderLayer, FeedForward
 
@@ -49,17 +50,25 @@ def attention(
     return SelfAttention(
         index,
         hidden_size=config.hidden_size,
-        heads=Heads(config.num_heads, config.num_kv_heads, config.head_dim, norm),
+        heads=Heads(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            norm,
+            lanes(config.ropes[index], config.head_dim),
+        ),
         bias=qkv_bias,
         output_bias=output_bias,
         placement=placement,
     )
 
 
-def dense_mlp(config: ModelConfig, placement: Placement, bias: bool = False) -> GatedMLP:
-    """The gated block of a dense layer."""
+def dense_mlp(
+    config: ModelConfig, placement: Placement, bias: bool = False, merged: bool = False
+) -> GatedMLP:
+    """The gated block of a dense layer; merged: its gate and up are one on disk."""
     gate = GATES[config.activation]
-    return GatedMLP(config.hidden_size, config.intermediate_size, bias, placement, gate)
+    return GatedMLP(config.hidden_size, config.intermediate_size, bias, placement, gate, merged)
 
 
 def softmax_router(config: ModelConfig, placement: Placement) -> SoftmaxRouter:
