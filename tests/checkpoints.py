@@ -26,6 +26,7 @@ ARCHITECTURES = {
 # Put together from what those are made of, so what lies above models is tested with those alone.
 MORE_ARCHITECTURES = {
     "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "GlmForCausalLM": "glm",
     "MixtralForCausalLM": "mixtral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
@@ -71,6 +72,16 @@ SMALL_MOE: dict[str, Any] = {
 FURTHER: dict[str, dict[str, Any]] = {
     "qwen3_moe": SMALL_MOE,
     "gemma3_text": SMALL_GEMMA,
+    "glm4_moe": {
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
     "qwen2_moe": SMALL_MOE | {"shared_expert_intermediate_size": 48, "norm_topk_prob": False},
     "mixtral": {"intermediate_size": 32},
 }
@@ -127,6 +138,9 @@ def _random_model(
                 torch.nn.init.normal_(weight.data, norms if "norm" in name else 0.0, 0.2)
             elif name.endswith("mlp.gate.weight"):
                 weight.data *= router_gain
+        for name, values in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(values, 0.0, 0.2)
     model.generation_config = GenerationConfig(eos_token_id=[*EOS_IDS])
     return model.to(dtype).eval()
 

@@ -206,6 +206,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "glm 4 moe, all layers sparse, one group, experts merged": (
+        "Glm4MoeForCausalLM",
+        {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "merged": True},
+    ),
+    "glm 4 moe, no norm and no biases, weights not normalized, two shared experts": (
+        "Glm4MoeForCausalLM",
+        {
+            "use_qk_norm": False,
+            "attention_bias": False,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+        },
+    ),
     "moe in several files": ("Qwen3MoeForCausalLM", {"max_shard_size": "100KB"}),
 }
 
@@ -253,7 +266,8 @@ def test_gemma_3_rounds_its_embeddings_and_norms_in_bfloat16_as_transformers_doe
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"]
+    "architecture",
+    ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Qwen2MoeForCausalLM"],
 )
 def test_half_precision(checkpoint: CheckpointCache, architecture: str, dtype: torch.dtype) -> None:
     """Both round differently, so this is as near as the reference is to its own float32 self."""

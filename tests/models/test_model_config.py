@@ -232,6 +232,21 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         setting(use_sliding_window=True, layer_types=["full_attention"]),
         "layer_types has 1 entries for 2 layers",
     ),
+    "experts of a few groups": (
+        "Glm4MoeForCausalLM",
+        setting(num_experts_per_tok=5),
+        "num_experts_per_tok 5 is above num_experts 4",
+    ),
+    "groups of experts": (
+        "Glm4MoeForCausalLM",
+        setting(n_group=3),
+        "n_group 3 does not fit n_routed_experts 8",
+    ),
+    "best groups of experts": (
+        "Glm4MoeForCausalLM",
+        setting(topk_group=5),
+        "topk_group 5 is above n_group 4",
+    ),
     "experts": (
         "Qwen3MoeForCausalLM",
         setting(num_experts_per_tok=9),

@@ -39,6 +39,7 @@ OVERRIDES = {
     "Qwen3ForCausalLM": {"tie_word_embeddings": True},
     "Qwen3MoeForCausalLM": {},
     "Glm4ForCausalLM": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "Glm4MoeForCausalLM": {},
     "GlmForCausalLM": {},
     "MixtralForCausalLM": {"sliding_window": 40},
     "Qwen2MoeForCausalLM": {},

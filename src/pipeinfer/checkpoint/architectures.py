@@ -9,6 +9,7 @@ from __future__ import annotations
 ARCHITECTURES = {
     "Gemma3ForCausalLM": "pipeinfer.models.gemma3:build",
     "Glm4ForCausalLM": "pipeinfer.models.glm4:build",
+    "Glm4MoeForCausalLM": "pipeinfer.models.glm4_moe:build",
     "GlmForCausalLM": "pipeinfer.models.glm:build",
     "LlamaForCausalLM": "pipeinfer.models.llama:build",
     "MistralForCausalLM": "pipeinfer.models.mistral:build",

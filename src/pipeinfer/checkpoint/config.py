@@ -6,13 +6,19 @@ by its fields (sliding windows, defaults, names) is decided here, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.checkpoint.architectures import ARCHITECTURES
+from pipeinfer.checkpoint.experts import (
+    glm4_experts,
+    mixtral_experts,
+    qwen2_experts,
+    qwen_experts,
+)
 from pipeinfer.checkpoint.fields import Fields, read_json
 from pipeinfer.checkpoint.rope import read_partial_rope, read_rope, read_two_ropes
 from pipeinfer.checkpoint.rope_config import RopeConfig
@@ -26,6 +32,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"  # what layer_types has
 class ModelConfig:
     """A decoder-only transformer.
 
+    expert_groups, top_expert_groups, routed_scale: how some mixtures choose, see layers/routing.py.
     shared_intermediate_size: of the expert that every token of a sparse layer goes to; 0: none.
     attention_bias, mlp_bias: as config.json says; the model knows which projections they mean.
     activation: of the gate, "silu" or "gelu_tanh".
@@ -62,6 +69,10 @@ class ModelConfig:
     window_rope: RopeConfig | None = None
     attention_scale: float | None = None
     shared_intermediate_size: int = 0
+    qk_norm: bool = False  # where config.json decides
+    expert_groups: int = 1
+    top_expert_groups: int = 1
+    routed_scale: float = 1.0
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -105,7 +116,7 @@ class Family:
     tied: bool = False  # where config.json does not say
     activations: Activations = Activations("hidden_act", "silu", ("silu", "swish"))
     rope: Callable[[Fields], RopeConfig] = read_rope
-    more: Callable[[Fields, int], dict[str, Any]] = lambda fields, layers: {}
+    more: Callable[[Fields, int], Mapping[str, Any]] = lambda fields, layers: {}
 
 
 def _full_attention(fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -165,43 +176,6 @@ def _by_type(
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-def _experts(fields: Fields, layers: int, chosen: int = 8) -> dict[str, Any]:
-    """num_experts is called num_local_experts by transformers 5."""
-    experts = fields.integer("num_experts", fields.integer("num_local_experts", 0, least=0))
-    chosen = fields.integer("num_experts_per_tok", chosen)
-    step = fields.integer("decoder_sparse_step", 1)
-    dense = fields.raw.get("mlp_only_layers") or []
-    return _chosen(fields, experts, chosen) | {
-        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
-        "norm_topk_prob": fields.boolean("norm_topk_prob", False),
-        "sparse_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-    }
-
-
-def _shared_expert(fields: Fields, layers: int) -> dict[str, Any]:
-    size = fields.integer("shared_expert_intermediate_size", 5632)
-    return _experts(fields, layers, chosen=4) | {"shared_intermediate_size": size}
-
-
-def _chosen(fields: Fields, experts: int, chosen: int) -> dict[str, Any]:
-    if chosen > experts:
-        raise fields.error(f"num_experts_per_tok {chosen} is above num_experts {experts}")
-    return {"num_experts": experts, "num_experts_per_tok": chosen}
-
-
-def _mixtral(fields: Fields, layers: int) -> dict[str, Any]:
-    """Every layer is sparse, and an expert as large as another model's dense block."""
-    experts, chosen = (
-        fields.integer("num_local_experts", 8),
-        fields.integer("num_experts_per_tok", 2),
-    )
-    return _chosen(fields, experts, chosen) | {
-        "moe_intermediate_size": fields.integer("intermediate_size"),
-        "norm_topk_prob": True,
-        "sparse_layers": (True,) * layers,
-    }
-
-
 def _gemma3(fields: Fields, layers: int) -> dict[str, Any]:
     """Two RoPEs, and a scale of its own; what would compute something else is refused."""
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
@@ -231,18 +205,19 @@ FAMILIES = {
         more=_gemma3,
     ),
     "Glm4ForCausalLM": GLM,
+    "Glm4MoeForCausalLM": Family(
+        _full_attention, rope=partial(read_partial_rope, interleaved=False), more=glm4_experts
+    ),
     "GlmForCausalLM": GLM,
     "LlamaForCausalLM": Family(_full_attention),
     "MistralForCausalLM": Family(_one_window),
     "MixtralForCausalLM": Family(
-        partial(_one_window, missing=None), rope=partial(read_rope, theta=1e6), more=_mixtral
+        partial(_one_window, missing=None), rope=partial(read_rope, theta=1e6), more=mixtral_experts
     ),
     "Qwen2ForCausalLM": Family(_layered_window),
-    "Qwen2MoeForCausalLM": Family(
-        _alternating_window, bias=("qkv_bias", True), more=_shared_expert
-    ),
+    "Qwen2MoeForCausalLM": Family(_alternating_window, bias=("qkv_bias", True), more=qwen2_experts),
     "Qwen3ForCausalLM": Family(_layered_window, head_dim=128),
-    "Qwen3MoeForCausalLM": Family(_switched_window, more=_experts),
+    "Qwen3MoeForCausalLM": Family(_switched_window, more=qwen_experts),
 }
 
 

@@ -14,8 +14,8 @@ import torch
 from pipeinfer.layers.matrix import Matrix
 from pipeinfer.layers.mlp import GatedMLP, silu_and_multiply
 from pipeinfer.layers.partial_sum import PartialSum
-from pipeinfer.layers.placement import Placement, Source, whole
-from pipeinfer.layers.routing import Router
+from pipeinfer.layers.placement import Placement, Source
+from pipeinfer.layers.routing import Router, Sigmoids
 
 Grouped = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -29,16 +29,13 @@ class SharedExpert:
     def __init__(self, name: str, mlp: GatedMLP, gated: bool, placement: Placement) -> None:
         self._name = name
         self._mlp = mlp
-        # The second row is nothing. Sigmoid takes whole vectors of values that lie side by side,
-        # and the rest in another way: a gate would depend on how many tokens there are.
-        weight = placement.empty(2, mlp.gate_up.matrix.weight.shape[1])
-        weight[1:].zero_()
-        self._gate = Matrix(weight) if gated else None
+        hidden_size = mlp.gate_up.matrix.weight.shape[1]
+        self._gate = Sigmoids(1, hidden_size, placement) if gated else None
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank adds to the sum over ranks, [T, hidden]."""
         out = self._mlp.share(x)
-        return out if self._gate is None else out.mul_(self._gate(x)[:, :1].sigmoid())
+        return out if self._gate is None else out.mul_(self._gate(x))
 
     def pack(self) -> None:
         """To be called when the weights are final."""
@@ -50,9 +47,7 @@ class SharedExpert:
         """`prefix` is the path of the mixture, with its dot."""
         yield from self._mlp.sources(f"{prefix}{self._name}.")
         if self._gate is not None:
-            weight = self._gate.weight[:1]
-            shape = tuple(weight.shape)
-            yield Source(f"{prefix}{self._name}_gate.weight", shape, whole(shape), weight)
+            yield from self._gate.sources(f"{prefix}{self._name}_gate.")
 
 
 class SparseMLP:

@@ -6,7 +6,8 @@ A router is the same on all ranks, and a token's choice depends on nobody else's
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -56,3 +57,89 @@ class SoftmaxRouter:
         """`prefix` is the path of this module, with its dot."""
         shape = tuple(self.matrix.weight.shape)
         yield Source(f"{prefix}weight", shape, whole(shape), self.matrix.weight)
+
+
+class Sigmoids:
+    """x [T, hidden] to the sigmoids of `size` products, [T, size]."""
+
+    def __init__(self, size: int, hidden_size: int, placement: Placement) -> None:
+        # The last row is nothing. Sigmoid takes whole vectors of values that lie side by side, and
+        # the rest in another way: what a token gets would depend on how many tokens there are.
+        weight = placement.empty(size + 1, hidden_size)
+        weight[size:].zero_()
+        self._matrix = Matrix(weight)
+        self._size = size
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._matrix(x)[:, : self._size].sigmoid()
+
+    def pack(self) -> None:
+        """To be called when the weights are final."""
+        self._matrix.pack()
+
+    def sources(self, prefix: str) -> Iterator[Source]:
+        """`prefix` is the path of this module, with its dot."""
+        weight = self._matrix.weight[: self._size]
+        shape = tuple(weight.shape)
+        yield Source(f"{prefix}weight", shape, whole(shape), weight)
+
+
+class GroupedChoice(NamedTuple):
+    """`top_k` experts out of the best `top_groups` of `groups` runs of experts.
+
+    normalize: their weights add up to `scale`, else each is its score times that.
+    """
+
+    top_k: int
+    groups: int
+    top_groups: int
+    normalize: bool
+    scale: float
+
+
+class SigmoidRouter:
+    """The best by the sigmoid of their score plus a bias, which the weights do without.
+
+    All in float32, as is what it is made of. Source: https://arxiv.org/abs/2412.19437, section 2.1.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, choice: GroupedChoice, placement: Placement
+    ) -> None:
+        self.num_experts = num_experts
+        self._choice = choice
+        exact = replace(placement, dtype=torch.float32)
+        self._scores = Sigmoids(num_experts, hidden_size, exact)
+        self._bias = exact.empty(num_experts)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights in float32."""
+        choice = self._choice
+        scores = self._scores(x.to(torch.float32))
+        experts = self._of_best_groups(scores + self._bias).topk(choice.top_k, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if choice.normalize:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights * choice.scale, experts
+
+    def _of_best_groups(self, biased: torch.Tensor) -> torch.Tensor:
+        """[T, num_experts], where those of other groups cannot be chosen. A group is as good as its
+        two best."""
+        _, groups, top_groups, *_ = self._choice
+        if top_groups == groups:
+            return biased
+        grouped = biased.unflatten(-1, (groups, -1))
+        best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(top_groups, dim=-1).indices
+        others = torch.ones(grouped.shape[:2], dtype=torch.bool, device=biased.device)
+        others = others.scatter_(1, best, False)
+        return grouped.masked_fill(others[..., None], float("-inf")).flatten(1)
+
+    def pack(self) -> None:
+        """To be called when the weights are final."""
+        self._scores.pack()
+
+    def sources(self, prefix: str) -> Iterator[Source]:
+        """`prefix` is the path of this module, with its dot."""
+        yield from self._scores.sources(prefix)
+        shape = tuple(self._bias.shape)
+        yield Source(f"{prefix}e_score_correction_bias", shape, whole(shape), self._bias)
