@@ -28,6 +28,7 @@ MORE_ARCHITECTURES = {
     "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4_moe",
     "GlmForCausalLM": "glm",
+    "GptOssForCausalLM": "gpt_oss",
     "MixtralForCausalLM": "mixtral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
 }
@@ -82,6 +83,20 @@ FURTHER: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "use_qk_norm": True,
     },
+    "gpt_oss": {
+        "intermediate_size": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 24,
+        "swiglu_limit": 2.0,  # so that it matters
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "truncate": False,
+        },
+    },
     "qwen2_moe": SMALL_MOE | {"shared_expert_intermediate_size": 48, "norm_topk_prob": False},
     "mixtral": {"intermediate_size": 32},
 }
@@ -134,9 +149,9 @@ def _random_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, weight in model.named_parameters():
-            if weight.dim() == 1:
+            if weight.dim() == 1 or name.endswith("_bias"):
                 torch.nn.init.normal_(weight.data, norms if "norm" in name else 0.0, 0.2)
-            elif name.endswith("mlp.gate.weight"):
+            elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
                 weight.data *= router_gain
         for name, values in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

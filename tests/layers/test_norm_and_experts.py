@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
+from pipeinfer.layers.experts import GatedExperts
 from pipeinfer.layers.mlp import gelu_and_multiply, silu_and_multiply
 from pipeinfer.layers.moe import SparseMLP
 from pipeinfer.layers.norm import OFFSET, HeadNorm, RMSNorm
@@ -91,7 +92,8 @@ def test_gated_activation_by_tanh() -> None:
 def test_experts_equal_a_loop_over_tokens(tokens: int, normalize: bool) -> None:
     torch.manual_seed(tokens)
     router = SoftmaxRouter(12, 6, 3, normalize, ALONE)
-    layer = SparseMLP(12, 8, router, ALONE)
+    experts = GatedExperts(12, 8, 6, ALONE)
+    layer = SparseMLP(router, experts, ALONE)
     for source in layer.sources("m."):
         source.target.normal_()
     x = torch.randn(tokens, 12)
@@ -102,8 +104,8 @@ def test_experts_equal_a_loop_over_tokens(tokens: int, normalize: bool) -> None:
         weights = weights / weights.sum() if normalize else weights
         total = torch.zeros(12)
         for weight, expert in zip(weights, chosen, strict=True):
-            gate, up = (layer.gate_up[expert].weight @ vector).chunk(2)
-            total += weight * (layer.down[expert].weight @ (gate * gate.sigmoid() * up))
+            gate, up = (experts.gate_up[expert].weight @ vector).chunk(2)
+            total += weight * (experts.down[expert].weight @ (gate * gate.sigmoid() * up))
         expected.append(total)
     torch.testing.assert_close(layer(x.clone()), torch.stack(expected), rtol=1e-4, atol=1e-4)
 

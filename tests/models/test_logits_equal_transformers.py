@@ -219,6 +219,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 2,
         },
     ),
+    "gpt-oss without windows, one KV head": (
+        "GptOssForCausalLM",
+        {"layer_types": ["full_attention"] * 2, "num_key_value_heads": 1},
+    ),
+    "gpt-oss without bounds that matter, no biases of attention": (
+        "GptOssForCausalLM",
+        {"swiglu_limit": 50.0, "swiglu_alpha": 1.0, "attention_bias": False},
+    ),
     "moe in several files": ("Qwen3MoeForCausalLM", {"max_shard_size": "100KB"}),
 }
 

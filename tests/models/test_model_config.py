@@ -132,6 +132,20 @@ def test_what_a_file_of_gemma_3_leaves_out_is_what_transformers_takes(
     assert config.tie_word_embeddings
 
 
+def test_what_a_file_of_gpt_oss_leaves_out_is_what_transformers_takes(
+    checkpoint: CheckpointCache, tmp_path: Path
+) -> None:
+    def change(raw: dict[str, Any]) -> None:
+        for name in ("rope_parameters", "layer_types", "sliding_window", "head_dim"):
+            raw.pop(name)
+
+    config = read_config(rewritten(checkpoint("GptOssForCausalLM"), tmp_path / "x", change))
+    assert config.sliding_windows == (128, None)
+    assert (config.rope.type, config.rope.theta, config.rope.factor) == ("yarn", 150_000.0, 32.0)
+    assert not config.rope.truncate
+    assert (config.head_dim, config.context_length) == (64, 131_072)
+
+
 def test_fields_of_a_real_file_arrive(checkpoint: CheckpointCache) -> None:
     config = read_config(checkpoint("Qwen3MoeForCausalLM", num_hidden_layers=3))
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (3, 4, 2)
@@ -231,6 +245,11 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "Qwen3ForCausalLM",
         setting(use_sliding_window=True, layer_types=["full_attention"]),
         "layer_types has 1 entries for 2 layers",
+    ),
+    "quantized experts": (
+        "GptOssForCausalLM",
+        setting(quantization_config={"quant_method": "mxfp4"}),
+        "(quantization_config: mxfp4) are not supported, only weights in float32, bfloat16",
     ),
     "experts of a few groups": (
         "Glm4MoeForCausalLM",

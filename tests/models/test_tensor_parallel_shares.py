@@ -57,6 +57,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("Qwen3MoeForCausalLM", 2, {"mlp_only_layers": [0]}),
     ("Glm4ForCausalLM", 4, {"tie_word_embeddings": True}),
     ("GlmForCausalLM", 2, {}),
+    ("GptOssForCausalLM", 4, {}),
     ("Glm4MoeForCausalLM", 4, {"merged": True}),
     ("MixtralForCausalLM", 2, {"merged": True}),
     ("Qwen2MoeForCausalLM", 4, {"mlp_only_layers": [1]}),
@@ -69,6 +70,7 @@ EXPERTS: list[tuple[str, int, dict[str, Any]]] = [
     ("Qwen3MoeForCausalLM", 4, {"num_experts": 7, "moe_intermediate_size": 31}),
     ("MixtralForCausalLM", 2, {"num_local_experts": 7, "merged": True}),
     ("Qwen2MoeForCausalLM", 2, {"num_experts": 7}),
+    ("GptOssForCausalLM", 2, {"num_local_experts": 7}),
     ("Glm4MoeForCausalLM", 4, {"n_routed_experts": 6, "n_group": 3}),
 ]
 

@@ -41,6 +41,7 @@ OVERRIDES = {
     "Glm4ForCausalLM": {"num_key_value_heads": 1, "tie_word_embeddings": True},
     "Glm4MoeForCausalLM": {},
     "GlmForCausalLM": {},
+    "GptOssForCausalLM": {},
     "MixtralForCausalLM": {"sliding_window": 40},
     "Qwen2MoeForCausalLM": {},
     "Gemma3ForCausalLM": {"sliding_window": 40, "tie_word_embeddings": True},

@@ -11,6 +11,7 @@ ARCHITECTURES = {
     "Glm4ForCausalLM": "pipeinfer.models.glm4:build",
     "Glm4MoeForCausalLM": "pipeinfer.models.glm4_moe:build",
     "GlmForCausalLM": "pipeinfer.models.glm:build",
+    "GptOssForCausalLM": "pipeinfer.models.gpt_oss:build",
     "LlamaForCausalLM": "pipeinfer.models.llama:build",
     "MistralForCausalLM": "pipeinfer.models.mistral:build",
     "MixtralForCausalLM": "pipeinfer.models.mixtral:build",

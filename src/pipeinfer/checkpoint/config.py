@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.checkpoint.architectures import ARCHITECTURES
 from pipeinfer.checkpoint.experts import (
     glm4_experts,
+    gpt_oss_experts,
     mixtral_experts,
     qwen2_experts,
     qwen_experts,
 )
 from pipeinfer.checkpoint.fields import Fields, read_json
-from pipeinfer.checkpoint.rope import read_partial_rope, read_rope, read_two_ropes
+from pipeinfer.checkpoint.rope import GPT_OSS_ROPE, read_partial_rope, read_rope, read_two_ropes
 from pipeinfer.checkpoint.rope_config import RopeConfig
 from pipeinfer.settings import ConfigurationError
 
@@ -33,6 +35,7 @@ class ModelConfig:
     """A decoder-only transformer.
 
     expert_groups, top_expert_groups, routed_scale: how some mixtures choose, see layers/routing.py.
+    swiglu: slope and limit of experts with bounds. sinks: of attention, see AttentionShape.
     shared_intermediate_size: of the expert that every token of a sparse layer goes to; 0: none.
     attention_bias, mlp_bias: as config.json says; the model knows which projections they mean.
     activation: of the gate, "silu" or "gelu_tanh".
@@ -73,6 +76,8 @@ class ModelConfig:
     expert_groups: int = 1
     top_expert_groups: int = 1
     routed_scale: float = 1.0
+    swiglu: tuple[float, float] = (1.0, inf)
+    sinks: bool = False
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -153,6 +158,14 @@ def _alternating_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
     return _by_type(fields, types, layers, window)
 
 
+def _every_second_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """`layer_types` says which layers slide; without it, the first and each second after it."""
+    window = fields.optional_integer("sliding_window", missing=128)
+    types = fields.raw.get("layer_types")
+    types = [FULL if i % 2 else SLIDING for i in range(layers)] if types is None else types
+    return _by_type(fields, types, layers, window)
+
+
 def _patterned_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
     """`layer_types` says which layers slide; before it, all but each sixth, or so."""
     window = fields.optional_integer("sliding_window", missing=4096)
@@ -209,6 +222,13 @@ FAMILIES = {
         _full_attention, rope=partial(read_partial_rope, interleaved=False), more=glm4_experts
     ),
     "GlmForCausalLM": GLM,
+    "GptOssForCausalLM": Family(
+        _every_second_window,
+        head_dim=64,
+        bias=("attention_bias", True),
+        rope=partial(read_rope, theta=150_000.0, missing=GPT_OSS_ROPE),
+        more=gpt_oss_experts,
+    ),
     "LlamaForCausalLM": Family(_full_attention),
     "MistralForCausalLM": Family(_one_window),
     "MixtralForCausalLM": Family(
@@ -226,8 +246,7 @@ def read_config(folder: Path) -> ModelConfig:
     fields = read_json(folder, "config.json")
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
-    if fields.raw.get("quantization_config"):
-        raise fields.error("quantized checkpoints (quantization_config) are not supported")
+    _refuse_quantized(fields)
     layers = fields.integer("num_hidden_layers")
     heads = fields.integer("num_attention_heads")
     config = ModelConfig(
@@ -260,6 +279,17 @@ def read_config(folder: Path) -> ModelConfig:
             f"{config.num_kv_heads}"
         )
     return config
+
+
+def _refuse_quantized(fields: Fields) -> None:
+    how = fields.raw.get("quantization_config")
+    if not how:
+        return
+    kind = f": {how.get('quant_method')}" if isinstance(how, dict) else ""
+    raise fields.error(
+        f"quantized checkpoints (quantization_config{kind}) are not supported, only weights in "
+        f"{', '.join(DTYPES)}"
+    )
 
 
 def _architecture(fields: Fields) -> str:

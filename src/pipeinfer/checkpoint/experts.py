@@ -24,6 +24,8 @@ class Experts(TypedDict, total=False):
     expert_groups: int
     top_expert_groups: int
     routed_scale: float
+    swiglu: tuple[float, float]
+    sinks: bool
 
 
 def qwen_experts(fields: Fields, layers: int, chosen: int = 8) -> Experts:
@@ -76,6 +78,19 @@ def glm4_experts(fields: Fields, layers: int) -> Experts:
         "expert_groups": groups,
         "top_expert_groups": top_groups,
         "routed_scale": fields.number("routed_scaling_factor", 1.0),
+    }
+
+
+def gpt_oss_experts(fields: Fields, layers: int) -> Experts:
+    """As Mixtral's, with bounds; attention has sinks wherever it has such experts."""
+    return {
+        "num_experts": (experts := fields.integer("num_local_experts", 128)),
+        "num_experts_per_tok": _chosen(fields, experts, 4),
+        "moe_intermediate_size": fields.integer("intermediate_size"),
+        "norm_topk_prob": True,
+        "sparse_layers": (True,) * layers,
+        "swiglu": (fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)),
+        "sinks": True,
     }
 
 

@@ -11,12 +11,25 @@ from dataclasses import replace
 
 from pipeinfer.checkpoint.fields import Fields
 from pipeinfer.checkpoint.rope_config import ROPE_TYPES, RopeConfig
+from pipeinfer.json_values import JsonObject
+
+# What a file of gpt-oss means that says nothing.
+GPT_OSS_ROPE: JsonObject = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
 
 
-def read_rope(fields: Fields, theta: float = 10_000.0) -> RopeConfig:
-    """`theta`: where the file has none. Raises ConfigurationError for an unknown type or a missing
-    number."""
+def read_rope(
+    fields: Fields, theta: float = 10_000.0, missing: JsonObject | None = None
+) -> RopeConfig:
+    """`theta`, `missing`: where the file has none, or no object about RoPE. Raises
+    ConfigurationError for an unknown type or a missing number."""
     rope = _rope_fields(fields)
+    if not rope.raw and missing is not None:
+        rope = Fields(fields.path, missing)
     partial = _partial(fields, rope)
     if partial not in (None, 1, 1.0):
         raise fields.error(f"partial_rotary_factor {partial!r} is not supported")

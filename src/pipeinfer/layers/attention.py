@@ -51,6 +51,7 @@ Attend = Callable[[int, MergedHeads], torch.Tensor]
 class Heads(NamedTuple):
     """Of all ranks. `norm`: the kind and epsilon of their QK norm, None where there is none.
     `lanes`: where files have which of a head's values, if in another order (see layers/rope.py).
+    sinks: whether each query head has one (see AttentionShape).
     """
 
     queries: int
@@ -58,6 +59,7 @@ class Heads(NamedTuple):
     head_dim: int
     norm: tuple[NormKind, float] | None = None
     lanes: list[int] | None = None
+    sinks: bool = False
 
 
 class SelfAttention:
@@ -80,6 +82,8 @@ class SelfAttention:
         self.num_heads = heads.queries // shard.size
         first, last = shard.kv_span(heads.keys)
         self.num_kv_heads = last - first
+        self._query_heads = (heads.queries, shard.span(heads.queries))
+        self.sinks = placement.empty(self.num_heads) if heads.sinks else None
         self.qkv = merged_qkv(
             hidden_size, heads.queries, heads.keys, heads.head_dim, bias, placement
         )
@@ -129,3 +133,6 @@ class SelfAttention:
         yield from self.output.sources(prefix)
         if self.norm is not None:
             yield from self.norm.sources(prefix)
+        if self.sinks is not None:
+            total, span = self._query_heads
+            yield Source(f"{prefix}sinks", (total,), (slice(*span),), self.sinks)

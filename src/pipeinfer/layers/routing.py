@@ -30,14 +30,26 @@ class Router(Protocol):
 class SoftmaxRouter:
     """The best by their probability, which is their weight.
 
-    normalize: the weights of a token's experts add up to one. Source: arxiv.org/abs/2101.03961.
+    normalize: the weights of a token's experts add up to one. name: on disk. Source:
+    arxiv.org/abs/2101.03961.
     """
 
     def __init__(
-        self, hidden_size: int, num_experts: int, top_k: int, normalize: bool, placement: Placement
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        normalize: bool,
+        placement: Placement,
+        name: str = "gate",
+        bias: bool = False,
     ) -> None:
         self.num_experts = num_experts
-        self.matrix = Matrix(placement.empty(num_experts, hidden_size))
+        self._name = name
+        self.matrix = Matrix(
+            placement.empty(num_experts, hidden_size),
+            placement.empty(num_experts) if bias else None,
+        )
         self._top_k = top_k
         self._normalize = normalize
 
@@ -54,9 +66,11 @@ class SoftmaxRouter:
         self.matrix.pack()
 
     def sources(self, prefix: str) -> Iterator[Source]:
-        """`prefix` is the path of this module, with its dot."""
-        shape = tuple(self.matrix.weight.shape)
-        yield Source(f"{prefix}weight", shape, whole(shape), self.matrix.weight)
+        """`prefix` is the path of the mixture, with its dot."""
+        for kind, values in (("weight", self.matrix.weight), ("bias", self.matrix.bias)):
+            if values is not None:
+                shape = tuple(values.shape)
+                yield Source(f"{prefix}{self._name}.{kind}", shape, whole(shape), values)
 
 
 class Sigmoids:
@@ -139,7 +153,7 @@ class SigmoidRouter:
         self._scores.pack()
 
     def sources(self, prefix: str) -> Iterator[Source]:
-        """`prefix` is the path of this module, with its dot."""
-        yield from self._scores.sources(prefix)
+        """`prefix` is the path of the mixture, with its dot."""
+        yield from self._scores.sources(f"{prefix}gate.")
         shape = tuple(self._bias.shape)
-        yield Source(f"{prefix}e_score_correction_bias", shape, whole(shape), self._bias)
+        yield Source(f"{prefix}gate.e_score_correction_bias", shape, whole(shape), self._bias)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.attention import Heads, SelfAttention
+from pipeinfer.layers.experts import GatedExperts
 from pipeinfer.layers.mlp import GATES, GatedMLP
 from pipeinfer.layers.moe import SharedExpert, SparseMLP
 from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
@@ -56,6 +57,7 @@ def attention(
             config.head_dim,
             norm,
             lanes(config.ropes[index], config.head_dim),
+            config.sinks,
         ),
         bias=qkv_bias,
         output_bias=output_bias,
@@ -89,8 +91,10 @@ def sparse_mlp(
     shared: SharedExpert | None = None,
 ) -> SparseMLP:
     """The mixture of a sparse layer; without `router` it chooses by probability."""
-    router = router or softmax_router(config, placement)
-    return SparseMLP(config.hidden_size, config.moe_intermediate_size, router, placement, shared)
+    experts = GatedExperts(
+        config.hidden_size, config.moe_intermediate_size, config.num_experts, placement
+    )
+    return SparseMLP(router or softmax_router(config, placement), experts, placement, shared)
 
 
 def shared_expert(
