@@ -23,6 +23,16 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
+# Put together from what those are made of, so what lies above models is tested with those alone.
+MORE_ARCHITECTURES = {
+    "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "GlmForCausalLM": "glm",
+    "GptOssForCausalLM": "gpt_oss",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+}
+ALL_ARCHITECTURES = ARCHITECTURES | MORE_ARCHITECTURES
 VOCAB_SIZE = 264
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 256, 257, 258
 EOS_IDS = (258, 256)
@@ -60,7 +70,36 @@ SMALL_MOE: dict[str, Any] = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
 }
-FURTHER = {"qwen3_moe": SMALL_MOE, "gemma3_text": SMALL_GEMMA}
+FURTHER: dict[str, dict[str, Any]] = {
+    "qwen3_moe": SMALL_MOE,
+    "gemma3_text": SMALL_GEMMA,
+    "glm4_moe": {
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
+    "gpt_oss": {
+        "intermediate_size": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 24,
+        "swiglu_limit": 2.0,  # so that it matters
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "truncate": False,
+        },
+    },
+    "qwen2_moe": SMALL_MOE | {"shared_expert_intermediate_size": 48, "norm_topk_prob": False},
+    "mixtral": {"intermediate_size": 32},
+}
 
 
 def make_checkpoint(
@@ -73,6 +112,7 @@ def make_checkpoint(
     tokenizer: bool = True,
     router_gain: float = 1.0,
     poison: int | None = None,
+    merged: bool = False,
     **overrides: Any,
 ) -> Path:
     """Writes a random checkpoint of `architecture` into `folder` and returns the folder.
@@ -81,11 +121,12 @@ def make_checkpoint(
     near ties, where any rounding takes other experts. `overrides` are fields of the transformers
     configuration (rope_parameters, sliding_window ...). Norm weights and biases are random too, so
     that leaving one out shows. `poison`: whoever has that token id gets logits that are NaN.
+    `merged`: all experts of a layer as one tensor, as transformers 5 has them in memory.
     """
     model = _random_model(architecture, seed, dtype, router_gain, overrides)
     if poison is not None:
         model.get_input_embeddings().weight.data[poison] = float("nan")
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.save_pretrained(folder, max_shard_size=max_shard_size, save_original_format=not merged)
     generation = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "eos_token_id": [*EOS_IDS]}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     if tokenizer:
@@ -100,7 +141,7 @@ def _random_model(
     router_gain: float,
     overrides: dict[str, Any],
 ) -> PreTrainedModel:
-    model_type = ARCHITECTURES[architecture]
+    model_type = ALL_ARCHITECTURES[architecture]
     fields = SMALL | FURTHER.get(model_type, {}) | overrides
     norms = 0.0 if model_type == "gemma3_text" else 1.0  # it has one plus its weights
     config = CONFIG_MAPPING[model_type](**fields)
@@ -108,10 +149,13 @@ def _random_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, weight in model.named_parameters():
-            if weight.dim() == 1:
+            if weight.dim() == 1 or name.endswith("_bias"):
                 torch.nn.init.normal_(weight.data, norms if "norm" in name else 0.0, 0.2)
-            elif name.endswith("mlp.gate.weight"):
+            elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
                 weight.data *= router_gain
+        for name, values in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(values, 0.0, 0.2)
     model.generation_config = GenerationConfig(eos_token_id=[*EOS_IDS])
     return model.to(dtype).eval()
 

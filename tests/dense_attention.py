@@ -37,10 +37,19 @@ def causal(shapes: Sequence[AttentionShape]) -> Callable[..., torch.Tensor]:
         hidden = back < 0
         if shape.sliding_window is not None:
             hidden |= back >= shape.sliding_window
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        weights = with_sinks(scores.masked_fill(hidden, float("-inf")), shape).softmax(dim=-1)
+        weights = weights[..., : len(k)]
         return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
     return attend
+
+
+def with_sinks(scores: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
+    """Scores [heads, queries, keys] with those of one more key, if heads have a sink."""
+    if shape.sinks is None:
+        return scores
+    sinks = shape.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+    return torch.cat((scores, sinks), dim=-1)
 
 
 def decoding(shapes: Sequence[AttentionShape]) -> Attend:

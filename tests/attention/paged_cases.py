@@ -131,7 +131,11 @@ def dense(case: Case, layer: int) -> torch.Tensor:
             k = case.keys[layer][row][first : position + 1].double()
             v = case.values[layer][row][first : position + 1].double()
             q = case.queries[layer][token].double().view(shape.num_kv_heads, group, -1)
-            weights = torch.einsum("hgd,lhd->hgl", q, k).mul(shape.scale).softmax(-1)
+            scores = torch.einsum("hgd,lhd->hgl", q, k).mul(shape.scale)
+            if shape.sinks is not None:
+                sinks = shape.sinks.double().view(shape.num_kv_heads, group, 1)
+                scores = torch.cat((scores, sinks), dim=-1)
+            weights = scores.softmax(-1)[..., : len(k)]
             out.append(torch.einsum("hgl,lhd->hgd", weights, v).reshape(shape.num_heads, -1))
             token += 1
     return torch.stack(out)

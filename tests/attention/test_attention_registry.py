@@ -74,6 +74,7 @@ def gpu(**changes):
         ({"installed": frozenset()}, "torch"),
         ({"dtype": "float32"}, "torch"),
         ({"head_dim": 80}, "torch"),
+        ({"sinks": True}, "torch"),
         ({"head_dim": 256}, "flashinfer"),
         ({"head_dim": 256, "installed": frozenset({"sgl_kernel"})}, "torch"),
     ],
@@ -89,6 +90,7 @@ def test_auto_is_the_fastest_backend_that_the_gpu_can_run(changes, backend):
         ("flashinfer", {"installed": frozenset()}, "flashinfer is not installed.*torch works"),
         ("fa3", {"capability": (8, 0)}, "capability 9.0, this one has 8.*flashinfer works"),
         ("fa3", {"dtype": "float32"}, "not float32; --attention torch works"),
+        ("hybrid", {"sinks": True}, "no attention sinks, .*--attention torch works"),
         ("hybrid", {"head_dim": 80}, "no kernel for heads of 80.*--attention torch works"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -69,6 +71,14 @@ def test_any_mix_of_rows_equals_dense_attention(
 def test_long_rows_are_cut_into_groups_and_pieces_without_a_seam(window):
     spans = [(length, 1) for length in (3, 700, 701, 90, 88, 85, 2300)] + [(130, 333), (0, 300)]
     assert_right(make_case([shape(window=window)], spans, 16, seed=1))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_heads_with_sinks_attend_to_less_than_all(heads):
+    spans = [(40, 1), (3, 1), (0, 1), (90, 1), (20, 9), (0, 12), (0, 30)]
+    sinks = torch.linspace(-4, 6, heads[0])
+    shapes = [replace(shape(heads, window), sinks=sinks) for window in (None, 6, 200)]
+    assert_right(make_case(shapes, spans, 16, 5))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])

@@ -16,7 +16,7 @@ import pytest
 import torch
 from rank_process import generate
 
-from checkpoints import ARCHITECTURES, CheckpointCache, load_reference
+from checkpoints import CheckpointCache, load_reference
 from right_scores import check_prompt_scores, check_scores
 
 OUTPUTS = 16
@@ -40,9 +40,14 @@ OVERRIDES = {
     "Qwen3ForCausalLM": {"tie_word_embeddings": True, "vocab_size": 263},
     "Qwen3MoeForCausalLM": {},
     "Gemma3ForCausalLM": {"tie_word_embeddings": True, "vocab_size": 263},
+    # Of those put together from parts, the one with most of them.
+    "Glm4MoeForCausalLM": {"merged": True},
 }
 # Experts split over the ranks one by one, and dealt out whole.
-WAYS = {"Qwen3MoeForCausalLM": ({}, {"enable_expert_parallel": True})}
+WAYS = {
+    "Qwen3MoeForCausalLM": ({}, {"enable_expert_parallel": True}),
+    "Glm4MoeForCausalLM": ({"enable_expert_parallel": True},),
+}
 
 
 class Known(NamedTuple):
@@ -92,7 +97,7 @@ def known(folder: Path) -> Known:
 @pytest.fixture(scope="module")
 def work(tmp_path_factory) -> dict[str, Known]:
     cache = CheckpointCache(tmp_path_factory.mktemp("split"))
-    return {name: known(cache(name, **OVERRIDES[name])) for name in ARCHITECTURES}
+    return {name: known(cache(name, **OVERRIDES[name])) for name in OVERRIDES}
 
 
 @pytest.mark.parametrize("size", [2, 4])

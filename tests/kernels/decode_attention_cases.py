@@ -45,16 +45,17 @@ class Case:
     def rows(self):
         return DecodeRows(self.lengths, self.indptr, self.indices, self.pieces)
 
-    def run(self, cut, window=None):
+    def run(self, cut, window=None, sinks=None):
         out = torch.full_like(self.q, float("nan"))
         cut_rows(self.lengths, self.pieces, cut, window)
         return decode_attention(
             self.q, self.k, self.v, self.rows(), self.scale, out, self.scratch, cut, window,
-            early=False,
+            early=False, sinks=sinks,
         )  # fmt: skip
 
-    def expected(self, window=None):
-        return decode_attention_reference(self.q, self.k, self.v, self.rows(), self.scale, window)
+    def expected(self, window=None, sinks=None):
+        rows = self.rows()
+        return decode_attention_reference(self.q, self.k, self.v, rows, self.scale, window, sinks)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,17 @@ def test_decode_attention_sees_its_window_only(window, cut):
 
 @pytest.mark.parametrize("cut", [WHOLE, SPLITS])
 @pytest.mark.parametrize("window", [None, 20])
+def test_sinks_take_their_weight_whether_small_or_overwhelming(window, cut):
+    case = Case(LENGTHS, heads=6)
+    sinks = torch.tensor([0.0, -3.0, 2.5, float("-inf"), 80.0, 1e4], device=DEVICE)
+    got, expected = case.run(cut, window, sinks), case.expected(window, sinks)
+    assert relative_error(got, expected) < 3e-6
+    assert relative_error(got[:, 3], case.expected(window)[:, 3]) < 3e-6
+    assert not got[:, 5].any()
+
+
+@pytest.mark.parametrize("cut", [WHOLE, SPLITS])
+@pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("page", [1, 16])
 def test_what_a_former_owner_left_in_the_pages_is_not_read(page, window, cut):
     """A weight of 0 times a NaN is NaN: what lies behind a row must not even be multiplied."""
@@ -166,8 +178,12 @@ def test_a_row_without_keys_writes_nothing():
 @pytest.mark.parametrize(("kv_heads", "dim"), [(2, 32), (1, 256)])
 def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim):
     windows, heads, page = [None, 20, None, 20], 4, 16
-    shapes = [AttentionShape(heads, kv_heads, dim, dim**-0.5, window) for window in windows]
     device = torch.device(DEVICE)
+    some = randn(8, heads)
+    shapes = [
+        AttentionShape(heads, kv_heads, dim, dim**-0.5, window, sinks)
+        for window, sinks in zip(windows, [None, None, some, some], strict=True)
+    ]
     pool = KVPool(shapes, 16, page, torch.float32, device)
     for layer in range(len(shapes)):
         pool.k[layer].copy_(randn(layer, *pool.k[layer].shape))
@@ -187,6 +203,7 @@ def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim):
             kernel.run(layer, case.q, out, plan)
             keys, values = pool.k[layer], pool.v[layer]
             rows, scale = case.rows(), case.scale
-            expected = decode_attention_reference(case.q, keys, values, rows, scale, window)
+            sinks = shapes[layer].sinks
+            expected = decode_attention_reference(case.q, keys, values, rows, scale, window, sinks)
             assert relative_error(out[there], expected[there]) < 3e-6
             assert not out[~there].any()

@@ -97,14 +97,14 @@ def test_scores():
 @pytest.mark.parametrize("rows", [1, 50, 300, 1000])
 def test_decodes_with_large_heads_find_shared_memory(rows):
     def shared(dim: int) -> int:
-        types = dict.fromkeys(("q", "k", "v", "out"), HALF)
+        types = dict.fromkeys(("q", "k", "v", "out", "sinks"), HALF)
         types |= dict.fromkeys(("arrived", "lengths", "indptr", "indices", "pieces"), "*i32")
         types |= {"scratch": "*fp32", "scales": "*fp32", "scale": "fp32", "window": "i32"}
         types |= dict.fromkeys(("q_stride", "page_stride", "token_stride"), "i32")
         how = cut(rows, 1, dim)
         constants = {
             "KV_HEADS": 1, "GROUP": 4, "DIM": dim, "PAGE": 64, "BLOCK": how.block,
-            "SPLITS": how.splits, "TILE": 16, "WINDOWED": True, "EARLY": True,
+            "SPLITS": how.splits, "TILE": 16, "WINDOWED": True, "SINKS": True, "EARLY": True,
         }  # fmt: skip
         made = compiled(
             decode_attention._attend, types, constants, num_warps=how.warps, num_stages=how.stages

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from pipeinfer.layers.embedding import Embedding, Head, VocabularyRows
+from pipeinfer.layers.experts import GatedExperts
 from pipeinfer.layers.mlp import gelu_and_multiply, silu_and_multiply
 from pipeinfer.layers.moe import SparseMLP
 from pipeinfer.layers.norm import OFFSET, HeadNorm, RMSNorm
 from pipeinfer.layers.placement import Placement, Shard
+from pipeinfer.layers.routing import SoftmaxRouter
 
 ALONE = Placement(Shard(), torch.float32, torch.device("cpu"))
 
@@ -89,19 +91,21 @@ def test_gated_activation_by_tanh() -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 40])
 def test_experts_equal_a_loop_over_tokens(tokens: int, normalize: bool) -> None:
     torch.manual_seed(tokens)
-    layer = SparseMLP(12, 8, 6, 3, normalize, ALONE)
+    router = SoftmaxRouter(12, 6, 3, normalize, ALONE)
+    experts = GatedExperts(12, 8, 6, ALONE)
+    layer = SparseMLP(router, experts, ALONE)
     for source in layer.sources("m."):
         source.target.normal_()
     x = torch.randn(tokens, 12)
     expected = []
     for vector in x:
-        scores = (layer.router.weight @ vector).softmax(0)
+        scores = (router.matrix.weight @ vector).softmax(0)
         weights, chosen = scores.topk(3)
         weights = weights / weights.sum() if normalize else weights
         total = torch.zeros(12)
         for weight, expert in zip(weights, chosen, strict=True):
-            gate, up = (layer.gate_up[expert].weight @ vector).chunk(2)
-            total += weight * (layer.down[expert].weight @ (gate * gate.sigmoid() * up))
+            gate, up = (experts.gate_up[expert].weight @ vector).chunk(2)
+            total += weight * (experts.down[expert].weight @ (gate * gate.sigmoid() * up))
         expected.append(total)
     torch.testing.assert_close(layer(x.clone()), torch.stack(expected), rtol=1e-4, atol=1e-4)
 

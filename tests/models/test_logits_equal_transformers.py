@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import ARCHITECTURES, CheckpointCache, load_reference
+from checkpoints import ALL_ARCHITECTURES, CheckpointCache, load_reference
 from dense_attention import causal, decoding, dense_causal, split
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.models.build import build_model
@@ -44,7 +44,7 @@ def difference(folder: Path, dtype: torch.dtype = torch.float32, length: int = L
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 def test_architecture(checkpoint: CheckpointCache, architecture: str, tied: bool) -> None:
     assert difference(checkpoint(architecture, tie_word_embeddings=tied)) < TOLERANCE
 
@@ -167,6 +167,66 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma biases": ("Gemma3ForCausalLM", {"attention_bias": True, "num_key_value_heads": 1}),
     "gemma with large heads": ("Gemma3ForCausalLM", {"head_dim": 256, "num_hidden_layers": 6}),
     "several files": ("Qwen3ForCausalLM", {"max_shard_size": "40KB"}),
+    "mixtral window": ("MixtralForCausalLM", {"sliding_window": 8}),
+    "mixtral, experts merged": ("MixtralForCausalLM", {"merged": True}),
+    "qwen3 moe, experts merged": ("Qwen3MoeForCausalLM", {"merged": True}),
+    "qwen2 moe, dense layers between": (
+        "Qwen2MoeForCausalLM",
+        {"decoder_sparse_step": 2, "mlp_only_layers": [3], "num_hidden_layers": 4},
+    ),
+    "qwen2 moe, windows, no biases, weights normalized": (
+        "Qwen2MoeForCausalLM",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 3,
+            "num_hidden_layers": 4,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+        },
+    ),
+    "glm 4 without biases": ("Glm4ForCausalLM", {"attention_bias": False}),
+    "glm 4 that rotates whole heads": (
+        "Glm4ForCausalLM",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    ),
+    "glm 4 that rotates three quarters": (
+        "Glm4ForCausalLM",
+        {"rope_parameters": {"rope_theta": 1e5, "partial_rotary_factor": 0.75}},
+    ),
+    "glm 4 with yarn": (
+        "Glm4ForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+    ),
+    "glm 4 moe, all layers sparse, one group, experts merged": (
+        "Glm4MoeForCausalLM",
+        {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "merged": True},
+    ),
+    "glm 4 moe, no norm and no biases, weights not normalized, two shared experts": (
+        "Glm4MoeForCausalLM",
+        {
+            "use_qk_norm": False,
+            "attention_bias": False,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+        },
+    ),
+    "gpt-oss without windows, one KV head": (
+        "GptOssForCausalLM",
+        {"layer_types": ["full_attention"] * 2, "num_key_value_heads": 1},
+    ),
+    "gpt-oss without bounds that matter, no biases of attention": (
+        "GptOssForCausalLM",
+        {"swiglu_limit": 50.0, "swiglu_alpha": 1.0, "attention_bias": False},
+    ),
     "moe in several files": ("Qwen3MoeForCausalLM", {"max_shard_size": "100KB"}),
 }
 
@@ -214,7 +274,8 @@ def test_gemma_3_rounds_its_embeddings_and_norms_in_bfloat16_as_transformers_doe
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"]
+    "architecture",
+    ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Qwen2MoeForCausalLM"],
 )
 def test_half_precision(checkpoint: CheckpointCache, architecture: str, dtype: torch.dtype) -> None:
     """Both round differently, so this is as near as the reference is to its own float32 self."""
@@ -249,7 +310,7 @@ def test_logits_of_a_token_do_not_depend_on_its_neighbours_in_the_batch(
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 @torch.inference_mode()
 def test_everything_but_attention_is_bitwise_equal_in_any_batch(
     checkpoint: CheckpointCache, architecture: str
@@ -269,7 +330,7 @@ def test_everything_but_attention_is_bitwise_equal_in_any_batch(
         assert torch.equal(model.logits(part), logits[first:last]), (first, last)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 @torch.inference_mode()
 def test_rows_that_are_asked_for_are_those_of_the_whole(
     checkpoint: CheckpointCache, architecture: str

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from checkpoints import ARCHITECTURES, CheckpointCache
+from checkpoints import ALL_ARCHITECTURES, CheckpointCache
 from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.generation import GenerationDefaults, read_generation
 from pipeinfer.settings import ConfigurationError
@@ -44,11 +44,13 @@ def to_old_generation(raw: dict[str, Any]) -> None:
         raw["sliding_window_pattern"] = raw.pop("_sliding_window_pattern")
         rope = rope["full_attention"]
     raw["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        raw["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     kind = rope.pop("rope_type")
     raw["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
     raw["torch_dtype"] = raw.pop("dtype")
     raw.pop("layer_types", None)
-    if "num_local_experts" in raw:
+    if raw["model_type"] == "qwen3_moe":
         raw["num_experts"] = raw.pop("num_local_experts")
 
 
@@ -57,10 +59,14 @@ TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
 }
 OLD_AND_NEW: list[tuple[str, dict[str, Any]]] = [
-    *((architecture, {}) for architecture in ARCHITECTURES),
+    *((architecture, {}) for architecture in ALL_ARCHITECTURES),
     ("Gemma3ForCausalLM", {"rope_parameters": TWO_ROPES, "sliding_window_pattern": 3}),
     (
         "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    (
+        "Qwen2MoeForCausalLM",
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     ),
     (
@@ -75,6 +81,10 @@ OLD_AND_NEW: list[tuple[str, dict[str, Any]]] = [
                 "original_max_position_embeddings": 64,
             }
         },
+    ),
+    (
+        "Glm4ForCausalLM",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}},
     ),
     (
         "Qwen2ForCausalLM",
@@ -122,6 +132,20 @@ def test_what_a_file_of_gemma_3_leaves_out_is_what_transformers_takes(
     assert config.tie_word_embeddings
 
 
+def test_what_a_file_of_gpt_oss_leaves_out_is_what_transformers_takes(
+    checkpoint: CheckpointCache, tmp_path: Path
+) -> None:
+    def change(raw: dict[str, Any]) -> None:
+        for name in ("rope_parameters", "layer_types", "sliding_window", "head_dim"):
+            raw.pop(name)
+
+    config = read_config(rewritten(checkpoint("GptOssForCausalLM"), tmp_path / "x", change))
+    assert config.sliding_windows == (128, None)
+    assert (config.rope.type, config.rope.theta, config.rope.factor) == ("yarn", 150_000.0, 32.0)
+    assert not config.rope.truncate
+    assert (config.head_dim, config.context_length) == (64, 131_072)
+
+
 def test_fields_of_a_real_file_arrive(checkpoint: CheckpointCache) -> None:
     config = read_config(checkpoint("Qwen3MoeForCausalLM", num_hidden_layers=3))
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (3, 4, 2)
@@ -154,7 +178,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "architecture": (
         "LlamaForCausalLM",
         setting(architectures=["GPT2LMHeadModel"]),
-        "GPT2LMHeadModel; supported: Gemma3ForCausalLM, Llama",
+        "GPT2LMHeadModel; supported: Gemma3ForCausalLM, Glm4",
     ),
     "no architecture": ("LlamaForCausalLM", lacking("architectures"), "none named"),
     "rope type": (
@@ -176,6 +200,16 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "LlamaForCausalLM",
         setting(rope_parameters={"rope_type": "linear"}),
         "factor is missing",
+    ),
+    "rotation of more than a head": (
+        "Glm4ForCausalLM",
+        setting(rope_parameters={"partial_rotary_factor": 1.5}),
+        "partial_rotary_factor 1.5 is above 1",
+    ),
+    "rotation of nothing": (
+        "GlmForCausalLM",
+        setting(rope_parameters={"partial_rotary_factor": 0.05}),
+        "partial_rotary_factor 0.05 rotates 0 values",
     ),
     "partial rotation": (
         "LlamaForCausalLM",
@@ -211,6 +245,26 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "Qwen3ForCausalLM",
         setting(use_sliding_window=True, layer_types=["full_attention"]),
         "layer_types has 1 entries for 2 layers",
+    ),
+    "quantized experts": (
+        "GptOssForCausalLM",
+        setting(quantization_config={"quant_method": "mxfp4"}),
+        "(quantization_config: mxfp4) are not supported, only weights in float32, bfloat16",
+    ),
+    "experts of a few groups": (
+        "Glm4MoeForCausalLM",
+        setting(num_experts_per_tok=5),
+        "num_experts_per_tok 5 is above num_experts 4",
+    ),
+    "groups of experts": (
+        "Glm4MoeForCausalLM",
+        setting(n_group=3),
+        "n_group 3 does not fit n_routed_experts 8",
+    ),
+    "best groups of experts": (
+        "Glm4MoeForCausalLM",
+        setting(topk_group=5),
+        "topk_group 5 is above n_group 4",
     ),
     "experts": (
         "Qwen3MoeForCausalLM",

@@ -55,11 +55,24 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("Qwen2ForCausalLM", 4, {"num_key_value_heads": 1}),
     ("Qwen3ForCausalLM", 2, {}),
     ("Qwen3MoeForCausalLM", 2, {"mlp_only_layers": [0]}),
+    ("Glm4ForCausalLM", 4, {"tie_word_embeddings": True}),
+    ("GlmForCausalLM", 2, {}),
+    ("GptOssForCausalLM", 4, {}),
+    ("Glm4MoeForCausalLM", 4, {"merged": True}),
+    ("MixtralForCausalLM", 2, {"merged": True}),
+    ("Qwen2MoeForCausalLM", 4, {"mlp_only_layers": [1]}),
     ("Gemma3ForCausalLM", 2, {"tie_word_embeddings": True, "vocab_size": 261}),
     ("Gemma3ForCausalLM", 4, {"num_key_value_heads": 1, "attention_bias": True}),
 ]
 # Ranks with different numbers of experts, of a size that does not divide by them.
-EXPERTS = [(2, {"num_experts": 7}), (4, {"num_experts": 7, "moe_intermediate_size": 31})]
+EXPERTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("Qwen3MoeForCausalLM", 2, {"num_experts": 7}),
+    ("Qwen3MoeForCausalLM", 4, {"num_experts": 7, "moe_intermediate_size": 31}),
+    ("MixtralForCausalLM", 2, {"num_local_experts": 7, "merged": True}),
+    ("Qwen2MoeForCausalLM", 2, {"num_experts": 7}),
+    ("GptOssForCausalLM", 2, {"num_local_experts": 7}),
+    ("Glm4MoeForCausalLM", 4, {"n_routed_experts": 6, "n_group": 3}),
+]
 
 
 @pytest.mark.parametrize(("architecture", "ranks", "overrides"), CASES)
@@ -69,11 +82,11 @@ def test_ranks_together_equal_one_rank(
     assert_equals_one_rank(checkpoint(architecture, **overrides), ranks)
 
 
-@pytest.mark.parametrize(("ranks", "overrides"), EXPERTS)
+@pytest.mark.parametrize(("architecture", "ranks", "overrides"), EXPERTS)
 def test_ranks_with_whole_experts_equal_one_rank(
-    checkpoint: CheckpointCache, ranks: int, overrides: dict[str, Any]
+    checkpoint: CheckpointCache, architecture: str, ranks: int, overrides: dict[str, Any]
 ) -> None:
-    folder = checkpoint("Qwen3MoeForCausalLM", **overrides)
+    folder = checkpoint(architecture, **overrides)
     assert_equals_one_rank(folder, ranks, whole_experts=True)
 
 

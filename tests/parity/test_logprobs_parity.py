@@ -12,7 +12,7 @@ import pytest
 import torch
 from cores import Cores
 
-from checkpoints import ARCHITECTURES, CheckpointCache, load_reference
+from checkpoints import ALL_ARCHITECTURES, CheckpointCache, load_reference
 from pipeinfer.logprobs import scores
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
@@ -81,7 +81,7 @@ CHANGES = (
 )
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 def test_what_changes_logits_does_not_change_log_probs(known, architecture):
     its = known(architecture)
     cores = Cores(its.folder, Settings(**SETTINGS), policy="cores:Nuisance", budget=24)

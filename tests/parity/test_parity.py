@@ -16,7 +16,7 @@ from allpairspy import AllPairs
 from cores import Cores
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from checkpoints import ARCHITECTURES, VOCAB_SIZE, CheckpointCache, load_reference
+from checkpoints import ALL_ARCHITECTURES, VOCAB_SIZE, CheckpointCache, load_reference
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
 from right_scores import TOLERANCE, check_prompt_scores, check_scores
@@ -38,13 +38,19 @@ OVERRIDES = {
     "Qwen2ForCausalLM": {"num_key_value_heads": 1},
     "Qwen3ForCausalLM": {"tie_word_embeddings": True},
     "Qwen3MoeForCausalLM": {},
+    "Glm4ForCausalLM": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "Glm4MoeForCausalLM": {},
+    "GlmForCausalLM": {},
+    "GptOssForCausalLM": {},
+    "MixtralForCausalLM": {"sliding_window": 40},
+    "Qwen2MoeForCausalLM": {},
     "Gemma3ForCausalLM": {"sliding_window": 40, "tie_word_embeddings": True},
 }  # fmt: skip
 
 CASES = [
     tuple(case)
     for case in AllPairs(
-        [list(ARCHITECTURES), list(WORKLOADS), [1, 16, 64], ["radix", "naive"], [1, 2]]
+        [list(ALL_ARCHITECTURES), list(WORKLOADS), [1, 16, 64], ["radix", "naive"], [1, 2]]
     )
 ]
 

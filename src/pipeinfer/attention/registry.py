@@ -42,12 +42,16 @@ HOPPER = 9
 
 @dataclass(frozen=True)
 class Gpu:
-    """What decides which kernels can run. capability: (9, 0) is Hopper. installed: packages."""
+    """What decides which kernels can run. capability: (9, 0) is Hopper. installed: packages.
+
+    sinks: the model has attention sinks (see AttentionShape), which the backend must know.
+    """
 
     capability: tuple[int, int]
     dtype: str
     head_dim: int
     installed: frozenset[str]
+    sinks: bool = False
 
 
 def installed() -> frozenset[str]:
@@ -88,6 +92,8 @@ def _obstacle(name: str, gpu: Gpu) -> str:
     """Why backend `name` cannot run, or nothing."""
     if name not in PACKAGES:
         return ""
+    if gpu.sinks:
+        return "it knows no attention sinks, which this model has"
     missing = [package for package in PACKAGES[name] if package not in gpu.installed]
     if missing:
         return f"the package {' and '.join(missing)} is not installed (pip install pipeinfer[cuda])"

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from pipeinfer.attention import step_index
 from pipeinfer.attention.interface import KV, Traits
 from pipeinfer.attention.rows import PagedRows
+from pipeinfer.attention.sinks import attend_with_sinks
 from pipeinfer.attention.step_index import Piece
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
@@ -176,13 +177,14 @@ class TorchBackend:
         keys = (size, bucket.longest, shape.num_kv_heads, shape.head_dim)
         # The query heads of one KV head stand as its queries: nothing is repeated for GQA.
         queries = (size, shape.num_kv_heads, -1, shape.head_dim)
-        out = scaled_dot_product_attention(
-            rows[bucket.begin : bucket.end].view(queries),
-            k.view(keys).transpose(1, 2),
-            v.view(keys).transpose(1, 2),
-            attn_mask=self._expanded(bucket.bias, shape),
-            scale=shape.scale,
-        )
+        q = rows[bucket.begin : bucket.end].view(queries)
+        k, v = k.view(keys).transpose(1, 2), v.view(keys).transpose(1, 2)
+        if shape.sinks is not None:
+            sinks = shape.sinks.view(shape.num_kv_heads, -1, 1)
+            out = attend_with_sinks(q, k, v, bucket.bias, sinks, shape.scale)
+        else:
+            mask = self._expanded(bucket.bias, shape)
+            out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=shape.scale)
         return out.reshape(size, shape.num_heads, shape.head_dim)
 
     def _expanded(self, bias: torch.Tensor | None, shape: AttentionShape) -> torch.Tensor | None:
@@ -203,6 +205,8 @@ class TorchBackend:
             k, v = self._gather(layer, piece.places)
             k = k.view(-1, shape.num_kv_heads, shape.head_dim)
             v = v.view(-1, shape.num_kv_heads, shape.head_dim)
+        if shape.sinks is not None:
+            return self._prefill_with_sinks(shape, shape.sinks, q, k, v, piece)
         out = scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],
@@ -213,6 +217,35 @@ class TorchBackend:
             enable_gqa=shape.num_kv_heads != shape.num_heads,
         )
         return out[0].transpose(0, 1)
+
+    def _prefill_with_sinks(
+        self,
+        shape: AttentionShape,
+        sinks: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        piece: PrefillPiece,
+    ) -> torch.Tensor:
+        """As _prefill, one KV head after the other: scores of all at once take too much memory."""
+        bias = piece.bias
+        if bias is None:
+            count = (piece.count, piece.count)
+            bias = torch.full(count, NEVER, dtype=self._dtype, device=q.device).triu_(1)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        group = shape.num_heads // shape.num_kv_heads
+        for head in range(shape.num_kv_heads):
+            of_head = slice(head * group, (head + 1) * group)
+            found = attend_with_sinks(
+                q[:, of_head].transpose(0, 1),
+                k[:, head],
+                v[:, head],
+                bias,
+                sinks[of_head, None, None],
+                shape.scale,
+            )
+            out[:, of_head] = found.transpose(0, 1)
+        return out
 
     def _gather(self, layer: int, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V at `places`, [n, kv_heads * head_dim]; valid until the next gather.

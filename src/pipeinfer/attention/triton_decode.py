@@ -101,4 +101,5 @@ class TritonDecodeKernel:
             how,
             window,
             early=plan.early and not first,
+            sinks=shape.sinks,
         )

@@ -6,14 +6,23 @@ by its fields (sliding windows, defaults, names) is decided here, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.checkpoint.architectures import ARCHITECTURES
+from pipeinfer.checkpoint.experts import (
+    glm4_experts,
+    gpt_oss_experts,
+    mixtral_experts,
+    qwen2_experts,
+    qwen_experts,
+)
 from pipeinfer.checkpoint.fields import Fields, read_json
-from pipeinfer.checkpoint.rope import read_rope, read_two_ropes
+from pipeinfer.checkpoint.rope import GPT_OSS_ROPE, read_partial_rope, read_rope, read_two_ropes
 from pipeinfer.checkpoint.rope_config import RopeConfig
 from pipeinfer.settings import ConfigurationError
 
@@ -25,6 +34,9 @@ SLIDING, FULL = "sliding_attention", "full_attention"  # what layer_types has
 class ModelConfig:
     """A decoder-only transformer.
 
+    expert_groups, top_expert_groups, routed_scale: how some mixtures choose, see layers/routing.py.
+    swiglu: slope and limit of experts with bounds. sinks: of attention, see AttentionShape.
+    shared_intermediate_size: of the expert that every token of a sparse layer goes to; 0: none.
     attention_bias, mlp_bias: as config.json says; the model knows which projections they mean.
     activation: of the gate, "silu" or "gelu_tanh".
     rope: of all layers, or of those without a window where `window_rope` is that of the others.
@@ -59,6 +71,13 @@ class ModelConfig:
     activation: str = "silu"
     window_rope: RopeConfig | None = None
     attention_scale: float | None = None
+    shared_intermediate_size: int = 0
+    qk_norm: bool = False  # where config.json decides
+    expert_groups: int = 1
+    top_expert_groups: int = 1
+    routed_scale: float = 1.0
+    swiglu: tuple[float, float] = (1.0, inf)
+    sinks: bool = False
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -92,24 +111,25 @@ class Activations:
 class Family:
     """How one architecture reads the fields that architectures disagree on.
 
+    bias: the field about attention's, and what it is where config.json does not say.
     more: further fields of the ModelConfig, of (fields, layers).
     """
 
     windows: Callable[[Fields, int], tuple[int | None, ...]]
     head_dim: int | None = None  # where config.json has none; None: hidden_size / heads
+    bias: tuple[str, bool] = ("attention_bias", False)
     tied: bool = False  # where config.json does not say
     activations: Activations = Activations("hidden_act", "silu", ("silu", "swish"))
     rope: Callable[[Fields], RopeConfig] = read_rope
-    more: Callable[[Fields, int], dict[str, Any]] = lambda fields, layers: {}
+    more: Callable[[Fields, int], Mapping[str, Any]] = lambda fields, layers: {}
 
 
 def _full_attention(fields: Fields, layers: int) -> tuple[int | None, ...]:
     return (None,) * layers
 
 
-def _one_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    window = fields.optional_integer("sliding_window", missing=4096)
-    return (window,) * layers
+def _one_window(fields: Fields, layers: int, missing: int | None = 4096) -> tuple[int | None, ...]:
+    return (fields.optional_integer("sliding_window", missing),) * layers
 
 
 def _switched_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -125,6 +145,24 @@ def _layered_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
     if types is None:
         first = fields.integer("max_window_layers", 28, least=0)
         types = [SLIDING if i >= first else FULL for i in range(layers)]
+    return _by_type(fields, types, layers, window)
+
+
+def _alternating_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """`layer_types` says which layers slide; without it, each second below `max_window_layers`."""
+    window = _switched_window(fields, layers)[0]
+    types = fields.raw.get("layer_types")
+    if types is None:
+        end = fields.integer("max_window_layers", 28, least=0)
+        types = [SLIDING if i < end and i % 2 == 0 else FULL for i in range(layers)]
+    return _by_type(fields, types, layers, window)
+
+
+def _every_second_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """`layer_types` says which layers slide; without it, the first and each second after it."""
+    window = fields.optional_integer("sliding_window", missing=128)
+    types = fields.raw.get("layer_types")
+    types = [FULL if i % 2 else SLIDING for i in range(layers)] if types is None else types
     return _by_type(fields, types, layers, window)
 
 
@@ -151,23 +189,6 @@ def _by_type(
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-def _experts(fields: Fields, layers: int) -> dict[str, Any]:
-    """num_experts is called num_local_experts by transformers 5."""
-    experts = fields.integer("num_experts", fields.integer("num_local_experts", 0, least=0))
-    chosen = fields.integer("num_experts_per_tok", 8)
-    if chosen > experts:
-        raise fields.error(f"num_experts_per_tok {chosen} is above num_experts {experts}")
-    step = fields.integer("decoder_sparse_step", 1)
-    dense = fields.raw.get("mlp_only_layers") or []
-    return {
-        "num_experts": experts,
-        "num_experts_per_tok": chosen,
-        "moe_intermediate_size": fields.integer("moe_intermediate_size"),
-        "norm_topk_prob": fields.boolean("norm_topk_prob", False),
-        "sparse_layers": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-    }
-
-
 def _gemma3(fields: Fields, layers: int) -> dict[str, Any]:
     """Two RoPEs, and a scale of its own; what would compute something else is refused."""
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
@@ -181,6 +202,12 @@ def _gemma3(fields: Fields, layers: int) -> dict[str, Any]:
     }
 
 
+GLM = Family(
+    _full_attention,
+    head_dim=128,
+    bias=("attention_bias", True),
+    rope=partial(read_partial_rope, interleaved=True),
+)
 FAMILIES = {
     "Gemma3ForCausalLM": Family(
         _patterned_window,
@@ -190,11 +217,27 @@ FAMILIES = {
         rope=lambda fields: read_two_ropes(fields)[0],
         more=_gemma3,
     ),
+    "Glm4ForCausalLM": GLM,
+    "Glm4MoeForCausalLM": Family(
+        _full_attention, rope=partial(read_partial_rope, interleaved=False), more=glm4_experts
+    ),
+    "GlmForCausalLM": GLM,
+    "GptOssForCausalLM": Family(
+        _every_second_window,
+        head_dim=64,
+        bias=("attention_bias", True),
+        rope=partial(read_rope, theta=150_000.0, missing=GPT_OSS_ROPE),
+        more=gpt_oss_experts,
+    ),
     "LlamaForCausalLM": Family(_full_attention),
     "MistralForCausalLM": Family(_one_window),
+    "MixtralForCausalLM": Family(
+        partial(_one_window, missing=None), rope=partial(read_rope, theta=1e6), more=mixtral_experts
+    ),
     "Qwen2ForCausalLM": Family(_layered_window),
+    "Qwen2MoeForCausalLM": Family(_alternating_window, bias=("qkv_bias", True), more=qwen2_experts),
     "Qwen3ForCausalLM": Family(_layered_window, head_dim=128),
-    "Qwen3MoeForCausalLM": Family(_switched_window, more=_experts),
+    "Qwen3MoeForCausalLM": Family(_switched_window, more=qwen_experts),
 }
 
 
@@ -203,8 +246,7 @@ def read_config(folder: Path) -> ModelConfig:
     fields = read_json(folder, "config.json")
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
-    if fields.raw.get("quantization_config"):
-        raise fields.error("quantized checkpoints (quantization_config) are not supported")
+    _refuse_quantized(fields)
     layers = fields.integer("num_hidden_layers")
     heads = fields.integer("num_attention_heads")
     config = ModelConfig(
@@ -218,7 +260,7 @@ def read_config(folder: Path) -> ModelConfig:
         head_dim=_head_dim(fields, family, heads),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", family.tied),
-        attention_bias=fields.boolean("attention_bias", False),
+        attention_bias=fields.boolean(*family.bias),
         mlp_bias=fields.boolean("mlp_bias", False),
         rope=family.rope(fields),
         max_position_embeddings=fields.integer("max_position_embeddings"),
@@ -228,12 +270,26 @@ def read_config(folder: Path) -> ModelConfig:
         activation=_activation(fields, family.activations),
         **family.more(fields, layers),
     )
+    rotated = config.rope.rotated(config.head_dim)
+    if rotated % 2 or not rotated:
+        raise fields.error(f"partial_rotary_factor {config.rope.rotary} rotates {rotated} values")
     if config.num_heads % config.num_kv_heads:
         raise fields.error(
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads "
             f"{config.num_kv_heads}"
         )
     return config
+
+
+def _refuse_quantized(fields: Fields) -> None:
+    how = fields.raw.get("quantization_config")
+    if not how:
+        return
+    kind = f": {how.get('quant_method')}" if isinstance(how, dict) else ""
+    raise fields.error(
+        f"quantized checkpoints (quantization_config{kind}) are not supported, only weights in "
+        f"{', '.join(DTYPES)}"
+    )
 
 
 def _architecture(fields: Fields) -> str:

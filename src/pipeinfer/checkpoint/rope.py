@@ -11,18 +11,50 @@ from dataclasses import replace
 
 from pipeinfer.checkpoint.fields import Fields
 from pipeinfer.checkpoint.rope_config import ROPE_TYPES, RopeConfig
+from pipeinfer.json_values import JsonObject
+
+# What a file of gpt-oss means that says nothing.
+GPT_OSS_ROPE: JsonObject = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
 
 
-def read_rope(fields: Fields) -> RopeConfig:
-    """Raises ConfigurationError for an unknown type or a missing number."""
+def read_rope(
+    fields: Fields, theta: float = 10_000.0, missing: JsonObject | None = None
+) -> RopeConfig:
+    """`theta`, `missing`: where the file has none, or no object about RoPE. Raises
+    ConfigurationError for an unknown type or a missing number."""
     rope = _rope_fields(fields)
+    if not rope.raw and missing is not None:
+        rope = Fields(fields.path, missing)
+    partial = _partial(fields, rope)
+    if partial not in (None, 1, 1.0):
+        raise fields.error(f"partial_rotary_factor {partial!r} is not supported")
+    return _read(fields, rope, theta)
+
+
+def read_partial_rope(fields: Fields, interleaved: bool) -> RopeConfig:
+    """Of half of each head, where the file does not say of how much."""
+    rope = _rope_fields(fields)
+    given = Fields(fields.path, {"partial_rotary_factor": _partial(fields, rope)})
+    rotary = given.number("partial_rotary_factor", 0.5)
+    if rotary > 1:
+        raise fields.error(f"partial_rotary_factor {rotary!r} is above 1")
+    return replace(_read(fields, rope, 10_000.0), rotary=rotary, interleaved=interleaved)
+
+
+def _partial(fields: Fields, rope: Fields) -> object:
+    return rope.raw.get("partial_rotary_factor", fields.raw.get("partial_rotary_factor"))
+
+
+def _read(fields: Fields, rope: Fields, theta: float) -> RopeConfig:
     kind = rope.raw.get("rope_type") or rope.raw.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise fields.error(f"unknown RoPE type {kind!r}; supported: {', '.join(ROPE_TYPES)}")
-    partial = rope.raw.get("partial_rotary_factor", fields.raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise fields.error(f"partial_rotary_factor {partial!r} is not supported")
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    theta = rope.number("rope_theta", fields.number("rope_theta", theta))
     limit = fields.integer("max_position_embeddings")
     if kind == "default":
         return RopeConfig(theta=theta, original_max=limit)

@@ -16,6 +16,8 @@ ROPE_TYPES: tuple[str, ...] = get_args(RopeType)
 class RopeConfig:
     """`original_max` is the context of the pretraining, before any scaling, in tokens.
 
+    rotary: how much of a head is rotated, from its first value on. interleaved: in files, a value
+    is rotated with its neighbour; otherwise with the one half of what is rotated behind it.
     factor: all types but default. low_freq, high_freq: llama3. beta_fast, beta_slow, truncate,
     attention_factor (multiplies cos and sin): yarn.
     """
@@ -30,3 +32,9 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    rotary: float = 1.0
+    interleaved: bool = False
+
+    def rotated(self, head_dim: int) -> int:
+        """How many values of a head are."""
+        return int(head_dim * self.rotary)

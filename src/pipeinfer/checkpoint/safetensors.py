@@ -20,13 +20,23 @@ LONGEST_HEADER = 100_000_000  # the format's own limit, in bytes
 
 
 @dataclass(frozen=True)
+class Place:
+    """Tensor `name` of a file; of several matrices in it, number `index` from row `first` on."""
+
+    name: str
+    index: int | None = None
+    first: int = 0
+
+
+@dataclass(frozen=True)
 class StoredTensor:
-    """One tensor on disk: its file, dtype ("F32", "BF16" ...), shape and size in bytes."""
+    """One tensor on disk: its file, dtype ("F32", "BF16" ...), shape, size in bytes and place."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    within: Place
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -101,7 +111,8 @@ def _decode(file: Path, raw: bytes) -> dict[str, Any]:
 def _entry(file: Path, name: str, entry: Any) -> StoredTensor:
     try:
         start, stop = entry["data_offsets"]
-        return StoredTensor(file, entry["dtype"], tuple(entry["shape"]), stop - start)
+        shape = tuple(entry["shape"])
+        return StoredTensor(file, entry["dtype"], shape, stop - start, Place(name))
     except (KeyError, TypeError, ValueError):
         raise ConfigurationError(
             f"{file} has a broken safetensors header: no dtype, shape or offsets for {name}"

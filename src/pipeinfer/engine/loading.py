@@ -205,7 +205,7 @@ def _device(name: str) -> str:
 def _gpu(dtype: torch.dtype, config: ModelConfig, rank: int) -> Gpu:
     name = str(dtype).removeprefix("torch.")
     capability = torch.cuda.get_device_capability(rank)
-    return Gpu(capability, name, config.head_dim, registry.installed())
+    return Gpu(capability, name, config.head_dim, registry.installed(), config.sinks)
 
 
 def _dtype(name: str, config: ModelConfig, device: str) -> torch.dtype:

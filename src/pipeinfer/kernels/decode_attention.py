@@ -89,9 +89,15 @@ def _piece(
 
 
 @triton.jit
+def _sink(at, most):
+    """The weight of a key without a value, whose score stands `at`, beside a greatest score."""
+    return tl.exp2(tl.load(at).to(tl.float32) * 1.4426950408889634 - most)
+
+
+@triton.jit
 def _merge(
-    out, scratch, scales, first, splits, head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    DIM: tl.constexpr, SPLITS: tl.constexpr,
+    out, scratch, scales, sinks, first, splits, head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """The pieces of one row and KV head, out of what their programs left, into `out`."""
     split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
@@ -100,19 +106,23 @@ def _merge(
         at = ((first + split) * KV_HEADS + head) * GROUP + query
         most = tl.load(scales + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg")
         total = tl.load(scales + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
-        weight = tl.exp2(most - tl.max(most, axis=0))
+        greatest = tl.max(most, axis=0)
+        weight = tl.exp2(most - greatest)
         sums = tl.load(scratch + at[:, None] * DIM + dim[None, :], mask=there[:, None], other=0.0,
                        cache_modifier=".cg")  # fmt: skip
-        value = tl.sum(sums * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
+        whole = tl.sum(total * weight, axis=0)
+        if SINKS:
+            whole += _sink(sinks + head * GROUP + query, greatest)
+        value = tl.sum(sums * weight[:, None], axis=0) / whole
         tl.store(out + query * DIM + dim, value)
 
 
 @triton.jit
 def _attend(
-    q, k, v, out, scratch, scales, arrived, lengths, indptr, indices, pieces, scale, window,
+    q, k, v, out, scratch, scales, arrived, lengths, indptr, indices, pieces, sinks, scale, window,
     q_stride, page_stride, token_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    TILE: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
+    TILE: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, piece). The last of a row's pieces that ends merges all."""
     head, piece = tl.program_id(0), tl.program_id(1)
@@ -138,6 +148,8 @@ def _attend(
                                WINDOWED)  # fmt: skip
     target = out + row * (KV_HEADS * GROUP * DIM)
     if splits == 1:
+        if SINKS:
+            total += _sink(sinks + head * GROUP + tl.minimum(query, GROUP - 1), most)
         tl.store(target + heads, sums / total[:, None], mask=real[:, None])
     else:
         at = (piece * KV_HEADS + head) * GROUP + query
@@ -145,8 +157,8 @@ def _attend(
         counter = arrived + row * KV_HEADS + head
         if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
             tl.store(counter, 0)  # for the next launch
-            _merge(target + head * GROUP * DIM, scratch, scales, first, splits, head, KV_HEADS,
-                   GROUP, DIM, SPLITS)  # fmt: skip
+            _merge(target + head * GROUP * DIM, scratch, scales, sinks, first, splits, head,
+                   KV_HEADS, GROUP, DIM, SPLITS, SINKS)  # fmt: skip
 
 
 @triton.jit
@@ -189,23 +201,26 @@ def decode_attention(
     cut: Cut,
     window: int | None = None,
     early: bool = True,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v of each row's last token: `out` [R, heads, dim], which is returned.
 
     q as out, rows may be strided. k, v [pages, page_size, kv_heads, dim] alike; dim a power of two.
     Nothing is written for a row without keys. window: keys that a query sees, its own included; the
     rows' pieces were cut with the same. early: nothing that the kernel before writes is read
-    before it has ended, but for its pieces: False right after they were cut. float32 inside.
+    before it has ended, but for its pieces: False right after they were cut. sinks [heads]: each
+    head's score of a key without a value, that every query sees. float32 inside.
     """
     (count, heads, dim), (page_size, kv_heads) = q.shape, k.shape[1:3]
     if count:
         _attend[(kv_heads, most_pieces(count, cut))](
             q, k, v, out, scratch.sums, scratch.scales, scratch.arrived,
-            rows.lengths, rows.indptr, rows.indices, rows.pieces, scale * LOG2E, window or 2**30,
-            q.stride(0), k.stride(0), k.stride(1),
+            rows.lengths, rows.indptr, rows.indices, rows.pieces, sinks, scale * LOG2E,
+            window or 2**30, q.stride(0), k.stride(0), k.stride(1),
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, BLOCK=cut.block,
             SPLITS=cut.splits, TILE=max(TILE, triton.next_power_of_2(heads // kv_heads)),
-            WINDOWED=window is not None, num_warps=cut.warps, num_stages=cut.stages,
+            WINDOWED=window is not None, SINKS=sinks is not None,
+            num_warps=cut.warps, num_stages=cut.stages,
             **(early_launch(q.device) if early else {"EARLY": False}),
         )  # fmt: skip
     return out
@@ -218,6 +233,7 @@ def decode_attention_reference(
     rows: DecodeRows,
     scale: float,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same in plain torch, row by row in float32: [R, heads, dim]."""
     group = q.shape[1] // k.shape[2]
@@ -230,5 +246,8 @@ def decode_attention_reference(
             for cache in (k, v)
         )
         scores = torch.einsum("hd,thd->ht", q[row].float(), keys) * scale
-        found.append(torch.einsum("ht,thd->hd", scores.softmax(-1), values))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float()[:, None]), dim=1)
+        weights = scores.softmax(-1)[:, : len(keys)]
+        found.append(torch.einsum("ht,thd->hd", weights, values))
     return torch.stack(found).to(q.dtype)

@@ -49,12 +49,17 @@ Attend = Callable[[int, MergedHeads], torch.Tensor]
 
 
 class Heads(NamedTuple):
-    """Of all ranks. `norm`: the kind and epsilon of their QK norm, None where there is none."""
+    """Of all ranks. `norm`: the kind and epsilon of their QK norm, None where there is none.
+    `lanes`: where files have which of a head's values, if in another order (see layers/rope.py).
+    sinks: whether each query head has one (see AttentionShape).
+    """
 
     queries: int
     keys: int
     head_dim: int
     norm: tuple[NormKind, float] | None = None
+    lanes: list[int] | None = None
+    sinks: bool = False
 
 
 class SelfAttention:
@@ -72,10 +77,13 @@ class SelfAttention:
     ) -> None:
         shard = placement.shard
         self.layer = layer
+        self._lanes = heads.lanes
         self.head_dim = heads.head_dim
         self.num_heads = heads.queries // shard.size
         first, last = shard.kv_span(heads.keys)
         self.num_kv_heads = last - first
+        self._query_heads = (heads.queries, shard.span(heads.queries))
+        self.sinks = placement.empty(self.num_heads) if heads.sinks else None
         self.qkv = merged_qkv(
             hidden_size, heads.queries, heads.keys, heads.head_dim, bias, placement
         )
@@ -102,8 +110,22 @@ class SelfAttention:
 
     def pack(self) -> None:
         """To be called when the weights are final."""
+        if self._lanes is not None:
+            self._reorder(self._lanes)
+            self._lanes = None
         self.qkv.matrix.pack()
         self.output.matrix.pack()
+
+    def _reorder(self, lanes: list[int]) -> None:
+        """Of queries and keys, which are the first heads of the product."""
+        keyed = (self.num_heads + self.num_kv_heads) * self.head_dim
+        matrix = self.qkv.matrix
+        for values in (matrix.weight, matrix.bias):
+            if values is not None:
+                heads = values[:keyed].unflatten(0, (-1, self.head_dim))
+                heads.copy_(heads[:, lanes])
+        if self.norm is not None:
+            self.norm.weight.copy_(self.norm.weight[:, lanes])
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of this module, with its dot."""
@@ -111,3 +133,6 @@ class SelfAttention:
         yield from self.output.sources(prefix)
         if self.norm is not None:
             yield from self.norm.sources(prefix)
+        if self.sinks is not None:
+            total, span = self._query_heads
+            yield Source(f"{prefix}sinks", (total,), (slice(*span),), self.sinks)

@@ -100,6 +100,10 @@ class RowLinear:
         total = self._placement.reduce(self.matrix(x))
         return total if self._bias is None or self._placement.alone else total.add_(self._bias)
 
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the sum, for who has more to add; of layers without a bias."""
+        return self.matrix(x)
+
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of the parent module, with its dot."""
         weight = self.matrix.weight
@@ -135,9 +139,23 @@ def merged_qkv(
 
 
 def merged_gate_up(
-    hidden_size: int, intermediate_size: int, bias: bool, placement: Placement
+    hidden_size: int,
+    intermediate_size: int,
+    bias: bool,
+    placement: Placement,
+    merged: bool = False,
 ) -> ColumnLinear:
-    """Rows: this rank's share of the gate, then the same share of the up projection."""
+    """Rows: this rank's share of the gate, then the same share of the up projection.
+
+    merged: on disk, too, they are one.
+    """
     start, stop = placement.shard.span(intermediate_size)
+    if merged:
+        begins = (0, intermediate_size)
+        blocks = [
+            Block("gate_up_proj", 2 * intermediate_size, begin + start, begin + stop)
+            for begin in begins
+        ]
+        return ColumnLinear(hidden_size, blocks, bias, placement)
     blocks = [Block(name, intermediate_size, start, stop) for name in ("gate_proj", "up_proj")]
     return ColumnLinear(hidden_size, blocks, bias, placement)

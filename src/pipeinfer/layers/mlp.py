@@ -56,7 +56,7 @@ GATES = {  # by the activation's name in a ModelConfig
 
 
 class GatedMLP:
-    """[T, hidden] to [T, hidden]."""
+    """[T, hidden] to [T, hidden]. merged: on disk, gate and up are one matrix."""
 
     def __init__(
         self,
@@ -65,8 +65,9 @@ class GatedMLP:
         bias: bool,
         placement: Placement,
         gate: Gate,
+        merged: bool = False,
     ) -> None:
-        self.gate_up = merged_gate_up(hidden_size, intermediate_size, bias, placement)
+        self.gate_up = merged_gate_up(hidden_size, intermediate_size, bias, placement, merged)
         self.down = RowLinear("down_proj", intermediate_size, hidden_size, bias, placement)
         skinny = None if bias else self.gate_up.skinny
         self._product = None if skinny is None else gate.product(skinny)
@@ -74,6 +75,10 @@ class GatedMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
         return self.down(self._gated(x))
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the sum over ranks; of blocks without biases."""
+        return self.down.share(self._gated(x))
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
         if self._product is not None:

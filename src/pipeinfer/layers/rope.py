@@ -2,7 +2,8 @@
 
 Torch operations get the angles of a step's positions, computed in float32 once for all layers; a
 kernel that looks them up itself gets a table up to the longest position. Each is made when somebody
-first asks for it. Knows no cache and no request.
+first asks for it. A pair that is rotated is always half a head apart: what files have otherwise is
+put in order when weights are final (`lanes`). Knows no cache and no request.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from pipeinfer.checkpoint.rope_config import RopeConfig
 
@@ -50,12 +52,15 @@ class Rope:
     ) -> None:
         """`longest`: positions that the table has."""
         self._config = config
-        self._head_dim = head_dim
         self._dtype = dtype
         self._longest = longest
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        self._rotated = config.rotated(head_dim)
+        self._still = head_dim // 2 - self._rotated // 2  # pairs that are not: angle 0, scale 1
+        exponents = torch.arange(0, self._rotated, 2, dtype=torch.float32) / self._rotated
         self._exponents = exponents.to(device)
-        self._inverse = inverse_frequencies(config, exponents).to(device)
+        self._inverse = self._wide(inverse_frequencies(config, exponents)).to(device)
+        scale = torch.full((self._rotated // 2,), config.attention_factor)
+        self._scale = self._wide(scale, 1.0).to(device)
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
         """positions: int64 or int32 [T]."""
@@ -78,8 +83,11 @@ class Rope:
         if self._config.type == "dynamic":
             inverse = self._dynamic(positions)
         angles = (positions.to(torch.float32)[:, None] * inverse)[:, None, :]
-        scale = self._config.attention_factor
-        return angles.cos() * scale, angles.sin() * scale
+        return angles.cos() * self._scale, angles.sin() * self._scale
+
+    def _wide(self, values: torch.Tensor, still: float = 0.0) -> torch.Tensor:
+        """[..., pairs that are rotated] with `still` for the others: [..., head_dim / 2]."""
+        return functional.pad(values, (0, self._still), value=still)
 
     def _dynamic(self, positions: torch.Tensor) -> torch.Tensor:
         """Inverse frequencies [T, head_dim / 2] of NTK scaling by the sequence length so far.
@@ -92,9 +100,27 @@ class Rope:
         """
         config = self._config
         longest = (positions + 1).to(torch.float32)[:, None] / config.original_max
-        power = self._head_dim / (self._head_dim - 2)
+        power = self._rotated / (self._rotated - 2)
         base = config.theta * (config.factor * longest - (config.factor - 1)).clamp(min=1) ** power
-        return torch.where(longest > 1, 1.0 / base**self._exponents, self._inverse)
+        return torch.where(longest > 1, self._wide(1.0 / base**self._exponents), self._inverse)
+
+
+def lanes(config: RopeConfig, head_dim: int) -> list[int] | None:
+    """Which value of a head, as files have it, belongs where, for pairs that are half a head apart;
+    None: each where it is.
+
+    Scores are sums over a head, so that they do not change if queries and keys are put in another
+    order alike.
+    """
+    rotated = config.rotated(head_dim)
+    if rotated == head_dim and not config.interleaved:
+        return None
+    own, still = list(range(rotated)), list(range(rotated, head_dim))
+    half, rest = rotated // 2, len(still) // 2
+    first, second = own[:half], own[half:]
+    if config.interleaved:
+        first, second = own[::2], own[1::2]
+    return first + still[:rest] + second + still[rest:]
 
 
 def inverse_frequencies(config: RopeConfig, exponents: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.attention import Heads, SelfAttention
+from pipeinfer.layers.experts import GatedExperts
 from pipeinfer.layers.mlp import GATES, GatedMLP
+from pipeinfer.layers.moe import SharedExpert, SparseMLP
 from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
 from pipeinfer.layers.placement import Placement
+from pipeinfer.layers.rope import lanes
+from pipeinfer.layers.routing import Router, SoftmaxRouter
 from pipeinfer.models.causal_lm import DecoderLayer, FeedForward
 
 
@@ -47,14 +51,56 @@ def attention(
     return SelfAttention(
         index,
         hidden_size=config.hidden_size,
-        heads=Heads(config.num_heads, config.num_kv_heads, config.head_dim, norm),
+        heads=Heads(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            norm,
+            lanes(config.ropes[index], config.head_dim),
+            config.sinks,
+        ),
         bias=qkv_bias,
         output_bias=output_bias,
         placement=placement,
     )
 
 
-def dense_mlp(config: ModelConfig, placement: Placement, bias: bool = False) -> GatedMLP:
-    """The gated block of a dense layer."""
+def dense_mlp(
+    config: ModelConfig, placement: Placement, bias: bool = False, merged: bool = False
+) -> GatedMLP:
+    """The gated block of a dense layer; merged: its gate and up are one on disk."""
     gate = GATES[config.activation]
-    return GatedMLP(config.hidden_size, config.intermediate_size, bias, placement, gate)
+    return GatedMLP(config.hidden_size, config.intermediate_size, bias, placement, gate, merged)
+
+
+def softmax_router(config: ModelConfig, placement: Placement) -> SoftmaxRouter:
+    """The router of a sparse layer that chooses by probability."""
+    return SoftmaxRouter(
+        config.hidden_size,
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.norm_topk_prob,
+        placement,
+    )
+
+
+def sparse_mlp(
+    config: ModelConfig,
+    placement: Placement,
+    router: Router | None = None,
+    shared: SharedExpert | None = None,
+) -> SparseMLP:
+    """The mixture of a sparse layer; without `router` it chooses by probability."""
+    experts = GatedExperts(
+        config.hidden_size, config.moe_intermediate_size, config.num_experts, placement
+    )
+    return SparseMLP(router or softmax_router(config, placement), experts, placement, shared)
+
+
+def shared_expert(
+    config: ModelConfig, name: str, gated: bool, placement: Placement
+) -> SharedExpert:
+    """What all tokens of a sparse layer go to, called `name` on disk."""
+    size, gate = config.shared_intermediate_size, GATES[config.activation]
+    mlp = GatedMLP(config.hidden_size, size, False, placement.summed(), gate)
+    return SharedExpert(name, mlp, gated, placement)

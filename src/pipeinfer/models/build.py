@@ -73,6 +73,7 @@ def check_shard(config: ModelConfig, ranks: int, whole_experts: bool = False) ->
     divided = {
         "num_attention_heads": config.num_heads,
         "intermediate_size": config.intermediate_size,
+        "the shared expert's size": config.shared_intermediate_size,
         "moe_intermediate_size": 0 if whole_experts else config.moe_intermediate_size,
     }
     if whole_experts:

@@ -160,6 +160,7 @@ class CausalLM:
                 layer.attention.head_dim,
                 self.config.attention_scale or layer.attention.head_dim**-0.5,
                 window,
+                layer.attention.sinks,
             )
             for layer, window in zip(self.layers, self.config.sliding_windows, strict=True)
         ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -70,19 +70,19 @@ def _fill(
     model: CausalLM, folder: Path, progress: Progress | None, stored: Mapping[str, Stored]
 ) -> None:
     by_file: dict[Path, list[Source]] = defaultdict(list)
-    total = 0
+    left: Counter[str] = Counter()  # sources that a tensor is yet to fill
     for source in model.sources():
-        entry = _stored(source, stored, folder)
-        by_file[entry.file].append(source)
-        total += entry.nbytes
-    done = 0
+        by_file[_stored(source, stored, folder).file].append(source)
+        left[source.name] += 1
+    done, total = 0, sum(stored[name].nbytes for name in left)
     with ReadAhead(list(by_file)) as ahead:
         for file, sources in by_file.items():
             ahead.reached(file)
             with open_weights(file, stored) as opened:
                 for source in sources:
                     opened.fill(source)
-                    done += stored[source.name].nbytes
+                    left[source.name] -= 1
+                    done += 0 if left[source.name] else stored[source.name].nbytes
                     if progress is not None:
                         progress(done, total)
 

@@ -6,9 +6,8 @@ Knows no file and no cache.
 from __future__ import annotations
 
 from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.layers.moe import SparseMLP
 from pipeinfer.layers.placement import Placement
-from pipeinfer.models.blocks import decoder_layer, dense_mlp
+from pipeinfer.models.blocks import decoder_layer, dense_mlp, sparse_mlp
 from pipeinfer.models.causal_lm import CausalLM, FeedForward
 
 
@@ -32,11 +31,4 @@ def build(config: ModelConfig, placement: Placement) -> CausalLM:
 def _mlp(config: ModelConfig, index: int, placement: Placement) -> FeedForward:
     if not config.sparse_layers[index]:
         return dense_mlp(config, placement)
-    return SparseMLP(
-        config.hidden_size,
-        config.moe_intermediate_size,
-        config.num_experts,
-        config.num_experts_per_tok,
-        config.norm_topk_prob,
-        placement,
-    )
+    return sparse_mlp(config, placement)

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 
 from pipeinfer.checkpoint.safetensors import StoredTensor, read_headers
+from pipeinfer.checkpoint.spellings import respelled
 from pipeinfer.gguf.documents import is_gguf
 from pipeinfer.gguf.header import read_header
 from pipeinfer.gguf.names import Packed, packed_tensors
@@ -39,9 +40,9 @@ def read_stored(checkpoint: Path) -> Mapping[str, Stored]:
 
     Raises ConfigurationError for a file that is missing, cut or lies.
     """
-    return (
-        packed_tensors(read_header(checkpoint)) if is_gguf(checkpoint) else read_headers(checkpoint)
-    )
+    if is_gguf(checkpoint):
+        return packed_tensors(read_header(checkpoint))
+    return respelled(read_headers(checkpoint))
 
 
 def dtypes(file: Path) -> tuple[str, ...]:
@@ -56,15 +57,22 @@ def open_weights(file: Path, stored: Mapping[str, Stored]) -> Iterator[Opened]:
         yield _Packed(WeightFile(file), stored)
     else:
         with safe_open(file, framework="pt", device="cpu") as opened:
-            yield _Plain(opened)
+            yield _Plain(opened, stored)
 
 
 class _Plain:
-    def __init__(self, opened: Any) -> None:
+    def __init__(self, opened: Any, stored: Mapping[str, Any]) -> None:
         self._opened = opened
+        self._stored = stored
 
     def fill(self, source: Source) -> None:
-        source.target.copy_(self._opened.get_slice(source.name)[source.slices])
+        within = self._stored[source.name].within
+        slices = source.slices
+        if within.index is not None:
+            rows, columns = slices
+            rows = slice(within.first + rows.start, within.first + rows.stop)
+            slices = (within.index, rows, columns)
+        source.target.copy_(self._opened.get_slice(within.name)[slices])
 
 
 class _Packed:

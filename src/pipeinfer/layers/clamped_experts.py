@@ -1,0 +1,82 @@
+"""The experts of gpt-oss: a SwiGLU with bounds and a slope of its own, and biases.
+
+On disk all experts of a layer are one tensor, its matrices [in, out], the rows of gate and up one
+after the other in turn. Knows no router. Source: https://arxiv.org/abs/2508.10925.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from pipeinfer.layers.experts import Grouped, held_by, one_by_one
+from pipeinfer.layers.matrix import Matrix
+from pipeinfer.layers.placement import Placement, Source
+
+
+class ClampedExperts:
+    """Experts (experts.py): (up + 1) * gate * sigmoid(slope * gate), gate at most `limit`, up
+    within it on both sides."""
+
+    grouped: Grouped | None = None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        swiglu: tuple[float, float],
+        placement: Placement,
+    ) -> None:
+        self._slope, self._limit = swiglu
+        self._num_experts = num_experts
+        self.held = held_by(placement.shard, num_experts, intermediate_size)
+        count, share = self.held.count, self.held.share
+        self._rows = placement.empty(count, 2 * share, hidden_size)
+        self._row_biases = placement.empty(count, 2 * share)
+        self._down = placement.empty(count, hidden_size, share)
+        self._biases = placement.empty(count, hidden_size)
+        # Of an expert that is split over the ranks, one rank adds the bias to the sum.
+        adds = placement.shard.whole_experts or placement.shard.rank == 0
+        biases = self._biases if adds else [None] * count
+        self._experts = [
+            (Matrix(rows, row_bias), Matrix(down, bias))
+            for rows, row_bias, down, bias in zip(
+                self._rows, self._row_biases, self._down, biases, strict=True
+            )
+        ]
+
+    def __call__(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        return one_by_one(x, counts, [self._expert(*matrices) for matrices in self._experts])
+
+    def _expert(self, gate_up: Matrix, down: Matrix) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda rows: down(self._activate(gate_up(rows)))
+
+    def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate = gate_up[..., ::2].clamp(max=self._limit)
+        up = gate_up[..., 1::2].clamp(min=-self._limit, max=self._limit)
+        return up.add_(1.0).mul_(gate.mul(self._slope).sigmoid_().mul_(gate))
+
+    def pack(self) -> None:
+        """To be called when the weights are final."""
+        del self._rows, self._down
+        for matrices in self._experts:
+            for matrix in matrices:
+                matrix.pack()
+
+    def sources(self, prefix: str) -> Iterator[Source]:
+        """`prefix` is the path of the mixture, with its dot."""
+        held, hidden = self.held, self._biases.shape[1]
+        experts, every = slice(held.first, held.last), slice(0, hidden)
+        wide, both = 2 * held.size, slice(2 * held.start, 2 * held.stop)
+        name, of = f"{prefix}experts.", self._num_experts
+        shape = (of, hidden, wide)
+        turned = self._rows.transpose(1, 2)
+        yield Source(f"{name}gate_up_proj", shape, (experts, every, both), turned)
+        slices = (experts, both)
+        yield Source(f"{name}gate_up_proj_bias", (of, wide), slices, self._row_biases)
+        shape, part = (of, held.size, hidden), slice(held.start, held.stop)
+        turned = self._down.transpose(1, 2)
+        yield Source(f"{name}down_proj", shape, (experts, part, every), turned)
+        yield Source(f"{name}down_proj_bias", (of, hidden), (experts, every), self._biases)

@@ -1,0 +1,40 @@
+"""gpt-oss: attention with sinks, a window in each second layer, and experts with bounds and biases.
+
+Weights in bfloat16 or float32 only, not in MXFP4. Knows no file and no cache. Source:
+https://arxiv.org/abs/2508.10925.
+"""
+
+from __future__ import annotations
+
+from pipeinfer.checkpoint.config import ModelConfig
+from pipeinfer.layers.clamped_experts import ClampedExperts
+from pipeinfer.layers.moe import SparseMLP
+from pipeinfer.layers.placement import Placement
+from pipeinfer.layers.routing import SoftmaxRouter
+from pipeinfer.models.blocks import decoder_layer
+from pipeinfer.models.causal_lm import CausalLM
+
+
+def build(config: ModelConfig, placement: Placement) -> CausalLM:
+    """The model with its parameters allocated, not filled."""
+    layers = [
+        decoder_layer(
+            config,
+            index,
+            placement,
+            _mlp(config, placement),
+            qkv_bias=config.attention_bias,
+            output_bias=config.attention_bias,
+        )
+        for index in range(config.num_layers)
+    ]
+    return CausalLM(config, layers, placement)
+
+
+def _mlp(config: ModelConfig, placement: Placement) -> SparseMLP:
+    hidden, experts = config.hidden_size, config.num_experts
+    top_k = config.num_experts_per_tok
+    router = SoftmaxRouter(hidden, experts, top_k, True, placement, name="router", bias=True)
+    size = config.moe_intermediate_size
+    clamped = ClampedExperts(hidden, size, experts, config.swiglu, placement)
+    return SparseMLP(router, clamped, placement)
