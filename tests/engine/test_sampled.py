@@ -37,3 +37,18 @@ def test_one_token_of_each_row():
         [5, 7],
         [],
     )
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 99), max_size=3), st.lists(st.integers(0, 99)))))
+def test_what_comes_behind_the_tokens_of_a_row_stands_behind_them(drawn):
+    tokens, more = (
+        [ids for ids, _ in drawn],
+        {row: ids for row, (_, ids) in enumerate(drawn) if ids},
+    )
+    counts = np.array([len(ids) for ids in tokens], dtype=np.int32)
+    before = Sampled(counts, np.array([t for ids in tokens for t in ids], dtype=np.int32))
+    sampled = before.followed_by(more)
+    assert sampled.counts.tolist() == [len(ids) + len(behind) for ids, behind in drawn]
+    assert sampled.ids.tolist() == [t for ids, behind in drawn for t in (*ids, *behind)]
+    assert (sampled.counts.dtype, sampled.ids.dtype) == (np.int32, np.int32)
+    assert before.counts.tolist() == [len(ids) for ids in tokens], "it is somebody else's"

@@ -13,7 +13,8 @@ from vocabulary import ENDS, KNOWN, TOKENIZER, VOCABULARY, WIDTH, ids_of, source
 
 from pipeinfer.grammars import compiling, masks
 from pipeinfer.grammars.bounds import GrammarError
-from pipeinfer.grammars.masks import GrammarSource, fill_all
+from pipeinfer.grammars.masks import GrammarSource, RowSource, ThinkingSource, fill_all
+from pipeinfer.params import StructuredOutputs
 
 ALONE = LLExecutor(1)
 PERSON = json.dumps(
@@ -214,3 +215,89 @@ def test_a_budget_of_thoughts_is_a_function_of_the_ids(letters, cut, budget):
     opened, _, amid = text.partition("(")
     forced = "(" in text and ")" not in opened + amid and len(amid) >= budget
     assert allowed(told) == ([ord(")")] if forced else sorted(KNOWN))
+
+
+KEYS = json.dumps(
+    {
+        "type": "object",
+        "properties": {"has agreed": {"type": "boolean"}, "kind": {"enum": ["all", "none"]}},
+        "required": ["has agreed", "kind"],
+        "additionalProperties": False,
+    }
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_what_is_forced_is_what_would_be_sampled_however_it_comes(data):
+    """A row that is told what is forced, at any time, allows what one allows that samples all."""
+    plain, row = source(json=KEYS), RowSource(source(json=KEYS), 7)
+    ids: list[int] = []  # of the output, whether the row has them or not
+    has = 0  # tokens
+    while not (ids and ids[-1] in ENDS):
+        if has < len(ids):
+            if data.draw(st.booleans(), "told"):
+                first = data.draw(st.integers(0, has), "first")
+                end = data.draw(st.integers(has + 1, len(ids)), "end")
+                assert row.told(7 + first, ids[first:end]) == ""
+                has = end
+            else:
+                assert allowed(row) == [ids[has]], "nothing else is allowed"
+                assert row.feed(ids[has : has + 1]) == ""
+                has += 1
+            assert row.force() == [] or has == len(ids)
+            continue
+        assert allowed(row) == allowed(plain)
+        token = data.draw(st.sampled_from(allowed(plain)), "token")
+        assert row.feed([token]) == ""
+        forced = row.force()
+        assert plain.feed([token]) == ""
+        for one in forced:
+            assert allowed(plain) == [one]
+            assert plain.feed([one]) == ""
+        ids += [token, *forced]
+        has += 1
+    assert json.loads(TOKENIZER.decode(ids[:-1]))["has agreed"] in (True, False)
+
+
+def test_another_token_than_the_forced_one_fails_the_row():
+    row = RowSource(source(json=KEYS), 0)
+    row.feed(ids_of("{"))
+    assert row.force() == ids_of('"has agreed": ')
+    assert "forces another token" in row.feed(ids_of("x"))
+    words = np.zeros((1, VOCABULARY.words), dtype=np.int32)
+    assert "forces another token" in fill_all(ALONE, [row], words)[0]
+    assert not words.any()
+
+
+def test_a_row_that_does_not_jump_forces_nothing():
+    row = RowSource(source(json=KEYS), 0, jumps=False)
+    row.feed(ids_of("{"))
+    assert row.force() == [] and allowed(row) == ids_of('"')
+
+
+def test_ids_that_cannot_be_sampled_are_never_forced():
+    """Of a vocabulary that lacks a letter in the middle of a forced text."""
+    known = [i for i in KNOWN if i not in ids_of("g")]
+    few = compiling.Vocabulary(TOKENIZER.to_str(), WIDTH, ENDS, known)
+    grammar = compiling.Grammar(few, StructuredOutputs(json=KEYS))
+    row = GrammarSource(grammar, ids_of("{"))
+    assert row.force() == ids_of('"has a')
+
+
+def test_a_long_forced_text_comes_in_parts():
+    row = GrammarSource(compiling.Grammar(VOCABULARY, StructuredOutputs(choice=("x" * 3000,))))
+    parts = [row.force() for _ in range(4)]
+    assert [len(part) for part in parts] == [1024, 1024, 952, 0]
+    assert TOKENIZER.decode([i for part in parts for i in part]) == "x" * 3000
+
+
+def test_nothing_is_forced_amid_thoughts(monkeypatch):
+    monkeypatch.setattr(masks, "OPENING", "<")
+    monkeypatch.setattr(masks, "CLOSING", ">")
+    behind = source(regex="<[ab]>abcdef")
+    row = ThinkingSource(VOCABULARY, behind, 5)
+    row.feed(ids_of("<"))
+    assert row.force() == []
+    row.feed(ids_of("a>"))
+    assert row.force() == ids_of("abcdef")

@@ -14,7 +14,7 @@ from pipeinfer.engine.step_builder import StepBuilder
 from pipeinfer.memory.applied import Applied
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.messages import Admit, Plan, Release
+from pipeinfer.messages import Admit, Extend, Plan, Release
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import ConfigurationError
@@ -40,9 +40,11 @@ class Memory:
         admits: Sequence[Admit] = (),
         releases: Sequence[Release] = (),
         reset: bool = False,
+        extends: Sequence[Extend] = (),
     ) -> Applied:
         slots, counts = pack(list(rows)), pack(list(rows.values()))
-        plan = Plan(1, self.number, tuple(releases), tuple(admits), slots, counts, reset)
+        some = tuple(releases), tuple(admits)
+        plan = Plan(1, self.number, *some, slots, counts, reset, tuple(extends))
         applied = self.manager.apply(plan)
         self.number += 1
         self.manager.check_integrity()
@@ -294,6 +296,31 @@ def test_a_completed_prompt_that_turned_out_bad_is_never_shared():
     assert memory.manager.evictable + memory.manager.cache.locked == 0
 
 
+def test_a_request_that_is_told_what_comes_computes_it_in_one_row():
+    memory = Memory()
+    _, (token,) = memory.run({0: 99}, [admit(0, PROMPT)])
+    memory.run({0: 1})  # its own next token, which the plan behind it tells, too
+    told = [token, 7, 8, 9, 10]
+    applied = memory.plan({0: 99}, extends=[Extend(0, pack(told))])
+    step = memory.step(applied)
+    assert (applied.rows.starts.tolist(), applied.rows.counts.tolist()) == ([13], [4])
+    assert step.tokens.tolist() == told[1:] and step.samples.tolist() == [True]
+    applied = memory.plan({0: 1})
+    assert (applied.rows.starts.tolist(), applied.rows.counts.tolist()) == ([17], [1])
+
+
+def test_a_prompt_is_shared_as_it_was_when_more_is_told_behind_it():
+    """What was told may not be computed yet, or never."""
+    memory = Memory()
+    _, (token,) = memory.run({0: 99}, [admit(0, PROMPT)])
+    told = [token, *range(20)]
+    memory.plan({}, extends=[Extend(0, pack(told))])
+    memory.plan({})
+    assert memory.manager.cache.locked == 3, "twelve tokens of a prompt, and no more"
+    applied = memory.plan({1: 0}, [admit(1, [*PROMPT, *told, 1])])
+    assert applied.cached.tolist() == [12]
+
+
 def test_duplicates_are_repointed_and_freed():
     memory = Memory()
     admits = [admit(slot, PROMPT) for slot in range(3)]
@@ -417,6 +444,11 @@ def test_rows_of_empty_slots_and_empty_counts_do_nothing():
         ({"admits": [admit(1, [1, -1])]}, "token id -1"),
         ({"admits": [admit(1, [1, 2], max_total=2)]}, "2 tokens, at most 2"),
         ({"admits": [admit(1, [1, 2], max_total=65)]}, "at most 65 in total, of at most 64"),
+        ({"extends": [Extend(1, pack([1]))]}, "extend of slot 1, which is empty"),
+        ({"extends": [Extend(0, b"")]}, "by 0 tokens, where 12 are known"),
+        ({"extends": [Extend(0, pack([1] * 52))]}, "by 52 tokens, where 12 are known and at most"),
+        ({"extends": [Extend(0, pack([1, -1]))]}, "token id -1"),
+        ({"extends": [Extend(0, b"xyz")]}, "3 bytes"),
         ({"rows": {8: 1}}, "slots 8..8 of 8"),
         ({"rows": {-1: 1}}, "slots -1..-1 of 8"),
         ({"rows": {0: -1}}, "count -1"),

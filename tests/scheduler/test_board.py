@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_memory_runs_short import SIZE, running, work
 
-from pipeinfer.scheduler.board import Beside, Board
+from pipeinfer.scheduler.board import MOST_JUMPS, Beside, Board
 from pipeinfer.scheduler.credits import Allowance, Credits
 from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request, from_work
@@ -17,7 +17,8 @@ def board(requests: list[Request], pages: int = 100, **options) -> Board:
     queue = options.pop("queue", WaitingQueue())
     nothing_in_flight = options.pop("nothing_in_flight", False)
     allowance = Allowance(Credits(SIZE, pages))
-    return Board(requests, queue, allowance, 8, BUDGET, nothing_in_flight, **options)
+    budget = options.pop("budget", BUDGET)
+    return Board(requests, queue, allowance, 8, budget, nothing_in_flight, **options)
 
 
 def waiting(*tokens: int) -> WaitingQueue:
@@ -79,6 +80,60 @@ def test_prompts_get_what_the_decodes_can_bear():
     step.continue_prompts()
     assert step.rows == [(decode, 1), (prompt, 5)]
     assert asked == [([(decode, 1)], [prompt])]
+
+
+def ahead(name: str, arrival: int, known: int) -> Request:
+    """One of which so many ids are known behind what was computed."""
+    request = running(name, arrival, 8, 8)
+    request.outputs.extend(range(known))
+    return request
+
+
+def jumped(requests: list[Request], spare: int, **options) -> list[int]:
+    """How many tokens each of them gets, where others can bear so many."""
+    some = {one.id: one for one in requests if one.ahead > 1}
+    step = board(requests, beside=Beside(lambda *_: spare, some), **options)
+    step.decode_all()
+    assert [request for request, _ in step.rows] == requests
+    assert [step.jumps(*row) for row in step.rows] == [count > 1 for _, count in step.rows]
+    return [count for _, count in step.rows]
+
+
+def test_who_is_ahead_goes_on_by_all_that_is_known():
+    assert jumped([ahead("a", 0, 9), ahead("b", 1, 1), ahead("c", 2, 4)], 50) == [9, 1, 4]
+
+
+def test_jumps_are_as_long_as_the_others_can_bear_and_the_first_comes_first():
+    assert jumped([ahead("a", 0, 9), ahead("b", 1, 9), ahead("c", 2, 9)], 11) == [9, 4, 1]
+
+
+def test_jumps_leave_prompts_most_of_what_others_can_bear():
+    runs = [ahead("a", 0, 30), running("prompt", 1, 60, 20)]
+    step = board(runs, beside=Beside(lambda *_: 16, {"a": runs[0]}))
+    step.decode_all()
+    step.spare_decodes()
+    step.continue_prompts()
+    assert step.rows == [(runs[0], 1 + 4), (runs[1], 12)]
+
+
+def test_a_queue_that_nobody_can_leave_takes_nothing_from_jumps():
+    """All slots are taken."""
+    runs = [ahead("a", 0, 30)]
+    pages, beside = Allowance(Credits(SIZE, 100)), Beside(lambda *_: 16, {"a": runs[0]})
+    full = Board(runs, waiting(9), pages, 0, BUDGET, False, beside)
+    full.decode_all()
+    assert full.rows == [(runs[0], 1 + 16)]
+
+
+def test_who_jumps_takes_pages_and_decodes_where_there_are_none():
+    """Eight computed tokens fill two pages; the next one needs one, nine need three."""
+    short, enough = [jumped([ahead("a", 0, 9)], 50, pages=pages) for pages in (2, 3)]
+    assert (short, enough) == ([1], [9])
+
+
+def test_not_more_jump_than_graphs_have_room_for():
+    runs = [ahead(f"r{n}", n, 2) for n in range(MOST_JUMPS + 3)]
+    assert jumped(runs, 50, budget=500) == [2] * MOST_JUMPS + [1] * 3
 
 
 @pytest.mark.parametrize("runs", [[], [running("prompt", 0, 200, 20)]])

@@ -80,3 +80,61 @@ def test_what_follows_an_end_does_not_exist(tokens, outputs, end):
     one.stops = frozenset([3])
     assert one.accept(tokens) == end
     assert list(one.outputs) == outputs
+
+
+def ahead(known: int = 6) -> Request:
+    """One that has sampled a token, behind which so many ids are forced; a decode is in flight."""
+    one = request(10, 50)
+    one.phase = "running"
+    one.begin()
+    one.take(10)
+    one.take(1)
+    one.confirm(10)
+    one.accept([1, *range(2, 2 + known)])
+    return one
+
+
+def test_a_jump_tells_what_the_engine_lacks_and_leaves_nothing_to_compute():
+    one = ahead()
+    assert (one.computed, one.projected, one.ahead) == (10, 11, 6)
+    assert list(one.jump(6)) == [1, 2, 3, 4, 5, 6, 7]
+    assert one.take(6) == 6
+    assert (one.known, one.projected, one.ahead, one.prefilling) == (17, 17, 0, False)
+    one.confirm(11)
+    one.confirm(17)
+    one.accept([8])
+    assert list(one.confirmed) == [8] and one.sampled
+    assert one.told == 10
+
+
+def test_a_jump_over_a_part_leaves_the_rest_known():
+    one = ahead()
+    assert list(one.jump(3)) == [1, 2, 3, 4]
+    one.take(3)
+    assert (one.projected, one.ahead) == (14, 3)
+
+
+def test_what_is_released_of_one_that_is_ahead_was_sampled():
+    """What is forced and was not told is not in the engine."""
+    one = ahead()
+    assert list(one.confirmed) == [1]
+    one.jump(6)
+    assert list(one.confirmed) == []
+    assert one.sampled
+
+
+def test_one_that_jumped_lends_its_prompt_all_the_while():
+    one = ahead()
+    assert one.lends
+    one.jump(6)
+    one.take(6)
+    assert one.lends
+
+
+def test_a_jump_without_pages_is_computed_later_like_a_prompt():
+    one = ahead()
+    one.jump(6)
+    one.take(6)
+    one.confirm(11)
+    one.confirm(11)
+    assert (one.prefilling, one.projected, one.ahead) == (True, 11, 6)

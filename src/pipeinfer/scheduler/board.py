@@ -91,7 +91,7 @@ class Board:
         """Rows of requests that are ahead get what they know, as far as the others can bear it.
         Those that get nothing decode meanwhile what is known of them."""
         spare = min(self._budget, beside.tokens(self.rows, self._prompts))
-        left = spare // JUMPS_PART if self.prompts_wait else spare
+        left = spare // JUMPS_PART if self._prompts or self._admissible() else spare
         places = {request.id: at for at, (request, _) in enumerate(self.rows)}
         jumps = 0
         for request in beside.ahead.values():  # in the order in which they were found so
