@@ -107,13 +107,13 @@ def test_jumps_are_as_long_as_the_others_can_bear_and_the_first_comes_first():
     assert jumped([ahead("a", 0, 9), ahead("b", 1, 9), ahead("c", 2, 9)], 11) == [9, 4, 1]
 
 
-def test_jumps_leave_prompts_most_of_what_others_can_bear():
+def test_jumps_leave_prompts_half_of_what_others_can_bear():
     runs = [ahead("a", 0, 30), running("prompt", 1, 60, 20)]
     step = board(runs, beside=Beside(lambda *_: 16, {"a": runs[0]}))
     step.decode_all()
     step.spare_decodes()
     step.continue_prompts()
-    assert step.rows == [(runs[0], 1 + 4), (runs[1], 12)]
+    assert step.rows == [(runs[0], 1 + 8), (runs[1], 8)]
 
 
 def test_a_queue_that_nobody_can_leave_takes_nothing_from_jumps():
