@@ -4,7 +4,7 @@ Knows nothing about pipeinfer's own engine: these rates are what any correct eng
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -54,12 +54,9 @@ class Demo:
 
 
 @pytest.fixture(scope="module")
-def demo() -> Iterator[Demo]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+def demo() -> Demo:
     model = AutoModelForCausalLM.from_pretrained(demo_path(), dtype="float32").eval()
-    yield Demo(model, AutoTokenizer.from_pretrained(demo_path()))
-    torch.set_num_threads(threads)
+    return Demo(model, AutoTokenizer.from_pretrained(demo_path()))
 
 
 @pytest.fixture

@@ -130,6 +130,20 @@ async def test_thoughts_texts_and_calls_are_items_and_a_stream_adds_up_to_the_wh
     assert final.output[3].arguments == second.arguments
 
 
+async def test_max_tool_calls_counts_no_functions_and_comes_back(calling: Gateway) -> None:
+    client = calling.client()
+    ask: Any = {"model": "test", "input": ALL, "tools": [WEATHER], "max_tool_calls": 1}
+    made = await client.responses.create(**ask)
+    assert made.max_tool_calls == 1
+    assert [item.type for item in made.output].count("function_call") == 2
+    stream = await client.responses.create(**ask, stream=True)
+    events: list[Any] = [event async for event in stream]
+    told = [event.response.max_tool_calls for event in events if hasattr(event, "response")]
+    assert told == [1, 1, 1]
+    calls = [e for e in events if e.type == "response.function_call_arguments.done"]
+    assert len(calls) == 2
+
+
 async def test_a_conversation_with_calls_reaches_the_template_as_a_chats(calling: Gateway) -> None:
     call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
     items: Any = [
@@ -252,6 +266,9 @@ async def test_a_client_that_leaves_ends_its_request(gateway: Gateway, path: str
         ({"input": [{"type": "function_call", "name": "f", "arguments": ""}]},
          "input[0].call_id", "invalid_value"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
+        ({"input": "x", "max_tool_calls": 0}, "max_tool_calls", "invalid_type"),
+        ({"input": "x", "max_tool_calls": 2**31}, "max_tool_calls", "invalid_type"),
+        ({"input": "x", "max_tool_calls": "1"}, "max_tool_calls", "invalid_type"),
         ({}, "input", "invalid_type"),
     ],
 )  # fmt: skip

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from vocabulary import SETUP
 
+from pipeinfer import pipes
 from pipeinfer.grammars import compiling, trial
 from pipeinfer.grammars.trial import Trial
 from pipeinfer.params import StructuredOutputs
@@ -129,7 +130,7 @@ def test_a_process_ends_with_who_asked_it_also_while_it_compiles():
     try:
         assert verdict(tried, **SMALL) == ""
         process = tried._process
-        trial.write(process.stdin, msgspec.msgpack.encode(StructuredOutputs(**SLOW)))
+        pipes.write(process.stdin, msgspec.msgpack.encode(StructuredOutputs(**SLOW)))
         process.stdin.close()
         assert process.wait(5) == 0
     finally:

@@ -49,7 +49,7 @@ CONVERSATIONS = (
     ),
 )
 REMEMBERED = ("baker", "Paris")  # in the second answers
-TURN_TOKENS = 24
+TURN_TOKENS = 16
 
 HAY = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 HAY_TIMES = 159  # on either side of the needle; 22 tokens each

@@ -19,7 +19,7 @@ from pipeinfer.tokenizer import encoding
 from pipeinfer.tokenizer.core import AT_ONCE, TokenizerCore
 from pipeinfer.tokenizer.events import Encode, Tried, Try
 from pipeinfer.tokenizer.stage import make_core
-from pipeinfer.tokenizer.trials import LANES, Trials
+from pipeinfer.tokenizer.trials import PROCESSES, Trials
 
 SLOW = StructuredOutputs(json=json.dumps({"type": "integer", "multipleOf": 999983}))
 
@@ -118,25 +118,25 @@ class Harness:
 async def test_one_that_takes_long_holds_nobody_up() -> None:
     harness = Harness(seconds=2.0)
     await harness.trials.start(harness.feed)
-    for n in range(LANES - 1):
+    for n in range(PROCESSES - 1):
         harness.ask(f"slow{n}", SLOW)
     for n in range(5):
         harness.ask(f"{n}", StructuredOutputs(regex=f"a{{{n + 1}}}"))
     harness.ask("bad", StructuredOutputs(regex="(a"))
-    await harness.until(lambda: len(harness.fed) == LANES + 5)
+    await harness.until(lambda: len(harness.fed) == PROCESSES + 5)
     await harness.trials.stop()
     order = [one.request_id for one in harness.fed]
     assert set(order[:6]) == {"0", "1", "2", "3", "4", "bad"}
     verdicts = {one.request_id: (one.status, one.message) for one in harness.fed}
     assert verdicts["3"] == (0, "") and verdicts["bad"][0] == 400
     assert verdicts["slow0"][0] == 400 and "longer than 2 s" in verdicts["slow0"][1]
-    assert harness.trials.stats()["trials_ended_total"] == LANES - 1
+    assert harness.trials.stats()["trials_ended_total"] == PROCESSES - 1
 
 
 async def test_what_nobody_wants_any_more_is_not_tried_and_the_end_waits_for_nothing() -> None:
     harness = Harness()
     await harness.trials.start(harness.feed)
-    for n in range(LANES):
+    for n in range(PROCESSES):
         harness.ask(f"slow{n}", SLOW)
     harness.ask("gone", StructuredOutputs(regex="a"))
     del harness.submits["gone"]

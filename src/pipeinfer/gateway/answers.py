@@ -178,7 +178,7 @@ class Response(msgspec.Struct):
     frequency_penalty: float
     instructions: str | None
     max_output_tokens: int | None
-    max_tool_calls: None
+    max_tool_calls: int | None
     metadata: JsonObject
     parallel_tool_calls: bool
     presence_penalty: float

@@ -134,7 +134,6 @@ RESPONSES: dict[str, tuple[JsonValue, ...]] = {
     "conversation": (),
     "previous_response_id": ("",),
     "prompt": (),
-    "max_tool_calls": (),
     "truncation": ("disabled",),
     "context_management": ([],),
 }

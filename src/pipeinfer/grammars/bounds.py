@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import re
 
+import msgspec
+
+from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
 
 # Chains of references recurse in the compiler, and no limit of its own counts them. So much text
@@ -55,6 +58,17 @@ def check(spec: StructuredOutputs) -> str:
     if depth > MOST_DEPTH:
         raise GrammarError(f"{form} is nested deeper than {MOST_DEPTH} levels")
     return form
+
+
+def schema_of(text: str) -> JsonObject | bool:
+    """What the text of a JSON schema says. GrammarError unless that may be a schema."""
+    try:
+        schema: JsonValue = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise GrammarError(f"the schema is not valid JSON: {error}") from None
+    if not isinstance(schema, dict | bool):
+        raise GrammarError("a schema must be an object")
+    return schema
 
 
 def letters(spec: StructuredOutputs) -> int:

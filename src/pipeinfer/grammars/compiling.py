@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from pipeinfer.grammars.bounds import GrammarError, check
+from pipeinfer.grammars.bounds import GrammarError, check, schema_of
 from pipeinfer.grammars.lark import as_lark, with_options
-from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.json_values import JsonObject
 from pipeinfer.params import StructuredOutputs
 
 # Bytes of stack of a thread that compiles. A chain of 3,000 rules overflows 8 MB; the longest chain
@@ -141,16 +141,7 @@ def _definition(spec: StructuredOutputs) -> str:
 
 
 def _of_schema(text: str) -> str:
-    try:
-        schema: JsonValue = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise GrammarError(f"the schema is not valid JSON: {error}") from None
-    match schema:
-        case bool():
-            schema = {} if schema else {"not": {}}
-        case dict():
-            pass
-        case _:
-            raise GrammarError("a schema must be an object")
+    said = schema_of(text)
+    schema: JsonObject = {} if said is True else {"not": {}} if said is False else said
     own = {**schema, "x-guidance": JSON_OPTIONS}
     return LLMatcher.grammar_from_json_schema(msgspec.json.encode(own).decode())

@@ -6,22 +6,17 @@ here, with less time, memory and stack than an engine has, and what was found is
 
 from __future__ import annotations
 
-import os
-import queue
 import resource
 import select
-import signal
 import subprocess
-import sys
 import threading
-import time
 from collections import OrderedDict
-from pathlib import Path
 from typing import BinaryIO, cast
 
 import msgspec
 import numpy as np
 
+from pipeinfer import pipes
 from pipeinfer.grammars.bounds import GrammarError, check
 from pipeinfer.params import StructuredOutputs
 
@@ -93,8 +88,8 @@ class Trial:
         for _ in range(TRIES):
             process = self._running()
             assert process.stdin is not None and process.stdout is not None
-            write(cast(BinaryIO, process.stdin), key)
-            answer = read_within(process.stdout.fileno(), self._seconds)
+            pipes.write(cast(BinaryIO, process.stdin), key)
+            answer = pipes.read(process.stdout.fileno(), self._seconds)
             if answer is not None:
                 return msgspec.msgpack.decode(answer, type=str)
             if self._closed:
@@ -113,51 +108,18 @@ class Trial:
         if self._process is not None and self._process.poll() is not None:
             self.kill()
         if self._process is None:
-            home = str(Path(__file__).parents[2])
-            paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
-            process = self._process = subprocess.Popen(
-                [sys.executable, "-m", "pipeinfer.grammars.trial"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # a client's grammar, and how the process died of it
-                bufsize=0,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAYON_NUM_THREADS": "1"},
+            # It has nothing to print but a client's grammar, and how it died of it.
+            process = self._process = pipes.start(
+                "pipeinfer.grammars.trial", {"RAYON_NUM_THREADS": "1"}, silent=True
             )
             if self._closed:  # meanwhile
                 process.kill()
             assert process.stdin is not None and process.stdout is not None
-            write(cast(BinaryIO, process.stdin), self._setup)
-            if read_within(process.stdout.fileno(), START_SECONDS) is None:
+            pipes.write(cast(BinaryIO, process.stdin), self._setup)
+            if pipes.read(process.stdout.fileno(), START_SECONDS) is None:
                 self.kill()
                 raise RuntimeError("the process that tries grammars did not start")
         return self._process
-
-
-def write(stream: BinaryIO, body: bytes) -> None:
-    """A frame: 4 bytes of length, little endian, and the body."""
-    rest = memoryview(len(body).to_bytes(4, "little") + body)
-    while rest:
-        rest = rest[stream.write(rest) :]
-    stream.flush()
-
-
-def read_within(fd: int, seconds: float) -> bytes | None:
-    """A frame; None if it ends or has not come by then."""
-    until = time.monotonic() + seconds
-    head = _bytes_within(fd, 4, until)
-    return None if head is None else _bytes_within(fd, int.from_bytes(head, "little"), until)
-
-
-def _bytes_within(fd: int, count: int, until: float) -> bytes | None:
-    got = b""
-    while len(got) < count:
-        if not select.select([fd], [], [], max(0.0, until - time.monotonic()))[0]:
-            return None
-        piece = os.read(fd, count - len(got))
-        if not piece:
-            return None
-        got += piece
-    return got
 
 
 def _at_end(fd: int) -> bool:
@@ -165,24 +127,20 @@ def _at_end(fd: int) -> bool:
 
 
 def main() -> None:
-    """Serves until stdin ends, which ends the process also while it compiles."""
+    """Serves until stdin ends, also while it compiles."""
     from llguidance import LLExecutor
 
     from pipeinfer.grammars.compiling import Grammar, Vocabulary
     from pipeinfer.grammars.masks import GrammarSource, fill_all
 
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not break a frame
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    frames, answers = pipes.served()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(frames,), daemon=True).start()
     setup = msgspec.msgpack.decode(frames.get(), type=Setup)
     threading.stack_size(setup.stack)
     vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.ends, setup.known)
     words, executor = np.zeros((1, vocabulary.words), dtype=np.int32), LLExecutor(1)
-    write(cast(BinaryIO, answers), b"")
+    pipes.write(answers, b"")
 
     def tried(spec: StructuredOutputs) -> None:
         said = "it does not compile"  # also for a panic of the compiler, which passes by
@@ -197,24 +155,13 @@ def main() -> None:
         except (GrammarError, ValueError) as error:
             said = str(error) or said
         finally:
-            write(cast(BinaryIO, answers), msgspec.msgpack.encode(said))
+            pipes.write(answers, msgspec.msgpack.encode(said))
 
     while True:
         spec = msgspec.msgpack.decode(frames.get(), type=StructuredOutputs)
         thread = threading.Thread(target=tried, args=(spec,))
         thread.start()
         thread.join()
-
-
-def _listen(frames: queue.SimpleQueue[bytes]) -> None:
-    while (frame := _frame(sys.stdin.buffer)) is not None:
-        frames.put(frame)
-    os._exit(0)
-
-
-def _frame(stream: BinaryIO) -> bytes | None:
-    head = stream.read(4)
-    return stream.read(int.from_bytes(head, "little")) if len(head) == 4 else None
 
 
 if __name__ == "__main__":

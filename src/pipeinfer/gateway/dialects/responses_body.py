@@ -14,6 +14,7 @@ from pipeinfer.gateway.dialects.turns import Turns
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.foreign_fields import RESPONSES, Refusals
 from pipeinfer.gateway.schema import (
+    INT32,
     MOST_MESSAGES,
     MOST_SALT,
     MOST_TIMEOUT,
@@ -36,6 +37,8 @@ from pipeinfer.json_values import JsonObject
 LOGPROBS = "message.output_text.logprobs"
 # What may be asked for beside an answer; the others have nothing to show here.
 INCLUDED = frozenset((LOGPROBS, "reasoning.encrypted_content"))
+# Of the server's own tools, of which there are none, so a function's calls never count.
+CallBound = Annotated[int, Meta(ge=1, le=INT32)]
 TEXTS = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text"))
 # What chats call a field, and what it is called here.
 NAMES = {
@@ -119,6 +122,7 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     tools: Annotated[list[FunctionTool], Meta(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: CallBound | None = None
     max_output_tokens: Bounded | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -189,7 +189,7 @@ def _said_again(request: ResponsesRequest, answer: Answer, params: SamplingParam
         "incomplete_details": None,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
-        "max_tool_calls": None,
+        "max_tool_calls": request.max_tool_calls,
         "model": answer.model,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from pipeinfer.gateway.reading.schema_types import types
+from pipeinfer.grammars.bounds import schema_of
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.text.added import Added
@@ -166,13 +167,10 @@ def _instead(form: StructuredOutputs, opening: str) -> str:
 
 
 def _schema(text: str) -> str:
-    try:
-        schema: JsonValue = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Inexpressible(f"the form's schema is not valid JSON: {error}") from None
-    schema = {} if schema is True else schema
-    if not isinstance(schema, dict):
+    schema = schema_of(text)
+    if schema is False:
         raise Inexpressible("the form's schema must be an object")
+    schema = {} if schema is True else schema
     return msgspec.json.encode(_own(schema)).decode()
 
 

@@ -1,0 +1,82 @@
+"""Frames on the pipes of a process that does what would hold the one that starts it up.
+
+A frame is 4 bytes of length, little endian, and a body. The process ends with whoever started it.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO, cast
+
+PIECE = 1024 * 1024  # bytes; a pipe holds 64 KiB
+
+
+def start(
+    module: str, environment: Mapping[str, str], silent: bool = False
+) -> subprocess.Popen[bytes]:
+    """`python -m module`, which calls `served`. `silent`: what it prints is dropped."""
+    home = str(Path(__file__).parents[1])
+    paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if silent else None,
+        bufsize=0,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+    )
+
+
+def served() -> tuple[queue.SimpleQueue[bytes], BinaryIO]:
+    """In the process itself: the frames that come, and where its answers go. The end of stdin ends
+    the process, whatever it is at."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not break a frame
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started this
+    frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(frames,), daemon=True).start()
+    return frames, cast(BinaryIO, answers)
+
+
+def write(stream: BinaryIO, body: bytes) -> None:
+    """BrokenPipeError if nobody reads."""
+    for part in (len(body).to_bytes(4, "little"), body):
+        rest = memoryview(part)
+        while rest:
+            rest = rest[stream.write(rest) :]
+
+
+def read(fd: int, seconds: float | None = None) -> bytes | None:
+    """None if the pipe ends before, or if it has not come after so many seconds."""
+    until = None if seconds is None else time.monotonic() + seconds
+    head = _read(fd, 4, until)
+    return None if head is None else _read(fd, int.from_bytes(head, "little"), until)
+
+
+def _read(fd: int, count: int, until: float | None) -> bytes | None:
+    got = bytearray()
+    while len(got) < count:
+        if until is not None:
+            left = max(0.0, until - time.monotonic())
+            if not select.select([fd], [], [], left)[0]:
+                return None
+        piece = os.read(fd, min(count - len(got), PIECE))
+        if not piece:
+            return None
+        got += piece
+    return bytes(got)
+
+
+def _listen(frames: queue.SimpleQueue[bytes]) -> None:
+    while (frame := read(sys.stdin.fileno())) is not None:
+        frames.put(frame)
+    os._exit(0)
