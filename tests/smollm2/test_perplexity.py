@@ -1,4 +1,4 @@
-"""How likely the model finds 8,000 tokens of text is what transformers says, token by token.
+"""How likely the model finds 20,000 tokens of text is what transformers says, token by token.
 
 The windows lie all over the text, so that prose, tables and commands are among them.
 """
@@ -23,7 +23,7 @@ from pipeinfer.models.loading import load_weights
 from pipeinfer.steps.step import Step
 from step_pages import all_pages
 
-WINDOW, WINDOWS = 1_024, 8
+WINDOW, WINDOWS = 1_024, 20
 STEP = 512  # tokens of a step: the second reads from pages what the first wrote
 PAGE = 16
 
