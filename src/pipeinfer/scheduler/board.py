@@ -15,7 +15,7 @@ from pipeinfer.scheduler.request import Request
 
 Row = tuple[Request, int]  # and how many tokens of it
 
-# Rows of a step that jump, each over several tokens: graphs have room for so many. And where prompts
+# Rows of a step that jump, each over several tokens: graphs have room for so many. Where prompts
 # wait, jumps take one of so many parts of what may go beside decodes.
 MOST_JUMPS = 32
 JUMPS_PART = 2
