@@ -361,6 +361,22 @@ def test_timeout_aborts_a_waiting_and_a_running_request():
     }
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_forced_tokens_are_told_and_need_no_step_each(depth):
+    """Clients get the same; where nothing is forced, nothing is told."""
+    plans = []
+    for forces in (0, 9):
+        p = pipeline(depth=depth, budget=64, forces=forces)
+        for prompt in ([n, 2, 3] for n in range(12)):
+            p.submit(prompt, 40, grammar="a")
+            p.submit(prompt, 40)
+        p.settle()
+        plans.append(p.core.stats()["plans_total"])
+        assert (p.engine.jumped > 2) == (forces > 0)
+        assert (p.core.stats()["jumped_tokens_total"] > 8) == (forces > 0)
+    assert plans[1] <= plans[0]
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_aborted_request_is_released_with_the_next_plan_and_never_waits(depth):
     """Whoever hangs up frees pages within one step, also while nobody else has any work."""
