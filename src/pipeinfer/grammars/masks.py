@@ -249,11 +249,11 @@ class RowSource:
     def feed(self, ids: Sequence[int]) -> str:
         """The next output ids; "" or what is wrong with them."""
         self._at += len(ids)
-        while self._ahead and ids:
-            token, *ids = ids
+        said = min(len(self._ahead), len(ids))
+        for token in ids[:said]:
             if token != self._ahead.popleft():
                 self._error = f"the grammar forces another token than {token}"
-        return self._error or (self._source.feed(ids) if ids else "")
+        return self._error or (self._source.feed(ids[said:]) if said < len(ids) else "")
 
     def told(self, first: int, ids: Sequence[int]) -> str:
         """The output has `ids` from position `first` on, of which some have been fed."""
