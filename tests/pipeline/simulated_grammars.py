@@ -23,7 +23,7 @@ from pipeinfer.params import StructuredOutputs
 from scheduler.model_engine import VOCABULARY, next_token
 
 ENDS = (3, 11)
-FORCED = (0, 3, 4, 5, 6)  # numbers of tokens, modulo 7, behind which the next one is
+FORCED = (4, 5, 6)  # numbers of tokens, modulo 7, behind which the next one is
 WRONG = "this is no grammar"
 HUGE = "the grammar is too large"
 DEAD = "the grammar allows nothing"

@@ -13,6 +13,7 @@ from simulated_engine import PAGE_SIZE, POISON, SLOTS
 from stories import EVENTS, Story, Watch, reached
 
 from pipeinfer.engine.requests import constrained
+from pipeinfer.grammars.masks import RowSource
 from pipeinfer.messages import Admit
 from pipeinfer.scheduler import deadlines
 from pipeinfer.scheduler.board import Board
@@ -94,6 +95,7 @@ def hasty(board: Board, request: Request) -> bool:
 
 
 may_admit = Board._may_admit
+jump = Request.jump
 
 
 def from_the_beginning(admit: Admit) -> Constrained:
@@ -124,6 +126,12 @@ FAULTS = {
         Request,
         "confirmed",
         property(lambda r: r.outputs[r.known - r.prompt_len :] + r.outputs[-1:]),
+    ),
+    "an engine is told of a jump without its first token": lambda patch: patch.setattr(
+        Request, "jump", lambda request, count: jump(request, count)[1:]
+    ),
+    "what a request was told is not read by its grammar": lambda patch: patch.setattr(
+        RowSource, "told", lambda *_: ""
     ),
 }
 
