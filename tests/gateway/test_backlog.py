@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeinfer.gateway.backlog import Backlog, size_of
@@ -43,6 +43,7 @@ def test_ids_count_each_and_english_text_a_quarter_of_its_letters() -> None:
 
 
 @given(st.lists(OBJECT, max_size=4), OBJECT)
+@example([], {"¡": {"\x80": "", "¡": "\x80", "¢": "\x80"}})  # many texts of a letter each
 def test_the_size_of_a_chat_is_at_least_a_quarter_of_what_its_texts_occupy(
     chat: list[dict[str, Any]], arguments: dict[str, Any]
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.messages import Admit, Release
+from pipeinfer.messages import Admit, Extend, Release
 from pipeinfer.scheduler.credits import Credits
 from pipeinfer.scheduler.request import Request
 from simulate.arrivals import Arrival
@@ -135,6 +135,17 @@ class Seats:
     @property
     def releasing(self) -> bool:
         return bool(self.releases)
+
+    @property
+    def ahead(self) -> dict[str, Request]:
+        """Nothing is forced here."""
+        return {}
+
+    def jumping(self) -> dict[str, Request]:
+        return {}
+
+    def extend(self, rows: Iterable[tuple[Request, int]]) -> tuple[Extend, ...]:
+        return ()
 
     def take_reset(self) -> bool:
         """Nobody asks for one here."""

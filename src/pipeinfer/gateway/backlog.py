@@ -15,6 +15,7 @@ BYTES_PER_TOKEN = 4  # of ids exactly, of English text about
 # Output tokens whose log-probs count: how many there will be nobody knows, and what a client asks
 # for at most may be any number.
 MOST_OUTPUTS = 4096
+TEXT_BYTES = 28  # that a text which is not all ASCII occupies more, beside its letters
 VALUE_BYTES = 64  # that a value of a conversation or of template arguments occupies beside its text
 
 
@@ -45,7 +46,7 @@ def _tokens(call: Call) -> int:
     while rest:  # no recursion: a caller of AsyncLLM may nest as deeply as it likes
         value = rest.pop()
         if isinstance(value, str):
-            found += len(value) * (1 if value.isascii() else 4)
+            found += len(value) if value.isascii() else 4 * len(value) + TEXT_BYTES
             continue
         found += VALUE_BYTES
         if isinstance(value, dict):
