@@ -86,7 +86,8 @@ def test_text_is_as_likely_as_in_transformers(theirs, engine, windows, number):
     reference = theirs.likelihoods(windows[number])
     assert (ours - reference).abs().max() < 1e-2
     assert abs(ours.mean() - reference.mean()) < 1e-5
-    assert 2 < math.exp(-ours.mean()) < 100, "so likely or unlikely is no page of docs/"
+    # Tables of names and numbers come to 100; what means nothing to the model, to its vocabulary.
+    assert 2 < math.exp(-ours.mean()) < 1000, "so likely or unlikely is no page of docs/"
 
 
 def test_weights_are_bit_by_bit_those_of_transformers(model, theirs):
