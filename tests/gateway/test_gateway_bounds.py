@@ -29,7 +29,7 @@ MOST_GAP = 0.5
 
 # A client of its own process, which sends each body in turn over two connections at a time.
 ATTACK = r"""
-import http.client, sys, threading
+import http.client, os, sys, threading
 M = 32 * 2**20 - 300
 C, H = "/v1/completions", "/v1/chat/completions"
 USER = b'"messages": [{"role": "user", "content": "a"}]'
@@ -58,7 +58,7 @@ def send(host, rounds):
             connection.request("POST", path, body)
             answer = connection.getresponse()
             answer.read()
-            print(i, answer.status, flush=True)
+            os.write(1, f"{i} {answer.status}\n".encode())
             connection.close()
 print("go", flush=True)
 threads = [threading.Thread(target=send, args=(sys.argv[1], int(sys.argv[2]))) for _ in range(2)]
