@@ -119,11 +119,11 @@ class SelfAttention:
     def _reorder(self, lanes: list[int]) -> None:
         """Of queries and keys, which are the first heads of the product."""
         keyed = (self.num_heads + self.num_kv_heads) * self.head_dim
+        rows = torch.arange(keyed).unflatten(0, (-1, self.head_dim))[:, lanes].flatten()
         matrix = self.qkv.matrix
-        for values in (matrix.weight, matrix.bias):
-            if values is not None:
-                heads = values[:keyed].unflatten(0, (-1, self.head_dim))
-                heads.copy_(heads[:, lanes])
+        matrix.permute(rows)
+        if matrix.bias is not None:
+            matrix.bias[:keyed] = matrix.bias[rows]
         if self.norm is not None:
             self.norm.weight.copy_(self.norm.weight[:, lanes])
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeinfer.layers.matrix import Matrix
+from pipeinfer.layers.matrix import Matrix, Weight
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.skinny import skinny_products
@@ -38,29 +38,26 @@ class ColumnLinear:
     ) -> None:
         rows = sum(block.stop - block.start for block in blocks)
         self._blocks = tuple(blocks)
-        self.skinny = skinny_products(placement.device, placement.dtype)
-        self.matrix = Matrix(
-            placement.empty(rows, in_features), placement.empty(rows) if bias else None
+        self._in_features = in_features
+        self.matrix: Weight = Matrix(
+            placement.empty(rows, in_features),
+            placement.empty(rows) if bias else None,
+            few=skinny_products(placement.device, placement.dtype),
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.skinny is not None:
-            product = self.skinny.product(x, self.matrix.weight, self.matrix.bias)
-            if product is not None:
-                return product
         return self.matrix(x)
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of the parent module, with its dot."""
-        weight, bias = self.matrix.weight, self.matrix.bias
-        columns = weight.shape[1]
+        bias, columns = self.matrix.bias, self._in_features
         row = 0
         for block in self._blocks:
             rows = slice(row, row + block.stop - block.start)
             held = slice(block.start, block.stop)
             name = f"{prefix}{block.name}"
-            slices = (held, slice(0, columns))
-            yield Source(f"{name}.weight", (block.rows, columns), slices, weight[rows])
+            shape, slices = (block.rows, columns), (held, slice(0, columns))
+            yield from self.matrix.sources(name, rows, shape, slices)
             if bias is not None:
                 yield Source(f"{name}.bias", (block.rows,), (held,), bias[rows])
             row = rows.stop
@@ -77,21 +74,22 @@ class RowLinear:
     ) -> None:
         self._name = name
         self._placement = placement
-        skinny = skinny_products(placement.device, placement.dtype)
-        self._skinny = skinny if placement.alone and placement.defers_sums else None
         self._in_features = in_features
         self._out_features = out_features
         self._start, self._stop = placement.shard.span(in_features)
         self._bias = placement.empty(out_features) if bias else None
-        weight = placement.empty(out_features, self._stop - self._start)
-        # Over several ranks the bias counts once: it is added to the sum, not to each share.
-        self.matrix = Matrix(weight, self._bias if placement.alone else None)
+        defers = placement.alone and placement.defers_sums
+        self.matrix: Weight = Matrix(
+            placement.empty(out_features, self._stop - self._start),
+            # Over several ranks the bias counts once: it is added to the sum, not to each share.
+            self._bias if placement.alone else None,
+            split=skinny_products(placement.device, placement.dtype) if defers else None,
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
-        if self._skinny is not None:
-            later = self._skinny.later(x, self.matrix.weight, self._bias)
-            if later is not None:
-                return later
+        later = self.matrix.later(x)
+        if later is not None:
+            return later
         fusion = self._placement.fusion
         buffer = None if fusion is None else fusion.buffer(x.shape[0], self._out_features)
         if fusion is not None and buffer is not None:
@@ -106,11 +104,10 @@ class RowLinear:
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of the parent module, with its dot."""
-        weight = self.matrix.weight
-        rows = weight.shape[0]
-        slices = (slice(0, rows), slice(self._start, self._stop))
-        name = f"{prefix}{self._name}"
-        yield Source(f"{name}.weight", (rows, self._in_features), slices, weight)
+        rows, held = self._out_features, slice(self._start, self._stop)
+        name, every = f"{prefix}{self._name}", slice(0, rows)
+        shape = (rows, self._in_features)
+        yield from self.matrix.sources(name, every, shape, (every, held))
         if self._bias is not None:
             yield Source(f"{name}.bias", (rows,), (slice(0, rows),), self._bias)
 

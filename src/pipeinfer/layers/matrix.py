@@ -1,4 +1,5 @@
-"""A weight matrix and the product with it: plain, or packed for the CPU once its weights are final.
+"""A weight matrix and the products with it: what a layer asks of one in any number format, and the
+plain one, which is packed for the CPU once its weights are final.
 
 Knows no layer and no shard. oneDNN's packed layout is 1.3 to 2 times as fast as a plain float32
 product at 4 to 64 rows (measured, AVX-512), and rows come out alike however many there are.
@@ -6,19 +7,72 @@ product at 4 to 64 rows (measured, AVX-512), and rows come out alike however man
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Protocol
+
 import torch
 from torch.nn import functional
+
+from pipeinfer.layers.partial_sum import PartialSum
+from pipeinfer.layers.placement import Source
+from pipeinfer.layers.skinny import SkinnyProducts
 
 PACKED_FOR_ROWS = 64  # a hint for the layout: a decode step; any number of rows may come
 
 
-class Matrix:
-    """[T, in] to [T, out]: x times the transpose of `weight` [out, in], plus `bias` [out]."""
+class Weight(Protocol):
+    """[T, in] to [T, out]: x times the transpose of a matrix [out, in], plus `bias` [out]. It owns
+    its product and its number format. Few and many rows may round differently."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor, /) -> torch.Tensor: ...
+
+    def gated(self, x: torch.Tensor, /) -> torch.Tensor | None:
+        """SwiGLU of the product, gate first, [T, out / 2]; None: not for so many rows, or not in
+        this format. The bias counts nothing."""
+        ...
+
+    def later(self, x: torch.Tensor, /) -> PartialSum | None:
+        """The product, whose splits the norm that follows adds up; None as for `gated`."""
+        ...
+
+    def into(
+        self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None, /
+    ) -> torch.Tensor:
+        """`out` [T, out], which becomes the product, plus `bias` in place of the matrix's own."""
+        ...
+
+    def pack(self) -> None:
+        """The values are final now."""
+        ...
+
+    def permute(self, rows: torch.Tensor, /) -> None:
+        """Row i becomes what row rows[i] was, int64 [n], of the first n; before `pack`."""
+        ...
+
+    def sources(
+        self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice], /
+    ) -> Iterator[Source]:
+        """What fills `rows`: `slices` of the checkpoint's matrix `name`, which has `shape`."""
+        ...
+
+
+class Matrix:
+    """A Weight in the dtype of what it is multiplied with. few, split: the kernels for products of
+    few rows, and for those that a norm adds up, where they are wanted."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        few: SkinnyProducts | None = None,
+        split: SkinnyProducts | None = None,
+    ) -> None:
         self.bias = bias
         self._weight: torch.Tensor | None = weight
         self._packed: torch.Tensor | None = None
+        self._few, self._split = few, split
 
     @property
     def weight(self) -> torch.Tensor:
@@ -29,21 +83,33 @@ class Matrix:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is None:
-            return functional.linear(x, self.weight, self.bias)
+            return self._plain(x)
         if x.shape[0] == 1:  # one row alone takes another path, with other rounding
             return self._product(x.expand(2, -1))[:1]
         return self._product(x)
 
+    def gated(self, x: torch.Tensor) -> torch.Tensor | None:
+        return None if self._few is None else self._few.gated(x, self.weight)
+
+    def later(self, x: torch.Tensor) -> PartialSum | None:
+        return None if self._split is None else self._split.later(x, self.weight, self.bias)
+
     def into(
         self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`out` [T, out], which becomes the product, plus `bias` in place of the matrix's own."""
         if self._packed is not None:
             out.copy_(torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], ""))
             return out
         if bias is None:
             return torch.mm(x, self.weight.t(), out=out)
         return torch.addmm(bias, x, self.weight.t(), out=out)
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+        if self._few is not None:
+            product = self._few.product(x, self.weight, self.bias)
+            if product is not None:
+                return product
+        return functional.linear(x, self.weight, self.bias)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
@@ -54,6 +120,14 @@ class Matrix:
             weight = self.weight.detach()
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
             self._weight = None
+
+    def permute(self, rows: torch.Tensor) -> None:
+        self.weight[: len(rows)] = self.weight[rows]
+
+    def sources(
+        self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
+    ) -> Iterator[Source]:
+        yield Source(f"{name}.weight", shape, slices, self.weight[rows])
 
 
 def _packable(weight: torch.Tensor) -> bool:

@@ -15,10 +15,8 @@ from pipeinfer.layers.fused import FusedOps, fused_ops
 from pipeinfer.layers.linear import RowLinear, merged_gate_up
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
-from pipeinfer.layers.skinny import SkinnyProducts
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
-GatedProduct = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
 def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
@@ -36,12 +34,12 @@ def gelu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class Gate:
     """What is done with gate and up, [T, 2 n] to [T, n]. plain: by torch; fused: which of a
-    device's kernels. product: which of the skinny products has it built in, if any.
+    device's kernels. in_products: whether weights have it built in.
     """
 
     plain: Multiply
     fused: Callable[[FusedOps], Multiply]
-    product: Callable[[SkinnyProducts], GatedProduct | None]
+    in_products: bool
 
     def on(self, placement: Placement) -> Multiply:
         """The best that the device has."""
@@ -50,8 +48,8 @@ class Gate:
 
 
 GATES = {  # by the activation's name in a ModelConfig
-    "silu": Gate(silu_and_multiply, lambda ops: ops.silu_and_multiply, lambda skinny: skinny.gated),
-    "gelu_tanh": Gate(gelu_and_multiply, lambda ops: ops.gelu_and_multiply, lambda skinny: None),
+    "silu": Gate(silu_and_multiply, lambda ops: ops.silu_and_multiply, True),
+    "gelu_tanh": Gate(gelu_and_multiply, lambda ops: ops.gelu_and_multiply, False),
 }
 
 
@@ -67,10 +65,10 @@ class GatedMLP:
         gate: Gate,
         merged: bool = False,
     ) -> None:
+        self.hidden_size = hidden_size
         self.gate_up = merged_gate_up(hidden_size, intermediate_size, bias, placement, merged)
         self.down = RowLinear("down_proj", intermediate_size, hidden_size, bias, placement)
-        skinny = None if bias else self.gate_up.skinny
-        self._product = None if skinny is None else gate.product(skinny)
+        self._fuses = gate.in_products and not bias
         self._activate = gate.on(placement)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
@@ -81,8 +79,8 @@ class GatedMLP:
         return self.down.share(self._gated(x))
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor:
-        if self._product is not None:
-            gated = self._product(x, self.gate_up.matrix.weight)
+        if self._fuses:
+            gated = self.gate_up.matrix.gated(x)
             if gated is not None:
                 return gated
         return self._activate(self.gate_up(x))

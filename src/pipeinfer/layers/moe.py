@@ -27,8 +27,7 @@ class SharedExpert:
     def __init__(self, name: str, mlp: GatedMLP, gated: bool, placement: Placement) -> None:
         self._name = name
         self._mlp = mlp
-        hidden_size = mlp.gate_up.matrix.weight.shape[1]
-        self._gate = Sigmoids(1, hidden_size, placement) if gated else None
+        self._gate = Sigmoids(1, mlp.hidden_size, placement) if gated else None
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank adds to the sum over ranks, [T, hidden]."""
