@@ -22,6 +22,7 @@ from pipeinfer.checkpoint.experts import (
     qwen_experts,
 )
 from pipeinfer.checkpoint.fields import Fields, read_json
+from pipeinfer.checkpoint.quantization import Quantization, read_quantization
 from pipeinfer.checkpoint.rope import GPT_OSS_ROPE, read_partial_rope, read_rope, read_two_ropes
 from pipeinfer.checkpoint.rope_config import RopeConfig
 from pipeinfer.settings import ConfigurationError
@@ -78,6 +79,7 @@ class ModelConfig:
     routed_scale: float = 1.0
     swiglu: tuple[float, float] = (1.0, inf)
     sinks: bool = False
+    quantization: Quantization | None = None  # of matrices of layers; None: plain
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -246,7 +248,6 @@ def read_config(folder: Path) -> ModelConfig:
     fields = read_json(folder, "config.json")
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
-    _refuse_quantized(fields)
     layers = fields.integer("num_hidden_layers")
     heads = fields.integer("num_attention_heads")
     config = ModelConfig(
@@ -268,6 +269,7 @@ def read_config(folder: Path) -> ModelConfig:
         dtype=_dtype(fields),
         eos_ids=fields.ids("eos_token_id"),
         activation=_activation(fields, family.activations),
+        quantization=read_quantization(fields),
         **family.more(fields, layers),
     )
     rotated = config.rope.rotated(config.head_dim)
@@ -279,17 +281,6 @@ def read_config(folder: Path) -> ModelConfig:
             f"{config.num_kv_heads}"
         )
     return config
-
-
-def _refuse_quantized(fields: Fields) -> None:
-    how = fields.raw.get("quantization_config")
-    if not how:
-        return
-    kind = f": {how.get('quant_method')}" if isinstance(how, dict) else ""
-    raise fields.error(
-        f"quantized checkpoints (quantization_config{kind}) are not supported, only weights in "
-        f"{', '.join(DTYPES)}"
-    )
 
 
 def _architecture(fields: Fields) -> str:

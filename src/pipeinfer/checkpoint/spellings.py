@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from pipeinfer.checkpoint.safetensors import Place, StoredTensor
 
-MIXTRAL = re.compile(r"(.*\.)block_sparse_moe\.(?:(gate)|experts\.(\d+)\.(w[123]))\.weight")
+MIXTRAL = re.compile(r"(.*\.)block_sparse_moe\.(?:(gate)|experts\.(\d+)\.(w[123]))\.(\w+)")
 MERGED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 HALVES = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}  # rows, one below the other
@@ -30,8 +30,8 @@ def _respelled(
     name: str, entry: StoredTensor, stored: Mapping[str, StoredTensor]
 ) -> Iterator[tuple[str, StoredTensor]]:
     if (found := MIXTRAL.fullmatch(name)) is not None:
-        layer, router, number, part = found.groups()
-        yield f"{layer}mlp.{router or f'experts.{number}.{PARTS[part]}'}.weight", entry
+        layer, router, number, part, kind = found.groups()
+        yield f"{layer}mlp.{router or f'experts.{number}.{PARTS[part]}'}.{kind}", entry
     elif (found := MERGED.fullmatch(name)) is not None and f"{name}_bias" not in stored:
         yield from _experts(found[1], HALVES[found[2]], entry)
     else:

@@ -1,7 +1,7 @@
 """The experts of gpt-oss: a SwiGLU with bounds and a slope of its own, and biases.
 
 On disk all experts of a layer are one tensor, its matrices [in, out], the rows of gate and up one
-after the other in turn. Knows no router. Source: https://arxiv.org/abs/2508.10925.
+after the other in turn; in MXFP4 its matrices are [out, in]. Knows no router. Source: https://arxiv.org/abs/2508.10925.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from pipeinfer.checkpoint.quantization import Mxfp4
 from pipeinfer.layers.experts import Grouped, held_by, one_by_one
 from pipeinfer.layers.matrix import Matrix
+from pipeinfer.layers.mxfp4_values import Mxfp4Values
 from pipeinfer.layers.placement import Placement, Source
+from pipeinfer.settings import ConfigurationError
 
 
 class ClampedExperts:
@@ -37,6 +40,7 @@ class ClampedExperts:
         self._row_biases = placement.empty(count, 2 * share)
         self._down = placement.empty(count, hidden_size, share)
         self._biases = placement.empty(count, hidden_size)
+        self._stored = self._in_blocks(placement)
         # Of an expert that is split over the ranks, one rank adds the bias to the sum.
         adds = placement.shard.whole_experts or placement.shard.rank == 0
         biases = self._biases if adds else [None] * count
@@ -46,6 +50,19 @@ class ClampedExperts:
                 self._rows, self._row_biases, self._down, biases, strict=True
             )
         ]
+
+    def _in_blocks(self, placement: Placement) -> tuple[Mxfp4Values, Mxfp4Values] | None:
+        """Room for them as they are stored, of gate and up, and of down; None if that is plain."""
+        form = placement.format(["experts"])
+        if form is None:
+            return None
+        if not isinstance(form, Mxfp4):
+            raise ConfigurationError(
+                "experts with bounds are stored plain or in mxfp4, not in another number format"
+            )
+        (count, wide, hidden), share = self._rows.shape, self.held.share
+        rows = Mxfp4Values.empty((count, wide, hidden), placement)
+        return rows, Mxfp4Values.empty((count, hidden, share), placement)
 
     def __call__(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
         return one_by_one(x, counts, [self._expert(*matrices) for matrices in self._experts])
@@ -60,7 +77,10 @@ class ClampedExperts:
 
     def pack(self) -> None:
         """To be called when the weights are final."""
-        del self._rows, self._down
+        if self._stored is not None:
+            self._stored[0].decode(self._rows)
+            self._stored[1].decode(self._down)
+        del self._rows, self._down, self._stored
         for matrices in self._experts:
             for matrix in matrices:
                 matrix.pack()
@@ -71,12 +91,19 @@ class ClampedExperts:
         experts, every = slice(held.first, held.last), slice(0, hidden)
         wide, both = 2 * held.size, slice(2 * held.start, 2 * held.stop)
         name, of = f"{prefix}experts.", self._num_experts
-        shape = (of, hidden, wide)
-        turned = self._rows.transpose(1, 2)
-        yield Source(f"{name}gate_up_proj", shape, (experts, every, both), turned)
-        slices = (experts, both)
+        part, slices = slice(held.start, held.stop), (experts, both)
         yield Source(f"{name}gate_up_proj_bias", (of, wide), slices, self._row_biases)
-        shape, part = (of, held.size, hidden), slice(held.start, held.stop)
-        turned = self._down.transpose(1, 2)
-        yield Source(f"{name}down_proj", shape, (experts, part, every), turned)
         yield Source(f"{name}down_proj_bias", (of, hidden), (experts, every), self._biases)
+        if self._stored is not None:
+            rows, down = self._stored
+            at = (experts, both, every)
+            yield from rows.sources(f"{name}gate_up_proj", (of, wide, hidden), at)
+            at = (experts, every, part)
+            yield from down.sources(f"{name}down_proj", (of, hidden, held.size), at)
+            return
+        turned = self._rows.transpose(1, 2)
+        at = (experts, every, both)
+        yield Source(f"{name}gate_up_proj", (of, hidden, wide), at, turned)
+        turned = self._down.transpose(1, 2)
+        at = (experts, part, every)
+        yield Source(f"{name}down_proj", (of, held.size, hidden), at, turned)

@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
-from pipeinfer.layers.matrix import Matrix
 from pipeinfer.layers.mlp import silu_and_multiply
 from pipeinfer.layers.placement import Placement, Shard, Source
+from pipeinfer.layers.stack import Stack
 
 Grouped = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -80,40 +80,48 @@ class GatedExperts:
         self, hidden_size: int, intermediate_size: int, num_experts: int, placement: Placement
     ) -> None:
         self.held = held_by(placement.shard, num_experts, intermediate_size)
+        self._hidden_size = hidden_size
         count, share = self.held.count, self.held.share
-        stacked = placement.empty(count, 2 * share, hidden_size)
-        self.gate_up = [Matrix(weight) for weight in stacked]
-        rows = placement.empty(count, hidden_size, share)
-        self.down = [Matrix(weight) for weight in rows]
-        # On a GPU all experts are one kernel over the stacked weights, which are never packed.
-        on_gpu = placement.device.type == "cuda"
-        self.grouped = _grouped(stacked, rows, self.held.first, num_experts) if on_gpu else None
+        each = [f"experts.{expert}" for expert in range(num_experts)]
+        rows = [f"{expert}.{part}" for expert in each for part in ("gate_proj", "up_proj")]
+        down = [f"{expert}.down_proj" for expert in each]
+        self.gate_up = Stack(placement, rows, (count, 2 * share, hidden_size))
+        self.down = Stack(placement, down, (count, hidden_size, share))
+        self._of = num_experts
+        self._on_gpu = placement.device.type == "cuda"
+
+    @property
+    def grouped(self) -> Grouped | None:
+        """On a GPU all experts are one kernel over the stacked weights, which are never packed."""
+        if not self._on_gpu:
+            return None
+        gate_up, down = self.gate_up.plain, self.down.plain
+        return _grouped(gate_up, down, self.held.first, self._of)
 
     def __call__(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        return one_by_one(x, counts, [self._expert(index) for index in range(len(self.down))])
+        return one_by_one(x, counts, [self._expert(index) for index in range(self.held.count)])
 
     def _expert(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        gate_up, down = self.gate_up[index], self.down[index]
+        gate_up, down = self.gate_up.matrices[index], self.down.matrices[index]
         return lambda rows: down(silu_and_multiply(gate_up(rows)))
 
     def pack(self) -> None:
         """To be called when the weights are final."""
-        for matrix in (*self.gate_up, *self.down):
-            matrix.pack()
+        self.gate_up.pack()
+        self.down.pack()
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of the mixture, with its dot. On disk each expert is by itself."""
-        held = self.held
-        hidden = self.down[0].weight.shape[0]
-        part = slice(held.start, held.stop)
+        held, hidden = self.held, self._hidden_size
+        part, every = slice(held.start, held.stop), slice(0, hidden)
         column, row = (held.size, hidden), (hidden, held.size)
-        for expert in range(len(self.down)):
-            name = f"{prefix}experts.{held.first + expert}."
-            gate, up = self.gate_up[expert].weight.split(held.share)
-            yield Source(f"{name}gate_proj.weight", column, (part, slice(0, hidden)), gate)
-            yield Source(f"{name}up_proj.weight", column, (part, slice(0, hidden)), up)
-            down = self.down[expert].weight
-            yield Source(f"{name}down_proj.weight", row, (slice(0, hidden), part), down)
+        gate, up = slice(0, held.share), slice(held.share, 2 * held.share)
+        pairs = zip(self.gate_up.matrices, self.down.matrices, strict=True)
+        for expert, (gate_up, down) in enumerate(pairs, held.first):
+            name = f"{prefix}experts.{expert}."
+            yield from gate_up.sources(f"{name}gate_proj", gate, column, (part, every))
+            yield from gate_up.sources(f"{name}up_proj", up, column, (part, every))
+            yield from down.sources(f"{name}down_proj", every, row, (every, part))
 
 
 def _grouped(gate_up: torch.Tensor, down: torch.Tensor, first: int, of: int) -> Grouped:

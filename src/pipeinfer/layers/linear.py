@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeinfer.layers.matrix import Matrix, Weight
+from pipeinfer.layers.formats import weight
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
-from pipeinfer.layers.skinny import skinny_products
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,12 @@ class ColumnLinear:
         rows = sum(block.stop - block.start for block in blocks)
         self._blocks = tuple(blocks)
         self._in_features = in_features
-        self.matrix: Weight = Matrix(
-            placement.empty(rows, in_features),
+        self.matrix = weight(
+            placement,
+            [block.name for block in blocks],
+            (rows, in_features),
             placement.empty(rows) if bias else None,
-            few=skinny_products(placement.device, placement.dtype),
+            few=True,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,12 +79,13 @@ class RowLinear:
         self._out_features = out_features
         self._start, self._stop = placement.shard.span(in_features)
         self._bias = placement.empty(out_features) if bias else None
-        defers = placement.alone and placement.defers_sums
-        self.matrix: Weight = Matrix(
-            placement.empty(out_features, self._stop - self._start),
+        self.matrix = weight(
+            placement,
+            [name],
+            (out_features, self._stop - self._start),
             # Over several ranks the bias counts once: it is added to the sum, not to each share.
             self._bias if placement.alone else None,
-            split=skinny_products(placement.device, placement.dtype) if defers else None,
+            split=placement.alone and placement.defers_sums,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:

@@ -6,12 +6,16 @@ Also the two vocabularies that all layers speak: `Source` (what a parameter is f
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from pipeinfer.checkpoint.quantization import Format, Quantization
 from pipeinfer.layers.partial_sum import Fusion, PartialSum
+
+DUMMY_STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Placement:
     compiled: element-wise operations by torch.compile, where no kernel fuses them.
     fusion: makes the sums that go into the residual stream, if it takes them.
     defers_sums: whether a layer may hand on a sum that is still to be made (partial_sum.py).
+    quantization: how matrices are stored on disk; path: of the module on disk, with its dot.
     """
 
     shard: Shard
@@ -76,10 +81,27 @@ class Placement:
     compiled: bool = False
     fusion: Fusion | None = None
     defers_sums: bool = True
+    quantization: Quantization | None = None
+    path: str = ""
 
     def summed(self) -> Placement:
         """For layers whose sums must be made before they reach the residual stream."""
         return replace(self, fusion=None, defers_sums=False)
+
+    def within(self, name: str) -> Placement:
+        """Of module `name` of this one, with its dot."""
+        return replace(self, path=f"{self.path}{name}")
+
+    def format(self, names: Iterable[str]) -> Format | None:
+        """How modules `names` of this one are stored, which are one matrix here; None: plain."""
+        if self.quantization is None:
+            return None
+        return self.quantization.of(f"{self.path}{name}" for name in names)
+
+    @property
+    def decodes(self) -> bool:
+        """Weights become plain as they are loaded."""
+        return self.quantization is None or self.quantization.decoded
 
     def empty(self, *shape: int) -> torch.Tensor:
         """A parameter, not yet filled."""
@@ -113,17 +135,50 @@ class Placement:
         return self.collectives
 
 
+class Target(Protocol):
+    """A tensor, or what takes its values as a tensor does."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def copy_(self, values: torch.Tensor, /) -> object: ...
+
+    def __getitem__(self, rows: slice, /) -> Target: ...
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A Target that keeps, in `kept`, what `convert` makes of whole sources."""
+
+    kept: torch.Tensor
+    convert: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        return self.kept.device
+
+    def copy_(self, values: torch.Tensor) -> None:
+        self.kept.copy_(self.convert(values.to(self.kept.device)))
+
+    def __getitem__(self, rows: slice) -> Target:
+        raise TypeError("a converted source is read at once")
+
+
 @dataclass(frozen=True)
 class Source:
     """Tensor `name` of the checkpoint, of shape `shape`, fills `target` with its `slices`.
 
-    `target` is a view into a parameter of this rank; slices of fewer dimensions are broadcast.
+    `target` is a view into a parameter of this rank, or converts on the way there; slices of fewer
+    dimensions are broadcast. stored: its types on disk; None: any plain one. dummy: the standard
+    deviation, or for a scale the value, where there is no checkpoint.
     """
 
     name: str
     shape: tuple[int, ...]
     slices: tuple[slice, ...]
-    target: torch.Tensor
+    target: Target
+    stored: tuple[str, ...] | None = None
+    dummy: float = DUMMY_STD
 
 
 def whole(shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -5,6 +5,8 @@ Knows no architecture: each says which projections have biases and hands in its 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.attention import Heads, SelfAttention
 from pipeinfer.layers.experts import GatedExperts
@@ -15,6 +17,12 @@ from pipeinfer.layers.placement import Placement
 from pipeinfer.layers.rope import lanes
 from pipeinfer.layers.routing import Router, SoftmaxRouter
 from pipeinfer.models.causal_lm import DecoderLayer, FeedForward
+
+
+def each_layer(config: ModelConfig, placement: Placement) -> Iterator[tuple[int, Placement]]:
+    """Every layer's number, and `placement` within it."""
+    for index in range(config.num_layers):
+        yield index, placement.within(f"model.layers.{index}.")
 
 
 def decoder_layer(
@@ -61,7 +69,7 @@ def attention(
         ),
         bias=qkv_bias,
         output_bias=output_bias,
-        placement=placement,
+        placement=placement.within("self_attn."),
     )
 
 
@@ -69,8 +77,8 @@ def dense_mlp(
     config: ModelConfig, placement: Placement, bias: bool = False, merged: bool = False
 ) -> GatedMLP:
     """The gated block of a dense layer; merged: its gate and up are one on disk."""
-    gate = GATES[config.activation]
-    return GatedMLP(config.hidden_size, config.intermediate_size, bias, placement, gate, merged)
+    gate, within = GATES[config.activation], placement.within("mlp.")
+    return GatedMLP(config.hidden_size, config.intermediate_size, bias, within, gate, merged)
 
 
 def softmax_router(config: ModelConfig, placement: Placement) -> SoftmaxRouter:
@@ -91,9 +99,8 @@ def sparse_mlp(
     shared: SharedExpert | None = None,
 ) -> SparseMLP:
     """The mixture of a sparse layer; without `router` it chooses by probability."""
-    experts = GatedExperts(
-        config.hidden_size, config.moe_intermediate_size, config.num_experts, placement
-    )
+    size, within = config.moe_intermediate_size, placement.within("mlp.")
+    experts = GatedExperts(config.hidden_size, size, config.num_experts, within)
     return SparseMLP(router or softmax_router(config, placement), experts, placement, shared)
 
 
@@ -102,5 +109,6 @@ def shared_expert(
 ) -> SharedExpert:
     """What all tokens of a sparse layer go to, called `name` on disk."""
     size, gate = config.shared_intermediate_size, GATES[config.activation]
-    mlp = GatedMLP(config.hidden_size, size, False, placement.summed(), gate)
+    within = placement.summed().within(f"mlp.{name}.")
+    mlp = GatedMLP(config.hidden_size, size, False, within, gate)
     return SharedExpert(name, mlp, gated, placement)

@@ -39,7 +39,10 @@ def build_model(
     if heads or MLP do not divide by the ranks, or if what is to be compiled cannot be.
     """
     check_shard(config, shard.size, shard.whole_experts)
-    placement = Placement(shard, dtype, torch.device(device), collectives, compiled, fusion)
+    where = torch.device(device)
+    placement = Placement(
+        shard, dtype, where, collectives, compiled, fusion, quantization=config.quantization
+    )
     model = cast(CausalLM, _builder(config.architecture)(config, placement))
     if compiled:
         _compile(model, placement)

@@ -13,7 +13,7 @@ from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.embedding import ScaledEmbedding
 from pipeinfer.layers.norm import OFFSET
 from pipeinfer.layers.placement import Placement
-from pipeinfer.models.blocks import attention, dense_mlp
+from pipeinfer.models.blocks import attention, dense_mlp, each_layer
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.models.sandwich import SandwichLayer, sandwich_layer
 
@@ -22,7 +22,8 @@ NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforw
 
 def build(config: ModelConfig, placement: Placement) -> CausalLM:
     """The model with its parameters allocated, not filled."""
-    layers = [_layer(config, index, placement.summed()) for index in range(config.num_layers)]
+    every = each_layer(config, placement.summed())
+    layers = [_layer(config, index, at) for index, at in every]
     embed = partial(ScaledEmbedding, scale=config.hidden_size**0.5)
     return CausalLM(config, layers, placement, OFFSET, embed)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.placement import Placement
-from pipeinfer.models.blocks import decoder_layer, dense_mlp
+from pipeinfer.models.blocks import decoder_layer, dense_mlp, each_layer
 from pipeinfer.models.causal_lm import CausalLM
 
 
@@ -17,10 +17,10 @@ def build(config: ModelConfig, placement: Placement) -> CausalLM:
         decoder_layer(
             config,
             index,
-            placement,
-            dense_mlp(config, placement, merged=True),
+            at,
+            dense_mlp(config, at, merged=True),
             qkv_bias=config.attention_bias,
         )
-        for index in range(config.num_layers)
+        for index, at in each_layer(config, placement)
     ]
     return CausalLM(config, layers, placement)

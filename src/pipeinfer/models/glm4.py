@@ -9,7 +9,7 @@ from __future__ import annotations
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.norm import USUAL
 from pipeinfer.layers.placement import Placement
-from pipeinfer.models.blocks import attention, dense_mlp
+from pipeinfer.models.blocks import attention, dense_mlp, each_layer
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.models.sandwich import SandwichLayer, sandwich_layer
 
@@ -18,7 +18,8 @@ NORMS = ("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layer
 
 def build(config: ModelConfig, placement: Placement) -> CausalLM:
     """The model with its parameters allocated, not filled."""
-    layers = [_layer(config, index, placement.summed()) for index in range(config.num_layers)]
+    every = each_layer(config, placement.summed())
+    layers = [_layer(config, index, at) for index, at in every]
     return CausalLM(config, layers, placement)
 
 

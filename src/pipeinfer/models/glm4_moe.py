@@ -9,7 +9,7 @@ from __future__ import annotations
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.placement import Placement
 from pipeinfer.layers.routing import GroupedChoice, SigmoidRouter
-from pipeinfer.models.blocks import decoder_layer, dense_mlp, shared_expert, sparse_mlp
+from pipeinfer.models.blocks import decoder_layer, dense_mlp, each_layer, shared_expert, sparse_mlp
 from pipeinfer.models.causal_lm import CausalLM, FeedForward
 
 
@@ -19,12 +19,12 @@ def build(config: ModelConfig, placement: Placement) -> CausalLM:
         decoder_layer(
             config,
             index,
-            placement,
-            _mlp(config, index, placement),
+            at,
+            _mlp(config, index, at),
             qkv_bias=config.attention_bias,
             qk_norm=config.qk_norm,
         )
-        for index in range(config.num_layers)
+        for index, at in each_layer(config, placement)
     ]
     return CausalLM(config, layers, placement)
 

@@ -1,6 +1,6 @@
 """gpt-oss: attention with sinks, a window in each second layer, and experts with bounds and biases.
 
-Weights in bfloat16 or float32 only, not in MXFP4. Knows no file and no cache. Source:
+Knows no file and no cache. Source:
 https://arxiv.org/abs/2508.10925.
 """
 
@@ -11,7 +11,7 @@ from pipeinfer.layers.clamped_experts import ClampedExperts
 from pipeinfer.layers.moe import SparseMLP
 from pipeinfer.layers.placement import Placement
 from pipeinfer.layers.routing import SoftmaxRouter
-from pipeinfer.models.blocks import decoder_layer
+from pipeinfer.models.blocks import decoder_layer, each_layer
 from pipeinfer.models.causal_lm import CausalLM
 
 
@@ -21,12 +21,12 @@ def build(config: ModelConfig, placement: Placement) -> CausalLM:
         decoder_layer(
             config,
             index,
-            placement,
-            _mlp(config, placement),
+            at,
+            _mlp(config, at),
             qkv_bias=config.attention_bias,
             output_bias=config.attention_bias,
         )
-        for index in range(config.num_layers)
+        for index, at in each_layer(config, placement)
     ]
     return CausalLM(config, layers, placement)
 
@@ -36,5 +36,6 @@ def _mlp(config: ModelConfig, placement: Placement) -> SparseMLP:
     top_k = config.num_experts_per_tok
     router = SoftmaxRouter(hidden, experts, top_k, True, placement, name="router", bias=True)
     size = config.moe_intermediate_size
-    clamped = ClampedExperts(hidden, size, experts, config.swiglu, placement)
+    within = placement.within("mlp.")
+    clamped = ClampedExperts(hidden, size, experts, config.swiglu, within)
     return SparseMLP(router, clamped, placement)

@@ -28,8 +28,12 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # bytes of the checkpoint done, bytes in all
 
-HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
-DUMMY_STD = 0.02
+# Inputs are scaled as they come, so no scales for them are asked for, nor what is said elsewhere.
+HARMLESS = re.compile(
+    r"\.rotary_emb\.inv_freq$|^lm_head\.weight$|\.input_scale$|\.activation_scale$"
+    r"|\.weight_shape$|\.g_idx$"
+)
+WHOLE_NUMBERS = ("I32", "U8")
 
 
 def check_checkpoint(folder: Path, config: ModelConfig) -> Mapping[str, Stored]:
@@ -92,12 +96,12 @@ def _stored(source: Source, stored: Mapping[str, Stored], folder: Path) -> Store
     entry = stored.get(source.name)
     if entry is None:
         raise ConfigurationError(f"{folder} lacks tensor {source.name}")
-    if entry.shape != source.shape:
+    if entry.shape != source.shape and not (source.shape == (1,) and entry.shape == ()):
         raise ConfigurationError(
             f"{source.name} in {entry.file} has shape {list(entry.shape)}, "
             f"the configuration asks for {list(source.shape)}"
         )
-    supported = dtypes(entry.file)
+    supported = source.stored or dtypes(entry.file)
     if entry.dtype not in supported:
         raise ConfigurationError(
             f"{source.name} in {entry.file} is {entry.dtype}; supported: {', '.join(supported)}"
@@ -106,19 +110,26 @@ def _stored(source: Source, stored: Mapping[str, Stored], folder: Path) -> Store
 
 
 def fill_dummy(model: CausalLM, seed: int = 0) -> None:
-    """Random weights (standard deviation 0.02, norms one) in place of a checkpoint's.
+    """Random weights (standard deviation 0.02, norms one) in place of a checkpoint's, in whichever
+    format.
 
     Each tensor depends on `seed` and its name only, so ranks hold shares of one and the same model.
     The weights are final then (`model.pack`).
     """
     for source in model.sources():
         if "norm" in source.name:
-            source.target.fill_(1.0)
+            source.target.copy_(torch.ones((), device=source.target.device))
             continue
         device = source.target.device
         generator = torch.Generator(device)
         generator.manual_seed(zlib.crc32(f"{seed} {source.name}".encode()))  # 32 bits count
-        full = torch.empty(source.shape, dtype=torch.float32, device=device)
-        full.normal_(0.0, DUMMY_STD, generator=generator)
+        if "scale" in source.name:
+            full = torch.full(source.shape, source.dummy, device=device)
+        elif source.stored is not None and source.stored[0] in WHOLE_NUMBERS:
+            bits = torch.empty(source.shape, dtype=torch.int32, device=device)
+            full = bits.random_(generator=generator)
+        else:
+            full = torch.empty(source.shape, dtype=torch.float32, device=device)
+            full.normal_(0.0, source.dummy, generator=generator)
         source.target.copy_(full[source.slices])
     model.pack()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.placement import Placement
-from pipeinfer.models.blocks import decoder_layer, sparse_mlp
+from pipeinfer.models.blocks import decoder_layer, each_layer, sparse_mlp
 from pipeinfer.models.causal_lm import CausalLM
 
 
 def build(config: ModelConfig, placement: Placement) -> CausalLM:
     """The model with its parameters allocated, not filled."""
     layers = [
-        decoder_layer(config, index, placement, sparse_mlp(config, placement))
-        for index in range(config.num_layers)
+        decoder_layer(config, index, at, sparse_mlp(config, at))
+        for index, at in each_layer(config, placement)
     ]
     return CausalLM(config, layers, placement)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.placement import Placement
-from pipeinfer.models.blocks import decoder_layer, dense_mlp, shared_expert, sparse_mlp
+from pipeinfer.models.blocks import decoder_layer, dense_mlp, each_layer, shared_expert, sparse_mlp
 from pipeinfer.models.causal_lm import CausalLM, FeedForward
 
 
@@ -18,11 +18,11 @@ def build(config: ModelConfig, placement: Placement) -> CausalLM:
         decoder_layer(
             config,
             index,
-            placement,
-            _mlp(config, index, placement),
+            at,
+            _mlp(config, index, at),
             qkv_bias=config.attention_bias,
         )
-        for index in range(config.num_layers)
+        for index, at in each_layer(config, placement)
     ]
     return CausalLM(config, layers, placement)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.placement import Placement
-from pipeinfer.models.blocks import decoder_layer, dense_mlp, sparse_mlp
+from pipeinfer.models.blocks import decoder_layer, dense_mlp, each_layer, sparse_mlp
 from pipeinfer.models.causal_lm import CausalLM, FeedForward
 
 
@@ -17,13 +17,13 @@ def build(config: ModelConfig, placement: Placement) -> CausalLM:
         decoder_layer(
             config,
             index,
-            placement,
-            _mlp(config, index, placement),
+            at,
+            _mlp(config, index, at),
             qkv_bias=config.attention_bias,
             output_bias=config.attention_bias,
             qk_norm=True,
         )
-        for index in range(config.num_layers)
+        for index, at in each_layer(config, placement)
     ]
     return CausalLM(config, layers, placement)
 

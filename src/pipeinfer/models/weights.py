@@ -72,7 +72,10 @@ class _Plain:
             rows, columns = slices
             rows = slice(within.first + rows.start, within.first + rows.stop)
             slices = (within.index, rows, columns)
-        source.target.copy_(self._opened.get_slice(within.name)[slices])
+        if self._stored[source.name].shape == ():
+            source.target.copy_(self._opened.get_tensor(within.name).reshape(1))
+        else:
+            source.target.copy_(self._opened.get_slice(within.name)[slices])
 
 
 class _Packed:

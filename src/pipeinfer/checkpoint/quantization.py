@@ -1,0 +1,257 @@
+"""How the matrices of a checkpoint's layers are stored, read from `quantization_config`.
+
+Knows no torch and no file of weights: a format says what lies on disk beside a matrix, layers say
+how they compute with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pipeinfer.checkpoint.fields import Fields
+from pipeinfer.settings import ConfigurationError
+
+GROUPS = (32, 64, 128)  # columns that share a scale of 4 bits, beside all of a row
+REPEATS = re.compile(r"[*+?{]")
+REPEATED_GROUP = re.compile(r"\)[*+?{]")  # whose matches can take exponential time
+MOST_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """Eight bits, e4m3, times float32 scales, which are called `scale` on disk.
+
+    shared: what has one scale: each row, all that a matrix has on disk, or a `block` of rows and
+    columns. at_load: on disk, weights are plain, and rounded as they are loaded, by row.
+    """
+
+    scale: str = "weight_scale"
+    shared: Literal["row", "tensor", "block"] = "row"
+    block: tuple[int, int] = (1, 1)
+    at_load: bool = False
+
+
+@dataclass(frozen=True)
+class Int4:
+    """(n - zero) * scale of whole numbers n, 0 to 15, eight of them in an int32 on disk.
+
+    group: columns with one scale and zero, 0: all of a row. zeros: whether zeros are on disk; else
+    they are 8. zero_shift: what is to be added to those on disk.
+    """
+
+    packing: Literal["awq", "gptq", "compressed-tensors"]
+    group: int
+    zeros: bool = True
+    zero_shift: int = 0
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """Experts of four bits, e2m1, 32 in a row with one exponent. Source: OCP Microscaling Formats,
+    version 1.0."""
+
+
+Format = Fp8 | Int4 | Mxfp4
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """`method`: as config.json calls it. kept: patterns of modules that are plain on disk.
+
+    decoded: weights become plain as they are loaded, for devices without a product for the format.
+    """
+
+    method: str
+    format: Format
+    kept: tuple[re.Pattern[str], ...] = ()
+    decoded: bool = False
+
+    def of(self, modules: Iterable[str]) -> Format | None:
+        """The format of `modules`, which are computed with as one; None: plain.
+
+        Raises ConfigurationError if some of them are plain and others are not.
+        """
+        plain = {name: any(one.search(name) for one in self.kept) for name in modules}
+        if len(set(plain.values())) > 1:
+            kept = next(name for name, one in plain.items() if one)
+            others = next(name for name, one in plain.items() if not one)
+            raise ConfigurationError(
+                f"quantization_config: {kept} is left out and {others} is not, but both are "
+                "computed as one matrix"
+            )
+        return None if all(plain.values()) else self.format
+
+
+def read_quantization(fields: Fields) -> Quantization | None:
+    """Of a config.json; None where weights are plain. Raises ConfigurationError, naming the field,
+    for whatever would be computed wrongly."""
+    given = fields.raw.get("quantization_config", fields.raw.get("compression_config"))
+    if not given:
+        return None
+    if not isinstance(given, dict):
+        raise fields.error("quantization_config is not an object")
+    how = Fields(fields.path, given)
+    method = given.get("quant_method")
+    reader = METHODS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise fields.error(
+            f"quantization_config: quant_method {method!r} is not supported, only "
+            f"{', '.join(METHODS)}"
+        )
+    return Quantization(str(method), reader(how), _kept(how))
+
+
+def chosen(stored: Quantization | None, asked: str) -> Quantization | None:
+    """What `--quantization` makes of a checkpoint; raises ConfigurationError if it cannot be."""
+    if asked == "auto" or (stored is not None and asked == stored.method):
+        return stored
+    if asked == "none":
+        return None if stored is None else replace(stored, decoded=True)
+    if asked == "fp8" and stored is None:
+        return Quantization("fp8", Fp8(at_load=True))
+    if asked == "fp8" and stored is not None and isinstance(stored.format, Fp8):
+        return stored
+    what = "plain" if stored is None else stored.method
+    raise ConfigurationError(f"--quantization {asked}: the checkpoint's weights are {what}")
+
+
+def _fine_grained(how: Fields) -> Fp8:
+    """Of DeepSeek's and Qwen's files, blocks; of others, one scale a matrix."""
+    _only(how, "activation_scheme", ("dynamic", "static"), "dynamic")
+    _only(how, "fmt", ("e4m3",), "e4m3")
+    _only(how, "scale_fmt", ("float",), "float")
+    _only(how, "expert_dtype", ("fp8",), "fp8")
+    if how.raw.get("modules_to_convert"):
+        raise how.error("quantization_config: modules_to_convert is not supported")
+    block = how.raw.get("weight_block_size")
+    if block is None:
+        return Fp8(shared="tensor")
+    return Fp8("weight_scale_inv", "block", _block(how, "weight_block_size", block))
+
+
+def _compressed(how: Fields) -> Fp8 | Int4:
+    """compressed-tensors' FP8 and its 4 bits for weights alone."""
+    kind = how.raw.get("format")
+    groups = how.raw.get("config_groups")
+    groups = list(groups.values()) if isinstance(groups, dict) else []
+    if not groups or any(group != groups[0] for group in groups):
+        raise how.error("quantization_config: config_groups must have one scheme for all layers")
+    if how.raw.get("sparsity_config") or how.raw.get("transform_config"):
+        raise how.error("quantization_config: sparsity_config, transform_config are not supported")
+    group = _object(how, "config_groups", groups[0])
+    _only(group, "targets", (["Linear"],), ["Linear"])
+    weights = _object(how, "weights", group.raw.get("weights"))
+    if kind == "pack-quantized":
+        return _packed(how, group, weights)
+    if kind not in ("float-quantized", "naive-quantized"):
+        raise how.error(f"quantization_config: format {kind!r} is not supported")
+    _only(weights, "type", ("float",), None)
+    _only(weights, "num_bits", (8,), None)
+    _only(weights, "symmetric", (True,), True)
+    strategy = _only(weights, "strategy", ("tensor", "channel", "block"), "tensor")
+    if strategy != "block":
+        return Fp8(shared="row" if strategy == "channel" else "tensor")
+    block = weights.raw.get("block_structure")
+    return Fp8("weight_scale", "block", _block(how, "block_structure", block))
+
+
+def _packed(how: Fields, group: Fields, weights: Fields) -> Int4:
+    if group.raw.get("input_activations") is not None:
+        raise how.error("quantization_config: input_activations beside 4 bits are not supported")
+    _only(weights, "type", ("int",), None)
+    _only(weights, "num_bits", (4,), None)
+    _only(weights, "actorder", (None, "weight", "static"), None)
+    strategy = _only(weights, "strategy", ("channel", "group"), None)
+    size = _group_size(weights, weights.raw.get("group_size")) if strategy == "group" else 0
+    return Int4("compressed-tensors", size, zeros=not weights.boolean("symmetric", True))
+
+
+def _awq(how: Fields) -> Int4:
+    _only(how, "bits", (4,), None)
+    _only(how, "zero_point", (True,), True)
+    _only(how, "version", ("gemm", "GEMM"), "gemm")
+    return Int4("awq", _group_size(how, how.raw.get("group_size")))
+
+
+def _gptq(how: Fields) -> Int4:
+    _only(how, "bits", (4,), None)
+    _only(how, "desc_act", (False,), False)  # order of activations: columns would be shuffled
+    _only(how, "lm_head", (False,), False)
+    _only(how, "pack_dtype", ("int32",), "int32")
+    form = _only(how, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    if how.raw.get("dynamic"):
+        raise how.error("quantization_config: dynamic, layers of their own, is not supported")
+    shift = 1 if form == "gptq" else 0
+    return Int4("gptq", _group_size(how, how.raw.get("group_size")), zero_shift=shift)
+
+
+def _mxfp4(how: Fields) -> Mxfp4:
+    return Mxfp4()
+
+
+METHODS: dict[str, Callable[[Fields], Format]] = {
+    "awq": _awq,
+    "compressed-tensors": _compressed,
+    "fp8": _fine_grained,
+    "gptq": _gptq,
+    "mxfp4": _mxfp4,
+}
+
+
+def _only(fields: Fields, name: str, values: tuple[Any, ...], missing: object) -> Any:
+    """The field's value, which must be one of `values`; null is as missing."""
+    given = fields.raw.get(name)
+    given = missing if given is None else given
+    if given not in values or isinstance(given, bool) != isinstance(values[0], bool):
+        shown = " or ".join(map(repr, values))
+        raise fields.error(f"quantization_config: {name} {given!r} is not supported, only {shown}")
+    return given
+
+
+def _object(fields: Fields, name: str, value: object) -> Fields:
+    if not isinstance(value, dict):
+        raise fields.error(f"quantization_config: {name} is not an object")
+    return Fields(fields.path, value)
+
+
+def _block(fields: Fields, name: str, value: object) -> tuple[int, int]:
+    if isinstance(value, list) and len(value) == 2:
+        rows, columns = value
+        if type(rows) is int and type(columns) is int and rows > 0 and columns > 0:
+            return rows, columns
+    raise fields.error(f"quantization_config: {name} must be two whole numbers, not {value!r}")
+
+
+def _group_size(fields: Fields, value: object) -> int:
+    if type(value) is int and (value == -1 or value in GROUPS):
+        return max(value, 0)
+    shown = ", ".join(map(str, GROUPS))
+    raise fields.error(f"quantization_config: group_size {value!r} is not supported, only {shown}")
+
+
+def _kept(how: Fields) -> tuple[re.Pattern[str], ...]:
+    """By any of the names that the list has."""
+    listed: list[str] = []
+    for name in ("ignore", "modules_to_not_convert", "ignored_layers"):
+        given = how.raw.get(name) or []
+        if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
+            raise how.error(f"quantization_config: {name} must be a list of names")
+        listed += given
+    return tuple(_pattern(how, one) for one in listed)
+
+
+def _pattern(how: Fields, name: str) -> re.Pattern[str]:
+    """Of a module, of all within it, or of all that end so; "re:" is followed by an expression,
+    simple enough to be tried on thousands of names."""
+    if not name.startswith("re:"):
+        inner = ".*".join(re.escape(part) for part in name.split("*"))
+        return re.compile(rf"(?:^|\.){inner}(?:\.|$)")
+    if len(REPEATS.findall(name)) > MOST_REPEATS or REPEATED_GROUP.search(name):
+        raise how.error(f"quantization_config: {name!r} may take too long to match")
+    try:
+        return re.compile(rf"^(?:{name[3:]})")
+    except (re.error, RecursionError, OverflowError) as error:
+        raise how.error(f"quantization_config: {name!r} cannot be read: {error}") from None
