@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,12 @@ import torch
 from checkpoints import CheckpointCache, load_reference
 from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import read_config
+from pipeinfer.checkpoint.quantization import chosen
+from pipeinfer.engine.loading import choose
+from pipeinfer.layers.matrix import Matrix
 from pipeinfer.models.build import build_model
-from pipeinfer.models.loading import check_checkpoint, load_weights
+from pipeinfer.models.loading import check_checkpoint, fill_dummy, load_weights
+from pipeinfer.settings import ConfigurationError, Settings
 from quantized_checkpoints import FORMATS, quantize
 
 LENGTH = 32
@@ -19,8 +24,9 @@ TOLERANCE = 1e-4
 
 
 @torch.inference_mode()
-def logits(folder: Path) -> torch.Tensor:
+def logits(folder: Path, asked: str = "auto") -> torch.Tensor:
     config = read_config(folder)
+    config = replace(config, quantization=chosen(config.quantization, asked))
     check_checkpoint(folder, config)
     model = build_model(config)
     load_weights(model, folder)
@@ -73,3 +79,66 @@ def test_modules_that_are_left_out_are_plain(
 ) -> None:
     quantized, plain = quantize(checkpoint("LlamaForCausalLM"), tmp_path, "awq", kept)
     assert difference(quantized, plain) < TOLERANCE
+
+
+@torch.inference_mode()
+def test_plain_weights_are_rounded_as_they_are_loaded(
+    checkpoint: CheckpointCache, tmp_path: Path
+) -> None:
+    """--quantization fp8; scales are float32 then, not bfloat16 as in the files made here."""
+    source = checkpoint("Qwen3MoeForCausalLM")
+    _, plain = quantize(source, tmp_path, "fp8 rows exactly")
+    theirs = load_reference(plain)(tokens()[None]).logits[0]
+    ours = logits(source, asked="fp8")
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < TOLERANCE
+    assert difference(source, plain) > 10 * TOLERANCE, "rounding is to be seen"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_random_weights_in_any_format_are_like_plain_ones(
+    checkpoint: CheckpointCache, tmp_path: Path, form: str
+) -> None:
+    architecture = "GptOssForCausalLM" if form == "mxfp4" else "Qwen3MoeForCausalLM"
+    quantized, _ = quantize(checkpoint(architecture), tmp_path, form)
+    model = build_model(read_config(quantized))
+    seen: list[torch.Tensor] = []
+    decode = Matrix.pack
+
+    def spy(matrix: Matrix) -> None:
+        seen.append(matrix.weight.clone())
+        decode(matrix)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Matrix, "pack", spy)
+        fill_dummy(model)
+    assert all(0.01 < float(weight.std()) < 0.04 for weight in seen)
+    assert all(abs(float(weight.mean())) < 0.01 for weight in seen)
+    assert len({float(weight.sum()) for weight in seen}) == len(seen), "each is its own"
+
+
+ASKED = [
+    ("awq", "auto", None),
+    ("awq", "awq", None),
+    ("awq", "none", None),
+    ("fp8 rows", "fp8", None),
+    ("fp8 blocks", "fp8", None),
+    ("awq", "fp8", "--quantization fp8: the checkpoint's weights are awq"),
+    ("gptq", "awq", "--quantization awq: the checkpoint's weights are gptq"),
+    (None, "gptq", "--quantization gptq: the checkpoint's weights are plain"),
+    (None, "none", None),
+]
+
+
+@pytest.mark.parametrize(("form", "asked", "refusal"), ASKED)
+def test_what_is_asked_for_and_what_is_stored_fit_or_are_refused(
+    checkpoint: CheckpointCache, tmp_path: Path, form: str | None, asked: str, refusal: str | None
+) -> None:
+    folder = checkpoint("LlamaForCausalLM")
+    if form is not None:
+        folder, _ = quantize(folder, tmp_path, form)
+    settings = Settings(quantization=asked)  # type: ignore[arg-type]
+    if refusal is None:
+        assert choose(settings, folder).stored is not None
+        return
+    with pytest.raises(ConfigurationError, match=refusal):
+        choose(settings, folder)

@@ -13,10 +13,12 @@ import torch
 from checkpoints import CheckpointCache
 from dense_attention import dense_causal
 from pipeinfer.checkpoint.config import ModelConfig, read_config
+from pipeinfer.engine.loading import choose
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import fill_dummy, load_weights
-from pipeinfer.settings import ConfigurationError
+from pipeinfer.settings import ConfigurationError, Settings
+from quantized_checkpoints import quantize
 
 
 class ThreadGroup:
@@ -88,6 +90,41 @@ def test_ranks_with_whole_experts_equal_one_rank(
 ) -> None:
     folder = checkpoint(architecture, **overrides)
     assert_equals_one_rank(folder, ranks, whole_experts=True)
+
+
+@pytest.mark.parametrize("form", ["fp8 rows", "fp8 tensor", "fp8 blocks", "awq", "gptq", "4 bits"])
+def test_ranks_share_matrices_in_other_number_formats(
+    checkpoint: CheckpointCache, tmp_path: Path, form: str
+) -> None:
+    source = checkpoint("Qwen2MoeForCausalLM", intermediate_size=128, mlp_only_layers=[1],
+                        moe_intermediate_size=64, shared_expert_intermediate_size=64)  # fmt: skip
+    folder, _ = quantize(source, tmp_path, form)
+    assert_equals_one_rank(folder, 2)
+    assert_equals_one_rank(folder, 2, whole_experts=True)
+
+
+@pytest.mark.parametrize(("size", "whole"), [(64, False), (32, True)])
+def test_ranks_share_experts_in_mxfp4(
+    checkpoint: CheckpointCache, tmp_path: Path, size: int, whole: bool
+) -> None:
+    folder, _ = quantize(checkpoint("GptOssForCausalLM", intermediate_size=size), tmp_path, "mxfp4")
+    assert_equals_one_rank(folder, 2, whole_experts=whole)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "form", "named"),
+    [
+        ("LlamaForCausalLM", "awq", "64 x 48 weights do not divide into groups of 32"),
+        ("LlamaForCausalLM", "fp8 blocks", "down_proj: 0 to 48 of 96 are not whole blocks of 32"),
+        ("GptOssForCausalLM", "mxfp4", "a rank's 16 columns are not whole blocks of 32"),
+    ],
+)
+def test_a_cut_through_values_with_one_scale_is_refused_before_weights_are_read(
+    checkpoint: CheckpointCache, tmp_path: Path, architecture: str, form: str, named: str
+) -> None:
+    folder, _ = quantize(checkpoint(architecture), tmp_path, form)
+    with pytest.raises(ConfigurationError, match=named):
+        choose(Settings(tp=2), folder)
 
 
 def assert_equals_one_rank(folder: Path, ranks: int, whole_experts: bool = False) -> None:

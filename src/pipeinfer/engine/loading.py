@@ -7,7 +7,7 @@ message, no plan and no process.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import torch
 from pipeinfer.attention import registry
 from pipeinfer.attention.registry import Gpu
 from pipeinfer.checkpoint.config import ModelConfig, read_config
+from pipeinfer.checkpoint.quantization import chosen
 from pipeinfer.engine.building import Shape, build_runner
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
@@ -79,11 +80,13 @@ def choose(
     """
     device, ordinal = _device(settings.device), rank if ordinal is None else ordinal
     config = read_config(folder)
+    config = replace(config, quantization=chosen(config.quantization, settings.quantization))
     shard = Shard(rank, settings.tp, settings.enable_expert_parallel)
     check_shard(config, settings.tp, shard.whole_experts)
     dtype = _dtype(settings.dtype, config, device)
     gpu = _gpu(dtype, config, ordinal) if device == "cuda" else None
     attention = registry.resolve(settings.attention, device, gpu)
+    dummy = settings.load_format == "dummy"
     return EngineChoices(
         config=config,
         device=device,
@@ -92,7 +95,7 @@ def choose(
         page_size=registry.resolve_page_size(attention, settings.page_size),
         max_model_len=_max_model_len(settings.max_model_len, config),
         shard=shard,
-        stored=None if settings.load_format == "dummy" else check_checkpoint(folder, config),
+        stored=None if dummy else check_checkpoint(folder, config, shard),
         ordinal=ordinal,
     )
 

@@ -46,8 +46,8 @@ class Int4Values:
         group = form.group or columns
         if columns % group or columns % EACH or rows % EACH:
             raise ConfigurationError(
-                f"quantization_config: {rows} x {columns} weights do not divide into groups of "
-                f"{group} columns and words of {EACH} numbers"
+                f"quantization_config: a rank's {rows} x {columns} weights do not divide into "
+                f"groups of {group} columns and words of {EACH} numbers"
             )
         device = placement.device
         groups = (*stack, rows, columns // group)

@@ -35,8 +35,8 @@ class Mxfp4Values:
         experts, rows, columns = size
         if columns % BLOCK:
             raise ConfigurationError(
-                f"quantization_config: mxfp4 has {BLOCK} columns in a block, of which {columns} is "
-                "no multiple"
+                f"quantization_config: a rank's {columns} columns are not whole blocks of {BLOCK}, "
+                "as mxfp4 has them"
             )
         blocks = (experts, rows, columns // BLOCK)
         device = placement.device

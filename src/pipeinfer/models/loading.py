@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from pipeinfer.checkpoint.config import ModelConfig
-from pipeinfer.layers.placement import Source
-from pipeinfer.models.build import build_model
+from pipeinfer.layers.placement import Shard, Source
+from pipeinfer.models.build import ALONE, build_model
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.models.readahead import ReadAhead
 from pipeinfer.models.weights import Stored, dtypes, open_weights, read_stored
@@ -36,13 +36,18 @@ HARMLESS = re.compile(
 WHOLE_NUMBERS = ("I32", "U8")
 
 
-def check_checkpoint(folder: Path, config: ModelConfig) -> Mapping[str, Stored]:
+def check_checkpoint(
+    folder: Path, config: ModelConfig, shard: Shard = ALONE
+) -> Mapping[str, Stored]:
     """What is stored in `folder`, by name.
 
-    Raises ConfigurationError if that would not fill a model of `config`. Reads headers only:
-    milliseconds. Tensors that nothing asks for are warned about.
+    Raises ConfigurationError if that would not fill a model of `config`, or if `shard` would cut
+    through what is stored as one. Reads headers only: milliseconds. Tensors that nothing asks for
+    are warned about.
     """
     model = build_model(config, device="meta")
+    if config.quantization is not None and shard.size > 1:
+        list(build_model(config, shard, device="meta").sources())
     stored = read_stored(folder)
     asked = set()
     for source in model.sources():
