@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import struct
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,7 +113,7 @@ def test_folder_without_safetensors_is_refused(copied: Path) -> None:
     [
         (b"<html>not found</html>", "is not a safetensors file"),
         (struct.pack("<Q", 4) + b"nope", "broken safetensors header"),
-        (struct.pack("<Q", 14) + b'{"a":{"x": 1}}', "no dtype, shape or offsets for a"),
+        (struct.pack("<Q", 14) + b'{"a":{"x": 1}}', "has no dtype, shape or offsets"),
     ],
 )
 def test_broken_file_is_named(copied: Path, raw: bytes, named: str) -> None:
@@ -196,3 +198,55 @@ def test_plain_weights_are_given_back_one_by_one_while_packing(
     load_weights(build_model(read_config(copied)), copied)
     assert len(freed) == 2 * 4 + 1
     assert all(freed)
+
+
+def rewritten(file: Path, header: object) -> None:
+    """The same data behind another header."""
+    raw = file.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+
+def one(**changed: object) -> dict[str, Any]:
+    """A header of one tensor."""
+    return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changed}
+
+
+HEADERS: dict[str, tuple[object, str]] = {
+    "nested": (b"[" * 100_000, "nested too deeply|cannot be read|broken safetensors header"),
+    "a list": ([], "not an object"),
+    "not JSON": (b"{", "broken safetensors header"),
+    "metadata": (one() | {"__metadata__": {"a": 1}}, "its __metadata__"),
+    "no offsets": ({"a": {"dtype": "F32", "shape": [2]}}, "'a' has no dtype, shape or offsets"),
+    "a name of two lines": ({"a\nb": 1}, r"'a\\nb' has no dtype, shape or offsets"),
+    "negative size": (one(shape=[-2]), "'a' has a shape or offsets that no tensor has"),
+    "size with a point": (one(shape=[2.0]), "'a' has a shape or offsets that no tensor has"),
+    "huge size": (one(shape=[2**62]), "'a' has a shape or offsets that no tensor has"),
+    "huge product": (one(shape=[2**40, 2**40]), "values of type 'F32'"),
+    "many dimensions": (one(shape=[1] * 10_000), "'a' has a shape or offsets that no tensor has"),
+    "offsets turned": (one(data_offsets=[8, 0]), "'a' has 2 values of 'F32' in -8 bytes"),
+    "bytes do not fit": (one(data_offsets=[0, 4]), "'a' has 2 values of 'F32' in 4 bytes"),
+    "a hole": (
+        one(data_offsets=[8, 16]),
+        "begins at 8, where the one before it ends at 0",
+    ),
+    "type": (one(dtype=4), "'a' has 2 values of type 4"),
+    "more data": (one(), "bytes that belong to no tensor"),
+}
+
+
+@pytest.mark.parametrize(("header", "named"), HEADERS.values(), ids=HEADERS)
+def test_a_hostile_header_is_one_clear_error(copied: Path, header: object, named: str) -> None:
+    rewritten(copied / WEIGHTS, header)
+    message = refusal(copied)
+    assert re.search(named, message) and "\n" not in message and str(copied / WEIGHTS) in message
+
+
+def test_an_index_names_files_of_its_folder_only(sharded: Path) -> None:
+    path = sharded / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    name = next(iter(index["weight_map"]))
+    index["weight_map"][name] = "../elsewhere.safetensors"
+    path.write_text(json.dumps(index))
+    assert "names a file that is not in the folder" in refusal(sharded)

@@ -220,8 +220,13 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "dtype": ("LlamaForCausalLM", setting(dtype="float8_e4m3fn"), "dtype 'float8_e4m3fn'"),
     "quantized": (
         "LlamaForCausalLM",
-        setting(quantization_config={"quant_method": "awq"}),
-        "quantization_config",
+        setting(quantization_config={"quant_method": "bitsandbytes"}),
+        "quant_method 'bitsandbytes' is not supported, only awq, compressed-tensors, fp8, gptq",
+    ),
+    "quantized, somehow": (
+        "LlamaForCausalLM",
+        setting(quantization_config=[4]),
+        "quantization_config is not an object",
     ),
     "missing size": ("LlamaForCausalLM", lacking("hidden_size"), "hidden_size is missing"),
     "size as text": (
@@ -245,11 +250,6 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "Qwen3ForCausalLM",
         setting(use_sliding_window=True, layer_types=["full_attention"]),
         "layer_types has 1 entries for 2 layers",
-    ),
-    "quantized experts": (
-        "GptOssForCausalLM",
-        setting(quantization_config={"quant_method": "mxfp4"}),
-        "(quantization_config: mxfp4) are not supported, only weights in float32, bfloat16",
     ),
     "experts of a few groups": (
         "Glm4MoeForCausalLM",

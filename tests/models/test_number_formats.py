@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +145,64 @@ def test_what_is_asked_for_and_what_is_stored_fit_or_are_refused(
         return
     with pytest.raises(ConfigurationError, match=refusal):
         choose(settings, folder)
+
+
+BLOCKS, AWQ, GPTQ = (FORMATS[form][0] for form in ("fp8 blocks", "awq", "gptq"))
+FLOATS, PACKED = (FORMATS[form][0] for form in ("fp8 rows", "4 bits"))
+
+
+def within(how: dict[str, Any], **changed: object) -> dict[str, Any]:
+    """A config of compressed-tensors whose weights are `changed`."""
+    group = how["config_groups"]["group_0"]
+    return how | {"config_groups": {"group_0": group | {"weights": group["weights"] | changed}}}
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (BLOCKS | {"weight_block_size": [128]}, "weight_block_size must be two whole numbers"),
+    (BLOCKS | {"weight_block_size": [0, 128]}, "weight_block_size must be two whole numbers"),
+    (BLOCKS | {"weight_block_size": [True, 128]}, "weight_block_size must be two whole numbers"),
+    (BLOCKS | {"fmt": "e5m2"}, "fmt 'e5m2' is not supported, only 'e4m3'"),
+    (BLOCKS | {"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0' is not supported"),
+    (BLOCKS | {"modules_to_convert": ["a"]}, "modules_to_convert is not supported"),
+    (BLOCKS | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list"),
+    (AWQ | {"bits": 8}, "bits 8 is not supported, only 4"),
+    (AWQ | {"version": "gemv"}, "version 'gemv' is not supported"),
+    (AWQ | {"zero_point": False}, "zero_point False is not supported"),
+    (AWQ | {"group_size": 48}, "group_size 48 is not supported, only 32, 64, 128"),
+    (AWQ | {"group_size": "128"}, "group_size '128' is not supported"),
+    (GPTQ | {"desc_act": True}, "desc_act True is not supported, only False"),
+    (GPTQ | {"lm_head": True}, "lm_head True is not supported"),
+    (GPTQ | {"dynamic": {"a": {}}}, "dynamic, layers of their own, is not supported"),
+    (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
+    (FLOATS | {"config_groups": {}}, "must have one scheme"),
+    (FLOATS | {"format": "marlin-24"}, "format 'marlin-24' is not supported"),
+    (FLOATS | {"sparsity_config": {"format": "sparse"}}, "sparsity_config"),
+    (FLOATS | {"ignore": ["re:(a+)+$"]}, "may take too long to match"),
+    (FLOATS | {"ignore": ["re:.*.*.*.*x"]}, "may take too long to match"),
+    (FLOATS | {"ignore": ["re:["]}, "cannot be read"),
+    (FLOATS | {"ignore": ["re:.*q_proj"]}, "q_proj is left out and .*k_proj is not"),
+    (within(FLOATS, num_bits=4), "num_bits 4 is not supported, only 8"),
+    (within(FLOATS, strategy="group"), "strategy 'group' is not supported"),
+    (within(PACKED, num_bits=8), "num_bits 8 is not supported, only 4"),
+    (within(PACKED, actorder="group"), "actorder 'group' is not supported"),
+]
+
+
+@pytest.mark.parametrize(("how", "named"), WRONG, ids=[named[:40] for _, named in WRONG])
+def test_what_would_be_computed_wrongly_is_refused_by_name(
+    checkpoint: CheckpointCache, tmp_path: Path, how: dict[str, Any], named: str
+) -> None:
+    folder = shutil.copytree(checkpoint("LlamaForCausalLM"), tmp_path / "wrong")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+    with pytest.raises(ConfigurationError, match=named):
+        choose(Settings(), folder)
+
+
+def test_a_weight_that_is_not_in_the_format_that_config_json_names_is_refused(
+    checkpoint: CheckpointCache, tmp_path: Path
+) -> None:
+    folder, plain = quantize(checkpoint("LlamaForCausalLM"), tmp_path, "fp8 rows")
+    shutil.copy(plain / "model.safetensors", folder)
+    with pytest.raises(ConfigurationError, match="is F32; supported: F8_E4M3"):
+        choose(Settings(), folder)

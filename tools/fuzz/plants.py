@@ -48,6 +48,16 @@ def _deep_frame() -> None:
     frames.decode = decode
 
 
+def _any_blocks() -> None:
+    """checkpoint: the sides of blocks with one scale are believed."""
+    from pipeinfer.checkpoint import quantization
+
+    def block(fields: Any, name: str, value: Any) -> tuple[int, int]:
+        return tuple(value)
+
+    quantization._block = block
+
+
 def _trusted_length() -> None:
     """traces: the size that a block says of itself is believed."""
     from pipeinfer.trace import format as form
@@ -160,6 +170,7 @@ PLANTS: dict[str, Plant] = {
     "deep-frame": Plant("frames", _deep_frame, "RecursionError"),
     "trusted-length": Plant("traces", _trusted_length, "MiB"),
     "unhashable": Plant("traces", _unhashable, "TypeError at fuzz/plants.py"),
+    "any-blocks": Plant("checkpoint", _any_blocks, "Error at"),
     "bound-left-out": Plant("http", _bound_left_out, "bus/frames.py"),
     "error-by-hand": Plant("http", _error_by_hand, "JSONDecodeError"),
     "split-forgets-locks": Plant("radix", _split_forgets_locks, "memory/radix.py"),

@@ -13,6 +13,7 @@ TARGETS = {
     "frames": "frames and the reader: whatever a peer sends, it is read or dropped and counted",
     "cores": "messages that are well typed and make no sense, to the cores of four stages",
     "traces": "trace files: read, or UnreadableTrace, or RestoreError, in bounded memory",
+    "checkpoint": "headers of weights and number formats: loaded, or one clear error, soon",
     "http": "a gateway: no 500, errors in their form, and the next client is answered",
     "radix": "the radix tree and the memory manager against models of them",
 }

@@ -95,6 +95,8 @@ def read_object(checkpoint: Path, name: str) -> JsonObject | None:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except RecursionError:
+        raise ConfigurationError(f"{path} cannot be read: it is nested too deeply") from None
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}") from None
     if not isinstance(raw, dict):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from pipeinfer.settings import ConfigurationError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 LONGEST_HEADER = 100_000_000  # the format's own limit, in bytes
+MOST_ELEMENTS, MOST_DIMENSIONS = 1 << 48, 16
+# Bytes of a value, by its type. Files may have others, which no model asks for.
+SIZES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,9 +79,11 @@ def _indexed_files(folder: Path) -> list[Path]:
     names = fields.raw.get("weight_map")
     if not isinstance(names, dict) or not names:
         raise fields.error("weight_map is missing or empty")
-    files = [folder / str(name) for name in sorted(set(names.values()))]
+    if not all(isinstance(name, str) and "/" not in name for name in names.values()):
+        raise fields.error("weight_map names a file that is not in the folder")
+    files = [folder / name for name in sorted(set(names.values()))]
     for file in files:
-        if not file.exists():
+        if not file.is_file():
             raise ConfigurationError(f"{folder} lacks {file.name}, which {INDEX} names")
     return files
 
@@ -91,29 +100,61 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             raise ConfigurationError(f"{file} is not a safetensors file")
         header = _decode(file, stream.read(length))
     tensors = {name: _entry(file, name, entry) for name, entry in header.items()}
-    needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    needed = 8 + length + _end(file, header)
     if size < needed:
         raise ConfigurationError(f"{file} is truncated: {size} bytes of {needed}")
+    if size > needed:
+        raise ConfigurationError(f"{file} has {size - needed} bytes that belong to no tensor")
     return tensors
+
+
+def _end(file: Path, header: dict[str, Any]) -> int:
+    """Where the last tensor ends; they must lie one behind the other, from 0 on."""
+    end = 0
+    for start, stop in sorted(tuple(entry["data_offsets"]) for entry in header.values()):
+        if start != end:
+            raise ConfigurationError(
+                f"{file} has a broken safetensors header: a tensor begins at {start}, where the "
+                f"one before it ends at {end}"
+            )
+        end = stop
+    return end
 
 
 def _decode(file: Path, raw: bytes) -> dict[str, Any]:
     try:
         header = json.loads(raw)
+    except RecursionError:
+        raise ConfigurationError(
+            f"{file} has a broken safetensors header: nested too deeply"
+        ) from None
     except ValueError as error:
         raise ConfigurationError(f"{file} has a broken safetensors header: {error}") from None
     if not isinstance(header, dict):
         raise ConfigurationError(f"{file} has a broken safetensors header: not an object")
-    header.pop("__metadata__", None)
+    said = header.pop("__metadata__", {})
+    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
+        raise ConfigurationError(f"{file} has a broken safetensors header: its __metadata__")
     return header
 
 
 def _entry(file: Path, name: str, entry: Any) -> StoredTensor:
+    broken = f"{file} has a broken safetensors header: {name!r}"
     try:
         start, stop = entry["data_offsets"]
-        shape = tuple(entry["shape"])
-        return StoredTensor(file, entry["dtype"], shape, stop - start, Place(name))
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
     except (KeyError, TypeError, ValueError):
+        raise ConfigurationError(f"{broken} has no dtype, shape or offsets") from None
+    numbers = (start, stop, *shape)
+    whole = all(type(number) is int and 0 <= number <= MOST_ELEMENTS for number in numbers)
+    if not whole or len(shape) > MOST_DIMENSIONS:
+        raise ConfigurationError(f"{broken} has a shape or offsets that no tensor has")
+    elements = prod(shape)
+    if not isinstance(dtype, str) or elements > MOST_ELEMENTS:
+        raise ConfigurationError(f"{broken} has {elements} values of type {dtype!r}")
+    fits = dtype not in SIZES or stop - start == elements * SIZES[dtype]
+    if start > stop or not fits:
         raise ConfigurationError(
-            f"{file} has a broken safetensors header: no dtype, shape or offsets for {name}"
-        ) from None
+            f"{broken} has {elements} values of {dtype!r} in {stop - start} bytes"
+        )
+    return StoredTensor(file, dtype, shape, stop - start, Place(name))

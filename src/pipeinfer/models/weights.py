@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from pipeinfer.checkpoint.safetensors import StoredTensor, read_headers
 from pipeinfer.checkpoint.spellings import respelled
@@ -22,6 +22,7 @@ from pipeinfer.gguf.names import Packed, packed_tensors
 from pipeinfer.gguf.quantization import BLOCKS
 from pipeinfer.gguf.weights import WeightFile
 from pipeinfer.layers.placement import Source
+from pipeinfer.settings import ConfigurationError
 
 DTYPES = ("F64", "F32", "F16", "BF16")  # of safetensors
 Stored = StoredTensor | Packed
@@ -56,8 +57,15 @@ def open_weights(file: Path, stored: Mapping[str, Stored]) -> Iterator[Opened]:
     if is_gguf(file):
         yield _Packed(WeightFile(file), stored)
     else:
-        with safe_open(file, framework="pt", device="cpu") as opened:
+        with _opened(file) as opened:
             yield _Plain(opened, stored)
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ConfigurationError(f"{file} cannot be read: {error}") from None
 
 
 class _Plain:
