@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kernels.triton_cases import HALVES, TOLERANCE, randn, relative_error
 from pipeinfer.kernels import skinny
+from pipeinfer.kernels.fp8 import round_rows
 from pipeinfer.kernels.norm import rms_norm_reference
 from pipeinfer.kernels.skinny_tiles import Tile
 from pipeinfer.layers.skinny import SkinnyProducts
@@ -79,3 +82,35 @@ def test_the_norm_adds_the_parts_of_a_skinny_product_to_the_residual():
     assert relative_error(total, expected_sum) < 2 * TOLERANCE[torch.float16]
     expected = rms_norm_reference(total.clone(), scale, 1e-6)
     assert relative_error(normed, expected) < 2 * TOLERANCE[torch.float16]
+
+
+SQUARE = Tile(rows=16, columns=32, step=64, splits=1, warps=4, stages=3)
+
+
+def in_fp8(width, blocks):
+    """(e4m3 weights, their scales, the same as float32)."""
+    plain = randn(3, width, DEPTH) / 8
+    if not blocks:
+        weight, scale = round_rows(plain)
+        return weight, scale, weight.float() * scale
+    tiles = plain.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    scale = tiles.abs().amax((1, 3)) / 448
+    weight = (tiles / scale[:, None, :, None]).flatten(0, 1).flatten(1).to(torch.float8_e4m3fn)
+    wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return weight.contiguous(), scale.contiguous(), weight.float() * wide
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tile", "rows"), [(SQUARE, 3), (TALL, 65)])
+def test_skinny_products_read_weights_in_fp8(tile, rows, dtype, blocks):
+    x = randn(0, rows, DEPTH, dtype=dtype)
+    weight, scale, plain = in_fp8(256, blocks)
+    bound = 2 * TOLERANCE[dtype]
+    expected = skinny.product_reference(x, plain)
+    assert relative_error(skinny.product(x, weight, tile, scale=scale), expected) < bound
+    split = replace(tile, splits=2)
+    got = skinny.split_product(x, weight, split, scale=scale).sum(0)
+    assert relative_error(got, expected) < bound
+    got = skinny.gated_product(x, weight, tile, scale)
+    assert relative_error(got, skinny.gated_product_reference(x, plain)) < bound

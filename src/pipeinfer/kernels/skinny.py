@@ -22,6 +22,8 @@ from pipeinfer.kernels.prefetch import LINE, prefetch
 from pipeinfer.kernels.skinny_tiles import Tile
 
 AHEAD = 1  # steps of depth whose weights are asked for before the rows are there
+SIDE = tl.constexpr(128)  # rows and columns of weights that share a scale, where blocks do
+UNSCALED, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
@@ -44,13 +46,28 @@ def _dot(a, w, total, ROWS_FIRST: tl.constexpr):
 
 
 @triton.jit
+def _scaled_dot(a, w, total, at, ROWS_FIRST: tl.constexpr, SCALES: tl.constexpr):
+    """As _dot, of weights w in fewer bits; at: the scales of their rows, for SCALES by block."""
+    w = w.to(a.dtype)
+    if SCALES == BY_BLOCK:
+        part = _dot(a, w, tl.zeros_like(total), ROWS_FIRST)
+        scale = tl.load(at)
+        total += part * (scale[None, :] if ROWS_FIRST else scale[:, None])
+    else:
+        total = _dot(a, w, total, ROWS_FIRST)
+    return total
+
+
+@triton.jit
 def _product(
-    x, weight, bias, out, rows, x_stride, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    x, weight, scale, bias, out, rows, x_stride, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr,
-    GATED: tl.constexpr, BIASED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    GATED: tl.constexpr, BIASED: tl.constexpr, SCALES: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (columns, split of the depth, rows): one tile of out [SPLITS, rows, WIDTH].
-    GATED: weight [2 WIDTH, DEPTH], and out = silu(x @ first.T) * (x @ second.T)."""
+    GATED: weight [2 WIDTH, DEPTH], and out = silu(x @ first.T) * (x @ second.T).
+    scale [weight's rows], or [those / SIDE, DEPTH / SIDE]."""
     share: tl.constexpr = DEPTH // SPLITS
     rows_first: tl.constexpr = ROWS >= 64
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -69,13 +86,22 @@ def _product(
     left = x + row[:, None] * x_stride + depth[None, :]
     real = (row < rows)[:, None]
     total, gate = _nothing(ROWS, COLUMNS, rows_first), _nothing(ROWS, COLUMNS, rows_first)
+    scales = scale + column // SIDE * (DEPTH // SIDE) + split * share // SIDE
     for begin in range(0, share, STEP):
         w = tl.load(right + begin)
         a = tl.load(left + begin, mask=real, other=0.0)
-        total = _dot(a, w, total, rows_first)
+        block = scales + begin // SIDE
+        total = _scaled_dot(a, w, total, block, rows_first, SCALES)
         if GATED:
             w = tl.load(right + begin + WIDTH * DEPTH)
-            gate = _dot(a, w, gate, rows_first)
+            block += WIDTH // SIDE * (DEPTH // SIDE)
+            gate = _scaled_dot(a, w, gate, block, rows_first, SCALES)
+    if SCALES == BY_ROW:
+        by_row = tl.load(scale + column)
+        total *= by_row[None, :] if rows_first else by_row[:, None]
+        if GATED:
+            by_row = tl.load(scale + WIDTH + column)
+            gate *= by_row[None, :] if rows_first else by_row[:, None]
     if GATED:
         total = total * tl.sigmoid(total) * gate
     if not rows_first:
@@ -89,45 +115,61 @@ def _launch(
     tile: Tile,
     x: torch.Tensor,
     weight: torch.Tensor,
+    scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     gated: bool,
 ) -> None:
     (rows, depth), width = x.shape, out.shape[-1]
     grid = width // tile.columns, tile.splits, triton.cdiv(rows, tile.rows)
+    scales = UNSCALED
+    if scale is not None:
+        scales = BY_ROW if scale.numel() == weight.shape[0] else BY_BLOCK
     _product[grid](
-        x, weight, bias, out, rows, x.stride(0), WIDTH=width, DEPTH=depth, ROWS=tile.rows,
-        COLUMNS=tile.columns, STEP=tile.step, SPLITS=tile.splits, GATED=gated,
-        BIASED=bias is not None, AHEAD=min(AHEAD, depth // (tile.splits * tile.step)),
+        x, weight, x if scale is None else scale, bias, out, rows, x.stride(0), WIDTH=width,
+        DEPTH=depth, ROWS=tile.rows, COLUMNS=tile.columns, STEP=tile.step, SPLITS=tile.splits,
+        GATED=gated, BIASED=bias is not None, SCALES=scales.value,
+        AHEAD=min(AHEAD, depth // (tile.splits * tile.step)),
         num_warps=tile.warps, num_stages=tile.stages, **early_launch(x.device),
     )  # fmt: skip
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, tile: Tile, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tile: Tile,
+    bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [T, depth] @ weight [width, depth].T + bias [width]: [T, width] in x's dtype.
 
     Rows of x may be strided, all else is contiguous; the tile has one split, and divides the shape.
-    float32 inside, rounded once.
+    float32 inside, rounded once. scale: float32, of weights in FP8, which become x's dtype: [width,
+    1], or of blocks of 128 x 128, [width / 128, depth / 128], which the shape must have whole.
     """
     out = x.new_empty(x.shape[0], weight.shape[0])
-    _launch(tile, x, weight, bias, out, gated=False)
+    _launch(tile, x, weight, scale, bias, out, gated=False)
     return out
 
 
-def gated_product(x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:
+def gated_product(
+    x: torch.Tensor, weight: torch.Tensor, tile: Tile, scale: torch.Tensor | None = None
+) -> torch.Tensor:
     """silu(x @ gate.T) * (x @ up.T): [T, width], of weight [2 width, depth], gate first.
 
     As `product` otherwise. Source: https://arxiv.org/abs/2002.05202.
     """
     out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    _launch(tile, x, weight, None, out, gated=True)
+    _launch(tile, x, weight, scale, None, out, gated=True)
     return out
 
 
 def split_product(
-    x: torch.Tensor, weight: torch.Tensor, tile: Tile, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tile: Tile,
+    bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """float32 [tile.splits, T, width], whose sum over the first dimension is x @ weight.T + bias.
 
@@ -135,7 +177,7 @@ def split_product(
     """
     size = tile.splits, x.shape[0], weight.shape[0]
     out = torch.empty(size, dtype=torch.float32, device=x.device)
-    _launch(tile, x, weight, bias, out, gated=False)
+    _launch(tile, x, weight, scale, bias, out, gated=False)
     return out
 
 
