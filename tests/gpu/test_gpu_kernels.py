@@ -7,6 +7,7 @@ import pytest
 pytest.register_assert_rewrite(
     "kernels.all_reduce_norm_cases",
     "kernels.store_cases",
+    "kernels.formats_cases",
     "kernels.decode_attention_cases",
     "kernels.expand_cases",
     "kernels.gumbel_cases",

@@ -17,7 +17,18 @@ from triton.compiler import ASTSource
 
 from pipeinfer.attention.triton_decode import cut
 from pipeinfer.engine.slot_state import SEQUENCES
-from pipeinfer.kernels import decode_attention, edits, geglu, norm, scores, store
+from pipeinfer.kernels import (
+    decode_attention,
+    edits,
+    fp8_blocks,
+    geglu,
+    int4,
+    norm,
+    rounding,
+    scores,
+    skinny,
+    store,
+)
 from pipeinfer.params import LONGEST_BAD
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -112,3 +123,47 @@ def test_decodes_with_large_heads_find_shared_memory(rows):
         return made.metadata.shared
 
     assert shared(256) < 1.25 * shared(128) < 100_000
+
+
+FP8 = "*fp8e4nv"
+
+
+@pytest.mark.parametrize("scales", [skinny.BY_ROW.value, skinny.BY_BLOCK.value])
+@pytest.mark.parametrize("gated", [False, True])
+def test_few_rows_with_weights_in_8_bits(gated, scales):
+    types = {"x": HALF, "weight": FP8, "scale": "*fp32", "bias": HALF, "out": HALF}
+    types |= {"rows": "i32", "x_stride": "i32"}
+    constants = {
+        "WIDTH": 1024, "DEPTH": 1024, "ROWS": 16, "COLUMNS": 32, "STEP": 64, "SPLITS": 1,
+        "GATED": gated, "BIASED": False, "SCALES": scales, "AHEAD": 1, "EARLY": True,
+    }  # fmt: skip
+    assert compiled(skinny._product, types, constants, num_warps=4, num_stages=4).asm["ptx"]
+
+
+def test_rounding_to_8_bits():
+    types = {"x": HALF, "out": FP8, "scale": "*fp32", "x_stride": "i32"}
+    constants = {"SIZE": 5120, "PART": 5120, "BLOCK": 8192, "MOST": 448.0, "LEAST_SCALE": 1e-12}
+    made = compiled(rounding._round, types, constants, num_warps=8)
+    assert "cvt.rn.satfinite.e4m3x2" in made.asm["ptx"], "the GPU's own conversion"
+
+
+def test_many_rows_with_weights_in_blocks_of_8_bits():
+    types = {"x": FP8, "x_scale": "*fp32", "weight": FP8, "scale": "*fp32", "bias": HALF}
+    types |= {"out": HALF, "rows": "i32", "row_blocks": "i32"}
+    constants = {"WIDTH": 5120, "DEPTH": 5120, "ROWS": 128, "SIDE": 128, "GROUP": 8, "BIASED": True}
+    made = compiled(fp8_blocks._product, types, constants, num_warps=8, num_stages=3)
+    assert "wgmma" in made.asm["ptx"] and made.metadata.shared < 227 * 1024
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_weights_in_4_bits(group):
+    types = {"x": HALF, "numbers": "*u8", "scale": HALF, "zero": "*u8", "bias": HALF}
+    types |= {"out": "*fp32", "rows": "i32", "x_stride": "i32"}
+    constants = {
+        "WIDTH": 1024, "DEPTH": 1024, "GROUP": group, "ROWS": 16, "COLUMNS": 32, "SPLITS": 4,
+        "BIASED": False, "RUN": 128, "HALF": 64,
+    }  # fmt: skip
+    assert compiled(int4._product, types, constants, num_warps=4, num_stages=4).asm["ptx"]
+    types = {name: types[name] for name in ("numbers", "scale", "zero")} | {"out": HALF}
+    constants = {"DEPTH": 1024, "GROUP": group, "COLUMNS": 8, "RUN": 128, "HALF": 64}
+    assert compiled(int4._decode, types, constants, num_warps=2).asm["ptx"]

@@ -23,6 +23,7 @@ AREAS = (
     "moe",
     "norm",
     "skinny",
+    "formats",
     "decode_attention",
     "all_reduce_norm",
 )

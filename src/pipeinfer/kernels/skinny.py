@@ -86,11 +86,11 @@ def _product(
     left = x + row[:, None] * x_stride + depth[None, :]
     real = (row < rows)[:, None]
     total, gate = _nothing(ROWS, COLUMNS, rows_first), _nothing(ROWS, COLUMNS, rows_first)
-    scales = scale + column // SIDE * (DEPTH // SIDE) + split * share // SIDE
+    scales = scale + column // SIDE * (DEPTH // SIDE)
     for begin in range(0, share, STEP):
         w = tl.load(right + begin)
         a = tl.load(left + begin, mask=real, other=0.0)
-        block = scales + begin // SIDE
+        block = scales + (split * share + begin) // SIDE
         total = _scaled_dot(a, w, total, block, rows_first, SCALES)
         if GATED:
             w = tl.load(right + begin + WIDTH * DEPTH)

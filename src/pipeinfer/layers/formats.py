@@ -11,7 +11,9 @@ import torch
 
 from pipeinfer.checkpoint.quantization import Format, Fp8, Int4, Mxfp4
 from pipeinfer.layers.decoded import Decoded
+from pipeinfer.layers.fp8_matrix import Fp8Matrix, fp8_products
 from pipeinfer.layers.fp8_values import Fp8Values
+from pipeinfer.layers.int4_matrix import Int4Matrix, int4_products
 from pipeinfer.layers.int4_values import Int4Values
 from pipeinfer.layers.matrix import Matrix, Weight
 from pipeinfer.layers.placement import Placement
@@ -37,6 +39,15 @@ def weight(
         return Matrix(
             placement.empty(*size), bias, skinny if few else None, skinny if split else None
         )
+    if not placement.decodes:
+        if isinstance(form, Fp8):
+            skinny = fp8_products(form, size, placement)
+            if skinny is not None:
+                return Fp8Matrix(Fp8Values.empty(size, form, placement), bias, skinny, split)
+        else:
+            skinny = int4_products(size, placement)
+            if skinny is not None:
+                return Int4Matrix(Int4Values.empty(size, form, placement), bias, skinny, split)
     return Decoded(values(form, size, placement), bias, placement)
 
 

@@ -1,0 +1,93 @@
+"""Matrices that stay in FP8 or in 4 bits on a GPU compute what the same values do as plain ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeinfer.checkpoint.quantization import Fp8, Int4, Quantization
+from pipeinfer.layers.decoded import Decoded
+from pipeinfer.layers.formats import weight
+from pipeinfer.layers.fp8_matrix import Fp8Matrix
+from pipeinfer.layers.int4_matrix import Int4Matrix
+from pipeinfer.layers.partial_sum import PartialSum
+from pipeinfer.layers.placement import Placement, Shard
+
+pytestmark = pytest.mark.gpu
+WIDTH, DEPTH = 1024, 512
+FORMATS = {
+    "fp8 rows": (Fp8(), Fp8Matrix),
+    "fp8 blocks": (Fp8("weight_scale_inv", "block", (128, 128)), Fp8Matrix),
+    "4 bits": (Int4("awq", 128), Int4Matrix),
+    "4 bits, small groups": (Int4("gptq", 32, zero_shift=1), Int4Matrix),
+    "4 bits, rows": (Int4("compressed-tensors", 0, zeros=False), Int4Matrix),
+}
+# Few rows: one rounding. Many: rows are rounded to e4m3, too, 2^-4 of each value at the worst.
+FEW, MANY = 6e-3, 5e-2
+
+
+def placement(form, decoded=False):
+    where = torch.device("cuda")
+    quantization = Quantization("any", form, decoded=decoded)
+    return Placement(Shard(), torch.bfloat16, where, quantization=quantization)
+
+
+def filled(at, bias, split):
+    made = weight(at, ["m"], (WIDTH, DEPTH), bias, few=True, split=split)
+    every = slice(0, WIDTH)
+    for number, source in enumerate(
+        made.sources("m", every, (WIDTH, DEPTH), (every, slice(0, DEPTH)))
+    ):
+        generator = torch.Generator("cuda").manual_seed(number)
+        if source.stored == ("I32",):
+            full = torch.empty(source.shape, dtype=torch.int32, device="cuda")
+            full.random_(generator=generator)
+        else:
+            full = torch.empty(source.shape, device="cuda")
+            full.normal_(0.0, source.dummy, generator=generator)
+            full = full.abs() if "scale" in source.name else full
+        source.target.copy_(full)
+    made.pack()
+    return made
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("rows", [1, 7, 16, 33, 64, 100, 700])
+@torch.inference_mode()
+def test_a_matrix_in_a_format_is_the_plain_one(form, rows):
+    how, kind = FORMATS[form]
+    bias = torch.randn(WIDTH, device="cuda").bfloat16()
+    kept, plain = filled(placement(how), bias, True), filled(placement(how, True), bias, False)
+    assert isinstance(kept, kind) and isinstance(plain, Decoded)
+    x = torch.randn(rows, DEPTH, device="cuda").bfloat16()
+    expected = plain(x).float()
+    bound = (FEW if rows <= 16 or kind is Int4Matrix else MANY) * expected.norm()
+    assert (kept(x).float() - expected).norm() < bound
+    out = torch.empty(rows, WIDTH, device="cuda").bfloat16()
+    assert (
+        kept.into(out, x, None).float() - plain.into(torch.empty_like(out), x, None).float()
+    ).norm() < bound
+    later = kept.later(x)
+    if later is not None:
+        assert isinstance(later, PartialSum)
+        assert (later.partial.sum(0) - expected).norm() < bound
+    gated = kept.gated(x)
+    if gated is not None:
+        gate, up = (expected - bias.float()).chunk(2, dim=1)
+        reference = torch.nn.functional.silu(gate) * up
+        assert (gated.float() - reference).norm() < 2 * FEW * reference.norm()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@torch.inference_mode()
+def test_a_graph_holds_products_of_few_and_many_rows(form):
+    made = filled(placement(FORMATS[form][0]), None, False)
+    for rows in (8, 256):
+        x = torch.randn(rows, DEPTH, device="cuda").bfloat16()
+        expected = made(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = made(x)
+        x.copy_(x.flip(0).clone())
+        graph.replay()
+        assert torch.equal(out, expected.flip(0))

@@ -1,0 +1,66 @@
+"""Rounding to FP8, and products with weights in FP8 blocks and in 4 bits: interpreter and GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.triton_cases import HALVES, INTERPRETED, TOLERANCE, randn, relative_error
+from pipeinfer.kernels import fp8_blocks, int4, rounding
+
+DTYPES = [torch.float32, *HALVES]
+# The interpreter rounds to e4m3 in its own way, a GPU as torch does.
+ROUNDED = 0.08 if INTERPRETED else 0.0
+
+
+@pytest.mark.parametrize("part", [0, 128])
+def test_rows_are_rounded_by_their_largest(part):
+    wide = randn(0, 5, 768) * 100
+    wide[2, :384] = 0.0
+    x = wide[:, :384]
+    got, scale = rounding.round_parts(x, part)
+    expected, scales = rounding.round_parts_reference(x, part)
+    assert torch.equal(scale, scales) and got.dtype == torch.float8_e4m3fn
+    assert relative_error(got, expected) <= ROUNDED
+    assert got[2].float().abs().max() == 0
+
+
+@pytest.mark.parametrize("rows", [3, 65, 140])
+@pytest.mark.parametrize("biased", [False, True])
+def test_rows_and_weights_in_blocks_of_fp8(rows, biased):
+    x, x_scale = rounding.round_parts_reference(randn(0, rows, 256), 128)
+    weight = (randn(1, 384, 256) * 50).to(torch.float8_e4m3fn)
+    scale, bias = randn(2, 3, 2).abs() / 100, randn(3, 384) if biased else None
+    got = fp8_blocks.block_product(x, x_scale, weight, scale, torch.float32, bias)
+    expected = fp8_blocks.block_product_reference(x, x_scale, weight, scale, bias)
+    # Tensor cores add up products of FP8 with fewer bits than float32.
+    assert relative_error(got, expected) < (1e-5 if INTERPRETED else 2e-3)
+
+
+def in_4_bits(group, dtype=torch.float32):
+    width, depth = 64, 512
+    source = torch.Generator().manual_seed(group)
+    numbers = torch.randint(0, 256, (width, depth // 2), generator=source, dtype=torch.uint8)
+    zero = torch.randint(0, 17, (width, depth // group), generator=source, dtype=torch.uint8)
+    scale = (randn(4, width, depth // group).abs() / 20 + 0.01).to(dtype)
+    return numbers.to(scale.device), scale, zero.to(scale.device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [32, 64, 128, 512])
+def test_weights_in_4_bits_are_decoded(group, dtype):
+    values = in_4_bits(group, dtype)
+    assert torch.equal(int4.decode(*values, dtype), int4.decode_reference(*values, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group", "rows"), [(32, 1), (128, 5), (512, 19)])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_few_rows_are_multiplied_with_weights_in_4_bits(splits, group, rows, dtype):
+    wide, values = randn(5, rows, 1024, dtype=dtype), in_4_bits(group, dtype)
+    x, bias = wide[:, :512], randn(6, 64)
+    got = int4.few_rows(x, *values, bias, splits)
+    assert got.shape == (splits, rows, 64) and got.dtype == torch.float32
+    weight = int4.decode_reference(*values, dtype).float()
+    expected = torch.nn.functional.linear(x.float(), weight, bias)
+    assert relative_error(got.sum(0), expected) < 2 * TOLERANCE[dtype]
