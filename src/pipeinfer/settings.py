@@ -53,6 +53,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
+    model_impl: Literal["auto", "pipeinfer", "transformers"] = "auto"
     tp: Positive = 1
     dp: Positive = 1
     routing: Literal["prefix", "least-loaded", "round-robin"] = "prefix"

@@ -246,7 +246,7 @@ def read_config(folder: Path) -> ModelConfig:
     fields = read_json(folder, "config.json")
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
-    _refuse_quantized(fields)
+    refuse_quantized(fields)
     layers = fields.integer("num_hidden_layers")
     heads = fields.integer("num_attention_heads")
     config = ModelConfig(
@@ -265,7 +265,7 @@ def read_config(folder: Path) -> ModelConfig:
         rope=family.rope(fields),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         sliding_windows=family.windows(fields, layers),
-        dtype=_dtype(fields),
+        dtype=read_dtype(fields),
         eos_ids=fields.ids("eos_token_id"),
         activation=_activation(fields, family.activations),
         **family.more(fields, layers),
@@ -281,7 +281,8 @@ def read_config(folder: Path) -> ModelConfig:
     return config
 
 
-def _refuse_quantized(fields: Fields) -> None:
+def refuse_quantized(fields: Fields) -> None:
+    """Raises ConfigurationError if the weights are quantized."""
     how = fields.raw.get("quantization_config")
     if not how:
         return
@@ -321,7 +322,8 @@ def _head_dim(fields: Fields, family: Family, heads: int) -> int:
     return head_dim
 
 
-def _dtype(fields: Fields) -> str:
+def read_dtype(fields: Fields) -> str:
+    """The dtype of the weights, one of DTYPES; raises ConfigurationError for another."""
     given = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
     name = str(given).removeprefix("torch.")
     if name not in DTYPES:

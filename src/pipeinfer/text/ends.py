@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from pipeinfer.checkpoint.config import read_config
+from pipeinfer.checkpoint.outline import read_outline
 from pipeinfer.checkpoint.generation import read_generation
 from pipeinfer.grammars.trial import Setup
 from pipeinfer.json_values import JsonObject
@@ -36,7 +36,7 @@ def grammar_setup(folder: Path) -> Setup:
     config = read_tokenizer_config(folder)
     tokenizer = load_tokenizer(folder, config)
     ends = end_ids(folder, tokenizer, config)
-    return vocabulary_setup(tokenizer, read_config(folder).vocab_size, ends)
+    return vocabulary_setup(tokenizer, read_outline(folder).vocab_size, ends)
 
 
 def vocabulary_setup(tokenizer: Tokenizer | None, width: int, ends: Sequence[int]) -> Setup:
