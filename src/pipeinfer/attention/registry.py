@@ -111,9 +111,11 @@ def _obstacle(name: str, gpu: Gpu) -> str:
     return ""
 
 
-def padded_head_dim(head_dim: int) -> int:
+def padded_head_dim(head_dim: int, backend: str = "") -> int:
     """The smallest size of heads for which a backend is chosen by itself, and that holds so many
-    values; `head_dim` where none does."""
+    values; `head_dim` where none does, or where `backend`, if it is known, takes any size."""
+    if backend and backend not in HEAD_DIMS:
+        return head_dim
     sizes = sorted({size for sizes in CHOICES.values() for size in sizes})
     return next((size for size in sizes if size >= head_dim), head_dim)
 

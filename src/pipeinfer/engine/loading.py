@@ -69,7 +69,7 @@ class LoadedEngine:
     """`pages` counts the dummy page 0, as MemoryManager and KVPool do.
 
     graph_sizes: batch sizes with a CUDA graph. step_tokens: the largest step.
-    step_cost: what steps take, if it was measured.
+    step_cost: what steps take, if it was measured. foreign: transformers built the model.
     """
 
     runner: Runner
@@ -83,6 +83,7 @@ class LoadedEngine:
     graph_sizes: tuple[int, ...] = ()
     step_tokens: int = HOST_STEP_TOKENS
     step_cost: StepCost | None = None
+    foreign: bool = False
 
 
 def choose(
@@ -170,6 +171,7 @@ def _loaded(choices: EngineChoices, max_slots: int, runner: Runner) -> LoadedEng
         graph_sizes=runner.graph_sizes,
         step_tokens=runner.largest.tokens,
         step_cost=runner.step_cost,
+        foreign=choices.foreign is not None,
     )
 
 
@@ -219,7 +221,6 @@ def _foreign_model(
 ) -> Model:
     from pipeinfer.models.foreign.loading import load
 
-    head_dim = foreign.traced.head_dim
     return load(
         foreign,
         None if settings.load_format == "dummy" else folder,
@@ -227,7 +228,7 @@ def _foreign_model(
         torch.device(choices.device),
         choices.dtype,
         choices.max_model_len,
-        registry.padded_head_dim(head_dim) if choices.attention in registry.PACKAGES else head_dim,
+        registry.padded_head_dim(foreign.traced.head_dim, choices.attention),
     )
 
 

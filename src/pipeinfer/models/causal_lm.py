@@ -96,7 +96,7 @@ class DecoderLayer:
 
 
 class CausalLM:
-    """A `Model`: `model(tokens, positions, attend)` gives hidden states, `model.logits` their logits.
+    """A `Model`: `model(tokens, positions, attend)` gives hidden states, `logits` their logits.
 
     `embed` makes the embedding out of its rows. Layers with the same RoPE share its rotation.
     """

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from pipeinfer.checkpoint.outline import read_outline
 from pipeinfer.checkpoint.generation import read_generation
+from pipeinfer.checkpoint.outline import read_outline
 from pipeinfer.grammars.trial import Setup
 from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import ConfigurationError

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -27,6 +28,8 @@ from pipeinfer.models.loading import DUMMY_STD
 from pipeinfer.settings import ConfigurationError
 
 log = logging.getLogger(__name__)
+
+Found = Mapping[str, Set[object]]  # names of tensors, by what is wrong with them
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def load(
         else:
             model = _read(foreign, folder, dtype)
     model = model.to(device=device).eval().requires_grad_(False)
-    shapes, hidden = tried(model, foreign.traced.shapes, outline.architecture, most_tokens)
+    shapes, hidden = tried(model, foreign.traced.shapes, outline, most_tokens)
     made = ForeignModel(model, shapes, outline.vocab_size, head_dim)
     with torch.inference_mode():
         width = made.logits(hidden).shape[-1]
@@ -85,8 +88,11 @@ def load(
 def _read(foreign: Foreign, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """With the weights in `folder`, all of them; those that nobody asks for are warned about."""
     architecture = foreign.outline.architecture
+    read = cast(
+        Callable[..., tuple[PreTrainedModel, Found]], foreign.kind.from_pretrained
+    )
     try:
-        model, info = foreign.kind.from_pretrained(
+        model, info = read(
             folder,
             config=deepcopy(foreign.config),
             dtype=dtype,
@@ -102,7 +108,7 @@ def _read(foreign: Foreign, folder: Path, dtype: torch.dtype) -> PreTrainedModel
         raise ConfigurationError(
             f"{folder} lacks {len(lacking)} tensors that {architecture} needs: {_few(lacking)}"
         )
-    extra = sorted(info["unexpected_keys"])
+    extra = sorted(map(str, info["unexpected_keys"]))
     if extra:
         log.warning(
             "%s: ignoring %d tensors that the model lacks: %s", folder, len(extra), _few(extra)

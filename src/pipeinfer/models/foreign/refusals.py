@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -27,7 +28,9 @@ def find(folder: Path, architecture: str) -> tuple[type[PreTrainedModel], PreTra
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # whatever a configuration of others raises for a wrong value
         raise refused(architecture, f"transformers does not read config.json: {error}") from error
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    found = cast(
+        "type[PreTrainedModel] | None", MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    )
     if found is None or found.__name__ != architecture:
         raise ConfigurationError(
             f"unsupported architecture {architecture}: neither pipeinfer nor transformers "

@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from transformers import PreTrainedModel
 
+from pipeinfer.checkpoint.outline import Outline
 from pipeinfer.models.foreign.hook import Called, hooked
 from pipeinfer.models.foreign.refusals import refused
 from pipeinfer.steps.shape import AttentionShape
@@ -30,7 +31,10 @@ class Tried(NamedTuple):
 
 @torch.inference_mode()
 def tried(
-    model: PreTrainedModel, shapes: Sequence[AttentionShape], architecture: str, most_tokens: int
+    model: PreTrainedModel,
+    shapes: Sequence[AttentionShape],
+    outline: Outline,
+    most_tokens: int,
 ) -> Tried:
     """`shapes`: as traced; `most_tokens`: of a request.
 
@@ -43,22 +47,23 @@ def tried(
         return _of_itself(called)
 
     hooked(model).answer = answer
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = torch.arange(3, 3 + 7 * TOKENS, 7, device=model.device) % vocabulary
+    ids = torch.arange(3, 3 + 7 * TOKENS, 7, device=model.device) % outline.vocab_size
     positions = torch.linspace(0, most_tokens - 1, TOKENS, device=model.device).long()
     first = _hidden(model, ids, positions)
     if len(sinks) != len(shapes):
-        raise refused(architecture, f"it called attention {len(shapes)}, then {len(sinks)} times")
+        raise refused(
+            outline.architecture, f"it called attention {len(shapes)}, then {len(sinks)} times"
+        )
     found = [replace(shape, sinks=s) for shape, s in zip(shapes, sinks, strict=True)]
     # The other way round, and another token in the place of the last.
     ids, positions = ids.flip(0), positions.flip(0)
-    ids[0], positions[0] = (ids[0] + 1) % vocabulary, 0
+    ids[0], positions[0] = (ids[0] + 1) % outline.vocab_size, 0
     again = _hidden(model, ids, positions).flip(0)
     changed = (first - again)[:-1].float().abs().amax(dim=1)
     apart = changed.median() / first.float().abs().max()
     if not float(apart) <= TOLERANCE:
         raise refused(
-            architecture,
+            outline.architecture,
             "its tokens depend on those beside them by more than attention (a convolution, a "
             "recurrence, or positions that are counted)",
         )
@@ -71,7 +76,7 @@ def _hidden(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) 
 
 
 def _of_itself(called: Called) -> torch.Tensor:
-    """In attention's place: of a token's own query, key and value, so that a wrong rotation shows."""
+    """In attention's place: of a token's own query, key and value, so wrong rotations show."""
     group = called.query.shape[1] // called.key.shape[1]
     own = called.query + (called.key + called.value).repeat_interleave(group, dim=1)
     return (own / 3).transpose(1, 2).contiguous()
