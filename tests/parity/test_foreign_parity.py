@@ -18,9 +18,7 @@ from pipeinfer.settings import Settings
 OUTPUTS, PREFIX = 16, 44  # the prefix is longer than the windows
 GAP = 1e-3  # between the two best logits, so that rounding cannot change the greedy choice
 TOLERANCE = 1e-4
-SETTINGS = Settings(
-    model_impl="transformers", page_size=4, kv_pages=400, max_running=8, threads=1
-)
+SETTINGS = Settings(model_impl="transformers", page_size=4, kv_pages=400, max_running=8, threads=1)
 
 
 class Reference(NamedTuple):

@@ -33,12 +33,14 @@ class Outline:
 
 def read_outline(checkpoint: Path, model_impl: str = "auto") -> Outline:
     """`model_impl` as in Settings. Raises ConfigurationError in one line."""
+    if model_impl == "transformers" and is_gguf(checkpoint):
+        raise ConfigurationError(
+            f"--model-impl transformers: {checkpoint} is a GGUF file, read by pipeinfer's own"
+        )
     fields = read_json(checkpoint, "config.json")
     named = [str(name) for name in fields.raw.get("architectures") or []]
     have = any(name in ARCHITECTURES for name in named)
     foreign = [name for name in named if name.endswith(DECODERS)]
-    if model_impl == "transformers" and is_gguf(checkpoint):
-        raise ConfigurationError("--model-impl transformers: a GGUF file needs pipeinfer's own")
     if model_impl == "pipeinfer" or (model_impl == "auto" and have) or not foreign:
         return _own(read_config(checkpoint))
     return _foreign(fields, foreign[0])

@@ -88,9 +88,7 @@ def load(
 def _read(foreign: Foreign, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """With the weights in `folder`, all of them; those that nobody asks for are warned about."""
     architecture = foreign.outline.architecture
-    read = cast(
-        Callable[..., tuple[PreTrainedModel, Found]], foreign.kind.from_pretrained
-    )
+    read = cast(Callable[..., tuple[PreTrainedModel, Found]], foreign.kind.from_pretrained)
     try:
         model, info = read(
             folder,
@@ -100,14 +98,16 @@ def _read(foreign: Foreign, folder: Path, dtype: torch.dtype) -> PreTrainedModel
             output_loading_info=True,
             local_files_only=True,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are named below
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigurationError(f"{folder}: {' '.join(str(error).split())[:300]}") from error
-    lacking = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
-    if lacking:
-        raise ConfigurationError(
-            f"{folder} lacks {len(lacking)} tensors that {architecture} needs: {_few(lacking)}"
-        )
+    for what, key in (("lacks", "missing_keys"), ("has in another shape", "mismatched_keys")):
+        wrong = sorted(map(str, info[key]))
+        if wrong:
+            raise ConfigurationError(
+                f"{folder} {what} {len(wrong)} tensors that {architecture} needs: {_few(wrong)}"
+            )
     extra = sorted(map(str, info["unexpected_keys"]))
     if extra:
         log.warning(
