@@ -28,13 +28,16 @@ from foreign_checkpoints import (
     write_configuration,
     write_foreign,
 )
+from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.outline import Outline, read_outline
 from pipeinfer.engine.loading import choose, load_engine
 from pipeinfer.engine.runner import Runner
+from pipeinfer.models.build import build_model
 from pipeinfer.models.foreign import hook
 from pipeinfer.models.foreign.loading import load, look_at
 from pipeinfer.models.foreign.model import ForeignModel
 from pipeinfer.models.foreign.trial import tried
+from pipeinfer.models.loading import fill_dummy
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.steps.shape import AttentionShape
 
@@ -291,6 +294,21 @@ def test_dummy_weights_are_a_function_of_the_seed_and_need_no_file(tmp_path: Pat
     assert torch.equal(found[0], found[1])
     assert not torch.allclose(found[0], found[2])
     assert float(found[0].std()) > 0
+
+
+@torch.inference_mode()
+def test_dummy_weights_are_those_of_our_own_implementation(tmp_path: Path) -> None:
+    folder = CheckpointCache(tmp_path)("LlamaForCausalLM")
+    tokens = positions = torch.arange(12)
+    own = build_model(read_config(folder))
+    fill_dummy(own, 5)
+    theirs = load(look_at(folder, read_outline(folder, "transformers"), 256), None, 5, CPU,
+                  torch.float32, 256)  # fmt: skip
+    found = [
+        model.logits(model(tokens, positions, dense_causal(model.attention_shapes())))
+        for model in (own, theirs)
+    ]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
