@@ -31,8 +31,8 @@ def end_ids(folder: Path, tokenizer: Tokenizer | None, config: JsonObject) -> tu
 
 
 def grammar_setup(folder: Path, model_impl: str = "auto") -> Setup:
-    """For grammars of the checkpoint in `folder`; `model_impl` as in Settings. Raises ConfigurationError where it has no
-    tokenizer or no end."""
+    """For grammars of the checkpoint in `folder`; `model_impl` as in Settings. Raises
+    ConfigurationError where it has no tokenizer or no end."""
     config = read_tokenizer_config(folder)
     tokenizer = load_tokenizer(folder, config)
     ends = end_ids(folder, tokenizer, config)

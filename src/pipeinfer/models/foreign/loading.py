@@ -72,7 +72,7 @@ def load(
             model = _random(foreign, seed, device, dtype)
         else:
             model = _read(foreign, folder, dtype)
-    model = model.to(device=device).eval().requires_grad_(False)
+    torch.nn.Module.to(model, device).eval().requires_grad_(False)
     shapes, hidden = tried(model, foreign.traced.shapes, outline, most_tokens)
     made = ForeignModel(model, shapes, outline.vocab_size, head_dim)
     with torch.inference_mode():
