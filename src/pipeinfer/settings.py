@@ -56,6 +56,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     quantization: Literal["auto", "none", "fp8", "awq", "compressed-tensors", "gptq", "mxfp4"] = (
         "auto"  # checkpoint/quantization.py
     )
+    model_impl: Literal["auto", "pipeinfer", "transformers"] = "auto"
     tp: Positive = 1
     dp: Positive = 1
     routing: Literal["prefix", "least-loaded", "round-robin"] = "prefix"

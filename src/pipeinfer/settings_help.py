@@ -19,6 +19,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "dtype": ("", "auto: float32 on a CPU, else the checkpoint's"),
         "load_format": ("", "dummy: random weights, no weight file is read"),
         "quantization": ("NAME", "auto: as stored; none: plain; fp8: plain weights are rounded"),
+        "model_impl": ("", "who builds the model; auto: pipeinfer if it has it, or transformers"),
         "max_model_len": ("N", "tokens of prompt and output; default: what the checkpoint says"),
     },
     "HTTP": {

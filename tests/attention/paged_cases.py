@@ -132,6 +132,8 @@ def dense(case: Case, layer: int) -> torch.Tensor:
             v = case.values[layer][row][first : position + 1].double()
             q = case.queries[layer][token].double().view(shape.num_kv_heads, group, -1)
             scores = torch.einsum("hgd,lhd->hgl", q, k).mul(shape.scale)
+            if shape.soft_cap is not None:
+                scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
             if shape.sinks is not None:
                 sinks = shape.sinks.double().view(shape.num_kv_heads, group, 1)
                 scores = torch.cat((scores, sinks), dim=-1)

@@ -75,6 +75,7 @@ def gpu(**changes):
         ({"dtype": "float32"}, "torch"),
         ({"head_dim": 80}, "torch"),
         ({"sinks": True}, "torch"),
+        ({"soft_cap": True}, "torch"),
         ({"head_dim": 256}, "flashinfer"),
         ({"head_dim": 256, "installed": frozenset({"sgl_kernel"})}, "torch"),
     ],
@@ -91,12 +92,26 @@ def test_auto_is_the_fastest_backend_that_the_gpu_can_run(changes, backend):
         ("fa3", {"capability": (8, 0)}, "capability 9.0, this one has 8.*flashinfer works"),
         ("fa3", {"dtype": "float32"}, "not float32; --attention torch works"),
         ("hybrid", {"sinks": True}, "no attention sinks, .*--attention torch works"),
+        ("fa3", {"soft_cap": True}, "no soft cap of scores, .*--attention torch works"),
         ("hybrid", {"head_dim": 80}, "no kernel for heads of 80.*--attention torch works"),
     ],
 )
 def test_a_backend_that_cannot_run_is_refused_with_one_that_can(name, changes, message):
     with pytest.raises(ConfigurationError, match=f"--attention {name}: .*{message}"):
         registry.resolve(name, "cuda", gpu(**changes))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "backend", "padded"),
+    [
+        (16, "", 64), (64, "", 64), (80, "", 128), (96, "fa3", 128), (129, "", 256),
+        (256, "flashinfer", 256), (320, "", 320), (80, "torch", 80),
+    ],
+)  # fmt: skip
+def test_heads_are_padded_to_the_next_size_that_every_gpu_backend_has(head_dim, backend, padded):
+    assert registry.padded_head_dim(head_dim, backend) == padded
+    every = [sizes for name, sizes in registry.HEAD_DIMS.items() if name != "hybrid"]
+    assert backend == "torch" or padded > 256 or all(padded in sizes for sizes in every)
 
 
 @pytest.mark.parametrize("name", ["fa3", "hybrid"])

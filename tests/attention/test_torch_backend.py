@@ -81,6 +81,17 @@ def test_heads_with_sinks_attend_to_less_than_all(heads):
     assert_right(make_case(shapes, spans, 16, 5))
 
 
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_scores_are_capped_before_they_are_hidden_or_weighed(heads, sinks):
+    spans = [(40, 1), (3, 1), (0, 1), (90, 1), (20, 9), (0, 12), (0, 30)]
+    with_sinks = torch.linspace(-1, 1, heads[0]) if sinks else None
+    shapes = [
+        replace(shape(heads, window), soft_cap=0.5, sinks=with_sinks) for window in (None, 6, 200)
+    ]
+    assert_right(make_case(shapes, spans, 16, 5))
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
 def test_half_precision_pools_attend_within_their_precision(dtype, tolerance):
     spans = [(40, 1), (3, 1), (20, 9), (0, 12)]

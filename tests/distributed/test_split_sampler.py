@@ -73,7 +73,7 @@ def split(logits: np.ndarray, params: SamplingRows, size: int, group: Threads):
     def one(rank: int) -> list[int]:
         start = min(rank * share, vocab)
         held = SimpleNamespace(start=start, stop=min(start + share, vocab), vocab_size=vocab)
-        model = SimpleNamespace(head=SimpleNamespace(rows=held), local_logits=None)
+        model = SimpleNamespace(vocabulary=held, local_logits=None)
         sampler = SplitSampler(model, group, host)
         part = torch.from_numpy(padded[:, rank * share : (rank + 1) * share].copy())
         last_token = torch.full((len(part),), -5)

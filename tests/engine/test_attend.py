@@ -8,7 +8,8 @@ import torch
 
 from pipeinfer.checkpoint.rope_config import RopeConfig
 from pipeinfer.engine.attend import StepAttention, TorchStore
-from pipeinfer.layers.attention import MergedHeads
+from pipeinfer.engine.storing import store_kept
+from pipeinfer.layers.attention import MergedHeads, ReadyHeads
 from pipeinfer.layers.norm import OFFSET, USUAL, HeadNorm
 from pipeinfer.layers.placement import Placement, Shard
 from pipeinfer.layers.rope import Rope
@@ -70,6 +71,24 @@ def test_keys_and_values_are_stored_at_their_places_and_nowhere_else():
     for part, new in ((made.k, k), (made.v, v)):
         assert torch.equal(part[1].flatten(0, 1)[PLACES], new)
         assert (part[1].flatten(0, 1)[others] == 7).all()
+        assert (part[0] == 7).all(), "another layer's"
+
+
+@torch.inference_mode()
+def test_ready_heads_are_stored_but_for_tokens_without_a_place_which_leave_zeros_on_the_dummy():
+    q, k, v = inputs(USUAL).split_and_rotate()
+    k[1], v[1] = float("nan"), float("inf")  # of a token that is padding
+    made, places = pool(), PLACES.clone().int()
+    places[1] = -1
+    queries, *others = store_kept(made, 1, ReadyHeads(q, k, v), places)
+    assert queries is q and others == [None, None]
+    kept = torch.tensor([0, 2, 3, 4])
+    untouched = np.setdiff1d(np.arange(1, 6 * PAGE), PLACES[kept])
+    for part, new in ((made.k, k), (made.v, v)):
+        flat = part[1].flatten(0, 1)
+        assert torch.equal(flat[PLACES[kept]], new[kept])
+        assert (flat[0] == 0).all()
+        assert (flat[untouched] == 7).all()
         assert (part[0] == 7).all(), "another layer's"
 
 

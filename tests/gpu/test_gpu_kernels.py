@@ -25,6 +25,7 @@ from kernels import decode_attention_cases as attention  # noqa: E402
 from kernels.all_reduce_norm_cases import *  # noqa: E402, F403
 from kernels.decode_attention_cases import *  # noqa: E402, F403
 from kernels.expand_cases import *  # noqa: E402, F403
+from kernels.formats_cases import *  # noqa: E402, F403
 from kernels.gumbel_cases import *  # noqa: E402, F403
 from kernels.moe_cases import *  # noqa: E402, F403
 from kernels.norm_cases import *  # noqa: E402, F403

@@ -70,9 +70,9 @@ def highest_id(settings: Mapping[str, Any]) -> int:
 
 
 def _vocabulary(settings: Mapping[str, Any]) -> int:
-    from pipeinfer.checkpoint.config import read_config
+    from pipeinfer.checkpoint.outline import read_outline
 
-    return read_config(resolve_model(settings.get("model", ""))).vocab_size
+    return read_outline(resolve_model(settings.get("model", ""))).vocab_size
 
 
 def _efficiency(

@@ -22,7 +22,7 @@ from typing import Any
 from bench import instant_engine, processes, streaming
 from bench.latency import Timeline, percentiles
 from pipeinfer import settings as config
-from pipeinfer.checkpoint.config import read_config
+from pipeinfer.checkpoint.outline import read_outline
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import NAMES, Topology
@@ -86,7 +86,7 @@ def stages(
     pipeline with the instant engine."""
     model = resolve_model(str(given.get("model", "")))
     settings = {**given, "model": str(model)}
-    highest = max(read_config(model).vocab_size - 1 - SPECIAL, 0)
+    highest = max(read_outline(model).vocab_size - 1 - SPECIAL, 0)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(config.PREFIX)}
     environment[instant_engine.STEP_VARIABLE] = str(options.step_ms / 1e3)
     environment[instant_engine.HIGHEST_ID_VARIABLE] = str(highest)

@@ -24,7 +24,7 @@ import numpy as np
 from bench import shapes
 from bench.latency import percentiles
 from pipeinfer import AsyncLLM, SamplingParams
-from pipeinfer.checkpoint.config import read_config
+from pipeinfer.checkpoint.outline import read_outline
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.settings import ConfigurationError
 
@@ -175,7 +175,7 @@ class Run:
 
 
 async def _storm(options: argparse.Namespace, settings: dict[str, Any]) -> Measured:
-    config = read_config(resolve_model(str(settings.get("model", ""))))
+    config = read_outline(resolve_model(str(settings.get("model", ""))))
     highest = min(HIGHEST_ID, config.vocab_size - 1)
     limit = int(settings.get("max_model_len") or config.context_length)
     source = random.Random(0)

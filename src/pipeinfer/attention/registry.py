@@ -44,7 +44,7 @@ HOPPER = 9
 class Gpu:
     """What decides which kernels can run. capability: (9, 0) is Hopper. installed: packages.
 
-    sinks: the model has attention sinks (see AttentionShape), which the backend must know.
+    sinks, soft_cap: the model has them (see AttentionShape), and the backend must know them.
     """
 
     capability: tuple[int, int]
@@ -52,6 +52,7 @@ class Gpu:
     head_dim: int
     installed: frozenset[str]
     sinks: bool = False
+    soft_cap: bool = False
 
 
 def installed() -> frozenset[str]:
@@ -94,6 +95,8 @@ def _obstacle(name: str, gpu: Gpu) -> str:
         return ""
     if gpu.sinks:
         return "it knows no attention sinks, which this model has"
+    if gpu.soft_cap:
+        return "it knows no soft cap of scores, which this model has"
     missing = [package for package in PACKAGES[name] if package not in gpu.installed]
     if missing:
         return f"the package {' and '.join(missing)} is not installed (pip install pipeinfer[cuda])"
@@ -106,6 +109,15 @@ def _obstacle(name: str, gpu: Gpu) -> str:
         sizes = ", ".join(map(str, HEAD_DIMS[name]))
         return f"there is no kernel for heads of {gpu.head_dim}, only {sizes}"
     return ""
+
+
+def padded_head_dim(head_dim: int, backend: str = "") -> int:
+    """The smallest size of heads for which a backend is chosen by itself, and that holds so many
+    values; `head_dim` where none does, or where `backend`, if it is known, takes any size."""
+    if backend and backend not in HEAD_DIMS:
+        return head_dim
+    sizes = sorted({size for sizes in CHOICES.values() for size in sizes})
+    return next((size for size in sizes if size >= head_dim), head_dim)
 
 
 def load(name: str) -> AttentionKind:

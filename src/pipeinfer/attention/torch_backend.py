@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from pipeinfer.attention import step_index
 from pipeinfer.attention.interface import KV, Traits
 from pipeinfer.attention.rows import PagedRows
-from pipeinfer.attention.sinks import attend_with_sinks
 from pipeinfer.attention.step_index import Piece
+from pipeinfer.attention.unfused import attend_unfused, is_unfused
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
@@ -179,9 +179,10 @@ class TorchBackend:
         queries = (size, shape.num_kv_heads, -1, shape.head_dim)
         q = rows[bucket.begin : bucket.end].view(queries)
         k, v = k.view(keys).transpose(1, 2), v.view(keys).transpose(1, 2)
-        if shape.sinks is not None:
-            sinks = shape.sinks.view(shape.num_kv_heads, -1, 1)
-            out = attend_with_sinks(q, k, v, bucket.bias, sinks, shape.scale)
+        if is_unfused(shape):
+            sinks = shape.sinks
+            sinks = None if sinks is None else sinks.view(shape.num_kv_heads, -1, 1)
+            out = attend_unfused(shape, q, k, v, bucket.bias, sinks)
         else:
             mask = self._expanded(bucket.bias, shape)
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=shape.scale)
@@ -205,8 +206,8 @@ class TorchBackend:
             k, v = self._gather(layer, piece.places)
             k = k.view(-1, shape.num_kv_heads, shape.head_dim)
             v = v.view(-1, shape.num_kv_heads, shape.head_dim)
-        if shape.sinks is not None:
-            return self._prefill_with_sinks(shape, shape.sinks, q, k, v, piece)
+        if is_unfused(shape):
+            return self._prefill_unfused(shape, q, k, v, piece)
         out = scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],
@@ -218,10 +219,9 @@ class TorchBackend:
         )
         return out[0].transpose(0, 1)
 
-    def _prefill_with_sinks(
+    def _prefill_unfused(
         self,
         shape: AttentionShape,
-        sinks: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -236,14 +236,9 @@ class TorchBackend:
         group = shape.num_heads // shape.num_kv_heads
         for head in range(shape.num_kv_heads):
             of_head = slice(head * group, (head + 1) * group)
-            found = attend_with_sinks(
-                q[:, of_head].transpose(0, 1),
-                k[:, head],
-                v[:, head],
-                bias,
-                sinks[of_head, None, None],
-                shape.scale,
-            )
+            sinks = None if shape.sinks is None else shape.sinks[of_head, None, None]
+            queries = q[:, of_head].transpose(0, 1)
+            found = attend_unfused(shape, queries, k[:, head], v[:, head], bias, sinks)
             out[:, of_head] = found.transpose(0, 1)
         return out
 

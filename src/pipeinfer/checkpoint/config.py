@@ -266,7 +266,7 @@ def read_config(folder: Path) -> ModelConfig:
         rope=family.rope(fields),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         sliding_windows=family.windows(fields, layers),
-        dtype=_dtype(fields),
+        dtype=read_dtype(fields),
         eos_ids=fields.ids("eos_token_id"),
         activation=_activation(fields, family.activations),
         quantization=read_quantization(fields),
@@ -312,7 +312,8 @@ def _head_dim(fields: Fields, family: Family, heads: int) -> int:
     return head_dim
 
 
-def _dtype(fields: Fields) -> str:
+def read_dtype(fields: Fields) -> str:
+    """The dtype of the weights, one of DTYPES; raises ConfigurationError for another."""
     given = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
     name = str(given).removeprefix("torch.")
     if name not in DTYPES:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pipeinfer.checkpoint.fields import Fields
 from pipeinfer.settings import ConfigurationError
@@ -32,6 +32,7 @@ class Fp8:
     shared: Literal["row", "tensor", "block"] = "row"
     block: tuple[int, int] = (1, 1)
     at_load: bool = False
+    bits: ClassVar[int] = 8
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,15 @@ class Int4:
     group: int
     zeros: bool = True
     zero_shift: int = 0
+    bits: ClassVar[int] = 4
 
 
 @dataclass(frozen=True)
 class Mxfp4:
     """Experts of four bits, e2m1, 32 in a row with one exponent. Source: OCP Microscaling Formats,
     version 1.0."""
+
+    bits: ClassVar[int] = 4
 
 
 Format = Fp8 | Int4 | Mxfp4
@@ -112,7 +116,7 @@ def chosen(stored: Quantization | None, asked: str) -> Quantization | None:
         return None if stored is None else replace(stored, decoded=True)
     if asked == "fp8" and stored is None:
         return Quantization("fp8", Fp8(at_load=True))
-    if asked == "fp8" and stored is not None and isinstance(stored.format, Fp8):
+    if asked == "fp8" and stored is not None and stored.format.bits == 8:
         return stored
     what = "plain" if stored is None else stored.method
     raise ConfigurationError(f"--quantization {asked}: the checkpoint's weights are {what}")

@@ -129,7 +129,7 @@ def _model(settings: Settings) -> Finding:
     return (
         "ok",
         "model",
-        f"{settings.served_model_name}: {chosen.config.num_layers} layers, {dtype}, on "
+        f"{settings.served_model_name}: {chosen.layers} layers, {dtype}, on "
         f"{chosen.device}, attention {chosen.attention}, pages of {chosen.page_size} tokens, "
         f"requests of up to {chosen.max_model_len:,}",
     )

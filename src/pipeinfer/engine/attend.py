@@ -12,7 +12,7 @@ import torch
 
 from pipeinfer.attention.interface import Attention, Plan, Traits
 from pipeinfer.engine.storing import Store, TorchStore
-from pipeinfer.layers.attention import MergedHeads
+from pipeinfer.layers.attention import LayerHeads
 from pipeinfer.memory.pool import KVPool
 
 
@@ -25,7 +25,7 @@ class StepAttention:
     store: Store
     places: torch.Tensor
 
-    def __call__(self, layer: int, heads: MergedHeads) -> torch.Tensor:
+    def __call__(self, layer: int, heads: LayerHeads) -> torch.Tensor:
         """See layers/attention.py. Stored first: a token sees itself."""
         q, k, v = self.store(layer, heads, self.places)
         return self.backend.attend(layer, q, k, v, self.plan)

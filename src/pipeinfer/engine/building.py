@@ -18,7 +18,7 @@ from pipeinfer.engine.rooms import LargestStep, decode_ladder, mixed_ladder
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import SplitSampler, WholeSampler
 from pipeinfer.memory.pool import KVPool, bytes_per_page
-from pipeinfer.models.causal_lm import CausalLM
+from pipeinfer.models.interface import Model
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets, mixed_budget, most_tokens, said
 from pipeinfer.step_cost import StepCost
@@ -42,7 +42,7 @@ class Shape:
 
 
 def build_runner(
-    model: CausalLM,
+    model: Model,
     settings: Settings,
     shape: Shape,
     machine: Machine,
@@ -72,7 +72,13 @@ def build_runner(
     pages = 1 + (settings.kv_pages or _pages(settings, shape, machine, page_bytes))
     runner.bind(pool(pages if collectives is None else _agreed(collectives, pages)))
     if not settings.no_cuda_graph:
-        _capture(runner, settings, largest, progress)
+        try:
+            _capture(runner, settings, largest, progress)
+        except RuntimeError as error:
+            if not model.may_not_capture:
+                raise
+            reason = str(error).strip().splitlines()[0]
+            log.warning("no CUDA graphs, every step runs kernel by kernel: %s", reason)
     runner.measure()
     if runner.step_cost is not None:
         _tell(runner.step_cost, settings, tokens)

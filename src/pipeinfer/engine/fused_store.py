@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeinfer.engine.storing import Stored
+from pipeinfer.engine.storing import Stored, store_kept
 from pipeinfer.kernels.store import rotate_and_store
-from pipeinfer.layers.attention import MergedHeads
+from pipeinfer.layers.attention import LayerHeads
 from pipeinfer.memory.pool import KVPool
 
 
@@ -23,16 +23,19 @@ class FusedStore:
 
     pool: KVPool
 
-    def __call__(self, layer: int, heads: MergedHeads, places: torch.Tensor) -> Stored:
-        """See Store."""
-        norm, rotation = heads.norm, heads.rotation
+    def __call__(self, layer: int, heads: LayerHeads, places: torch.Tensor) -> Stored:
+        """See Store. Heads that are ready are stored by torch operations."""
+        merged = heads.merged
+        if merged is None:
+            return store_kept(self.pool, layer, heads, places)
+        norm, rotation = merged.norm, merged.rotation
         queries = rotate_and_store(
-            heads.product,
+            merged.product,
             *rotation.rope.table,
             places,
             self.pool.k[layer],
             self.pool.v[layer],
-            heads.num_heads,
+            merged.num_heads,
             positions=rotation.positions,
             q_norm=None if norm is None else norm.query_weight,
             k_norm=None if norm is None else norm.key_weight,

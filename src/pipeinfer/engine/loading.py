@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pipeinfer.attention import registry
 from pipeinfer.attention.registry import Gpu
-from pipeinfer.checkpoint.config import ModelConfig, read_config
+from pipeinfer.checkpoint.config import ModelConfig
+from pipeinfer.checkpoint.outline import Outline, read_outline
 from pipeinfer.checkpoint.quantization import chosen
 from pipeinfer.engine.building import Shape, build_runner
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model, check_shard
-from pipeinfer.models.causal_lm import CausalLM
+from pipeinfer.models.interface import Model
 from pipeinfer.models.loading import check_checkpoint, fill_dummy, load_weights
 from pipeinfer.models.weights import Stored
 from pipeinfer.settings import ConfigurationError, Settings
@@ -30,14 +31,17 @@ from pipeinfer.step_cost import StepCost
 
 if TYPE_CHECKING:
     from pipeinfer.distributed.collectives import TorchCollectives
+    from pipeinfer.models.foreign.loading import Foreign
 
 
 @dataclass(frozen=True)
 class EngineChoices:
-    """What settings and checkpoint come to, before anything is loaded. stored: where weights lie on
-    disk, by name; None where they are random."""
+    """What settings and checkpoint come to, before anything is loaded. foreign: how transformers
+    builds the model; None: it is our own. stored: where our own one's weights lie on disk, by name;
+    None where they are random."""
 
-    config: ModelConfig
+    outline: Outline
+    foreign: Foreign | None
     device: str
     dtype: torch.dtype
     attention: str
@@ -47,17 +51,29 @@ class EngineChoices:
     stored: Mapping[str, Stored] | None
     ordinal: int
 
+    @property
+    def layers(self) -> int:
+        """How many attend."""
+        if self.foreign is not None:
+            return len(self.foreign.traced.shapes)
+        return self.config.num_layers
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of our own implementation."""
+        assert self.outline.own is not None, "the model is transformers'"
+        return self.outline.own
+
 
 @dataclass(frozen=True)
 class LoadedEngine:
     """`pages` counts the dummy page 0, as MemoryManager and KVPool do.
 
     graph_sizes: batch sizes with a CUDA graph. step_tokens: the largest step.
-    step_cost: what steps take, if it was measured.
+    step_cost: what steps take, if it was measured. foreign: transformers built the model.
     """
 
     runner: Runner
-    config: ModelConfig
     page_size: int
     pages: int
     max_model_len: int
@@ -68,6 +84,7 @@ class LoadedEngine:
     graph_sizes: tuple[int, ...] = ()
     step_tokens: int = HOST_STEP_TOKENS
     step_cost: StepCost | None = None
+    foreign: bool = False
 
 
 def choose(
@@ -79,23 +96,36 @@ def choose(
     Raises ConfigurationError that names the culprit.
     """
     device, ordinal = _device(settings.device), rank if ordinal is None else ordinal
-    config = read_config(folder)
-    config = replace(config, quantization=chosen(config.quantization, settings.quantization))
+    outline = _in_format(read_outline(folder, settings.model_impl), settings.quantization)
     shard = Shard(rank, settings.tp, settings.enable_expert_parallel)
-    check_shard(config, settings.tp, shard.whole_experts)
-    dtype = _dtype(settings.dtype, config, device)
-    gpu = _gpu(dtype, config, ordinal) if device == "cuda" else None
+    max_model_len = _max_model_len(settings.max_model_len, outline)
+    foreign, config = None, outline.own
+    if config is None:
+        foreign = _foreign(settings, folder, outline, max_model_len)
+        needs = _Needs(
+            registry.padded_head_dim(foreign.traced.head_dim),
+            foreign.traced.sinks,
+            foreign.traced.soft_cap,
+        )
+    else:
+        check_shard(config, settings.tp, shard.whole_experts)
+        needs = _Needs(config.head_dim, config.sinks)
+    dtype = _dtype(settings.dtype, outline, device)
+    gpu = _gpu(dtype, needs, ordinal) if device == "cuda" else None
     attention = registry.resolve(settings.attention, device, gpu)
-    dummy = settings.load_format == "dummy"
+    stored = None
+    if config is not None and settings.load_format != "dummy":
+        stored = check_checkpoint(folder, config, shard)
     return EngineChoices(
-        config=config,
+        outline=outline,
+        foreign=foreign,
         device=device,
         dtype=dtype,
         attention=attention,
         page_size=registry.resolve_page_size(attention, settings.page_size),
-        max_model_len=_max_model_len(settings.max_model_len, config),
+        max_model_len=max_model_len,
         shard=shard,
-        stored=None if dummy else check_checkpoint(folder, config, shard),
+        stored=stored,
         ordinal=ordinal,
     )
 
@@ -132,7 +162,6 @@ def load_engine(
 def _loaded(choices: EngineChoices, max_slots: int, runner: Runner) -> LoadedEngine:
     return LoadedEngine(
         runner=runner,
-        config=choices.config,
         page_size=choices.page_size,
         pages=runner.pool.pages,
         max_model_len=choices.max_model_len,
@@ -143,6 +172,7 @@ def _loaded(choices: EngineChoices, max_slots: int, runner: Runner) -> LoadedEng
         graph_sizes=runner.graph_sizes,
         step_tokens=runner.largest.tokens,
         step_cost=runner.step_cost,
+        foreign=choices.foreign is not None,
     )
 
 
@@ -152,8 +182,10 @@ def _model(
     choices: EngineChoices,
     collectives: TorchCollectives | None,
     progress: Callable[[int, int], None] | None,
-) -> CausalLM:
+) -> Model:
     """With its weights."""
+    if choices.foreign is not None:
+        return _foreign_model(choices.foreign, settings, folder, choices)
     model = build_model(
         choices.config,
         choices.shard,
@@ -168,6 +200,37 @@ def _model(
     else:
         load_weights(model, folder, progress, choices.stored)
     return model
+
+
+def _foreign(settings: Settings, folder: Path, outline: Outline, most_tokens: int) -> Foreign:
+    """What transformers is to build; raises ConfigurationError for what it cannot serve here."""
+    named = f"{outline.architecture} is served through transformers"
+    if settings.tp > 1:
+        raise ConfigurationError(
+            f"{named}, which is not split over ranks: --tp 1, not {settings.tp}"
+        )
+    if settings.compile or settings.enable_expert_parallel:
+        flag = "--compile" if settings.compile else "--enable-expert-parallel"
+        raise ConfigurationError(f"{named}: {flag} is for models of pipeinfer's own")
+    from pipeinfer.models.foreign.loading import look_at  # which imports transformers
+
+    return look_at(folder, outline, most_tokens)
+
+
+def _foreign_model(
+    foreign: Foreign, settings: Settings, folder: Path, choices: EngineChoices
+) -> Model:
+    from pipeinfer.models.foreign.loading import load
+
+    return load(
+        foreign,
+        None if settings.load_format == "dummy" else folder,
+        settings.seed,
+        torch.device(choices.device),
+        choices.dtype,
+        choices.max_model_len,
+        registry.padded_head_dim(foreign.traced.head_dim, choices.attention),
+    )
 
 
 def machine(device: str, settings: Settings, ordinal: int) -> Machine:
@@ -192,6 +255,19 @@ def _prepare(settings: Settings, choices: EngineChoices, collectives: TorchColle
         )
 
 
+def _in_format(outline: Outline, asked: str) -> Outline:
+    """With the number format that `--quantization` makes of the checkpoint's."""
+    if outline.own is None:
+        if asked not in ("auto", "none"):
+            raise ConfigurationError(
+                f"--quantization {asked}: {outline.architecture} is built by transformers, whose "
+                "weights are plain"
+            )
+        return outline
+    how = chosen(outline.own.quantization, asked)
+    return replace(outline, own=replace(outline.own, quantization=how))
+
+
 def _device(name: str) -> str:
     """ "cuda" where torch sees a GPU, unless the CPU was asked for."""
     if name == "cpu":
@@ -205,25 +281,33 @@ def _device(name: str) -> str:
     return "cpu"
 
 
-def _gpu(dtype: torch.dtype, config: ModelConfig, rank: int) -> Gpu:
+class _Needs(NamedTuple):
+    """What a model wants of attention that not every backend has."""
+
+    head_dim: int
+    sinks: bool
+    soft_cap: bool = False
+
+
+def _gpu(dtype: torch.dtype, needs: _Needs, rank: int) -> Gpu:
     name = str(dtype).removeprefix("torch.")
     capability = torch.cuda.get_device_capability(rank)
-    return Gpu(capability, name, config.head_dim, registry.installed(), config.sinks)
+    return Gpu(capability, name, needs.head_dim, registry.installed(), needs.sinks, needs.soft_cap)
 
 
-def _dtype(name: str, config: ModelConfig, device: str) -> torch.dtype:
+def _dtype(name: str, outline: Outline, device: str) -> torch.dtype:
     """`auto` is the checkpoint's dtype, but float32 on a CPU.
 
     Few CPUs multiply 16-bit matrices fast, and those that do not are several times slower than in
     float32; who has one says --dtype bfloat16.
     """
     if name == "auto":
-        name = "float32" if device == "cpu" else config.dtype
+        name = "float32" if device == "cpu" else outline.dtype
     return getattr(torch, name)
 
 
-def _max_model_len(asked: int, config: ModelConfig) -> int:
-    limit = config.context_length
+def _max_model_len(asked: int, outline: Outline) -> int:
+    limit = outline.context_length
     if asked > limit:
         raise ConfigurationError(
             f"--max-model-len: {asked} is more than the checkpoint's {limit} tokens"

@@ -34,7 +34,7 @@ from pipeinfer.engine.scores import Scores, StepScores
 from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.memory.pool import KVPool
-from pipeinfer.models.causal_lm import CausalLM
+from pipeinfer.models.interface import Model
 from pipeinfer.step_cost import StepCost
 from pipeinfer.steps.step import Sampled, Step
 from pipeinfer.tensors import tensor_of
@@ -121,7 +121,7 @@ class Runner:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: Model,
         pool: KVPool,
         backend: Attention,
         largest: LargestStep,

@@ -15,7 +15,7 @@ import torch
 from pipeinfer.engine.logprobs import log_probs
 from pipeinfer.kernels.host.truncation import is_truncated
 from pipeinfer.kernels.interface import Kernels, Knobs
-from pipeinfer.models.causal_lm import CausalLM
+from pipeinfer.models.interface import Model
 from pipeinfer.tensors import tensor_of
 
 NONE = np.empty(0, dtype=np.int64)  # rows
@@ -54,13 +54,13 @@ class Sampler(Protocol):
 
 
 class WholeSampler:
-    """For one rank, whose model (a CausalLM) gives all logits."""
+    """For one rank, whose model gives all logits."""
 
     first_id = 0
 
-    def __init__(self, model: CausalLM, kernels: Kernels) -> None:
+    def __init__(self, model: Model, kernels: Kernels) -> None:
         self.logits = model.logits
-        self.vocab = model.head.rows.vocab_size
+        self.vocab = model.vocabulary.vocab_size
         self._kernels = kernels
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
@@ -88,13 +88,13 @@ class Ranks(Protocol):
 
 
 class SplitSampler:
-    """For a rank whose model, a CausalLM, gives the logits of a run of the vocabulary.
+    """For a rank whose model gives the logits of a run of the vocabulary.
 
     A few numbers a row and rank are exchanged; of rows that are truncated all logits, too.
     """
 
-    def __init__(self, model: CausalLM, ranks: Ranks, kernels: Kernels) -> None:
-        rows = model.head.rows
+    def __init__(self, model: Model, ranks: Ranks, kernels: Kernels) -> None:
+        rows = model.vocabulary
         self.logits = model.local_logits
         self.first_id = rows.start
         self._held = rows.stop - rows.start

@@ -133,7 +133,7 @@ def _masks(settings: Settings, folder: Path) -> Masks | None:
     from pipeinfer.grammars.store import GrammarStore
     from pipeinfer.text.ends import grammar_setup
 
-    store = GrammarStore(partial(grammar_setup, folder))
+    store = GrammarStore(partial(grammar_setup, folder, settings.model_impl))
     return Masks(store, os.cpu_count() or 1, alone=settings.tp == 1)
 
 

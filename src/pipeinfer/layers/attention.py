@@ -7,7 +7,7 @@ and no backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -16,6 +16,36 @@ from pipeinfer.layers.norm import HeadNorm, NormKind
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rotation, rotate
+
+
+class LayerHeads(Protocol):
+    """A layer's queries, keys and values, of the tokens of a step."""
+
+    @property
+    def merged(self) -> MergedHeads | None:
+        """What a kernel can split, norm and rotate as it stores; None: they are ready."""
+        ...
+
+    def split_and_rotate(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [T, heads, head_dim], normed and rotated."""
+        ...
+
+
+class ReadyHeads(NamedTuple):
+    """`LayerHeads` that their model has split, normed and rotated."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def merged(self) -> MergedHeads | None:
+        """There is nothing left to do."""
+        return None
+
+    def split_and_rotate(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See LayerHeads."""
+        return self.queries, self.keys, self.values
 
 
 class MergedHeads(NamedTuple):
@@ -28,6 +58,11 @@ class MergedHeads(NamedTuple):
     num_kv_heads: int
     norm: HeadNorm | None
     rotation: Rotation
+
+    @property
+    def merged(self) -> MergedHeads | None:
+        """These."""
+        return self
 
     def split_and_rotate(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values [T, heads, head_dim], normed and rotated by torch operations;
@@ -45,7 +80,7 @@ class MergedHeads(NamedTuple):
 
 # What a model calls in each layer, by its number: stores keys and values, and attends. Returns
 # [T, num_heads, head_dim].
-Attend = Callable[[int, MergedHeads], torch.Tensor]
+Attend = Callable[[int, LayerHeads], torch.Tensor]
 
 
 class Heads(NamedTuple):

@@ -56,7 +56,7 @@ class ClampedExperts:
         form = placement.format(["experts"])
         if form is None:
             return None
-        if not isinstance(form, Mxfp4):
+        if form != Mxfp4():
             raise ConfigurationError(
                 "experts with bounds are stored plain or in mxfp4, not in another number format"
             )

@@ -5,20 +5,45 @@ Knows which device has products for which format; no layer and no file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 
 from pipeinfer.checkpoint.quantization import Format, Fp8, Int4, Mxfp4
-from pipeinfer.layers.decoded import Decoded
+from pipeinfer.layers.decoded import Decoded, Values
 from pipeinfer.layers.fp8_matrix import Fp8Matrix, fp8_products
 from pipeinfer.layers.fp8_values import Fp8Values
 from pipeinfer.layers.int4_matrix import Int4Matrix, int4_products
 from pipeinfer.layers.int4_values import Int4Values
 from pipeinfer.layers.matrix import Matrix, Weight
 from pipeinfer.layers.placement import Placement
-from pipeinfer.layers.skinny import skinny_products
+from pipeinfer.layers.skinny import SkinnyProducts, skinny_products
 from pipeinfer.settings import ConfigurationError
+
+
+class Stacked(Values, Protocol):
+    """Values of one matrix, or of a stack of them."""
+
+    def __getitem__(self, index: int, /) -> Values:
+        """One of a stack."""
+        ...
+
+
+# By the class of a format: room for values of a size, not yet filled; and for a size the products
+# that a device has with them, None without, and the Weight that has them.
+ROOM: Mapping[type, Callable[[tuple[int, ...], Any, Placement], Stacked]] = {
+    Fp8: Fp8Values.empty,
+    Int4: Int4Values.empty,
+}
+PRODUCTS: Mapping[type, Callable[[Any, tuple[int, int], Placement], SkinnyProducts | None]] = {
+    Fp8: fp8_products,
+    Int4: int4_products,
+}
+KEPT: Mapping[type, Callable[[Any, torch.Tensor | None, SkinnyProducts, bool], Weight]] = {
+    Fp8: Fp8Matrix,
+    Int4: Int4Matrix,
+}
 
 
 def weight(
@@ -34,27 +59,20 @@ def weight(
     few, split: as a Matrix's. Raises ConfigurationError if the size does not fit the format.
     """
     form = placement.format(names)
-    if form is None or isinstance(form, Mxfp4):  # which is for experts alone
+    if form is None or form == Mxfp4():  # which is for experts alone
         skinny = skinny_products(placement.device, placement.dtype)
         return Matrix(
             placement.empty(*size), bias, skinny if few else None, skinny if split else None
         )
-    if not placement.decodes:
-        if isinstance(form, Fp8):
-            skinny = fp8_products(form, size, placement)
-            if skinny is not None:
-                return Fp8Matrix(Fp8Values.empty(size, form, placement), bias, skinny, split)
-        else:
-            skinny = int4_products(size, placement)
-            if skinny is not None:
-                return Int4Matrix(Int4Values.empty(size, form, placement), bias, skinny, split)
-    return Decoded(values(form, size, placement), bias, placement)
+    kept = values(form, size, placement)
+    products = None if placement.decodes else PRODUCTS[type(form)](form, size, placement)
+    if products is None:
+        return Decoded(kept, bias, placement)
+    return KEPT[type(form)](kept, bias, products, split)
 
 
-def values(form: Format, size: tuple[int, ...], placement: Placement) -> Fp8Values | Int4Values:
+def values(form: Format, size: tuple[int, ...], placement: Placement) -> Stacked:
     """Room for a matrix of `size`, or for a stack of them."""
-    if isinstance(form, Fp8):
-        return Fp8Values.empty(size, form, placement)
-    if isinstance(form, Int4):
-        return Int4Values.empty(size, form, placement)
-    raise ConfigurationError("quantization_config: mxfp4 is for experts with bounds alone")
+    if form == Mxfp4():
+        raise ConfigurationError("quantization_config: mxfp4 is for experts with bounds alone")
+    return ROOM[type(form)](size, form, placement)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
+from pipeinfer.checkpoint.quantization import Int4
 from pipeinfer.layers.int4_values import RUN, Int4Values
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
@@ -21,8 +22,8 @@ COLUMNS = 32  # of a tile
 MOST_SPLITS = 8
 
 
-def int4_products(size: tuple[int, int], placement: Placement) -> SkinnyProducts | None:
-    """None where such a matrix has to become plain: on this device, or of this size."""
+def int4_products(form: Int4, size: tuple[int, int], placement: Placement) -> SkinnyProducts | None:
+    """Of any such form; None where a matrix has to become plain: on this device, or of this size."""
     rows, columns = size
     if rows % COLUMNS or columns % RUN:
         return None

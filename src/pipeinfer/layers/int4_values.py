@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from pipeinfer.checkpoint.quantization import Int4
-from pipeinfer.layers.placement import DUMMY_STD, Converted, Placement, Source
+from pipeinfer.layers.placement import DUMMY_STD, Converted, Placement, Source, Target
 from pipeinfer.settings import ConfigurationError
 
 EACH = 8  # numbers in an int32
@@ -110,18 +110,14 @@ class _Cut:
     slices: tuple[slice, slice]
     group: int
 
-    def source(
-        self, what: str, target: torch.Tensor | Converted, rows: int, columns: int
-    ) -> Source:
-        """Of a tensor with an entry for each `rows` x `columns`."""
+    def source(self, what: str, target: Target, rows: int, columns: int) -> Source:
+        """Of a tensor with an entry for each `rows` x `columns`: words, where those are eight."""
         total = self.shape[0] // rows, self.shape[1] // columns
         held = self._part(self.slices[0], rows), self._part(self.slices[1], columns)
-        stored = WORDS if isinstance(target, Converted) else PLAIN
+        stored = WORDS if EACH in (rows, columns) else PLAIN
         return Source(f"{self.name}.{what}", total, held, target, stored, DUMMY_SCALE)
 
-    def turned(
-        self, what: str, target: torch.Tensor | Converted, rows: int, columns: int
-    ) -> Source:
+    def turned(self, what: str, target: Target, rows: int, columns: int) -> Source:
         """As `source`, of a tensor whose first dimension is that of columns."""
         (height, width), (down, across) = self.shape, self.slices
         turned = _Cut(self.name, (width, height), (across, down), self.group)

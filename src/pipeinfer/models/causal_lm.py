@@ -96,10 +96,12 @@ class DecoderLayer:
 
 
 class CausalLM:
-    """`model(tokens, positions, attend)` gives hidden states, `model.logits` their logits.
+    """A `Model`: `model(tokens, positions, attend)` gives hidden states, `logits` their logits.
 
     `embed` makes the embedding out of its rows. Layers with the same RoPE share its rotation.
     """
+
+    may_not_capture = False
 
     def __init__(
         self,
@@ -142,6 +144,11 @@ class CausalLM:
             rotation = rotations[self._rope_of_layer[index]]
             x, residual = layer(x, residual, rotation, attend, rows if index == last else None)
         return self.norm.add(x, residual)[0]
+
+    @property
+    def vocabulary(self) -> VocabularyRows:
+        """What its logits are about."""
+        return self.head.rows
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden] to [S, vocab] in the model's dtype; the same on all ranks."""

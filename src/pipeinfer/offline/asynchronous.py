@@ -16,7 +16,7 @@ import msgspec
 
 from pipeinfer import other_names
 from pipeinfer import settings as config
-from pipeinfer.checkpoint.config import read_config
+from pipeinfer.checkpoint.outline import read_outline
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS, sampling_defaults
 from pipeinfer.gateway.events import Call
 from pipeinfer.json_values import JsonValue
@@ -194,7 +194,7 @@ class AsyncLLM:
         """Finds, perhaps downloads the model, and refuses what no stage could load."""
         settings = prepare(self._given, log.info)
         folder = Path(settings.model)
-        read_config(folder)
+        read_outline(folder, settings.model_impl)
         defaults = sampling_defaults(folder)
         limit = defaults.max_tokens or COMPLETION_MAX_TOKENS
         self._defaults = msgspec.structs.replace(defaults, max_tokens=limit)

@@ -17,6 +17,7 @@ class AttentionShape:
     """Heads of one rank. sliding_window: tokens a query sees, itself included; None is all.
 
     sinks: [num_heads], each head's score of a key that every query sees and that has no value.
+    soft_cap: scaled scores become soft_cap * tanh(score / soft_cap).
     """
 
     num_heads: int
@@ -25,3 +26,4 @@ class AttentionShape:
     scale: float
     sliding_window: int | None = None
     sinks: torch.Tensor | None = field(default=None, compare=False)
+    soft_cap: float | None = None

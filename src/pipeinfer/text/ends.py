@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from pipeinfer.checkpoint.config import read_config
 from pipeinfer.checkpoint.generation import read_generation
+from pipeinfer.checkpoint.outline import read_outline
 from pipeinfer.grammars.trial import Setup
 from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import ConfigurationError
@@ -30,13 +30,13 @@ def end_ids(folder: Path, tokenizer: Tokenizer | None, config: JsonObject) -> tu
     return tuple(ids)
 
 
-def grammar_setup(folder: Path) -> Setup:
-    """For grammars of the checkpoint in `folder`. Raises ConfigurationError where it has no
-    tokenizer or no end."""
+def grammar_setup(folder: Path, model_impl: str = "auto") -> Setup:
+    """For grammars of the checkpoint in `folder`; `model_impl` as in Settings. Raises
+    ConfigurationError where it has no tokenizer or no end."""
     config = read_tokenizer_config(folder)
     tokenizer = load_tokenizer(folder, config)
     ends = end_ids(folder, tokenizer, config)
-    return vocabulary_setup(tokenizer, read_config(folder).vocab_size, ends)
+    return vocabulary_setup(tokenizer, read_outline(folder, model_impl).vocab_size, ends)
 
 
 def vocabulary_setup(tokenizer: Tokenizer | None, width: int, ends: Sequence[int]) -> Setup:

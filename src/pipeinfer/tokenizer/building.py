@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeinfer.checkpoint.config import read_config
+from pipeinfer.checkpoint.outline import read_outline
 from pipeinfer.grammars.trial import Setup
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.text.ends import end_ids, vocabulary_setup
@@ -32,7 +32,7 @@ class Built(NamedTuple):
 
 def make_encoder(folder: Path, settings: Settings, alone: bool = False) -> Built:
     """For the checkpoint in `folder`; `alone` as for PromptEncoder. Raises ConfigurationError."""
-    model = read_config(folder)
+    model = read_outline(folder, settings.model_impl)
     config = read_tokenizer_config(folder)
     tokenizer = load_tokenizer(folder, config)
     eos_ids = end_ids(folder, tokenizer, config)

@@ -152,8 +152,8 @@ def redactor(key: str, stage: str, folder: str) -> Redactor:
     End-of-sequence ids and all special tokens keep their ids. Raises ConfigurationError, or
     ValueError for a key that is none.
     """
-    from pipeinfer.checkpoint.config import read_config
     from pipeinfer.checkpoint.generation import read_generation
+    from pipeinfer.checkpoint.outline import read_outline
     from pipeinfer.text.loading import load_tokenizer
     from pipeinfer.text.template_sources import read_tokenizer_config
 
@@ -166,4 +166,4 @@ def redactor(key: str, stage: str, folder: str) -> Redactor:
     if tokenizer is not None:
         added = tokenizer.get_added_tokens_decoder()
         fixed |= {token for token, how in added.items() if how.special}
-    return Redactor(stage, secret, Permutation(secret, read_config(path).vocab_size, fixed))
+    return Redactor(stage, secret, Permutation(secret, read_outline(path).vocab_size, fixed))
