@@ -15,6 +15,7 @@ from pipeinfer.kernels.decode_attention import (
     decode_attention_reference,
 )
 from pipeinfer.kernels.decode_pieces import Cut, cut_rows, cut_rows_reference, most_pieces, room_for
+from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
@@ -38,6 +39,7 @@ class Case:
         self.v = randn(2, total, page, kv_heads, dim, dtype=dtype)
         self.q = randn(3, len(lengths), heads, dim, dtype=dtype)
         self.scale = dim**-0.5
+        self.scales = ONES
         most = most_pieces(len(lengths), SPLITS)
         self.pieces = room_for(most, self.q.device)
         self.scratch = Scratch(len(lengths), most, heads, kv_heads, dim, self.q.device)
@@ -50,12 +52,19 @@ class Case:
         cut_rows(self.lengths, self.pieces, cut, window)
         return decode_attention(
             self.q, self.k, self.v, self.rows(), self.scale, out, self.scratch, cut, window,
-            early=False, sinks=sinks,
+            early=False, sinks=sinks, scales=self.scales,
         )  # fmt: skip
 
     def expected(self, window=None, sinks=None):
         rows = self.rows()
-        return decode_attention_reference(self.q, self.k, self.v, rows, self.scale, window, sinks)
+        return decode_attention_reference(
+            self.q, self.k, self.v, rows, self.scale, window, sinks, self.scales
+        )
+
+    def in_8_bits(self, scales):
+        """The same with pages of e4m3; what stood there is what is stored."""
+        self.k, self.v, self.scales = self.k.to(E4M3), self.v.to(E4M3), scales
+        return self
 
 
 @pytest.mark.parametrize(
@@ -207,3 +216,36 @@ def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim):
             expected = decode_attention_reference(case.q, keys, values, rows, scale, window, sinks)
             assert relative_error(out[there], expected[there]) < 3e-6
             assert not out[~there].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("cut", [WHOLE, SPLITS])
+@pytest.mark.parametrize("window", [None, 20])
+def test_pages_of_8_bits_are_read_with_their_scales(window, cut, dtype):
+    case = Case(LENGTHS, dtype).in_8_bits(Scales(0.5, 3.0))
+    got, expected = case.run(cut, window), case.expected(window)
+    assert relative_error(got, expected) < 3 * TOLERANCE[dtype]
+    case.scales = ONES
+    assert relative_error(got, case.expected(window)) > 0.5
+
+
+def test_every_number_of_8_bits_is_read_as_it_is():
+    """A row of one key gives that key's value."""
+    case = Case([1] * 8, heads=1, kv_heads=1, dim=32, page=1).in_8_bits(ONES)
+    at = case.indices.long()
+    numbers = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(8, 1, 1, 32)
+    case.v.view(torch.uint8)[at] = numbers
+    got, expected = case.run(WHOLE), numbers.view(E4M3).float()[:, 0]
+    assert torch.equal(got.isnan(), expected.isnan()) and int(expected.isnan().sum()) == 2
+    assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+
+
+def test_sinks_and_a_nan_of_8_bits():
+    case = Case(LENGTHS).in_8_bits(Scales(2.0, 0.1))
+    sinks = torch.tensor([0.0, -3.0, 2.5, 80.0], device=DEVICE)
+    clean = case.run(SPLITS, None, sinks)
+    assert relative_error(clean, case.expected(None, sinks)) < 3e-6
+    case.v.view(torch.uint8)[case.indices[int(case.indptr[3])].long(), 2] = 0x7F
+    got = case.run(SPLITS, None, sinks)
+    assert got[3].isnan().any(dim=-1).all()
+    assert torch.equal(got[[0, 1, 2, 4]], clean[[0, 1, 2, 4]])

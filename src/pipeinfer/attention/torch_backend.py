@@ -18,6 +18,7 @@ from pipeinfer.attention.interface import KV, Traits
 from pipeinfer.attention.rows import PagedRows
 from pipeinfer.attention.sinks import attend_with_sinks
 from pipeinfer.attention.step_index import Piece
+from pipeinfer.kernels.e4m3 import E4M3, Scales, widened
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
@@ -81,6 +82,7 @@ class TorchBackend:
         self._dtype = torch.float32
         self._k: list[torch.Tensor] = []
         self._v: list[torch.Tensor] = []
+        self._scales: tuple[Scales, ...] = ()
         self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
@@ -88,6 +90,7 @@ class TorchBackend:
         self._page_size = pool.page_size
         self._dtype = pool.dtype
         self._k, self._v = pool.by_place()
+        self._scales = pool.scales
         self._scratch = None
 
     def plan(self, rows: PagedRows) -> TorchPlan:
@@ -260,4 +263,7 @@ class TorchBackend:
         k, v = (buffer[:need].view(len(places), -1) for buffer in self._scratch)
         torch.index_select(flat_k, 0, places, out=k)
         torch.index_select(flat_v, 0, places, out=v)
+        if k.dtype == E4M3:
+            scales = self._scales[layer]
+            return widened(k, scales.k, self._dtype), widened(v, scales.v, self._dtype)
         return k, v

@@ -25,7 +25,7 @@ class FusedStore:
 
     def __call__(self, layer: int, heads: MergedHeads, places: torch.Tensor) -> Stored:
         """See Store."""
-        norm, rotation = heads.norm, heads.rotation
+        norm, rotation, scales = heads.norm, heads.rotation, self.pool.scales[layer]
         queries = rotate_and_store(
             heads.product,
             *rotation.rope.table,
@@ -38,5 +38,7 @@ class FusedStore:
             k_norm=None if norm is None else norm.key_weight,
             eps=0.0 if norm is None else norm.eps,
             offset=0.0 if norm is None else norm.offset,
+            k_scale=scales.k,
+            v_scale=scales.v,
         )
         return queries, None, None
