@@ -19,9 +19,11 @@ from pipeinfer.checkpoint.config import ModelConfig, read_config
 from pipeinfer.engine.building import Shape, build_runner
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
+from pipeinfer.kernels.e4m3 import ONES, Scales
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model, check_shard
 from pipeinfer.models.causal_lm import CausalLM
+from pipeinfer.models.kv_scales import read_scales
 from pipeinfer.models.loading import check_checkpoint, fill_dummy, load_weights
 from pipeinfer.models.weights import Stored
 from pipeinfer.settings import ConfigurationError, Settings
@@ -30,11 +32,14 @@ from pipeinfer.step_cost import StepCost
 if TYPE_CHECKING:
     from pipeinfer.distributed.collectives import TorchCollectives
 
+AS_THE_MODEL, FP8 = "auto", "fp8_e4m3"  # what keys and values are stored as
+
 
 @dataclass(frozen=True)
 class EngineChoices:
     """What settings and checkpoint come to, before anything is loaded. stored: where weights lie on
-    disk, by name; None where they are random."""
+    disk, by name; None where they are random. kv_scales: of each layer's keys and values, if they
+    are stored as e4m3."""
 
     config: ModelConfig
     device: str
@@ -44,7 +49,13 @@ class EngineChoices:
     max_model_len: int
     shard: Shard
     stored: Mapping[str, Stored] | None
+    kv_scales: tuple[Scales, ...] | None
     ordinal: int
+
+    @property
+    def kv_dtype(self) -> str:
+        """As Hello has it."""
+        return AS_THE_MODEL if self.kv_scales is None else FP8
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,7 @@ class LoadedEngine:
     graph_sizes: tuple[int, ...] = ()
     step_tokens: int = HOST_STEP_TOKENS
     step_cost: StepCost | None = None
+    kv_dtype: str = AS_THE_MODEL
 
 
 def choose(
@@ -82,8 +94,10 @@ def choose(
     shard = Shard(rank, settings.tp, settings.enable_expert_parallel)
     check_shard(config, settings.tp, shard.whole_experts)
     dtype = _dtype(settings.dtype, config, device)
-    gpu = _gpu(dtype, config, ordinal) if device == "cuda" else None
+    narrow = _narrow(settings.kv_cache_dtype, dtype)
+    gpu = _gpu(dtype, config, ordinal, narrow) if device == "cuda" else None
     attention = registry.resolve(settings.attention, device, gpu)
+    stored = None if settings.load_format == "dummy" else check_checkpoint(folder, config)
     return EngineChoices(
         config=config,
         device=device,
@@ -92,7 +106,8 @@ def choose(
         page_size=registry.resolve_page_size(attention, settings.page_size),
         max_model_len=_max_model_len(settings.max_model_len, config),
         shard=shard,
-        stored=None if settings.load_format == "dummy" else check_checkpoint(folder, config),
+        stored=stored,
+        kv_scales=_scales(stored, config) if narrow else None,
         ordinal=ordinal,
     )
 
@@ -120,7 +135,13 @@ def load_engine(
         if collectives is not None:
             _prepare(settings, choices, collectives)
         model = _model(settings, folder, choices, collectives, progress)
-        shape = Shape(choices.attention, choices.page_size, choices.max_model_len, choices.dtype)
+        shape = Shape(
+            choices.attention,
+            choices.page_size,
+            choices.max_model_len,
+            choices.dtype,
+            choices.kv_scales,
+        )
         return build_runner(model, settings, shape, chosen, collectives, graph_progress)
 
     return _loaded(choices, settings.max_running, chosen.build(build))
@@ -140,6 +161,7 @@ def _loaded(choices: EngineChoices, max_slots: int, runner: Runner) -> LoadedEng
         graph_sizes=runner.graph_sizes,
         step_tokens=runner.largest.tokens,
         step_cost=runner.step_cost,
+        kv_dtype=choices.kv_dtype,
     )
 
 
@@ -202,10 +224,27 @@ def _device(name: str) -> str:
     return "cpu"
 
 
-def _gpu(dtype: torch.dtype, config: ModelConfig, rank: int) -> Gpu:
+def _narrow(name: str, dtype: torch.dtype) -> bool:
+    """Whether keys and values are stored as e4m3, else as the model has them."""
+    if name == "bfloat16" and dtype != torch.bfloat16:
+        computed = str(dtype).removeprefix("torch.")
+        raise ConfigurationError(
+            f"--kv-cache-dtype bfloat16: the model computes in {computed}, and so are its keys and "
+            "values; --dtype bfloat16 makes both so, --kv-cache-dtype auto takes them as they are"
+        )
+    return name in ("fp8", FP8)
+
+
+def _scales(stored: Mapping[str, Stored] | None, config: ModelConfig) -> tuple[Scales, ...]:
+    """The checkpoint's, if there is one."""
+    layers = config.num_layers
+    return (ONES,) * layers if stored is None else read_scales(stored, layers)
+
+
+def _gpu(dtype: torch.dtype, config: ModelConfig, rank: int, narrow: bool) -> Gpu:
     name = str(dtype).removeprefix("torch.")
     capability = torch.cuda.get_device_capability(rank)
-    return Gpu(capability, name, config.head_dim, registry.installed(), config.sinks)
+    return Gpu(capability, name, config.head_dim, registry.installed(), config.sinks, narrow)
 
 
 def _dtype(name: str, config: ModelConfig, device: str) -> torch.dtype:

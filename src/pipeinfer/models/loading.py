@@ -20,6 +20,7 @@ from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.placement import Source
 from pipeinfer.models.build import build_model
 from pipeinfer.models.causal_lm import CausalLM
+from pipeinfer.models.kv_scales import SCALE
 from pipeinfer.models.readahead import ReadAhead
 from pipeinfer.models.weights import Stored, dtypes, open_weights, read_stored
 from pipeinfer.settings import ConfigurationError
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # bytes of the checkpoint done, bytes in all
 
-HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
+HARMLESS = re.compile(rf"\.rotary_emb\.inv_freq$|^lm_head\.weight$|{SCALE.pattern}")
 DUMMY_STD = 0.02
 
 
