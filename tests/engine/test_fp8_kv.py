@@ -154,8 +154,9 @@ def generated(folder, budget=256, policy="mixed", prompts=PROMPTS, loaded=None, 
     settings = {"kv_pages": 40, "page_size": 16, "max_running": 4} | FP8 | settings
     made = Cores(folder, Settings(**settings), policy, budget=budget, loaded=loaded)
     for index, prompt in enumerate(prompts):
-        params = SamplingParams(temperature=0.7 * (index % 2), max_tokens=WANTED, ignore_eos=True)
-        made.submit(f"r{index}", prompt, params, seed=index)
+        seed = index % len(PROMPTS)  # the same prompt, asked again, is the same request
+        params = SamplingParams(temperature=0.7 * (seed % 2), max_tokens=WANTED, ignore_eos=True)
+        made.submit(f"r{index}", prompt, params, seed=seed)
     made.run()
     assert set(made.finished.values()) == {"length"}
     return made.outputs, made

@@ -90,6 +90,8 @@ class TorchBackend:
         self._page_size = pool.page_size
         self._dtype = pool.dtype
         self._k, self._v = pool.by_place()
+        if pool.stored == E4M3:  # as bytes, which are gathered on every device
+            self._k, self._v = ([x.view(torch.uint8) for x in part] for part in (self._k, self._v))
         self._scales = pool.scales
         self._scratch = None
 
@@ -263,7 +265,8 @@ class TorchBackend:
         k, v = (buffer[:need].view(len(places), -1) for buffer in self._scratch)
         torch.index_select(flat_k, 0, places, out=k)
         torch.index_select(flat_v, 0, places, out=v)
-        if k.dtype == E4M3:
-            scales = self._scales[layer]
-            return widened(k, scales.k, self._dtype), widened(v, scales.v, self._dtype)
-        return k, v
+        if k.dtype != torch.uint8:
+            return k, v
+        scales = self._scales[layer]
+        k, v = k.view(E4M3), v.view(E4M3)
+        return widened(k, scales.k, self._dtype), widened(v, scales.v, self._dtype)
