@@ -184,8 +184,11 @@ def test_a_row_without_keys_writes_nothing():
     assert torch.equal(got[1], full[1])
 
 
-@pytest.mark.parametrize(("kv_heads", "dim"), [(2, 32), (1, 256)])
-def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim):
+@pytest.mark.parametrize(
+    ("kv_heads", "dim", "scales"),
+    [(2, 32, None), (1, 256, None), (1, 32, [Scales(2**-n, 0.1 * (n + 1)) for n in range(4)])],
+)
+def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim, scales):
     windows, heads, page = [None, 20, None, 20], 4, 16
     device = torch.device(DEVICE)
     some = randn(8, heads)
@@ -193,10 +196,10 @@ def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim):
         AttentionShape(heads, kv_heads, dim, dim**-0.5, window, sinks)
         for window, sinks in zip(windows, [None, None, some, some], strict=True)
     ]
-    pool = KVPool(shapes, 16, page, torch.float32, device)
+    pool = KVPool(shapes, 16, page, torch.float32, device, scales)
     for layer in range(len(shapes)):
-        pool.k[layer].copy_(randn(layer, *pool.k[layer].shape))
-        pool.v[layer].copy_(randn(9 + layer, *pool.v[layer].shape))
+        pool.k[layer].copy_(randn(layer, *pool.k[layer].shape).to(pool.stored))
+        pool.v[layer].copy_(randn(9 + layer, *pool.v[layer].shape).to(pool.stored))
     kernel = TritonDecodeKernel(shapes, device)
     kernel.bind(pool, 8)
     for lengths in ([70, 0, 5], [16, 33, 100, 1]):  # the second step finds what the first left
@@ -213,7 +216,9 @@ def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim):
             keys, values = pool.k[layer], pool.v[layer]
             rows, scale = case.rows(), case.scale
             sinks = shapes[layer].sinks
-            expected = decode_attention_reference(case.q, keys, values, rows, scale, window, sinks)
+            expected = decode_attention_reference(
+                case.q, keys, values, rows, scale, window, sinks, pool.scales[layer]
+            )
             assert relative_error(out[there], expected[there]) < 3e-6
             assert not out[~there].any()
 

@@ -6,10 +6,16 @@ import pytest
 import torch
 
 from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
-from pipeinfer.kernels.e4m3 import E4M3, MOST, narrowed, widened
+from pipeinfer.checkpoint.rope_config import RopeConfig
+from pipeinfer.engine.fused_store import FusedStore
+from pipeinfer.engine.storing import TorchStore
+from pipeinfer.kernels.e4m3 import E4M3, MOST, Scales, narrowed, widened
 from pipeinfer.kernels.store import rotate_and_store, rotate_and_store_reference
+from pipeinfer.layers.attention import MergedHeads
 from pipeinfer.layers.norm import rms_normalize
-from pipeinfer.layers.rope import Angles, rotate
+from pipeinfer.layers.rope import Angles, Rope, rotate
+from pipeinfer.memory.pool import KVPool
+from pipeinfer.steps.shape import AttentionShape
 
 PAGE_SIZE = 4
 
@@ -190,3 +196,19 @@ def test_keys_beyond_the_largest_are_clamped_and_a_nan_stays_one():
     rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, 1, k_scale=2.0)
     keys = k_cache.view(torch.uint8).flatten(0, 1)[places].view(E4M3).float()
     assert (keys[0] == MOST).all() and (keys[1] == -MOST).all() and keys[2].isnan().all()
+
+
+def test_both_stores_of_an_engine_take_each_layers_scales():
+    device, scales = torch.device(DEVICE), [Scales(0.5, 0.1), Scales(0.03, 4.0)]
+    shapes = [AttentionShape(4, 2, 32, 1.0)] * 2
+    rope = Rope(RopeConfig(theta=10_000.0), 32, torch.float32, device, 40)
+    positions, places = torch.tensor([5, 0, 30]).to(device), torch.tensor([9, 4, 14]).to(device)
+    heads = MergedHeads(randn(0, 3, 8 * 32), 4, 2, None, rope(positions))
+    pools = [KVPool(shapes, 4, PAGE_SIZE, torch.float32, device, scales) for _ in range(2)]
+    for layer in range(2):
+        for store in (FusedStore(pools[0]), TorchStore(pools[1])):
+            store(layer, heads, places)
+        for part in ("k", "v"):
+            one, other = (getattr(pool, part)[layer].float() for pool in pools)
+            assert one.any() and relative_error(one, other) < 0.01
+    assert relative_error(pools[0].v[0].float() * 0.1, pools[0].v[1].float() * 4.0) < 0.1
