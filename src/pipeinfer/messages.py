@@ -199,7 +199,8 @@ class Plan(Message, frozen=True):
 
 class Hello(Message, frozen=True):
     """An engine rank is loaded and asks for an epoch, until `Begin` lists it. Ranks must agree on
-    `model` to `step_tokens`, the device's own token budget (0: none); `step_cost`: as measured."""
+    `model` to `step_tokens`, the device's own token budget (0: none), and on `kv_dtype`: "fp8_e4m3"
+    or "auto", the model's. `step_cost`: as measured."""
 
     protocol: int
     version: str
@@ -215,6 +216,7 @@ class Hello(Message, frozen=True):
     graph_sizes: tuple[int, ...] = ()
     step_tokens: int = 0
     step_cost: StepCost | None = None
+    kv_dtype: str = "auto"
 
 
 class Ready(Message, frozen=True):

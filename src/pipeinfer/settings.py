@@ -71,6 +71,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cache: str = "radix"
     page_size: NonNegative = 0  # 0: what the attention backend prefers
     kv_pages: NonNegative = 0  # 0: from free memory
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3"] = "auto"  # fp8: fp8_e4m3
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
     attention: str = "auto"
     all_reduce: Literal["auto", "nccl"] = "auto"

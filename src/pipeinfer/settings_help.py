@@ -58,6 +58,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "cache": ("NAME", "prefix cache: radix, or naive for none"),
         "page_size": ("N", "tokens of a page; default: what the attention backend prefers"),
         "kv_pages": ("N", "pages for keys and values; default: from free memory"),
+        "kv_cache_dtype": ("", "of keys and values in pages; auto: the model's; fp8 is fp8_e4m3"),
         "memory_fraction": ("SHARE", "of the free memory that these pages may take"),
     },
     "devices": {

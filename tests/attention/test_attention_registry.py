@@ -78,6 +78,12 @@ def gpu(**changes):
         ({"soft_cap": True}, "torch"),
         ({"head_dim": 256}, "flashinfer"),
         ({"head_dim": 256, "installed": frozenset({"sgl_kernel"})}, "torch"),
+        ({"e4m3": True}, "hybrid"),
+        ({"e4m3": True, "dtype": "float16"}, "flashinfer"),
+        ({"e4m3": True, "capability": (8, 9)}, "flashinfer"),
+        ({"e4m3": True, "capability": (8, 6)}, "torch"),
+        ({"e4m3": True, "head_dim": 256}, "flashinfer"),
+        ({"e4m3": True, "sinks": True}, "torch"),
     ],
 )
 def test_auto_is_the_fastest_backend_that_the_gpu_can_run(changes, backend):
@@ -94,6 +100,19 @@ def test_auto_is_the_fastest_backend_that_the_gpu_can_run(changes, backend):
         ("hybrid", {"sinks": True}, "no attention sinks, .*--attention torch works"),
         ("fa3", {"soft_cap": True}, "no soft cap of scores, .*--attention torch works"),
         ("hybrid", {"head_dim": 80}, "no kernel for heads of 80.*--attention torch works"),
+        (
+            "flashinfer",
+            {"e4m3": True, "capability": (8, 0)},
+            "with --kv-cache-dtype fp8_e4m3 it needs a GPU of capability 8.9, this one has 8.0; "
+            "--attention torch works",
+        ),
+        (
+            "fa3",
+            {"e4m3": True, "head_dim": 96},
+            "with --kv-cache-dtype fp8_e4m3 FlashAttention-3 takes heads of 64 and 128, not 96",
+        ),
+        ("hybrid", {"e4m3": True, "dtype": "float16"}, "gives bfloat16, not float16; .*flashinfer"),
+        ("hybrid", {"e4m3": True, "sinks": True}, "no attention sinks"),
     ],
 )
 def test_a_backend_that_cannot_run_is_refused_with_one_that_can(name, changes, message):

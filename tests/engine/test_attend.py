@@ -9,6 +9,7 @@ import torch
 from pipeinfer.checkpoint.rope_config import RopeConfig
 from pipeinfer.engine.attend import StepAttention, TorchStore
 from pipeinfer.engine.storing import store_kept
+from pipeinfer.kernels.e4m3 import E4M3, Scales
 from pipeinfer.layers.attention import MergedHeads, ReadyHeads
 from pipeinfer.layers.norm import OFFSET, USUAL, HeadNorm
 from pipeinfer.layers.placement import Placement, Shard
@@ -90,6 +91,27 @@ def test_ready_heads_are_stored_but_for_tokens_without_a_place_which_leave_zeros
         assert (flat[0] == 0).all()
         assert (flat[untouched] == 7).all()
         assert (part[0] == 7).all(), "another layer's"
+
+
+@torch.inference_mode()
+def test_in_8_bits_what_is_handed_on_is_what_is_read_again():
+    """Else a prompt in one chunk would see other keys than in two."""
+    shapes, scales = [AttentionShape(HEADS, KV_HEADS, DIM, 0.25)] * 2, Scales(0.125, 0.01)
+    made = KVPool(shapes, 6, PAGE, torch.float32, scales=[Scales(), scales])
+    heads = inputs(USUAL)
+    heads.product[1, -1], heads.product[2, -1] = 1e9, float("nan")
+    queries, k, v = TorchStore(made)(1, heads, PLACES)
+    expected = heads.split_and_rotate()
+    assert torch.equal(queries, expected[0])
+    for part, new, exact, scale in (
+        (made.k[1], k, expected[1], scales.k), (made.v[1], v, expected[2], scales.v),
+    ):  # fmt: skip
+        stored = (exact / scale).clamp(-448, 448).to(E4M3).float()
+        read = part.view(torch.uint8).flatten(0, 1)[PLACES].view(E4M3).float()
+        torch.testing.assert_close(read, stored, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(new, stored * scale, rtol=0, atol=0, equal_nan=True)
+    assert v[1, -1, -1] == pytest.approx(448 * scales.v) and v[2, -1, -1].isnan()
+    assert not made.k[0].view(torch.uint8).any(), "another layer's"
 
 
 class Backend:

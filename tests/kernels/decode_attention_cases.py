@@ -15,6 +15,7 @@ from pipeinfer.kernels.decode_attention import (
     decode_attention_reference,
 )
 from pipeinfer.kernels.decode_pieces import Cut, cut_rows, cut_rows_reference, most_pieces, room_for
+from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
@@ -38,6 +39,7 @@ class Case:
         self.v = randn(2, total, page, kv_heads, dim, dtype=dtype)
         self.q = randn(3, len(lengths), heads, dim, dtype=dtype)
         self.scale = dim**-0.5
+        self.scales = ONES
         most = most_pieces(len(lengths), SPLITS)
         self.pieces = room_for(most, self.q.device)
         self.scratch = Scratch(len(lengths), most, heads, kv_heads, dim, self.q.device)
@@ -50,12 +52,19 @@ class Case:
         cut_rows(self.lengths, self.pieces, cut, window)
         return decode_attention(
             self.q, self.k, self.v, self.rows(), self.scale, out, self.scratch, cut, window,
-            early=False, sinks=sinks,
+            early=False, sinks=sinks, scales=self.scales,
         )  # fmt: skip
 
     def expected(self, window=None, sinks=None):
         rows = self.rows()
-        return decode_attention_reference(self.q, self.k, self.v, rows, self.scale, window, sinks)
+        return decode_attention_reference(
+            self.q, self.k, self.v, rows, self.scale, window, sinks, self.scales
+        )
+
+    def in_8_bits(self, scales):
+        """The same with pages of e4m3; what stood there is what is stored."""
+        self.k, self.v, self.scales = self.k.to(E4M3), self.v.to(E4M3), scales
+        return self
 
 
 @pytest.mark.parametrize(
@@ -175,8 +184,11 @@ def test_a_row_without_keys_writes_nothing():
     assert torch.equal(got[1], full[1])
 
 
-@pytest.mark.parametrize(("kv_heads", "dim"), [(2, 32), (1, 256)])
-def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim):
+@pytest.mark.parametrize(
+    ("kv_heads", "dim", "scales"),
+    [(2, 32, None), (1, 256, None), (1, 32, [Scales(2**-n, 0.1 * (n + 1)) for n in range(4)])],
+)
+def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim, scales):
     windows, heads, page = [None, 20, None, 20], 4, 16
     device = torch.device(DEVICE)
     some = randn(8, heads)
@@ -184,10 +196,10 @@ def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim):
         AttentionShape(heads, kv_heads, dim, dim**-0.5, window, sinks)
         for window, sinks in zip(windows, [None, None, some, some], strict=True)
     ]
-    pool = KVPool(shapes, 16, page, torch.float32, device)
+    pool = KVPool(shapes, 16, page, torch.float32, device, scales)
     for layer in range(len(shapes)):
-        pool.k[layer].copy_(randn(layer, *pool.k[layer].shape))
-        pool.v[layer].copy_(randn(9 + layer, *pool.v[layer].shape))
+        pool.k[layer].copy_(randn(layer, *pool.k[layer].shape).to(pool.stored))
+        pool.v[layer].copy_(randn(9 + layer, *pool.v[layer].shape).to(pool.stored))
     kernel = TritonDecodeKernel(shapes, device)
     kernel.bind(pool, 8)
     for lengths in ([70, 0, 5], [16, 33, 100, 1]):  # the second step finds what the first left
@@ -204,6 +216,41 @@ def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim):
             keys, values = pool.k[layer], pool.v[layer]
             rows, scale = case.rows(), case.scale
             sinks = shapes[layer].sinks
-            expected = decode_attention_reference(case.q, keys, values, rows, scale, window, sinks)
+            expected = decode_attention_reference(
+                case.q, keys, values, rows, scale, window, sinks, pool.scales[layer]
+            )
             assert relative_error(out[there], expected[there]) < 3e-6
             assert not out[~there].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("cut", [WHOLE, SPLITS])
+@pytest.mark.parametrize("window", [None, 20])
+def test_pages_of_8_bits_are_read_with_their_scales(window, cut, dtype):
+    case = Case(LENGTHS, dtype).in_8_bits(Scales(0.5, 3.0))
+    got, expected = case.run(cut, window), case.expected(window)
+    assert relative_error(got, expected) < 3 * TOLERANCE[dtype]
+    case.scales = ONES
+    assert relative_error(got, case.expected(window)) > 0.5
+
+
+def test_every_number_of_8_bits_is_read_as_it_is():
+    """A row of one key gives that key's value."""
+    case = Case([1] * 8, heads=1, kv_heads=1, dim=32, page=1).in_8_bits(ONES)
+    at = case.indices.long()
+    numbers = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(8, 1, 1, 32)
+    case.v.view(torch.uint8)[at] = numbers
+    got, expected = case.run(WHOLE), numbers.view(E4M3).float()[:, 0]
+    assert torch.equal(got.isnan(), expected.isnan()) and int(expected.isnan().sum()) == 2
+    assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+
+
+def test_sinks_and_a_nan_of_8_bits():
+    case = Case(LENGTHS).in_8_bits(Scales(2.0, 0.1))
+    sinks = torch.tensor([0.0, -3.0, 2.5, 80.0], device=DEVICE)
+    clean = case.run(SPLITS, None, sinks)
+    assert relative_error(clean, case.expected(None, sinks)) < 3e-6
+    case.v.view(torch.uint8)[case.indices[int(case.indptr[3])].long(), 2] = 0x7F
+    got = case.run(SPLITS, None, sinks)
+    assert got[3].isnan().any(dim=-1).all()
+    assert torch.equal(got[[0, 1, 2, 4]], clean[[0, 1, 2, 4]])

@@ -6,9 +6,16 @@ import pytest
 import torch
 
 from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
+from pipeinfer.checkpoint.rope_config import RopeConfig
+from pipeinfer.engine.fused_store import FusedStore
+from pipeinfer.engine.storing import TorchStore
+from pipeinfer.kernels.e4m3 import E4M3, MOST, Scales, narrowed, widened
 from pipeinfer.kernels.store import rotate_and_store, rotate_and_store_reference
+from pipeinfer.layers.attention import MergedHeads
 from pipeinfer.layers.norm import rms_normalize
-from pipeinfer.layers.rope import Angles, rotate
+from pipeinfer.layers.rope import Angles, Rope, rotate
+from pipeinfer.memory.pool import KVPool
+from pipeinfer.steps.shape import AttentionShape
 
 PAGE_SIZE = 4
 
@@ -135,3 +142,73 @@ def test_half_precision_is_near_the_layers_that_it_replaces_and_nearer_to_exact(
     q = rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, heads, **options)
     assert relative_error(q, layered) < 1e-3
     assert relative_error(q, exact) < relative_error(layered, exact)
+
+
+def in_8_bits(*given):
+    """Inputs whose caches hold e4m3."""
+    *others, k_cache, v_cache = inputs(*given)
+    return *others, k_cache.to(E4M3), v_cache.to(E4M3)
+
+
+def bits(cache: torch.Tensor) -> torch.Tensor:
+    return cache.view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 3, 80), (4, 1, 128)])
+def test_pages_of_8_bits_are_those_of_the_reference(heads, kv_heads, dim, dtype):
+    options = {"q_norm": randn(4, dim, dtype=dtype), "k_norm": randn(5, dim, dtype=dtype),
+               "k_scale": 0.07, "v_scale": 0.3}  # fmt: skip
+    got, expected = both(*in_8_bits(7, heads, kv_heads, dim, dtype), heads, **options)
+    assert relative_error(got[0], expected[0]) < TOLERANCE[dtype]
+    # Values are copied, so they round alike; of keys, a few of which stand between two numbers,
+    # sums were made in another order.
+    assert torch.equal(bits(got[2]), bits(expected[2]))
+    assert (bits(got[1]) != bits(expected[1])).float().mean() < 0.01
+    assert relative_error(got[1].float(), expected[1].float()) < 0.01
+
+
+def test_every_kind_of_number_becomes_the_nearest_of_8_bits():
+    """Ties, the smallest, those beyond the largest, infinities and NaN."""
+    scale = 0.25
+    edges = torch.arange(0, 256, dtype=torch.uint8).view(E4M3).float()
+    edges = edges[edges.isfinite()].sort().values
+    between = (edges[1:] + edges[:-1]) / 2
+    near = torch.cat([between * (1 + 1e-6), between * (1 - 1e-6)])
+    far = torch.tensor([449.0, 464, 465, 1e4, -460, -1e30, float("inf"), float("-inf")])
+    zero = torch.zeros(1).neg()
+    values = torch.cat([edges, between, near, far, zero, torch.tensor([float("nan")])]) * scale
+    values = torch.nn.functional.pad(values, (0, -len(values) % 64)).to(DEVICE).view(-1, 64)
+    qkv = torch.cat([torch.zeros(len(values), 128, device=DEVICE), values], dim=1)
+    _, cos, sin, places, k_cache, v_cache = in_8_bits(len(values), 1, 1, 64, torch.float32)
+    rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, 1, k_scale=0.5, v_scale=scale)
+    stored = v_cache.flatten(0, 1).view(torch.uint8)[places].flatten(1)
+    assert torch.equal(stored, bits(narrowed(values, scale)))
+    wide = widened(stored.view(E4M3), scale, torch.float32)
+    assert wide[values.isfinite()].abs().max() == MOST * scale
+    assert torch.equal(wide.isnan(), values.isnan())
+
+
+def test_keys_beyond_the_largest_are_clamped_and_a_nan_stays_one():
+    qkv, cos, sin, places, k_cache, v_cache = in_8_bits(3, 1, 1, 64, torch.float32)
+    cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+    qkv[:, 64:128] = torch.tensor([[1e4], [-1e4], [float("nan")]], device=DEVICE)
+    rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, 1, k_scale=2.0)
+    keys = k_cache.view(torch.uint8).flatten(0, 1)[places].view(E4M3).float()
+    assert (keys[0] == MOST).all() and (keys[1] == -MOST).all() and keys[2].isnan().all()
+
+
+def test_both_stores_of_an_engine_take_each_layers_scales():
+    device, scales = torch.device(DEVICE), [Scales(0.5, 0.1), Scales(0.03, 4.0)]
+    shapes = [AttentionShape(4, 2, 32, 1.0)] * 2
+    rope = Rope(RopeConfig(theta=10_000.0), 32, torch.float32, device, 40)
+    positions, places = torch.tensor([5, 0, 30]).to(device), torch.tensor([9, 4, 14]).to(device)
+    heads = MergedHeads(randn(0, 3, 8 * 32), 4, 2, None, rope(positions))
+    pools = [KVPool(shapes, 4, PAGE_SIZE, torch.float32, device, scales) for _ in range(2)]
+    for layer in range(2):
+        for store in (FusedStore(pools[0]), TorchStore(pools[1])):
+            store(layer, heads, places)
+        for part in ("k", "v"):
+            one, other = (getattr(pool, part)[layer].float() for pool in pools)
+            assert one.any() and relative_error(one, other) < 0.01
+    assert relative_error(pools[0].v[0].float() * 0.1, pools[0].v[1].float() * 4.0) < 0.1

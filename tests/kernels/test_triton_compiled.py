@@ -33,6 +33,7 @@ from pipeinfer.params import LONGEST_BAD
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HALF = "*bf16"
+EIGHTH = "*fp8e4nv"
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
@@ -73,17 +74,20 @@ def test_edits(values):
     assert compiled(edits._edit, types, constants, num_warps=1).asm["ptx"]
 
 
+@pytest.mark.parametrize("pages", [HALF, EIGHTH])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_the_store_of_large_heads(offset):
+def test_the_store_of_large_heads(offset, pages):
     halves = ("qkv", "queries", "k_cache", "v_cache", "q_norm", "k_norm")
     strides = ("qkv_stride", "angle_stride", "k_stride", "v_stride")
     types = dict.fromkeys(halves, HALF) | dict.fromkeys(strides, "i32")
     types |= {"cos": "*fp32", "sin": "*fp32", "positions": "*i32", "places": "*i32", "eps": "fp32"}
+    types |= {"k_cache": pages, "v_cache": pages, "k_scale": "fp32", "v_scale": "fp32"}
     constants = {
         "HEADS": 4, "KV_HEADS": 1, "DIM": 256, "GROUP": 4, "BLOCK": 128, "NORM": True,
-        "OFFSET": offset, "TABLE": True, "EARLY": True,
+        "OFFSET": offset, "TABLE": True, "NARROW": pages == EIGHTH, "EARLY": True,
     }  # fmt: skip
-    assert compiled(store._store, types, constants, num_warps=2).asm["ptx"]
+    ptx = compiled(store._store, types, constants, num_warps=2).asm["ptx"]
+    assert ("e4m3x2.f32" in ptx) == (pages == EIGHTH), "the GPU's own conversion, or none"
 
 
 def test_the_gate():
@@ -105,33 +109,40 @@ def test_scores():
         assert compiled(kernel, types, given).asm["ptx"]
 
 
+def decode(rows: int, dim: int, pages: str = HALF) -> Any:
+    """The kernel of so many decodes."""
+    types = dict.fromkeys(("q", "out", "sinks"), HALF)
+    types |= {"k": pages, "v": pages, "v_scale": "fp32"}
+    types |= dict.fromkeys(("arrived", "lengths", "indptr", "indices", "pieces"), "*i32")
+    types |= {"scratch": "*fp32", "scales": "*fp32", "scale": "fp32", "window": "i32"}
+    types |= dict.fromkeys(("q_stride", "page_stride", "token_stride"), "i32")
+    how = cut(rows, 1, dim)
+    constants = {
+        "KV_HEADS": 1, "GROUP": 4, "DIM": dim, "PAGE": 64, "BLOCK": how.block,
+        "SPLITS": how.splits, "TILE": 16, "WINDOWED": True, "SINKS": True, "EARLY": True,
+        "NARROW": pages == EIGHTH,
+    }  # fmt: skip
+    return compiled(
+        decode_attention._attend, types, constants, num_warps=how.warps, num_stages=how.stages
+    )
+
+
 @pytest.mark.parametrize("rows", [1, 50, 300, 1000])
 def test_decodes_with_large_heads_find_shared_memory(rows):
-    def shared(dim: int) -> int:
-        types = dict.fromkeys(("q", "k", "v", "out", "sinks"), HALF)
-        types |= dict.fromkeys(("arrived", "lengths", "indptr", "indices", "pieces"), "*i32")
-        types |= {"scratch": "*fp32", "scales": "*fp32", "scale": "fp32", "window": "i32"}
-        types |= dict.fromkeys(("q_stride", "page_stride", "token_stride"), "i32")
-        how = cut(rows, 1, dim)
-        constants = {
-            "KV_HEADS": 1, "GROUP": 4, "DIM": dim, "PAGE": 64, "BLOCK": how.block,
-            "SPLITS": how.splits, "TILE": 16, "WINDOWED": True, "SINKS": True, "EARLY": True,
-        }  # fmt: skip
-        made = compiled(
-            decode_attention._attend, types, constants, num_warps=how.warps, num_stages=how.stages
-        )
-        return made.metadata.shared
-
-    assert shared(256) < 1.25 * shared(128) < 100_000
+    large, usual = (decode(rows, dim).metadata.shared for dim in (256, 128))
+    assert large < 1.25 * usual < 100_000
 
 
-FP8 = "*fp8e4nv"
+def test_decodes_over_pages_of_8_bits_convert_them_as_the_gpu_does_in_less_shared_memory():
+    narrow, usual = decode(300, 128, EIGHTH), decode(300, 128)
+    assert "f16x2.e4m3x2" in narrow.asm["ptx"] and "e4m3" not in usual.asm["ptx"]
+    assert narrow.metadata.shared < usual.metadata.shared
 
 
 @pytest.mark.parametrize("scales", [skinny.BY_ROW.value, skinny.BY_BLOCK.value])
 @pytest.mark.parametrize("gated", [False, True])
 def test_few_rows_with_weights_in_8_bits(gated, scales):
-    types = {"x": HALF, "weight": FP8, "scale": "*fp32", "bias": HALF, "out": HALF}
+    types = {"x": HALF, "weight": EIGHTH, "scale": "*fp32", "bias": HALF, "out": HALF}
     types |= {"rows": "i32", "x_stride": "i32"}
     constants = {
         "WIDTH": 1024, "DEPTH": 1024, "ROWS": 16, "COLUMNS": 32, "STEP": 64, "SPLITS": 1,
@@ -141,14 +152,14 @@ def test_few_rows_with_weights_in_8_bits(gated, scales):
 
 
 def test_rounding_to_8_bits():
-    types = {"x": HALF, "out": FP8, "scale": "*fp32", "x_stride": "i32"}
+    types = {"x": HALF, "out": EIGHTH, "scale": "*fp32", "x_stride": "i32"}
     constants = {"SIZE": 5120, "PART": 5120, "BLOCK": 8192, "MOST": 448.0, "LEAST_SCALE": 1e-12}
     made = compiled(rounding._round, types, constants, num_warps=8)
     assert "cvt.rn.satfinite.e4m3x2" in made.asm["ptx"], "the GPU's own conversion"
 
 
 def test_many_rows_with_weights_in_blocks_of_8_bits():
-    types = {"x": FP8, "x_scale": "*fp32", "weight": FP8, "scale": "*fp32", "bias": HALF}
+    types = {"x": EIGHTH, "x_scale": "*fp32", "weight": EIGHTH, "scale": "*fp32", "bias": HALF}
     types |= {"out": HALF, "rows": "i32", "row_blocks": "i32"}
     constants = {"WIDTH": 5120, "DEPTH": 5120, "ROWS": 128, "SIDE": 128, "GROUP": 8, "BIASED": True}
     made = compiled(fp8_blocks._product, types, constants, num_warps=8, num_stages=3)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
@@ -47,3 +49,25 @@ def test_keys_and_values_of_all_layers_lie_apart():
 def test_a_pool_without_a_page_beside_the_dummy_is_refused():
     with pytest.raises(ValueError, match="not 1 of 16"):
         KVPool([AttentionShape(1, 1, 4, 1.0)], 1, 16, torch.float32)
+
+
+def test_pages_of_8_bits_take_half_the_bytes_of_bfloat16():
+    shapes = [AttentionShape(4, 2, 8, 1.0), AttentionShape(6, 1, 16, 1.0)]
+    whole = KVPool(shapes, 5, 4, torch.bfloat16)
+    scales = (ONES, Scales(0.5, 2.0))
+    narrow = KVPool(shapes, 5, 4, torch.bfloat16, scales=scales)
+    assert (narrow.dtype, narrow.stored, narrow.scales) == (torch.bfloat16, E4M3, scales)
+    assert (whole.dtype, whole.stored, whole.scales) == (torch.bfloat16,) * 2 + ((ONES, ONES),)
+    assert 2 * narrow.bytes_per_page == whole.bytes_per_page
+    assert narrow.total_bytes == sum(t.numel() * t.element_size() for t in narrow.k + narrow.v)
+
+
+@pytest.mark.parametrize("scales", [None, [ONES]])
+def test_cleared_pages_are_zero_and_no_others(scales):
+    pool = KVPool([AttentionShape(2, 2, 8, 1.0)], 6, 4, torch.bfloat16, scales=scales)
+    for part in pool.k + pool.v:
+        part.view(torch.uint8).fill_(0xFF)  # NaN, in either
+    pool.clear(np.array([2, 4], dtype=np.int32))
+    for part in pool.k + pool.v:
+        values = part.float()
+        assert not values[[2, 4]].any() and values[[0, 1, 3, 5]].isnan().all()

@@ -206,3 +206,13 @@ def test_a_weight_that_is_not_in_the_format_that_config_json_names_is_refused(
     shutil.copy(plain / "model.safetensors", folder)
     with pytest.raises(ConfigurationError, match="is F32; supported: F8_E4M3"):
         choose(Settings(), folder)
+
+
+def test_a_scheme_for_keys_and_values_alone_leaves_weights_plain(
+    checkpoint: CheckpointCache, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint("LlamaForCausalLM"), tmp_path / "scheme")
+    how = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+    assert read_config(folder).quantization is None

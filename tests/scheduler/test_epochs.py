@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -177,3 +178,9 @@ def test_a_single_rank_that_was_only_slow_goes_on():
     epochs.hello(hello())
     assert epochs.condemned.doomed == ()
     assert epochs.begin(1.0) == Begin(FIRST + 2, (100,))
+
+
+def test_a_hello_of_an_older_recording_stores_keys_and_values_as_its_model_has_them():
+    said = msgspec.msgpack.decode(msgspec.msgpack.encode(hello()))
+    older = msgspec.msgpack.decode(msgspec.msgpack.encode(said[:-1]), type=Hello)
+    assert older == hello() and older.kv_dtype == "auto"

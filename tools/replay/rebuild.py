@@ -122,6 +122,7 @@ def _engine_core(recording: Recording, settings: Settings) -> Stage:
             graph_sizes=tuple(facts["graph_sizes"]),
             step_tokens=facts["step_tokens"],
             step_cost=msgspec.convert(facts["step_cost"], StepCost | None),
+            kv_dtype=facts.get("kv_dtype", "auto"),  # older recordings know no other
         )
     except KeyError as error:
         raise CannotReplay(USAGE, f"the header does not say the engine's {error}") from None

@@ -13,6 +13,7 @@ import torch
 from pipeinfer.attention.interface import Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
 from pipeinfer.attention.rows import PagedRows
+from pipeinfer.kernels.e4m3 import E4M3, narrowed
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
@@ -37,6 +38,7 @@ class Fa3Kernel:
 
     It does so once a step, not once a layer. That saves little by itself; but where decodes attend
     meanwhile, a prompt's blocks get multiprocessors at once, else when the decodes are through.
+    With pages in e4m3 queries are rounded to e4m3, too: its kernels multiply alike with alike.
     """
 
     def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
@@ -51,10 +53,16 @@ class Fa3Kernel:
         self._first = {shapes.index(shape) for shape in set(shapes)}  # layers
         self._k: list[torch.Tensor] = []
         self._v: list[torch.Tensor] = []
+        self._descales: list[torch.Tensor] = []  # of each layer, if pages hold e4m3: q, k, v
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
         self._k = pool.k
         self._v = pool.v
+        if pool.stored == E4M3:
+            self._descales = [
+                torch.tensor([1.0, *scales], dtype=torch.float32, device=pool.device)
+                for scales in pool.scales
+            ]
 
     def plan(self, rows: PagedRows, begin: int, end: int) -> Fa3Plan:
         device = rows.device
@@ -67,7 +75,9 @@ class Fa3Kernel:
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: Fa3Plan) -> None:
         shape = self._shapes[layer]
-        prefill = plan.longest_query > 1
+        prefill, descales = plan.longest_query > 1, {}
+        if self._descales:
+            q, descales = narrowed(q, 1.0), self._descaled(layer, plan)
         if prefill and layer in self._first:
             plan.schedules[shape] = self._scheduled(layer, q, plan)
         self._attend(
@@ -84,7 +94,15 @@ class Fa3Kernel:
             num_splits=1 if prefill else 0,  # many queries fill the GPU unsplit
             scheduler_metadata=plan.schedules.get(shape),
             out=out,
+            **descales,
         )
+
+    def _descaled(self, layer: int, plan: Fa3Plan) -> dict[str, torch.Tensor]:
+        """What q, k and v are multiplied by, [rows, kv_heads] each: one number, seen so often."""
+        size = len(plan.lengths), self._shapes[layer].num_kv_heads
+        names = ("q_descale", "k_descale", "v_descale")
+        parts = self._descales[layer]
+        return {name: parts[at].expand(size) for at, name in enumerate(names)}
 
     def _scheduled(self, layer: int, q: torch.Tensor, plan: Fa3Plan) -> torch.Tensor:
         """What the kernel else finds out at the beginning of each layer of that shape."""

@@ -15,6 +15,7 @@ import torch
 from pipeinfer.attention.interface import Traits
 from pipeinfer.attention.paged import PAGE_SIZES, PREFERRED, PagedKind
 from pipeinfer.attention.rows import PagedRows
+from pipeinfer.kernels.e4m3 import E4M3
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
@@ -81,6 +82,7 @@ class FlashInferKernel:
         """Builds or loads the kernels for the pool's dtype: seconds, the first time."""
         self._k = pool.k
         self._v = pool.v
+        self._scales = pool.scales
         self._page_size = pool.page_size
         self._unsplit.clear()
         self._float = torch.zeros(self._float_bytes(most_rows), dtype=torch.uint8,
@@ -88,7 +90,7 @@ class FlashInferKernel:
         for shape in self._shapes:
             key = (shape.head_dim, shape.sliding_window is not None)
             if key not in self._modules:
-                self._modules[key] = self._load(pool.dtype, *key)
+                self._modules[key] = self._load(pool.dtype, pool.stored, *key)
 
     def _float_bytes(self, most_rows: int) -> int:
         """Partial outputs of split rows: a float32 vector per head and query of a work item."""
@@ -99,17 +101,21 @@ class FlashInferKernel:
         tiles = -(-most_rows * groups // SPLIT_TILE) + most_rows
         return max(FLOAT_BYTES, 4 * widest * SPLIT_TILE * max(tiles, 512) + 2**20)
 
-    def _load(self, dtype: torch.dtype, head_dim: int, windowed: bool) -> tuple[str, Any]:
+    def _load(
+        self, dtype: torch.dtype, stored: torch.dtype, head_dim: int, windowed: bool
+    ) -> tuple[str, Any]:
+        """For queries and outputs of `dtype`. With pages in e4m3 only the older kernels: those for
+        Hopper would have queries in e4m3 as well."""
         from flashinfer.prefill import get_batch_prefill_module  # type: ignore
         from flashinfer.utils import determine_attention_backend  # type: ignore
 
         kernels = "fa2"  # decodes: measured better than the variant for Hopper
-        if self._causal and head_dim <= QUICKLY_BUILT:
+        if self._causal and head_dim <= QUICKLY_BUILT and stored != E4M3:
             kernels = determine_attention_backend(
                 self._device, NO_POSITIONS, False, False, dtype, dtype
             )
         module = get_batch_prefill_module(
-            kernels, dtype, dtype, dtype, torch.int32, head_dim, head_dim, NO_POSITIONS,
+            kernels, dtype, stored, dtype, torch.int32, head_dim, head_dim, NO_POSITIONS,
             windowed, False, False,
         )  # fmt: skip
         return kernels, module
@@ -169,7 +175,7 @@ class FlashInferKernel:
         return WindowPlan(module.plan(*arguments), workspace)
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: FlashInferPlan) -> None:
-        shape = self._shapes[layer]
+        shape, scales = self._shapes[layer], self._scales[layer]
         window = shape.sliding_window
         share = plan.by_window[window]
         _, module = self._modules[shape.head_dim, window is not None]
@@ -177,9 +183,11 @@ class FlashInferKernel:
             self._float, share.workspace, share.info, q, self._k[layer], self._v[layer],
             plan.q_indptr, plan.kv_indptr, plan.indices, plan.last_page, out, None,
             CAUSAL if self._causal else NON_CAUSAL, NHD, _left(window), True,
-            None, None, None, None, None, None, 0.0, shape.scale,
+            None, None, None, None, None, None, 0.0, shape.scale * scales.k,
             None, None, None, 1.0, 1e4, 0, len(self._float),
         )  # fmt: skip
+        if scales.v != 1:
+            out.mul_(scales.v)
 
 
 def _left(window: int | None) -> int:

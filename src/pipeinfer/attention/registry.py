@@ -38,13 +38,16 @@ HEAD_DIMS = {"flashinfer": (64, 128, 256), "fa3": (64, 96, 128, 192, 256), "hybr
 # was not measured: builds of sgl_kernel for few head sizes lack FlashAttention-3 for them.
 CHOICES = {"hybrid": (64, 128), "flashinfer": (64, 128, 256)}
 HOPPER = 9
+E4M3_SINCE = (8, 9)  # capability of GPUs that convert e4m3, which our store and decodes do
+E4M3_HEAD_DIMS = (64, 128)  # for which sgl_kernel has FlashAttention-3 in e4m3
 
 
 @dataclass(frozen=True)
 class Gpu:
     """What decides which kernels can run. capability: (9, 0) is Hopper. installed: packages.
 
-    sinks, soft_cap: the model has them (see AttentionShape), and the backend must know them.
+    sinks, soft_cap: the model has them (see AttentionShape), and the backend must know them. e4m3:
+    keys and values are stored in that.
     """
 
     capability: tuple[int, int]
@@ -53,6 +56,7 @@ class Gpu:
     installed: frozenset[str]
     sinks: bool = False
     soft_cap: bool = False
+    e4m3: bool = False
 
 
 def installed() -> frozenset[str]:
@@ -108,6 +112,22 @@ def _obstacle(name: str, gpu: Gpu) -> str:
     if gpu.head_dim not in HEAD_DIMS[name]:
         sizes = ", ".join(map(str, HEAD_DIMS[name]))
         return f"there is no kernel for heads of {gpu.head_dim}, only {sizes}"
+    return _e4m3_obstacle(name, gpu) if gpu.e4m3 else ""
+
+
+def _e4m3_obstacle(name: str, gpu: Gpu) -> str:
+    """Why it cannot run with FP8 keys and values."""
+    what = "--kv-cache-dtype fp8_e4m3"
+    if gpu.capability < E4M3_SINCE:
+        have, need = (f"{major}.{minor}" for major, minor in (gpu.capability, E4M3_SINCE))
+        return f"with {what} it needs a GPU of capability {need}, this one has {have}"
+    if name == "flashinfer":
+        return ""
+    if gpu.dtype != "bfloat16":
+        return f"with {what} FlashAttention-3 gives bfloat16, not {gpu.dtype}"
+    if gpu.head_dim not in E4M3_HEAD_DIMS:
+        sizes = " and ".join(map(str, E4M3_HEAD_DIMS))
+        return f"with {what} FlashAttention-3 takes heads of {sizes}, not {gpu.head_dim}"
     return ""
 
 

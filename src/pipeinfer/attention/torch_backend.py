@@ -18,6 +18,7 @@ from pipeinfer.attention.interface import KV, Traits
 from pipeinfer.attention.rows import PagedRows
 from pipeinfer.attention.step_index import Piece
 from pipeinfer.attention.unfused import attend_unfused, is_unfused
+from pipeinfer.kernels.e4m3 import E4M3, Scales, widened
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
@@ -81,6 +82,7 @@ class TorchBackend:
         self._dtype = torch.float32
         self._k: list[torch.Tensor] = []
         self._v: list[torch.Tensor] = []
+        self._scales: tuple[Scales, ...] = ()
         self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
@@ -88,6 +90,9 @@ class TorchBackend:
         self._page_size = pool.page_size
         self._dtype = pool.dtype
         self._k, self._v = pool.by_place()
+        if pool.stored == E4M3:  # as bytes, which are gathered on every device
+            self._k, self._v = ([x.view(torch.uint8) for x in part] for part in (self._k, self._v))
+        self._scales = pool.scales
         self._scratch = None
 
     def plan(self, rows: PagedRows) -> TorchPlan:
@@ -255,4 +260,8 @@ class TorchBackend:
         k, v = (buffer[:need].view(len(places), -1) for buffer in self._scratch)
         torch.index_select(flat_k, 0, places, out=k)
         torch.index_select(flat_v, 0, places, out=v)
-        return k, v
+        if k.dtype != torch.uint8:
+            return k, v
+        scales = self._scales[layer]
+        k, v = k.view(E4M3), v.view(E4M3)
+        return widened(k, scales.k, self._dtype), widened(v, scales.v, self._dtype)

@@ -68,6 +68,7 @@ class TritonDecodeKernel:
         """Makes room for what pieces of rows leave for each other."""
         self._k = pool.k
         self._v = pool.v
+        self._scales = pool.scales
         sizes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in self._shapes}
         rows = range(1, most_rows + 1)
         most = max(most_pieces(count, cut(count, self._kv_heads, self._dim)) for count in rows)
@@ -102,4 +103,5 @@ class TritonDecodeKernel:
             window,
             early=plan.early and not first,
             sinks=shape.sinks,
+            scales=self._scales[layer],
         )

@@ -99,6 +99,9 @@ def read_quantization(fields: Fields) -> Quantization | None:
         raise fields.error("quantization_config is not an object")
     how = Fields(fields.path, given)
     method = given.get("quant_method")
+    keyed = method == "compressed-tensors" and given.get("kv_cache_scheme")
+    if keyed and not given.get("config_groups"):
+        return None  # keys and values alone; see models/kv_scales.py
     reader = METHODS.get(method) if isinstance(method, str) else None
     if reader is None:
         raise fields.error(

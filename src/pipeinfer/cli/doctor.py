@@ -126,10 +126,11 @@ def _model(settings: Settings) -> Finding:
     except ConfigurationError as error:
         return "bad", "model", str(error)
     dtype = str(chosen.dtype).removeprefix("torch.")
+    kv = "" if chosen.kv_scales is None else f" with keys and values in {chosen.kv_dtype}"
     return (
         "ok",
         "model",
-        f"{settings.served_model_name}: {chosen.layers} layers, {dtype}, on "
+        f"{settings.served_model_name}: {chosen.layers} layers, {dtype}{kv}, on "
         f"{chosen.device}, attention {chosen.attention}, pages of {chosen.page_size} tokens, "
         f"requests of up to {chosen.max_model_len:,}",
     )

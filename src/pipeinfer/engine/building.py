@@ -17,7 +17,8 @@ from pipeinfer.engine.machine import Machine
 from pipeinfer.engine.rooms import LargestStep, decode_ladder, mixed_ladder
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import SplitSampler, WholeSampler
-from pipeinfer.memory.pool import KVPool, bytes_per_page
+from pipeinfer.kernels.e4m3 import Scales
+from pipeinfer.memory.pool import KVPool
 from pipeinfer.models.interface import Model
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets, mixed_budget, most_tokens, said
@@ -28,12 +29,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Shape:
-    """What a runner is built for: names and sizes that settings and a checkpoint come to."""
+    """What a runner is built for: names and sizes that settings and a checkpoint come to.
+
+    scales: of each layer's keys and values if pages hold e4m3, see KVPool.
+    """
 
     attention: str
     page_size: int
     max_model_len: int
     dtype: torch.dtype
+    scales: tuple[Scales, ...] | None = None
 
     @property
     def pages_each(self) -> int:
@@ -60,7 +65,8 @@ def build_runner(
     backend = registry.create(shape.attention, layers, machine.where)
 
     def pool(pages: int) -> KVPool:
-        return KVPool(layers, pages, shape.page_size, shape.dtype, machine.where)
+        size = (pages, shape.page_size)
+        return KVPool(layers, *size, shape.dtype, machine.where, shape.scales)
 
     if collectives is None:
         sampler = WholeSampler(model, machine.kernels)
@@ -68,8 +74,7 @@ def build_runner(
         sampler = SplitSampler(model, collectives, machine.kernels)
     runner = Runner(model, pool(2), backend, largest, sampler, machine.device, machine.kernels)
     machine.warm_up(runner, shape.max_model_len)
-    page_bytes = bytes_per_page(layers, shape.page_size, shape.dtype)
-    pages = 1 + (settings.kv_pages or _pages(settings, shape, machine, page_bytes))
+    pages = 1 + (settings.kv_pages or _pages(settings, shape, machine, runner.pool.bytes_per_page))
     runner.bind(pool(pages if collectives is None else _agreed(collectives, pages)))
     if not settings.no_cuda_graph:
         try:

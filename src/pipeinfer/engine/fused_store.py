@@ -28,7 +28,7 @@ class FusedStore:
         merged = heads.merged
         if merged is None:
             return store_kept(self.pool, layer, heads, places)
-        norm, rotation = merged.norm, merged.rotation
+        norm, rotation, scales = merged.norm, merged.rotation, self.pool.scales[layer]
         queries = rotate_and_store(
             merged.product,
             *rotation.rope.table,
@@ -41,5 +41,7 @@ class FusedStore:
             k_norm=None if norm is None else norm.key_weight,
             eps=0.0 if norm is None else norm.eps,
             offset=0.0 if norm is None else norm.offset,
+            k_scale=scales.k,
+            v_scale=scales.v,
         )
         return queries, None, None

@@ -21,9 +21,11 @@ from pipeinfer.checkpoint.quantization import chosen
 from pipeinfer.engine.building import Shape, build_runner
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
+from pipeinfer.kernels.e4m3 import ONES, Scales
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model, check_shard
 from pipeinfer.models.interface import Model
+from pipeinfer.models.kv_scales import read_scales
 from pipeinfer.models.loading import check_checkpoint, fill_dummy, load_weights
 from pipeinfer.models.weights import Stored
 from pipeinfer.settings import ConfigurationError, Settings
@@ -33,12 +35,15 @@ if TYPE_CHECKING:
     from pipeinfer.distributed.collectives import TorchCollectives
     from pipeinfer.models.foreign.loading import Foreign
 
+AS_THE_MODEL, FP8 = "auto", "fp8_e4m3"  # what keys and values are stored as
+
 
 @dataclass(frozen=True)
 class EngineChoices:
     """What settings and checkpoint come to, before anything is loaded. foreign: how transformers
     builds the model; None: it is our own. stored: where our own one's weights lie on disk, by name;
-    None where they are random."""
+    None where they are random. kv_scales: of each layer's keys and values, if they are stored as
+    e4m3."""
 
     outline: Outline
     foreign: Foreign | None
@@ -49,6 +54,7 @@ class EngineChoices:
     max_model_len: int
     shard: Shard
     stored: Mapping[str, Stored] | None
+    kv_scales: tuple[Scales, ...] | None
     ordinal: int
 
     @property
@@ -63,6 +69,11 @@ class EngineChoices:
         """Of our own implementation."""
         assert self.outline.own is not None, "the model is transformers'"
         return self.outline.own
+
+    @property
+    def kv_dtype(self) -> str:
+        """As Hello has it."""
+        return AS_THE_MODEL if self.kv_scales is None else FP8
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,7 @@ class LoadedEngine:
     step_tokens: int = HOST_STEP_TOKENS
     step_cost: StepCost | None = None
     foreign: bool = False
+    kv_dtype: str = AS_THE_MODEL
 
 
 def choose(
@@ -100,17 +112,21 @@ def choose(
     shard = Shard(rank, settings.tp, settings.enable_expert_parallel)
     max_model_len = _max_model_len(settings.max_model_len, outline)
     foreign, config = None, outline.own
+    dtype = _dtype(settings.dtype, outline, device)
+    narrow = _narrow(settings.kv_cache_dtype, dtype)
     if config is None:
         foreign = _foreign(settings, folder, outline, max_model_len)
+        layers = len(foreign.traced.shapes)
         needs = _Needs(
             registry.padded_head_dim(foreign.traced.head_dim),
             foreign.traced.sinks,
             foreign.traced.soft_cap,
+            narrow,
         )
     else:
         check_shard(config, settings.tp, shard.whole_experts)
-        needs = _Needs(config.head_dim, config.sinks)
-    dtype = _dtype(settings.dtype, outline, device)
+        layers = config.num_layers
+        needs = _Needs(config.head_dim, config.sinks, narrow=narrow)
     gpu = _gpu(dtype, needs, ordinal) if device == "cuda" else None
     attention = registry.resolve(settings.attention, device, gpu)
     stored = None
@@ -126,6 +142,7 @@ def choose(
         max_model_len=max_model_len,
         shard=shard,
         stored=stored,
+        kv_scales=_scales(stored, layers) if narrow else None,
         ordinal=ordinal,
     )
 
@@ -153,7 +170,13 @@ def load_engine(
         if collectives is not None:
             _prepare(settings, choices, collectives)
         model = _model(settings, folder, choices, collectives, progress)
-        shape = Shape(choices.attention, choices.page_size, choices.max_model_len, choices.dtype)
+        shape = Shape(
+            choices.attention,
+            choices.page_size,
+            choices.max_model_len,
+            choices.dtype,
+            choices.kv_scales,
+        )
         return build_runner(model, settings, shape, chosen, collectives, graph_progress)
 
     return _loaded(choices, settings.max_running, chosen.build(build))
@@ -173,6 +196,7 @@ def _loaded(choices: EngineChoices, max_slots: int, runner: Runner) -> LoadedEng
         step_tokens=runner.largest.tokens,
         step_cost=runner.step_cost,
         foreign=choices.foreign is not None,
+        kv_dtype=choices.kv_dtype,
     )
 
 
@@ -282,17 +306,41 @@ def _device(name: str) -> str:
 
 
 class _Needs(NamedTuple):
-    """What a model wants of attention that not every backend has."""
+    """What a model and its pages want of attention that not every backend has."""
 
     head_dim: int
     sinks: bool
     soft_cap: bool = False
+    narrow: bool = False
 
 
 def _gpu(dtype: torch.dtype, needs: _Needs, rank: int) -> Gpu:
     name = str(dtype).removeprefix("torch.")
-    capability = torch.cuda.get_device_capability(rank)
-    return Gpu(capability, name, needs.head_dim, registry.installed(), needs.sinks, needs.soft_cap)
+    return Gpu(
+        torch.cuda.get_device_capability(rank),
+        name,
+        needs.head_dim,
+        registry.installed(),
+        needs.sinks,
+        needs.soft_cap,
+        needs.narrow,
+    )
+
+
+def _narrow(name: str, dtype: torch.dtype) -> bool:
+    """Whether keys and values are stored as e4m3, else as the model has them."""
+    if name == "bfloat16" and dtype != torch.bfloat16:
+        computed = str(dtype).removeprefix("torch.")
+        raise ConfigurationError(
+            f"--kv-cache-dtype bfloat16: the model computes in {computed}, and so are its keys and "
+            "values; --dtype bfloat16 makes both so, --kv-cache-dtype auto takes them as they are"
+        )
+    return name in ("fp8", FP8)
+
+
+def _scales(stored: Mapping[str, Stored] | None, layers: int) -> tuple[Scales, ...]:
+    """The checkpoint's, if there is one that is ours to read."""
+    return (ONES,) * layers if stored is None else read_scales(stored, layers)
 
 
 def _dtype(name: str, outline: Outline, device: str) -> torch.dtype:

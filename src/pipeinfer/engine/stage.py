@@ -37,7 +37,7 @@ def build(context: StageContext) -> Stage:
     spin_briefly(os.environ)
 
     from pipeinfer.engine.core import EngineCore
-    from pipeinfer.engine.loading import choose, load_engine
+    from pipeinfer.engine.loading import AS_THE_MODEL, choose, load_engine
     from pipeinfer.engine.profile import profile_path
     from pipeinfer.memory.manager import MemoryManager
 
@@ -59,10 +59,11 @@ def build(context: StageContext) -> Stage:
     )
     tokens = (loaded.pages - 1) * loaded.page_size
     log.info(
-        "%s in %s: %s tokens of KV in %s pages of %s (%.2f GiB), attention %s",
+        "%s in %s: %s tokens of KV in %s, in %s pages of %s (%.2f GiB), attention %s",
         settings.model_name,
         loaded.dtype,
         f"{tokens:,}",
+        loaded.kv_dtype if loaded.kv_dtype != AS_THE_MODEL else loaded.dtype,
         f"{loaded.pages - 1:,}",
         loaded.page_size,
         loaded.runner.pool.total_bytes / 2**30,
@@ -91,6 +92,7 @@ def _hello(context: StageContext, loaded: LoadedEngine) -> Hello:
         graph_sizes=loaded.graph_sizes,
         step_tokens=loaded.step_tokens,
         step_cost=loaded.step_cost,
+        kv_dtype=loaded.kv_dtype,
     )
 
 
@@ -100,7 +102,7 @@ def _facts(loaded: LoadedEngine) -> dict[str, Any]:
 
     names = (
         "pages", "page_size", "max_slots", "max_model_len", "attention", "dtype", "device",
-        "graph_sizes", "step_tokens", "step_cost",
+        "graph_sizes", "step_tokens", "step_cost", "kv_dtype",
     )  # fmt: skip
     return {"threads": torch.get_num_threads(), **{name: getattr(loaded, name) for name in names}}
 

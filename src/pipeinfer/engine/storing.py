@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from pipeinfer.attention.interface import KV
+from pipeinfer.kernels.e4m3 import E4M3, narrowed, widened
 from pipeinfer.layers.attention import LayerHeads
 from pipeinfer.memory.pool import KVPool
 
@@ -24,22 +25,37 @@ def store_kept(pool: KVPool, layer: int, heads: LayerHeads, places: torch.Tensor
     negative place leaves zeros in the dummy page."""
     q, k, v = heads.split_and_rotate()
     kept, at = (places >= 0).view(-1, 1, 1), places.clamp(min=0).long()
-    for part, new in ((pool.k[layer], k), (pool.v[layer], v)):
-        part.flatten(0, 1).index_copy_(0, at, torch.where(kept, new, 0))
+    scales = pool.scales[layer]
+    for part, new, scale in ((pool.k[layer], k, scales.k), (pool.v[layer], v, scales.v)):
+        _put(part.flatten(0, 1).flatten(1), at, torch.where(kept, new, 0), scale)
     return q, None, None
 
 
 class TorchStore:
-    """One torch operation after another, on any device and in any dtype; gives back all three.
-    Places are int64, and none is negative.
+    """One torch operation after another, on any device and in any dtype; gives back all three, keys
+    and values as they are read again. Places are int64, and none is negative.
     """
 
     def __init__(self, pool: KVPool) -> None:
         self._k, self._v = pool.by_place()
+        self._scales = pool.scales
 
     def __call__(self, layer: int, heads: LayerHeads, places: torch.Tensor) -> Stored:
         """See Store."""
         q, k, v = heads.split_and_rotate()
-        self._k[layer].index_copy_(0, places, k.reshape(len(k), -1))
-        self._v[layer].index_copy_(0, places, v.reshape(len(v), -1))
+        scales = self._scales[layer]
+        k = _put(self._k[layer], places, k, scales.k)
+        v = _put(self._v[layer], places, v, scales.v)
         return q, k, v
+
+
+def _put(
+    pages: torch.Tensor, places: torch.Tensor, values: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """[T, heads, dim] into rows of `pages`; what is read there afterwards."""
+    if pages.dtype != E4M3:
+        pages.index_copy_(0, places, values.reshape(len(values), -1))
+        return values
+    stored = narrowed(values, scale)
+    pages.view(torch.uint8).index_copy_(0, places, stored.flatten(1).view(torch.uint8))
+    return widened(stored, scale, values.dtype)

@@ -20,8 +20,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.decode_pieces import SPLIT, WORDS, Cut, most_pieces
+from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.prefetch import LINE, prefetch
+from pipeinfer.kernels.triton_e4m3 import as_seen, widened
 
 TILE = 16  # query rows that tensor cores multiply at least
 LOG2E = math.log2(math.e)
@@ -75,9 +77,11 @@ def _piece(
             inside = inside & (token >= low)
         element = _elements(page, at, page_stride, token_stride, PAGE, BLOCK)
         keys = tl.load(k + element[None, :] + dim[:, None], mask=inside[None, :], other=0.0)
+        keys = widened(keys, q.dtype)
         scores = tl.dot(q, keys, input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
         values = tl.load(v + element[:, None] + dim[None, :], mask=inside[:, None], other=0.0)
+        values = widened(values, q.dtype)
         higher = tl.maximum(most, tl.max(scores, axis=1))
         weights = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(most - higher)
@@ -119,12 +123,16 @@ def _merge(
 
 @triton.jit
 def _attend(
-    q, k, v, out, scratch, scales, arrived, lengths, indptr, indices, pieces, sinks, scale, window,
-    q_stride, page_stride, token_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    q, k, v, out, scratch, scales, arrived, lengths, indptr, indices, pieces, sinks, scale, v_scale,
+    window, q_stride, page_stride, token_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    TILE: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
+    TILE: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, NARROW: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, piece). The last of a row's pieces that ends merges all."""
+    """Program (KV head, piece). The last of a row's pieces that ends merges all.
+
+    NARROW: pages hold e4m3, values to be multiplied by v_scale; `scale` has that of the keys.
+    """
     head, piece = tl.program_id(0), tl.program_id(1)
     words = pieces + piece * WORDS
     row = tl.load(words).to(tl.int64)
@@ -137,7 +145,7 @@ def _attend(
     if EARLY:
         page = _pages(indices, begin, start, stop, PAGE, BLOCK)
         element = _elements(page, start, page_stride, token_stride, PAGE, BLOCK) + head * DIM
-        _ahead(k, v, element, DIM)
+        _ahead(k, v, element, DIM, NARROW)
         gdc_wait()  # for the query, and for the key and value of this step
         gdc_launch_dependents()
     dim, query = tl.arange(0, DIM), tl.arange(0, TILE)
@@ -146,6 +154,8 @@ def _attend(
     most, total, sums = _piece(queries, k + head * DIM, v + head * DIM, indices, begin, start, stop,
                                low, scale, page_stride, token_stride, DIM, PAGE, BLOCK, TILE,
                                WINDOWED)  # fmt: skip
+    if NARROW:
+        sums *= v_scale
     target = out + row * (KV_HEADS * GROUP * DIM)
     if splits == 1:
         if SINKS:
@@ -171,10 +181,11 @@ def _leave(sums_at, scales_at, most, total, sums, real):
 
 
 @triton.jit
-def _ahead(k, v, element, DIM: tl.constexpr):
+def _ahead(k, v, element, DIM: tl.constexpr, NARROW: tl.constexpr):
     """Asks for the first keys and values, all but the newest of which are there for long."""
-    LINES: tl.constexpr = (DIM + LINE - 1) // LINE
-    line = tl.arange(0, LINES) * LINE
+    SIZE: tl.constexpr = 2 * LINE if NARROW else LINE
+    LINES: tl.constexpr = (DIM + SIZE - 1) // SIZE
+    line = tl.arange(0, LINES) * SIZE
     prefetch(k + element[:, None] + line[None, :])
     prefetch(v + element[:, None] + line[None, :])
 
@@ -202,6 +213,7 @@ def decode_attention(
     window: int | None = None,
     early: bool = True,
     sinks: torch.Tensor | None = None,
+    scales: Scales = ONES,
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v of each row's last token: `out` [R, heads, dim], which is returned.
 
@@ -209,17 +221,18 @@ def decode_attention(
     Nothing is written for a row without keys. window: keys that a query sees, its own included; the
     rows' pieces were cut with the same. early: nothing that the kernel before writes is read
     before it has ended, but for its pieces: False right after they were cut. sinks [heads]: each
-    head's score of a key without a value, that every query sees. float32 inside.
+    head's score of a key without a value, that every query sees. scales: of k and v in e4m3, which
+    are multiplied in q's dtype. float32 inside.
     """
     (count, heads, dim), (page_size, kv_heads) = q.shape, k.shape[1:3]
     if count:
         _attend[(kv_heads, most_pieces(count, cut))](
-            q, k, v, out, scratch.sums, scratch.scales, scratch.arrived,
-            rows.lengths, rows.indptr, rows.indices, rows.pieces, sinks, scale * LOG2E,
-            window or 2**30, q.stride(0), k.stride(0), k.stride(1),
+            q, as_seen(k), as_seen(v), out, scratch.sums, scratch.scales, scratch.arrived,
+            rows.lengths, rows.indptr, rows.indices, rows.pieces, sinks, scale * scales.k * LOG2E,
+            scales.v, window or 2**30, q.stride(0), k.stride(0), k.stride(1),
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, BLOCK=cut.block,
             SPLITS=cut.splits, TILE=max(TILE, triton.next_power_of_2(heads // kv_heads)),
-            WINDOWED=window is not None, SINKS=sinks is not None,
+            WINDOWED=window is not None, SINKS=sinks is not None, NARROW=k.dtype == E4M3,
             num_warps=cut.warps, num_stages=cut.stages,
             **(early_launch(q.device) if early else {"EARLY": False}),
         )  # fmt: skip
@@ -234,6 +247,7 @@ def decode_attention_reference(
     scale: float,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    scales: Scales = ONES,
 ) -> torch.Tensor:
     """The same in plain torch, row by row in float32: [R, heads, dim]."""
     group = q.shape[1] // k.shape[2]
@@ -242,8 +256,8 @@ def decode_attention_reference(
         pages = rows.indices[int(rows.indptr[row]) :][: -(-length // k.shape[1])].long()
         begin = 0 if window is None else max(length - window, 0)
         keys, values = (
-            cache[pages].flatten(0, 1)[begin:length].float().repeat_interleave(group, dim=1)
-            for cache in (k, v)
+            (cache[pages].flatten(0, 1)[begin:length].float() * one).repeat_interleave(group, dim=1)
+            for cache, one in ((k, scales.k), (v, scales.v))
         )
         scores = torch.einsum("hd,thd->ht", q[row].float(), keys) * scale
         if sinks is not None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-MOST = 448.0  # of e4m3
+from pipeinfer.kernels.e4m3 import E4M3, MOST
+
 LEAST_SCALE = 1e-12  # of a row of zeros, which are zeros in any scale
 
 
@@ -16,4 +17,4 @@ def round_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     row's largest is 448 times its scale."""
     wide = values.float()
     scale = (wide.abs().amax(dim=-1, keepdim=True) / MOST).clamp_(min=LEAST_SCALE)
-    return (wide / scale).clamp_(-MOST, MOST).to(torch.float8_e4m3fn), scale
+    return (wide / scale).clamp_(-MOST, MOST).to(E4M3), scale

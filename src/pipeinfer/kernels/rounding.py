@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeinfer.kernels.fp8 import LEAST_SCALE, MOST, round_rows
+from pipeinfer.kernels.e4m3 import E4M3, MOST
+from pipeinfer.kernels.fp8 import LEAST_SCALE, round_rows
+from pipeinfer.kernels.triton_e4m3 import as_seen, narrowed
 
 THREAD = 16  # values of a thread
 
@@ -31,9 +33,8 @@ def _round(
     value = tl.load(x + row * x_stride + part * PART + lane, mask=inside, other=0.0).to(tl.float32)
     most = tl.maximum(tl.max(tl.abs(value), axis=0) / MOST, LEAST_SCALE)
     tl.store(scale + row * (SIZE // PART) + part, most)
-    value = tl.minimum(tl.maximum(value / most, -MOST), MOST)
     at = out + row * SIZE + part * PART + lane
-    tl.store(at, value.to(out.dtype.element_ty), mask=inside)
+    tl.store(at, narrowed(value, most, out.dtype.element_ty), mask=inside)
 
 
 def round_parts(x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,12 +42,12 @@ def round_parts(x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Ten
     0: all of a row."""
     rows, size = x.shape
     part = part or size
-    out = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=x.device)
+    out = torch.empty(rows, size, dtype=E4M3, device=x.device)
     scale = torch.empty(rows, size // part, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(part)
     if rows:
         _round[(rows, size // part)](
-            x, out, scale, x.stride(0), SIZE=size, PART=part, BLOCK=block, MOST=MOST,
+            x, as_seen(out), scale, x.stride(0), SIZE=size, PART=part, BLOCK=block, MOST=MOST,
             LEAST_SCALE=LEAST_SCALE, num_warps=min(max(block // (32 * THREAD), 1), 8),
         )  # fmt: skip
     return out, scale

@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pipeinfer.kernels import e4m3
 from pipeinfer.kernels.early import early_launch
+from pipeinfer.kernels.triton_e4m3 import as_seen, narrowed
 
 # Everything between the product and what is stored is float32 here, rounded once. Layer by layer in
 # bfloat16, the norm, its weight and each half of the rotation round too: the two differ by at most
@@ -26,9 +28,9 @@ ELEMENTS = 2048  # of one program; each of its threads reads 16 bytes of either 
 
 @triton.jit
 def _rotated(
-    source, target, first, angles, cos, sin, norm, eps,
+    source, target, first, angles, cos, sin, norm, eps, to_scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, OFFSET: tl.constexpr,
+    NORM: tl.constexpr, OFFSET: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """Norms (optional), rotates and stores heads first .. first + GROUP - 1 of one token."""
     half: tl.constexpr = DIM // 2
@@ -51,33 +53,41 @@ def _rotated(
         right *= scale * weight
     c = tl.load(cos + angles + lane, mask=lane < half, other=0.0).to(tl.float32)
     s = tl.load(sin + angles + lane, mask=lane < half, other=0.0).to(tl.float32)
-    tl.store(target + at, left * c - right * s, mask=inside)
-    tl.store(target + at + half, right * c + left * s, mask=inside)
+    low, high = left * c - right * s, right * c + left * s
+    if NARROW:
+        low = narrowed(low, to_scale, target.dtype.element_ty)
+        high = narrowed(high, to_scale, target.dtype.element_ty)
+    tl.store(target + at, low, mask=inside)
+    tl.store(target + at + half, high, mask=inside)
 
 
 @triton.jit
 def _copied(
-    source, target, first, HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    source, target, first, to_scale, HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     heads = first + tl.arange(0, GROUP)[:, None]
     lane = tl.arange(0, 2 * BLOCK)[None, :]
     inside = (heads < HEADS) & (lane < DIM)
     at = heads * DIM + lane
-    tl.store(target + at, tl.load(source + at, mask=inside, other=0.0), mask=inside)
+    values = tl.load(source + at, mask=inside, other=0.0)
+    if NARROW:
+        values = narrowed(values.to(tl.float32), to_scale, target.dtype.element_ty)
+    tl.store(target + at, values, mask=inside)
 
 
 @triton.jit
 def _store(
     qkv, queries, k_cache, v_cache, cos, sin, positions, places, q_norm, k_norm, eps,
-    qkv_stride, angle_stride, k_stride, v_stride,
+    k_scale, v_scale, qkv_stride, angle_stride, k_stride, v_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr,
-    EARLY: tl.constexpr,
+    NARROW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (token, group): groups of query heads, then of key heads, then of value heads.
 
-    EARLY: it starts while the kernel before it ends, and lets the next one start likewise.
+    NARROW: pages hold e4m3. EARLY: it starts while the kernel before it ends, and lets the next one
+    start likewise.
     """
     if EARLY:
         gdc_wait()  # for all that the kernel before it writes
@@ -92,18 +102,19 @@ def _store(
         angles = tl.load(positions + token).to(tl.int64) * angle_stride
     if group < q_groups:
         _rotated(source, queries + token * (HEADS * DIM), group * GROUP, angles, cos, sin, q_norm,
-                eps, HEADS, DIM, GROUP, BLOCK, NORM, OFFSET)  # fmt: skip
+                eps, 1.0, HEADS, DIM, GROUP, BLOCK, NORM, OFFSET, False)  # fmt: skip
     else:
         place = tl.load(places + token).to(tl.int64)
         if place >= 0:
             if group < q_groups + kv_groups:
                 first = (group - q_groups) * GROUP
                 _rotated(source + HEADS * DIM, k_cache + place * k_stride, first, angles, cos, sin,
-                        k_norm, eps, KV_HEADS, DIM, GROUP, BLOCK, NORM, OFFSET)  # fmt: skip
+                        k_norm, eps, k_scale, KV_HEADS, DIM, GROUP, BLOCK, NORM, OFFSET,
+                        NARROW)  # fmt: skip
             else:
                 first = (group - q_groups - kv_groups) * GROUP
                 _copied(source + (HEADS + KV_HEADS) * DIM, v_cache + place * v_stride, first,
-                        KV_HEADS, DIM, GROUP, BLOCK)  # fmt: skip
+                        v_scale, KV_HEADS, DIM, GROUP, BLOCK, NARROW)  # fmt: skip
 
 
 def rotate_and_store(
@@ -121,6 +132,8 @@ def rotate_and_store(
     eps: float = 1e-6,
     offset: float = 0.0,
     out: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """Queries [T, num_heads, head_dim], normed and rotated; keys and values go into their pages.
 
@@ -128,7 +141,8 @@ def rotate_and_store(
     sin, any float dtype: [T, head_dim / 2] (or [T, 1, ..]) of the tokens; with `positions` [T] a
     table [longest, head_dim / 2] that these index. places int [T]: where in the caches, [pages,
     page_size, kv_heads, head_dim]; negative: nowhere. q_norm, k_norm [head_dim]: RMSNorm of each
-    head, `offset` added. out: contiguous. Raises ValueError for a layout it cannot write.
+    head, `offset` added. out: contiguous. k_scale, v_scale: of caches in e4m3 (e4m3.py). Raises
+    ValueError for a layout it cannot write.
     """
     kv_heads, dim = k_cache.shape[2:]
     _check(qkv, k_cache, v_cache, num_heads)
@@ -138,10 +152,12 @@ def rotate_and_store(
     group = max(min(ELEMENTS // (2 * block), triton.next_power_of_2(num_heads)), 1)
     if tokens:
         _store[(tokens, triton.cdiv(num_heads, group) + 2 * triton.cdiv(kv_heads, group))](
-            qkv, queries, k_cache, v_cache, cos, sin, positions, places, q_norm, k_norm, eps,
-            qkv.stride(0), cos.stride(0), k_cache.stride(1), v_cache.stride(1),
+            qkv, queries, as_seen(k_cache), as_seen(v_cache), cos, sin, positions, places, q_norm,
+            k_norm, eps, k_scale, v_scale, qkv.stride(0), cos.stride(0), k_cache.stride(1),
+            v_cache.stride(1),
             HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, GROUP=group, BLOCK=block,
             NORM=q_norm is not None, OFFSET=offset, TABLE=positions is not None,
+            NARROW=k_cache.dtype == e4m3.E4M3,
             num_warps=max(group * block // 256, 1), **early_launch(qkv.device),
         )  # fmt: skip
     return queries
@@ -172,6 +188,8 @@ def rotate_and_store_reference(
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     offset: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """The same in plain torch, float32 throughout, rounded at the end."""
     kv_heads, dim = k_cache.shape[2:]
@@ -189,6 +207,11 @@ def rotate_and_store_reference(
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
     stored = places >= 0
-    k_cache.flatten(0, 1)[places[stored].long()] = rotate(k)[stored].to(k_cache.dtype)
-    v_cache.flatten(0, 1)[places[stored].long()] = v[stored].to(v_cache.dtype)
+    at = places[stored].long()
+    for cache, values, scale in ((k_cache, rotate(k), k_scale), (v_cache, v, v_scale)):
+        if cache.dtype == e4m3.E4M3:
+            narrow = e4m3.narrowed(values[stored], scale).view(torch.uint8)
+            cache.view(torch.uint8).flatten(0, 1)[at] = narrow
+        else:
+            cache.flatten(0, 1)[at] = values[stored].to(cache.dtype)
     return rotate(q).to(qkv.dtype)

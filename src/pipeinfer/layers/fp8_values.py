@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeinfer.checkpoint.quantization import Fp8
+from pipeinfer.kernels.e4m3 import E4M3
 from pipeinfer.kernels.fp8 import round_rows
 from pipeinfer.layers.placement import DUMMY_STD, Placement, Source
 from pipeinfer.settings import ConfigurationError
@@ -37,7 +38,7 @@ class Fp8Values:
         high, wide = form.block if form.shared == "block" else (1, columns)
         scales = (*stack, -(-rows // high), -(-columns // wide))
         return cls(
-            torch.empty(size, dtype=torch.float8_e4m3fn, device=placement.device),
+            torch.empty(size, dtype=E4M3, device=placement.device),
             torch.empty(scales, dtype=torch.float32, device=placement.device),
             form,
         )

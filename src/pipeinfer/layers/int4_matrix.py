@@ -23,7 +23,7 @@ MOST_SPLITS = 8
 
 
 def int4_products(form: Int4, size: tuple[int, int], placement: Placement) -> SkinnyProducts | None:
-    """Of any such form; None where a matrix has to become plain: on this device, or of this size."""
+    """Of any such form; None where a matrix must become plain: on this device, or of this size."""
     rows, columns = size
     if rows % COLUMNS or columns % RUN:
         return None

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.steps.shape import AttentionShape
 from pipeinfer.tensors import tensor_of
 
@@ -24,6 +25,9 @@ def bytes_per_page(shapes: Sequence[AttentionShape], page_size: int, dtype: torc
 class KVPool:
     """Per layer, K and V as `[pages, page_size, kv_heads, head_dim]`; layers may differ in shape.
 
+    dtype: of the values; stored: of what lies in the pages, the same or e4m3. scales: of each
+    layer, 1 where values are stored as they are.
+
     Page 0 is a dummy: no request owns it, padding reads it. Everything starts as zero, because
     padding is read before anybody has written: a masked position has weight 0, and 0 times a NaN
     that lay in fresh memory would be NaN. Backends that read whole pages rely on it too.
@@ -36,18 +40,24 @@ class KVPool:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        scales: Sequence[Scales] | None = None,
     ) -> None:
-        """Raises ValueError without at least one page beside the dummy."""
+        """scales: of each layer, of values that are stored as e4m3; None: they are not.
+
+        Raises ValueError without at least one page beside the dummy.
+        """
         if pages < 2 or page_size < 1:
             raise ValueError(f"a pool needs 2 pages of 1 token, not {pages} of {page_size}")
         self.pages = pages
         self.page_size = page_size
         self.dtype = dtype
+        self.stored = dtype if scales is None else E4M3
         self.device = torch.device(device)
         self.shapes = tuple(shapes)
         sizes = [(pages, page_size, shape.num_kv_heads, shape.head_dim) for shape in self.shapes]
-        self.k = [_zeros(size, dtype, self.device) for size in sizes]
-        self.v = [_zeros(size, dtype, self.device) for size in sizes]
+        self.scales = tuple(scales or [ONES] * len(sizes))
+        self.k = [_zeros(size, self.stored, self.device) for size in sizes]
+        self.v = [_zeros(size, self.stored, self.device) for size in sizes]
 
     def by_place(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """K and V of each layer as [pages * page_size, kv_heads * head_dim], one row per token: a
@@ -64,12 +74,12 @@ class KVPool:
         """
         at = tensor_of(pages.astype(np.int64)).to(self.device)
         for part in (*self.k, *self.v):
-            part.index_fill_(0, at, 0)
+            part.view(torch.uint8).index_fill_(0, at, 0)  # e4m3 cannot be filled
 
     @property
     def bytes_per_page(self) -> int:
         """Bytes of one page over all layers, K and V together."""
-        return bytes_per_page(self.shapes, self.page_size, self.dtype)
+        return bytes_per_page(self.shapes, self.page_size, self.stored)
 
     @property
     def total_bytes(self) -> int:

@@ -20,6 +20,7 @@ from pipeinfer.checkpoint.config import ModelConfig
 from pipeinfer.layers.placement import Shard, Source
 from pipeinfer.models.build import ALONE, build_model
 from pipeinfer.models.causal_lm import CausalLM
+from pipeinfer.models.kv_scales import SCALE
 from pipeinfer.models.readahead import ReadAhead
 from pipeinfer.models.weights import Stored, dtypes, open_weights, read_stored
 from pipeinfer.settings import ConfigurationError
@@ -31,7 +32,7 @@ Progress = Callable[[int, int], None]  # bytes of the checkpoint done, bytes in 
 # Inputs are scaled as they come, so no scales for them are asked for, nor what is said elsewhere.
 HARMLESS = re.compile(
     r"\.rotary_emb\.inv_freq$|^lm_head\.weight$|\.input_scale$|\.activation_scale$"
-    r"|\.weight_shape$|\.g_idx$"
+    rf"|\.weight_shape$|\.g_idx$|{SCALE.pattern}"
 )
 WHOLE_NUMBERS = ("I32", "U8")
 

@@ -81,7 +81,7 @@ class _Plain:
             rows = slice(within.first + rows.start, within.first + rows.stop)
             slices = (within.index, rows, columns)
         if self._stored[source.name].shape == ():
-            source.target.copy_(self._opened.get_tensor(within.name).reshape(1))
+            source.target.copy_(self._opened.get_tensor(within.name))
         else:
             source.target.copy_(self._opened.get_slice(within.name)[slices])
 

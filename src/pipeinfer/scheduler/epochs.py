@@ -1,8 +1,9 @@
 """The handshake that begins an epoch: which engine ranks are there, and whether they agree.
 
 Knows no request. A group starts only after every rank said hello with the same model, page size,
-pool, graph sizes and attention backend, and answered that it hears the plan channel and has put as
-many steps on its device as all others: else they would never meet again inside a collective.
+pool, KV dtype, graph sizes and attention backend, and answered that it hears the plan channel and
+has put as many steps on its device as all others: else they would never meet again inside a
+collective.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ AGREED = (
     "attention",
     "graph_sizes",
     "step_tokens",
+    "kv_dtype",
 )
 
 
