@@ -37,6 +37,38 @@ def test_floor_of_the_published_benchmark_is_the_published_floor(tmp_path, shape
     assert floor.floor_seconds(published(), size, H200, 256) == pytest.approx(seconds, abs=0.006)
 
 
+def test_the_floor_counts_the_experts_that_are_read(tmp_path):
+    folder = shapes.write_folder(tmp_path, shapes.shape("qwen3-30b-a3b"))
+    size = floor.model_size(folder, "bfloat16")
+    assert size.parameters == pytest.approx(3.04e9, rel=0.01), "3 billion a token"
+    assert size.dense_bytes + size.expert_bytes == pytest.approx(60.4e9, rel=0.01)
+    assert size.bytes_read(1) == pytest.approx(2 * size.parameters)
+    assert size.bytes_read(256) == pytest.approx(size.dense_bytes + size.expert_bytes, rel=1e-6)
+    dense = floor.ModelSize(size.parameters, int(2 * size.parameters), size.kv_bytes)
+    work = published()
+    assert floor.floor_seconds(work, size, H200, 256) > 2 * floor.floor_seconds(
+        work, dense, H200, 256
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "bits"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}, 4),
+    ],
+)
+def test_the_floor_counts_weights_as_they_are_stored(tmp_path, how, bits):
+    shape = shapes.shape("qwen3-14b")
+    plain = floor.model_size(shapes.write_folder(tmp_path / "plain", shape), "bfloat16")
+    stored = shapes.write_folder(tmp_path / "stored", shape | {"quantization_config": how})
+    size = floor.model_size(stored, "bfloat16")
+    assert size.parameters == plain.parameters
+    head = 2 * shape["vocab_size"] * shape["hidden_size"]
+    layers = (plain.dense_bytes - head) * bits / 16
+    assert layers < size.dense_bytes - head < 1.05 * layers
+
+
 def test_a_request_takes_the_place_of_one_that_ends():
     assert floor.batch_sizes([3, 1, 2], max_running=3) == [3, 2, 1]
     assert floor.batch_sizes([3, 1, 2], max_running=2) == [2, 2, 2]

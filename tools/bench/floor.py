@@ -7,20 +7,30 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from bench.workload import Work
 
+STORED_BYTES = {"F8_E4M3": 1, "I32": 4, "U8": 1}  # of what is stored in a type of its own
+
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Bytes of the weights that every token is multiplied with, bytes of one number, bytes of K
-    and V per token over all layers.
+    """parameters: weights that a token is multiplied with, those of its experts included.
+    dense_bytes: of the weights that every token is multiplied with; expert_bytes: of all experts,
+    of which a token goes to the share `chosen`. kv_bytes: of K and V per token over all layers.
     """
 
-    weight_bytes: int
-    item_bytes: int
+    parameters: float
+    dense_bytes: int
     kv_bytes: int
+    expert_bytes: int = 0
+    chosen: float = 0.0
+
+    def bytes_read(self, rows: int) -> float:
+        """Of weights in a step of so many tokens, if each expert is as likely as another."""
+        return self.dense_bytes + self.expert_bytes * (1 - (1 - self.chosen) ** rows)
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,8 @@ class Machine:
 
 
 def model_size(folder: Path, dtype: str) -> ModelSize:
-    """Of the checkpoint in `folder`, computed in `dtype` (a name of torch)."""
+    """Of the checkpoint in `folder`, computed in `dtype` (a name of torch), its weights as they are
+    stored in other number formats."""
     import torch
 
     from pipeinfer.checkpoint.config import read_config
@@ -41,11 +52,26 @@ def model_size(folder: Path, dtype: str) -> ModelSize:
 
     number = getattr(torch, dtype)
     model = build_model(read_config(folder), dtype=number, device="meta")
-    weights = sum(source.target.numel() for source in model.sources())
-    if not model.config.tie_word_embeddings:  # looked up, not multiplied with
-        weights -= model.config.vocab_size * model.config.hidden_size
+    config = model.config
+    values, sizes = {True: 0, False: 0}, {True: 0, False: 0}  # of experts, and of all else
+    for source in model.sources():
+        if source.name == "model.embed_tokens.weight" and not config.tie_word_embeddings:
+            continue  # looked up, not multiplied with
+        elements = prod(source.shape)
+        each, of_expert = (source.stored or (None,))[0], ".experts." in source.name
+        sizes[of_expert] += elements * STORED_BYTES.get(each, number.itemsize)
+        values[of_expert] += elements * _weights(source.name, each)
+    chosen = config.num_experts_per_tok / config.num_experts if config.num_experts else 0.0
     kv = bytes_per_page(model.attention_shapes(), 1, number)
-    return ModelSize(weights * number.itemsize, number.itemsize, kv)
+    parameters = values[False] + values[True] * chosen
+    return ModelSize(parameters, sizes[False], kv, sizes[True], chosen)
+
+
+def _weights(name: str, stored: str | None) -> int:
+    """That an element of tensor `name` stands for."""
+    if name.endswith(("scale", "scale_inv", "scales", "qzeros", "zero_point")):
+        return 0
+    return {"I32": 8, "U8": 2}.get(stored or "", 1)
 
 
 def batch_sizes(outputs: list[int], max_running: int) -> list[int]:
@@ -66,11 +92,10 @@ def batch_sizes(outputs: list[int], max_running: int) -> list[int]:
 
 def floor_seconds(work: Work, size: ModelSize, machine: Machine, max_running: int) -> float:
     """Prefill, the products of each decode step, and reading K and V for each output token."""
-    parameters = size.weight_bytes / size.item_bytes
-    prefill = 2 * parameters * work.prompt_tokens / machine.flops
-    weights_read = size.weight_bytes / machine.bandwidth
+    each = 2 * size.parameters / machine.flops
+    prefill = each * work.prompt_tokens
     decode = sum(
-        max(2 * parameters * rows / machine.flops, weights_read)
+        max(each * rows, size.bytes_read(rows) / machine.bandwidth)
         for rows in batch_sizes(work.outputs, max_running)
     )
     contexts = sum(
