@@ -12,7 +12,7 @@ import torch
 
 from pipeinfer.checkpoint.quantization import Fp8
 from pipeinfer.kernels.e4m3 import E4M3
-from pipeinfer.kernels.fp8 import round_rows
+from pipeinfer.kernels.fp8 import round_rows_closely
 from pipeinfer.layers.placement import DUMMY_STD, Placement, Source
 from pipeinfer.settings import ConfigurationError
 
@@ -96,7 +96,7 @@ class Fp8Values:
 
 @dataclass(frozen=True)
 class Rounding:
-    """A Target that rounds plain rows [n, columns] to FP8."""
+    """A Target that rounds plain rows [n, columns] to FP8, as closely as one scale a row lets it."""
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -106,7 +106,7 @@ class Rounding:
         return self.weight.device
 
     def copy_(self, values: torch.Tensor) -> None:
-        rounded, scale = round_rows(values.to(self.device))
+        rounded, scale = round_rows_closely(values.to(self.device))
         self.weight.copy_(rounded)
         self.scale.copy_(scale)
 
