@@ -30,11 +30,8 @@ def round_rows_closely(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     """
     wide = values.float()
     _, first = round_rows(wide)
-    rounded, scale, least = (
-        wide.to(E4M3).view(torch.uint8),
-        first,
-        torch.full_like(first, torch.inf),
-    )
+    rounded, scale = wide.to(E4M3).view(torch.uint8), first
+    least = torch.full_like(first, torch.inf)
     for step in range(TRIED):
         tried = first * 2 ** (step / TRIED)
         near = (wide / tried).clamp_(-MOST, MOST).to(E4M3)

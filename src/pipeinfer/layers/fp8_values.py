@@ -96,7 +96,7 @@ class Fp8Values:
 
 @dataclass(frozen=True)
 class Rounding:
-    """A Target that rounds plain rows [n, columns] to FP8, as closely as one scale a row lets it."""
+    """A Target that rounds plain rows [n, columns] to FP8, as closely as a scale each lets it."""
 
     weight: torch.Tensor
     scale: torch.Tensor
