@@ -79,10 +79,10 @@ def resolve(name: str, device: str, gpu: Gpu | None = None) -> str:
         return "torch" if gpu is None else _chosen(gpu)
     if gpu is None:
         return name
-    obstacle = _obstacle(name, gpu)
-    if obstacle:
+    reason = obstacle(name, gpu)
+    if reason:
         raise ConfigurationError(
-            f"--attention {name}: {obstacle}; --attention {_chosen(gpu)} works here"
+            f"--attention {name}: {reason}; --attention {_chosen(gpu)} works here"
         )
     return name
 
@@ -90,11 +90,11 @@ def resolve(name: str, device: str, gpu: Gpu | None = None) -> str:
 def _chosen(gpu: Gpu) -> str:
     """The fastest backend that can run, of those measured."""
     usual = (name for name, dims in CHOICES.items() if gpu.head_dim in dims)
-    return next((name for name in usual if not _obstacle(name, gpu)), "torch")
+    return next((name for name in usual if not obstacle(name, gpu)), "torch")
 
 
-def _obstacle(name: str, gpu: Gpu) -> str:
-    """Why backend `name` cannot run, or nothing."""
+def obstacle(name: str, gpu: Gpu) -> str:
+    """Why backend `name` cannot run on `gpu`, or ""."""
     if name not in PACKAGES:
         return ""
     if gpu.sinks:

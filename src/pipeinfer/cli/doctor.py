@@ -88,6 +88,7 @@ def _devices() -> Iterator[Finding]:
     """What computes here; its value is the number of GPUs."""
     import torch
 
+    from pipeinfer.engine.gpu_kinds import said
     from pipeinfer.engine.host_memory import available_bytes
 
     free = available_bytes() / 2**30
@@ -102,6 +103,7 @@ def _devices() -> Iterator[Finding]:
         name = torch.cuda.get_device_name(number)
         text = f"{number}: {name}, capability {major}.{minor}, {free:.0f} of {total:.0f} GiB free"
         yield "ok", "GPU", text
+        yield "note", "GPU", f"{number}: {said((major, minor))}"
     for package in GPU_PACKAGES:
         yield _package(package)
     missing = [tool for tool in GPU_TOOLS if shutil.which(tool) is None]
