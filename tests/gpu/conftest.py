@@ -12,6 +12,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 
 from checkpoints import CheckpointCache  # noqa: E402
 
+MIXTURES = ("Glm4MoeForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM")
+
 
 @pytest.fixture(scope="session")
 def gpu_checkpoints(tmp_path_factory):
@@ -33,6 +35,8 @@ def gpu_checkpoints(tmp_path_factory):
         if architecture == "Qwen3MoeForCausalLM":
             sizes |= {"moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4}
             sizes |= {"router_gain": 8.0}
+        if architecture in MIXTURES:
+            sizes |= {"intermediate_size": 256, "router_gain": 8.0}
         if architecture == "Gemma3ForCausalLM":
             kinds = ["sliding_attention", "full_attention", "sliding_attention"]
             sizes |= {"layer_types": kinds, "sliding_window": 100}

@@ -13,11 +13,11 @@ out=${OUT:?the folder for the results}
 logs=$(mktemp -d)
 export PYTHONPATH=$PWD/src:$PWD/tests:$PWD/tools${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 shape=(--config qwen3-0.6b --device cuda --log-level warning)
-parity=("$python" -m pytest -o addopts= -q -s -p no:cacheprovider tests/gpu/test_cuda_parity.py)
+tests=("$python" -m pytest -o addopts= -q -s -p no:cacheprovider -W ignore)
 
-declare -A limit=([parity]=240 [kernel_tests]=150 [soak]=120 [memcheck]=150 [offline]=60
+declare -A limit=([parity]=300 [kernel_tests]=200 [formats]=200 [fp8_kv]=300 [api]=240 [foreign]=240 [soak]=120 [memcheck]=150 [offline]=60
                   [single]=50 [single_14b]=90 [storm]=70 [startup]=60 [profile]=45 [kernels]=80)
-beside=(parity kernel_tests soak memcheck)
+beside=(parity kernel_tests formats fp8_kv api foreign soak memcheck)
 alone=(offline single single_14b storm startup profile kernels)
 if [ $# -gt 0 ]; then
   declare -A asked=()
@@ -29,12 +29,16 @@ run_parity() {  # four processes; importing and capturing is most of the work
   export PARITY_OUT=$out/parity.jsonl
   "$python" tests/gpu/compile_kernels.py 6  # at once, instead of one after the other
   for which in flashinfer fa3 hybrid "not flashinfer and not fa3 and not hybrid"; do
-    "${parity[@]}" -k "$which" > "$logs/parity-${which%% *}.part" 2>&1 &
+    "${tests[@]}" tests/gpu/test_cuda_parity.py -k "$which" > "$logs/parity-${which%% *}.part" 2>&1 &
   done
   wait
   cat "$logs"/parity-*.part
 }
-run_kernel_tests() { "$python" -m pytest -o addopts= -q -p no:cacheprovider tests/gpu/test_gpu_kernels.py; }
+run_kernel_tests() { "${tests[@]}" tests/gpu/test_gpu_kernels.py; }
+run_formats() { "${tests[@]}" tests/gpu/test_gpu_formats.py; }
+run_fp8_kv() { "${tests[@]}" tests/gpu/test_fp8_kv_on_gpu.py; }
+run_foreign() { "${tests[@]}" tests/gpu/test_foreign_on_gpu.py; }
+run_api() { "${tests[@]}" tests/gpu/test_gpu_masks.py tests/gpu/test_bad_rows.py tests/gpu/test_gpu_logprobs.py; }
 run_soak() { "$python" tests/gpu/soak.py --seconds 45 --json "$out/soak.json"; }
 run_memcheck() { PYTHON=$python tests/gpu/memcheck.sh; }
 run_offline() {
@@ -69,13 +73,13 @@ one() {  # a part under its limit; what is worth reading of it
   local name=$1 seconds=${limit[$1]} began=$SECONDS
   [ "$seconds" -gt 0 ] || return 0
   # A shell of its own, so that the limit ends all that the part has started.
-  { declare -p python out logs shape parity; declare -f single "run_$name"; echo "run_$name"; } \
+  { declare -p python out logs shape tests; declare -f single "run_$name"; echo "run_$name"; } \
     > "$logs/$name.sh"
   timeout -k 5 "$seconds" bash "$logs/$name.sh" > "$logs/$name.log" 2>&1
   local code=$?
   echo "PART $name: code $code, $((SECONDS - began)) s"
   [ $code -eq 0 ] || tail -n 4 "$logs/$name.log" | cut -c1-300
-  grep -aE '^(PARITY|FLIPS|SOAK|FAILED|ERROR|E  |=+ .*(ERROR|Invalid|SUMMARY)|error|[0-9]+ (passed|failed))|passed|tokens/s|efficiency|engine idle|host|^  (plan|pack|upload|attention|forward|sample|result)|decode steps|itl|ttft|times the calm|floor|ready|first token' \
+  grep -aE '^(PARITY|FLIPS|FP8KV|FOREIGN|SOAK|FAILED|ERROR|E  |=+ .*(ERROR|Invalid|SUMMARY)|error|[0-9]+ (passed|failed))|passed|tokens/s|efficiency|engine idle|host|^  (plan|pack|upload|attention|forward|sample|result)|decode steps|itl|ttft|times the calm|floor|ready|first token' \
     "$logs/$name.log" | cut -c1-200 | tail -"${2:-40}"
 }
 

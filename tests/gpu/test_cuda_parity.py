@@ -31,6 +31,10 @@ ARCHITECTURES = (
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM", "Gemma3ForCausalLM",
 )  # fmt: skip
+MORE_ARCHITECTURES = (
+    "Glm4ForCausalLM", "Glm4MoeForCausalLM", "GlmForCausalLM", "MixtralForCausalLM",
+    "Qwen2MoeForCausalLM",
+)  # fmt: skip
 BACKENDS = ("flashinfer", "fa3", "hybrid")
 
 
@@ -111,6 +115,8 @@ def compare(folder, made, asked=None) -> Compared:
 CASES = [
     *((name, backend, dim) for name in ARCHITECTURES for backend in BACKENDS for dim in (64, 128)),
     ("Gemma3ForCausalLM", "flashinfer", 256),
+    *((name, "hybrid", 128) for name in MORE_ARCHITECTURES),
+    *((name, "flashinfer", 64) for name in MORE_ARCHITECTURES),
 ]
 
 
@@ -177,6 +183,14 @@ def test_sliding_windows_and_qk_norm_hold_on_every_backend(gpu_checkpoints, back
     folder = gpu_checkpoints("MistralForCausalLM", 128, sliding_window=100)
     made = cores(folder, attention=backend)
     generate(made)
+    compare(folder, made).check()
+
+
+def test_attention_sinks_hold_without_graphs(gpu_checkpoints):
+    folder = gpu_checkpoints("GptOssForCausalLM", 64)
+    made = cores(folder)
+    assert made.loaded.attention == "torch"
+    generate(made, wanted=20)
     compare(folder, made).check()
 
 
