@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,13 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 from checkpoints import CheckpointCache  # noqa: E402
 
 MIXTURES = ("Glm4MoeForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM", "Qwen2MoeForCausalLM")
+
+
+def pytest_collection_modifyitems(items):
+    """GPU_PART=2/4: of four processes that share the tests the second, counted from 0."""
+    if "GPU_PART" in os.environ:
+        part, of = map(int, os.environ["GPU_PART"].split("/"))
+        items[:] = items[part::of]
 
 
 @pytest.fixture(scope="session")

@@ -25,20 +25,23 @@ if [ $# -gt 0 ]; then
   for part in "${!limit[@]}"; do limit[$part]=${asked[$part]:-0}; done
 fi
 
-run_parity() {  # four processes; importing and capturing is most of the work
-  export PARITY_OUT=$out/parity.jsonl
-  "$python" tests/gpu/compile_kernels.py 6  # at once, instead of one after the other
-  for which in flashinfer fa3 hybrid "not flashinfer and not fa3 and not hybrid"; do
-    "${tests[@]}" tests/gpu/test_cuda_parity.py -k "$which" > "$logs/parity-${which%% *}.part" 2>&1 &
+shared() {  # the tests named, over $1 processes: importing, compiling and capturing is most of it
+  local of=$1 codes=0 pids=() pid
+  for ((part = 0; part < of; part++)); do
+    GPU_PART=$part/$of "${tests[@]}" "${@:2}" & pids+=($!)
   done
-  wait
-  cat "$logs"/parity-*.part
+  for pid in "${pids[@]}"; do wait "$pid" || codes=1; done
+  return $codes
 }
-run_kernel_tests() { "${tests[@]}" tests/gpu/test_gpu_kernels.py; }
-run_formats() { "${tests[@]}" tests/gpu/test_gpu_formats.py; }
-run_fp8_kv() { "${tests[@]}" tests/gpu/test_fp8_kv_on_gpu.py; }
-run_foreign() { "${tests[@]}" tests/gpu/test_foreign_on_gpu.py; }
-run_api() { "${tests[@]}" tests/gpu/test_gpu_masks.py tests/gpu/test_bad_rows.py tests/gpu/test_gpu_logprobs.py; }
+run_parity() {
+  export PARITY_OUT=$out/parity.jsonl
+  shared 4 tests/gpu/test_cuda_parity.py -k "${PARITY:-test}"
+}
+run_kernel_tests() { shared 4 tests/gpu/test_gpu_kernels.py; }
+run_formats() { shared 2 tests/gpu/test_gpu_formats.py; }
+run_fp8_kv() { shared 3 tests/gpu/test_fp8_kv_on_gpu.py; }
+run_foreign() { shared 2 tests/gpu/test_foreign_on_gpu.py; }
+run_api() { shared 4 tests/gpu/test_gpu_masks.py tests/gpu/test_bad_rows.py tests/gpu/test_gpu_logprobs.py; }
 run_soak() { "$python" tests/gpu/soak.py --seconds 45 --json "$out/soak.json"; }
 run_memcheck() { PYTHON=$python tests/gpu/memcheck.sh; }
 run_offline() {
@@ -73,7 +76,7 @@ one() {  # a part under its limit; what is worth reading of it
   local name=$1 seconds=${limit[$1]} began=$SECONDS
   [ "$seconds" -gt 0 ] || return 0
   # A shell of its own, so that the limit ends all that the part has started.
-  { declare -p python out logs shape tests; declare -f single "run_$name"; echo "run_$name"; } \
+  { declare -p python out logs shape tests; declare -f single shared "run_$name"; echo "run_$name"; } \
     > "$logs/$name.sh"
   timeout -k 5 "$seconds" bash "$logs/$name.sh" > "$logs/$name.log" 2>&1
   local code=$?
@@ -84,6 +87,7 @@ one() {  # a part under its limit; what is worth reading of it
 }
 
 mkdir -p "$out"
+"$python" tests/gpu/compile_kernels.py 12  # at once, instead of one after the other
 for part in "${beside[@]}"; do one "$part" 60 > "$logs/$part.said" & done
 wait
 for part in "${beside[@]}"; do cat "$logs/$part.said"; done
