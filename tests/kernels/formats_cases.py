@@ -7,6 +7,7 @@ import torch
 
 from kernels.triton_cases import HALVES, INTERPRETED, TOLERANCE, randn, relative_error
 from pipeinfer.kernels import fp8_blocks, int4, rounding
+from pipeinfer.kernels.norm import rounded_norm, rounded_norm_reference
 
 DTYPES = [torch.float32, *HALVES]
 
@@ -21,6 +22,43 @@ def test_rows_are_rounded_by_their_largest(part):
     assert torch.equal(scale, scales) and got.dtype == torch.float8_e4m3fn
     assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
     assert got[2].float().abs().max() == 0
+
+
+def almost(got, expected):
+    """Sums in another order move a scale by a place, and some values by a step of e4m3."""
+    (values, scale), (others, scales) = got, expected
+    assert values.dtype == torch.float8_e4m3fn and torch.allclose(scale, scales, rtol=1e-5)
+    assert relative_error(values.float(), others.float()) < 5e-3
+
+
+@pytest.mark.parametrize("part", [0, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu_may_end_in_rounded_rows(dtype, part):
+    merged = randn(1, 4, 1536, dtype=dtype)[:, :768]
+    merged[1] = 0.0
+    almost(rounding.round_gated(merged, part), rounding.round_gated_reference(merged, part))
+
+
+@pytest.mark.parametrize("part", [0, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_may_end_in_rounded_rows(offset, dtype, part):
+    x, weight = randn(2, 4, 768, dtype=dtype)[:, :384], randn(3, 384, dtype=dtype)
+    residuals = [randn(4, 4, 384, dtype=dtype) for _ in range(2)]
+    for more in ((None, None), residuals):
+        got, expected = (
+            norm(x, weight, 1e-6, residual, offset, part)
+            for norm, residual in zip((rounded_norm, rounded_norm_reference), more, strict=True)
+        )
+        almost(got, expected)
+    assert relative_error(*residuals) < TOLERANCE[dtype]
+    parts = randn(5, 3, 4, 384)
+    got, expected = (
+        norm(parts, weight, 1e-6, residual.clone(), offset, part)
+        for norm, residual in zip((rounded_norm, rounded_norm_reference), residuals, strict=True)
+    )
+    almost(got, expected)
+    assert rounded_norm(x[:0], weight, 1e-6)[0].shape == (0, 384)
 
 
 @pytest.mark.parametrize("rows", [3, 65, 140])

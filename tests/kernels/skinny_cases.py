@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.triton_cases import HALVES, TOLERANCE, randn, relative_error
+from kernels.triton_cases import HALVES, INTERPRETED, TOLERANCE, randn, relative_error
 from pipeinfer.kernels import skinny
 from pipeinfer.kernels.fp8 import round_rows
 from pipeinfer.kernels.norm import rms_norm_reference
+from pipeinfer.kernels.rounding import round_parts_reference
 from pipeinfer.kernels.skinny_tiles import Tile
 from pipeinfer.layers.skinny import SkinnyProducts
 
@@ -103,14 +104,16 @@ def in_fp8(width, blocks):
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tile", "rows"), [(SQUARE, 3), (TALL, 65)])
-def test_skinny_products_read_weights_in_fp8(tile, rows, dtype, blocks):
-    x = randn(0, rows, DEPTH, dtype=dtype)
+def test_skinny_products_of_both_sides_in_fp8(tile, rows, dtype, blocks):
+    wide, part = randn(0, rows, DEPTH, dtype=dtype), 128 if blocks else 0
+    x, x_scale = round_parts_reference(wide, part)
     weight, scale, plain = in_fp8(256, blocks)
-    bound = 2 * TOLERANCE[dtype]
-    expected = skinny.product_reference(x, plain)
-    assert relative_error(skinny.product(x, weight, tile, scale=scale), expected) < bound
-    split = replace(tile, splits=2)
-    got = skinny.split_product(x, weight, split, scale=scale).sum(0)
-    assert relative_error(got, expected) < bound
-    got = skinny.gated_product(x, weight, tile, scale)
-    assert relative_error(got, skinny.gated_product_reference(x, plain)) < bound
+    scales, bias = skinny.Scales(x_scale, scale), randn(2, 256, dtype=dtype)
+    exact = x.float() * x_scale.repeat_interleave(part or DEPTH, 1)
+    expected = skinny.product_reference(exact, plain, bias)
+    # Tensor cores add up products of FP8 with fewer bits than float32.
+    bound = 2 * TOLERANCE[dtype] if INTERPRETED else max(2 * TOLERANCE[dtype], 2e-3)
+    got = skinny.product(x, weight, tile, bias, scales, dtype)
+    assert got.dtype == dtype and relative_error(got, expected) < bound
+    got = skinny.split_product(x, weight, replace(tile, splits=2), bias, scales)
+    assert got.dtype == torch.float32 and relative_error(got.sum(0), expected) < bound

@@ -34,6 +34,7 @@ from pipeinfer.params import LONGEST_BAD
 HOPPER = GPUTarget("cuda", 90, 32)
 HALF = "*bf16"
 EIGHTH = "*fp8e4nv"
+CONVERTED = "cvt.rn.satfinite.e4m3x2"  # the GPU's own conversion
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
@@ -58,7 +59,13 @@ def test_norms(offset):
     types = dict.fromkeys(("x", "residual", "weight", "out"), HALF)
     types |= {"eps": "fp32", "x_stride": "i32", "partial_stride": "i32"}
     constants = {"SIZE": 640, "BLOCK": 1024, "PARTIALS": 1, "ADD": True, "EARLY": True}
-    assert compiled(norm._norm, types, constants | {"OFFSET": offset}, num_warps=8).asm["ptx"]
+    constants |= {"OFFSET": offset, "MOST": 448.0, "LEAST_SCALE": 1e-12}
+    usual = constants | {"PART": 0, "out_scale": None}
+    assert compiled(norm._norm, types, usual, num_warps=8).asm["ptx"]
+    types |= {"out": EIGHTH, "out_scale": "*fp32"}
+    for part in (640, 128):
+        made = compiled(norm._norm, types, constants | {"PART": part}, num_warps=8)
+        assert CONVERTED in made.asm["ptx"]
 
 
 @pytest.mark.parametrize("values", [False, True])
@@ -140,22 +147,27 @@ def test_decodes_over_pages_of_8_bits_convert_them_as_the_gpu_does_in_less_share
 
 
 @pytest.mark.parametrize("scales", [skinny.BY_ROW.value, skinny.BY_BLOCK.value])
-@pytest.mark.parametrize("gated", [False, True])
-def test_few_rows_with_weights_in_8_bits(gated, scales):
-    types = {"x": HALF, "weight": EIGHTH, "scale": "*fp32", "bias": HALF, "out": HALF}
-    types |= {"rows": "i32", "x_stride": "i32"}
+def test_few_rows_with_weights_in_8_bits(scales):
+    types = {"x": EIGHTH, "x_scale": "*fp32", "weight": EIGHTH, "scale": "*fp32", "bias": HALF}
+    types |= {"out": HALF, "rows": "i32", "x_stride": "i32"}
     constants = {
-        "WIDTH": 1024, "DEPTH": 1024, "ROWS": 16, "COLUMNS": 32, "STEP": 64, "SPLITS": 1,
-        "GATED": gated, "BIASED": False, "SCALES": scales, "AHEAD": 1, "EARLY": True,
+        "WIDTH": 1024, "DEPTH": 1024, "ROWS": 16, "COLUMNS": 64, "STEP": 128, "SPLITS": 1,
+        "GATED": False, "BIASED": False, "SCALES": scales, "AHEAD": 1, "EARLY": True,
     }  # fmt: skip
-    assert compiled(skinny._product, types, constants, num_warps=4, num_stages=4).asm["ptx"]
+    made = compiled(skinny._product, types, constants, num_warps=4, num_stages=6)
+    assert "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3" in made.asm["ptx"]
 
 
-def test_rounding_to_8_bits():
+@pytest.mark.parametrize("part", [17408, 128])
+def test_rounding_to_8_bits(part):
     types = {"x": HALF, "out": EIGHTH, "scale": "*fp32", "x_stride": "i32"}
-    constants = {"SIZE": 5120, "PART": 5120, "BLOCK": 8192, "MOST": 448.0, "LEAST_SCALE": 1e-12}
-    made = compiled(rounding._round, types, constants, num_warps=8)
-    assert "cvt.rn.satfinite.e4m3x2" in made.asm["ptx"], "the GPU's own conversion"
+    constants = {"SIZE": 17408, "PART": part, "BLOCK": 32768, "MOST": 448.0, "LEAST_SCALE": 1e-12}
+    constants |= {"EARLY": True}
+    made = compiled(rounding._round, types, constants, num_warps=32)
+    assert CONVERTED in made.asm["ptx"]
+    types = {"merged": HALF, "stride": "i32"} | {name: types[name] for name in ("out", "scale")}
+    made = compiled(rounding._round_gated, types, constants, num_warps=32)
+    assert CONVERTED in made.asm["ptx"]
 
 
 def test_many_rows_with_weights_in_blocks_of_8_bits():

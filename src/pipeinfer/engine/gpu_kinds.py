@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pipeinfer.attention import registry
 from pipeinfer.attention.registry import Gpu
-from pipeinfer.layers.fp8_matrix import FIRST_CAPABILITY
+from pipeinfer.layers.fp8_products import FIRST_CAPABILITY
 from pipeinfer.layers.skinny import SHARED_BYTES
 
 HEADS = (64, 96, 128, 192, 256)

@@ -1,7 +1,7 @@
 """RMSNorm in Triton, alone or fused with the residual addition before it.
 
 For devices on which no library's kernel is better, and for sums that are still partial, which no
-library's kernel takes; needs triton. Knows vectors, no layer.
+library's kernel takes, or that are rounded to FP8; needs triton. Knows vectors, no layer.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -10,23 +10,27 @@ library's kernel takes; needs triton. Knows vectors, no layer.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.early import early_launch
+from pipeinfer.kernels.rounding import Room, round_parts_reference, store_rounded
 
 THREAD = 4  # values of a vector that a thread has, at most
 
 
 @triton.jit
 def _norm(
-    x, residual, weight, out, eps, x_stride, partial_stride, SIZE: tl.constexpr,
+    x, residual, weight, out, out_scale, eps, x_stride, partial_stride, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
-    EARLY: tl.constexpr,
+    PART: tl.constexpr, MOST: tl.constexpr, LEAST_SCALE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row. EARLY: it starts while the kernel before it ends, and lets the next do the same."""
+    """One row. EARLY: it starts while the kernel before it ends, and lets the next do the same.
+    PART: values of out, in e4m3, that share an out_scale; 0: out is not rounded to e4m3."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < SIZE
@@ -47,7 +51,11 @@ def _norm(
         # The norm is of the sum as it is stored: what a later layer will add to.
         value = value.to(residual.dtype.element_ty).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
-    tl.store(out + row * SIZE + lane, value * scale * factor, mask=inside)
+    normed = value * scale * factor
+    if PART:
+        store_rounded(normed, out, out_scale, row, SIZE, PART, BLOCK, MOST, LEAST_SCALE)
+    else:
+        tl.store(out + row * SIZE + lane, normed, mask=inside)
 
 
 def rms_norm(
@@ -66,8 +74,24 @@ def rms_norm(
     weight rounds again). Source: https://arxiv.org/abs/1910.07467.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    _launch(x, residual, weight, out, eps, partials=1, offset=offset)
+    _launch(x, residual, weight, out, eps, _block(x), offset=offset)
     return out
+
+
+def rounded_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    offset: float = 0.0,
+    part: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `rms_norm`, or as `sum_norm` for x float32 [P, T, size]: (e4m3 [T, size], float32 scales
+    [T, size / part]), rounded once; part 0: a scale a row."""
+    room = Room.on(x.device, *x.shape[-2:], part)
+    values, scale = room.targets
+    _launch(x, residual, weight, values, eps, room.options, offset, scale)
+    return room.filled
 
 
 def sum_norm(
@@ -78,8 +102,17 @@ def sum_norm(
     The new residual is written where it was; the norm has its dtype.
     """
     out = torch.empty_like(residual)
-    _launch(partials, residual, weight, out, eps, partials=partials.shape[0])
+    _launch(partials, residual, weight, out, eps, _block(residual))
     return out
+
+
+def _block(x: torch.Tensor) -> dict[str, Any]:
+    """The options of a launch whose result is not rounded to e4m3."""
+    block = triton.next_power_of_2(x.shape[-1])
+    return {
+        "SIZE": x.shape[-1], "BLOCK": block, "PART": 0, "MOST": 0.0, "LEAST_SCALE": 0.0,
+        "num_warps": min(max(block // (32 * THREAD), 1), 16),
+    } | early_launch(x.device)  # fmt: skip
 
 
 def _launch(
@@ -88,16 +121,16 @@ def _launch(
     weight: torch.Tensor,
     out: torch.Tensor,
     eps: float,
-    partials: int,
+    options: dict[str, Any],
     offset: float = 0.0,
+    scale: torch.Tensor | None = None,
 ) -> None:
-    tokens, size = out.shape
-    block = triton.next_power_of_2(size)
+    """x: one [T, size], or [P, T, size]."""
+    tokens, partials = x.shape[-2], x.shape[0] if x.dim() == 3 else 1
     if tokens:
         _norm[(tokens,)](
-            x, residual, weight, out, eps, x.stride(-2), x.stride(0), SIZE=size, BLOCK=block,
-            PARTIALS=partials, ADD=residual is not None, OFFSET=offset,
-            num_warps=min(max(block // (32 * THREAD), 1), 16), **early_launch(x.device),
+            x, residual, weight, out, scale, eps, x.stride(-2), x.stride(0), PARTIALS=partials,
+            ADD=residual is not None, OFFSET=offset, **options,
         )  # fmt: skip
 
 
@@ -113,3 +146,18 @@ def rms_norm_reference(
         x = residual.copy_(x.float() + residual.float())
     factor = weight.float() + offset
     return torch.nn.functional.rms_norm(x.float(), (x.shape[1],), factor, eps).to(x.dtype)
+
+
+def rounded_norm_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    offset: float = 0.0,
+    part: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rounded_norm` in plain torch."""
+    total = x.float().sum(0) if x.dim() == 3 else x.float()
+    if residual is not None:
+        total = residual.copy_(total + residual.float()).float()
+    return round_parts_reference(rms_norm_reference(total, weight, eps, offset=offset), part)

@@ -12,6 +12,8 @@ which tiles, and where the library is the faster.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -46,28 +48,26 @@ def _dot(a, w, total, ROWS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _scaled_dot(a, w, total, at, ROWS_FIRST: tl.constexpr, SCALES: tl.constexpr):
-    """As _dot, of weights w in fewer bits; at: the scales of their rows, for SCALES by block."""
-    w = w.to(a.dtype)
-    if SCALES == BY_BLOCK:
-        part = _dot(a, w, tl.zeros_like(total), ROWS_FIRST)
-        scale = tl.load(at)
-        total += part * (scale[None, :] if ROWS_FIRST else scale[:, None])
+def _scaled(total, by_row, by_column, ROWS_FIRST: tl.constexpr):
+    """`total`, as _nothing has it, times the scales of rows and of columns."""
+    if ROWS_FIRST:
+        total *= by_row[:, None] * by_column[None, :]
     else:
-        total = _dot(a, w, total, ROWS_FIRST)
+        total *= by_row[None, :] * by_column[:, None]
     return total
 
 
 @triton.jit
 def _product(
-    x, weight, scale, bias, out, rows, x_stride, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr,
-    GATED: tl.constexpr, BIASED: tl.constexpr, SCALES: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
+    x, x_scale, weight, scale, bias, out, rows, x_stride, WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    SPLITS: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, SCALES: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (columns, split of the depth, rows): one tile of out [SPLITS, rows, WIDTH].
     GATED: weight [2 WIDTH, DEPTH], and out = silu(x @ first.T) * (x @ second.T).
-    scale [weight's rows], or [those / SIDE, DEPTH / SIDE]."""
+    x and weight in FP8: x_scale [rows] and scale [WIDTH], or x_scale [rows, DEPTH / SIDE] and scale
+    [WIDTH / SIDE, DEPTH / SIDE]."""
     share: tl.constexpr = DEPTH // SPLITS
     rows_first: tl.constexpr = ROWS >= 64
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -84,24 +84,26 @@ def _product(
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
     left = x + row[:, None] * x_stride + depth[None, :]
-    real = (row < rows)[:, None]
+    inside = row < rows
+    real = inside[:, None]
     total, gate = _nothing(ROWS, COLUMNS, rows_first), _nothing(ROWS, COLUMNS, rows_first)
-    scales = scale + column // SIDE * (DEPTH // SIDE)
     for begin in range(0, share, STEP):
         w = tl.load(right + begin)
         a = tl.load(left + begin, mask=real, other=0.0)
-        block = scales + (split * share + begin) // SIDE
-        total = _scaled_dot(a, w, total, block, rows_first, SCALES)
+        if SCALES == BY_BLOCK:
+            part = _dot(a, w, _nothing(ROWS, COLUMNS, rows_first), rows_first)
+            block = (split * share + begin) // SIDE
+            by_row = tl.load(x_scale + row * (DEPTH // SIDE) + block, mask=inside, other=0.0)
+            by_column = tl.load(scale + column // SIDE * (DEPTH // SIDE) + block)
+            total += _scaled(part, by_row, by_column, rows_first)
+        else:
+            total = _dot(a, w, total, rows_first)
         if GATED:
             w = tl.load(right + begin + WIDTH * DEPTH)
-            block += WIDTH // SIDE * (DEPTH // SIDE)
-            gate = _scaled_dot(a, w, gate, block, rows_first, SCALES)
+            gate = _dot(a, w, gate, rows_first)
     if SCALES == BY_ROW:
-        by_row = tl.load(scale + column)
-        total *= by_row[None, :] if rows_first else by_row[:, None]
-        if GATED:
-            by_row = tl.load(scale + WIDTH + column)
-            gate *= by_row[None, :] if rows_first else by_row[:, None]
+        by_row = tl.load(x_scale + row, mask=inside, other=0.0)
+        total = _scaled(total, by_row, tl.load(scale + column), rows_first)
     if GATED:
         total = total * tl.sigmoid(total) * gate
     if not rows_first:
@@ -111,24 +113,33 @@ def _product(
     tl.store(out + (split * rows + row)[:, None] * WIDTH + column[None, :], total, mask=real)
 
 
+class Scales(NamedTuple):
+    """float32, of x [T, depth] and of weights [width, depth] in FP8: [T, 1] and [width, 1]; or of
+    blocks, [T, depth / 128] and [width / 128, depth / 128], which the shape must have whole."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+
+
 def _launch(
     tile: Tile,
     x: torch.Tensor,
     weight: torch.Tensor,
-    scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    gated: bool,
+    gated: bool = False,
+    scales: Scales | None = None,
 ) -> None:
     (rows, depth), width = x.shape, out.shape[-1]
     grid = width // tile.columns, tile.splits, triton.cdiv(rows, tile.rows)
-    scales = UNSCALED
-    if scale is not None:
-        scales = BY_ROW if scale.numel() == weight.shape[0] else BY_BLOCK
+    kind = UNSCALED
+    if scales is not None:
+        kind = BY_ROW if scales.x.shape[1] == 1 else BY_BLOCK
+    x_scale, scale = scales or (None, None)
     _product[grid](
-        x, weight, x if scale is None else scale, bias, out, rows, x.stride(0), WIDTH=width,
-        DEPTH=depth, ROWS=tile.rows, COLUMNS=tile.columns, STEP=tile.step, SPLITS=tile.splits,
-        GATED=gated, BIASED=bias is not None, SCALES=scales.value,
+        x, x_scale, weight, scale, bias, out, rows, x.stride(0), WIDTH=width, DEPTH=depth,
+        ROWS=tile.rows, COLUMNS=tile.columns, STEP=tile.step, SPLITS=tile.splits, GATED=gated,
+        BIASED=bias is not None, SCALES=kind.value,
         AHEAD=min(AHEAD, depth // (tile.splits * tile.step)),
         num_warps=tile.warps, num_stages=tile.stages, **early_launch(x.device),
     )  # fmt: skip
@@ -139,28 +150,26 @@ def product(
     weight: torch.Tensor,
     tile: Tile,
     bias: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
+    scales: Scales | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [T, depth] @ weight [width, depth].T + bias [width]: [T, width] in x's dtype.
+    """x [T, depth] @ weight [width, depth].T + bias [width]: [T, width] of `dtype`, by default x's.
 
     Rows of x may be strided, all else is contiguous; the tile has one split, and divides the shape.
-    float32 inside, rounded once. scale: float32, of weights in FP8, which become x's dtype: [width,
-    1], or of blocks of 128 x 128, [width / 128, depth / 128], which the shape must have whole.
+    float32 inside, rounded once. scales: of e4m3; those of blocks want steps of at most 128.
     """
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    _launch(tile, x, weight, scale, bias, out, gated=False)
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype or x.dtype, device=x.device)
+    _launch(tile, x, weight, bias, out, scales=scales)
     return out
 
 
-def gated_product(
-    x: torch.Tensor, weight: torch.Tensor, tile: Tile, scale: torch.Tensor | None = None
-) -> torch.Tensor:
+def gated_product(x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:
     """silu(x @ gate.T) * (x @ up.T): [T, width], of weight [2 width, depth], gate first.
 
-    As `product` otherwise. Source: https://arxiv.org/abs/2002.05202.
+    As `product` otherwise, without scales. Source: https://arxiv.org/abs/2002.05202.
     """
     out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    _launch(tile, x, weight, scale, None, out, gated=True)
+    _launch(tile, x, weight, None, out, gated=True)
     return out
 
 
@@ -169,7 +178,7 @@ def split_product(
     weight: torch.Tensor,
     tile: Tile,
     bias: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """float32 [tile.splits, T, width], whose sum over the first dimension is x @ weight.T + bias.
 
@@ -177,7 +186,7 @@ def split_product(
     """
     size = tile.splits, x.shape[0], weight.shape[0]
     out = torch.empty(size, dtype=torch.float32, device=x.device)
-    _launch(tile, x, weight, scale, bias, out, gated=False)
+    _launch(tile, x, weight, bias, out, scales=scales)
     return out
 
 

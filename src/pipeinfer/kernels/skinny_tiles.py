@@ -18,6 +18,8 @@ CLASSES = ((16, 16, 1 << 30), (32, 32, 4096), (64, 64, 4096), (64, 128, 1024))
 MULTIPROCESSORS = 132
 IN_FLIGHT = 12  # steps of depth that each multiprocessor should have asked for
 FEWEST_PROGRAMS = 16
+NARROW_ROWS = 16  # with more of them in FP8, libraries' kernels are as good
+SIDE = 128  # of the depth at a time, which may share a scale
 
 
 @dataclass(frozen=True)
@@ -89,3 +91,14 @@ def _splits(most: int, depth: int, step: int) -> int:
 def _stages(programs: int) -> int:
     """So that all of them together keep the memory busy, and find room."""
     return min(max(round(IN_FLIGHT * MULTIPROCESSORS / max(programs, 1)), 3), 6)
+
+
+def narrow_tile(
+    kind: Literal["product", "split"], rows: int, width: int, depth: int
+) -> Tile | None:
+    """As `tile`, where both sides are in FP8."""
+    if not 0 < rows <= NARROW_ROWS:
+        return None
+    splits = _splits(4, depth, SIDE) if kind == "split" else 1
+    found = Tile(NARROW_ROWS, 64, SIDE, splits, 4, 6)
+    return found if found.fits(width, depth) else None

@@ -16,6 +16,7 @@ from pipeinfer.layers.norm import HeadNorm, NormKind
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rotation, rotate
+from pipeinfer.layers.rounded import RowRounding, Rows
 
 
 class LayerHeads(Protocol):
@@ -131,9 +132,14 @@ class SelfAttention:
         width = heads.queries * heads.head_dim
         self.output = RowLinear("o_proj", width, hidden_size, output_bias, placement)
 
+    @property
+    def rounding(self) -> RowRounding | None:
+        """See Weight (matrix.py)."""
+        return self.qkv.matrix.rounding
+
     def __call__(
         self,
-        x: torch.Tensor,
+        x: Rows,
         rotation: Rotation,
         attend: Attend,
         rows: torch.Tensor | None = None,

@@ -33,7 +33,9 @@ class Values(Protocol):
 
 
 class Decoded:
-    """A Weight (matrix.py): from `pack` on a plain matrix; few, split: as a Matrix's."""
+    """A Weight (matrix.py): from `pack` on a plain matrix."""
+
+    rounding = None
 
     def __init__(self, values: Values, bias: torch.Tensor | None, placement: Placement) -> None:
         self.bias = bias

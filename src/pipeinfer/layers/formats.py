@@ -12,13 +12,14 @@ import torch
 
 from pipeinfer.checkpoint.quantization import Format, Fp8, Int4, Mxfp4
 from pipeinfer.layers.decoded import Decoded, Values
-from pipeinfer.layers.fp8_matrix import Fp8Matrix, fp8_products
+from pipeinfer.layers.fp8_products import fp8_products
 from pipeinfer.layers.fp8_values import Fp8Values
-from pipeinfer.layers.int4_matrix import Int4Matrix, int4_products
+from pipeinfer.layers.int4_products import int4_products
 from pipeinfer.layers.int4_values import Int4Values
+from pipeinfer.layers.kept import Kept, Products
 from pipeinfer.layers.matrix import Matrix, Weight
 from pipeinfer.layers.placement import Placement
-from pipeinfer.layers.skinny import SkinnyProducts, skinny_products
+from pipeinfer.layers.skinny import skinny_products
 from pipeinfer.settings import ConfigurationError
 
 
@@ -31,18 +32,14 @@ class Stacked(Values, Protocol):
 
 
 # By the class of a format: room for values of a size, not yet filled; and for a size the products
-# that a device has with them, None without, and the Weight that has them.
+# that a device has with them, None without.
 ROOM: Mapping[type, Callable[[tuple[int, ...], Any, Placement], Stacked]] = {
     Fp8: Fp8Values.empty,
     Int4: Int4Values.empty,
 }
-PRODUCTS: Mapping[type, Callable[[Any, tuple[int, int], Placement], SkinnyProducts | None]] = {
+PRODUCTS: Mapping[type, Callable[[Any, tuple[int, int], Placement], Products[Any] | None]] = {
     Fp8: fp8_products,
     Int4: int4_products,
-}
-KEPT: Mapping[type, Callable[[Any, torch.Tensor | None, SkinnyProducts, bool], Weight]] = {
-    Fp8: Fp8Matrix,
-    Int4: Int4Matrix,
 }
 
 
@@ -68,7 +65,7 @@ def weight(
     products = None if placement.decodes else PRODUCTS[type(form)](form, size, placement)
     if products is None:
         return Decoded(kept, bias, placement)
-    return KEPT[type(form)](kept, bias, products, split)
+    return Kept(kept, bias, products, split)
 
 
 def values(form: Format, size: tuple[int, ...], placement: Placement) -> Stacked:

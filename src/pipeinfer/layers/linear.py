@@ -14,6 +14,7 @@ import torch
 from pipeinfer.layers.formats import weight
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
+from pipeinfer.layers.rounded import Rows
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class ColumnLinear:
             few=True,
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Rows) -> torch.Tensor:
         return self.matrix(x)
 
     def sources(self, prefix: str) -> Iterator[Source]:
@@ -88,7 +89,7 @@ class RowLinear:
             split=placement.alone and placement.defers_sums,
         )
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
+    def __call__(self, x: Rows) -> torch.Tensor | PartialSum:
         later = self.matrix.later(x)
         if later is not None:
             return later
@@ -100,7 +101,7 @@ class RowLinear:
         total = self._placement.reduce(self.matrix(x))
         return total if self._bias is None or self._placement.alone else total.add_(self._bias)
 
-    def share(self, x: torch.Tensor) -> torch.Tensor:
+    def share(self, x: Rows) -> torch.Tensor:
         """What this rank adds to the sum, for who has more to add; of layers without a bias."""
         return self.matrix(x)
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Source
+from pipeinfer.layers.rounded import RowRounding, Rows
 from pipeinfer.layers.skinny import SkinnyProducts
 
 PACKED_FOR_ROWS = 64  # a hint for the layout: a decode step; any number of rows may come
@@ -26,20 +27,23 @@ class Weight(Protocol):
 
     bias: torch.Tensor | None
 
-    def __call__(self, x: torch.Tensor, /) -> torch.Tensor: ...
+    def __call__(self, x: Rows, /) -> torch.Tensor: ...
 
-    def gated(self, x: torch.Tensor, /) -> torch.Tensor | None:
+    @property
+    def rounding(self) -> RowRounding | None:
+        """How it rounds x; x may come as that made it. None: not."""
+        ...
+
+    def gated(self, x: Rows, /) -> torch.Tensor | None:
         """SwiGLU of the product, gate first, [T, out / 2]; None: not for so many rows, or not in
         this format. The bias counts nothing."""
         ...
 
-    def later(self, x: torch.Tensor, /) -> PartialSum | None:
+    def later(self, x: Rows, /) -> PartialSum | None:
         """The product, whose splits the norm that follows adds up; None as for `gated`."""
         ...
 
-    def into(
-        self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None, /
-    ) -> torch.Tensor:
+    def into(self, out: torch.Tensor, x: Rows, bias: torch.Tensor | None = None, /) -> torch.Tensor:
         """`out` [T, out], which becomes the product, plus `bias` in place of the matrix's own."""
         ...
 
@@ -61,6 +65,8 @@ class Weight(Protocol):
 class Matrix:
     """A Weight in the dtype of what it is multiplied with. few, split: the kernels for products of
     few rows, and for those that a norm adds up, where they are wanted."""
+
+    rounding = None
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from pipeinfer.layers.fused import FusedOps, fused_ops
 from pipeinfer.layers.linear import RowLinear, merged_gate_up
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
+from pipeinfer.layers.rounded import RowRounding, Rows
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -34,7 +35,7 @@ def gelu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class Gate:
     """What is done with gate and up, [T, 2 n] to [T, n]. plain: by torch; fused: which of a
-    device's kernels. in_products: whether weights have it built in.
+    device's kernels. in_products: whether weights have it built in, being SwiGLU.
     """
 
     plain: Multiply
@@ -68,22 +69,29 @@ class GatedMLP:
         self.hidden_size = hidden_size
         self.gate_up = merged_gate_up(hidden_size, intermediate_size, bias, placement, merged)
         self.down = RowLinear("down_proj", intermediate_size, hidden_size, bias, placement)
-        self._fuses = gate.in_products and not bias
+        self._swiglu, self._fuses = gate.in_products, gate.in_products and not bias
         self._activate = gate.on(placement)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
+    @property
+    def rounding(self) -> RowRounding | None:
+        """See Weight (matrix.py)."""
+        return self.gate_up.matrix.rounding
+
+    def __call__(self, x: Rows) -> torch.Tensor | PartialSum:
         return self.down(self._gated(x))
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank adds to the sum over ranks; of blocks without biases."""
         return self.down.share(self._gated(x))
 
-    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+    def _gated(self, x: Rows) -> Rows:
         if self._fuses:
             gated = self.gate_up.matrix.gated(x)
             if gated is not None:
                 return gated
-        return self._activate(self.gate_up(x))
+        rounding = self.down.matrix.rounding if self._swiglu else None
+        activate = self._activate if rounding is None else rounding.gated
+        return activate(self.gate_up(x))
 
     def pack(self) -> None:
         """To be called when the weights are final."""

@@ -51,6 +51,8 @@ class SparseMLP:
     """[T, hidden] to [T, hidden]: the weighted sum of the experts that `router` chooses, plus what
     `shared` gives."""
 
+    rounding = None
+
     def __init__(
         self,
         router: Router,

@@ -14,6 +14,7 @@ from torch.nn import functional
 from pipeinfer.layers.fused import FusedOps, NormOps, fused_ops
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source, whole
+from pipeinfer.layers.rounded import RoundedRows, RowRounding, Rows
 
 
 def rms_normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -63,6 +64,7 @@ class RMSNorm:
         self._name = name
         self._eps = eps
         self._plain = kind.plain
+        self._offset = kind.offset
         fused = fused_ops(placement.device, placement.dtype, placement.compiled)
         self.fused = None if fused is None else kind.fused(fused)
         self.weight = placement.empty(size)
@@ -73,13 +75,20 @@ class RMSNorm:
         return self._plain(x, self.weight, self._eps)
 
     def add(
-        self, x: torch.Tensor | PartialSum | None, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        x: torch.Tensor | PartialSum | None,
+        residual: torch.Tensor,
+        rounding: RowRounding | None = None,
+    ) -> tuple[Rows, torch.Tensor]:
         """(norm of x + residual, x + residual); both arguments may be overwritten. None adds
-        nothing.
+        nothing. rounding: what the weight has that multiplies the norm.
 
         A PartialSum is for the usual kind of norm.
         """
+        if rounding is not None:
+            parts, sums = (x.partial, x.splits) if isinstance(x, PartialSum) else (x, True)
+            if sums:
+                return self._rounded(parts, residual, rounding), residual
         if x is None:
             return self(residual), residual
         if isinstance(x, PartialSum):
@@ -88,6 +97,13 @@ class RMSNorm:
             return self.fused.add(x, residual, self.weight, self._eps)
         residual.add_(x)
         return self(residual), residual
+
+    def _rounded(
+        self, x: torch.Tensor | None, residual: torch.Tensor, rounding: RowRounding
+    ) -> RoundedRows:
+        if x is None:
+            return rounding.norm(residual, self.weight, self._eps, None, self._offset)
+        return rounding.norm(x, self.weight, self._eps, residual, self._offset)
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of the parent module, with its dot."""

@@ -36,10 +36,14 @@ class Fusion(Summing, Protocol):
 
 @dataclass(frozen=True)
 class PartialSum:
-    """What `summing` makes a sum [T, size] of: this rank's share, say, where that wants it."""
+    """What `summing` makes a sum [T, size] of: this rank's share, say, where that wants it.
+
+    splits: it is [P, T, size], and nothing else has to be added up.
+    """
 
     partial: torch.Tensor
     summing: Summing
+    splits: bool = False
 
     def add_norm(
         self, residual: torch.Tensor, weight: torch.Tensor, eps: float

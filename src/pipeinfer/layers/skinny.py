@@ -28,36 +28,26 @@ class SkinnyProducts:
         self._norm = norm
 
     def product(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        scale: torch.Tensor | None = None,
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """x @ weight.T + bias, [T, width]. scale: see kernels/skinny.py."""
+        """x @ weight.T + bias, [T, width]."""
         tile = choose("product", x.shape[0], *weight.shape)
-        return None if tile is None else self._products.product(x, weight, tile, bias, scale)
+        return None if tile is None else self._products.product(x, weight, tile, bias)
 
-    def gated(
-        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
+    def gated(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
         """SwiGLU of x @ weight.T, gate first: [T, width / 2]."""
         tile = choose("gated", x.shape[0], weight.shape[0] // 2, weight.shape[1])
-        return None if tile is None else self._products.gated_product(x, weight, tile, scale)
+        return None if tile is None else self._products.gated_product(x, weight, tile)
 
     def later(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        scale: torch.Tensor | None = None,
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> PartialSum | None:
         """x @ weight.T + bias, [T, width], whose splits the norm that follows adds up."""
         tile = choose("split", x.shape[0], *weight.shape)
         if tile is None:
             return None
-        partial = self._products.split_product(x, weight, tile, bias, scale)
-        return PartialSum(partial, self)
+        partial = self._products.split_product(x, weight, tile, bias)
+        return PartialSum(partial, self, splits=True)
 
     def add_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

@@ -19,13 +19,17 @@ from pipeinfer.layers.norm import USUAL, NormKind, RMSNorm
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.rope import Rope, Rotation
+from pipeinfer.layers.rounded import RowRounding, Rows
 from pipeinfer.steps.shape import AttentionShape
 
 
 class FeedForward(Protocol):
-    """A dense or a sparse MLP: [T, hidden] to [T, hidden]."""
+    """A dense or a sparse MLP: [T, hidden] to [T, hidden]. rounding: see Weight (matrix.py)."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum: ...
+    @property
+    def rounding(self) -> RowRounding | None: ...
+
+    def __call__(self, x: Rows) -> torch.Tensor | PartialSum: ...
 
     def pack(self) -> None: ...
 
@@ -80,12 +84,12 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
         """(what is to be added to the residual, the residual [T, hidden], changed in place), or of
         `rows` alone, int64 [S]."""
-        x, residual = self.input_norm.add(x, residual)
-        x = self.attention(x, rotation, attend, rows)
+        rounded, residual = self.input_norm.add(x, residual, self.attention.rounding)
+        x = self.attention(rounded, rotation, attend, rows)
         if rows is not None:
             residual = residual[rows]
-        x, residual = self.middle_norm.add(x, residual)
-        return self.mlp(x), residual
+        rounded, residual = self.middle_norm.add(x, residual, self.mlp.rounding)
+        return self.mlp(rounded), residual
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of this layer, with its dot."""

@@ -44,12 +44,12 @@ class SandwichLayer:
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As DecoderLayer."""
-        x, residual = self.input_norm.add(x, residual)
-        x = self.attention_norm(cast(torch.Tensor, self.attention(x, rotation, attend, rows)))
+        rounded, residual = self.input_norm.add(x, residual, self.attention.rounding)
+        x = self.attention_norm(cast(torch.Tensor, self.attention(rounded, rotation, attend, rows)))
         if rows is not None:
             residual = residual[rows]
-        x, residual = self.middle_norm.add(x, residual)
-        return self.mlp_norm(cast(torch.Tensor, self.mlp(x))), residual
+        rounded, residual = self.middle_norm.add(x, residual, self.mlp.rounding)
+        return self.mlp_norm(cast(torch.Tensor, self.mlp(rounded))), residual
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of this layer, with its dot."""

@@ -1,0 +1,103 @@
+"""Products with a matrix that stays in FP8, on GPUs with tensor cores for it.
+
+Rows are rounded to FP8 themselves, few or many: each row by its largest value, or each 128 values
+where weights have scales by block. Knows no layer and no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from pipeinfer.checkpoint.quantization import Fp8
+from pipeinfer.kernels.e4m3 import E4M3
+from pipeinfer.kernels.skinny_tiles import narrow_tile
+from pipeinfer.layers.fp8_values import Fp8Values
+from pipeinfer.layers.partial_sum import PartialSum
+from pipeinfer.layers.placement import Placement
+from pipeinfer.layers.rounded import RoundedRows, RowRounding, Rows
+from pipeinfer.layers.skinny import SkinnyProducts, skinny_products
+
+FIRST_CAPABILITY = (9, 0)  # scales by row, of both operands
+SIDE = 128  # of blocks
+MULTIPLE = 16  # of rows and columns
+MEDIUM = 128  # rows, up to which sgl_kernel's product is the faster one (docs/benchmarks.md)
+
+Many = Callable[[RoundedRows, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def fp8_products(form: Fp8, size: tuple[int, int], placement: Placement) -> Fp8Products | None:
+    """None where such a matrix has to become plain: on this device, or of this size."""
+    skinny = skinny_products(placement.device, placement.dtype)
+    if skinny is None or placement.dtype != torch.bfloat16:
+        return None
+    if torch.cuda.get_device_capability(placement.device) < FIRST_CAPABILITY:
+        return None
+    blocks = form.shared == "block"
+    fits = all(side % (SIDE if blocks else MULTIPLE) == 0 for side in size)
+    if not fits or (blocks and form.block != (SIDE, SIDE)):
+        return None
+    return Fp8Products(skinny, blocks)
+
+
+class Fp8Products:
+    """Products (kept.py), in bfloat16. blocks: weights have a scale for each 128 x 128."""
+
+    def __init__(self, skinny: SkinnyProducts, blocks: bool) -> None:
+        from pipeinfer.kernels import skinny as kernels
+
+        self.rounding = RowRounding(SIDE if blocks else 0)
+        self._skinny = skinny
+        self._kernels = kernels
+        self._many = _by_block() if blocks else _by_row()
+
+    def product(self, x: Rows, values: Fp8Values, bias: torch.Tensor | None) -> torch.Tensor:
+        rows, (weight, scale) = self._rounded(x), (values.weight, values.scale)
+        tile = narrow_tile("product", rows.shape[0], *weight.shape)
+        if tile is None:
+            return self._many(rows, weight, scale, bias)
+        scales = self._kernels.Scales(rows.scale, scale)
+        return self._kernels.product(rows.values, weight, tile, bias, scales, torch.bfloat16)
+
+    def later(self, x: Rows, values: Fp8Values, bias: torch.Tensor | None) -> PartialSum | None:
+        tile = narrow_tile("split", x.shape[0], *values.weight.shape)
+        if tile is None:
+            return None
+        rows = self._rounded(x)
+        scales = self._kernels.Scales(rows.scale, values.scale)
+        parts = self._kernels.split_product(rows.values, values.weight, tile, bias, scales)
+        return PartialSum(parts, self._skinny, splits=True)
+
+    def _rounded(self, x: Rows) -> RoundedRows:
+        return x if x.dtype == E4M3 else self.rounding.rows(x)
+
+
+def _by_block() -> Many:
+    from pipeinfer.kernels.fp8_blocks import block_product
+
+    def many(
+        rows: RoundedRows, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return block_product(rows.values, rows.scale, weight, scale, torch.bfloat16, bias)
+
+    return many
+
+
+def _by_row() -> Many:
+    try:
+        from sgl_kernel import fp8_scaled_mm as medium  # type: ignore
+    except ImportError:  # not installed, or built for other GPUs
+        medium = None
+
+    def many(
+        rows: RoundedRows, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        x, by_row = rows.values, rows.scale
+        if medium is not None and x.shape[0] <= MEDIUM:
+            return medium(x, weight.t(), by_row, scale, torch.bfloat16, bias)
+        return torch.ops.aten._scaled_mm(
+            x, weight.t(), by_row, scale.t(), bias, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    return many

@@ -1,0 +1,67 @@
+"""Rows in e4m3 on their way into a product that wants them so, and the operations that end in them.
+
+A weight that multiplies in FP8 rounds what it is given, unless whatever comes before has done so as
+its last step. Knows no layer and no weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class RoundedRows:
+    """e4m3 [T, n], and the float32 scales of its rows, [T, 1], or of parts of them, [T, parts]."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """e4m3, which no plain rows have."""
+        return self.values.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """[T, n]."""
+        return self.values.shape
+
+
+# A torch.Tensor [T, n]; or RoundedRows, of a RowRounding that the weight they are for has given.
+Rows = Any
+
+
+class RowRounding:
+    """How a weight wants its rows rounded. part: values that share a scale, 0: all of a row. Needs
+    triton."""
+
+    def __init__(self, part: int = 0) -> None:
+        from pipeinfer.kernels import norm, rounding
+
+        self._part = part
+        self._norm = norm.rounded_norm
+        self._gated = rounding.round_gated
+        self._rows = rounding.round_parts
+
+    def norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+        offset: float,
+    ) -> RoundedRows:
+        """RMSNorm of x [T, n], or of the sum of x [P, T, n], plus `residual`, which becomes that
+        sum; `offset` is added to the weight."""
+        return RoundedRows(*self._norm(x, weight, eps, residual, offset, self._part))
+
+    def gated(self, merged: torch.Tensor) -> RoundedRows:
+        """SwiGLU of [T, 2 n], gate first."""
+        return RoundedRows(*self._gated(merged, self._part))
+
+    def rows(self, x: torch.Tensor) -> RoundedRows:
+        """x [T, n] itself."""
+        return RoundedRows(*self._rows(x, self._part))
