@@ -21,7 +21,10 @@ from torch.nn import functional
 
 from pipeinfer.kernels import fp8_blocks, int4, skinny
 from pipeinfer.kernels.fp8 import round_rows
-from pipeinfer.kernels.rounding import round_parts
+from pipeinfer.kernels.int4_layout import decoded
+from pipeinfer.kernels.int4_tiles import Cut
+from pipeinfer.kernels.norm import rounded_norm
+from pipeinfer.kernels.rounding import round_gated, round_parts
 from pipeinfer.kernels.skinny_tiles import Tile, tile
 
 SHAPES = {"qkv": (7168, 5120), "out": (5120, 5120), "gate-up": (34816, 5120), "down": (5120, 17408)}
@@ -30,18 +33,16 @@ MORE_THAN_L2 = 150e6
 GROUP = 128
 BYTES_PER_US = 4.3e6
 # rows, columns, step, splits, warps, stages; splits are summed up by what follows.
-SKINNY = {
-    16: [(16, 32, 128, 1, 4, 5), (16, 64, 128, 1, 4, 4), (16, 64, 128, 4, 4, 4),
-         (16, 64, 256, 2, 4, 4), (16, 32, 256, 1, 4, 4)],
-    32: [(32, 32, 128, 1, 4, 4), (32, 64, 128, 1, 4, 4), (32, 64, 128, 4, 4, 4),
-         (32, 64, 256, 2, 4, 3)],
-    64: [(64, 64, 128, 1, 4, 4), (64, 64, 128, 1, 8, 4), (64, 64, 128, 4, 4, 4),
-         (64, 128, 128, 1, 8, 4)],
-    128: [(128, 64, 128, 1, 8, 4), (128, 128, 128, 1, 8, 3)],
-}  # fmt: skip
-# rows and columns of a tile, splits
-FEW = [(16, 32, 8), (16, 32, 4), (16, 32, 2), (16, 64, 8), (16, 64, 4), (32, 32, 4), (32, 64, 4),
-       (64, 32, 4), (64, 64, 4), (64, 64, 2)]  # fmt: skip
+NARROW = [(16, 64, 128, 1, 4, 8), (16, 64, 256, 1, 4, 5), (16, 64, 128, 2, 4, 6),
+          (16, 64, 128, 4, 4, 4), (16, 64, 256, 2, 4, 4), (16, 64, 256, 4, 4, 4),
+          (16, 32, 256, 1, 4, 5), (16, 128, 128, 2, 4, 5), (16, 128, 128, 4, 8, 4),
+          (32, 64, 128, 1, 4, 6), (32, 64, 256, 2, 4, 4), (64, 64, 128, 1, 4, 5),
+          (64, 64, 128, 2, 4, 5), (64, 128, 128, 1, 4, 4), (64, 128, 128, 2, 8, 4)]  # fmt: skip
+# rows, columns, words, splits, warps, stages
+FEW = [(1, 4, 128, 1, 1), (1, 8, 128, 1, 1), (1, 4, 128, 1, 2), (1, 8, 64, 1, 1), (1, 2, 128, 1, 1),
+       (16, 64, 64, 1, 4), (16, 64, 32, 1, 4, 4), (16, 64, 32, 4, 4, 4), (16, 32, 64, 2, 4),
+       (16, 64, 64, 2, 4), (32, 64, 64, 2, 4), (64, 64, 64, 1, 4), (64, 64, 64, 2, 4),
+       (64, 64, 64, 2, 8)]  # fmt: skip
 
 
 def operands(width, depth, rows, copies=1):
@@ -54,37 +55,36 @@ def operands(width, depth, rows, copies=1):
 def in_4_bits(weight):
     """Of random numbers: what they are costs nothing more or less."""
     width, depth = weight.shape
-    numbers = torch.randint(0, 256, (width, depth // 2), device="cuda", dtype=torch.uint8)
+    numbers = torch.randint(-(2**31), 2**31, (width, depth // 8), device="cuda").int()
     scale = torch.full((width, depth // GROUP), 0.005, device="cuda", dtype=torch.bfloat16)
     return numbers, scale, torch.full(scale.shape, 8, device="cuda", dtype=torch.uint8)
 
 
-def height(rows):
-    return next((most for most in SKINNY if rows <= most), 0)
-
-
-def divides(width, depth, shape):
-    return depth % (shape[3] * shape[2]) == 0 and width % shape[1] == 0
+def suits(rows, height):
+    """One row by itself, few by the lowest tile, more by tiles that hold them."""
+    return height == 1 if rows == 1 else height > 1 and rows <= max(height, 16)
 
 
 def jobs():
     for name, (width, depth) in SHAPES.items():
-        for rows in ROWS:
-            for shape in SKINNY.get(height(rows), []):
-                if divides(width, depth, shape):
+        for rows in ROWS[:4]:
+            for shape in NARROW:
+                divides = depth % (shape[3] * shape[2]) == 0 and width % shape[1] == 0
+                if divides and rows <= shape[0] <= max(rows, 16):
                     yield name, rows, "fp8", shape
             for shape in FEW:
-                if rows <= 64 and shape[0] <= max(16, rows) and depth % (shape[2] * 128) == 0:
+                if suits(rows, shape[0]) and depth // 8 % (shape[2] * shape[3]) == 0:
                     yield name, rows, "int4", shape
 
 
 def call(kind, x, weight, shape):
+    """x: in FP8, RoundedRows' two parts."""
     if kind == "int4":
-        return int4.few_rows(x, *weight, None, shape[2], shape[0], shape[1])
-    made = Tile(*shape)
-    return (skinny.split_product if made.splits > 1 else skinny.product)(
-        x, weight[0], made, None, weight[1]
-    )
+        return int4.few_rows(x, *weight, Cut(*shape))
+    made, scales = Tile(*shape), skinny.Scales(x[1], weight[1])
+    if made.splits > 1:
+        return skinny.split_product(x[0], weight[0], made, None, scales)
+    return skinny.product(x[0], weight[0], made, None, scales, torch.bfloat16)
 
 
 def check(job):
@@ -94,10 +94,11 @@ def check(job):
         x, (plain,) = operands(*SHAPES[name], rows)
         if kind == "int4":
             weight = in_4_bits(plain)
-            want = functional.linear(x, int4.decode_reference(*weight, x.dtype)).float()
+            want = functional.linear(x, decoded(*weight, x.dtype)).float()
         else:
-            weight = round_rows(plain)
-            want = functional.linear(x, (weight[0].float() * weight[1]).to(x.dtype)).float()
+            weight, x = round_rows(plain), round_rows(x)
+            left, right = (values.float() * scale for values, scale in (x, weight))
+            want = functional.linear(left, right)
         got = call(kind, x, weight, shape).float()
         got = got.sum(0) if got.dim() == 3 else got
         return job, float((got - want).norm() / want.norm())
@@ -149,7 +150,10 @@ def show(lines, checked, name, width, depth, rows):
     usual = tile("product", rows, width, depth)
     if usual is not None:
         found["bf16 skinny"] = each_us(lambda w: skinny.product(x, w, usual), plain, times)
+    merged = torch.cat((x, x), dim=1)
     found["round"] = each_us(lambda _: round_parts(x), plain, times)
+    found["swiglu, round"] = each_us(lambda _: round_gated(merged), plain, times)
+    found["norm, round"] = each_us(lambda _: rounded_norm(x, x[0], 1e-6, x), plain, times)
     for label, one in (("scaled_mm", scaled), ("sgl", of_sgl), ("blocks", in_blocks)):
         try:
             found[label] = each_us(one, eight, times)
@@ -158,10 +162,11 @@ def show(lines, checked, name, width, depth, rows):
     found["decode 4 bits"] = each_us(lambda w: int4.decode(*w, x.dtype), four, times)
     for (of, height, kind, shape), error in checked.items():
         if (of, height) == (name, rows) and isinstance(error, float):
-            weights = four if kind == "int4" else eight
+            weights, given = (four, x) if kind == "int4" else (eight, (rounded, by_row))
             found[f"{kind} {shape}"] = each_us(
-                lambda w, kind=kind, shape=shape: call(kind, x, w, shape), weights, times
-            )
+                lambda w, kind=kind, shape=shape, given=given: call(kind, given, w, shape),
+                weights, times,
+            )  # fmt: skip
     lines.write(json.dumps([name, rows, found]) + "\n")
     floor = width * depth / BYTES_PER_US
     said = "; ".join(f"{label} {us:.1f}" for label, us in found.items())

@@ -7,6 +7,8 @@ import torch
 
 from kernels.triton_cases import HALVES, INTERPRETED, TOLERANCE, randn, relative_error
 from pipeinfer.kernels import fp8_blocks, int4, rounding
+from pipeinfer.kernels.int4_layout import decoded, packed, spread
+from pipeinfer.kernels.int4_tiles import Cut
 from pipeinfer.kernels.norm import rounded_norm, rounded_norm_reference
 
 DTYPES = [torch.float32, *HALVES]
@@ -76,27 +78,31 @@ def test_rows_and_weights_in_blocks_of_fp8(rows, biased):
 def in_4_bits(group, dtype=torch.float32):
     width, depth = 64, 512
     source = torch.Generator().manual_seed(group)
-    numbers = torch.randint(0, 256, (width, depth // 2), generator=source, dtype=torch.uint8)
+    numbers = torch.randint(0, 16, (width, depth), generator=source, dtype=torch.uint8)
     zero = torch.randint(0, 17, (width, depth // group), generator=source, dtype=torch.uint8)
     scale = (randn(4, width, depth // group).abs() / 20 + 0.01).to(dtype)
-    return numbers.to(scale.device), scale, zero.to(scale.device)
+    assert torch.equal(spread(packed(numbers)), numbers)
+    return packed(numbers).to(scale.device), scale, zero.to(scale.device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [32, 64, 128, 512])
 def test_weights_in_4_bits_are_decoded(group, dtype):
     values = in_4_bits(group, dtype)
-    assert torch.equal(int4.decode(*values, dtype), int4.decode_reference(*values, dtype))
+    assert torch.equal(int4.decode(*values, dtype), decoded(*values, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("group", "rows"), [(32, 1), (128, 5), (512, 19)])
+@pytest.mark.parametrize(("group", "rows"), [(32, 1), (64, 1), (128, 2), (128, 5), (512, 19)])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_few_rows_are_multiplied_with_weights_in_4_bits(splits, group, rows, dtype):
     wide, values = randn(5, rows, 1024, dtype=dtype), in_4_bits(group, dtype)
     x, bias = wide[:, :512], randn(6, 64)
-    got = int4.few_rows(x, *values, bias, splits)
+    how = Cut(1, 8, 16, splits, 4) if rows <= 2 else Cut(16, 32, 16, splits, 4)
+    got = int4.few_rows(x, *values, how, bias)
     assert got.shape == (splits, rows, 64) and got.dtype == torch.float32
-    weight = int4.decode_reference(*values, dtype).float()
-    expected = torch.nn.functional.linear(x.float(), weight, bias)
+    expected = torch.nn.functional.linear(x.float(), decoded(*values, dtype).float(), bias)
     assert relative_error(got.sum(0), expected) < 2 * TOLERANCE[dtype]
+    if splits == 1:
+        rounded = int4.few_rows(x, *values, how, bias, dtype)[0]
+        assert torch.equal(rounded, got[0].to(dtype))

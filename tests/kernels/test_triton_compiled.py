@@ -180,13 +180,14 @@ def test_many_rows_with_weights_in_blocks_of_8_bits():
 
 @pytest.mark.parametrize("group", [32, 128])
 def test_weights_in_4_bits(group):
-    types = {"x": HALF, "numbers": "*u8", "scale": HALF, "zero": "*u8", "bias": HALF}
+    types = {"x": HALF, "numbers": "*i32", "scale": HALF, "zero": "*u8", "bias": HALF}
     types |= {"out": "*fp32", "rows": "i32", "x_stride": "i32"}
-    constants = {
-        "WIDTH": 1024, "DEPTH": 1024, "GROUP": group, "ROWS": 16, "COLUMNS": 32, "SPLITS": 4,
-        "BIASED": False, "RUN": 128, "HALF": 64,
-    }  # fmt: skip
-    assert compiled(int4._product, types, constants, num_warps=4, num_stages=4).asm["ptx"]
+    constants = {"WIDTH": 1024, "DEPTH": 1024, "GROUP": group, "BIASED": False, "EARLY": True}
+    one = constants | {"COUNT": 8, "STEP": 128, "SPLITS": 1}
+    made = compiled(int4._one_row, types, one, num_warps=4)
+    assert "ld.global.v4" in made.asm["ptx"] and made.asm["ptx"].count("lop3") < 600
+    few = constants | {"ROWS": 16, "COUNT": 64, "STEP": 32, "SPLITS": 4}
+    assert "wgmma" in compiled(int4._few_rows, types, few, num_warps=4, num_stages=3).asm["ptx"]
     types = {name: types[name] for name in ("numbers", "scale", "zero")} | {"out": HALF}
-    constants = {"DEPTH": 1024, "GROUP": group, "COLUMNS": 8, "RUN": 128, "HALF": 64}
-    assert compiled(int4._decode, types, constants, num_warps=2).asm["ptx"]
+    constants = {"DEPTH": 1024, "GROUP": group, "COUNT": 8, "STEP": 128}
+    assert compiled(int4._decode, types, constants, num_warps=4).asm["ptx"]

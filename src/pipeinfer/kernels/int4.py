@@ -1,67 +1,146 @@
-"""Products with weights of four bits: of few rows by one kernel, of many behind decoding.
+"""Products with weights of four bits: of one row, of few rows, and of many behind decoding.
 
-Numbers lie in runs of 128 columns: byte i of a run's 64 has number i in its lower bits and number
-64 + i in its upper ones, so that both halves meet rows that lie side by side. Needs triton. Knows
-rows and weights, no layer and no file.
+A product with one row takes as long as its weights take to read, if a weight costs hardly more than
+two instructions: its bits become the mantissa of a float where they are. Needs triton.
+Knows rows and weights, no layer and no file; int4_layout.py has the layout.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-RUN = 128
-HALF = 64
+from pipeinfer.kernels.early import early_launch
+from pipeinfer.kernels.int4_layout import EACH, RUN
+from pipeinfer.kernels.int4_tiles import Cut
+from pipeinfer.kernels.prefetch import prefetch
+
+WORDS = tl.constexpr(RUN // EACH)  # of a run
+COLUMNS = tl.constexpr(RUN)
+LINE = tl.constexpr(32)  # words in a line of the L2 cache
 
 
 @triton.jit
-def _weights(
-    numbers, scale, zero, column, first, GROUPS: tl.constexpr, GROUP: tl.constexpr,
-    HALF: tl.constexpr,
+def _number(words, J: tl.constexpr):
+    """float32 of the numbers at place J of `words`. As the mantissa's bits from P on they are
+    2 ** (23 - P) too much, which a subtraction takes off exactly."""
+    P: tl.constexpr = 4 * J if J < 5 else 4 * J - 12
+    if J >= 5:
+        words = words >> 12
+    bits = (words & (15 << P)) | ((150 - P) << 23)
+    return bits.to(tl.float32, bitcast=True) - 2.0 ** (23 - P)
+
+
+@triton.jit
+def _by_run(
+    kept, column, first, COUNT: tl.constexpr, STEP: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    """(number - zero) * scale in float32 [columns, HALF], of `first` and following in the depth."""
-    if GROUP % HALF == 0:
-        at = column * GROUPS + first // GROUP
-        wide = tl.load(scale + at).to(tl.float32)[:, None]
-        low = tl.load(zero + at).to(tl.float32)[:, None]
-    else:
-        deep = first + tl.arange(0, HALF)
-        at = column[:, None] * GROUPS + (deep // GROUP)[None, :]
-        wide = tl.load(scale + at).to(tl.float32)
-        low = tl.load(zero + at).to(tl.float32)
-    return (numbers.to(tl.float32) - low) * wide
+    """float32 [COUNT, STEP] of scales or zeros, for words from `first` on: of whole runs."""
+    run = first // WORDS + tl.arange(0, STEP // WORDS)
+    at = column[:, None] * (DEPTH // GROUP) + (run * COLUMNS // GROUP)[None, :]
+    found = tl.load(kept + at).to(tl.float32)
+    wide = tl.broadcast_to(found[:, :, None], (COUNT, STEP // WORDS, WORDS))
+    return tl.reshape(wide, (COUNT, STEP))
 
 
 @triton.jit
-def _product(
+def _at_place(kept, column, word, J: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):
+    """float32 [columns, words] of scales or zeros, for place J of each word: of smaller groups."""
+    group = (word // WORDS * COLUMNS + J * WORDS) // GROUP
+    at = column[:, None] * (DEPTH // GROUP) + group[None, :]
+    return tl.load(kept + at).to(tl.float32)
+
+
+@triton.jit
+def _one_row(
     x, numbers, scale, zero, bias, out, rows, x_stride, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
-    BIASED: tl.constexpr, RUN: tl.constexpr, HALF: tl.constexpr,
+    GROUP: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr,
+    BIASED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns, split of the depth, rows): one tile of out [SPLITS, rows, WIDTH]."""
-    share: tl.constexpr = DEPTH // SPLITS
+    """Program (COUNT columns, split of the depth, row): a piece of out [SPLITS, rows, WIDTH]."""
+    share: tl.constexpr = DEPTH // 8 // SPLITS
     groups: tl.constexpr = DEPTH // GROUP
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    whole: tl.constexpr = GROUP // COLUMNS > 0
+    runs: tl.constexpr = STEP // WORDS
+    column = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    split, row = tl.program_id(1), tl.program_id(2)
+    right = numbers + column.to(tl.int64)[:, None] * (DEPTH // 8) + split * share
+    if EARLY:
+        lines: tl.constexpr = STEP // LINE if STEP > LINE else 1
+        prefetch(right + tl.arange(0, lines)[None, :] * LINE)
+        gdc_wait()  # for all that the kernel before it writes
+        gdc_launch_dependents()
+    total = tl.zeros((COUNT, runs), tl.float32)
+    for begin in range(0, share, STEP):
+        words = tl.load(right + begin + tl.arange(0, STEP)[None, :])
+        word = split * share + begin + tl.arange(0, STEP)
+        left = x + row * x_stride + word // WORDS * COLUMNS + word % WORDS
+        part = tl.zeros((COUNT, STEP), tl.float32)
+        values = tl.zeros((STEP,), tl.float32)
+        for j in tl.static_range(8):
+            value = tl.load(left + j * WORDS).to(tl.float32)
+            number = _number(words, j)
+            if whole:
+                values += value
+            else:
+                number -= _at_place(zero, column, word, j, DEPTH, GROUP)
+                number *= _at_place(scale, column, word, j, DEPTH, GROUP)
+            part += number * value[None, :]
+        by_run = tl.sum(tl.reshape(part, (COUNT, runs, WORDS)), axis=2)
+        if whole:
+            run = (split * share + begin) // WORDS + tl.arange(0, runs)
+            at = column[:, None] * groups + (run * COLUMNS // GROUP)[None, :]
+            below = tl.sum(tl.reshape(values, (runs, WORDS)), axis=1)
+            by_run -= tl.load(zero + at).to(tl.float32) * below[None, :]
+            by_run *= tl.load(scale + at).to(tl.float32)
+        total += by_run
+    result = tl.sum(total, axis=1)
+    if BIASED:
+        result += tl.where(split == 0, tl.load(bias + column).to(tl.float32), 0.0)
+    tl.store(out + (split * rows + row) * WIDTH + column, result)
+
+
+@triton.jit
+def _few_rows(
+    x, numbers, scale, zero, bias, out, rows, x_stride, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr,
+    SPLITS: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Program (COUNT columns, split of the depth, rows): one tile of out [SPLITS, rows, WIDTH]."""
+    share: tl.constexpr = DEPTH // 8 // SPLITS
+    whole: tl.constexpr = GROUP // COLUMNS > 0
+    column = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     split = tl.program_id(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     real = (row < rows)[:, None]
-    half = tl.arange(0, HALF)
-    total = tl.zeros((COLUMNS, ROWS), tl.float32)
-    bytes_of = numbers + column.to(tl.int64)[:, None] * (DEPTH // 2) + half[None, :]
-    left = x + row[:, None] * x_stride + half[None, :]
-    for run in range(split * share, split * share + share, RUN):
-        both = tl.load(bytes_of + run // 2)
-        a = tl.load(left + run, mask=real, other=0.0)
-        w = _weights(both & 15, scale, zero, column, run, groups, GROUP, HALF).to(a.dtype)
-        total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
-        a = tl.load(left + run + HALF, mask=real, other=0.0)
-        w = _weights(both >> 4, scale, zero, column, run + HALF, groups, GROUP, HALF).to(a.dtype)
-        total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
+    total = tl.zeros((COUNT, ROWS), tl.float32)
+    right = numbers + column.to(tl.int64)[:, None] * (DEPTH // 8)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    for begin in range(0, share, STEP):
+        word = split * share + begin + tl.arange(0, STEP)
+        words = tl.load(right + word[None, :])
+        left = x + row[:, None] * x_stride + (word // WORDS * COLUMNS + word % WORDS)[None, :]
+        if whole:
+            first = split * share + begin
+            low = _by_run(zero, column, first, COUNT, STEP, DEPTH, GROUP)
+            wide = _by_run(scale, column, first, COUNT, STEP, DEPTH, GROUP)
+        for j in tl.static_range(8):
+            a = tl.load(left + j * WORDS, mask=real, other=0.0)
+            if not whole:
+                low = _at_place(zero, column, word, j, DEPTH, GROUP)
+                wide = _at_place(scale, column, word, j, DEPTH, GROUP)
+            w = ((_number(words, j) - low) * wide).to(a.dtype)
+            total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
     total = tl.trans(total)
     if BIASED:
         total += tl.where(split == 0, tl.load(bias + column).to(tl.float32), 0.0)[None, :]
@@ -70,21 +149,25 @@ def _product(
 
 @triton.jit
 def _decode(
-    numbers, scale, zero, out, DEPTH: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
-    RUN: tl.constexpr, HALF: tl.constexpr,
+    numbers, scale, zero, out, DEPTH: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns, run of the depth)."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    run = tl.program_id(1) * RUN
-    half = tl.arange(0, HALF)
-    groups: tl.constexpr = DEPTH // GROUP
+    """Program (COUNT columns of the product, STEP words of the depth)."""
+    whole: tl.constexpr = GROUP // COLUMNS > 0
+    column = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    first = tl.program_id(1) * STEP
+    word = first + tl.arange(0, STEP)
     row = column.to(tl.int64)[:, None]
-    both = tl.load(numbers + row * (DEPTH // 2) + run // 2 + half[None, :])
-    at = out + row * DEPTH + run + half[None, :]
-    kind = out.dtype.element_ty
-    tl.store(at, _weights(both & 15, scale, zero, column, run, groups, GROUP, HALF).to(kind))
-    high = _weights(both >> 4, scale, zero, column, run + HALF, groups, GROUP, HALF)
-    tl.store(at + HALF, high.to(kind))
+    words = tl.load(numbers + row * (DEPTH // 8) + word[None, :])
+    at = out + row * DEPTH + (word // WORDS * COLUMNS + word % WORDS)[None, :]
+    if whole:
+        low = _by_run(zero, column, first, COUNT, STEP, DEPTH, GROUP)
+        wide = _by_run(scale, column, first, COUNT, STEP, DEPTH, GROUP)
+    for j in tl.static_range(8):
+        if not whole:
+            low = _at_place(zero, column, word, j, DEPTH, GROUP)
+            wide = _at_place(scale, column, word, j, DEPTH, GROUP)
+        tl.store(at + j * WORDS, ((_number(words, j) - low) * wide).to(out.dtype.element_ty))
 
 
 def few_rows(
@@ -92,26 +175,29 @@ def few_rows(
     numbers: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor,
+    cut: Cut,
     bias: torch.Tensor | None = None,
-    splits: int = 1,
-    rows: int = 16,
-    columns: int = 32,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """float32 [splits, T, width], whose sum over the first dimension is the product of x [T, depth]
-    with the weights' transpose, plus bias [width].
+    """[cut.splits, T, width] of `dtype`, whose sum over the first dimension is the product of x
+    [T, depth] with the weights' transpose, plus bias [width].
 
-    numbers: uint8 [width, depth / 2]; scale, any float dtype, and zero, uint8: [width, depth /
-    group]. rows, columns: of a tile; columns divides width, and splits * 128 the depth. Rows of x
-    may be strided. Weights are rounded to x's dtype, sums are float32.
+    numbers: int32 [width, depth / 8]; scale, any float dtype, and zero, uint8: [width, depth /
+    group]; groups are whole runs, or 16, 32 or 64 columns. The cut's columns divide width, and its
+    splits * words the words of the depth. Rows of x may be strided. With several rows a cut weights
+    are rounded to x's dtype; sums are float32.
     """
     (height, depth), width = x.shape, numbers.shape[0]
-    out = torch.empty(splits, height, width, dtype=torch.float32, device=x.device)
-    if height:
-        _product[(width // columns, splits, triton.cdiv(height, rows))](
-            x, numbers, scale, zero, bias, out, height, x.stride(0), WIDTH=width, DEPTH=depth,
-            GROUP=depth // scale.shape[1], ROWS=rows, COLUMNS=columns, SPLITS=splits,
-            BIASED=bias is not None, RUN=RUN, HALF=HALF, num_warps=4, num_stages=4,
-        )  # fmt: skip
+    out = torch.empty(cut.splits, height, width, dtype=dtype, device=x.device)
+    shape = {"WIDTH": width, "DEPTH": depth, "GROUP": depth // scale.shape[1]}
+    shape |= {"COUNT": cut.columns, "STEP": cut.words, "SPLITS": cut.splits}
+    options = shape | {"num_warps": cut.warps, "num_stages": cut.stages} | early_launch(x.device)
+    grid = width // cut.columns, cut.splits, triton.cdiv(height, cut.rows)
+    given = x, numbers, scale, zero, bias, out, height, x.stride(0)
+    if height and cut.rows == 1:
+        _one_row[grid](*given, BIASED=bias is not None, **options)
+    elif height:
+        _few_rows[grid](*given, ROWS=cut.rows, BIASED=bias is not None, **options)
     return out
 
 
@@ -119,21 +205,11 @@ def decode(
     numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """The weights as they are, [width, depth] of `dtype`; arguments as for `few_rows`."""
-    width, depth = numbers.shape[0], 2 * numbers.shape[1]
-    out = torch.empty(width, depth, dtype=dtype, device=numbers.device)
-    _decode[(width // 8, depth // RUN)](
-        numbers, scale, zero, out, DEPTH=depth, GROUP=depth // scale.shape[1], COLUMNS=8, RUN=RUN,
-        HALF=HALF,
-        num_warps=2,
+    (width, words), columns = numbers.shape, 8
+    step = next(n for n in (128, 64, 32, 16) if words % n == 0)
+    out = torch.empty(width, words * EACH, dtype=dtype, device=numbers.device)
+    _decode[(width // columns, words // step)](
+        numbers, scale, zero, out, DEPTH=words * EACH, GROUP=words * EACH // scale.shape[1],
+        COUNT=columns, STEP=step, num_warps=4,
     )  # fmt: skip
     return out
-
-
-def decode_reference(
-    numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """The same in plain torch."""
-    runs = numbers.unflatten(1, (-1, RUN // 2))
-    spread = torch.stack((runs & 15, runs >> 4), dim=2).flatten(1)
-    groups = spread.unflatten(1, (scale.shape[1], -1)).float()
-    return ((groups - zero[..., None]) * scale[..., None].float()).flatten(1).to(dtype)

@@ -14,11 +14,10 @@ from functools import partial
 import torch
 
 from pipeinfer.checkpoint.quantization import Int4
+from pipeinfer.kernels.int4_layout import EACH, decoded, packed
 from pipeinfer.layers.placement import DUMMY_STD, Converted, Placement, Source, Target
 from pipeinfer.settings import ConfigurationError
 
-EACH = 8  # numbers in an int32
-RUN = 128  # columns: byte i of a run's 64 has number i below and number 64 + i above
 MIDDLE = 8
 WORDS, PLAIN = ("I32",), None
 DUMMY_SCALE = DUMMY_STD / 4.6  # the standard deviation of numbers drawn evenly
@@ -29,8 +28,8 @@ IN_ORDER = tuple(range(EACH))
 
 @dataclass(frozen=True)
 class Int4Values:
-    """Values (decoded.py). numbers: uint8 [rows, columns / 2], see RUN. scale, in the model's
-    dtype, and zero, uint8: [rows, groups]. Each may be a stack of matrices.
+    """Values (decoded.py). numbers: int32 [rows, columns / 8], as kernels want them. scale, in the
+    model's dtype, and zero, uint8: [rows, groups]. Each may be a stack of matrices.
     """
 
     numbers: torch.Tensor
@@ -52,7 +51,7 @@ class Int4Values:
         device = placement.device
         groups = (*stack, rows, columns // group)
         return cls(
-            torch.empty((*stack, rows, columns // 2), dtype=torch.uint8, device=device),
+            torch.empty((*stack, rows, columns // EACH), dtype=torch.int32, device=device),
             torch.empty(groups, dtype=placement.dtype, device=device),
             torch.full(groups, MIDDLE, dtype=torch.uint8, device=device),
             form,
@@ -63,9 +62,7 @@ class Int4Values:
         return Int4Values(self.numbers[index], self.scale[index], self.zero[index], self.form)
 
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
-        numbers = spread(self.numbers)
-        groups = numbers.unflatten(1, (self.scale.shape[1], -1)).float()
-        return ((groups - self.zero[..., None]) * self.scale[..., None]).flatten(1).to(dtype)
+        return decoded(self.numbers, self.scale, self.zero, dtype)
 
     def permute(self, rows: torch.Tensor) -> None:
         for part in (self.numbers, self.scale, self.zero):
@@ -141,20 +138,3 @@ def _along_rows(words: torch.Tensor) -> torch.Tensor:
     """int32 [n, m] to uint8 [8 n, m]."""
     shifts = 4 * torch.arange(EACH, dtype=torch.int32, device=words.device)
     return ((words[:, None, :] >> shifts[:, None]) & 15).to(torch.uint8).flatten(0, 1)
-
-
-def packed(numbers: torch.Tensor) -> torch.Tensor:
-    """uint8 [rows, columns], 0 to 15, to [rows, columns / 2]; see RUN, shorter rows are one run."""
-    columns = numbers.shape[1]
-    halves = numbers.unflatten(1, (-1, 2, _run(columns) // 2))
-    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
-
-
-def spread(numbers: torch.Tensor) -> torch.Tensor:
-    """The inverse of `packed`."""
-    runs = numbers.unflatten(1, (-1, _run(2 * numbers.shape[1]) // 2))
-    return torch.stack((runs & 15, runs >> 4), dim=2).flatten(1)
-
-
-def _run(columns: int) -> int:
-    return RUN if columns % RUN == 0 else columns
