@@ -23,10 +23,12 @@ from pipeinfer.kernels import (
     fp8_blocks,
     geglu,
     int4,
+    moe_align,
     norm,
     rounding,
     scores,
     skinny,
+    softmax_choice,
     store,
 )
 from pipeinfer.params import LONGEST_BAD
@@ -178,3 +180,26 @@ def test_weights_in_4_bits(group):
     types = {name: types[name] for name in ("numbers", "scale", "zero")} | {"out": HALF}
     constants = {"DEPTH": 1024, "GROUP": group, "COLUMNS": 8, "RUN": 128, "HALF": 64}
     assert compiled(int4._decode, types, constants, num_warps=2).asm["ptx"]
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (60, 4), (5, 5)])
+def test_choices_of_experts(experts, top_k):
+    types = {"scores": HALF, "weights": HALF, "chosen": "*i32", "rows": "i32", "stride": "i32"}
+    constants = {
+        "EXPERTS": experts, "BLOCK": triton.next_power_of_2(experts), "TOP_K": top_k,
+        "CHOICES": triton.next_power_of_2(top_k), "NORMALIZE": True,
+        "ROWS": softmax_choice.ROWS, "EARLY": True,
+    }  # fmt: skip
+    made = compiled(softmax_choice._choose, types, constants, num_warps=softmax_choice.ROWS)
+    assert made.asm["ptx"]
+
+
+@pytest.mark.parametrize("chosen", ["*i32", "*i64"])
+@pytest.mark.parametrize(
+    ("experts", "chunk", "warps"), [(1, 16, 8), (128, 2048, 8), (8, 16384, 16)]
+)
+def test_pairs_by_expert(experts, chunk, warps, chosen):
+    types = dict.fromkeys(("pairs", "experts", "used"), "*i32") | {"chosen": chosen}
+    types |= dict.fromkeys(("size", "num_experts", "name_of_0"), "i32")
+    constants = {"EXPERTS": experts, "BLOCK": 16, "CHUNK": chunk, "EARLY": True}
+    assert compiled(moe_align._align, types, constants, num_warps=warps).asm["ptx"]
