@@ -7,6 +7,7 @@ import torch
 
 from pipeinfer.checkpoint.quantization import Fp8, Int4, Quantization
 from pipeinfer.layers.decoded import Decoded
+from pipeinfer.layers.experts import GatedExperts
 from pipeinfer.layers.formats import weight
 from pipeinfer.layers.fp8_matrix import Fp8Matrix
 from pipeinfer.layers.int4_matrix import Int4Matrix
@@ -32,12 +33,8 @@ def placement(form, decoded=False):
     return Placement(Shard(), torch.bfloat16, where, quantization=quantization)
 
 
-def filled(at, bias, split):
-    made = weight(at, ["m"], (WIDTH, DEPTH), bias, few=True, split=split)
-    every = slice(0, WIDTH)
-    for number, source in enumerate(
-        made.sources("m", every, (WIDTH, DEPTH), (every, slice(0, DEPTH)))
-    ):
+def fill(sources):
+    for number, source in enumerate(sources):
         generator = torch.Generator("cuda").manual_seed(number)
         if source.stored == ("I32",):
             full = torch.empty(source.shape, dtype=torch.int32, device="cuda")
@@ -47,6 +44,19 @@ def filled(at, bias, split):
             full.normal_(0.0, source.dummy, generator=generator)
             full = full.abs() if "scale" in source.name else full
         source.target.copy_(full)
+
+
+def filled(at, bias, split):
+    made = weight(at, ["m"], (WIDTH, DEPTH), bias, few=True, split=split)
+    every = slice(0, WIDTH)
+    fill(made.sources("m", every, (WIDTH, DEPTH), (every, slice(0, DEPTH))))
+    made.pack()
+    return made
+
+
+def mixture(at, inter):
+    made = GatedExperts(DEPTH, inter, 16, at)
+    fill(made.sources(""))
     made.pack()
     return made
 
@@ -91,3 +101,32 @@ def test_a_graph_holds_products_of_few_and_many_rows(form):
         x.copy_(x.flip(0).clone())
         graph.replay()
         assert torch.equal(out, expected.flip(0))
+
+
+KEPT = {"fp8 rows": (384, True), "fp8 blocks": (384, True), "4 bits": (256, False)}
+
+
+@pytest.mark.parametrize("form", KEPT)
+@pytest.mark.parametrize("tokens", [1, 16, 64, 300, 1200])
+@torch.inference_mode()
+def test_experts_in_a_format_are_the_plain_ones(form, tokens):
+    how, (inter, stays) = FORMATS[form][0], KEPT[form]
+    kept, plain = mixture(placement(how), inter), mixture(placement(how, True), inter)
+    for stack in (kept.gate_up, kept.down):
+        assert (stack.scale is not None) == stays
+        assert (stack.weight.dtype == torch.float8_e4m3fn) == stays
+    assert plain.gate_up.weight.dtype == plain.down.weight.dtype == torch.bfloat16
+    x = torch.randn(tokens, DEPTH, device="cuda").bfloat16()
+    weights, chosen = torch.rand(tokens, 16, device="cuda").topk(4)
+    expected = plain.grouped(x, weights, chosen).float()
+    got = kept.grouped(x, weights, chosen).float()
+    # Plain weights were rounded to bfloat16 once more than those that are scaled in float32.
+    assert (got - expected).norm() < 2 * FEW * expected.norm()
+
+
+@torch.inference_mode()
+def test_experts_in_blocks_that_do_not_divide_become_plain():
+    made = GatedExperts(DEPTH, 192, 4, placement(FORMATS["fp8 rows"][0]))
+    assert made.down.scale is not None, "of rows, all multiples of 16 do"
+    made = GatedExperts(DEPTH, 192, 4, placement(FORMATS["fp8 blocks"][0]))
+    assert made.down.scale is None

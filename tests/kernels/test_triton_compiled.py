@@ -23,6 +23,7 @@ from pipeinfer.kernels import (
     fp8_blocks,
     geglu,
     int4,
+    moe,
     moe_align,
     norm,
     rounding,
@@ -31,6 +32,7 @@ from pipeinfer.kernels import (
     softmax_choice,
     store,
 )
+from pipeinfer.kernels.moe_tiles import EIGHT_BITS, PLAIN, Cut
 from pipeinfer.params import LONGEST_BAD
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -203,3 +205,42 @@ def test_pairs_by_expert(experts, chunk, warps, chosen):
     types |= dict.fromkeys(("size", "num_experts", "name_of_0"), "i32")
     constants = {"EXPERTS": experts, "BLOCK": 16, "CHUNK": chunk, "EARLY": True}
     assert compiled(moe_align._align, types, constants, num_warps=warps).asm["ptx"]
+
+
+def experts(kernel: Any, rows: int, cut: Cut, scales: int) -> Any:
+    """Of the shape of Qwen3-30B-A3B."""
+    whole = dict.fromkeys(("x", "hidden", "factors", "out", "weight", "scale"), HALF)
+    if scales != moe.UNSCALED.value:
+        whole |= {"weight": EIGHTH, "scale": "*fp32"}
+    whole |= dict.fromkeys(("pairs", "experts", "used"), "*i32")
+    whole |= dict.fromkeys(("size", "x_stride", "row_blocks", "held"), "i32")
+    constants = {
+        "TOP_K": 8, "HIDDEN": 2048, "INTER": 768, "ROWS": rows, "COLUMNS": cut.columns,
+        "DEPTH": cut.depth, "TURNED": cut.turned, "SCALES": scales, "GROUP": 8, "EARLY": True,
+    }  # fmt: skip
+    names = kernel.arg_names
+    types = {name: whole[name] for name in names if name in whole}
+    given = {name: constants[name] for name in names if name in constants}
+    return compiled(kernel, types, given, num_warps=cut.warps, num_stages=cut.stages)
+
+
+MIXTURES = [(shape, moe.UNSCALED.value) for _, shape in PLAIN] + [
+    (shape, scales.value) for _, shape in EIGHT_BITS for scales in (moe.BY_ROW, moe.BY_BLOCK)
+]
+
+
+@pytest.mark.parametrize(("shape", "scales"), MIXTURES)
+def test_experts_of_every_tile_that_may_be_chosen(shape, scales):
+    for kernel, each in ((moe._gate_up, shape.gate_up), (moe._down, shape.down)):
+        made = experts(kernel, shape.rows, each, scales)
+        assert made.metadata.shared < 227 * 1024
+        # Tensor cores at their full speed, where rows or columns are the 64 that these take.
+        full = each.columns if each.turned else shape.rows
+        assert ("wgmma" in made.asm["ptx"]) == (full >= 64)
+        assert "cvt.bf16.f16" not in made.asm["ptx"], "16 values a cycle"
+
+
+def test_sums_of_a_tokens_pairs():
+    types = {"by_pair": HALF, "chosen": "*i32", "out": HALF, "first": "i32", "held": "i32"}
+    constants = {"TOP_K": 8, "HIDDEN": 2048, "BLOCK": 1024, "SOME": True, "EARLY": True}
+    assert compiled(moe._combine, types, constants, num_warps=4).asm["ptx"]

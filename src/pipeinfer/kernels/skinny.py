@@ -19,43 +19,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.prefetch import LINE, prefetch
+from pipeinfer.kernels.scaled_dot import (
+    BY_BLOCK,
+    BY_ROW,
+    SIDE,
+    UNSCALED,
+    along_columns,
+    nothing,
+    scaled_dot,
+)
 from pipeinfer.kernels.skinny_tiles import Tile
 
 AHEAD = 1  # steps of depth whose weights are asked for before the rows are there
-SIDE = tl.constexpr(128)  # rows and columns of weights that share a scale, where blocks do
-UNSCALED, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-
-@triton.jit
-def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROWS_FIRST: tl.constexpr):
-    if ROWS_FIRST:
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    else:
-        total = tl.zeros((COLUMNS, ROWS), tl.float32)
-    return total
-
-
-@triton.jit
-def _dot(a, w, total, ROWS_FIRST: tl.constexpr):
-    """total + a @ w.T, or its transpose: tensor cores want 64 rows of the first operand."""
-    if ROWS_FIRST:
-        total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
-    else:
-        total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
-    return total
-
-
-@triton.jit
-def _scaled_dot(a, w, total, at, ROWS_FIRST: tl.constexpr, SCALES: tl.constexpr):
-    """As _dot, of weights w in fewer bits; at: the scales of their rows, for SCALES by block."""
-    w = w.to(a.dtype)
-    if SCALES == BY_BLOCK:
-        part = _dot(a, w, tl.zeros_like(total), ROWS_FIRST)
-        scale = tl.load(at)
-        total += part * (scale[None, :] if ROWS_FIRST else scale[:, None])
-    else:
-        total = _dot(a, w, total, ROWS_FIRST)
-    return total
 
 
 @triton.jit
@@ -85,23 +60,21 @@ def _product(
         gdc_launch_dependents()
     left = x + row[:, None] * x_stride + depth[None, :]
     real = (row < rows)[:, None]
-    total, gate = _nothing(ROWS, COLUMNS, rows_first), _nothing(ROWS, COLUMNS, rows_first)
-    scales = scale + column // SIDE * (DEPTH // SIDE)
+    total, gate = nothing(ROWS, COLUMNS, rows_first), nothing(ROWS, COLUMNS, rows_first)
+    scales = along_columns(scale + column // SIDE * (DEPTH // SIDE), rows_first)
     for begin in range(0, share, STEP):
         w = tl.load(right + begin)
         a = tl.load(left + begin, mask=real, other=0.0)
         block = scales + (split * share + begin) // SIDE
-        total = _scaled_dot(a, w, total, block, rows_first, SCALES)
+        total = scaled_dot(a, w, total, block, rows_first, SCALES)
         if GATED:
             w = tl.load(right + begin + WIDTH * DEPTH)
             block += WIDTH // SIDE * (DEPTH // SIDE)
-            gate = _scaled_dot(a, w, gate, block, rows_first, SCALES)
+            gate = scaled_dot(a, w, gate, block, rows_first, SCALES)
     if SCALES == BY_ROW:
-        by_row = tl.load(scale + column)
-        total *= by_row[None, :] if rows_first else by_row[:, None]
+        total *= along_columns(tl.load(scale + column), rows_first)
         if GATED:
-            by_row = tl.load(scale + WIDTH + column)
-            gate *= by_row[None, :] if rows_first else by_row[:, None]
+            gate *= along_columns(tl.load(scale + WIDTH + column), rows_first)
     if GATED:
         total = total * tl.sigmoid(total) * gate
     if not rows_first:
@@ -124,7 +97,7 @@ def _launch(
     grid = width // tile.columns, tile.splits, triton.cdiv(rows, tile.rows)
     scales = UNSCALED
     if scale is not None:
-        scales = BY_ROW if scale.numel() == weight.shape[0] else BY_BLOCK
+        scales = BY_ROW if scale.shape[0] == weight.shape[0] else BY_BLOCK
     _product[grid](
         x, weight, x if scale is None else scale, bias, out, rows, x.stride(0), WIDTH=width,
         DEPTH=depth, ROWS=tile.rows, COLUMNS=tile.columns, STEP=tile.step, SPLITS=tile.splits,

@@ -95,8 +95,7 @@ class GatedExperts:
         """On a GPU all experts are one kernel over the stacked weights, which are never packed."""
         if not self._on_gpu:
             return None
-        gate_up, down = self.gate_up.plain, self.down.plain
-        return _grouped(gate_up, down, self.held.first, self._of)
+        return _grouped(self.gate_up, self.down, self.held.first, self._of)
 
     def __call__(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
         return one_by_one(x, counts, [self._expert(index) for index in range(self.held.count)])
@@ -124,14 +123,16 @@ class GatedExperts:
             yield from down.sources(f"{name}down_proj", every, row, (every, part))
 
 
-def _grouped(gate_up: torch.Tensor, down: torch.Tensor, first: int, of: int) -> Grouped:
+def _grouped(gate_up: Stack, down: Stack, first: int, of: int) -> Grouped:
     """(x, weights, experts) to the weighted sum, without a look at the choice on the host.
 
     The weights are those of experts `first` and following; there are `of` on all ranks.
     """
     from pipeinfer.kernels.moe import experts_mlp
 
+    values, scales = (gate_up.weight, down.weight), (gate_up.scale, down.scale)
+
     def run(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        return experts_mlp(x, gate_up, down, weights, experts, first=first, of=of)
+        return experts_mlp(x, *values, weights, experts, None, first, of, *scales)
 
     return run

@@ -34,6 +34,15 @@ def fp8_products(form: Fp8, size: tuple[int, int], placement: Placement) -> Skin
     return skinny if fits and (not blocks or form.block == (SIDE, SIDE)) else None
 
 
+def fp8_stack(form: Fp8, size: tuple[int, int, int], placement: Placement) -> Fp8Values | None:
+    """Room for matrices that stay as they are, [matrices, out, in]; None where each would have to
+    become plain."""
+    _, rows, columns = size
+    if fp8_products(form, (rows, columns), placement) is None:
+        return None
+    return Fp8Values.empty(size, form, placement)
+
+
 class Fp8Matrix:
     """A Weight (matrix.py). split: whether a norm may add up its products of few rows."""
 
