@@ -90,7 +90,7 @@ def in_8_bits(weight, blocks):
     return rounded, scale, rounded.float() * wide
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("shape", [SMALL, TURNED])
 @pytest.mark.parametrize(
     ("tokens", "hidden", "inter", "blocks"),

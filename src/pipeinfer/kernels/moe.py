@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.early import early_launch
-from pipeinfer.kernels.moe_align import align
+from pipeinfer.kernels.moe_align import Alignment, align
 from pipeinfer.kernels.moe_tiles import Cut, Tiles, tiles
 from pipeinfer.kernels.prefetch import LINE, prefetch
 from pipeinfer.kernels.scaled_dot import (
@@ -215,30 +215,65 @@ def experts_mlp(
     rows, 1], or of blocks of 128 x 128, [experts, rows / 128, columns / 128], with n and hidden
     whole blocks (ValueError).
     """
-    (tokens, hidden), (num_experts, _, inter) = x.shape, down.shape
-    top_k, size = chosen.shape[1], chosen.numel()
-    if tokens == 0:
+    num_experts, top_k = down.shape[0], chosen.shape[1]
+    if x.shape[0] == 0:
         return torch.empty_like(x)
-    tile = shape or tiles(size, of or num_experts, gate_up_scale is not None)
+    tile = shape or tiles(chosen.numel(), of or num_experts, gate_up_scale is not None)
     chosen = chosen.contiguous()
     plan = align(chosen, num_experts, tile.rows, first)
-    middle = x.new_empty(size, inter)
-    by_pair = x.new_empty(size, hidden)
-    blocks = plan.experts.shape[0]
-    order, early = (plan.pairs, plan.experts, plan.used, size), early_launch(x.device)
-    options = {"HIDDEN": hidden, "INTER": inter, "ROWS": tile.rows, "GROUP": tile.group, **early}
-    _gate_up[(blocks * triton.cdiv(inter, tile.gate_up.columns),)](
-        x, *_seen(gate_up, gate_up_scale), middle, *order, x.stride(0), blocks, TOP_K=top_k,
-        SCALES=_shared(gate_up, gate_up_scale), **_cut(tile.gate_up), **options,
-    )  # fmt: skip
-    _down[(blocks * triton.cdiv(hidden, tile.down.columns),)](
-        middle, *_seen(down, down_scale), weights.contiguous(), by_pair, *order, blocks,
-        num_experts, SCALES=_shared(down, down_scale), **_cut(tile.down), **options,
-    )  # fmt: skip
+    middle = gated_products(x, gate_up, gate_up_scale, plan, top_k, tile)
+    by_pair = weighted_products(middle, down, down_scale, weights.contiguous(), plan, tile)
     return _sums(by_pair, chosen, first if num_experts < of else None, num_experts)
 
 
-def _cut(cut: Cut) -> dict[str, int]:
+def gated_products(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    plan: Alignment,
+    top_k: int,
+    tile: Tiles,
+) -> torch.Tensor:
+    """[T * top_k, n]: SwiGLU of each pair's token, by its expert; x, weight [experts, 2 n, hidden]
+    and scale as `experts_mlp` has them, plan in blocks of tile.rows. Pairs of experts that are not
+    in the plan are not written.
+    """
+    hidden, inter, cut = x.shape[1], weight.shape[1] // 2, tile.gate_up
+    out = x.new_empty(x.shape[0] * top_k, inter)
+    blocks = plan.experts.shape[0]
+    _gate_up[(blocks * triton.cdiv(inter, cut.columns),)](
+        x, *_seen(weight, scale), out, plan.pairs, plan.experts, plan.used, out.shape[0],
+        x.stride(0), blocks, TOP_K=top_k, HIDDEN=hidden, INTER=inter, ROWS=plan.block,
+        SCALES=_shared(weight, scale), GROUP=tile.group, **_options(cut), **early_launch(x.device),
+    )  # fmt: skip
+    return out
+
+
+def weighted_products(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    factors: torch.Tensor,
+    plan: Alignment,
+    tile: Tiles,
+) -> torch.Tensor:
+    """[pairs, hidden]: factors[pair] times the product of x[pair] with its expert's matrix.
+
+    x [pairs, n] and factors, as many, contiguous; weight [experts, hidden, n]; the rest as for
+    `gated_products`.
+    """
+    (size, inter), (held, hidden, _), cut = x.shape, weight.shape, tile.down
+    out = x.new_empty(size, hidden)
+    blocks = plan.experts.shape[0]
+    _down[(blocks * triton.cdiv(hidden, cut.columns),)](
+        x, *_seen(weight, scale), factors, out, plan.pairs, plan.experts, plan.used, size, blocks,
+        held, HIDDEN=hidden, INTER=inter, ROWS=plan.block, SCALES=_shared(weight, scale),
+        GROUP=tile.group, **_options(cut), **early_launch(x.device),
+    )  # fmt: skip
+    return out
+
+
+def _options(cut: Cut) -> dict[str, int]:
     """The options of one product."""
     options = {"COLUMNS": cut.columns, "DEPTH": cut.depth, "TURNED": cut.turned}
     return options | {"num_warps": cut.warps, "num_stages": cut.stages}
