@@ -122,6 +122,9 @@ def test_experts_in_a_format_are_the_plain_ones(form, tokens):
     got = kept.grouped(x, weights, chosen).float()
     # Plain weights were rounded to bfloat16 once more than those that are scaled in float32.
     assert (got - expected).norm() < 2 * FEW * expected.norm()
+    unsummed = kept.unsummed(x, weights, chosen)
+    assert unsummed.shape == (4, tokens, DEPTH)
+    assert (unsummed.float().sum(0) - expected).norm() < 2 * FEW * expected.norm()
 
 
 @torch.inference_mode()

@@ -10,9 +10,10 @@ import torch
 from kernels.triton_cases import DEVICE, HALVES, randn, relative_error
 from pipeinfer.kernels import moe_align
 from pipeinfer.kernels.fp8 import round_rows
-from pipeinfer.kernels.moe import experts_mlp, experts_mlp_reference
+from pipeinfer.kernels.moe import experts_by_pair, experts_mlp, experts_mlp_reference
 from pipeinfer.kernels.moe_align import align, align_reference
 from pipeinfer.kernels.moe_tiles import EIGHT_BITS, PLAIN, Cut, Tiles
+from pipeinfer.kernels.norm import rms_norm_reference, sum_norm
 
 ERROR = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # two more roundings
 CUT = Cut(columns=16, depth=16, warps=4, stages=2)
@@ -157,6 +158,21 @@ def test_a_token_gets_the_same_result_in_any_batch():
     assert torch.equal(alone, together[some])
 
 
+def test_a_norm_makes_the_sums_of_a_tokens_pairs():
+    x, residual, weight = (randn(seed, 7, 64, dtype=torch.float16) for seed in (1, 5, 6))
+    gate_up = randn(2, 4, 64, 64, dtype=torch.float16) / 8
+    down = randn(3, 4, 64, 32, dtype=torch.float16) / 6
+    weights, chosen = routed(7, 4, 3)
+    by_pair = experts_by_pair(x, gate_up, down, weights, chosen, SMALL)
+    expected = experts_mlp_reference(x, gate_up, down, weights, chosen)
+    assert relative_error(by_pair.float().sum(1).half(), expected) < ERROR[torch.float16]
+    theirs = residual.clone()
+    got = sum_norm(by_pair.transpose(0, 1), residual, weight[0], 1e-6)
+    normed = rms_norm_reference(expected, weight[0], 1e-6, theirs)
+    assert relative_error(residual, theirs) < ERROR[torch.float16]
+    assert relative_error(got, normed) < 2 * ERROR[torch.float16]
+
+
 def test_strided_tokens_and_none_are_accepted():
     wide = randn(1, 6, 128, dtype=torch.float16)
     gate_up = randn(2, 4, 64, 64, dtype=torch.float16)
@@ -166,3 +182,4 @@ def test_strided_tokens_and_none_are_accepted():
     expected = experts_mlp(x.contiguous(), gate_up, down, weights, chosen, SMALL)
     assert torch.equal(experts_mlp(x, gate_up, down, weights, chosen.int(), SMALL), expected)
     assert experts_mlp(x[:0], gate_up, down, weights[:0], chosen[:0]).shape == (0, 64)
+    assert experts_by_pair(x[:0], gate_up, down, weights[:0], chosen[:0]).shape == (0, 2, 64)

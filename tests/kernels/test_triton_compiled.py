@@ -244,3 +244,7 @@ def test_sums_of_a_tokens_pairs():
     types = {"by_pair": HALF, "chosen": "*i32", "out": HALF, "first": "i32", "held": "i32"}
     constants = {"TOP_K": 8, "HIDDEN": 2048, "BLOCK": 1024, "SOME": True, "EARLY": True}
     assert compiled(moe._combine, types, constants, num_warps=4).asm["ptx"]
+    types = dict.fromkeys(("x", "residual", "weight", "out"), HALF)
+    types |= {"eps": "fp32", "x_stride": "i32", "partial_stride": "i32"}
+    constants = {"SIZE": 2048, "BLOCK": 2048, "PARTIALS": 8, "ADD": True, "OFFSET": 0.0}
+    assert compiled(norm._norm, types, constants | {"EARLY": True}, num_warps=16).asm["ptx"]

@@ -215,15 +215,36 @@ def experts_mlp(
     rows, 1], or of blocks of 128 x 128, [experts, rows / 128, columns / 128], with n and hidden
     whole blocks (ValueError).
     """
-    num_experts, top_k = down.shape[0], chosen.shape[1]
-    if x.shape[0] == 0:
-        return torch.empty_like(x)
+    by_pair = experts_by_pair(
+        x, gate_up, down, weights, chosen, shape, first, of, gate_up_scale, down_scale
+    )
+    num_experts = down.shape[0]
+    return _sums(by_pair, chosen.contiguous(), first if num_experts < of else None, num_experts)
+
+
+def experts_by_pair(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    shape: Tiles | None = None,
+    first: int = 0,
+    of: int = 0,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[T, top_k, hidden], whose sum over the second dimension `experts_mlp` is, of the same
+    arguments. Pairs of experts that are not given are not written.
+    """
+    (tokens, hidden), num_experts, top_k = x.shape, down.shape[0], chosen.shape[1]
+    if tokens == 0:
+        return x.new_empty(0, top_k, hidden)
     tile = shape or tiles(chosen.numel(), of or num_experts, gate_up_scale is not None)
-    chosen = chosen.contiguous()
     plan = align(chosen, num_experts, tile.rows, first)
     middle = gated_products(x, gate_up, gate_up_scale, plan, top_k, tile)
     by_pair = weighted_products(middle, down, down_scale, weights.contiguous(), plan, tile)
-    return _sums(by_pair, chosen, first if num_experts < of else None, num_experts)
+    return by_pair.view(tokens, top_k, hidden)
 
 
 def gated_products(
@@ -304,14 +325,15 @@ def _shared(weight: torch.Tensor, scale: torch.Tensor | None) -> int:
 def _sums(
     by_pair: torch.Tensor, chosen: torch.Tensor, first: int | None, held: int
 ) -> torch.Tensor:
-    """[T, hidden] of `by_pair` [T * top_k, hidden]; with `first`, of the held experts only."""
-    (tokens, top_k), hidden = chosen.shape, by_pair.shape[1]
+    """[T, hidden] of `by_pair` [T, top_k, hidden]; with `first`, of the held experts only."""
+    tokens, top_k, hidden = by_pair.shape
     out = by_pair.new_empty(tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
-    _combine[(tokens, triton.cdiv(hidden, block))](
-        by_pair, chosen, out, first or 0, held, TOP_K=top_k, HIDDEN=hidden, BLOCK=block,
-        SOME=first is not None, num_warps=4, **early_launch(chosen.device),
-    )  # fmt: skip
+    if tokens:
+        _combine[(tokens, triton.cdiv(hidden, block))](
+            by_pair, chosen, out, first or 0, held, TOP_K=top_k, HIDDEN=hidden, BLOCK=block,
+            SOME=first is not None, num_warps=4, **early_launch(by_pair.device),
+        )  # fmt: skip
     return out
 
 
