@@ -16,6 +16,8 @@ from pipeinfer.kernels import gumbel, store
 from pipeinfer.kernels.moe import experts_mlp
 from pipeinfer.kernels.moe_align import align
 from pipeinfer.kernels.norm import rms_norm
+from pipeinfer.kernels.skinny import split_product
+from pipeinfer.kernels.skinny_tiles import tile
 from pipeinfer.kernels.softmax_choice import softmax_choice
 from pipeinfer.kernels.swiglu import swiglu
 
@@ -122,12 +124,32 @@ def time_moe() -> None:
         floor = max(bytes_read / BYTES_PER_US, flop / FLOP_PER_US)
         run = partial(experts_mlp, x, gate_up, down, weights, chosen)
         line(f"moe, {tokens} tokens", run, floor)
+    time_router(experts, hidden, top_k)
     scores = randn(8192, experts)
     _, chosen = softmax_choice(scores, top_k, True, torch.bfloat16)
     for tokens in (1, 256, 8192):
         run = partial(softmax_choice, scores[:tokens], top_k, True, torch.bfloat16)
         line(f"moe choice, {tokens} tokens", run, 0.0)
         line(f"moe align, {tokens} tokens", partial(align, chosen[:tokens], experts, 64), 0.0)
+
+
+def time_router(experts: int, hidden: int, top_k: int) -> None:
+    """Product and choice, by the library's product and by ours."""
+    weight = randn(experts, hidden) / 45
+    for tokens in (1, 32, 64, 128, 256, 512):
+        x = randn(tokens, hidden)
+
+        def by_library(x: torch.Tensor = x) -> object:
+            scores = torch.nn.functional.linear(x, weight)
+            return softmax_choice(scores, top_k, True, x.dtype)
+
+        def by_ours(x: torch.Tensor = x) -> object:
+            cut = tile("narrow", x.shape[0], experts, hidden)
+            assert cut is not None
+            return softmax_choice(split_product(x, weight, cut), top_k, True, x.dtype)
+
+        line(f"router by the library's product, {tokens} tokens", by_library, 0.0)
+        line(f"router by ours, {tokens} tokens", by_ours, 0.0)
 
 
 def time_norm() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
+from kernels.triton_cases import DEVICE, INTERPRETED, TOLERANCE, randn, relative_error
 from pipeinfer.kernels.softmax_choice import softmax_choice, softmax_choice_reference
 
 SHAPES = [(1, 8, 2), (3, 128, 8), (9, 60, 4), (6, 5, 5), (2, 1, 1)]
@@ -19,6 +19,18 @@ def test_choices_and_weights_are_those_of_the_reference(tokens, experts, top_k, 
     weights, chosen = softmax_choice(scores, top_k, normalize, dtype)
     expected, experts_expected = softmax_choice_reference(scores, top_k, normalize, dtype)
     assert torch.equal(chosen, experts_expected) and weights.dtype == dtype
+    assert relative_error(weights, expected) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_scores_that_are_still_to_be_summed_are_rounded_as_a_product_is(dtype, splits):
+    partials = (32 * randn(0, splits, 5, 24)).round() / 32  # their sums have one value in any order
+    if dtype == torch.bfloat16 and INTERPRETED:
+        partials = partials.round()  # it truncates
+    weights, chosen = softmax_choice(partials, 4, True, dtype)
+    expected, experts = softmax_choice_reference(partials, 4, True, dtype)
+    assert torch.equal(chosen, experts)
     assert relative_error(weights, expected) < 2 * TOLERANCE[dtype]
 
 

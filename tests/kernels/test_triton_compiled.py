@@ -184,12 +184,14 @@ def test_weights_in_4_bits(group):
     assert compiled(int4._decode, types, constants, num_warps=2).asm["ptx"]
 
 
+@pytest.mark.parametrize("partials", [0, 8])
 @pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (60, 4), (5, 5)])
-def test_choices_of_experts(experts, top_k):
-    types = {"scores": HALF, "weights": HALF, "chosen": "*i32", "rows": "i32", "stride": "i32"}
+def test_choices_of_experts(experts, top_k, partials):
+    types = {"scores": "*fp32" if partials else HALF, "weights": HALF, "chosen": "*i32"}
+    types |= {"rows": "i32", "stride": "i32", "partial_stride": "i32"}
     constants = {
-        "EXPERTS": experts, "BLOCK": triton.next_power_of_2(experts), "TOP_K": top_k,
-        "CHOICES": triton.next_power_of_2(top_k), "NORMALIZE": True,
+        "PARTIALS": partials, "EXPERTS": experts, "BLOCK": triton.next_power_of_2(experts),
+        "TOP_K": top_k, "CHOICES": triton.next_power_of_2(top_k), "NORMALIZE": True,
         "ROWS": softmax_choice.ROWS, "EARLY": True,
     }  # fmt: skip
     made = compiled(softmax_choice._choose, types, constants, num_warps=softmax_choice.ROWS)

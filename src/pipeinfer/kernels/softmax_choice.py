@@ -30,13 +30,13 @@ def _ranked(score, expert):
     return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - expert)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "partial_stride"])
 def _choose(
-    scores, weights, chosen, rows, stride, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr, CHOICES: tl.constexpr, NORMALIZE: tl.constexpr, ROWS: tl.constexpr,
-    EARLY: tl.constexpr,
+    scores, weights, chosen, rows, stride, partial_stride, PARTIALS: tl.constexpr,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
+    NORMALIZE: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program i has the tokens from i * ROWS on."""
+    """Program i has the tokens from i * ROWS on. PARTIALS: to be summed, 0 if that is done."""
     if EARLY:
         gdc_wait()  # for the scores
         gdc_launch_dependents()
@@ -45,6 +45,10 @@ def _choose(
     here, real = expert < EXPERTS, row < rows
     at = scores + row.to(tl.int64) * stride + expert
     score = tl.load(at, mask=here & real, other=0.0).to(tl.float32)
+    for partial in tl.static_range(1, PARTIALS):
+        score += tl.load(at + partial * partial_stride, mask=here & real, other=0.0)
+    if PARTIALS > 0:
+        score = score.to(weights.dtype.element_ty).to(tl.float32)  # as a product would be rounded
     ranked = tl.where(here, _ranked(score, expert), LEAST)
     best = tl.zeros((ROWS, CHOICES), tl.int64)
     for index in tl.static_range(TOP_K):
@@ -70,16 +74,18 @@ def softmax_choice(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights of `dtype`, experts int32), both [T, top_k], the best first.
 
-    scores [T, experts], any float dtype, rows may be strided. Softmax over all experts in float32;
-    of equal scores the lower expert's comes first. normalize: the weights add up to one, in
-    float32. Scores that are no numbers give weights that are none, of experts that there are.
+    scores [T, experts], any float dtype, rows may be strided; or float32 [P, T, experts], whose sum
+    over P they are, rounded to `dtype`. Softmax over all experts in float32; of equal scores the
+    lower expert's comes first. normalize: the weights add up to one, in float32. Scores that are no
+    numbers give weights that are none, of experts that there are.
     """
-    rows, experts = scores.shape
+    rows, experts = scores.shape[-2:]
     weights = torch.empty(rows, top_k, dtype=dtype, device=scores.device)
     chosen = torch.empty(rows, top_k, dtype=torch.int32, device=scores.device)
     if rows:
         _choose[(triton.cdiv(rows, ROWS),)](
-            scores, weights, chosen, rows, scores.stride(0), EXPERTS=experts,
+            scores, weights, chosen, rows, scores.stride(-2), scores.stride(0),
+            PARTIALS=scores.shape[0] if scores.dim() == 3 else 0, EXPERTS=experts,
             BLOCK=triton.next_power_of_2(experts), TOP_K=top_k,
             CHOICES=triton.next_power_of_2(top_k), NORMALIZE=normalize, ROWS=ROWS, num_warps=ROWS,
             **early_launch(scores.device),
@@ -91,7 +97,7 @@ def softmax_choice_reference(
     scores: torch.Tensor, top_k: int, normalize: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in plain torch."""
-    wide = scores.float()
+    wide = scores.float() if scores.dim() == 2 else scores.sum(0).to(dtype).float()
     chosen = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = wide.softmax(-1).gather(1, chosen)
     if normalize:

@@ -13,6 +13,7 @@ import torch
 
 from pipeinfer.layers.matrix import Matrix
 from pipeinfer.layers.placement import Placement, Source, whole
+from pipeinfer.layers.skinny import skinny_products
 
 
 class Router(Protocol):
@@ -53,10 +54,19 @@ class SoftmaxRouter:
         self._top_k = top_k
         self._normalize = normalize
         self._choose = _choice_on(placement.device)
+        self._narrow = skinny_products(placement.device, placement.dtype)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights in x's dtype."""
-        return self._choose(self.matrix(x), self._top_k, self._normalize, x.dtype)
+        return self._choose(self._scores(x), self._top_k, self._normalize, x.dtype)
+
+    def _scores(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, experts], or [P, T, experts], to be summed over P."""
+        if self._narrow is not None:
+            partial = self._narrow.narrow(x, self.matrix.weight, self.matrix.bias)
+            if partial is not None:
+                return partial
+        return self.matrix(x)
 
     def pack(self) -> None:
         """To be called when the weights are final."""
@@ -75,7 +85,7 @@ Choice = Callable[[torch.Tensor, int, bool, torch.dtype], tuple[torch.Tensor, to
 
 def _choice_on(device: torch.device) -> Choice:
     """(scores [T, experts], top_k, normalize, dtype of weights) to weights and experts: by one
-    kernel on a GPU."""
+    kernel on a GPU, which also sums scores [P, T, experts]."""
     if device.type != "cuda":
         return _by_torch
     from pipeinfer.kernels.softmax_choice import softmax_choice
