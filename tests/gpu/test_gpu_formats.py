@@ -7,6 +7,7 @@ import torch
 
 from pipeinfer.checkpoint.quantization import Fp8, Int4, Quantization
 from pipeinfer.layers.decoded import Decoded
+from pipeinfer.layers.experts import GatedExperts
 from pipeinfer.layers.formats import weight
 from pipeinfer.layers.kept import Kept
 from pipeinfer.layers.mlp import GATES, GatedMLP
@@ -34,12 +35,8 @@ def placement(form, decoded=False):
     return Placement(Shard(), torch.bfloat16, where, quantization=quantization)
 
 
-def filled(at, bias, split):
-    made = weight(at, ["m"], (WIDTH, DEPTH), bias, few=True, split=split)
-    every = slice(0, WIDTH)
-    for number, source in enumerate(
-        made.sources("m", every, (WIDTH, DEPTH), (every, slice(0, DEPTH)))
-    ):
+def fill(sources):
+    for number, source in enumerate(sources):
         generator = torch.Generator("cuda").manual_seed(number)
         if source.stored == ("I32",):
             full = torch.empty(source.shape, dtype=torch.int32, device="cuda")
@@ -49,6 +46,19 @@ def filled(at, bias, split):
             full.normal_(0.0, source.dummy, generator=generator)
             full = full.abs() if "scale" in source.name else full
         source.target.copy_(full)
+
+
+def filled(at, bias, split):
+    made = weight(at, ["m"], (WIDTH, DEPTH), bias, few=True, split=split)
+    every = slice(0, WIDTH)
+    fill(made.sources("m", every, (WIDTH, DEPTH), (every, slice(0, DEPTH))))
+    made.pack()
+    return made
+
+
+def mixture(at, inter):
+    made = GatedExperts(DEPTH, inter, 16, at)
+    fill(made.sources(""))
     made.pack()
     return made
 
@@ -111,13 +121,42 @@ def test_norms_and_swiglu_round_rows_as_the_next_weight_wants_them(form, rows):
 
 def dense(at):
     mlp = GatedMLP(DEPTH, WIDTH, False, at, GATES["silu"])
-    for number, source in enumerate(mlp.sources("")):
-        full = torch.empty(source.shape, device="cuda")
-        full.normal_(0.0, source.dummy, generator=torch.Generator("cuda").manual_seed(number))
-        source.target.copy_(full.abs() if "scale" in source.name else full)
+    fill(mlp.sources(""))
     mlp.pack()
     return mlp
 
 
 def summed(out):
     return out.partial.sum(0) if isinstance(out, PartialSum) else out.float()
+
+
+KEPT = {"fp8 rows": (384, True), "fp8 blocks": (384, True), "4 bits": (256, False)}
+
+
+@pytest.mark.parametrize("form", KEPT)
+@pytest.mark.parametrize("tokens", [1, 16, 64, 300, 1200])
+@torch.inference_mode()
+def test_experts_in_a_format_are_the_plain_ones(form, tokens):
+    how, (inter, stays) = FORMATS[form], KEPT[form]
+    kept, plain = mixture(placement(how), inter), mixture(placement(how, True), inter)
+    for stack in (kept.gate_up, kept.down):
+        assert (stack.scale is not None) == stays
+        assert (stack.weight.dtype == torch.float8_e4m3fn) == stays
+    assert plain.gate_up.weight.dtype == plain.down.weight.dtype == torch.bfloat16
+    x = torch.randn(tokens, DEPTH, device="cuda").bfloat16()
+    weights, chosen = torch.rand(tokens, 16, device="cuda").topk(4)
+    expected = plain.grouped(x, weights, chosen).float()
+    got = kept.grouped(x, weights, chosen).float()
+    # Plain weights were rounded to bfloat16 once more than those that are scaled in float32.
+    assert (got - expected).norm() < 2 * BOUNDS["4"] * expected.norm()
+    unsummed = kept.unsummed(x, weights, chosen)
+    assert unsummed.shape == (4, tokens, DEPTH)
+    assert (unsummed.float().sum(0) - expected).norm() < 2 * BOUNDS["4"] * expected.norm()
+
+
+@torch.inference_mode()
+def test_experts_in_blocks_that_do_not_divide_become_plain():
+    made = GatedExperts(DEPTH, 192, 4, placement(FORMATS["fp8 rows"]))
+    assert made.down.scale is not None, "of rows, all multiples of 16 do"
+    made = GatedExperts(DEPTH, 192, 4, placement(FORMATS["fp8 blocks"]))
+    assert made.down.scale is None

@@ -16,6 +16,7 @@ pytest.register_assert_rewrite(
     "kernels.scores_cases",
     "kernels.norm_cases",
     "kernels.skinny_cases",
+    "kernels.softmax_choice_cases",
     "kernels.triton_cases",
 )
 
@@ -32,6 +33,7 @@ from kernels.norm_cases import *  # noqa: E402, F403
 from kernels.offers_cases import *  # noqa: E402, F403
 from kernels.scores_cases import *  # noqa: E402, F403
 from kernels.skinny_cases import *  # noqa: E402, F403
+from kernels.softmax_choice_cases import *  # noqa: E402, F403
 from kernels.store_cases import *  # noqa: E402, F403
 from kernels.triton_cases import TOLERANCE, relative_error  # noqa: E402
 from pipeinfer.attention.triton_decode import cut  # noqa: E402

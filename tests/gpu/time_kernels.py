@@ -13,9 +13,12 @@ import torch
 from triton.testing import do_bench_cudagraph
 
 from pipeinfer.kernels import gumbel, store
-from pipeinfer.kernels.moe import Tiles, experts_mlp, tiles
+from pipeinfer.kernels.moe import experts_mlp
 from pipeinfer.kernels.moe_align import align
 from pipeinfer.kernels.norm import rms_norm
+from pipeinfer.kernels.skinny import split_product
+from pipeinfer.kernels.skinny_tiles import tile
+from pipeinfer.kernels.softmax_choice import softmax_choice
 from pipeinfer.kernels.swiglu import swiglu
 
 BYTES_PER_US = 4.3e6  # a device-to-device copy on an H200
@@ -109,14 +112,8 @@ def time_choices(rows: int, peaked: torch.Tensor, floor: float) -> None:
         setattr(gumbel, name, value)
 
 
-OTHER_TILES = {
-    256: [Tiles(16, 64, 128, 4, 4)],
-    1024: [Tiles(64, 128, 64, 8, 4)],
-    8192: [Tiles(128, 128, 64, 8, 3, group=16), Tiles(128, 128, 64, 8, 4)],
-}
-
-
 def time_moe() -> None:
+    """With the tiles in use; time_moe.py tries others."""
     experts, top_k, hidden, inter = 128, 8, 2048, 768
     gate_up, down = randn(experts, 2 * inter, hidden) / 45, randn(experts, hidden, inter) / 28
     for tokens in (1, 64, 256, 1024, 8192):
@@ -125,13 +122,34 @@ def time_moe() -> None:
         bytes_read = len(chosen.unique()) * 3 * inter * hidden * 2
         flop = tokens * top_k * 6 * inter * hidden
         floor = max(bytes_read / BYTES_PER_US, flop / FLOP_PER_US)
-        for shape in [tiles(tokens * top_k, experts), *OTHER_TILES.get(tokens, [])]:
-            run = partial(experts_mlp, x, gate_up, down, weights, chosen, shape)
-            name = f"{shape.rows}x{shape.columns}x{shape.depth}, {shape.warps}w {shape.stages}s"
-            line(f"moe, {tokens} tokens, tile {name}", run, floor)
-    chosen = torch.rand(8192, experts, device="cuda").topk(top_k).indices
+        run = partial(experts_mlp, x, gate_up, down, weights, chosen)
+        line(f"moe, {tokens} tokens", run, floor)
+    time_router(experts, hidden, top_k)
+    scores = randn(8192, experts)
+    _, chosen = softmax_choice(scores, top_k, True, torch.bfloat16)
     for tokens in (1, 256, 8192):
+        run = partial(softmax_choice, scores[:tokens], top_k, True, torch.bfloat16)
+        line(f"moe choice, {tokens} tokens", run, 0.0)
         line(f"moe align, {tokens} tokens", partial(align, chosen[:tokens], experts, 64), 0.0)
+
+
+def time_router(experts: int, hidden: int, top_k: int) -> None:
+    """Product and choice, by the library's product and by ours."""
+    weight = randn(experts, hidden) / 45
+    for tokens in (1, 32, 64, 128, 256, 512):
+        x = randn(tokens, hidden)
+
+        def by_library(x: torch.Tensor = x) -> object:
+            scores = torch.nn.functional.linear(x, weight)
+            return softmax_choice(scores, top_k, True, x.dtype)
+
+        def by_ours(x: torch.Tensor = x) -> object:
+            cut = tile("narrow", x.shape[0], experts, hidden)
+            assert cut is not None
+            return softmax_choice(split_product(x, weight, cut), top_k, True, x.dtype)
+
+        line(f"router by the library's product, {tokens} tokens", by_library, 0.0)
+        line(f"router by ours, {tokens} tokens", by_ours, 0.0)
 
 
 def time_norm() -> None:

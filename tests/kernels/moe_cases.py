@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kernels.triton_cases import DEVICE, HALVES, randn, relative_error
 from pipeinfer.kernels import moe_align
-from pipeinfer.kernels.moe import Tiles, experts_mlp, experts_mlp_reference, tiles
+from pipeinfer.kernels.fp8 import round_rows
+from pipeinfer.kernels.moe import experts_by_pair, experts_mlp, experts_mlp_reference
 from pipeinfer.kernels.moe_align import align, align_reference
+from pipeinfer.kernels.moe_tiles import EIGHT_BITS, PLAIN, Cut, Tiles
+from pipeinfer.kernels.norm import rms_norm_reference, sum_norm
 
 ERROR = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # two more roundings
-SMALL = Tiles(rows=16, columns=16, depth=16, warps=4, stages=2, group=2)
+CUT = Cut(columns=16, depth=16, warps=4, stages=2)
+SMALL = Tiles(16, CUT, replace(CUT, depth=32), group=2)
+TURNED = Tiles(16, replace(CUT, columns=64, turned=True), replace(CUT, columns=32, turned=True))
 
 
 def routed(tokens: int, experts: int, top_k: int, seed: int = 0, skew: float = 0.0):
@@ -43,33 +50,73 @@ def test_more_pairs_than_a_program_looks_at_in_one_go_keep_their_order(monkeypat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("shape", [SMALL, TURNED])
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "hidden", "inter"),
     [(1, 8, 2, 64, 32), (9, 4, 2, 40, 24), (45, 4, 3, 48, 20), (17, 16, 4, 64, 32)],
 )
-def test_experts_are_those_of_the_reference(tokens, experts, top_k, hidden, inter, dtype):
+def test_experts_are_those_of_the_reference(tokens, experts, top_k, hidden, inter, shape, dtype):
     x = randn(1, tokens, hidden, dtype=dtype)
     gate_up = randn(2, experts, 2 * inter, hidden, dtype=dtype) / hidden**0.5
     down = randn(3, experts, hidden, inter, dtype=dtype) / inter**0.5
     weights, chosen = routed(tokens, experts, top_k)
     expected = experts_mlp_reference(x, gate_up, down, weights, chosen)
-    got = experts_mlp(x, gate_up, down, weights, chosen, SMALL)
+    got = experts_mlp(x, gate_up, down, weights, chosen, shape)
     assert relative_error(got, expected) < ERROR[dtype]
 
 
-def test_every_tile_shape_that_may_be_chosen_computes_the_same():
+@pytest.mark.parametrize("table", [PLAIN, EIGHT_BITS])
+def test_every_tile_shape_that_may_be_chosen_computes_the_same(table):
     hidden, inter, experts = 160, 144, 2
     x = randn(1, 70, hidden)
     gate_up = randn(2, experts, 2 * inter, hidden) / hidden**0.5
     down = randn(3, experts, hidden, inter) / inter**0.5
     weights, chosen = routed(70, experts, 1)
     expected = experts_mlp_reference(x, gate_up, down, weights, chosen)
-    shapes = {tiles(mean * experts, experts) for mean in (1, 8, 9, 48, 49, 128, 129, 5000)}
-    assert len(shapes) == 4
     x16, gate16, down16 = x.half(), gate_up.half(), down.half()
-    for shape in shapes:
+    for shape in {shape for _, shape in table}:
         got = experts_mlp(x16, gate16, down16, weights, chosen, shape)
         assert relative_error(got, expected) < 2e-3
+
+
+def in_8_bits(weight, blocks):
+    """(e4m3, scales, what they stand for in float32) of weight [experts, rows, columns]."""
+    experts, rows, columns = weight.shape
+    if not blocks:
+        rounded, scale = round_rows(weight)
+        return rounded, scale, rounded.float() * scale
+    scale = randn(9, experts, rows // 128, columns // 128).abs() / 100 + 0.01
+    wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    rounded = (weight / wide).to(torch.float8_e4m3fn)
+    return rounded, scale, rounded.float() * wide
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", [SMALL, TURNED])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inter", "blocks"),
+    [(5, 256, 128, True), (21, 128, 256, True), (5, 64, 48, False), (21, 80, 32, False)],
+)
+def test_experts_in_8_bits_are_those_of_the_values_they_stand_for(
+    tokens, hidden, inter, blocks, shape, dtype
+):
+    x = randn(1, tokens, hidden, dtype=dtype)
+    gate_up, gate_up_scale, plain = in_8_bits(randn(2, 4, 2 * inter, hidden) / 10, blocks)
+    down, down_scale, plain_down = in_8_bits(randn(3, 4, hidden, inter) / 8, blocks)
+    weights, chosen = routed(tokens, 4, 2)
+    expected = experts_mlp_reference(x, plain, plain_down, weights, chosen)
+    got = experts_mlp(
+        x, gate_up, down, weights, chosen, shape, gate_up_scale=gate_up_scale, down_scale=down_scale
+    )
+    assert got.dtype == dtype and relative_error(got, expected) < ERROR[dtype]
+
+
+def test_scales_of_blocks_that_are_not_whole_are_refused():
+    x, (weights, chosen) = randn(1, 3, 192), routed(3, 4, 2)
+    gate_up, down = torch.zeros(4, 256, 192).to(x), torch.zeros(4, 192, 128).to(x)
+    scales = {"gate_up_scale": torch.ones(4, 2, 2).to(x), "down_scale": torch.ones(4, 2, 1).to(x)}
+    with pytest.raises(ValueError, match="nor of whole blocks of 128 x 128"):
+        experts_mlp(x, gate_up, down, weights, chosen, SMALL, **scales)
 
 
 @pytest.mark.parametrize("spans", [[(0, 3), (3, 8)], [(0, 1), (1, 2), (2, 8)]])
@@ -111,6 +158,21 @@ def test_a_token_gets_the_same_result_in_any_batch():
     assert torch.equal(alone, together[some])
 
 
+def test_a_norm_makes_the_sums_of_a_tokens_pairs():
+    x, residual, weight = (randn(seed, 7, 64, dtype=torch.float16) for seed in (1, 5, 6))
+    gate_up = randn(2, 4, 64, 64, dtype=torch.float16) / 8
+    down = randn(3, 4, 64, 32, dtype=torch.float16) / 6
+    weights, chosen = routed(7, 4, 3)
+    by_pair = experts_by_pair(x, gate_up, down, weights, chosen, SMALL)
+    expected = experts_mlp_reference(x, gate_up, down, weights, chosen)
+    assert relative_error(by_pair.float().sum(1).half(), expected) < ERROR[torch.float16]
+    theirs = residual.clone()
+    got = sum_norm(by_pair.transpose(0, 1), residual, weight[0], 1e-6)
+    normed = rms_norm_reference(expected, weight[0], 1e-6, theirs)
+    assert relative_error(residual, theirs) < ERROR[torch.float16]
+    assert relative_error(got, normed) < 2 * ERROR[torch.float16]
+
+
 def test_strided_tokens_and_none_are_accepted():
     wide = randn(1, 6, 128, dtype=torch.float16)
     gate_up = randn(2, 4, 64, 64, dtype=torch.float16)
@@ -120,3 +182,4 @@ def test_strided_tokens_and_none_are_accepted():
     expected = experts_mlp(x.contiguous(), gate_up, down, weights, chosen, SMALL)
     assert torch.equal(experts_mlp(x, gate_up, down, weights, chosen.int(), SMALL), expected)
     assert experts_mlp(x[:0], gate_up, down, weights[:0], chosen[:0]).shape == (0, 64)
+    assert experts_by_pair(x[:0], gate_up, down, weights[:0], chosen[:0]).shape == (0, 2, 64)

@@ -23,12 +23,16 @@ from pipeinfer.kernels import (
     fp8_blocks,
     geglu,
     int4,
+    moe,
+    moe_align,
     norm,
     rounding,
     scores,
     skinny,
+    softmax_choice,
     store,
 )
+from pipeinfer.kernels.moe_tiles import EIGHT_BITS, PLAIN, Cut
 from pipeinfer.params import LONGEST_BAD
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -191,3 +195,72 @@ def test_weights_in_4_bits(group):
     types = {name: types[name] for name in ("numbers", "scale", "zero")} | {"out": HALF}
     constants = {"DEPTH": 1024, "GROUP": group, "COUNT": 8, "STEP": 128}
     assert compiled(int4._decode, types, constants, num_warps=4).asm["ptx"]
+
+
+@pytest.mark.parametrize("partials", [0, 8])
+@pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (60, 4), (5, 5)])
+def test_choices_of_experts(experts, top_k, partials):
+    types = {"scores": "*fp32" if partials else HALF, "weights": HALF, "chosen": "*i32"}
+    types |= {"rows": "i32", "stride": "i32", "partial_stride": "i32"}
+    constants = {
+        "PARTIALS": partials, "EXPERTS": experts, "BLOCK": triton.next_power_of_2(experts),
+        "TOP_K": top_k, "CHOICES": triton.next_power_of_2(top_k), "NORMALIZE": True,
+        "ROWS": softmax_choice.ROWS, "EARLY": True,
+    }  # fmt: skip
+    made = compiled(softmax_choice._choose, types, constants, num_warps=softmax_choice.ROWS)
+    assert made.asm["ptx"]
+
+
+@pytest.mark.parametrize("chosen", ["*i32", "*i64"])
+@pytest.mark.parametrize(
+    ("experts", "chunk", "warps"), [(1, 16, 8), (128, 2048, 8), (8, 16384, 16)]
+)
+def test_pairs_by_expert(experts, chunk, warps, chosen):
+    types = dict.fromkeys(("pairs", "experts", "used"), "*i32") | {"chosen": chosen}
+    types |= dict.fromkeys(("size", "num_experts", "name_of_0"), "i32")
+    constants = {"EXPERTS": experts, "BLOCK": 16, "CHUNK": chunk, "EARLY": True}
+    assert compiled(moe_align._align, types, constants, num_warps=warps).asm["ptx"]
+
+
+def experts(kernel: Any, rows: int, cut: Cut, scales: int) -> Any:
+    """Of the shape of Qwen3-30B-A3B."""
+    whole = dict.fromkeys(("x", "hidden", "factors", "out", "weight", "scale"), HALF)
+    if scales != moe.UNSCALED.value:
+        whole |= {"weight": EIGHTH, "scale": "*fp32"}
+    whole |= dict.fromkeys(("pairs", "experts", "used"), "*i32")
+    whole |= dict.fromkeys(("size", "x_stride", "row_blocks", "held"), "i32")
+    constants = {
+        "TOP_K": 8, "HIDDEN": 2048, "INTER": 768, "ROWS": rows, "COLUMNS": cut.columns,
+        "DEPTH": cut.depth, "TURNED": cut.turned, "SCALES": scales, "GROUP": 8, "EARLY": True,
+    }  # fmt: skip
+    names = kernel.arg_names
+    types = {name: whole[name] for name in names if name in whole}
+    given = {name: constants[name] for name in names if name in constants}
+    return compiled(kernel, types, given, num_warps=cut.warps, num_stages=cut.stages)
+
+
+MIXTURES = [(shape, moe.UNSCALED.value) for _, shape in PLAIN] + [
+    (shape, scales.value) for _, shape in EIGHT_BITS for scales in (moe.BY_ROW, moe.BY_BLOCK)
+]
+
+
+@pytest.mark.parametrize(("shape", "scales"), MIXTURES)
+def test_experts_of_every_tile_that_may_be_chosen(shape, scales):
+    for kernel, each in ((moe._gate_up, shape.gate_up), (moe._down, shape.down)):
+        made = experts(kernel, shape.rows, each, scales)
+        assert made.metadata.shared < 227 * 1024
+        # Tensor cores at their full speed, where rows or columns are the 64 that these take.
+        full = each.columns if each.turned else shape.rows
+        assert ("wgmma" in made.asm["ptx"]) == (full >= 64)
+        assert "cvt.bf16.f16" not in made.asm["ptx"], "16 values a cycle"
+
+
+def test_sums_of_a_tokens_pairs():
+    types = {"by_pair": HALF, "chosen": "*i32", "out": HALF, "first": "i32", "held": "i32"}
+    constants = {"TOP_K": 8, "HIDDEN": 2048, "BLOCK": 1024, "SOME": True, "EARLY": True}
+    assert compiled(moe._combine, types, constants, num_warps=4).asm["ptx"]
+    types = dict.fromkeys(("x", "residual", "weight", "out"), HALF)
+    types |= {"eps": "fp32", "x_stride": "i32", "partial_stride": "i32"}
+    constants = {"SIZE": 2048, "BLOCK": 2048, "PARTIALS": 8, "ADD": True, "OFFSET": 0.0}
+    constants |= {"out_scale": None, "PART": 0, "MOST": 0.0, "LEAST_SCALE": 0.0}
+    assert compiled(norm._norm, types, constants | {"EARLY": True}, num_warps=16).asm["ptx"]

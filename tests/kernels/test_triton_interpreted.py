@@ -23,6 +23,7 @@ AREAS = (
     "moe",
     "norm",
     "skinny",
+    "softmax_choice",
     "formats",
     "decode_attention",
     "all_reduce_norm",

@@ -104,8 +104,8 @@ def test_experts_equal_a_loop_over_tokens(tokens: int, normalize: bool) -> None:
         weights = weights / weights.sum() if normalize else weights
         total = torch.zeros(12)
         for weight, expert in zip(weights, chosen, strict=True):
-            gate, up = (experts.gate_up.plain[expert] @ vector).chunk(2)
-            total += weight * (experts.down.plain[expert] @ (gate * gate.sigmoid() * up))
+            gate, up = (experts.gate_up.weight[expert] @ vector).chunk(2)
+            total += weight * (experts.down.weight[expert] @ (gate * gate.sigmoid() * up))
         expected.append(total)
     torch.testing.assert_close(layer(x.clone()), torch.stack(expected), rtol=1e-4, atol=1e-4)
 

@@ -74,7 +74,7 @@ def _one_row(
     split, row = tl.program_id(1), tl.program_id(2)
     right = numbers + column.to(tl.int64)[:, None] * (DEPTH // 8) + split * share
     if EARLY:
-        lines: tl.constexpr = STEP // LINE if STEP > LINE else 1
+        lines: tl.constexpr = (STEP + LINE - 1) // LINE
         prefetch(right + tl.arange(0, lines)[None, :] * LINE)
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()

@@ -9,42 +9,30 @@ Needs triton. Knows tokens, chosen experts and stacked weights; no router and no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.moe_align import Alignment, align
+from pipeinfer.kernels.moe_tiles import Cut, Tiles, tiles
+from pipeinfer.kernels.prefetch import LINE, prefetch
+from pipeinfer.kernels.scaled_dot import (
+    BY_BLOCK,
+    BY_ROW,
+    SIDE,
+    UNSCALED,
+    along_columns,
+    nothing,
+    scaled_dot,
+)
+from pipeinfer.kernels.triton_e4m3 import as_seen
 
 # [tokens] -gate and up, SwiGLU-> [pairs, intermediate] -down, times weight-> [pairs, hidden]
 # -sum over a token's pairs-> [tokens, hidden]
 # Products and SwiGLU are float32; the two intermediates are rounded to the tokens' dtype, and the
 # sum is float32 again, in the router's order. No atomics: a token's result is always the same.
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Block sizes: rows (pairs), columns and depth of a tile; how many rows share columns in L2."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    group: int = 8
-
-
-def tiles(pairs: int, num_experts: int) -> Tiles:
-    """By the mean number of pairs an expert gets: weights bound small steps, arithmetic large."""
-    mean = pairs / num_experts
-    if mean <= 8:
-        return Tiles(rows=16, columns=64, depth=128, warps=4, stages=4)
-    if mean <= 48:
-        return Tiles(rows=32, columns=64, depth=128, warps=4, stages=3)
-    if mean <= 128:
-        return Tiles(rows=64, columns=64, depth=64, warps=4, stages=4)
-    return Tiles(rows=128, columns=128, depth=64, warps=8, stages=3)
 
 
 @triton.jit
@@ -58,71 +46,140 @@ def _tile(row_blocks, column_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _weights(
+    at, column, depth, WIDTH: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """[COLUMNS, DEPTH] of an expert's [WIDTH, DEEP]; zeros outside."""
+    if WIDTH % COLUMNS == 0 and DEEP % DEPTH == 0:
+        w = tl.load(at)
+    else:
+        inside = (column < WIDTH)[:, None] & (depth < DEEP)[None, :]
+        w = tl.load(at, mask=inside, other=0.0)
+    return w
+
+
+@triton.jit
+def _rows(at, real, depth, DEEP: tl.constexpr, DEPTH: tl.constexpr):
+    """[ROWS, DEPTH] of those that are real; zeros outside."""
+    mask = real[:, None]
+    if DEEP % DEPTH != 0:
+        mask = mask & (depth < DEEP)[None, :]
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["size", "row_blocks"])
 def _gate_up(
-    x, weight, out, pairs, experts, used, size, x_stride, row_blocks, TOP_K: tl.constexpr,
+    x, weight, scale, out, pairs, experts, used, size, x_stride, row_blocks, TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    DEPTH: tl.constexpr, TURNED: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = silu(x[token] @ gate.T) * (x[token] @ up.T) for one tile of pairs and columns."""
-    block, column = _tile(row_blocks, tl.cdiv(INTER, COLUMNS), GROUP)
+    """out[pair] = silu(x[token] @ gate.T) * (x[token] @ up.T) for one tile of pairs and columns.
+    scale [experts, 2 INTER], or [experts, 2 INTER / SIDE, HIDDEN / SIDE]."""
+    tl.static_assert(SCALES != BY_BLOCK or (SIDE % COLUMNS == 0 and SIDE % DEPTH == 0))
+    rows_first: tl.constexpr = TURNED == 0
+    block, part = _tile(row_blocks, tl.cdiv(INTER, COLUMNS), GROUP)
+    if EARLY:
+        gdc_wait()  # for tokens and their order
+        gdc_launch_dependents()
     if block * ROWS >= tl.load(used):
         return
     pair = tl.load(pairs + block * ROWS + tl.arange(0, ROWS))
-    real = (pair < size)[:, None]
-    columns = column * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    depth = tl.arange(0, DEPTH)
+    real = pair < size
+    column, depth = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    expert = tl.load(experts + block).to(tl.int64)
     left = x + (pair // TOP_K).to(tl.int64)[:, None] * x_stride + depth[None, :]
-    base = weight + tl.load(experts + block).to(tl.int64) * (2 * INTER * HIDDEN)
-    right = base + columns * HIDDEN + depth[:, None]
-    gate = tl.zeros((ROWS, COLUMNS), tl.float32)
-    up = tl.zeros((ROWS, COLUMNS), tl.float32)
+    right = weight + expert * (2 * INTER * HIDDEN) + column[:, None] * HIDDEN + depth[None, :]
+    blocks: tl.constexpr = INTER // SIDE * (HIDDEN // SIDE)  # of gate, and as many of up
+    scales = scale + expert * (2 * blocks) + part * COLUMNS // SIDE * (HIDDEN // SIDE)
+    gate, up = nothing(ROWS, COLUMNS, rows_first), nothing(ROWS, COLUMNS, rows_first)
     for begin in range(0, HIDDEN, DEPTH):
-        deep = begin + depth < HIDDEN
-        a = tl.load(left + begin, mask=real & deep[None, :], other=0.0)
-        inside = (columns < INTER) & deep[:, None]
-        b = tl.load(right + begin, mask=inside, other=0.0)
-        gate = tl.dot(a, b, gate, input_precision="ieee")
-        b = tl.load(right + begin + INTER * HIDDEN, mask=inside, other=0.0)
-        up = tl.dot(a, b, up, input_precision="ieee")
+        a = _rows(left + begin, real, begin + depth, HIDDEN, DEPTH)
+        w = _weights(right + begin, column, begin + depth, INTER, HIDDEN, COLUMNS, DEPTH)
+        gate = scaled_dot(a, w, gate, scales + begin // SIDE, rows_first, SCALES)
+        at = right + begin + INTER * HIDDEN
+        w = _weights(at, column, begin + depth, INTER, HIDDEN, COLUMNS, DEPTH)
+        up = scaled_dot(a, w, up, scales + blocks + begin // SIDE, rows_first, SCALES)
+    if SCALES == BY_ROW:
+        at = scale + expert * (2 * INTER) + column
+        gate *= along_columns(tl.load(at, mask=column < INTER, other=0.0), rows_first)
+        up *= along_columns(tl.load(at + INTER, mask=column < INTER, other=0.0), rows_first)
     value = gate * tl.sigmoid(gate) * up
-    target = out + pair.to(tl.int64)[:, None] * INTER + columns
-    tl.store(target, value, mask=real & (columns < INTER))
+    if TURNED:
+        value = tl.trans(value)
+    target = out + pair.to(tl.int64)[:, None] * INTER + column[None, :]
+    tl.store(target, value, mask=real[:, None] & (column < INTER)[None, :])
 
 
 @triton.jit
-def _down(
-    hidden, weight, scale, out, pairs, experts, used, size, row_blocks,
-    HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, GROUP: tl.constexpr,
+def _ahead(
+    weight, experts, used, block, column, held, HIDDEN: tl.constexpr, INTER: tl.constexpr,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = scale[pair] * (hidden[pair] @ weight.T) for one tile of pairs and columns."""
-    block, column = _tile(row_blocks, tl.cdiv(HIDDEN, COLUMNS), GROUP)
+    """Asks for the weights that a program of `_down` will read first.
+
+    Which these are was written before the kernel before, whose programs all waited for it. Nothing
+    depends on that: what is read here says only what to ask for, and is held within the weights.
+    """
+    if block * ROWS < tl.load(used, volatile=True):
+        expert = tl.load(experts + block, volatile=True)
+        expert = tl.minimum(tl.maximum(expert, 0), held - 1).to(tl.int64)
+        row = expert * HIDDEN + tl.minimum(column, HIDDEN - 1)
+        line = tl.arange(0, (DEPTH + LINE - 1) // LINE) * LINE
+        prefetch(weight + row[:, None] * INTER + tl.minimum(line, INTER - 1)[None, :])
+
+
+@triton.jit(do_not_specialize=["size", "row_blocks", "held"])
+def _down(
+    hidden, weight, scale, factors, out, pairs, experts, used, size, row_blocks, held,
+    HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, TURNED: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """out[pair] = factors[pair] * (hidden[pair] @ weight.T) for one tile of pairs and columns.
+    scale [experts, HIDDEN], or [experts, HIDDEN / SIDE, INTER / SIDE]; held: experts."""
+    tl.static_assert(SCALES != BY_BLOCK or (SIDE % COLUMNS == 0 and SIDE % DEPTH == 0))
+    rows_first: tl.constexpr = TURNED == 0
+    block, part = _tile(row_blocks, tl.cdiv(HIDDEN, COLUMNS), GROUP)
+    column, depth = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    if EARLY:
+        _ahead(weight, experts, used, block, column, held, HIDDEN, INTER, ROWS, DEPTH)
+        gdc_wait()  # for gate and up
+        gdc_launch_dependents()
     if block * ROWS >= tl.load(used):
         return
     pair = tl.load(pairs + block * ROWS + tl.arange(0, ROWS))
-    real = (pair < size)[:, None]
-    columns = column * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    depth = tl.arange(0, DEPTH)
+    real = pair < size
+    expert = tl.load(experts + block).to(tl.int64)
     left = hidden + pair.to(tl.int64)[:, None] * INTER + depth[None, :]
-    base = weight + tl.load(experts + block).to(tl.int64) * (HIDDEN * INTER)
-    right = base + columns * INTER + depth[:, None]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    right = weight + expert * (HIDDEN * INTER) + column[:, None] * INTER + depth[None, :]
+    blocks: tl.constexpr = HIDDEN // SIDE * (INTER // SIDE)
+    scales = scale + expert * blocks + part * COLUMNS // SIDE * (INTER // SIDE)
+    total = nothing(ROWS, COLUMNS, rows_first)
     for begin in range(0, INTER, DEPTH):
-        deep = begin + depth < INTER
-        a = tl.load(left + begin, mask=real & deep[None, :], other=0.0)
-        b = tl.load(right + begin, mask=(columns < HIDDEN) & deep[:, None], other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
-    total *= tl.load(scale + pair, mask=pair < size, other=0.0).to(tl.float32)[:, None]
-    target = out + pair.to(tl.int64)[:, None] * HIDDEN + columns
-    tl.store(target, total, mask=real & (columns < HIDDEN))
+        a = _rows(left + begin, real, begin + depth, INTER, DEPTH)
+        w = _weights(right + begin, column, begin + depth, HIDDEN, INTER, COLUMNS, DEPTH)
+        total = scaled_dot(a, w, total, scales + begin // SIDE, rows_first, SCALES)
+    if SCALES == BY_ROW:
+        at = scale + expert * HIDDEN + column
+        total *= along_columns(tl.load(at, mask=column < HIDDEN, other=0.0), rows_first)
+    if TURNED:
+        total = tl.trans(total)
+    total *= tl.load(factors + pair, mask=real, other=0.0).to(tl.float32)[:, None]
+    target = out + pair.to(tl.int64)[:, None] * HIDDEN + column[None, :]
+    tl.store(target, total, mask=real[:, None] & (column < HIDDEN)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "held"])
 def _combine(
     by_pair, chosen, out, first, held, TOP_K: tl.constexpr, HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr, SOME: tl.constexpr,
+    BLOCK: tl.constexpr, SOME: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums the rows of one token's pairs; SOME: those of experts first .. first + held - 1 only."""
+    if EARLY:
+        gdc_wait()  # for the pairs
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -146,55 +203,138 @@ def experts_mlp(
     shape: Tiles | None = None,
     first: int = 0,
     of: int = 0,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T, hidden]: the weighted sum of each token's experts.
 
     x [T, hidden], rows may be strided; gate_up [experts, 2 n, hidden], gate first; down [experts,
     hidden, n]; both contiguous. weights, any float dtype, and chosen int, [T, top_k]. The weights
     given are those of experts `first` and following, out of `of` (0: these are all); the choices
-    of others count nothing.
+    of others count nothing. Scales: float32, of matrices in FP8, which become x's dtype: [experts,
+    rows, 1], or of blocks of 128 x 128, [experts, rows / 128, columns / 128], with n and hidden
+    whole blocks (ValueError).
     """
-    (tokens, hidden), (num_experts, _, inter) = x.shape, down.shape
-    top_k, size = chosen.shape[1], chosen.numel()
+    by_pair = experts_by_pair(
+        x, gate_up, down, weights, chosen, shape, first, of, gate_up_scale, down_scale
+    )
+    num_experts = down.shape[0]
+    return _sums(by_pair, chosen.contiguous(), first if num_experts < of else None, num_experts)
+
+
+def experts_by_pair(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    shape: Tiles | None = None,
+    first: int = 0,
+    of: int = 0,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[T, top_k, hidden], whose sum over the second dimension `experts_mlp` is, of the same
+    arguments. Pairs of experts that are not given are not written.
+    """
+    (tokens, hidden), num_experts, top_k = x.shape, down.shape[0], chosen.shape[1]
     if tokens == 0:
-        return torch.empty_like(x)
-    tile = shape or tiles(size, of or num_experts)
-    chosen = chosen.contiguous()
+        return x.new_empty(0, top_k, hidden)
+    tile = shape or tiles(chosen.numel(), of or num_experts, gate_up_scale is not None)
     plan = align(chosen, num_experts, tile.rows, first)
-    middle = x.new_empty(size, inter)
-    by_pair = x.new_empty(size, hidden)
-    shared, options = _launch(plan, tile)
+    middle = gated_products(x, gate_up, gate_up_scale, plan, top_k, tile)
+    by_pair = weighted_products(middle, down, down_scale, weights.contiguous(), plan, tile)
+    return by_pair.view(tokens, top_k, hidden)
+
+
+def gated_products(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    plan: Alignment,
+    top_k: int,
+    tile: Tiles,
+) -> torch.Tensor:
+    """[T * top_k, n]: SwiGLU of each pair's token, by its expert; x, weight [experts, 2 n, hidden]
+    and scale as `experts_mlp` has them, plan in blocks of tile.rows. Pairs of experts that are not
+    in the plan are not written.
+    """
+    hidden, inter, cut = x.shape[1], weight.shape[1] // 2, tile.gate_up
+    out = x.new_empty(x.shape[0] * top_k, inter)
     blocks = plan.experts.shape[0]
-    _gate_up[(blocks * triton.cdiv(inter, tile.columns),)](
-        x, gate_up, middle, *shared, size, x.stride(0), blocks, TOP_K=top_k, HIDDEN=hidden,
-        INTER=inter, **options,
+    _gate_up[(blocks * triton.cdiv(inter, cut.columns),)](
+        x, *_seen(weight, scale), out, plan.pairs, plan.experts, plan.used, out.shape[0],
+        x.stride(0), blocks, TOP_K=top_k, HIDDEN=hidden, INTER=inter, ROWS=plan.block,
+        SCALES=_shared(weight, scale), GROUP=tile.group, **_options(cut), **early_launch(x.device),
     )  # fmt: skip
-    _down[(blocks * triton.cdiv(hidden, tile.columns),)](
-        middle, down, weights.contiguous(), by_pair, *shared, size, blocks, HIDDEN=hidden,
-        INTER=inter, **options,
+    return out
+
+
+def weighted_products(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    factors: torch.Tensor,
+    plan: Alignment,
+    tile: Tiles,
+) -> torch.Tensor:
+    """[pairs, hidden]: factors[pair] times the product of x[pair] with its expert's matrix.
+
+    x [pairs, n] and factors, as many, contiguous; weight [experts, hidden, n]; the rest as for
+    `gated_products`.
+    """
+    (size, inter), (held, hidden, _), cut = x.shape, weight.shape, tile.down
+    out = x.new_empty(size, hidden)
+    blocks = plan.experts.shape[0]
+    _down[(blocks * triton.cdiv(hidden, cut.columns),)](
+        x, *_seen(weight, scale), factors, out, plan.pairs, plan.experts, plan.used, size, blocks,
+        held, HIDDEN=hidden, INTER=inter, ROWS=plan.block, SCALES=_shared(weight, scale),
+        GROUP=tile.group, **_options(cut), **early_launch(x.device),
     )  # fmt: skip
-    return _sums(by_pair, chosen, first if num_experts < of else None, num_experts)
+    return out
+
+
+def _options(cut: Cut) -> dict[str, int]:
+    """The options of one product."""
+    options = {"COLUMNS": cut.columns, "DEPTH": cut.depth, "TURNED": cut.turned}
+    return options | {"num_warps": cut.warps, "num_stages": cut.stages}
+
+
+def _seen(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and scales as kernels are given them; weights again where there are no scales."""
+    return as_seen(weight), weight if scale is None else scale
+
+
+def _shared(weight: torch.Tensor, scale: torch.Tensor | None) -> int:
+    """What has a scale of its own; ValueError if that does not divide the weights."""
+    if scale is None:
+        return UNSCALED.value
+    if scale.shape[1:] == (weight.shape[1], 1):
+        return BY_ROW.value
+    if any(
+        size != blocks * SIDE.value
+        for size, blocks in zip(weight.shape[1:], scale.shape[1:], strict=True)
+    ):
+        raise ValueError(
+            f"scales {tuple(scale.shape)} are not those of rows, nor of whole blocks of "
+            f"{SIDE.value} x {SIDE.value}, of weights {tuple(weight.shape)}"
+        )
+    return BY_BLOCK.value
 
 
 def _sums(
     by_pair: torch.Tensor, chosen: torch.Tensor, first: int | None, held: int
 ) -> torch.Tensor:
-    """[T, hidden] of `by_pair` [T * top_k, hidden]; with `first`, of the held experts only."""
-    (tokens, top_k), hidden = chosen.shape, by_pair.shape[1]
+    """[T, hidden] of `by_pair` [T, top_k, hidden]; with `first`, of the held experts only."""
+    tokens, top_k, hidden = by_pair.shape
     out = by_pair.new_empty(tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
-    _combine[(tokens, triton.cdiv(hidden, block))](
-        by_pair, chosen, out, first or 0, held, TOP_K=top_k, HIDDEN=hidden, BLOCK=block,
-        SOME=first is not None, num_warps=4,
-    )  # fmt: skip
+    if tokens:
+        _combine[(tokens, triton.cdiv(hidden, block))](
+            by_pair, chosen, out, first or 0, held, TOP_K=top_k, HIDDEN=hidden, BLOCK=block,
+            SOME=first is not None, num_warps=4, **early_launch(by_pair.device),
+        )  # fmt: skip
     return out
-
-
-def _launch(plan: Alignment, tile: Tiles) -> tuple[tuple[torch.Tensor, ...], dict[str, int]]:
-    """The arguments that both products share, by position and by name."""
-    options = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth}
-    options |= {"GROUP": tile.group, "num_warps": tile.warps, "num_stages": tile.stages}
-    return (plan.pairs, plan.experts, plan.used), options
 
 
 def experts_mlp_reference(

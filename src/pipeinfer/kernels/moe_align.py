@@ -1,7 +1,8 @@
 """Puts (token, expert) pairs into the order of their experts, padded to blocks, on the device.
 
 What a grouped matrix product needs to know; needs triton. Knows chosen experts, no weights and no
-tokens. Deterministic: pairs of one expert keep their order, and nothing is counted with atomics.
+tokens. Deterministic: pairs of one expert keep their order. One launch: each program counts
+everything, which costs less than a second launch or a look at another program's counts.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -15,6 +16,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pipeinfer.kernels.early import early_launch
 
 CHUNK = 16384  # pairs looked at in one go
 
@@ -34,27 +38,25 @@ class Alignment:
     block: int
 
 
-@triton.jit
-def _count(chosen, counts, size, first, CHUNK: tl.constexpr):
-    """Program e counts the pairs of expert first + e."""
-    expert = tl.program_id(0)
-    name = first + expert
-    found = tl.zeros((CHUNK,), tl.int32)
-    for begin in range(0, size, CHUNK):
-        index = begin + tl.arange(0, CHUNK)
-        found += (tl.load(chosen + index, mask=index < size, other=-1) == name).to(tl.int32)
-    tl.store(counts + expert, tl.sum(found, axis=0))
-
-
-@triton.jit
-def _scatter(
-    chosen, counts, pairs, experts, used, size, num_experts, name_of_0,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+@triton.jit(do_not_specialize=["size", "num_experts", "name_of_0"])
+def _align(
+    chosen, pairs, experts, used, size, num_experts, name_of_0, EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program e writes the blocks of its expert, behind those of the experts before it."""
+    """Program e counts the pairs of all experts, and writes the blocks of its own, behind those of
+    the experts before it."""
+    if EARLY:
+        gdc_wait()  # for the choice
+        gdc_launch_dependents()
     expert = tl.program_id(0)
     index = tl.arange(0, EXPERTS)
-    blocks = (tl.load(counts + index, mask=index < num_experts, other=0) + BLOCK - 1) // BLOCK
+    counts = tl.zeros((EXPERTS,), tl.int32)
+    for begin in range(0, size, CHUNK):
+        pair = begin + tl.arange(0, CHUNK)
+        held = tl.load(chosen + pair, mask=pair < size, other=-1).to(tl.int32) - name_of_0
+        counted = (pair < size) & (held >= 0) & (held < num_experts)
+        counts += tl.histogram(held, EXPERTS, mask=counted)
+    blocks = (counts + BLOCK - 1) // BLOCK
     first = tl.sum(tl.where(index < expert, blocks, 0), axis=0)
     mine = tl.sum(tl.where(index == expert, blocks, 0), axis=0)
     if expert == 0:
@@ -64,7 +66,8 @@ def _scatter(
     at = first * BLOCK
     for begin in range(0, size, CHUNK):
         pair = begin + tl.arange(0, CHUNK)
-        found = tl.load(chosen + pair, mask=pair < size, other=-1) == name_of_0 + expert
+        held = tl.load(chosen + pair, mask=pair < size, other=-1).to(tl.int32) - name_of_0
+        found = (pair < size) & (held == expert)
         rank = tl.cumsum(found.to(tl.int32), axis=0)
         tl.store(pairs + at + rank - 1, pair, mask=found)
         at += tl.sum(found.to(tl.int32), axis=0)
@@ -80,19 +83,17 @@ def align(chosen: torch.Tensor, num_experts: int, block: int, first: int = 0) ->
     size = chosen.numel()
     chosen = chosen.contiguous()
     blocks = min(size, num_experts + size // block)
-    counts = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
     result = Alignment(
         pairs=torch.empty(blocks * block, dtype=torch.int32, device=chosen.device),
         experts=torch.empty(blocks, dtype=torch.int32, device=chosen.device),
-        used=torch.zeros(1, dtype=torch.int32, device=chosen.device),
+        used=torch.empty(1, dtype=torch.int32, device=chosen.device),
         block=block,
     )
     chunk = min(CHUNK, max(triton.next_power_of_2(size), 16))
-    warps = 16 if chunk > 4096 else 8
-    _count[(num_experts,)](chosen, counts, size, first, CHUNK=chunk, num_warps=warps)
-    _scatter[(num_experts,)](
-        chosen, counts, result.pairs, result.experts, result.used, size, num_experts, first,
-        EXPERTS=triton.next_power_of_2(num_experts), BLOCK=block, CHUNK=chunk, num_warps=warps,
+    _align[(num_experts,)](
+        chosen, result.pairs, result.experts, result.used, size, num_experts, first,
+        EXPERTS=triton.next_power_of_2(num_experts), BLOCK=block, CHUNK=chunk,
+        num_warps=16 if chunk > 4096 else 8, **early_launch(chosen.device),
     )  # fmt: skip
     return result
 

@@ -43,7 +43,7 @@ def _norm(
     value = tl.load(x + row * x_stride + lane, mask=inside, other=0.0).to(tl.float32)
     for partial in tl.static_range(1, PARTIALS):
         at = x + partial * partial_stride + row * x_stride + lane
-        value += tl.load(at, mask=inside, other=0.0)
+        value += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         at = residual + row * SIZE + lane
         value += tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -97,9 +97,10 @@ def rounded_norm(
 def sum_norm(
     partials: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """`rms_norm` of residual [T, size] plus the sum of partials float32 [P, T, size], contiguous.
+    """`rms_norm` of residual [T, size] plus the sum of partials [P, T, size], any float dtype.
 
-    The new residual is written where it was; the norm has its dtype.
+    Values of a partial's row lie side by side. The new residual is written where it was; the norm
+    has its dtype.
     """
     out = torch.empty_like(residual)
     _launch(partials, residual, weight, out, eps, _block(residual))

@@ -21,35 +21,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.prefetch import LINE, prefetch
+from pipeinfer.kernels.scaled_dot import BY_BLOCK, BY_ROW, SIDE, UNSCALED, dot, nothing
 from pipeinfer.kernels.skinny_tiles import Tile
 
 AHEAD = 1  # steps of depth whose weights are asked for before the rows are there
-SIDE = tl.constexpr(128)  # rows and columns of weights that share a scale, where blocks do
-UNSCALED, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-
-@triton.jit
-def _nothing(ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROWS_FIRST: tl.constexpr):
-    if ROWS_FIRST:
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    else:
-        total = tl.zeros((COLUMNS, ROWS), tl.float32)
-    return total
-
-
-@triton.jit
-def _dot(a, w, total, ROWS_FIRST: tl.constexpr):
-    """total + a @ w.T, or its transpose: tensor cores want 64 rows of the first operand."""
-    if ROWS_FIRST:
-        total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
-    else:
-        total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
-    return total
 
 
 @triton.jit
 def _scaled(total, by_row, by_column, ROWS_FIRST: tl.constexpr):
-    """`total`, as _nothing has it, times the scales of rows and of columns."""
+    """`total`, as `nothing` has it, times the scales of rows and of columns."""
     if ROWS_FIRST:
         total *= by_row[:, None] * by_column[None, :]
     else:
@@ -86,21 +66,21 @@ def _product(
     left = x + row[:, None] * x_stride + depth[None, :]
     inside = row < rows
     real = inside[:, None]
-    total, gate = _nothing(ROWS, COLUMNS, rows_first), _nothing(ROWS, COLUMNS, rows_first)
+    total, gate = nothing(ROWS, COLUMNS, rows_first), nothing(ROWS, COLUMNS, rows_first)
     for begin in range(0, share, STEP):
         w = tl.load(right + begin)
         a = tl.load(left + begin, mask=real, other=0.0)
         if SCALES == BY_BLOCK:
-            part = _dot(a, w, _nothing(ROWS, COLUMNS, rows_first), rows_first)
+            part = dot(a, w, nothing(ROWS, COLUMNS, rows_first), rows_first)
             block = (split * share + begin) // SIDE
             by_row = tl.load(x_scale + row * (DEPTH // SIDE) + block, mask=inside, other=0.0)
             by_column = tl.load(scale + column // SIDE * (DEPTH // SIDE) + block)
             total += _scaled(part, by_row, by_column, rows_first)
         else:
-            total = _dot(a, w, total, rows_first)
+            total = dot(a, w, total, rows_first)
         if GATED:
             w = tl.load(right + begin + WIDTH * DEPTH)
-            gate = _dot(a, w, gate, rows_first)
+            gate = dot(a, w, gate, rows_first)
     if SCALES == BY_ROW:
         by_row = tl.load(x_scale + row, mask=inside, other=0.0)
         total = _scaled(total, by_row, tl.load(scale + column), rows_first)

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-Kind = Literal["product", "gated", "split"]
+Kind = Literal["product", "gated", "split", "narrow"]
 
 # By the rows of a tile: up to how many rows it is taken, and the smaller side of the largest
 # matrix for which it is. Beyond, arithmetic counts, and libraries' kernels are better at it.
 CLASSES = ((16, 16, 1 << 30), (32, 32, 4096), (64, 64, 4096), (64, 128, 1024))
+NARROW = 512  # rows and columns of products that are `narrow`, at most
 MULTIPROCESSORS = 132
 IN_FLIGHT = 12  # steps of depth that each multiprocessor should have asked for
 FEWEST_PROGRAMS = 16
-NARROW_ROWS = 16  # with more of them in FP8, libraries' kernels are as good
+EIGHT_BIT_ROWS = 16  # with more of them in FP8, libraries' kernels are as good
 SIDE = 128  # of the depth at a time, which may share a scale
 
 
@@ -46,13 +47,16 @@ class Tile:
 def tile(kind: Kind, rows: int, width: int, depth: int) -> Tile | None:
     """For x [rows, depth] times a matrix of that width, of two if `gated`; None: not here.
 
-    `split`: the depth may be shared, by a power of two.
+    `split`: the depth may be shared, by a power of two; `narrow`: as well, of a matrix for which
+    rows and columns alone are too few programs, however many rows of a decode step there are.
     """
+    if kind == "narrow":
+        found = _narrow(rows, depth)
+        return found if 0 < rows <= NARROW >= width and found.fits(width, depth) else None
     for height, most, side in CLASSES:
         if 0 < rows <= most and min(width, depth) <= side:
-            found = {"product": _product, "gated": _gated, "split": _split}[kind](
-                height, rows, width, depth
-            )
+            cut = {"product": _product, "gated": _gated, "split": _split}[kind]
+            found = cut(height, rows, width, depth)
             return found if found.fits(width, depth) else None
     return None
 
@@ -81,6 +85,11 @@ def _split(height: int, rows: int, width: int, depth: int) -> Tile:
     return Tile(height, 64, 64, splits, 4, _stages(width // 64 * splits))
 
 
+def _narrow(rows: int, depth: int) -> Tile:
+    height = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    return Tile(height, 32, 128, _splits(8, depth, 128), 4, 4)
+
+
 def _splits(most: int, depth: int, step: int) -> int:
     """The largest power of two up to `most` that shares the depth evenly."""
     while most > 1 and depth % (most * step):
@@ -93,12 +102,12 @@ def _stages(programs: int) -> int:
     return min(max(round(IN_FLIGHT * MULTIPROCESSORS / max(programs, 1)), 3), 6)
 
 
-def narrow_tile(
+def eight_bit_tile(
     kind: Literal["product", "split"], rows: int, width: int, depth: int
 ) -> Tile | None:
     """As `tile`, where both sides are in FP8."""
-    if not 0 < rows <= NARROW_ROWS:
+    if not 0 < rows <= EIGHT_BIT_ROWS:
         return None
     splits = _splits(4, depth, SIDE) if kind == "split" else 1
-    found = Tile(NARROW_ROWS, 64, SIDE, splits, 4, 6)
+    found = Tile(EIGHT_BIT_ROWS, 64, SIDE, splits, 4, 6)
     return found if found.fits(width, depth) else None

@@ -23,6 +23,7 @@ class ClampedExperts:
     within it on both sides."""
 
     grouped: Grouped | None = None
+    unsummed: Grouped | None = None
 
     def __init__(
         self,

@@ -49,13 +49,17 @@ def held_by(shard: Shard, num_experts: int, size: int) -> Held:
 class Experts(Protocol):
     """x [pairs, hidden] ordered by expert, `counts` of each held, to outputs in the same order.
 
-    grouped: the same by one kernel from (x [T, hidden], weights, chosen), where there is one.
+    grouped: the weighted sums by kernels from (x [T, hidden], weights, chosen), where there are
+    such. unsummed: [top_k, T, hidden], what they are the sums of, where all experts are held.
     """
 
     held: Held
 
     @property
     def grouped(self) -> Grouped | None: ...
+
+    @property
+    def unsummed(self) -> Grouped | None: ...
 
     def __call__(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor: ...
 
@@ -95,8 +99,29 @@ class GatedExperts:
         """On a GPU all experts are one kernel over the stacked weights, which are never packed."""
         if not self._on_gpu:
             return None
-        gate_up, down = self.gate_up.plain, self.down.plain
-        return _grouped(gate_up, down, self.held.first, self._of)
+        from pipeinfer.kernels.moe import experts_mlp
+
+        return self._by(experts_mlp)
+
+    @property
+    def unsummed(self) -> Grouped | None:
+        if not self._on_gpu or self.held.count < self._of:
+            return None
+        from pipeinfer.kernels.moe import experts_by_pair
+
+        run = self._by(experts_by_pair)
+        return lambda x, weights, experts: run(x, weights, experts).transpose(0, 1)
+
+    def _by(self, kernels: Callable[..., torch.Tensor]) -> Grouped:
+        """(x, weights, experts) to what `kernels` make of them and this rank's matrices, without a
+        look at the choice on the host."""
+        values = self.gate_up.weight, self.down.weight
+        others = None, self.held.first, self._of, self.gate_up.scale, self.down.scale
+
+        def run(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+            return kernels(x, *values, weights, experts, *others)
+
+        return run
 
     def __call__(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
         return one_by_one(x, counts, [self._expert(index) for index in range(self.held.count)])
@@ -122,16 +147,3 @@ class GatedExperts:
             yield from gate_up.sources(f"{name}gate_proj", gate, column, (part, every))
             yield from gate_up.sources(f"{name}up_proj", up, column, (part, every))
             yield from down.sources(f"{name}down_proj", every, row, (every, part))
-
-
-def _grouped(gate_up: torch.Tensor, down: torch.Tensor, first: int, of: int) -> Grouped:
-    """(x, weights, experts) to the weighted sum, without a look at the choice on the host.
-
-    The weights are those of experts `first` and following; there are `of` on all ranks.
-    """
-    from pipeinfer.kernels.moe import experts_mlp
-
-    def run(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        return experts_mlp(x, gate_up, down, weights, experts, first=first, of=of)
-
-    return run

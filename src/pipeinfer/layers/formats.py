@@ -12,7 +12,7 @@ import torch
 
 from pipeinfer.checkpoint.quantization import Format, Fp8, Int4, Mxfp4
 from pipeinfer.layers.decoded import Decoded, Values
-from pipeinfer.layers.fp8_products import fp8_products
+from pipeinfer.layers.fp8_products import fp8_products, fp8_stack
 from pipeinfer.layers.fp8_values import Fp8Values
 from pipeinfer.layers.int4_products import int4_products
 from pipeinfer.layers.int4_values import Int4Values
@@ -40,6 +40,10 @@ ROOM: Mapping[type, Callable[[tuple[int, ...], Any, Placement], Stacked]] = {
 PRODUCTS: Mapping[type, Callable[[Any, tuple[int, int], Placement], Products[Any] | None]] = {
     Fp8: fp8_products,
     Int4: int4_products,
+}
+# Room for a stack whose kernels take it as it is stored, None without.
+EIGHT_BITS: Mapping[type, Callable[[Any, tuple[int, int, int], Placement], Fp8Values | None]] = {
+    Fp8: fp8_stack
 }
 
 
@@ -73,3 +77,10 @@ def values(form: Format, size: tuple[int, ...], placement: Placement) -> Stacked
     if form == Mxfp4():
         raise ConfigurationError("quantization_config: mxfp4 is for experts with bounds alone")
     return ROOM[type(form)](size, form, placement)
+
+
+def eight_bits(form: Format, size: tuple[int, int, int], placement: Placement) -> Fp8Values | None:
+    """Room for a stack of matrices that stays in FP8; None: in this format, on this device or of
+    this size they have to become plain."""
+    room = None if placement.decodes else EIGHT_BITS.get(type(form))
+    return None if room is None else room(form, size, placement)

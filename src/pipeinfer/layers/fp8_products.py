@@ -12,7 +12,7 @@ import torch
 
 from pipeinfer.checkpoint.quantization import Fp8
 from pipeinfer.kernels.e4m3 import E4M3
-from pipeinfer.kernels.skinny_tiles import narrow_tile
+from pipeinfer.kernels.skinny_tiles import eight_bit_tile
 from pipeinfer.layers.fp8_values import Fp8Values
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement
@@ -29,6 +29,20 @@ Many = Callable[[RoundedRows, torch.Tensor, torch.Tensor, torch.Tensor | None], 
 
 def fp8_products(form: Fp8, size: tuple[int, int], placement: Placement) -> Fp8Products | None:
     """None where such a matrix has to become plain: on this device, or of this size."""
+    skinny = _where_it_stays(form, size, placement)
+    return None if skinny is None else Fp8Products(skinny, form.shared == "block")
+
+
+def fp8_stack(form: Fp8, size: tuple[int, int, int], placement: Placement) -> Fp8Values | None:
+    """Room for matrices that stay as they are, [matrices, out, in]; None where each would have to
+    become plain."""
+    stays = _where_it_stays(form, size[1:], placement)
+    return None if stays is None else Fp8Values.empty(size, form, placement)
+
+
+def _where_it_stays(
+    form: Fp8, size: tuple[int, int], placement: Placement
+) -> SkinnyProducts | None:
     skinny = skinny_products(placement.device, placement.dtype)
     if skinny is None or placement.dtype != torch.bfloat16:
         return None
@@ -38,7 +52,7 @@ def fp8_products(form: Fp8, size: tuple[int, int], placement: Placement) -> Fp8P
     fits = all(side % (SIDE if blocks else MULTIPLE) == 0 for side in size)
     if not fits or (blocks and form.block != (SIDE, SIDE)):
         return None
-    return Fp8Products(skinny, blocks)
+    return skinny
 
 
 class Fp8Products:
@@ -54,14 +68,14 @@ class Fp8Products:
 
     def product(self, x: Rows, values: Fp8Values, bias: torch.Tensor | None) -> torch.Tensor:
         rows, (weight, scale) = self._rounded(x), (values.weight, values.scale)
-        tile = narrow_tile("product", rows.shape[0], *weight.shape)
+        tile = eight_bit_tile("product", rows.shape[0], *weight.shape)
         if tile is None:
             return self._many(rows, weight, scale, bias)
         scales = self._kernels.Scales(rows.scale, scale)
         return self._kernels.product(rows.values, weight, tile, bias, scales, torch.bfloat16)
 
     def later(self, x: Rows, values: Fp8Values, bias: torch.Tensor | None) -> PartialSum | None:
-        tile = narrow_tile("split", x.shape[0], *values.weight.shape)
+        tile = eight_bit_tile("split", x.shape[0], *values.weight.shape)
         if tile is None:
             return None
         rows = self._rounded(x)

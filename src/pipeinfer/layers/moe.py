@@ -16,6 +16,7 @@ from pipeinfer.layers.mlp import GatedMLP
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.layers.routing import Router, Sigmoids
+from pipeinfer.layers.skinny import skinny_products
 
 
 class SharedExpert:
@@ -64,8 +65,13 @@ class SparseMLP:
         self._experts = experts
         self._placement = placement
         self._shared = shared
+        defers = placement.alone and placement.defers_sums and shared is None
+        self._summing = skinny_products(placement.device, placement.dtype) if defers else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
+        if self._summing is not None and self._experts.unsummed is not None:
+            by_pair = self._experts.unsummed(x, *self._router(x))
+            return PartialSum(by_pair, self._summing, splits=True)
         share = self._share(x)
         if self._shared is not None:
             share += self._shared.share(x)

@@ -5,7 +5,7 @@ A router is the same on all ranks, and a token's choice depends on nobody else's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -13,10 +13,11 @@ import torch
 
 from pipeinfer.layers.matrix import Matrix
 from pipeinfer.layers.placement import Placement, Source, whole
+from pipeinfer.layers.skinny import skinny_products
 
 
 class Router(Protocol):
-    """x [T, hidden] to weights of any float dtype and experts int64, both [T, top_k]."""
+    """x [T, hidden] to weights of any float dtype and experts int32 or 64, both [T, top_k]."""
 
     num_experts: int
 
@@ -52,14 +53,20 @@ class SoftmaxRouter:
         )
         self._top_k = top_k
         self._normalize = normalize
+        self._choose = _choice_on(placement.device)
+        self._narrow = skinny_products(placement.device, placement.dtype)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights in x's dtype."""
-        scores = self.matrix(x).softmax(dim=-1, dtype=torch.float32)
-        weights, experts = scores.topk(self._top_k, dim=-1)
-        if self._normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights.to(x.dtype), experts
+        return self._choose(self._scores(x), self._top_k, self._normalize, x.dtype)
+
+    def _scores(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, experts], or [P, T, experts], to be summed over P."""
+        if self._narrow is not None:
+            partial = self._narrow.narrow(x, self.matrix.weight, self.matrix.bias)
+            if partial is not None:
+                return partial
+        return self.matrix(x)
 
     def pack(self) -> None:
         """To be called when the weights are final."""
@@ -71,6 +78,28 @@ class SoftmaxRouter:
             if values is not None:
                 shape = tuple(values.shape)
                 yield Source(f"{prefix}{self._name}.{kind}", shape, whole(shape), values)
+
+
+Choice = Callable[[torch.Tensor, int, bool, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _choice_on(device: torch.device) -> Choice:
+    """(scores [T, experts], top_k, normalize, dtype of weights) to weights and experts: by one
+    kernel on a GPU, which also sums scores [P, T, experts]."""
+    if device.type != "cuda":
+        return _by_torch
+    from pipeinfer.kernels.softmax_choice import softmax_choice
+
+    return softmax_choice
+
+
+def _by_torch(
+    scores: torch.Tensor, top_k: int, normalize: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, experts = scores.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights.to(dtype), experts
 
 
 class Sigmoids:

@@ -49,6 +49,14 @@ class SkinnyProducts:
         partial = self._products.split_product(x, weight, tile, bias)
         return PartialSum(partial, self, splits=True)
 
+    def narrow(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """float32 [P, T, width], whose sum over P is x @ weight.T + bias, of a matrix with few
+        rows, such as a router's."""
+        tile = choose("narrow", x.shape[0], *weight.shape)
+        return None if tile is None else self._products.split_product(x, weight, tile, bias)
+
     def add_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:

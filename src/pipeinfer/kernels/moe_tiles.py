@@ -1,0 +1,58 @@
+"""Which tiles the products of a mixture are cut into, by how many pairs an expert gets.
+
+To be read off measurements (tests/gpu/time_moe.py). Knows numbers of pairs only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Of one product: columns, and `depth` at a time.
+
+    turned: weights are the first operand, of which tensor cores take 64 rows or more at their full
+    speed, and which may be in registers.
+    """
+
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    turned: bool = False
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Of both products: rows (pairs) of a tile; `group` tiles of rows share columns in L2."""
+
+    rows: int
+    gate_up: Cut
+    down: Cut
+    group: int = 8
+
+
+MANY = float("inf")
+# Up to which mean number of pairs an expert gets, which tiles. Weights bound small steps,
+# arithmetic large ones.
+PLAIN: tuple[tuple[float, Tiles], ...] = (
+    (8, Tiles(16, Cut(64, 128, 4, 4), Cut(64, 128, 4, 4))),
+    (48, Tiles(32, Cut(64, 128, 4, 3), Cut(64, 128, 4, 3))),
+    (128, Tiles(64, Cut(64, 64, 4, 4), Cut(64, 64, 4, 4))),
+    (MANY, Tiles(128, Cut(128, 64, 8, 3), Cut(128, 64, 8, 3))),
+)
+# Of weights in e4m3; depth and columns divide 128, the side of a block that shares a scale.
+EIGHT_BITS: tuple[tuple[float, Tiles], ...] = (
+    (8, Tiles(16, Cut(64, 128, 4, 4, turned=True), Cut(64, 128, 4, 4, turned=True))),
+    (48, Tiles(32, Cut(64, 128, 4, 4, turned=True), Cut(64, 128, 4, 4, turned=True))),
+    (128, Tiles(64, Cut(64, 128, 4, 3, turned=True), Cut(64, 128, 4, 3, turned=True))),
+    (MANY, Tiles(128, Cut(128, 64, 8, 3, turned=True), Cut(128, 64, 8, 3, turned=True))),
+)
+
+
+def tiles(pairs: int, num_experts: int, eight_bits: bool = False) -> Tiles:
+    """For so many pairs of all experts together; eight_bits: weights are in FP8."""
+    mean = pairs / num_experts
+    table = EIGHT_BITS if eight_bits else PLAIN
+    return next(found for most, found in table if mean <= most)

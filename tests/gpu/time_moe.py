@@ -1,0 +1,246 @@
+"""Times the products of a mixture with every tile that could be good; a tool.
+
+`python tests/gpu/time_moe.py [SECONDS]` prints, for each format and number of tokens, the best
+tiles in microseconds of both products at the shape of Qwen3-30B-A3B, and what a whole layer of
+experts takes with them and with those of kernels/moe_tiles.py. One graph holds several routings, so
+that little is in the L2 cache. $OUT/moe.jsonl has every time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+from graph_timing import each_us
+
+from pipeinfer.kernels.moe import experts_mlp, gated_products, weighted_products
+from pipeinfer.kernels.moe_align import align
+from pipeinfer.kernels.moe_tiles import EIGHT_BITS, PLAIN, Cut, Tiles, tiles
+
+HIDDEN, INTER, EXPERTS, TOP_K = 2048, 768, 128, 8
+GATE_UP, DOWN = "gate_up", "down"
+BF16, BLOCKS = "bf16", "fp8 blocks"
+# The most telling first, for a limit that is too short.
+TOKENS = (256, 64, 1024, 16, 8192, 1, 128, 512, 32, 4, 2048, 2, 8, 4096)
+BYTES_PER_US = 4.3e6
+FLOP_PER_US = 790e6
+EACH = 22
+SIDE = 128
+FEW_EXPERTS = 16  # where candidates are checked
+
+
+def heights(tokens):
+    """Rows of a tile that may be good."""
+    mean = tokens * TOP_K / EXPERTS
+    found = [rows for rows in (16, 32, 64, 128) if rows / 4 <= mean <= 2 * rows]
+    return found[-3:] if found else [16 if mean < 16 else 128]
+
+
+def cuts(kind, form, rows):
+    """Those in use, and a fixed choice of what has room and uses tensor cores well."""
+    table = PLAIN if form == BF16 else EIGHT_BITS
+    used = [getattr(shape, kind) for _, shape in table if shape.rows == rows]
+    both, nbytes = 2 if kind == GATE_UP else 1, 2 if form == BF16 else 1
+    found = []
+    for columns, depth, warps, stages, turned in itertools.product(
+        (32, 64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5), (False, True)
+    ):
+        shared = stages * depth * (2 * rows + both * nbytes * columns)
+        sums = both * rows * columns / (32 * warps)  # registers of a thread
+        full = columns if turned else rows  # what tensor cores divide among groups of four warps
+        if turned and full < 16 * warps:
+            continue
+        if not turned and rows >= 64 and full < 16 * warps and columns < 128:
+            continue
+        if form == BLOCKS and (columns > SIDE or depth > SIDE):
+            continue
+        if 30_000 <= shared <= 200_000 and 4 <= sums <= 128:
+            found.append(Cut(columns, depth, warps, stages, turned))
+    random.Random(f"{kind}{form}{rows}").shuffle(found)
+    return list(dict.fromkeys(used + found))[:EACH]
+
+
+def in_form(form, weight):
+    """(weight as stored, scales or None)"""
+    if form == BF16:
+        return weight, None
+    blocks = weight.unflatten(2, (-1, SIDE)).unflatten(1, (-1, SIDE)).float()
+    scale = blocks.abs().amax((2, 4)) / 448
+    rounded = (blocks / scale[:, :, None, :, None]).to(torch.float8_e4m3fn)
+    return rounded.flatten(3, 4).flatten(1, 2), scale.contiguous()
+
+
+def decoded(weight, scale):
+    if scale is None:
+        return weight.float()
+    wide = scale.repeat_interleave(SIDE, 1).repeat_interleave(SIDE, 2)
+    return weight.float() * wide
+
+
+def randn(*shape):
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def stacks(form, experts):
+    """By kind: weights and scales, made a few experts at a time."""
+    made = {}
+    for kind, rows, depth in ((GATE_UP, 2 * INTER, HIDDEN), (DOWN, HIDDEN, INTER)):
+        parts = [in_form(form, randn(16, rows, depth) / depth**0.5) for _ in range(experts // 16)]
+        weights, scales = zip(*parts, strict=True)
+        made[kind] = torch.cat(weights), None if scales[0] is None else torch.cat(scales)
+    return made
+
+
+def routed(tokens, experts):
+    weights, chosen = torch.rand(tokens, experts, device="cuda").topk(TOP_K)
+    return weights.bfloat16(), chosen.int()
+
+
+def shape(rows, gate_up=None, down=None):
+    return Tiles(rows, gate_up or down, down or gate_up)
+
+
+def run(kind, stack, rows, cut, operand):
+    x, middle, weights, plans = operand
+    if kind == GATE_UP:
+        return gated_products(x, *stack[kind], plans[rows], TOP_K, shape(rows, cut))
+    return weighted_products(middle, *stack[kind], weights, plans[rows], shape(rows, cut))
+
+
+def operand(tokens, experts, rows):
+    """Tokens, what is between the products, weights, and the order for each number of rows."""
+    weights, chosen = routed(tokens, experts)
+    plans = {height: align(chosen, experts, height) for height in rows}
+    return (randn(tokens, HIDDEN), randn(tokens * TOP_K, INTER), weights, plans), chosen
+
+
+def wanted(kind, stack, given, chosen):
+    x, middle, weights, _ = given
+    values = decoded(*stack[kind])
+    by_pair = (x.repeat_interleave(TOP_K, 0) if kind == GATE_UP else middle).float()
+    flat = chosen.flatten()
+    out = torch.empty(len(flat), values.shape[1], device="cuda")
+    for expert in range(len(values)):
+        mine = flat == expert
+        out[mine] = by_pair[mine] @ values[expert].T
+    if kind == DOWN:
+        return out * weights.flatten()[:, None].float()
+    gate, up = out.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def check(job):
+    """Compiles; the relative error, or what went wrong."""
+    kind, form, rows, cut = job
+    try:
+        torch.manual_seed(0)
+        stack = stacks(form, FEW_EXPERTS)
+        given, chosen = operand(2 * rows + 10, FEW_EXPERTS, [rows])
+        got = run(kind, stack, rows, cut, given).float()
+        want = wanted(kind, stack, given, chosen)
+        return job, float((got - want).norm() / want.norm())
+    except Exception as error:
+        return job, repr(error)[:100]
+
+
+def checked():
+    """The candidates that compute what they should."""
+    begin = time.monotonic()
+    rows = sorted({height for tokens in TOKENS for height in heights(tokens)})
+    jobs = [
+        (kind, form, height, cut)
+        for height in rows
+        for form in (BF16, BLOCKS)
+        for kind in (GATE_UP, DOWN)
+        for cut in cuts(kind, form, height)
+    ]
+    workers = min(15, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        found = list(pool.map(check, jobs, chunksize=2))
+    good = {job for job, error in found if isinstance(error, float) and error < 0.006}
+    took = time.monotonic() - begin
+    print(f"{len(good)} of {len(jobs)} tiles are right, {took:.0f} s", flush=True)
+    for job, error in found:
+        if job not in good:
+            print("WRONG", job, error, flush=True)
+    return good
+
+
+def floors(tokens, form, operands, kind):
+    """The least that one product can take, by bytes and by operations."""
+    matrices = 2 if kind == GATE_UP else 1
+    experts = sum(len(chosen.unique()) for _, chosen in operands) / len(operands)
+    nbytes = experts * matrices * INTER * HIDDEN * (2 if form == BF16 else 1)
+    flop = tokens * TOP_K * matrices * 2 * INTER * HIDDEN
+    return max(nbytes / BYTES_PER_US, flop / FLOP_PER_US)
+
+
+def show(good, lines, form, stack, tokens):
+    count = 8 if tokens <= 128 else 4 if tokens <= 1024 else 2
+    rows = heights(tokens)
+    operands = [operand(tokens, EXPERTS, rows) for _ in range(count)]
+    given = [one for one, _ in operands]
+    best = {}
+    for kind in (GATE_UP, DOWN):
+        floor, found = floors(tokens, form, operands, kind), []
+        tried = [(height, cut) for height in rows for cut in cuts(kind, form, height)]
+        for height, cut in tried:
+            if (kind, form, height, cut) not in good:
+                continue
+            us = each_us(partial(run, kind, stack, height, cut), given, 1)
+            found.append((us, height, cut))
+            record = [form, tokens, kind, height, us, floor, list(vars(cut).values())]
+            lines.write(json.dumps(record) + "\n")
+        found.sort(key=lambda one: one[0])
+        best[kind] = found
+        text = "; ".join(f"{us:.1f} {h} {tuple(vars(cut).values())}" for us, h, cut in found[:4])
+        print(f"{form}, {tokens} tokens, {kind}: floor {floor:.1f}; {text}", flush=True)
+    lines.flush()
+    layers(form, stack, tokens, operands, best)
+
+
+def layers(form, stack, tokens, operands, best):
+    """Whole layers: with the best tiles of each height, and with those in use."""
+    shapes = {"in use": tiles(tokens * TOP_K, EXPERTS, form != BF16)}
+    for height in heights(tokens):
+        found = [next((c for _, h, c in best[k] if h == height), None) for k in (GATE_UP, DOWN)]
+        if None not in found:
+            shapes[str(height)] = Tiles(height, *found)
+    (gate_up, gate_up_scale), (down, down_scale) = stack[GATE_UP], stack[DOWN]
+    times = {
+        name: each_us(
+            lambda one, shape=shape: experts_mlp(
+                one[0][0], gate_up, down, one[0][2], one[1], shape,
+                gate_up_scale=gate_up_scale, down_scale=down_scale,
+            ),
+            operands, 1,
+        )
+        for name, shape in shapes.items()
+    }  # fmt: skip
+    text = ", ".join(f"{name} {us:.1f}" for name, us in times.items())
+    quickest = min(times, key=lambda name: times[name])
+    print(f"{form}, {tokens} tokens, experts: {text}; {quickest}: {shapes[quickest]}", flush=True)
+
+
+def main():
+    begin, limit = time.monotonic(), float(sys.argv[1]) if len(sys.argv) > 1 else 1e9
+    good = checked()
+    stack = {form: stacks(form, EXPERTS) for form in (BF16, BLOCKS)}
+    with (Path(os.environ.get("OUT", ".")) / "moe.jsonl").open("w") as lines:
+        for tokens, form in itertools.product(TOKENS, (BF16, BLOCKS)):
+            if time.monotonic() - begin < limit:
+                show(good, lines, form, stack[form], tokens)
+    print(f"{time.monotonic() - begin:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
