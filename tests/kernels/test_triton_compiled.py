@@ -165,13 +165,11 @@ def test_few_rows_with_weights_in_8_bits(scales):
 @pytest.mark.parametrize("part", [17408, 128])
 def test_rounding_to_8_bits(part):
     types = {"x": HALF, "out": EIGHTH, "scale": "*fp32", "x_stride": "i32"}
-    constants = {"SIZE": 17408, "PART": part, "BLOCK": 32768, "MOST": 448.0, "LEAST_SCALE": 1e-12}
-    constants |= {"EARLY": True}
-    made = compiled(rounding._round, types, constants, num_warps=32)
-    assert CONVERTED in made.asm["ptx"]
-    types = {"merged": HALF, "stride": "i32"} | {name: types[name] for name in ("out", "scale")}
-    made = compiled(rounding._round_gated, types, constants, num_warps=32)
-    assert CONVERTED in made.asm["ptx"]
+    constants = {"SIZE": 17408, "PART": part, "BLOCK": 16384, "MOST": 448.0, "LEAST_SCALE": 1e-12}
+    constants |= {"EARLY": True, "REST": 1024}
+    for gated in (False, True):
+        made = compiled(rounding._round, types, constants | {"GATED": gated}, num_warps=32)
+        assert CONVERTED in made.asm["ptx"]
 
 
 def test_many_rows_with_weights_in_blocks_of_8_bits():

@@ -18,7 +18,7 @@ def round_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     row's largest is 448 times its scale."""
     wide = values.float()
     scale = (wide.abs().amax(dim=-1, keepdim=True) / MOST).clamp_(min=LEAST_SCALE)
-    return (wide / scale).clamp_(-MOST, MOST).to(E4M3), scale
+    return (wide * scale.reciprocal()).clamp_(-MOST, MOST).to(E4M3), scale
 
 
 def round_rows_closely(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

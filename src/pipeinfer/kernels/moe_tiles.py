@@ -1,6 +1,7 @@
 """Which tiles the products of a mixture are cut into, by how many pairs an expert gets.
 
-To be read off measurements (tests/gpu/time_moe.py). Knows numbers of pairs only.
+Read off measurements of the Qwen3-30B-A3B shape on an H200 (tests/gpu/time_moe.py). Knows numbers
+of pairs only.
 """
 
 from __future__ import annotations
@@ -37,17 +38,22 @@ MANY = float("inf")
 # Up to which mean number of pairs an expert gets, which tiles. Weights bound small steps,
 # arithmetic large ones.
 PLAIN: tuple[tuple[float, Tiles], ...] = (
-    (8, Tiles(16, Cut(64, 128, 4, 4), Cut(64, 128, 4, 4))),
-    (48, Tiles(32, Cut(64, 128, 4, 3), Cut(64, 128, 4, 3))),
-    (128, Tiles(64, Cut(64, 64, 4, 4), Cut(64, 64, 4, 4))),
+    (0.06, Tiles(16, Cut(64, 128, 4, 4), Cut(128, 128, 4, 4, turned=True))),
+    (0.25, Tiles(16, Cut(32, 256, 4, 3), Cut(256, 64, 4, 3, turned=True))),
+    (8, Tiles(16, Cut(32, 256, 4, 3), Cut(64, 128, 4, 3, turned=True))),
+    (24, Tiles(32, Cut(128, 128, 8, 2), Cut(128, 64, 4, 5))),
+    (48, Tiles(64, Cut(64, 64, 4, 3, turned=True), Cut(128, 64, 4, 2))),
+    (128, Tiles(128, Cut(64, 64, 4, 3, turned=True), Cut(128, 64, 8, 3))),
     (MANY, Tiles(128, Cut(128, 64, 8, 3), Cut(128, 64, 8, 3))),
 )
 # Of weights in e4m3; depth and columns divide 128, the side of a block that shares a scale.
 EIGHT_BITS: tuple[tuple[float, Tiles], ...] = (
-    (8, Tiles(16, Cut(64, 128, 4, 4, turned=True), Cut(64, 128, 4, 4, turned=True))),
-    (48, Tiles(32, Cut(64, 128, 4, 4, turned=True), Cut(64, 128, 4, 4, turned=True))),
-    (128, Tiles(64, Cut(64, 128, 4, 3, turned=True), Cut(64, 128, 4, 3, turned=True))),
-    (MANY, Tiles(128, Cut(128, 64, 8, 3, turned=True), Cut(128, 64, 8, 3, turned=True))),
+    (0.06, Tiles(16, Cut(64, 128, 4, 4), Cut(128, 128, 4, 4))),
+    (0.5, Tiles(16, Cut(64, 128, 8, 3), Cut(128, 128, 4, 4))),
+    (16, Tiles(16, Cut(128, 128, 4, 3), Cut(128, 128, 4, 4))),
+    (32, Tiles(32, Cut(64, 128, 4, 3, turned=True), Cut(64, 128, 4, 3, turned=True))),
+    (128, Tiles(64, Cut(64, 64, 4, 3, turned=True), Cut(128, 64, 8, 4))),
+    (MANY, Tiles(128, Cut(64, 64, 4, 3), Cut(64, 64, 4, 4, turned=True))),
 )
 
 

@@ -90,7 +90,7 @@ def rounded_norm(
     [T, size / part]), rounded once; part 0: a scale a row."""
     room = Room.on(x.device, *x.shape[-2:], part)
     values, scale = room.targets
-    _launch(x, residual, weight, values, eps, room.options, offset, scale)
+    _launch(x, residual, weight, values, eps, _block(x) | room.options, offset, scale)
     return room.filled
 
 
@@ -108,7 +108,7 @@ def sum_norm(
 
 
 def _block(x: torch.Tensor) -> dict[str, Any]:
-    """The options of a launch whose result is not rounded to e4m3."""
+    """The options of a launch, whose result is not rounded to e4m3."""
     block = triton.next_power_of_2(x.shape[-1])
     return {
         "SIZE": x.shape[-1], "BLOCK": block, "PART": 0, "MOST": 0.0, "LEAST_SCALE": 0.0,

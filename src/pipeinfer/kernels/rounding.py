@@ -23,9 +23,35 @@ from pipeinfer.kernels.e4m3 import E4M3, MOST
 from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.fp8 import LEAST_SCALE, round_rows
 from pipeinfer.kernels.swiglu import swiglu_reference
-from pipeinfer.kernels.triton_e4m3 import as_seen, narrowed
+from pipeinfer.kernels.triton_e4m3 import as_seen, nearest
 
 THREAD = 16  # values of a thread, where a program may have so many
+
+
+@triton.jit
+def _scale_of(most, MOST: tl.constexpr, LEAST_SCALE: tl.constexpr):
+    return tl.maximum(most / MOST, LEAST_SCALE)
+
+
+@triton.jit
+def _store(values, scale, out, lane, inside):
+    inverse = tl.math.div_rn(1.0, scale)  # a division of each value would take most of the time
+    tl.store(out + lane, nearest(values * inverse, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_parts(
+    values, out, scale, begin, SIZE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+    MOST: tl.constexpr, LEAST_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Of a row's out [SIZE] and scale [SIZE / PART] those from `begin` on; PART: a power of two."""
+    part = tl.arange(0, BLOCK // PART)
+    inside = begin + part * PART < SIZE
+    parts = tl.reshape(values, (BLOCK // PART, PART))
+    found = _scale_of(tl.max(tl.abs(parts), axis=1), MOST, LEAST_SCALE)
+    tl.store(scale + begin // PART + part, found, mask=inside)
+    lane = begin + part[:, None] * PART + tl.arange(0, PART)[None, :]
+    _store(parts, found[:, None], out, lane, inside[:, None])
 
 
 @triton.jit
@@ -35,77 +61,71 @@ def store_rounded(
 ):  # fmt: skip
     """float32 `values` [BLOCK], zeros from SIZE on, as row `row` of out [rows, SIZE] in e4m3 and of
     scale [rows, SIZE / PART]. PART: SIZE, or a power of two."""
+    out += row * SIZE
+    scale += row * (SIZE // PART)
     if PART == SIZE:
         lane = tl.arange(0, BLOCK)
-        most = tl.maximum(tl.max(tl.abs(values), axis=0) / MOST, LEAST_SCALE)
-        tl.store(scale + row, most)
-        rounded = narrowed(values, most, out.dtype.element_ty)
-        tl.store(out + row * SIZE + lane, rounded, mask=lane < SIZE)
+        found = _scale_of(tl.max(tl.abs(values), axis=0), MOST, LEAST_SCALE)
+        tl.store(scale, found)
+        _store(values, found, out, lane, lane < SIZE)
     else:
-        part = tl.arange(0, BLOCK // PART)
-        inside = part < SIZE // PART
-        parts = tl.reshape(values, (BLOCK // PART, PART))
-        most = tl.maximum(tl.max(tl.abs(parts), axis=1) / MOST, LEAST_SCALE)
-        tl.store(scale + row * (SIZE // PART) + part, most, mask=inside)
-        rounded = narrowed(parts, most[:, None], out.dtype.element_ty)
-        at = out + row * SIZE + part[:, None] * PART + tl.arange(0, PART)[None, :]
-        tl.store(at, rounded, mask=inside[:, None])
+        _store_parts(values, out, scale, 0, SIZE, PART, BLOCK, MOST, LEAST_SCALE)
+
+
+@triton.jit
+def _values(x, lane, SIZE: tl.constexpr, GATED: tl.constexpr):
+    """float32 values of a row at x; GATED: SwiGLU of 2 SIZE of them, gate first."""
+    inside = lane < SIZE
+    values = tl.load(x + lane, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(x + SIZE + lane, mask=inside, other=0.0).to(tl.float32)
+        values = values * tl.sigmoid(values) * up
+    return values
 
 
 @triton.jit
 def _round(
     x, out, scale, x_stride, SIZE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    MOST: tl.constexpr, LEAST_SCALE: tl.constexpr, EARLY: tl.constexpr,
+    REST: tl.constexpr, MOST: tl.constexpr, LEAST_SCALE: tl.constexpr, GATED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row."""
+    """One row, as two powers of two: BLOCK of its values, and those that REST has room for."""
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
     if EARLY:
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
-    values = tl.load(x + row * x_stride + lane, mask=lane < SIZE, other=0.0).to(tl.float32)
-    store_rounded(values, out, scale, row, SIZE, PART, BLOCK, MOST, LEAST_SCALE)
-
-
-@triton.jit
-def _round_gated(
-    merged, out, scale, stride, SIZE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    MOST: tl.constexpr, LEAST_SCALE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One row of SwiGLU, gate first."""
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    inside = lane < SIZE
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    gate = tl.load(merged + row * stride + lane, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(merged + row * stride + SIZE + lane, mask=inside, other=0.0).to(tl.float32)
-    values = gate * tl.sigmoid(gate) * up
-    store_rounded(values, out, scale, row, SIZE, PART, BLOCK, MOST, LEAST_SCALE)
+    x += row * x_stride
+    lane, later = tl.arange(0, BLOCK), BLOCK + tl.arange(0, REST)
+    values, rest = _values(x, lane, SIZE, GATED), _values(x, later, SIZE, GATED)
+    out += row * SIZE
+    scale += row * (SIZE // PART)
+    if PART == SIZE:
+        most = tl.maximum(tl.max(tl.abs(values), axis=0), tl.max(tl.abs(rest), axis=0))
+        found = _scale_of(most, MOST, LEAST_SCALE)
+        tl.store(scale, found)
+        _store(values, found, out, lane, lane < SIZE)
+        _store(rest, found, out, later, later < SIZE)
+    else:
+        _store_parts(values, out, scale, 0, SIZE, PART, BLOCK, MOST, LEAST_SCALE)
+        _store_parts(rest, out, scale, BLOCK, SIZE, PART, REST, MOST, LEAST_SCALE)
 
 
 @dataclass(frozen=True)
 class Room:
-    """For rows [T, size] in e4m3 and their scales, and how kernels that fill it are launched, a
-    program a row. part: values that share a scale, 0: all of a row."""
+    """For rows [T, size] in e4m3 and their scales, and what kernels that fill it have to know.
+
+    part: values that share a scale, 0: all of a row.
+    """
 
     values: torch.Tensor
     scale: torch.Tensor
-    options: dict[str, Any]
 
     @classmethod
     def on(cls, device: torch.device, rows: int, size: int, part: int) -> Room:
-        part = part or size
-        block = triton.next_power_of_2(size)
         return cls(
             torch.empty(rows, size, dtype=E4M3, device=device),
-            torch.empty(rows, size // part, dtype=torch.float32, device=device),
-            {
-                "SIZE": size, "PART": part, "BLOCK": block, "MOST": MOST,
-                "LEAST_SCALE": LEAST_SCALE, "num_warps": min(max(block // (32 * THREAD), 1), 32),
-            } | early_launch(device),
-        )  # fmt: skip
+            torch.empty(rows, size // (part or size), dtype=torch.float32, device=device),
+        )
 
     @property
     def targets(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,23 +136,38 @@ class Room:
     def filled(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.values, self.scale
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of a launch with a program a row, but for blocks and warps."""
+        size = self.values.shape[1]
+        given = {"SIZE": size, "PART": size // self.scale.shape[1]}
+        given |= {"MOST": MOST, "LEAST_SCALE": LEAST_SCALE}
+        return given | early_launch(self.values.device)
+
+
+def _rounded(
+    x: torch.Tensor, size: int, part: int, gated: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    room = Room.on(x.device, len(x), size, part)
+    block = 1 << (size.bit_length() - 1)
+    rest = max(triton.next_power_of_2(size - block), part, 1)
+    if len(x):
+        _round[(len(x),)](
+            x, *room.targets, x.stride(0), BLOCK=block, REST=rest, GATED=gated,
+            num_warps=min(max(block // (32 * THREAD), 1), 32), **room.options,
+        )  # fmt: skip
+    return room.filled
+
 
 def round_parts(x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(e4m3 [T, n], float32 scales [T, n / part]) of x [T, n], any float dtype, strided rows; part
     0: all of a row."""
-    room = Room.on(x.device, *x.shape, part)
-    if len(x):
-        _round[(len(x),)](x, *room.targets, x.stride(0), **room.options)
-    return room.filled
+    return _rounded(x, x.shape[1], part, gated=False)
 
 
 def round_gated(merged: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """As `round_parts`, of SwiGLU of merged [T, 2 n], gate first, which is not rounded before."""
-    rows, size = merged.shape[0], merged.shape[1] // 2
-    room = Room.on(merged.device, rows, size, part)
-    if rows:
-        _round_gated[(rows,)](merged, *room.targets, merged.stride(0), **room.options)
-    return room.filled
+    return _rounded(merged, merged.shape[1] // 2, part, gated=True)
 
 
 def round_parts_reference(x: torch.Tensor, part: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Literal
 
 Kind = Literal["product", "gated", "split", "narrow"]
+EightBitKind = Literal["product", "split"]
 
 # By the rows of a tile: up to how many rows it is taken, and the smaller side of the largest
 # matrix for which it is. Beyond, arithmetic counts, and libraries' kernels are better at it.
@@ -103,11 +104,15 @@ def _stages(programs: int) -> int:
 
 
 def eight_bit_tile(
-    kind: Literal["product", "split"], rows: int, width: int, depth: int
+    kind: EightBitKind, rows: int, width: int, depth: int, blocks: bool
 ) -> Tile | None:
-    """As `tile`, where both sides are in FP8."""
+    """As `tile`, where both sides are in FP8; blocks: with scales by block."""
     if not 0 < rows <= EIGHT_BIT_ROWS:
         return None
-    splits = _splits(4, depth, SIDE) if kind == "split" else 1
-    found = Tile(EIGHT_BIT_ROWS, 64, SIDE, splits, 4, 6)
+    if kind == "split":
+        found = Tile(EIGHT_BIT_ROWS, 64, SIDE, _splits(4, depth, SIDE), 4, 4)
+    elif blocks or depth % (2 * SIDE):
+        found = Tile(EIGHT_BIT_ROWS, 64, SIDE, 1, 4, 8)
+    else:
+        found = Tile(EIGHT_BIT_ROWS, 64, 2 * SIDE, 1, 4, 5)
     return found if found.fits(width, depth) else None

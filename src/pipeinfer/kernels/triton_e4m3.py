@@ -26,12 +26,17 @@ def as_seen(cache: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def narrowed(values, scale, kind: tl.constexpr):
     """float32 `values` over `scale`, as elements of kind: e4m3, or bytes of e4m3."""
-    values = tl.math.div_rn(values, scale)
-    values = tl.where(values > 448.0, 448.0, values)  # comparisons leave NaN as it is
-    values = tl.where(values < -448.0, -448.0, values)
+    return nearest(tl.math.div_rn(values, scale), kind)
+
+
+@triton.jit
+def nearest(values, kind: tl.constexpr):
+    """float32 `values` as elements of kind; what is too large becomes the largest number."""
     if kind != tl.float8e4nv:
+        values = tl.where(values > 448.0, 448.0, values)  # comparisons leave NaN as it is
+        values = tl.where(values < -448.0, -448.0, values)
         return _bits(values)
-    return values.to(kind)
+    return values.to(kind)  # the GPU's own conversion is bounded
 
 
 @triton.jit

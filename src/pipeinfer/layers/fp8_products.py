@@ -12,7 +12,8 @@ import torch
 
 from pipeinfer.checkpoint.quantization import Fp8
 from pipeinfer.kernels.e4m3 import E4M3
-from pipeinfer.kernels.skinny_tiles import eight_bit_tile
+from pipeinfer.kernels.skinny_tiles import EightBitKind as Kind
+from pipeinfer.kernels.skinny_tiles import Tile, eight_bit_tile
 from pipeinfer.layers.fp8_values import Fp8Values
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement
@@ -62,26 +63,30 @@ class Fp8Products:
         from pipeinfer.kernels import skinny as kernels
 
         self.rounding = RowRounding(SIDE if blocks else 0)
-        self._skinny = skinny
+        self._skinny, self._blocks = skinny, blocks
         self._kernels = kernels
         self._many = _by_block() if blocks else _by_row()
 
     def product(self, x: Rows, values: Fp8Values, bias: torch.Tensor | None) -> torch.Tensor:
         rows, (weight, scale) = self._rounded(x), (values.weight, values.scale)
-        tile = eight_bit_tile("product", rows.shape[0], *weight.shape)
+        tile = self._tile("product", x, values)
         if tile is None:
             return self._many(rows, weight, scale, bias)
         scales = self._kernels.Scales(rows.scale, scale)
         return self._kernels.product(rows.values, weight, tile, bias, scales, torch.bfloat16)
 
     def later(self, x: Rows, values: Fp8Values, bias: torch.Tensor | None) -> PartialSum | None:
-        tile = eight_bit_tile("split", x.shape[0], *values.weight.shape)
+        tile = self._tile("split", x, values)
         if tile is None:
             return None
         rows = self._rounded(x)
         scales = self._kernels.Scales(rows.scale, values.scale)
         parts = self._kernels.split_product(rows.values, values.weight, tile, bias, scales)
         return PartialSum(parts, self._skinny, splits=True)
+
+    def _tile(self, kind: Kind, x: Rows, values: Fp8Values) -> Tile | None:
+        width, depth = values.weight.shape
+        return eight_bit_tile(kind, x.shape[0], width, depth, self._blocks)
 
     def _rounded(self, x: Rows) -> RoundedRows:
         return x if x.dtype == E4M3 else self.rounding.rows(x)
