@@ -12,7 +12,6 @@ https://arxiv.org/abs/2412.19437, 3.3.2.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -137,10 +136,10 @@ class Room:
         return self.values, self.scale
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, float]:
         """Of a launch with a program a row, but for blocks and warps."""
         size = self.values.shape[1]
-        given = {"SIZE": size, "PART": size // self.scale.shape[1]}
+        given: dict[str, float] = {"SIZE": size, "PART": size // self.scale.shape[1]}
         given |= {"MOST": MOST, "LEAST_SCALE": LEAST_SCALE}
         return given | early_launch(self.values.device)
 
