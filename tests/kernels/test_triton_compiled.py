@@ -188,10 +188,11 @@ def test_weights_in_4_bits(group):
     one = constants | {"COUNT": 8, "STEP": 128, "SPLITS": 1}
     made = compiled(int4._one_row, types, one, num_warps=4)
     assert "ld.global.v4" in made.asm["ptx"] and made.asm["ptx"].count("lop3") < 600
-    few = constants | {"ROWS": 16, "COUNT": 64, "STEP": 32, "SPLITS": 4}
-    assert "wgmma" in compiled(int4._few_rows, types, few, num_warps=4, num_stages=3).asm["ptx"]
+    few = constants | {"ROWS": 16, "COUNT": 64, "STEP": 32, "SPLITS": 4, "HALVES": True}
+    made = compiled(int4._few_rows, types, few, num_warps=4, num_stages=3)
+    assert "wgmma" in made.asm["ptx"] and "mul.rn.bf16x2" in made.asm["ptx"]
     types = {name: types[name] for name in ("numbers", "scale", "zero")} | {"out": HALF}
-    constants = {"DEPTH": 1024, "GROUP": group, "COUNT": 8, "STEP": 128}
+    constants = {"DEPTH": 1024, "GROUP": group, "COUNT": 8, "STEP": 128, "HALVES": True}
     assert compiled(int4._decode, types, constants, num_warps=4).asm["ptx"]
 
 

@@ -170,6 +170,22 @@ def test_snapshot_command_takes_the_state_of_each_stage_elsewhere(bench):
     assert said.count("20x10") == 3
 
 
+def test_formats_measures_a_batch_and_a_stream_of_each(bench, tmp_path):
+    config = tmp_path / "small.json"
+    small = {"num_hidden_layers": 1, "vocab_size": 512, "hidden_size": 256, "head_dim": 64}
+    small |= {"num_attention_heads": 4, "intermediate_size": 512}
+    config.write_text(json.dumps(SHAPES["llama-100m"] | small))
+    metrics, printed = bench(
+        "formats", "--config", str(config), "--formats", "fp8", "awq", "--requests", "2",
+        "--prompt-tokens", "4:8", "--output-tokens", "3", "--stream-tokens", "4",
+        "--log-level", "error",
+    )  # fmt: skip
+    assert list(metrics) == ["fp8", "awq"]
+    for found in metrics.values():
+        assert [found["tokens_per_s"]] == found["all_tokens_per_s"] and found["stream_ms"] > 0
+    assert printed.count("stream_ms") == 2
+
+
 def test_costs_compares_each_kind_with_the_same_streams_without_it(bench):
     metrics, printed = bench(
         "costs", "--streams", "2", "--prompt-tokens", "8", "--output-tokens", "12", "--rounds", "1",

@@ -1,7 +1,7 @@
 """Products with weights of four bits: of one row, of few rows, and of many behind decoding.
 
 A product with one row takes as long as its weights take to read, if a weight costs hardly more than
-two instructions: its bits become the mantissa of a float where they are. Needs triton.
+two instructions: its bits become a float's mantissa, two of a register at once. Needs triton.
 Knows rows and weights, no layer and no file; int4_layout.py has the layout.
 """
 
@@ -28,14 +28,68 @@ LINE = tl.constexpr(32)  # words in a line of the L2 cache
 
 
 @triton.jit
-def _number(words, J: tl.constexpr):
-    """float32 of the numbers at place J of `words`. As the mantissa's bits from P on they are
+def _number(words, PLACE: tl.constexpr):
+    """float32 of the numbers at PLACE of `words`. As the mantissa's bits from P on they are
     2 ** (23 - P) too much, which a subtraction takes off exactly."""
-    P: tl.constexpr = 4 * J if J < 5 else 4 * J - 12
-    if J >= 5:
+    P: tl.constexpr = 4 * PLACE if PLACE < 5 else 4 * PLACE - 12
+    if PLACE >= 5:
         words = words >> 12
     bits = (words & (15 << P)) | ((150 - P) << 23)
     return bits.to(tl.float32, bitcast=True) - 2.0 ** (23 - P)
+
+
+@triton.jit
+def _twice(values):
+    """The bits of 16-bit `values` in both halves of int32."""
+    return values.to(tl.uint16, bitcast=True).to(tl.int32) * 0x10001
+
+
+@triton.jit
+def _neighbours(
+    words, low, wide, P: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr,
+    kind: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """[COUNT, 2 * STEP] of kind: (number - low) * wide, of pair P of each of words [COUNT, STEP].
+
+    HALVES: on a GPU, two at once, kind having 16 bits: low and wide come as _ready makes them.
+    """
+    if HALVES:
+        shifted = words >> (4 * P)
+        if kind == tl.bfloat16:
+            first, second = tl.inline_asm_elementwise(
+                "{ .reg .b32 t; lop3.b32 t, $2, 0x000F000F, 0x43004300, 0xEA;"
+                " sub.rn.bf16x2 t, t, $3; mul.rn.bf16x2 t, t, $4; mov.b32 {$0, $1}, t; }",
+                "=h,=h,r,r,r", [shifted, low, wide], dtype=(tl.bfloat16, tl.bfloat16),
+                is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            first, second = tl.inline_asm_elementwise(
+                "{ .reg .b32 t; lop3.b32 t, $2, 0x000F000F, 0x64006400, 0xEA;"
+                " sub.rn.f16x2 t, t, $3; mul.rn.f16x2 t, t, $4; mov.b32 {$0, $1}, t; }",
+                "=h,=h,r,r,r", [shifted, low, wide], dtype=(tl.float16, tl.float16),
+                is_pure=True, pack=1,
+            )  # fmt: skip
+    else:
+        first = ((_number(words, P) - low) * wide).to(kind)
+        second = ((_number(words, P + 4) - low) * wide).to(kind)
+    return tl.reshape(tl.join(first, second), (COUNT, 2 * STEP))
+
+
+@triton.jit
+def _ready(low, wide, kind: tl.constexpr, HALVES: tl.constexpr):
+    """Zeros and scales in float32 as _neighbours wants them: its numbers have 128 too much as
+    bfloat16, 1,024 as float16, which a subtraction takes off exactly."""
+    if HALVES:
+        low = _twice((low + (128.0 if kind == tl.bfloat16 else 1024.0)).to(kind))
+        wide = _twice(wide.to(kind))
+    return low, wide
+
+
+@triton.jit
+def _columns(first, P: tl.constexpr, STEP: tl.constexpr):
+    """int32 [2 * STEP]: those of pair P, for words from `first` on."""
+    number = 2 * first + tl.arange(0, 2 * STEP)
+    return number // (2 * WORDS) * COLUMNS + P * (2 * WORDS) + number % (2 * WORDS)
 
 
 @triton.jit
@@ -52,9 +106,9 @@ def _by_run(
 
 
 @triton.jit
-def _at_place(kept, column, word, J: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):
-    """float32 [columns, words] of scales or zeros, for place J of each word: of smaller groups."""
-    group = (word // WORDS * COLUMNS + J * WORDS) // GROUP
+def _of_pair(kept, column, word, P: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):
+    """float32 [columns, words] of scales or zeros, for pair P of each word: of smaller groups."""
+    group = (word // WORDS * COLUMNS + P * (2 * WORDS) + word % WORDS * 2) // GROUP
     at = column[:, None] * (DEPTH // GROUP) + group[None, :]
     return tl.load(kept + at).to(tl.float32)
 
@@ -82,18 +136,21 @@ def _one_row(
     for begin in range(0, share, STEP):
         words = tl.load(right + begin + tl.arange(0, STEP)[None, :])
         word = split * share + begin + tl.arange(0, STEP)
-        left = x + row * x_stride + word // WORDS * COLUMNS + word % WORDS
         part = tl.zeros((COUNT, STEP), tl.float32)
         values = tl.zeros((STEP,), tl.float32)
-        for j in tl.static_range(8):
-            value = tl.load(left + j * WORDS).to(tl.float32)
-            number = _number(words, j)
+        for pair in tl.static_range(4):
+            left = x + row * x_stride + _columns(split * share + begin, pair, STEP)
+            both = tl.reshape(tl.load(left).to(tl.float32), (STEP, 2))
+            value, next_value = tl.split(both)
+            number, next_number = _number(words, pair), _number(words, pair + 4)
             if whole:
-                values += value
+                values += value + next_value
             else:
-                number -= _at_place(zero, column, word, j, DEPTH, GROUP)
-                number *= _at_place(scale, column, word, j, DEPTH, GROUP)
+                low = _of_pair(zero, column, word, pair, DEPTH, GROUP)
+                wide = _of_pair(scale, column, word, pair, DEPTH, GROUP)
+                number, next_number = (number - low) * wide, (next_number - low) * wide
             part += number * value[None, :]
+            part += next_number * next_value[None, :]
         by_run = tl.sum(tl.reshape(part, (COUNT, runs, WORDS)), axis=2)
         if whole:
             run = (split * share + begin) // WORDS + tl.arange(0, runs)
@@ -112,11 +169,12 @@ def _one_row(
 def _few_rows(
     x, numbers, scale, zero, bias, out, rows, x_stride, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr,
-    SPLITS: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
+    SPLITS: tl.constexpr, BIASED: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (COUNT columns, split of the depth, rows): one tile of out [SPLITS, rows, WIDTH]."""
     share: tl.constexpr = DEPTH // 8 // SPLITS
     whole: tl.constexpr = GROUP // COLUMNS > 0
+    kind: tl.constexpr = x.dtype.element_ty
     column = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     split = tl.program_id(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -129,17 +187,19 @@ def _few_rows(
     for begin in range(0, share, STEP):
         word = split * share + begin + tl.arange(0, STEP)
         words = tl.load(right + word[None, :])
-        left = x + row[:, None] * x_stride + (word // WORDS * COLUMNS + word % WORDS)[None, :]
+        first = split * share + begin
         if whole:
-            first = split * share + begin
             low = _by_run(zero, column, first, COUNT, STEP, DEPTH, GROUP)
             wide = _by_run(scale, column, first, COUNT, STEP, DEPTH, GROUP)
-        for j in tl.static_range(8):
-            a = tl.load(left + j * WORDS, mask=real, other=0.0)
+            low, wide = _ready(low, wide, kind, HALVES)
+        for pair in tl.static_range(4):
+            left = x + row[:, None] * x_stride + _columns(first, pair, STEP)[None, :]
+            a = tl.load(left, mask=real, other=0.0)
             if not whole:
-                low = _at_place(zero, column, word, j, DEPTH, GROUP)
-                wide = _at_place(scale, column, word, j, DEPTH, GROUP)
-            w = ((_number(words, j) - low) * wide).to(a.dtype)
+                low = _of_pair(zero, column, word, pair, DEPTH, GROUP)
+                wide = _of_pair(scale, column, word, pair, DEPTH, GROUP)
+                low, wide = _ready(low, wide, kind, HALVES)
+            w = _neighbours(words, low, wide, pair, COUNT, STEP, kind, HALVES)
             total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
     total = tl.trans(total)
     if BIASED:
@@ -150,24 +210,27 @@ def _few_rows(
 @triton.jit
 def _decode(
     numbers, scale, zero, out, DEPTH: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
-    STEP: tl.constexpr,
+    STEP: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Program (COUNT columns of the product, STEP words of the depth)."""
     whole: tl.constexpr = GROUP // COLUMNS > 0
     column = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     first = tl.program_id(1) * STEP
     word = first + tl.arange(0, STEP)
+    kind: tl.constexpr = out.dtype.element_ty
     row = column.to(tl.int64)[:, None]
     words = tl.load(numbers + row * (DEPTH // 8) + word[None, :])
-    at = out + row * DEPTH + (word // WORDS * COLUMNS + word % WORDS)[None, :]
     if whole:
         low = _by_run(zero, column, first, COUNT, STEP, DEPTH, GROUP)
         wide = _by_run(scale, column, first, COUNT, STEP, DEPTH, GROUP)
-    for j in tl.static_range(8):
+        low, wide = _ready(low, wide, kind, HALVES)
+    for pair in tl.static_range(4):
         if not whole:
-            low = _at_place(zero, column, word, j, DEPTH, GROUP)
-            wide = _at_place(scale, column, word, j, DEPTH, GROUP)
-        tl.store(at + j * WORDS, ((_number(words, j) - low) * wide).to(out.dtype.element_ty))
+            low = _of_pair(zero, column, word, pair, DEPTH, GROUP)
+            wide = _of_pair(scale, column, word, pair, DEPTH, GROUP)
+            low, wide = _ready(low, wide, kind, HALVES)
+        at = out + row * DEPTH + _columns(first, pair, STEP)[None, :]
+        tl.store(at, _neighbours(words, low, wide, pair, COUNT, STEP, kind, HALVES))
 
 
 def few_rows(
@@ -197,7 +260,10 @@ def few_rows(
     if height and cut.rows == 1:
         _one_row[grid](*given, BIASED=bias is not None, **options)
     elif height:
-        _few_rows[grid](*given, ROWS=cut.rows, BIASED=bias is not None, **options)
+        halves = _halves(x.dtype, x.device)
+        _few_rows[grid](
+            *given, ROWS=cut.rows, BIASED=bias is not None, HALVES=halves, **options
+        )  # fmt: skip
     return out
 
 
@@ -210,6 +276,11 @@ def decode(
     out = torch.empty(width, words * EACH, dtype=dtype, device=numbers.device)
     _decode[(width // columns, words // step)](
         numbers, scale, zero, out, DEPTH=words * EACH, GROUP=words * EACH // scale.shape[1],
-        COUNT=columns, STEP=step, num_warps=4,
+        COUNT=columns, STEP=step, HALVES=_halves(dtype, numbers.device), num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _halves(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether two weights are made at once: by instructions that the interpreter has not."""
+    return device.type == "cuda" and dtype != torch.float32

@@ -1,8 +1,8 @@
 """How weights of four bits lie in memory, and what they are as plain ones; by torch alone.
 
-Columns come in runs of RUN, as words of 32 bits: number j of a run's word k is that of column
-k + j * RUN / 8. So a number's place in its word is the same for columns side by side, and both are
-read with as few instructions as can be.
+Columns come in runs of RUN, as words of 32 bits, 16 a run. Numbers p and p + 4 of a run's word k,
+counted from its lowest bits, are those of columns 32 p + 2 k and the next: two halves of a register
+become two neighbours at once, and what has one place in all words lies side by side.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 import torch
 
 EACH = 8  # numbers in a word
+PAIRS = 4
 RUN = 128  # columns; a matrix of others is one run
 
 
 def packed(numbers: torch.Tensor) -> torch.Tensor:
     """uint8 [rows, columns], each 0 to 15, to int32 [rows, columns / 8]."""
     columns = numbers.shape[1]
-    runs = numbers.to(torch.int32).unflatten(1, (-1, EACH, _run(columns) // EACH))
-    return (runs << _shifts(numbers.device)).sum(2, dtype=torch.int32).flatten(1)
+    runs = numbers.to(torch.int32).unflatten(1, (-1, PAIRS, _run(columns) // EACH, 2))
+    return (runs << _shifts(numbers.device)).sum((2, 4), dtype=torch.int32).flatten(1)
 
 
 def spread(words: torch.Tensor) -> torch.Tensor:
     """The inverse of `packed`."""
     runs = words.unflatten(1, (-1, 1, _run(EACH * words.shape[1]) // EACH))
-    return ((runs >> _shifts(words.device)) & 15).to(torch.uint8).flatten(1)
+    return ((runs[..., None] >> _shifts(words.device)) & 15).to(torch.uint8).flatten(1)
 
 
 def decoded(
@@ -36,7 +37,9 @@ def decoded(
 
 
 def _shifts(device: torch.device) -> torch.Tensor:
-    return (4 * torch.arange(EACH, dtype=torch.int32, device=device))[:, None]
+    """[pairs, 1, 2]"""
+    places = torch.arange(EACH, dtype=torch.int32, device=device).view(2, PAIRS)
+    return 4 * places.t()[:, None, :]
 
 
 def _run(columns: int) -> int:
