@@ -30,7 +30,7 @@ class Server:
 
     def __init__(self, *arguments: str, python: str = sys.executable) -> None:
         self.process = subprocess.Popen(
-            [python, "-m", "pipeinfer.cli", "serve", *arguments, "--port", "0"],
+            [python, "-m", "pipeinfer", "serve", *arguments, "--port", "0"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -12,7 +12,7 @@ from terminal import CTRL_C, CTRL_D, Terminal
 
 from servers import environment
 
-CHAT = [sys.executable, "-m", "pipeinfer.cli", "chat", "--threads", "1", "--kv-pages", "256"]
+CHAT = [sys.executable, "-m", "pipeinfer", "chat", "--threads", "1", "--kv-pages", "256"]
 REMEMBER = "Remember: kiv=4821, dol=1390."
 
 

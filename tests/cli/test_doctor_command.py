@@ -38,7 +38,7 @@ def test_what_is_in_the_way_is_said_in_the_words_of_serve(capsys, asked):
     bad = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bad")]
     assert len(bad) == 1
     done = subprocess.run(
-        [sys.executable, "-m", "pipeinfer.cli", "serve", *asked, "--port", "0", "--device", "cpu"],
+        [sys.executable, "-m", "pipeinfer", "serve", *asked, "--port", "0", "--device", "cpu"],
         env=environment(), capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert done.returncode == 2

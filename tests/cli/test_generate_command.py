@@ -15,7 +15,7 @@ QUICK = ("--threads", "1", "--kv-pages", "256")
 
 def generate(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pipeinfer.cli", "generate", *arguments],
+        [sys.executable, "-m", "pipeinfer", "generate", *arguments],
         input=stdin,
         capture_output=True,
         text=True,

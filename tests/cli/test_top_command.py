@@ -25,7 +25,7 @@ def top(server: Server, *more: str) -> tuple[int, dict[str, str]]:
     """Exit code, and {stage: its line without the id} of the last look."""
     [file] = [s.file for s in running_servers() if s.pid == server.process.pid]
     done = subprocess.run(
-        [sys.executable, "-m", "pipeinfer.cli", "top", "--topology", str(file), *more],
+        [sys.executable, "-m", "pipeinfer", "top", "--topology", str(file), *more],
         env=environment(), capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert not done.stderr
@@ -69,7 +69,7 @@ def test_a_stage_that_says_nothing_is_shown_and_is_an_error(server):
 
 def test_doctor_says_what_the_targets_allow_the_server_that_runs(server):
     done = subprocess.run(
-        [sys.executable, "-m", "pipeinfer.cli", "doctor", "--port", "0", "--itl-target", "0.04"],
+        [sys.executable, "-m", "pipeinfer", "doctor", "--port", "0", "--itl-target", "0.04"],
         env=environment(), capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     lines = done.stdout.splitlines()

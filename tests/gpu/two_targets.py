@@ -85,7 +85,7 @@ def show(tree: str, load: str, lines: list[latency.Timeline]) -> None:
 def started(tree: Path, arguments: list[str], log: Path) -> subprocess.Popen[str]:
     """`pipeinfer serve` of that checkout; its log goes to a file."""
     path = os.pathsep.join((str(tree / "src"), os.environ.get("PYTHONPATH", "")))
-    command = [sys.executable, "-m", "pipeinfer.cli", "serve", *arguments, "--port", "0"]
+    command = [sys.executable, "-m", "pipeinfer", "serve", *arguments, "--port", "0"]
     with log.open("w") as errors:
         return subprocess.Popen(
             command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=errors,

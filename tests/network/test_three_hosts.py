@@ -53,7 +53,7 @@ class Deployment:
         self.processes = {host: self.start(host) for host in hosts.addresses}
 
     def start(self, host: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "pipeinfer.cli", "serve", "--topology", str(self.file)]
+        command = [sys.executable, "-m", "pipeinfer", "serve", "--topology", str(self.file)]
         command += ["--on", host, "--host", "0.0.0.0"]
         return subprocess.Popen(
             self.hosts.command(host, *command), env={**environment(), "TMPDIR": str(self.folder)}

@@ -47,7 +47,7 @@ async def _streams(server: Server, disturb: Callable[[], None] | None = None) ->
 def _swap(server: Server, stage: str) -> subprocess.Popen[str]:
     file = next(s.file for s in running_servers() if s.pid == server.process.pid)
     return subprocess.Popen(
-        [sys.executable, "-m", "pipeinfer.cli", "swap", stage, "--topology", str(file)],
+        [sys.executable, "-m", "pipeinfer", "swap", stage, "--topology", str(file)],
         env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 

@@ -224,7 +224,7 @@ def test_wrong_usage_and_configuration_end_with_code_2():
     ]
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "pipeinfer.cli", *case],
+            [sys.executable, "-m", "pipeinfer", *case],
             stderr=subprocess.PIPE, text=True, env=environment(),
         )
         for case in cases
@@ -245,7 +245,7 @@ def test_port_in_use_is_said():
         taken.listen()
         port = taken.getsockname()[1]
         process = subprocess.run(
-            [sys.executable, "-m", "pipeinfer.cli", "serve", "--port", str(port)],
+            [sys.executable, "-m", "pipeinfer", "serve", "--port", str(port)],
             stderr=subprocess.PIPE, text=True, env=environment(), timeout=60, check=False,
         )  # fmt: skip
     assert process.returncode == 2

@@ -36,7 +36,7 @@ def topology_of(server: Server) -> str:
 def swap(server: Server, stage: str, *command: str) -> subprocess.CompletedProcess[str]:
     after = ["--", *command] if command else []
     return subprocess.run(
-        [sys.executable, "-m", "pipeinfer.cli", "swap", stage, "--topology", topology_of(server),
+        [sys.executable, "-m", "pipeinfer", "swap", stage, "--topology", topology_of(server),
          *after],
         capture_output=True, text=True, env=environment(), timeout=240, check=False,
     )  # fmt: skip
@@ -118,7 +118,7 @@ def test_requests_wait_while_the_gateway_is_swapped(served):
         return len(api.completions.create(model="pipeinfer-demo", prompt="x", max_tokens=2).id)
 
     assert request()  # its connection is kept, and must not be found dead after the swap
-    command = [sys.executable, "-m", "pipeinfer.cli", "swap", "gateway", "--topology"]
+    command = [sys.executable, "-m", "pipeinfer", "swap", "gateway", "--topology"]
     with subprocess.Popen([*command, topology_of(served)], env=environment()) as swapping:
         asked = 0
         while swapping.poll() is None:

@@ -166,7 +166,7 @@ def middle(tmp_path_factory) -> Path:
         ]
         for folder, more in ((out / "plain", ()), (out / "redacted", ("--redact",))):
             done = subprocess.run(
-                [sys.executable, "-m", "pipeinfer.cli", "record", "--topology", str(topology[0]),
+                [sys.executable, "-m", "pipeinfer", "record", "--topology", str(topology[0]),
                  "--out", str(folder), "--messages", "150", "--seconds", "3", *more],
                 cwd=ROOT, env=servers.environment(), capture_output=True, text=True, timeout=120,
             )  # fmt: skip

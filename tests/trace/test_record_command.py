@@ -42,7 +42,7 @@ class Recorded(Server):
     def record(self, *arguments: str, interrupt: threading.Event | None = None):
         """The finished `pipeinfer record *arguments`; `interrupt` presses Ctrl-C."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "pipeinfer.cli", "record", *arguments],
+            [sys.executable, "-m", "pipeinfer", "record", *arguments],
             env={**environment(), "TMPDIR": self.temporary},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip

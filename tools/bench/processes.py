@@ -50,7 +50,7 @@ class Server:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         words = flags({"log_level": "warning", **settings, "port": 0})
-        command = [sys.executable, "-m", "pipeinfer.cli", "serve", *words]
+        command = [sys.executable, "-m", "pipeinfer", "serve", *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.url = ""
 

@@ -59,7 +59,7 @@ class SmallDisk:
         words = ["record", "--topology", topology, "--seconds", str(seconds)]
         with full, tempfile.TemporaryDirectory(dir=self.folder) as out:
             told = subprocess.run(
-                [sys.executable, "-m", "pipeinfer.cli", *words, "--out", out],
+                [sys.executable, "-m", "pipeinfer", *words, "--out", out],
                 capture_output=True, text=True, timeout=seconds + LATE,
             )  # fmt: skip
         failed = told.stderr.strip().splitlines()

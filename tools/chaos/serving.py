@@ -33,7 +33,7 @@ class Serving:
 
     def __init__(self, settings: Mapping[str, Any], *words: str) -> None:
         handle, self._log = tempfile.mkstemp(prefix="pipeinfer-chaos-", suffix=".log")
-        command = [sys.executable, "-m", "pipeinfer.cli", "serve"]
+        command = [sys.executable, "-m", "pipeinfer", "serve"]
         command += [*processes.flags({**settings, "port": 0}), *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=handle, text=True)
         os.close(handle)

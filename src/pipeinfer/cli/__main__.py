@@ -1,7 +1,0 @@
-"""`python -m pipeinfer.cli COMMAND ...` is the same as `pipeinfer COMMAND ...`."""
-
-import sys
-
-from pipeinfer.cli.main import main
-
-sys.exit(main())
