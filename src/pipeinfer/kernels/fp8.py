@@ -10,6 +10,7 @@ import torch
 from pipeinfer.kernels.e4m3 import E4M3, MOST
 
 TRIED = 8  # scales of a row, within a factor of two
+SIDE = 128  # rows and columns of weights that share a scale, where blocks do
 LEAST_SCALE = 1e-12  # of a row of zeros, which are zeros in any scale
 
 

@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-SIDE = 128
+from pipeinfer.kernels.fp8 import SIDE
+
 TALL = 64  # rows from which on tiles are as high as wide
 GROUP = 8  # row blocks that share columns in the L2 cache
 

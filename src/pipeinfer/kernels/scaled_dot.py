@@ -13,9 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pipeinfer.kernels import fp8
 from pipeinfer.kernels.triton_e4m3 import widened
 
-SIDE = tl.constexpr(128)  # rows and columns of weights that share a scale, where blocks do
+SIDE = tl.constexpr(fp8.SIDE)
 UNSCALED, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from pipeinfer.checkpoint.quantization import Fp8
 from pipeinfer.kernels.e4m3 import E4M3
+from pipeinfer.kernels.fp8 import SIDE
 from pipeinfer.kernels.skinny_tiles import EightBitKind as Kind
 from pipeinfer.kernels.skinny_tiles import Tile, eight_bit_tile
 from pipeinfer.layers.fp8_values import Fp8Values
@@ -21,7 +22,6 @@ from pipeinfer.layers.rounded import RoundedRows, RowRounding, Rows
 from pipeinfer.layers.skinny import SkinnyProducts, skinny_products
 
 FIRST_CAPABILITY = (9, 0)  # scales by row, of both operands
-SIDE = 128  # of blocks
 MULTIPLE = 16  # of rows and columns
 MEDIUM = 128  # rows, up to which sgl_kernel's product is the faster one (docs/benchmarks.md)
 
