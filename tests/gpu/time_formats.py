@@ -1,6 +1,6 @@
 """Times products with weights in FP8 and in 4 bits, of the 14B shape, beside bfloat16's; a tool.
 
-`python tests/gpu/time_formats.py [SECONDS]` prints microseconds for each matrix and number of rows.
+`python tests/gpu/time_formats.py [SECONDS [fp8] [int4]]` prints microseconds for each matrix and number of rows.
 One graph holds a product with each of several weights, so that none is in the L2 cache. The
 rounding of rows is timed by itself.
 """
@@ -61,18 +61,18 @@ def in_4_bits(weight):
 
 
 def suits(rows, height):
-    """One row by itself, few by the lowest tile, more by tiles that hold them."""
-    return height == 1 if rows == 1 else height > 1 and rows <= max(height, 16)
+    """One row by itself or by the lowest tile, more by tiles that hold them."""
+    return height <= 16 if rows == 1 else height > 1 and rows <= max(height, 16)
 
 
-def jobs():
+def jobs(kinds):
     for name, (width, depth) in SHAPES.items():
         for rows in ROWS[:4]:
-            for shape in NARROW:
+            for shape in NARROW if "fp8" in kinds else ():
                 divides = depth % (shape[3] * shape[2]) == 0 and width % shape[1] == 0
                 if divides and rows <= shape[0] <= max(rows, 16):
                     yield name, rows, "fp8", shape
-            for shape in FEW:
+            for shape in FEW if "int4" in kinds else ():
                 if suits(rows, shape[0]) and depth // 8 % (shape[2] * shape[3]) == 0:
                     yield name, rows, "int4", shape
 
@@ -108,7 +108,7 @@ def check(job):
 
 def main():
     begin, limit = time.monotonic(), float(sys.argv[1]) if len(sys.argv) > 1 else 1e9
-    every = list(jobs())
+    every = list(jobs(sys.argv[2:] or ("fp8", "int4")))
     with ProcessPoolExecutor(10, multiprocessing.get_context("spawn")) as pool:
         checked = dict(pool.map(check, every, chunksize=2))
     for job, error in checked.items():
