@@ -1,8 +1,8 @@
 """Times products with weights in FP8 and in 4 bits, of the 14B shape, beside bfloat16's; a tool.
 
-`python tests/gpu/time_formats.py [SECONDS [fp8] [int4]]` prints microseconds for each matrix and number of rows.
-One graph holds a product with each of several weights, so that none is in the L2 cache. The
-rounding of rows is timed by itself.
+`python tests/gpu/time_formats.py [SECONDS [fp8] [int4]]` prints microseconds for each matrix and
+number of rows. One graph holds a product with each of several weights, so that none is in the L2
+cache. The rounding of rows is timed by itself.
 """
 
 from __future__ import annotations
