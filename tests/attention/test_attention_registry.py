@@ -74,7 +74,9 @@ def gpu(**changes):
         ({"installed": frozenset()}, "torch"),
         ({"dtype": "float32"}, "torch"),
         ({"head_dim": 80}, "torch"),
-        ({"sinks": True}, "torch"),
+        ({"sinks": True}, "hybrid"),
+        ({"sinks": True, "dtype": "float16"}, "torch"),
+        ({"sinks": True, "capability": (8, 9)}, "torch"),
         ({"soft_cap": True}, "torch"),
         ({"head_dim": 256}, "flashinfer"),
         ({"head_dim": 256, "installed": frozenset({"sgl_kernel"})}, "torch"),
@@ -97,7 +99,8 @@ def test_auto_is_the_fastest_backend_that_the_gpu_can_run(changes, backend):
         ("flashinfer", {"installed": frozenset()}, "flashinfer is not installed.*torch works"),
         ("fa3", {"capability": (8, 0)}, "capability 9.0, this one has 8.*flashinfer works"),
         ("fa3", {"dtype": "float32"}, "not float32; --attention torch works"),
-        ("hybrid", {"sinks": True}, "no attention sinks, .*--attention torch works"),
+        ("flashinfer", {"sinks": True}, "no attention sinks, .*--attention hybrid works"),
+        ("fa3", {"sinks": True, "dtype": "float16"}, "sinks in bfloat16, not float16; .*torch"),
         ("fa3", {"soft_cap": True}, "no soft cap of scores, .*--attention torch works"),
         ("hybrid", {"head_dim": 80}, "no kernel for heads of 80.*--attention torch works"),
         (
@@ -112,7 +115,7 @@ def test_auto_is_the_fastest_backend_that_the_gpu_can_run(changes, backend):
             "with --kv-cache-dtype fp8_e4m3 FlashAttention-3 takes heads of 64 and 128, not 96",
         ),
         ("hybrid", {"e4m3": True, "dtype": "float16"}, "gives bfloat16, not float16; .*flashinfer"),
-        ("hybrid", {"e4m3": True, "sinks": True}, "no attention sinks"),
+        ("hybrid", {"e4m3": True, "sinks": True}, "3 takes no attention sinks.*torch works"),
     ],
 )
 def test_a_backend_that_cannot_run_is_refused_with_one_that_can(name, changes, message):

@@ -186,10 +186,13 @@ def test_sliding_windows_and_qk_norm_hold_on_every_backend(gpu_checkpoints, back
     compare(folder, made).check()
 
 
-def test_attention_sinks_hold_without_graphs(gpu_checkpoints):
-    folder = gpu_checkpoints("GptOssForCausalLM", 64)
-    made = cores(folder)
-    assert made.loaded.attention == "torch"
+@pytest.mark.parametrize("backend", ["hybrid", "fa3", "torch"])
+def test_attention_sinks_hold_with_graphs_and_without(gpu_checkpoints, backend):
+    """Every second layer has a window that is shorter than most prompts, too."""
+    folder = gpu_checkpoints("GptOssForCausalLM", 64, sliding_window=100)
+    made = cores(folder, attention="auto" if backend == "hybrid" else backend)
+    assert made.loaded.attention == backend
+    assert bool(made.loaded.graph_sizes) == (backend != "torch")
     generate(made, wanted=20)
     compare(folder, made).check()
 

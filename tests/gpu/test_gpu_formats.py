@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pipeinfer.checkpoint.quantization import Fp8, Int4, Quantization
+from pipeinfer.layers.clamped_experts import ClampedExperts
 from pipeinfer.layers.decoded import Decoded
 from pipeinfer.layers.experts import GatedExperts
 from pipeinfer.layers.formats import weight
@@ -165,3 +166,64 @@ def test_experts_in_blocks_that_do_not_divide_become_plain():
     assert made.down.scale is not None, "of rows, all multiples of 16 do"
     made = GatedExperts(DEPTH, 192, 4, placement(FORMATS["fp8 blocks"]))
     assert made.down.scale is None
+
+
+def clamped(at, inter=192):
+    """Biases, and bounds that matter."""
+    made = ClampedExperts(DEPTH, inter, 16, (1.702, 0.5), at)
+    fill(made.sources(""))
+    made.pack()
+    return made
+
+
+def one_by_one(made, x, weights, chosen):
+    """The float32 sums of what experts give that are computed one after the other."""
+    held, top_k = made.held, chosen.shape[1]
+    pairs = chosen.flatten() - held.first
+    here = (pairs >= 0) & (pairs < held.count)
+    order = torch.where(here, pairs, held.count).argsort(stable=True)[: int(here.sum())]
+    counts = pairs[here].bincount(minlength=held.count).tolist()
+    by_pair = torch.zeros(len(pairs), x.shape[1], device="cuda")
+    by_pair[order] = made(x[order // top_k], counts).float()
+    return by_pair.view(*chosen.shape, -1).mul(weights[..., None]).sum(1)
+
+
+SHARDS = {
+    "all": Shard(),
+    "share": Shard(1, 2),
+    "first share": Shard(0, 2),
+    "some": Shard(1, 2, True),
+}
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("tokens", [1, 16, 64, 300])
+@torch.inference_mode()
+def test_experts_with_bounds_are_those_that_are_computed_one_by_one(shard, tokens):
+    at = Placement(SHARDS[shard], torch.bfloat16, torch.device("cuda"))
+    made = clamped(at)
+    x = torch.randn(tokens, DEPTH, device="cuda").bfloat16()
+    weights, chosen = torch.rand(tokens, 16, device="cuda").topk(4)
+    expected = one_by_one(made, x, weights, chosen)
+    got = made.grouped(x, weights, chosen).float()
+    assert (got - expected).norm() < 2 * BOUNDS["4"] * expected.norm()
+    assert (made.unsummed is None) == (shard == "some")
+    if made.unsummed is not None:
+        unsummed = made.unsummed(x, weights, chosen).float()
+        assert unsummed.shape == (4, tokens, DEPTH)
+        assert (unsummed.sum(0) - expected).norm() < 2 * BOUNDS["4"] * expected.norm()
+
+
+@torch.inference_mode()
+def test_a_graph_holds_experts_with_bounds():
+    made = clamped(Placement(Shard(), torch.bfloat16, torch.device("cuda")))
+    x = torch.randn(8, DEPTH, device="cuda").bfloat16()
+    weights, chosen = torch.rand(8, 16, device="cuda").topk(4)
+    expected = made.grouped(x, weights, chosen)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = made.grouped(x, weights, chosen)
+    for one in (x, weights, chosen):
+        one.copy_(one.flip(0).clone())
+    graph.replay()
+    assert torch.equal(out, expected.flip(0))

@@ -10,7 +10,7 @@ import torch
 from kernels.triton_cases import DEVICE, HALVES, randn, relative_error
 from pipeinfer.kernels import moe_align
 from pipeinfer.kernels.fp8 import round_rows
-from pipeinfer.kernels.moe import experts_by_pair, experts_mlp, experts_mlp_reference
+from pipeinfer.kernels.moe import Bounded, experts_by_pair, experts_mlp, experts_mlp_reference
 from pipeinfer.kernels.moe_align import align, align_reference
 from pipeinfer.kernels.moe_tiles import EIGHT_BITS, PLAIN, Cut, Tiles
 from pipeinfer.kernels.norm import rms_norm_reference, sum_norm
@@ -109,6 +109,42 @@ def test_experts_in_8_bits_are_those_of_the_values_they_stand_for(
         x, gate_up, down, weights, chosen, shape, gate_up_scale=gate_up_scale, down_scale=down_scale
     )
     assert got.dtype == dtype and relative_error(got, expected) < ERROR[dtype]
+
+
+def bounds(experts, inter, hidden, dtype, adds=True):
+    """Biases and bounds that matter: about a third of all values are beyond the limit."""
+    gate_up_bias = randn(7, experts, 2 * inter, dtype=dtype)
+    down_bias = randn(8, experts, hidden, dtype=dtype)
+    return Bounded(1.702, 1.0, gate_up_bias, down_bias if adds else None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("shape", [SMALL, TURNED])
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize(("tokens", "hidden", "inter"), [(1, 64, 32), (9, 40, 24), (45, 48, 20)])
+def test_experts_with_bounds_and_biases_are_those_of_the_reference(
+    tokens, hidden, inter, adds, shape, dtype
+):
+    x = randn(1, tokens, hidden, dtype=dtype)
+    gate_up = randn(2, 4, 2 * inter, hidden, dtype=dtype) / hidden**0.5
+    down = randn(3, 4, hidden, inter, dtype=dtype) / inter**0.5
+    weights, chosen = routed(tokens, 4, 2)
+    bounded = bounds(4, inter, hidden, dtype, adds)
+    expected = experts_mlp_reference(x, gate_up, down, weights, chosen, bounded)
+    got = experts_mlp(x, gate_up, down, weights, chosen, shape, bounded=bounded)
+    assert relative_error(got, expected) < ERROR[dtype]
+    usual = experts_mlp_reference(x, gate_up, down, weights, chosen)
+    assert relative_error(usual, expected) > 0.1, "bounds and biases are to be seen"
+
+
+def test_what_is_no_number_stays_so_beyond_bounds():
+    x, (weights, chosen) = randn(1, 3, 64), routed(3, 4, 2)
+    x[1, 5] = float("nan")
+    gate_up, down = randn(2, 4, 64, 64), randn(3, 4, 64, 32)
+    got = experts_mlp(
+        x, gate_up, down, weights, chosen, SMALL, bounded=bounds(4, 32, 64, torch.float32)
+    )
+    assert got.isnan().all(1).tolist() == [False, True, False] and not got[::2].isnan().any()
 
 
 def test_scales_of_blocks_that_are_not_whole_are_refused():

@@ -221,9 +221,9 @@ def test_pairs_by_expert(experts, chunk, warps, chosen):
     assert compiled(moe_align._align, types, constants, num_warps=warps).asm["ptx"]
 
 
-def experts(kernel: Any, rows: int, cut: Cut, scales: int) -> Any:
-    """Of the shape of Qwen3-30B-A3B."""
-    whole = dict.fromkeys(("x", "hidden", "factors", "out", "weight", "scale"), HALF)
+def experts(kernel: Any, rows: int, cut: Cut, scales: int, bounded: bool = False) -> Any:
+    """Of the shape of Qwen3-30B-A3B; bounded: of gpt-oss-20b."""
+    whole = dict.fromkeys(("x", "hidden", "factors", "out", "weight", "scale", "bias"), HALF)
     if scales != moe.UNSCALED.value:
         whole |= {"weight": EIGHTH, "scale": "*fp32"}
     whole |= dict.fromkeys(("pairs", "experts", "used"), "*i32")
@@ -231,7 +231,10 @@ def experts(kernel: Any, rows: int, cut: Cut, scales: int) -> Any:
     constants = {
         "TOP_K": 8, "HIDDEN": 2048, "INTER": 768, "ROWS": rows, "COLUMNS": cut.columns,
         "DEPTH": cut.depth, "TURNED": cut.turned, "SCALES": scales, "GROUP": 8, "EARLY": True,
+        "BIASED": bounded, "SLOPE": 1.0, "LIMIT": 0.0,
     }  # fmt: skip
+    if bounded:
+        constants |= {"TOP_K": 4, "HIDDEN": 2880, "INTER": 2880, "SLOPE": 1.702, "LIMIT": 7.0}
     names = kernel.arg_names
     types = {name: whole[name] for name in names if name in whole}
     given = {name: constants[name] for name in names if name in constants}
@@ -252,6 +255,15 @@ def test_experts_of_every_tile_that_may_be_chosen(shape, scales):
         full = each.columns if each.turned else shape.rows
         assert ("wgmma" in made.asm["ptx"]) == (full >= 64)
         assert "cvt.bf16.f16" not in made.asm["ptx"], "16 values a cycle"
+
+
+@pytest.mark.parametrize("shape", [shape for _, shape in PLAIN])
+def test_experts_with_bounds_and_biases_of_every_tile(shape):
+    for kernel, each in ((moe._gate_up, shape.gate_up), (moe._down, shape.down)):
+        made = experts(kernel, shape.rows, each, moe.UNSCALED.value, bounded=True)
+        assert made.metadata.shared < 227 * 1024
+        full = each.columns if each.turned else shape.rows
+        assert ("wgmma" in made.asm["ptx"]) == (full >= 64)
 
 
 def test_sums_of_a_tokens_pairs():

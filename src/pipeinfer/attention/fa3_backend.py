@@ -39,6 +39,7 @@ class Fa3Kernel:
     It does so once a step, not once a layer. That saves little by itself; but where decodes attend
     meanwhile, a prompt's blocks get multiprocessors at once, else when the decodes are through.
     With pages in e4m3 queries are rounded to e4m3, too: its kernels multiply alike with alike.
+    Sinks are taken in bfloat16 only, and not together with that (registry.py refuses both).
     """
 
     def __init__(self, shapes: Sequence[AttentionShape], device: torch.device) -> None:
@@ -93,6 +94,7 @@ class Fa3Kernel:
             window_size=_window(shape),
             num_splits=1 if prefill else 0,  # many queries fill the GPU unsplit
             scheduler_metadata=plan.schedules.get(shape),
+            sinks=shape.sinks,
             out=out,
             **descales,
         )

@@ -97,7 +97,7 @@ def obstacle(name: str, gpu: Gpu) -> str:
     """Why backend `name` cannot run on `gpu`, or ""."""
     if name not in PACKAGES:
         return ""
-    if gpu.sinks:
+    if gpu.sinks and name == "flashinfer":
         return "it knows no attention sinks, which this model has"
     if gpu.soft_cap:
         return "it knows no soft cap of scores, which this model has"
@@ -112,6 +112,8 @@ def obstacle(name: str, gpu: Gpu) -> str:
     if gpu.head_dim not in HEAD_DIMS[name]:
         sizes = ", ".join(map(str, HEAD_DIMS[name]))
         return f"there is no kernel for heads of {gpu.head_dim}, only {sizes}"
+    if gpu.sinks and gpu.dtype != "bfloat16":
+        return f"FlashAttention-3 takes attention sinks in bfloat16, not {gpu.dtype}"
     return _e4m3_obstacle(name, gpu) if gpu.e4m3 else ""
 
 
@@ -123,6 +125,8 @@ def _e4m3_obstacle(name: str, gpu: Gpu) -> str:
         return f"with {what} it needs a GPU of capability {need}, this one has {have}"
     if name == "flashinfer":
         return ""
+    if gpu.sinks:
+        return f"with {what} FlashAttention-3 takes no attention sinks, which this model has"
     if gpu.dtype != "bfloat16":
         return f"with {what} FlashAttention-3 gives bfloat16, not {gpu.dtype}"
     if gpu.head_dim not in E4M3_HEAD_DIMS:

@@ -1,4 +1,4 @@
-"""The experts of a mixture as two grouped matrix products, SwiGLU and weights fused into them.
+"""The experts of a mixture as two grouped matrix products, with all that is theirs fused in.
 
 Needs triton. Knows tokens, chosen experts and stacked weights; no router and no layer.
 """
@@ -8,6 +8,8 @@ Needs triton. Knows tokens, chosen experts and stacked weights; no router and no
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -33,6 +35,21 @@ from pipeinfer.kernels.triton_e4m3 import as_seen
 # -sum over a token's pairs-> [tokens, hidden]
 # Products and SwiGLU are float32; the two intermediates are rounded to the tokens' dtype, and the
 # sum is float32 again, in the router's order. No atomics: a token's result is always the same.
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """What experts have whose SwiGLU is (up + 1) * gate * sigmoid(slope * gate), gate at most
+    `limit` and up within it on both sides.
+
+    gate_up_bias [experts, 2 n], gate first; down_bias [experts, hidden], before the router's weight
+    multiplies; None: another rank adds it. Source: https://arxiv.org/abs/2508.10925.
+    """
+
+    slope: float
+    limit: float
+    gate_up_bias: torch.Tensor
+    down_bias: torch.Tensor | None
 
 
 @triton.jit
@@ -68,15 +85,35 @@ def _rows(at, real, depth, DEEP: tl.constexpr, DEPTH: tl.constexpr):
     return tl.load(at, mask=mask, other=0.0)
 
 
+@triton.jit
+def _swiglu(gate, up, SLOPE: tl.constexpr, LIMIT: tl.constexpr):
+    """The usual one where LIMIT is 0, else that of `Bounded`; NaN stays NaN."""
+    if LIMIT > 0:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, up)
+        up = tl.where(up < -LIMIT, -LIMIT, up) + 1.0
+    return gate * tl.sigmoid(gate * SLOPE) * up
+
+
+@triton.jit
+def _of_columns(at, column, WIDTH: tl.constexpr, ROWS_FIRST: tl.constexpr):
+    """float32 of a number for each column, so that it broadcasts to a sum."""
+    return along_columns(tl.load(at + column, mask=column < WIDTH, other=0.0), ROWS_FIRST).to(
+        tl.float32
+    )
+
+
 @triton.jit(do_not_specialize=["size", "row_blocks"])
 def _gate_up(
-    x, weight, scale, out, pairs, experts, used, size, x_stride, row_blocks, TOP_K: tl.constexpr,
-    HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, TURNED: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
+    x, weight, scale, bias, out, pairs, experts, used, size, x_stride, row_blocks,
+    TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURNED: tl.constexpr, SCALES: tl.constexpr,
+    GROUP: tl.constexpr, BIASED: tl.constexpr, SLOPE: tl.constexpr, LIMIT: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = silu(x[token] @ gate.T) * (x[token] @ up.T) for one tile of pairs and columns.
-    scale [experts, 2 INTER], or [experts, 2 INTER / SIDE, HIDDEN / SIDE]."""
+    """out[pair] = swiglu(x[token] @ gate.T, x[token] @ up.T) for one tile of pairs and columns.
+    scale [experts, 2 INTER], or [experts, 2 INTER / SIDE, HIDDEN / SIDE]; bias [experts, 2 INTER].
+    """
     tl.static_assert(SCALES != BY_BLOCK or (SIDE % COLUMNS == 0 and SIDE % DEPTH == 0))
     rows_first: tl.constexpr = TURNED == 0
     block, part = _tile(row_blocks, tl.cdiv(INTER, COLUMNS), GROUP)
@@ -102,10 +139,14 @@ def _gate_up(
         w = _weights(at, column, begin + depth, INTER, HIDDEN, COLUMNS, DEPTH)
         up = scaled_dot(a, w, up, scales + blocks + begin // SIDE, rows_first, SCALES)
     if SCALES == BY_ROW:
-        at = scale + expert * (2 * INTER) + column
-        gate *= along_columns(tl.load(at, mask=column < INTER, other=0.0), rows_first)
-        up *= along_columns(tl.load(at + INTER, mask=column < INTER, other=0.0), rows_first)
-    value = gate * tl.sigmoid(gate) * up
+        at = scale + expert * (2 * INTER)
+        gate *= _of_columns(at, column, INTER, rows_first)
+        up *= _of_columns(at + INTER, column, INTER, rows_first)
+    if BIASED:
+        at = bias + expert * (2 * INTER)
+        gate += _of_columns(at, column, INTER, rows_first)
+        up += _of_columns(at + INTER, column, INTER, rows_first)
+    value = _swiglu(gate, up, SLOPE, LIMIT)
     if TURNED:
         value = tl.trans(value)
     target = out + pair.to(tl.int64)[:, None] * INTER + column[None, :]
@@ -132,13 +173,14 @@ def _ahead(
 
 @triton.jit(do_not_specialize=["size", "row_blocks", "held"])
 def _down(
-    hidden, weight, scale, factors, out, pairs, experts, used, size, row_blocks, held,
+    hidden, weight, scale, bias, factors, out, pairs, experts, used, size, row_blocks, held,
     HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, TURNED: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
-    EARLY: tl.constexpr,
+    BIASED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = factors[pair] * (hidden[pair] @ weight.T) for one tile of pairs and columns.
-    scale [experts, HIDDEN], or [experts, HIDDEN / SIDE, INTER / SIDE]; held: experts."""
+    """out[pair] = factors[pair] * (hidden[pair] @ weight.T + bias) for one tile of pairs, columns.
+    scale [experts, HIDDEN], or [experts, HIDDEN / SIDE, INTER / SIDE]; bias [experts, HIDDEN];
+    held: experts."""
     tl.static_assert(SCALES != BY_BLOCK or (SIDE % COLUMNS == 0 and SIDE % DEPTH == 0))
     rows_first: tl.constexpr = TURNED == 0
     block, part = _tile(row_blocks, tl.cdiv(HIDDEN, COLUMNS), GROUP)
@@ -162,8 +204,9 @@ def _down(
         w = _weights(right + begin, column, begin + depth, HIDDEN, INTER, COLUMNS, DEPTH)
         total = scaled_dot(a, w, total, scales + begin // SIDE, rows_first, SCALES)
     if SCALES == BY_ROW:
-        at = scale + expert * HIDDEN + column
-        total *= along_columns(tl.load(at, mask=column < HIDDEN, other=0.0), rows_first)
+        total *= _of_columns(scale + expert * HIDDEN, column, HIDDEN, rows_first)
+    if BIASED:
+        total += _of_columns(bias + expert * HIDDEN, column, HIDDEN, rows_first)
     if TURNED:
         total = tl.trans(total)
     total *= tl.load(factors + pair, mask=real, other=0.0).to(tl.float32)[:, None]
@@ -205,6 +248,7 @@ def experts_mlp(
     of: int = 0,
     gate_up_scale: torch.Tensor | None = None,
     down_scale: torch.Tensor | None = None,
+    bounded: Bounded | None = None,
 ) -> torch.Tensor:
     """[T, hidden]: the weighted sum of each token's experts.
 
@@ -213,10 +257,10 @@ def experts_mlp(
     given are those of experts `first` and following, out of `of` (0: these are all); the choices
     of others count nothing. Scales: float32, of matrices in FP8, which become x's dtype: [experts,
     rows, 1], or of blocks of 128 x 128, [experts, rows / 128, columns / 128], with n and hidden
-    whole blocks (ValueError).
+    whole blocks (ValueError). bounded: for another SwiGLU, and biases.
     """
     by_pair = experts_by_pair(
-        x, gate_up, down, weights, chosen, shape, first, of, gate_up_scale, down_scale
+        x, gate_up, down, weights, chosen, shape, first, of, gate_up_scale, down_scale, bounded
     )
     num_experts = down.shape[0]
     return _sums(by_pair, chosen.contiguous(), first if num_experts < of else None, num_experts)
@@ -233,6 +277,7 @@ def experts_by_pair(
     of: int = 0,
     gate_up_scale: torch.Tensor | None = None,
     down_scale: torch.Tensor | None = None,
+    bounded: Bounded | None = None,
 ) -> torch.Tensor:
     """[T, top_k, hidden], whose sum over the second dimension `experts_mlp` is, of the same
     arguments. Pairs of experts that are not given are not written.
@@ -242,8 +287,9 @@ def experts_by_pair(
         return x.new_empty(0, top_k, hidden)
     tile = shape or tiles(chosen.numel(), of or num_experts, gate_up_scale is not None)
     plan = align(chosen, num_experts, tile.rows, first)
-    middle = gated_products(x, gate_up, gate_up_scale, plan, top_k, tile)
-    by_pair = weighted_products(middle, down, down_scale, weights.contiguous(), plan, tile)
+    bias = None if bounded is None else bounded.down_bias
+    middle = gated_products(x, gate_up, gate_up_scale, plan, top_k, tile, bounded)
+    by_pair = weighted_products(middle, down, down_scale, weights.contiguous(), plan, tile, bias)
     return by_pair.view(tokens, top_k, hidden)
 
 
@@ -254,18 +300,22 @@ def gated_products(
     plan: Alignment,
     top_k: int,
     tile: Tiles,
+    bounded: Bounded | None = None,
 ) -> torch.Tensor:
     """[T * top_k, n]: SwiGLU of each pair's token, by its expert; x, weight [experts, 2 n, hidden]
     and scale as `experts_mlp` has them, plan in blocks of tile.rows. Pairs of experts that are not
     in the plan are not written.
     """
+    slope, limit = (1.0, 0.0) if bounded is None else (bounded.slope, bounded.limit)
+    bias = None if bounded is None else bounded.gate_up_bias
     hidden, inter, cut = x.shape[1], weight.shape[1] // 2, tile.gate_up
     out = x.new_empty(x.shape[0] * top_k, inter)
     blocks = plan.experts.shape[0]
     _gate_up[(blocks * triton.cdiv(inter, cut.columns),)](
-        x, *_seen(weight, scale), out, plan.pairs, plan.experts, plan.used, out.shape[0],
+        x, *_seen(weight, scale, bias), out, plan.pairs, plan.experts, plan.used, out.shape[0],
         x.stride(0), blocks, TOP_K=top_k, HIDDEN=hidden, INTER=inter, ROWS=plan.block,
-        SCALES=_shared(weight, scale), GROUP=tile.group, **_options(cut), **early_launch(x.device),
+        SCALES=_shared(weight, scale), GROUP=tile.group, BIASED=bias is not None, SLOPE=slope,
+        LIMIT=limit, **_options(cut), **early_launch(x.device),
     )  # fmt: skip
     return out
 
@@ -277,19 +327,21 @@ def weighted_products(
     factors: torch.Tensor,
     plan: Alignment,
     tile: Tiles,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[pairs, hidden]: factors[pair] times the product of x[pair] with its expert's matrix.
+    """[pairs, hidden]: factors[pair] times the product of x[pair] with its expert's matrix, and
+    times its bias.
 
-    x [pairs, n] and factors, as many, contiguous; weight [experts, hidden, n]; the rest as for
-    `gated_products`.
+    x [pairs, n] and factors, as many, contiguous; weight [experts, hidden, n]; bias [experts,
+    hidden]; the rest as for `gated_products`.
     """
     (size, inter), (held, hidden, _), cut = x.shape, weight.shape, tile.down
     out = x.new_empty(size, hidden)
     blocks = plan.experts.shape[0]
     _down[(blocks * triton.cdiv(hidden, cut.columns),)](
-        x, *_seen(weight, scale), factors, out, plan.pairs, plan.experts, plan.used, size, blocks,
-        held, HIDDEN=hidden, INTER=inter, ROWS=plan.block, SCALES=_shared(weight, scale),
-        GROUP=tile.group, **_options(cut), **early_launch(x.device),
+        x, *_seen(weight, scale, bias), factors, out, plan.pairs, plan.experts, plan.used, size,
+        blocks, held, HIDDEN=hidden, INTER=inter, ROWS=plan.block, SCALES=_shared(weight, scale),
+        GROUP=tile.group, BIASED=bias is not None, **_options(cut), **early_launch(x.device),
     )  # fmt: skip
     return out
 
@@ -300,9 +352,11 @@ def _options(cut: Cut) -> dict[str, int]:
     return options | {"num_warps": cut.warps, "num_stages": cut.stages}
 
 
-def _seen(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and scales as kernels are given them; weights again where there are no scales."""
-    return as_seen(weight), weight if scale is None else scale
+def _seen(
+    weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """Weights, scales and biases as kernels are given them; weights again where there are none."""
+    return as_seen(weight), *(weight if one is None else one for one in (scale, bias))
 
 
 def _shared(weight: torch.Tensor, scale: torch.Tensor | None) -> int:
@@ -343,12 +397,22 @@ def experts_mlp_reference(
     down: torch.Tensor,
     weights: torch.Tensor,
     chosen: torch.Tensor,
+    bounded: Bounded | None = None,
 ) -> torch.Tensor:
     """The same in float32, expert by expert, rounded at the end."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
         token, choice = torch.nonzero(chosen == expert, as_tuple=True)
-        gate, up = (x[token].float() @ gate_up[expert].float().T).chunk(2, dim=-1)
-        one = (torch.nn.functional.silu(gate) * up) @ down[expert].float().T
+        both = x[token].float() @ gate_up[expert].float().T
+        if bounded is None:
+            gate, up = both.chunk(2, dim=-1)
+            one = (torch.nn.functional.silu(gate) * up) @ down[expert].float().T
+        else:
+            gate, up = (both + bounded.gate_up_bias[expert].float()).chunk(2, dim=-1)
+            gate, up = gate.clamp(max=bounded.limit), up.clamp(-bounded.limit, bounded.limit)
+            middle = (up + 1) * gate * torch.sigmoid(bounded.slope * gate)
+            one = middle @ down[expert].float().T
+            if bounded.down_bias is not None:
+                one += bounded.down_bias[expert].float()
         out.index_add_(0, token, one * weights[token, choice, None].float())
     return out.to(x.dtype)

@@ -1,7 +1,8 @@
 """The experts of gpt-oss: a SwiGLU with bounds and a slope of its own, and biases.
 
 On disk all experts of a layer are one tensor, its matrices [in, out], the rows of gate and up one
-after the other in turn; in MXFP4 its matrices are [out, in]. Knows no router. Source: https://arxiv.org/abs/2508.10925.
+after the other in turn; in MXFP4 its matrices are [out, in]. Once they are final, gate comes first.
+Knows no router. Source: https://arxiv.org/abs/2508.10925.
 """
 
 from __future__ import annotations
@@ -22,9 +23,6 @@ class ClampedExperts:
     """Experts (experts.py): (up + 1) * gate * sigmoid(slope * gate), gate at most `limit`, up
     within it on both sides."""
 
-    grouped: Grouped | None = None
-    unsummed: Grouped | None = None
-
     def __init__(
         self,
         hidden_size: int,
@@ -33,8 +31,9 @@ class ClampedExperts:
         swiglu: tuple[float, float],
         placement: Placement,
     ) -> None:
-        self._slope, self._limit = swiglu
+        self._swiglu = swiglu
         self._num_experts = num_experts
+        self._on_gpu = placement.device.type == "cuda"
         self.held = held_by(placement.shard, num_experts, intermediate_size)
         count, share = self.held.count, self.held.share
         self._rows = placement.empty(count, 2 * share, hidden_size)
@@ -43,8 +42,8 @@ class ClampedExperts:
         self._biases = placement.empty(count, hidden_size)
         self._stored = self._in_blocks(placement)
         # Of an expert that is split over the ranks, one rank adds the bias to the sum.
-        adds = placement.shard.whole_experts or placement.shard.rank == 0
-        biases = self._biases if adds else [None] * count
+        self._adds = placement.shard.whole_experts or placement.shard.rank == 0
+        biases = self._biases if self._adds else [None] * count
         self._experts = [
             (Matrix(rows, row_bias), Matrix(down, bias))
             for rows, row_bias, down, bias in zip(
@@ -65,6 +64,37 @@ class ClampedExperts:
         rows = Mxfp4Values.empty((count, wide, hidden), placement)
         return rows, Mxfp4Values.empty((count, hidden, share), placement)
 
+    @property
+    def grouped(self) -> Grouped | None:
+        """On a GPU all experts are one kernel over the stacked weights, which are never packed."""
+        if not self._on_gpu:
+            return None
+        from pipeinfer.kernels.moe import experts_mlp
+
+        return self._by(experts_mlp)
+
+    @property
+    def unsummed(self) -> Grouped | None:
+        if not self._on_gpu or self.held.count < self._num_experts:
+            return None
+        from pipeinfer.kernels.moe import experts_by_pair
+
+        run = self._by(experts_by_pair)
+        return lambda x, weights, experts: run(x, weights, experts).transpose(0, 1)
+
+    def _by(self, kernels: Callable[..., torch.Tensor]) -> Grouped:
+        """(x, weights, experts) to what `kernels` make of them and this rank's matrices."""
+        from pipeinfer.kernels.moe import Bounded
+
+        bounded = Bounded(*self._swiglu, self._row_biases, self._biases if self._adds else None)
+        values, of = (self._rows, self._down), self._num_experts
+
+        def run(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+            first = self.held.first
+            return kernels(x, *values, weights, experts, first=first, of=of, bounded=bounded)
+
+        return run
+
     def __call__(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
         return one_by_one(x, counts, [self._expert(*matrices) for matrices in self._experts])
 
@@ -72,16 +102,22 @@ class ClampedExperts:
         return lambda rows: down(self._activate(gate_up(rows)))
 
     def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate = gate_up[..., ::2].clamp(max=self._limit)
-        up = gate_up[..., 1::2].clamp(min=-self._limit, max=self._limit)
-        return up.add_(1.0).mul_(gate.mul(self._slope).sigmoid_().mul_(gate))
+        slope, limit = self._swiglu
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        return up.add_(1.0).mul_(gate.mul(slope).sigmoid_().mul_(gate))
 
     def pack(self) -> None:
-        """To be called when the weights are final."""
+        """To be called once, when the weights are final."""
         if self._stored is not None:
             self._stored[0].decode(self._rows)
             self._stored[1].decode(self._down)
-        del self._rows, self._down, self._stored
+        del self._stored
+        for rows in (*self._rows, *self._row_biases):
+            rows.copy_(torch.cat((rows[::2], rows[1::2])))
+        if self._on_gpu:
+            return
+        del self._rows, self._down
         for matrices in self._experts:
             for matrix in matrices:
                 matrix.pack()
