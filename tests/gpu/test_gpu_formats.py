@@ -46,7 +46,7 @@ def fill(sources):
             full = torch.empty(source.shape, device="cuda")
             full.normal_(0.0, source.dummy, generator=generator)
             full = full.abs() if "scale" in source.name else full
-        source.target.copy_(full)
+        source.target.copy_(full[source.slices])
 
 
 def filled(at, bias, split):
