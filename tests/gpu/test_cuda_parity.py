@@ -20,6 +20,7 @@ from checkpoints import load_reference
 from pipeinfer.engine.graphs import Graphs
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
+from quantized_checkpoints import quantize
 
 pytestmark = pytest.mark.gpu
 
@@ -195,6 +196,15 @@ def test_attention_sinks_hold_with_graphs_and_without(gpu_checkpoints, backend):
     assert bool(made.loaded.graph_sizes) == (backend != "torch")
     generate(made, wanted=20)
     compare(folder, made).check()
+
+
+def test_experts_in_mxfp4_hold_in_graphs(gpu_checkpoints, tmp_path):
+    source = gpu_checkpoints("GptOssForCausalLM", 64, sliding_window=100)
+    folder, plain = quantize(source, tmp_path, "mxfp4")
+    made = cores(folder)
+    assert made.loaded.graph_sizes
+    generate(made, wanted=20)
+    compare(plain, made).check()
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from pipeinfer.checkpoint.quantization import Fp8, Int4, Quantization
+from pipeinfer.checkpoint.quantization import Fp8, Int4, Mxfp4, Quantization
 from pipeinfer.layers.clamped_experts import ClampedExperts
 from pipeinfer.layers.decoded import Decoded
 from pipeinfer.layers.experts import GatedExperts
@@ -42,6 +44,10 @@ def fill(sources):
         if source.stored == ("I32",):
             full = torch.empty(source.shape, dtype=torch.int32, device="cuda")
             full.random_(generator=generator)
+        elif source.stored == ("U8",):
+            full = torch.empty(source.shape, dtype=torch.uint8, device="cuda")
+            low, high = (0, 256) if source.name.endswith("_blocks") else (117, 122)
+            full.random_(low, high, generator=generator)
         else:
             full = torch.empty(source.shape, device="cuda")
             full.normal_(0.0, source.dummy, generator=generator)
@@ -214,9 +220,28 @@ def test_experts_with_bounds_are_those_that_are_computed_one_by_one(shard, token
         assert (unsummed.sum(0) - expected).norm() < 2 * BOUNDS["4"] * expected.norm()
 
 
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("tokens", [1, 16, 64, 300, 1200])
 @torch.inference_mode()
-def test_a_graph_holds_experts_with_bounds():
-    made = clamped(Placement(Shard(), torch.bfloat16, torch.device("cuda")))
+def test_experts_with_bounds_in_mxfp4_are_the_plain_ones(shard, tokens):
+    how = SHARDS[shard]
+    kept = clamped(replace(placement(Mxfp4()), shard=how))
+    plain = clamped(replace(placement(Mxfp4(), decoded=True), shard=how))
+    for stacks, dtype in ((kept, torch.uint8), (plain, torch.bfloat16)):
+        assert stacks.gate_up.packed[0].dtype == stacks.down.packed[0].dtype == dtype
+    x = torch.randn(tokens, DEPTH, device="cuda").bfloat16()
+    weights, chosen = torch.rand(tokens, 16, device="cuda").topk(4)
+    expected = one_by_one(plain, x, weights, chosen)
+    got = kept.grouped(x, weights, chosen).float()
+    assert (got - expected).norm() < 2 * BOUNDS["4"] * expected.norm()
+    together = plain.grouped(x, weights, chosen).float()
+    assert (got - together).norm() < BOUNDS["4"] * expected.norm(), "the values are the same"
+
+
+@pytest.mark.parametrize("form", [None, Mxfp4()])
+@torch.inference_mode()
+def test_a_graph_holds_experts_with_bounds(form):
+    made = clamped(placement(form))
     x = torch.randn(8, DEPTH, device="cuda").bfloat16()
     weights, chosen = torch.rand(8, 16, device="cuda").topk(4)
     expected = made.grouped(x, weights, chosen)

@@ -210,7 +210,7 @@ def show(good, lines, form, stack, tokens):
 
 def layers(form, stack, tokens, operands, best):
     """Whole layers: with the best tiles of each height, and with those in use."""
-    shapes = {"in use": tiles(tokens * TOP_K, EXPERTS, form != BF16)}
+    shapes = {"in use": tiles(tokens * TOP_K, EXPERTS, 16 if form == BF16 else 8)}
     for height in heights(tokens):
         found = [next((c for _, h, c in best[k] if h == height), None) for k in (GATE_UP, DOWN)]
         if None not in found:

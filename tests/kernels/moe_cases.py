@@ -10,10 +10,17 @@ import torch
 from kernels.triton_cases import DEVICE, HALVES, randn, relative_error
 from pipeinfer.kernels import moe_align
 from pipeinfer.kernels.fp8 import round_rows
-from pipeinfer.kernels.moe import Bounded, experts_by_pair, experts_mlp, experts_mlp_reference
+from pipeinfer.kernels.moe import (
+    Bounded,
+    experts_by_pair,
+    experts_mlp,
+    experts_mlp_reference,
+    weighted_products,
+)
 from pipeinfer.kernels.moe_align import align, align_reference
-from pipeinfer.kernels.moe_tiles import EIGHT_BITS, PLAIN, Cut, Tiles
+from pipeinfer.kernels.moe_tiles import EIGHT_BITS, FOUR_BITS, PLAIN, Cut, Tiles
 from pipeinfer.kernels.norm import rms_norm_reference, sum_norm
+from quantized_checkpoints import mxfp4
 
 ERROR = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # two more roundings
 CUT = Cut(columns=16, depth=16, warps=4, stages=2)
@@ -65,7 +72,7 @@ def test_experts_are_those_of_the_reference(tokens, experts, top_k, hidden, inte
     assert relative_error(got, expected) < ERROR[dtype]
 
 
-@pytest.mark.parametrize("table", [PLAIN, EIGHT_BITS])
+@pytest.mark.parametrize("table", [PLAIN, EIGHT_BITS, FOUR_BITS])
 def test_every_tile_shape_that_may_be_chosen_computes_the_same(table):
     hidden, inter, experts = 160, 144, 2
     x = randn(1, 70, hidden)
@@ -135,6 +142,69 @@ def test_experts_with_bounds_and_biases_are_those_of_the_reference(
     assert relative_error(got, expected) < ERROR[dtype]
     usual = experts_mlp_reference(x, gate_up, down, weights, chosen)
     assert relative_error(usual, expected) > 0.1, "bounds and biases are to be seen"
+
+
+def in_4_bits(weight):
+    """(bytes, exponents, what they stand for) of weight [experts, rows, columns]."""
+    stored, plain = mxfp4("w", weight.transpose(1, 2).float().cpu())
+    exponents = stored["w_scales"]
+    filled = torch.nn.functional.pad(exponents, (0, -exponents.shape[2] % 4), value=127)
+    values = stored["w_blocks"].flatten(2)
+    return values.to(DEVICE), filled.to(DEVICE), plain.transpose(1, 2).contiguous().to(DEVICE)
+
+
+FEW = Tiles(16, replace(CUT, depth=64), replace(CUT, columns=32, depth=32), group=2)
+TURNED_FEW = Tiles(16, replace(CUT, columns=64, depth=128, turned=True),
+                   replace(CUT, columns=64, depth=64, turned=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", [FEW, TURNED_FEW])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inter"), [(1, 128, 128), (9, 160, 96), (30, 64, 32), (21, 96, 192)]
+)
+def test_experts_in_mxfp4_are_those_of_the_values_they_stand_for(
+    tokens, hidden, inter, shape, dtype
+):
+    x = randn(1, tokens, hidden, dtype=dtype)
+    gate_up, gate_up_scale, plain = in_4_bits(randn(2, 4, 2 * inter, hidden) / hidden**0.5)
+    down, down_scale, plain_down = in_4_bits(randn(3, 4, hidden, inter) / inter**0.5)
+    weights, chosen = routed(tokens, 4, 2)
+    bounded = bounds(4, inter, hidden, dtype)
+    expected = experts_mlp_reference(x, plain, plain_down, weights, chosen, bounded)
+    got = experts_mlp(
+        x, gate_up, down, weights, chosen, shape, gate_up_scale=gate_up_scale,
+        down_scale=down_scale, bounded=bounded,
+    )  # fmt: skip
+    assert got.dtype == dtype and relative_error(got, expected) < ERROR[dtype]
+
+
+def test_every_number_and_power_of_mxfp4_is_exact():
+    """The product with a unit matrix, of all that 16 bits can hold."""
+    dtype = HALVES[-1]
+    powers = 9 if dtype == torch.float16 else 100
+    codes = torch.arange(16, dtype=torch.uint8).repeat(2)
+    values = (codes[::2] | (codes[1::2] << 4)).repeat(1, 32, 1)
+    exponents = torch.full((1, 32, 4), 127, dtype=torch.uint8)
+    exponents[0, :, 0] = 127 + torch.linspace(-powers, powers, 32).to(torch.int64)
+    table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    wide = table.repeat(2) * (exponents[0, :, :1].double() - 127).exp2()  # [rows, columns]
+    x = torch.eye(32, dtype=dtype, device=DEVICE)
+    plan = align(torch.zeros(32, 1, dtype=torch.int32, device=DEVICE), 1, 16)
+    ones = torch.ones(32, dtype=torch.float32, device=DEVICE)
+    for tile in (FEW, TURNED_FEW):
+        got = weighted_products(x, values.to(DEVICE), exponents.to(DEVICE), ones, plan, tile)
+        assert torch.equal(got.cpu().double(), wide.T)
+
+
+def test_exponents_that_do_not_fit_are_refused():
+    x, (weights, chosen) = randn(1, 3, 192, dtype=HALVES[0]), routed(3, 4, 2)
+    gate_up, gate_up_scale, _ = in_4_bits(randn(2, 4, 64, 192))
+    down, down_scale, _ = in_4_bits(randn(3, 4, 192, 32))
+    for wrong in (gate_up_scale[:, :, :6].contiguous(), gate_up_scale[:, :, :4].contiguous()):
+        scales = {"gate_up_scale": wrong, "down_scale": down_scale}
+        with pytest.raises(ValueError, match="exponents for"):
+            experts_mlp(x, gate_up, down, weights, chosen, FEW, **scales)
 
 
 def test_what_is_no_number_stays_so_beyond_bounds():

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.kernels.moe_tiles import EIGHT_BITS, MANY, PLAIN, tiles
+from pipeinfer.kernels.moe_tiles import BY_BITS, EIGHT_BITS, FOUR_BITS, MANY, tiles
 
-SIDE = 128  # of a block of weights in FP8 that share a scale
+SIDE = 128  # of a block of weights in FP8 that share a scale, of what has a word of exponents
 
 
-@pytest.mark.parametrize("table", [PLAIN, EIGHT_BITS])
+@pytest.mark.parametrize("table", BY_BITS.values())
 def test_tables_go_up_to_any_number_of_pairs(table):
     bounds = [most for most, _ in table]
     assert bounds == sorted(set(bounds)) and bounds[-1] == MANY
@@ -19,12 +19,12 @@ def test_tables_go_up_to_any_number_of_pairs(table):
     assert heights == sorted(heights) and all(rows in (16, 32, 64, 128) for rows in heights)
 
 
-def test_tiles_of_8_bits_stay_within_what_shares_a_scale():
-    for _, shape in EIGHT_BITS:
+def test_tiles_of_fewer_bits_stay_within_what_shares_a_scale():
+    for _, shape in (*EIGHT_BITS, *FOUR_BITS):
         for cut in (shape.gate_up, shape.down):
             assert SIDE % cut.columns == SIDE % cut.depth == 0
 
 
-@given(st.integers(1, 100_000), st.integers(1, 512), st.booleans())
-def test_the_mean_number_of_pairs_decides(pairs, experts, eight_bits):
-    assert tiles(pairs, experts, eight_bits) == tiles(3 * pairs, 3 * experts, eight_bits)
+@given(st.integers(1, 100_000), st.integers(1, 512), st.sampled_from(sorted(BY_BITS)))
+def test_the_mean_number_of_pairs_decides(pairs, experts, bits):
+    assert tiles(pairs, experts, bits) == tiles(3 * pairs, 3 * experts, bits)

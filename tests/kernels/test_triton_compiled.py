@@ -32,7 +32,7 @@ from pipeinfer.kernels import (
     softmax_choice,
     store,
 )
-from pipeinfer.kernels.moe_tiles import EIGHT_BITS, PLAIN, Cut
+from pipeinfer.kernels.moe_tiles import EIGHT_BITS, FOUR_BITS, PLAIN, Cut
 from pipeinfer.params import LONGEST_BAD
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -224,17 +224,20 @@ def test_pairs_by_expert(experts, chunk, warps, chosen):
 def experts(kernel: Any, rows: int, cut: Cut, scales: int, bounded: bool = False) -> Any:
     """Of the shape of Qwen3-30B-A3B; bounded: of gpt-oss-20b."""
     whole = dict.fromkeys(("x", "hidden", "factors", "out", "weight", "scale", "bias"), HALF)
-    if scales != moe.UNSCALED.value:
+    if scales == moe.MXFP4.value:
+        whole |= {"weight": "*u8", "scale": "*i32"}
+    elif scales != moe.UNSCALED.value:
         whole |= {"weight": EIGHTH, "scale": "*fp32"}
     whole |= dict.fromkeys(("pairs", "experts", "used"), "*i32")
     whole |= dict.fromkeys(("size", "x_stride", "row_blocks", "held"), "i32")
     constants = {
         "TOP_K": 8, "HIDDEN": 2048, "INTER": 768, "ROWS": rows, "COLUMNS": cut.columns,
         "DEPTH": cut.depth, "TURNED": cut.turned, "SCALES": scales, "GROUP": 8, "EARLY": True,
-        "BIASED": bounded, "SLOPE": 1.0, "LIMIT": 0.0,
+        "BLOCKS": 2048 // 128, "BIASED": bounded, "SLOPE": 1.0, "LIMIT": 0.0,
     }  # fmt: skip
     if bounded:
         constants |= {"TOP_K": 4, "HIDDEN": 2880, "INTER": 2880, "SLOPE": 1.702, "LIMIT": 7.0}
+        constants |= {"BLOCKS": 23}  # of 90 exponents and two that fill up, four each
     names = kernel.arg_names
     types = {name: whole[name] for name in names if name in whole}
     given = {name: constants[name] for name in names if name in constants}
@@ -257,13 +260,23 @@ def test_experts_of_every_tile_that_may_be_chosen(shape, scales):
         assert "cvt.bf16.f16" not in made.asm["ptx"], "16 values a cycle"
 
 
-@pytest.mark.parametrize("shape", [shape for _, shape in PLAIN])
-def test_experts_with_bounds_and_biases_of_every_tile(shape):
+BOUNDED = [(shape, moe.UNSCALED.value) for _, shape in PLAIN]
+BOUNDED += [(shape, moe.MXFP4.value) for _, shape in FOUR_BITS]
+
+
+@pytest.mark.parametrize(("shape", "scales"), BOUNDED)
+def test_experts_with_bounds_and_biases_of_every_tile(shape, scales):
     for kernel, each in ((moe._gate_up, shape.gate_up), (moe._down, shape.down)):
-        made = experts(kernel, shape.rows, each, moe.UNSCALED.value, bounded=True)
+        made = experts(kernel, shape.rows, each, scales, bounded=True)
         assert made.metadata.shared < 227 * 1024
-        full = each.columns if each.turned else shape.rows
-        assert ("wgmma" in made.asm["ptx"]) == (full >= 64)
+        if scales == moe.MXFP4.value:
+            assert "wgmma" in made.asm["ptx"]
+            assert "mul.bf16" in made.asm["ptx"], "scaled in 16 bits, two by an instruction"
+            held = 5 if kernel is moe._gate_up else 3  # rows, and weights and exponents of each
+            assert made.asm["ttgir"].count("async_copy_global") == held * each.stages
+        else:
+            full = each.columns if each.turned else shape.rows
+            assert ("wgmma" in made.asm["ptx"]) == (full >= 64)
 
 
 def test_sums_of_a_tokens_pairs():

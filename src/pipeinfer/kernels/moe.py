@@ -6,6 +6,7 @@ Needs triton. Knows tokens, chosen experts and stacked weights; no router and no
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ from pipeinfer.kernels.prefetch import LINE, prefetch
 from pipeinfer.kernels.scaled_dot import (
     BY_BLOCK,
     BY_ROW,
+    MXFP4,
+    RUN,
     SIDE,
     UNSCALED,
     along_columns,
@@ -77,6 +80,20 @@ def _weights(
 
 
 @triton.jit
+def _scales(
+    scale, column, part, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALES: tl.constexpr,
+):  # fmt: skip
+    """The address of a matrix's first scale by block for the columns of `part`; or addresses
+    [COLUMNS] of their first four exponents. BLOCKS: of a row."""
+    if SCALES == MXFP4:
+        at = scale + tl.minimum(column, WIDTH - 1) * BLOCKS
+    else:
+        at = scale + part * COLUMNS // SIDE * BLOCKS
+    return at
+
+
+@triton.jit
 def _rows(at, real, depth, DEEP: tl.constexpr, DEPTH: tl.constexpr):
     """[ROWS, DEPTH] of those that are real; zeros outside."""
     mask = real[:, None]
@@ -108,14 +125,16 @@ def _gate_up(
     x, weight, scale, bias, out, pairs, experts, used, size, x_stride, row_blocks,
     TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURNED: tl.constexpr, SCALES: tl.constexpr,
-    GROUP: tl.constexpr, BIASED: tl.constexpr, SLOPE: tl.constexpr, LIMIT: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCKS: tl.constexpr, GROUP: tl.constexpr, BIASED: tl.constexpr, SLOPE: tl.constexpr,
+    LIMIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = swiglu(x[token] @ gate.T, x[token] @ up.T) for one tile of pairs and columns.
-    scale [experts, 2 INTER], or [experts, 2 INTER / SIDE, HIDDEN / SIDE]; bias [experts, 2 INTER].
-    """
-    tl.static_assert(SCALES != BY_BLOCK or (SIDE % COLUMNS == 0 and SIDE % DEPTH == 0))
+    scale [experts, 2 INTER], or [experts, 2 INTER / SIDE, BLOCKS], or of MXFP4 int32 [experts,
+    2 INTER, BLOCKS], four exponents each; bias [experts, 2 INTER]."""
+    tl.static_assert(SCALES != BY_BLOCK or SIDE % COLUMNS == 0)
+    tl.static_assert((SCALES != BY_BLOCK and SCALES != MXFP4) or SIDE % DEPTH == 0)
     rows_first: tl.constexpr = TURNED == 0
+    EACH: tl.constexpr = 2 if SCALES == MXFP4 else 1  # weights in an element
     block, part = _tile(row_blocks, tl.cdiv(INTER, COLUMNS), GROUP)
     if EARLY:
         gdc_wait()  # for tokens and their order
@@ -127,17 +146,22 @@ def _gate_up(
     column, depth = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     expert = tl.load(experts + block).to(tl.int64)
     left = x + (pair // TOP_K).to(tl.int64)[:, None] * x_stride + depth[None, :]
-    right = weight + expert * (2 * INTER * HIDDEN) + column[:, None] * HIDDEN + depth[None, :]
-    blocks: tl.constexpr = INTER // SIDE * (HIDDEN // SIDE)  # of gate, and as many of up
-    scales = scale + expert * (2 * blocks) + part * COLUMNS // SIDE * (HIDDEN // SIDE)
+    deep: tl.constexpr = HIDDEN // EACH
+    element = tl.arange(0, DEPTH // EACH)
+    right = weight + expert * (2 * INTER * deep) + column[:, None] * deep + element[None, :]
+    shared: tl.constexpr = 1 if SCALES == MXFP4 else SIDE  # rows with one scale
+    blocks: tl.constexpr = INTER // shared * BLOCKS  # of gate, and as many of up
+    scales = scale + expert * (2 * blocks)
+    scales = _scales(scales, column, part, BLOCKS, INTER, COLUMNS, SCALES)
     gate, up = nothing(ROWS, COLUMNS, rows_first), nothing(ROWS, COLUMNS, rows_first)
     for begin in range(0, HIDDEN, DEPTH):
         a = _rows(left + begin, real, begin + depth, HIDDEN, DEPTH)
-        w = _weights(right + begin, column, begin + depth, INTER, HIDDEN, COLUMNS, DEPTH)
-        gate = scaled_dot(a, w, gate, scales + begin // SIDE, rows_first, SCALES)
-        at = right + begin + INTER * HIDDEN
-        w = _weights(at, column, begin + depth, INTER, HIDDEN, COLUMNS, DEPTH)
-        up = scaled_dot(a, w, up, scales + blocks + begin // SIDE, rows_first, SCALES)
+        at, begun = right + begin // EACH, begin // EACH + element
+        w = _weights(at, column, begun, INTER, deep, COLUMNS, DEPTH // EACH)
+        first, run = scales + begin // SIDE, begin // RUN % (SIDE // RUN)
+        gate = scaled_dot(a, w, gate, first, rows_first, SCALES, run)
+        w = _weights(at + INTER * deep, column, begun, INTER, deep, COLUMNS, DEPTH // EACH)
+        up = scaled_dot(a, w, up, first + blocks, rows_first, SCALES, run)
     if SCALES == BY_ROW:
         at = scale + expert * (2 * INTER)
         gate *= _of_columns(at, column, INTER, rows_first)
@@ -175,18 +199,21 @@ def _ahead(
 def _down(
     hidden, weight, scale, bias, factors, out, pairs, experts, used, size, row_blocks, held,
     HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, TURNED: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
-    BIASED: tl.constexpr, EARLY: tl.constexpr,
+    DEPTH: tl.constexpr, TURNED: tl.constexpr, SCALES: tl.constexpr, BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr, BIASED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = factors[pair] * (hidden[pair] @ weight.T + bias) for one tile of pairs, columns.
-    scale [experts, HIDDEN], or [experts, HIDDEN / SIDE, INTER / SIDE]; bias [experts, HIDDEN];
-    held: experts."""
-    tl.static_assert(SCALES != BY_BLOCK or (SIDE % COLUMNS == 0 and SIDE % DEPTH == 0))
+    scale [experts, HIDDEN], or [experts, HIDDEN / SIDE, BLOCKS], or of MXFP4 int32 [experts,
+    HIDDEN, BLOCKS], four exponents each; bias [experts, HIDDEN]; held: experts."""
+    tl.static_assert(SCALES != BY_BLOCK or SIDE % COLUMNS == 0)
+    tl.static_assert((SCALES != BY_BLOCK and SCALES != MXFP4) or SIDE % DEPTH == 0)
     rows_first: tl.constexpr = TURNED == 0
+    EACH: tl.constexpr = 2 if SCALES == MXFP4 else 1  # weights in an element
+    deep: tl.constexpr = INTER // EACH
     block, part = _tile(row_blocks, tl.cdiv(HIDDEN, COLUMNS), GROUP)
     column, depth = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     if EARLY:
-        _ahead(weight, experts, used, block, column, held, HIDDEN, INTER, ROWS, DEPTH)
+        _ahead(weight, experts, used, block, column, held, HIDDEN, deep, ROWS, DEPTH // EACH)
         gdc_wait()  # for gate and up
         gdc_launch_dependents()
     if block * ROWS >= tl.load(used):
@@ -195,14 +222,18 @@ def _down(
     real = pair < size
     expert = tl.load(experts + block).to(tl.int64)
     left = hidden + pair.to(tl.int64)[:, None] * INTER + depth[None, :]
-    right = weight + expert * (HIDDEN * INTER) + column[:, None] * INTER + depth[None, :]
-    blocks: tl.constexpr = HIDDEN // SIDE * (INTER // SIDE)
-    scales = scale + expert * blocks + part * COLUMNS // SIDE * (INTER // SIDE)
+    element = tl.arange(0, DEPTH // EACH)
+    right = weight + expert * (HIDDEN * deep) + column[:, None] * deep + element[None, :]
+    shared: tl.constexpr = 1 if SCALES == MXFP4 else SIDE  # rows with one scale
+    scales = scale + expert * (HIDDEN // shared * BLOCKS)
+    scales = _scales(scales, column, part, BLOCKS, HIDDEN, COLUMNS, SCALES)
     total = nothing(ROWS, COLUMNS, rows_first)
     for begin in range(0, INTER, DEPTH):
         a = _rows(left + begin, real, begin + depth, INTER, DEPTH)
-        w = _weights(right + begin, column, begin + depth, HIDDEN, INTER, COLUMNS, DEPTH)
-        total = scaled_dot(a, w, total, scales + begin // SIDE, rows_first, SCALES)
+        at, begun = right + begin // EACH, begin // EACH + element
+        w = _weights(at, column, begun, HIDDEN, deep, COLUMNS, DEPTH // EACH)
+        first, run = scales + begin // SIDE, begin // RUN % (SIDE // RUN)
+        total = scaled_dot(a, w, total, first, rows_first, SCALES, run)
     if SCALES == BY_ROW:
         total *= _of_columns(scale + expert * HIDDEN, column, HIDDEN, rows_first)
     if BIASED:
@@ -258,6 +289,10 @@ def experts_mlp(
     of others count nothing. Scales: float32, of matrices in FP8, which become x's dtype: [experts,
     rows, 1], or of blocks of 128 x 128, [experts, rows / 128, columns / 128], with n and hidden
     whole blocks (ValueError). bounded: for another SwiGLU, and biases.
+
+    In MXFP4, for x of 16 bits, matrices are uint8 [experts, rows, columns / 2], the first of two in
+    the lower bits, and scales are exponents, uint8 [experts, rows, blocks]: one for each 32 columns
+    and others, no NaN, that fill them up to a multiple of 4 (ValueError).
     """
     by_pair = experts_by_pair(
         x, gate_up, down, weights, chosen, shape, first, of, gate_up_scale, down_scale, bounded
@@ -285,7 +320,7 @@ def experts_by_pair(
     (tokens, hidden), num_experts, top_k = x.shape, down.shape[0], chosen.shape[1]
     if tokens == 0:
         return x.new_empty(0, top_k, hidden)
-    tile = shape or tiles(chosen.numel(), of or num_experts, gate_up_scale is not None)
+    tile = shape or tiles(chosen.numel(), of or num_experts, _bits(gate_up))
     plan = align(chosen, num_experts, tile.rows, first)
     bias = None if bounded is None else bounded.down_bias
     middle = gated_products(x, gate_up, gate_up_scale, plan, top_k, tile, bounded)
@@ -309,12 +344,12 @@ def gated_products(
     slope, limit = (1.0, 0.0) if bounded is None else (bounded.slope, bounded.limit)
     bias = None if bounded is None else bounded.gate_up_bias
     hidden, inter, cut = x.shape[1], weight.shape[1] // 2, tile.gate_up
-    out = x.new_empty(x.shape[0] * top_k, inter)
+    out, scaled = x.new_empty(x.shape[0] * top_k, inter), _scaled(weight, scale)
     blocks = plan.experts.shape[0]
     _gate_up[(blocks * triton.cdiv(inter, cut.columns),)](
         x, *_seen(weight, scale, bias), out, plan.pairs, plan.experts, plan.used, out.shape[0],
         x.stride(0), blocks, TOP_K=top_k, HIDDEN=hidden, INTER=inter, ROWS=plan.block,
-        SCALES=_shared(weight, scale), GROUP=tile.group, BIASED=bias is not None, SLOPE=slope,
+        **scaled, GROUP=tile.group, BIASED=bias is not None, SLOPE=slope,
         LIMIT=limit, **_options(cut), **early_launch(x.device),
     )  # fmt: skip
     return out
@@ -336,11 +371,11 @@ def weighted_products(
     hidden]; the rest as for `gated_products`.
     """
     (size, inter), (held, hidden, _), cut = x.shape, weight.shape, tile.down
-    out = x.new_empty(size, hidden)
+    out, scaled = x.new_empty(size, hidden), _scaled(weight, scale)
     blocks = plan.experts.shape[0]
     _down[(blocks * triton.cdiv(hidden, cut.columns),)](
         x, *_seen(weight, scale, bias), factors, out, plan.pairs, plan.experts, plan.used, size,
-        blocks, held, HIDDEN=hidden, INTER=inter, ROWS=plan.block, SCALES=_shared(weight, scale),
+        blocks, held, HIDDEN=hidden, INTER=inter, ROWS=plan.block, **scaled,
         GROUP=tile.group, BIASED=bias is not None, **_options(cut), **early_launch(x.device),
     )  # fmt: skip
     return out
@@ -356,15 +391,28 @@ def _seen(
     weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
     """Weights, scales and biases as kernels are given them; weights again where there are none."""
+    if weight.dtype == torch.uint8 and scale is not None:
+        scale = scale.view(torch.int32)
     return as_seen(weight), *(weight if one is None else one for one in (scale, bias))
 
 
-def _shared(weight: torch.Tensor, scale: torch.Tensor | None) -> int:
-    """What has a scale of its own; ValueError if that does not divide the weights."""
+def _bits(weight: torch.Tensor) -> int:
+    """Of a weight as it is stored; 16 for those that have more."""
+    return 4 if weight.dtype == torch.uint8 else min(8 * weight.element_size(), 16)
+
+
+def _scaled(weight: torch.Tensor, scale: torch.Tensor | None) -> dict[str, int]:
+    """What has a scale of its own, and how many a row has; ValueError if that does not divide the
+    weights."""
     if scale is None:
-        return UNSCALED.value
+        return {"SCALES": UNSCALED.value, "BLOCKS": 0}
+    if weight.dtype == torch.uint8:
+        runs = scale.shape[2]
+        if runs % 4 or RUN.value * runs < 2 * weight.shape[2]:
+            raise ValueError(f"{tuple(scale.shape)} exponents for {tuple(weight.shape)} bytes")
+        return {"SCALES": MXFP4.value, "BLOCKS": runs // 4}
     if scale.shape[1:] == (weight.shape[1], 1):
-        return BY_ROW.value
+        return {"SCALES": BY_ROW.value, "BLOCKS": 0}
     if any(
         size != blocks * SIDE.value
         for size, blocks in zip(weight.shape[1:], scale.shape[1:], strict=True)
@@ -373,7 +421,7 @@ def _shared(weight: torch.Tensor, scale: torch.Tensor | None) -> int:
             f"scales {tuple(scale.shape)} are not those of rows, nor of whole blocks of "
             f"{SIDE.value} x {SIDE.value}, of weights {tuple(weight.shape)}"
         )
-    return BY_BLOCK.value
+    return {"SCALES": BY_BLOCK.value, "BLOCKS": scale.shape[2]}
 
 
 def _sums(

@@ -46,6 +46,14 @@ PLAIN: tuple[tuple[float, Tiles], ...] = (
     (128, Tiles(128, Cut(64, 64, 4, 3, turned=True), Cut(128, 64, 8, 3))),
     (MANY, Tiles(128, Cut(128, 64, 8, 3), Cut(128, 64, 8, 3))),
 )
+# Of weights in MXFP4, not measured yet; depth divides 128, the columns of a word of exponents. The
+# compiler itself turns these, and loads ahead what it does not load ahead where they are turned.
+FOUR_BITS: tuple[tuple[float, Tiles], ...] = (
+    (16, Tiles(16, Cut(64, 128, 4, 4), Cut(64, 128, 4, 4))),
+    (32, Tiles(32, Cut(64, 128, 4, 4), Cut(64, 128, 4, 4))),
+    (128, Tiles(64, Cut(128, 128, 8, 3), Cut(128, 128, 8, 3))),
+    (MANY, Tiles(128, Cut(128, 64, 8, 3), Cut(128, 128, 8, 3))),
+)
 # Of weights in e4m3; depth and columns divide 128, the side of a block that shares a scale.
 EIGHT_BITS: tuple[tuple[float, Tiles], ...] = (
     (0.06, Tiles(16, Cut(64, 128, 4, 4), Cut(128, 128, 4, 4))),
@@ -57,8 +65,10 @@ EIGHT_BITS: tuple[tuple[float, Tiles], ...] = (
 )
 
 
-def tiles(pairs: int, num_experts: int, eight_bits: bool = False) -> Tiles:
-    """For so many pairs of all experts together; eight_bits: weights are in FP8."""
+BY_BITS = {16: PLAIN, 8: EIGHT_BITS, 4: FOUR_BITS}
+
+
+def tiles(pairs: int, num_experts: int, bits: int = 16) -> Tiles:
+    """For so many pairs of all experts together; bits: of a weight, 16 for more."""
     mean = pairs / num_experts
-    table = EIGHT_BITS if eight_bits else PLAIN
-    return next(found for most, found in table if mean <= most)
+    return next(found for most, found in BY_BITS[bits] if mean <= most)

@@ -7,6 +7,7 @@ triton. Knows tiles that are loaded, no layout of weights.
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from pipeinfer.kernels.triton_e4m3 import widened
 
 SIDE = tl.constexpr(fp8.SIDE)
 UNSCALED, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+MXFP4 = tl.constexpr(3)  # e2m1, two columns a byte, and an exponent for each 32 columns of a row
+RUN = tl.constexpr(32)  # columns that share an exponent
 
 
 @triton.jit
@@ -41,17 +44,36 @@ def dot(a, w, total, ROWS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def scaled_dot(a, w, total, at, ROWS_FIRST: tl.constexpr, SCALES: tl.constexpr):
+def scaled_dot(a, w, total, at, ROWS_FIRST: tl.constexpr, SCALES: tl.constexpr, first=0):
     """total + a @ w.T of rows a [ROWS, DEPTH] and weights w [COLUMNS, DEPTH], or its transpose.
 
-    at: for SCALES by block the scale's address, or addresses that broadcast to total.
+    at: for SCALES by block the scale's address, or addresses that broadcast to total. In MXFP4, for
+    a of 16 bits, w is [COLUMNS, DEPTH / 2], and `at` are the addresses [COLUMNS] of four exponents
+    each, int32, of which `first` is that of the first column.
     """
-    w = widened(w, a.dtype)
-    if SCALES == BY_BLOCK:
-        part = dot(a, w, tl.zeros_like(total), ROWS_FIRST)
+    if SCALES == MXFP4:
+        total = _mxfp4_dot(a, w, tl.load(at), first, total, ROWS_FIRST)
+    elif SCALES == BY_BLOCK:
+        part = dot(a, widened(w, a.dtype), tl.zeros_like(total), ROWS_FIRST)
         total += part * tl.load(at)
     else:
-        total = dot(a, w, total, ROWS_FIRST)
+        total = dot(a, widened(w, a.dtype), total, ROWS_FIRST)
+    return total
+
+
+@triton.jit
+def _mxfp4_dot(a, w, words, first, total, ROWS_FIRST: tl.constexpr):
+    """Exact but for the sum: two bits and a power of two are numbers of 16 bits. Exponents that
+    stand for NaN are not looked for."""
+    kind: tl.constexpr = "bf16" if a.dtype == tl.bfloat16 else "fp16"
+    run = first + tl.arange(0, 2 * w.shape[1] // RUN)
+    exponents = (words[:, None] >> (8 * run)[None, :]).to(tl.uint8)
+    if ROWS_FIRST:
+        w = tl.trans(w)
+        total = tl.dot_scaled(a, None, kind, w, exponents, "e2m1", total, fast_math=True)
+    else:
+        a = tl.trans(a)
+        total = tl.dot_scaled(w, exponents, "e2m1", a, None, kind, total, fast_math=True)
     return total
 
 

@@ -1,8 +1,7 @@
 """The experts of gpt-oss: a SwiGLU with bounds and a slope of its own, and biases.
 
-On disk all experts of a layer are one tensor, its matrices [in, out], the rows of gate and up one
-after the other in turn; in MXFP4 its matrices are [out, in]. Once they are final, gate comes first.
-Knows no router. Source: https://arxiv.org/abs/2508.10925.
+On disk all experts of a layer are one tensor, the rows of gate and up one after the other in turn.
+Once they are final, gate comes first. Knows no router. Source: https://arxiv.org/abs/2508.10925.
 """
 
 from __future__ import annotations
@@ -11,17 +10,15 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from pipeinfer.checkpoint.quantization import Mxfp4
 from pipeinfer.layers.experts import Grouped, held_by, one_by_one
 from pipeinfer.layers.matrix import Matrix
-from pipeinfer.layers.mxfp4_values import Mxfp4Values
+from pipeinfer.layers.merged_stack import MergedStack, one_after_the_other
 from pipeinfer.layers.placement import Placement, Source
-from pipeinfer.settings import ConfigurationError
 
 
 class ClampedExperts:
     """Experts (experts.py): (up + 1) * gate * sigmoid(slope * gate), gate at most `limit`, up
-    within it on both sides."""
+    within it on both sides. One by one only where their matrices are plain."""
 
     def __init__(
         self,
@@ -35,34 +32,25 @@ class ClampedExperts:
         self._num_experts = num_experts
         self._on_gpu = placement.device.type == "cuda"
         self.held = held_by(placement.shard, num_experts, intermediate_size)
-        count, share = self.held.count, self.held.share
-        self._rows = placement.empty(count, 2 * share, hidden_size)
+        count, share, form = self.held.count, self.held.share, placement.format(["experts"])
+        self.gate_up = MergedStack(form, (count, 2 * share, hidden_size), placement, halves=True)
         self._row_biases = placement.empty(count, 2 * share)
-        self._down = placement.empty(count, hidden_size, share)
+        self.down = MergedStack(form, (count, hidden_size, share), placement)
         self._biases = placement.empty(count, hidden_size)
-        self._stored = self._in_blocks(placement)
         # Of an expert that is split over the ranks, one rank adds the bias to the sum.
         self._adds = placement.shard.whole_experts or placement.shard.rank == 0
-        biases = self._biases if self._adds else [None] * count
-        self._experts = [
-            (Matrix(rows, row_bias), Matrix(down, bias))
-            for rows, row_bias, down, bias in zip(
-                self._rows, self._row_biases, self._down, biases, strict=True
-            )
-        ]
+        self._experts = self._matrices()
 
-    def _in_blocks(self, placement: Placement) -> tuple[Mxfp4Values, Mxfp4Values] | None:
-        """Room for them as they are stored, of gate and up, and of down; None if that is plain."""
-        form = placement.format(["experts"])
-        if form is None:
-            return None
-        if form != Mxfp4():
-            raise ConfigurationError(
-                "experts with bounds are stored plain or in mxfp4, not in another number format"
-            )
-        (count, wide, hidden), share = self._rows.shape, self.held.share
-        rows = Mxfp4Values.empty((count, wide, hidden), placement)
-        return rows, Mxfp4Values.empty((count, hidden, share), placement)
+    def _matrices(self) -> list[tuple[Matrix, Matrix]]:
+        """Gate and up, and down of each expert; none where they are not plain."""
+        rows, down = self.gate_up.plain, self.down.plain
+        if rows is None or down is None:
+            return []
+        biases = self._biases if self._adds else [None] * self.held.count
+        return [
+            (Matrix(one, row_bias), Matrix(other, bias))
+            for one, row_bias, other, bias in zip(rows, self._row_biases, down, biases, strict=True)
+        ]
 
     @property
     def grouped(self) -> Grouped | None:
@@ -83,15 +71,16 @@ class ClampedExperts:
         return lambda x, weights, experts: run(x, weights, experts).transpose(0, 1)
 
     def _by(self, kernels: Callable[..., torch.Tensor]) -> Grouped:
-        """(x, weights, experts) to what `kernels` make of them and this rank's matrices."""
+        """(x, weights, experts) to what `kernels` make of them and this rank's matrices, without a
+        look at the choice on the host."""
         from pipeinfer.kernels.moe import Bounded
 
+        (gate_up, gate_up_scale), (down, down_scale) = self.gate_up.packed, self.down.packed
         bounded = Bounded(*self._swiglu, self._row_biases, self._biases if self._adds else None)
-        values, of = (self._rows, self._down), self._num_experts
+        others = None, self.held.first, self._num_experts, gate_up_scale, down_scale, bounded
 
         def run(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-            first = self.held.first
-            return kernels(x, *values, weights, experts, first=first, of=of, bounded=bounded)
+            return kernels(x, gate_up, down, weights, experts, *others)
 
         return run
 
@@ -109,38 +98,27 @@ class ClampedExperts:
 
     def pack(self) -> None:
         """To be called once, when the weights are final."""
-        if self._stored is not None:
-            self._stored[0].decode(self._rows)
-            self._stored[1].decode(self._down)
-        del self._stored
-        for rows in (*self._rows, *self._row_biases):
-            rows.copy_(torch.cat((rows[::2], rows[1::2])))
+        self.gate_up.pack()
+        self.down.pack()
+        one_after_the_other(self._row_biases)
         if self._on_gpu:
             return
-        del self._rows, self._down
+        del self.gate_up, self.down
         for matrices in self._experts:
             for matrix in matrices:
                 matrix.pack()
 
     def sources(self, prefix: str) -> Iterator[Source]:
         """`prefix` is the path of the mixture, with its dot."""
-        held, hidden = self.held, self._biases.shape[1]
+        held, hidden, of = self.held, self._biases.shape[1], self._num_experts
         experts, every = slice(held.first, held.last), slice(0, hidden)
         wide, both = 2 * held.size, slice(2 * held.start, 2 * held.stop)
-        name, of = f"{prefix}experts.", self._num_experts
-        part, slices = slice(held.start, held.stop), (experts, both)
-        yield Source(f"{name}gate_up_proj_bias", (of, wide), slices, self._row_biases)
-        yield Source(f"{name}down_proj_bias", (of, hidden), (experts, every), self._biases)
-        if self._stored is not None:
-            rows, down = self._stored
-            at = (experts, both, every)
-            yield from rows.sources(f"{name}gate_up_proj", (of, wide, hidden), at)
-            at = (experts, every, part)
-            yield from down.sources(f"{name}down_proj", (of, hidden, held.size), at)
-            return
-        turned = self._rows.transpose(1, 2)
-        at = (experts, every, both)
-        yield Source(f"{name}gate_up_proj", (of, hidden, wide), at, turned)
-        turned = self._down.transpose(1, 2)
-        at = (experts, part, every)
-        yield Source(f"{name}down_proj", (of, held.size, hidden), at, turned)
+        name, part = f"{prefix}experts.", slice(held.start, held.stop)
+        at = experts, both
+        yield Source(f"{name}gate_up_proj_bias", (of, wide), at, self._row_biases)
+        at = experts, every
+        yield Source(f"{name}down_proj_bias", (of, hidden), at, self._biases)
+        at = experts, both, every
+        yield from self.gate_up.sources(f"{name}gate_up_proj", (of, wide, hidden), at)
+        at = experts, every, part
+        yield from self.down.sources(f"{name}down_proj", (of, hidden, held.size), at)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from pipeinfer.layers.placement import Placement, Source
 from pipeinfer.settings import ConfigurationError
@@ -16,6 +17,7 @@ from pipeinfer.settings import ConfigurationError
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
 BLOCK = 32
 EXPONENT_OF_ONE = 127
+WORD = 4  # exponents that a kernel reads at once
 DUMMY_EXPONENT = 120.0  # a standard deviation of 0.02 or so
 STORED = ("U8",)
 
@@ -52,6 +54,13 @@ class Mxfp4Values:
             both = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2).int()
             powers = exponents.int() - EXPONENT_OF_ONE
             plain.copy_(torch.ldexp(table[both], powers[..., None]).flatten(1))
+
+    def packed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """uint8 ([experts, out, in / 2], [experts, out, blocks]) as kernels/moe.py takes them:
+        what fills the blocks of a row up to a multiple of WORD stands for 1."""
+        more = -self.exponents.shape[2] % WORD
+        filled = functional.pad(self.exponents, (0, more), value=EXPONENT_OF_ONE)
+        return self.values.flatten(2), filled
 
     def sources(
         self, name: str, shape: tuple[int, int, int], held: tuple[slice, slice, slice]
