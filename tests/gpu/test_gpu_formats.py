@@ -97,6 +97,16 @@ def test_a_matrix_in_a_format_is_the_plain_one(form, rows):
 
 @pytest.mark.parametrize("form", FORMATS)
 @torch.inference_mode()
+def test_no_rows_have_no_products(form):
+    made = filled(placement(FORMATS[form]), None, False)
+    none = torch.empty(0, DEPTH, device="cuda").bfloat16()
+    assert made(none).shape == (0, WIDTH)
+    if made.rounding is not None:
+        assert made(made.rounding.rows(none)).shape == (0, WIDTH)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@torch.inference_mode()
 def test_a_graph_holds_products_of_few_and_many_rows(form):
     made = filled(placement(FORMATS[form]), None, False)
     for rows in (8, 256):

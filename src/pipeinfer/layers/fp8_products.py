@@ -113,6 +113,8 @@ def _by_row() -> Many:
         rows: RoundedRows, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         x, by_row = rows.values, rows.scale
+        if x.shape[0] == 0:  # a step in which nobody samples, behind the last layer's attention
+            return torch.empty(0, weight.shape[0], dtype=torch.bfloat16, device=x.device)
         if medium is not None and x.shape[0] <= MEDIUM:
             return medium(x, weight.t(), by_row, scale, torch.bfloat16, bias)
         return torch.ops.aten._scaled_mm(
