@@ -37,6 +37,19 @@ def test_floor_of_the_published_benchmark_is_the_published_floor(tmp_path, shape
     assert floor.floor_seconds(published(), size, H200, 256) == pytest.approx(seconds, abs=0.006)
 
 
+def test_the_floor_of_fp8_has_half_the_bytes_and_half_the_time_of_products(tmp_path):
+    folder = shapes.write_folder(tmp_path, shapes.shape("qwen3-14b"))
+    plain, size = (floor.model_size(folder, "bfloat16", how) for how in ("auto", "fp8"))
+    head = shapes.shape("qwen3-14b")["vocab_size"] * 5120
+    norms = plain.parameters - head - size.narrow
+    assert size.parameters == plain.parameters and 0 < norms < 1e6, "head and norms are plain"
+    assert size.dense_bytes == pytest.approx(plain.dense_bytes - size.narrow, rel=1e-3)
+    seconds = floor.floor_seconds(published(), size, H200, 256)
+    assert 133_966 / seconds == pytest.approx(12_109, rel=1e-3)
+    narrow = floor.model_size(folder, "bfloat16", "fp8", "fp8_e4m3")
+    assert 2 * narrow.kv_bytes == size.kv_bytes
+
+
 def test_the_floor_counts_the_experts_that_are_read(tmp_path):
     folder = shapes.write_folder(tmp_path, shapes.shape("qwen3-30b-a3b"))
     size = floor.model_size(folder, "bfloat16")

@@ -6,19 +6,20 @@ Source: docs/benchmarks.md. Knows lengths and sizes; it measures nothing.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 from bench.workload import Work
 
-STORED_BYTES = {"F8_E4M3": 1, "I32": 4, "U8": 1}  # of what is stored in a type of its own
+EIGHT_BITS = "F8_E4M3"
+STORED_BYTES = {EIGHT_BITS: 1, "I32": 4, "U8": 1}  # of what is stored in a type of its own
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """parameters: weights that a token is multiplied with, those of its experts included.
-    dense_bytes: of the weights that every token is multiplied with; expert_bytes: of all experts,
+    """parameters: weights that a token is multiplied with, those of its experts included; narrow:
+    those of them in FP8, whose products take half the time of others. dense_bytes: of the weights that every token is multiplied with; expert_bytes: of all experts,
     of which a token goes to the share `chosen`. kv_bytes: of K and V per token over all layers.
     """
 
@@ -27,6 +28,12 @@ class ModelSize:
     kv_bytes: int
     expert_bytes: int = 0
     chosen: float = 0.0
+    narrow: float = 0.0
+
+    @property
+    def operations(self) -> float:
+        """For a token, in the time of those that are not in FP8."""
+        return 2 * self.parameters - self.narrow
 
     def bytes_read(self, rows: int) -> float:
         """Of weights in a step of so many tokens, if each expert is as likely as another."""
@@ -41,30 +48,42 @@ class Machine:
     bandwidth: float
 
 
-def model_size(folder: Path, dtype: str) -> ModelSize:
+def model_size(
+    folder: Path, dtype: str, quantization: str = "auto", kv_cache_dtype: str = "auto"
+) -> ModelSize:
     """Of the checkpoint in `folder`, computed in `dtype` (a name of torch), its weights as they are
-    stored in other number formats."""
+    stored in other number formats, or rounded to; the last two as in the settings."""
     import torch
 
     from pipeinfer.checkpoint.config import read_config
+    from pipeinfer.checkpoint.quantization import chosen as format_of
+    from pipeinfer.kernels.e4m3 import E4M3
+    from pipeinfer.layers.fp8_values import Rounding
     from pipeinfer.memory.pool import bytes_per_page
     from pipeinfer.models.build import build_model
 
     number = getattr(torch, dtype)
-    model = build_model(read_config(folder), dtype=number, device="meta")
-    config = model.config
-    values, sizes = {True: 0, False: 0}, {True: 0, False: 0}  # of experts, and of all else
+    config = read_config(folder)
+    config = replace(config, quantization=format_of(config.quantization, quantization))
+    model = build_model(config, dtype=number, device="meta")
+    # Of experts, and of all else.
+    values, sizes, narrow = ({True: 0, False: 0} for _ in range(3))
     for source in model.sources():
         if source.name == "model.embed_tokens.weight" and not config.tie_word_embeddings:
             continue  # looked up, not multiplied with
         elements = prod(source.shape)
         each, of_expert = (source.stored or (None,))[0], ".experts." in source.name
+        if isinstance(source.target, Rounding):
+            each = EIGHT_BITS
+            sizes[of_expert] += source.shape[0] * 4  # a scale each
         sizes[of_expert] += elements * STORED_BYTES.get(each, number.itemsize)
         values[of_expert] += elements * _weights(source.name, each)
+        narrow[of_expert] += elements if each == EIGHT_BITS else 0
     chosen = config.num_experts_per_tok / config.num_experts if config.num_experts else 0.0
-    kv = bytes_per_page(model.attention_shapes(), 1, number)
-    parameters = values[False] + values[True] * chosen
-    return ModelSize(parameters, sizes[False], kv, sizes[True], chosen)
+    pages = E4M3 if kv_cache_dtype == "fp8_e4m3" else number
+    kv = bytes_per_page(model.attention_shapes(), 1, pages)
+    parameters, in_fp8 = (part[False] + part[True] * chosen for part in (values, narrow))
+    return ModelSize(parameters, sizes[False], kv, sizes[True], chosen, in_fp8)
 
 
 def _weights(name: str, stored: str | None) -> int:
@@ -92,7 +111,7 @@ def batch_sizes(outputs: list[int], max_running: int) -> list[int]:
 
 def floor_seconds(work: Work, size: ModelSize, machine: Machine, max_running: int) -> float:
     """Prefill, the products of each decode step, and reading K and V for each output token."""
-    each = 2 * size.parameters / machine.flops
+    each = size.operations / machine.flops
     prefill = each * work.prompt_tokens
     decode = sum(
         max(each * rows, size.bytes_read(rows) / machine.bandwidth)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import batch, shapes, workload
-from bench.offline import highest_id
+from bench.offline import efficiency, highest_id
 from bench.workload import Span
 from pipeinfer import LLM
 
@@ -53,12 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-tokens", type=Span.parse, default=Span(100, 1024), metavar="LOW:HIGH")
     add("--stream-tokens", type=int, default=512, help="of the one stream behind 128; 0: none")
     add("--rounds", type=int, default=1, help="of all formats in turn")
+    add("--flops", type=float, default=0.0, help="of the machine in bfloat16, for the efficiency")
+    add("--bandwidth", type=float, default=0.0, help="of its memory, bytes per second")
 
 
 def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics; prints them too."""
     found: dict[str, dict[str, list[float]]] = {
-        name: {"tokens_per_s": [], "stream_ms": []} for name in options.formats
+        name: {"tokens_per_s": [], "efficiency": [], "stream_ms": []} for name in options.formats
     }
     with tempfile.TemporaryDirectory(prefix="pipeinfer-bench-") as temporary:
         for number in range(options.rounds):
@@ -88,7 +90,10 @@ def _measured(
         if options.requests:
             spans = options.prompt_tokens, options.output_tokens
             work = workload.uniform(options.requests, *spans, highest, 0)
-            found["tokens_per_s"] = work.output_tokens / batch.measure(llm, work, 0.6).seconds
+            seconds = batch.measure(llm, work, 0.6).seconds
+            found["tokens_per_s"] = work.output_tokens / seconds
+            if options.flops and options.bandwidth:
+                found["efficiency"] = efficiency(options, chosen, work, seconds)["efficiency"]
         if options.stream_tokens:
             length = Span(options.stream_tokens, options.stream_tokens)
             alone = workload.uniform(1, Span(128, 128), length, highest, 1)

@@ -59,7 +59,7 @@ def _alone(options: argparse.Namespace, settings: dict[str, Any], folder: Path) 
     if settings.get("device") == "cuda":
         metrics["outside_model_share"] = None  # a GPU engine counts launches there, not computing
     if options.flops and options.bandwidth:
-        metrics |= _efficiency(options, settings, work, metrics["seconds"])
+        metrics |= efficiency(options, settings, work, metrics["seconds"])
     batch.show(metrics)
     return metrics
 
@@ -75,9 +75,10 @@ def _vocabulary(settings: Mapping[str, Any]) -> int:
     return read_outline(resolve_model(settings.get("model", ""))).vocab_size
 
 
-def _efficiency(
+def efficiency(
     options: argparse.Namespace, settings: Mapping[str, Any], work: Work, seconds: float
 ) -> dict[str, float]:
+    """The share of `seconds` that the machine of --flops and --bandwidth needs at least."""
     from pipeinfer import settings as config
     from pipeinfer.engine.loading import choose
 
@@ -85,5 +86,6 @@ def _efficiency(
     folder = resolve_model(built.model, built.revision)
     dtype = str(choose(built, folder).dtype).removeprefix("torch.")
     machine = floor.Machine(options.flops, options.bandwidth)
-    least = floor.floor_seconds(work, floor.model_size(folder, dtype), machine, built.max_running)
+    size = floor.model_size(folder, dtype, built.quantization, built.kv_cache_dtype)
+    least = floor.floor_seconds(work, size, machine, built.max_running)
     return {"efficiency": least / seconds, "floor_seconds": least}
