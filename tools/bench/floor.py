@@ -19,8 +19,9 @@ STORED_BYTES = {EIGHT_BITS: 1, "I32": 4, "U8": 1}  # of what is stored in a type
 @dataclass(frozen=True)
 class ModelSize:
     """parameters: weights that a token is multiplied with, those of its experts included; narrow:
-    those of them in FP8, whose products take half the time of others. dense_bytes: of the weights that every token is multiplied with; expert_bytes: of all experts,
-    of which a token goes to the share `chosen`. kv_bytes: of K and V per token over all layers.
+    those of them in FP8, whose products take half the time of others. dense_bytes: of the weights
+    that every token is multiplied with; expert_bytes: of all experts, of which a token goes to the
+    share `chosen`. kv_bytes: of K and V per token over all layers.
     """
 
     parameters: float
