@@ -339,7 +339,10 @@ async def test_health_and_models_follow_the_pipeline(
             "name": "engine", "group": 0, "rank": 0, "state": "loading", "pid": 7, "reason": "",
         }  # fmt: skip
         assert len(health["stages"]) == len(STAGES) + 1, "the gateway is in the list as well"
-        gateway.pipeline.feed(heartbeat("engine-0-0", incarnation=2))
+        gateway.pipeline.feed(heartbeat("engine-0-0", incarnation=2, kv_fp8=1))
+        stages = (await http.get("/health")).json()["stages"]
+        pages = {stage["name"]: stage.get("kv_cache_dtype") for stage in stages}
+        assert {name: held for name, held in pages.items() if held} == {"engine": "fp8_e4m3"}
         gateway.pipeline.feed(Drain())
         assert await statuses() == [200, 503, 503, 503]
     assert capsys.readouterr().out == f"ready {gateway.url}\n", "said once"

@@ -265,6 +265,7 @@ def test_choices_of_a_prompt_are_what_their_seeds_give_and_it_is_computed_once(
     before = settled(llm, 0)
     (result,) = llm.generate(prompt, params, use_tqdm=False)
     long, page = len(result.prompt_token_ids), before["page_tokens"]
+    assert before["kv_fp8"] == 0, "pages hold what the model computes in"
     rest = long - (long - 1) // page * page
     after = settled(llm, before["prompt_tokens_total"] + 4 * long)
     outputs = sum(len(one.token_ids) + (one.finish_reason == "stop") for one in result.outputs)

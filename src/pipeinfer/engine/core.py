@@ -206,6 +206,7 @@ class EngineCore:
             "pages_evictable": memory.evictable,
             "pages_evicted": memory.evicted_pages,
             "page_tokens": memory.page_size,
+            "kv_fp8": int(self.hello.kv_dtype == "fp8_e4m3"),
             "slots_total": memory.slots.count,
             "slots_used": int(np.count_nonzero(memory.slots.active)),
             "steps_in_flight": 0 if self._epoch is None else len(self._epoch.in_flight),

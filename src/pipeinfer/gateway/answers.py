@@ -294,7 +294,7 @@ class Models(msgspec.Struct):
 
 
 class StageHealth(msgspec.Struct):
-    """One process of the pipeline."""
+    """One process of the pipeline. kv_cache_dtype: of engines, what their pages hold."""
 
     name: str
     group: int
@@ -302,6 +302,7 @@ class StageHealth(msgspec.Struct):
     state: str
     pid: int
     reason: str
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] | UnsetType = UNSET
 
 
 class PipelineHealth(msgspec.Struct):

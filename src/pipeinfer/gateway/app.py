@@ -9,6 +9,7 @@ import asyncio
 import logging
 import re
 import uuid
+from collections.abc import Mapping
 from functools import cache
 
 import msgspec
@@ -224,6 +225,7 @@ class _Handlers:
                 "state": row.state,
                 "pid": row.pid,
                 "reason": row.reason,
+                **_pages(row.stats),
             }
             for row in core.health.rows.values()
         ]
@@ -275,6 +277,13 @@ async def _name_response(request: web.Request, response: web.StreamResponse) -> 
     if MESSAGES.fullmatch(request.path):
         response.headers["request-id"] = name  # as Anthropic's clients know it
     del response.headers["Server"]  # what software answers is nobody's business
+
+
+def _pages(stats: Mapping[str, float]) -> JsonObject:
+    """What an engine's pages hold, as `--kv-cache-dtype` calls it; nothing of other stages."""
+    if "kv_fp8" not in stats:
+        return {}
+    return {"kv_cache_dtype": "fp8_e4m3" if stats["kv_fp8"] else "auto"}
 
 
 def _best(job: Job) -> Best | None:
