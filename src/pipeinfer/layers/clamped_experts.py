@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from pipeinfer.layers.experts import Grouped, held_by, one_by_one
+from pipeinfer.layers.experts import Grouped, Stacked, held_by, one_by_one
 from pipeinfer.layers.matrix import Matrix
 from pipeinfer.layers.merged_stack import MergedStack, one_after_the_other
 from pipeinfer.layers.placement import Placement, Source
@@ -54,35 +54,20 @@ class ClampedExperts:
 
     @property
     def grouped(self) -> Grouped | None:
-        """On a GPU all experts are one kernel over the stacked weights, which are never packed."""
-        if not self._on_gpu:
-            return None
-        from pipeinfer.kernels.moe import experts_mlp
-
-        return self._by(experts_mlp)
+        return self._stacked().summed if self._on_gpu else None
 
     @property
     def unsummed(self) -> Grouped | None:
         if not self._on_gpu or self.held.count < self._num_experts:
             return None
-        from pipeinfer.kernels.moe import experts_by_pair
+        return self._stacked().unsummed
 
-        run = self._by(experts_by_pair)
-        return lambda x, weights, experts: run(x, weights, experts).transpose(0, 1)
-
-    def _by(self, kernels: Callable[..., torch.Tensor]) -> Grouped:
-        """(x, weights, experts) to what `kernels` make of them and this rank's matrices, without a
-        look at the choice on the host."""
+    def _stacked(self) -> Stacked:
         from pipeinfer.kernels.moe import Bounded
 
-        (gate_up, gate_up_scale), (down, down_scale) = self.gate_up.packed, self.down.packed
         bounded = Bounded(*self._swiglu, self._row_biases, self._biases if self._adds else None)
-        others = None, self.held.first, self._num_experts, gate_up_scale, down_scale, bounded
-
-        def run(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-            return kernels(x, gate_up, down, weights, experts, *others)
-
-        return run
+        gate_up, down = self.gate_up.packed, self.down.packed
+        return Stacked(gate_up, down, self.held.first, self._num_experts, bounded)
 
     def __call__(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
         return one_by_one(x, counts, [self._expert(*matrices) for matrices in self._experts])

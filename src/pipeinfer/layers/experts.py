@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from pipeinfer.layers.mlp import silu_and_multiply
 from pipeinfer.layers.placement import Placement, Shard, Source
 from pipeinfer.layers.stack import Stack
+
+if TYPE_CHECKING:
+    from pipeinfer.kernels.moe import Bounded
 
 Grouped = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -77,6 +80,42 @@ def one_by_one(
     return torch.cat(outputs) if outputs else x
 
 
+@dataclass(frozen=True)
+class Stacked:
+    """Experts `first` and following of `of` on all ranks, on a GPU: kernels compute them, without a
+    look at the choice on the host, over stacked matrices, which are never packed.
+
+    gate_up, down: a weight and its scale, and bounded, as kernels/moe.py takes them.
+    """
+
+    gate_up: tuple[torch.Tensor, torch.Tensor | None]
+    down: tuple[torch.Tensor, torch.Tensor | None]
+    first: int
+    of: int
+    bounded: Bounded | None = None
+
+    def summed(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """As Experts' `grouped`."""
+        from pipeinfer.kernels.moe import experts_mlp
+
+        return experts_mlp(*self._given(x, weights, experts))
+
+    def unsummed(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        """As Experts' `unsummed`."""
+        from pipeinfer.kernels.moe import experts_by_pair
+
+        return experts_by_pair(*self._given(x, weights, experts)).transpose(0, 1)
+
+    def _given(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    ) -> tuple[Any, ...]:
+        (gate_up, gate_up_scale), (down, down_scale) = self.gate_up, self.down
+        where = None, self.first, self.of
+        return x, gate_up, down, weights, experts, *where, gate_up_scale, down_scale, self.bounded
+
+
 class GatedExperts:
     """SwiGLU blocks without biases."""
 
@@ -96,32 +135,17 @@ class GatedExperts:
 
     @property
     def grouped(self) -> Grouped | None:
-        """On a GPU all experts are one kernel over the stacked weights, which are never packed."""
-        if not self._on_gpu:
-            return None
-        from pipeinfer.kernels.moe import experts_mlp
-
-        return self._by(experts_mlp)
+        return self._stacked().summed if self._on_gpu else None
 
     @property
     def unsummed(self) -> Grouped | None:
         if not self._on_gpu or self.held.count < self._of:
             return None
-        from pipeinfer.kernels.moe import experts_by_pair
+        return self._stacked().unsummed
 
-        run = self._by(experts_by_pair)
-        return lambda x, weights, experts: run(x, weights, experts).transpose(0, 1)
-
-    def _by(self, kernels: Callable[..., torch.Tensor]) -> Grouped:
-        """(x, weights, experts) to what `kernels` make of them and this rank's matrices, without a
-        look at the choice on the host."""
-        values = self.gate_up.weight, self.down.weight
-        others = None, self.held.first, self._of, self.gate_up.scale, self.down.scale
-
-        def run(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-            return kernels(x, *values, weights, experts, *others)
-
-        return run
+    def _stacked(self) -> Stacked:
+        gate_up, down = ((one.weight, one.scale) for one in (self.gate_up, self.down))
+        return Stacked(gate_up, down, self.held.first, self._of)
 
     def __call__(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
         return one_by_one(x, counts, [self._expert(index) for index in range(self.held.count)])

@@ -41,19 +41,23 @@ def fp8_stack(form: Fp8, size: tuple[int, int, int], placement: Placement) -> Fp
     return None if stays is None else Fp8Values.empty(size, form, placement)
 
 
-def _where_it_stays(
-    form: Fp8, size: tuple[int, int], placement: Placement
-) -> SkinnyProducts | None:
+def products_on(placement: Placement) -> SkinnyProducts | None:
+    """None where a device has no kernels for formats of 8 bits, or of MXFP4, in this dtype."""
     skinny = skinny_products(placement.device, placement.dtype)
     if skinny is None or placement.dtype != torch.bfloat16:
         return None
-    if torch.cuda.get_device_capability(placement.device) < FIRST_CAPABILITY:
-        return None
+    capability = torch.cuda.get_device_capability(placement.device)
+    return skinny if capability >= FIRST_CAPABILITY else None
+
+
+def _where_it_stays(
+    form: Fp8, size: tuple[int, int], placement: Placement
+) -> SkinnyProducts | None:
     blocks = form.shared == "block"
     fits = all(side % (SIDE if blocks else MULTIPLE) == 0 for side in size)
     if not fits or (blocks and form.block != (SIDE, SIDE)):
         return None
-    return skinny
+    return products_on(placement)
 
 
 class Fp8Products:
@@ -82,7 +86,7 @@ class Fp8Products:
         rows = self._rounded(x)
         scales = self._kernels.Scales(rows.scale, values.scale)
         parts = self._kernels.split_product(rows.values, values.weight, tile, bias, scales)
-        return PartialSum(parts, self._skinny, splits=True)
+        return PartialSum(parts, self._skinny)
 
     def _tile(self, kind: Kind, x: Rows, values: Fp8Values) -> Tile | None:
         width, depth = values.weight.shape

@@ -57,7 +57,7 @@ class Int4Products:
         how = self._cut("split", x, values)
         if how is None:
             return None
-        return PartialSum(self._few(x, values, how, bias), self._skinny, splits=True)
+        return PartialSum(self._few(x, values, how, bias), self._skinny)
 
     def _cut(self, kind: Kind, x: torch.Tensor, values: Int4Values) -> Cut | None:
         return cut(kind, x.shape[0], values.numbers.shape[0], x.shape[1])

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 import torch
 
 from pipeinfer.checkpoint.quantization import Format, Mxfp4
-from pipeinfer.layers.fp8_products import FIRST_CAPABILITY
+from pipeinfer.layers.fp8_products import products_on
 from pipeinfer.layers.mxfp4_values import Mxfp4Values
 from pipeinfer.layers.placement import Placement, Source
-from pipeinfer.layers.skinny import skinny_products
 from pipeinfer.settings import ConfigurationError
 
 
@@ -37,7 +36,8 @@ class MergedStack:
                 "experts with bounds are stored plain or in mxfp4, not in another number format"
             )
         self._stored = None if form is None else Mxfp4Values.empty(size, placement)
-        stays = form is not None and _stays(placement)
+        kept = form is not None and not placement.decodes
+        stays = kept and products_on(placement) is not None
         self.plain = None if stays else placement.empty(*size)
         self._halves = halves
         self._packed: tuple[torch.Tensor, torch.Tensor | None] | None = None
@@ -79,12 +79,3 @@ def one_after_the_other(stack: torch.Tensor) -> None:
     """Of each matrix, rows 0, 2, 4 ... come before rows 1, 3, 5 ..., in place."""
     for rows in stack:
         rows.copy_(torch.cat((rows[::2], rows[1::2])))
-
-
-def _stays(placement: Placement) -> bool:
-    """Whether the device has kernels for MXFP4, and is to use them."""
-    if placement.decodes or placement.dtype != torch.bfloat16:
-        return False
-    if skinny_products(placement.device, placement.dtype) is None:
-        return False
-    return torch.cuda.get_device_capability(placement.device) >= FIRST_CAPABILITY

@@ -69,9 +69,9 @@ class SparseMLP:
         self._summing = skinny_products(placement.device, placement.dtype) if defers else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
-        if self._summing is not None and self._experts.unsummed is not None:
-            by_pair = self._experts.unsummed(x, *self._router(x))
-            return PartialSum(by_pair, self._summing, splits=True)
+        unsummed = None if self._summing is None else self._experts.unsummed
+        if self._summing is not None and unsummed is not None:
+            return PartialSum(unsummed(x, *self._router(x)), self._summing)
         share = self._share(x)
         if self._shared is not None:
             share += self._shared.share(x)
@@ -80,8 +80,9 @@ class SparseMLP:
     def _share(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank's experts add to the sum, [T, hidden]."""
         weights, experts = self._router(x)
-        if self._experts.grouped is not None:
-            return self._experts.grouped(x, weights, experts)
+        grouped = self._experts.grouped
+        if grouped is not None:
+            return grouped(x, weights, experts)
         held, top_k = self._experts.held, experts.shape[1]
         pairs = experts.flatten() - held.first  # pair i is token i // top_k
         if held.count < self._router.num_experts:

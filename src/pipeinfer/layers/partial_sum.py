@@ -36,14 +36,16 @@ class Fusion(Summing, Protocol):
 
 @dataclass(frozen=True)
 class PartialSum:
-    """What `summing` makes a sum [T, size] of: this rank's share, say, where that wants it.
-
-    splits: it is [P, T, size], and nothing else has to be added up.
-    """
+    """What `summing` makes a sum [T, size] of: this rank's share of one over ranks, [T, size], or
+    all parts of one, [P, T, size]."""
 
     partial: torch.Tensor
     summing: Summing
-    splits: bool = False
+
+    @property
+    def splits(self) -> bool:
+        """Whether nothing but its parts has to be added up."""
+        return self.partial.dim() == 3
 
     def add_norm(
         self, residual: torch.Tensor, weight: torch.Tensor, eps: float

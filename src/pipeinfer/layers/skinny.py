@@ -47,7 +47,7 @@ class SkinnyProducts:
         if tile is None:
             return None
         partial = self._products.split_product(x, weight, tile, bias)
-        return PartialSum(partial, self, splits=True)
+        return PartialSum(partial, self)
 
     def narrow(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
