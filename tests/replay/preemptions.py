@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from pipeinfer.messages import Plan, StopHit, Tokens
+from pipeinfer.messages import Abort, Plan, Result, StopHit, Tokens
 from replay.recording import Recording
 
 
 def preempting_plans(recording: Recording) -> dict[int, str]:
-    """{seq of the plan: request} of each plan that released a request which was not over: it was
-    admitted again, or a stop string, found in what it had told, ended it while it waited.
+    """{seq of the plan: request} of each plan that released a request which was not over: later
+    it was admitted again, a step in flight told its tokens, or a stop string or hang-up ended it.
     """
-    finished = {
-        row.request_id
-        for e in recording.entries
-        if isinstance(e.message, Tokens)
-        for row in e.message.rows
-        if row.finish is not None
-    }
     slots: dict[int, str] = {}
-    last_release: dict[str, int] = {}
+    released: dict[str, int] = {}
+    at_once: set[str] = set()  # released since the last result, whose tokens follow the plan
+    over: set[str] = set()
     found: dict[int, str] = {}
     for e in recording.entries:
         going_on: list[str] = []
-        if isinstance(e.message, Plan):
-            for release in e.message.releases:
-                last_release[slots.pop(release.slot)] = e.seq
-            for admit in e.message.admits:
-                slots[admit.slot] = admit.request_id
-                going_on.append(admit.request_id)
-        elif isinstance(e.message, StopHit) and e.message.request_id not in finished:
-            going_on.append(e.message.request_id)
+        match e.message:
+            case Plan(releases=releases, admits=admits):
+                for release in releases:
+                    released[slots[release.slot]] = e.seq
+                    at_once.add(slots.pop(release.slot))
+                for admit in admits:
+                    slots[admit.slot] = admit.request_id
+                    going_on.append(admit.request_id)
+            case Result():
+                at_once.clear()
+            case Tokens(rows=rows):
+                going_on += [row.request_id for row in rows if row.request_id not in at_once | over]
+                over.update(row.request_id for row in rows if row.finish is not None)
+            case StopHit(request_id=request) | Abort(request_id=request):
+                if e.direction == "in" and request not in over:
+                    going_on.append(request)
+                    over.add(request)
         for request in going_on:
-            if request in last_release:
-                found[last_release[request]] = request
+            if request in released:
+                found[released.pop(request)] = request
     return found
