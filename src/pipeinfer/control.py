@@ -1,12 +1,15 @@
-"""Messages of the channel `control`: what a command line asks of a running stage, and its answer.
+"""Messages of the channel `control`: what people ask of a running stage, and its answer.
 
 They are for the shell, never for a core, and are not recorded. Any stage takes them in its inbox
-and answers on its telemetry socket, where the asker listens before it asks. Knows no stage.
+and answers on its telemetry socket, where the asker listens before it asks. The asker is a command
+line, or a gateway whose page somebody looks at. Knows no stage.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal, Union
+
+import msgspec
 
 from pipeinfer.messages import Message
 
@@ -77,4 +80,89 @@ class SwapState(Message, frozen=True):
     seconds: float = 0.0
 
 
-CONTROL: Any = Union[StartRecording, StopRecording, RecordingState, Swap, SwapState]
+class Watch(Message, frozen=True):
+    """Say what you see, as Observed, for so many seconds from now. Asked again while it is wanted;
+    a process that was started meanwhile knows nothing of it until then."""
+
+    seconds: float
+
+
+class Moment(msgspec.Struct, frozen=True, array_like=True):
+    """Something that happened to a request in a stage. `at`: Unix seconds by the stage's clock."""
+
+    at: float
+    name: str
+    values: dict[str, float] = {}
+
+
+class Passage(msgspec.Struct, frozen=True, array_like=True):
+    """A request's way through one stage, from `began` to `ended` (Unix seconds; 0: it is there
+    still). `outcome`: empty where nothing is to be said. `trace`: the W3C traceparent that it came
+    in with, or empty."""
+
+    stage: str
+    request_id: str
+    began: float
+    ended: float = 0.0
+    outcome: str = ""
+    trace: str = ""
+    moments: tuple[Moment, ...] = ()
+
+
+class StepMade(msgspec.Struct, frozen=True, array_like=True):
+    """A step of a scheduler whose result has come. `at`: Unix seconds of its plan. `seconds`: from
+    the result before it, or from its plan where none was in flight. `target`: `--itl-target`."""
+
+    at: float
+    seconds: float
+    decodes: int
+    prompt_tokens: int
+    target: float = 0.0
+
+
+class Observed(Message, frozen=True):
+    """What `stage` saw since it said so last."""
+
+    stage: str
+    incarnation: int
+    passages: tuple[Passage, ...] = ()
+    steps: tuple[StepMade, ...] = ()
+
+
+class ShowPrefixes(Message, frozen=True):
+    """To an engine: which of its cached prefixes are the largest? `question`: the asker's name for
+    it."""
+
+    question: str
+    most: int = 16
+
+
+class Prefix(msgspec.Struct, frozen=True, array_like=True):
+    """A path of the prefix tree, from its root. `tokens`: its length; `held`: requests that use it
+    now; `first`: its first ids (int32 bytes)."""
+
+    tokens: int
+    held: int
+    first: bytes
+    cache_salt: str = ""
+
+
+class Prefixes(Message, frozen=True):
+    """The answer of `stage`."""
+
+    question: str
+    stage: str
+    prefixes: tuple[Prefix, ...] = ()
+
+
+CONTROL: Any = Union[
+    StartRecording,
+    StopRecording,
+    RecordingState,
+    Swap,
+    SwapState,
+    Watch,
+    Observed,
+    ShowPrefixes,
+    Prefixes,
+]
