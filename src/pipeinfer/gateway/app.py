@@ -22,6 +22,7 @@ from pipeinfer.gateway.best_of import Best
 from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error_in_dialect
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.outlets import ChunkStream, Outlet, WholeBody
+from pipeinfer.gateway.page import Page
 from pipeinfer.gateway.requests import Job, chat_job, completion_job
 from pipeinfer.gateway.responses import Handler, json_response, of_http
 from pipeinfer.gateway.schema import (
@@ -79,6 +80,8 @@ class _Handlers:
         router.add_get("/version", self.version)
         router.add_get("/openapi.json", self.openapi)
         router.add_get("/docs", self.docs)
+        if self._service.page:
+            Page().route(router)
         router.add_get("/ping", self.live)  # what SageMaker asks
         router.add_post("/ping", self.live)
         for path in (str, loose):

@@ -18,7 +18,8 @@ from pipeinfer.gateway.requests import Terms
 
 @dataclass(frozen=True)
 class Service:
-    """What the handlers need. `context_length`: tokens of prompt and output, 0 if not known."""
+    """What the handlers need. `context_length`: tokens of prompt and output, 0 if not known.
+    `page`: whether the web page is served."""
 
     core: GatewayCore
     port: Port
@@ -29,4 +30,5 @@ class Service:
     cors: Cors
     max_body_bytes: int = 32 * 2**20
     context_length: int = 0
+    page: bool = True
     created: int = field(default_factory=lambda: int(time.time()))

@@ -63,6 +63,7 @@ def build(context: StageContext) -> Stage:
         read_origins(settings.allowed_origins),
         settings.max_body_mib * 2**20,
         _context_length(settings, folder),
+        page=not settings.no_page,
     )
     others = [s for s in context.topology.ids() if s != context.identity.id]
     driver = HttpDriver(service, settings.host, lambda: _listen(context), certificate)
