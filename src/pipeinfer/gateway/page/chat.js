@@ -150,9 +150,7 @@ export class Chat {
     this.#now = conversation;
     this.#messages = messages;
     this.#options.show(conversation.options);
-    this.#thread.show(messages, this.#welcome());
-    const run = this.#runs.get(conversation.id);
-    if (run) this.#thread.grown(run.message);
+    this.#thread.show(messages, this.#welcome(), this.#runs.get(conversation.id)?.message);
     this.#draw();
     if (byId("side").classList.contains("shown")) this.#side(false);
   }
@@ -248,11 +246,11 @@ export class Chat {
     if (last?.answered) last.answered = false;
   }
 
-  #add(message) {
+  #add(message, live = false) {
     Object.assign(message, { conversation: this.#now.id, at: this.#messages.length });
     this.#messages.push(message);
     this.#store.saveMessage(message);
-    this.#thread.append(message);
+    this.#thread.append(message, live);
     return message;
   }
 
@@ -264,12 +262,11 @@ export class Chat {
       stream_options: { include_usage: true },
       ...this.#fields(),
     };
-    const message = this.#add({ role: "assistant", content: "" });
+    const message = this.#add({ role: "assistant", content: "" }, true);
     const run = { message, messages, stop: new AbortController() };
     this.#runs.set(conversation.id, run);
     this.#touch();
     this.#draw();
-    this.#thread.grown(message);
     let saved = performance.now();
     await answer(body, message, run.stop.signal, () => {
       if (messages[message.at] !== message) return; // cut off meanwhile

@@ -3,6 +3,7 @@
 import { Chat } from "./chat.js";
 import { showKeys } from "./dialogs.js";
 import { byId, glyph } from "./dom.js";
+import { Pipeline } from "./pipeline.js";
 
 const MAC = /Mac|iPhone|iPad/.test(navigator.platform);
 const WITH = MAC ? "Ctrl Option" : "Alt"; // a Mac types letters with Option alone
@@ -10,7 +11,7 @@ const THEMES = { auto: ["half", "as the system"], light: ["sun", "light"], dark:
 const TABS = ["chat", "pipeline"];
 
 const chat = new Chat();
-const views = { chat: null, pipeline: null };
+const pipeline = new Pipeline();
 
 // [key's code, how it is written, what it does, its function]
 const SHORTCUTS = [
@@ -39,7 +40,7 @@ function choose(name) {
     byId(one).hidden = !chosen;
   }
   location.replace(`#${name}`);
-  for (const [one, view] of Object.entries(views)) view?.shown(one === name);
+  pipeline.shown(name === "pipeline");
 }
 
 function tabs() {

@@ -12,7 +12,7 @@ const FINISH = {
 
 /**
  * The view of a message. acts: {edit(message, text), again(message), results(message, texts),
- * copy(text)}.
+ * copy(text)}. live: the message still grows.
  */
 export class MessageView {
   element;
@@ -20,13 +20,13 @@ export class MessageView {
   #acts;
   #parts = {};
 
-  constructor(message, acts) {
+  constructor(message, acts, live = false) {
     this.#message = message;
     this.#acts = acts;
     const user = message.role === "user", tool = message.role === "tool";
     this.element = h("article", { class: `message ${user ? "user" : "answer"}` },
       h("h3", {}, user ? "You" : tool ? `Result of ${message.name}` : "Model"));
-    this.update(false);
+    this.update(live);
   }
 
   /** Shows the message as it is now. live: it still grows. */

@@ -26,14 +26,15 @@ export class Thread {
     byId("to-end").onclick = () => this.toEnd();
   }
 
-  /** Shows these messages and no others; `welcome` where there are none. */
-  show(messages, welcome) {
+  /** Shows these messages and no others, `welcome` where there are none; `live` still grows. */
+  show(messages, welcome, live) {
     const mine = ++this.#shown;
     this.#views.clear();
     this.#growing.clear();
     this.#list.replaceChildren(...(messages.length ? [] : [welcome]));
     let from = Math.max(0, messages.length - AT_ONCE);
-    this.#list.append(...messages.slice(from).map((message) => this.#made(message)));
+    this.#list.append(...messages.slice(from)
+      .map((message) => this.#made(message, message === live)));
     this.toEnd();
     this.#list.setAttribute("aria-busy", String(from > 0));
     const more = () => {
@@ -50,10 +51,10 @@ export class Thread {
     if (from > 0) later(more);
   }
 
-  /** One more message at the end. */
-  append(message) {
+  /** One more message at the end. live: it grows. */
+  append(message, live) {
     if (!this.#views.size) this.#list.replaceChildren();
-    this.#list.append(this.#made(message));
+    this.#list.append(this.#made(message, live));
     this.toEnd();
   }
 
@@ -83,8 +84,8 @@ export class Thread {
     this.#look();
   }
 
-  #made(message) {
-    const view = new MessageView(message, this.#acts);
+  #made(message, live) {
+    const view = new MessageView(message, this.#acts, live);
     this.#views.set(message, view);
     return view.element;
   }

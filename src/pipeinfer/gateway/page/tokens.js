@@ -54,7 +54,7 @@ export class Tokens {
         h("tr", { class: other === text ? "taken" : null },
           h("td", { class: "mono" }, shown(other)),
           h("td", {}, `${(100 * Math.exp(value)).toFixed(1)} %`),
-          h("td", {}, value.toFixed(2)))))));
+          h("td", {}, value > -0.005 ? "0.00" : value.toFixed(2)))))));
     document.body.append(tip);
     target.setAttribute("aria-describedby", "tip");
     const at = target.getBoundingClientRect(), size = tip.getBoundingClientRect();
