@@ -33,6 +33,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "tls_cert": ("FILE", "serve https with this certificate chain (PEM)"),
         "tls_key": ("FILE", "and this private key (PEM)"),
         "allowed_origins": ("ORIGINS", "web pages that may ask (CORS), with commas between, or *"),
+        "no_page": ("", "serve neither the web page at / nor what it watches stages by"),
         "max_queue": ("N", "requests that may wait; one more gets 429"),
         "max_queue_tokens": ("N", "prompt tokens that may wait; more get 429; 0: without limit"),
         "max_body_mib": ("N", "a larger body gets 413"),

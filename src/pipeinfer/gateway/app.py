@@ -21,6 +21,7 @@ from pipeinfer.gateway.answering import Answering, trace
 from pipeinfer.gateway.best_of import Best
 from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error_in_dialect
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.monitor.handlers import MonitorHandlers
 from pipeinfer.gateway.outlets import ChunkStream, Outlet, WholeBody
 from pipeinfer.gateway.requests import Job, chat_job, completion_job
 from pipeinfer.gateway.responses import Handler, json_response, of_http
@@ -94,6 +95,8 @@ class _Handlers:
         router.add_post("/tokenize", self.tokenize, expect_handler=_later)
         router.add_post("/detokenize", self.detokenize, expect_handler=_later)
         router.add_post("/reset_prefix_cache", self.reset_prefix_cache)
+        if self._service.sight is not None:
+            MonitorHandlers(self._service, self._service.sight).route(router)
 
     # --------------------------------------------------------------------------------- middlewares
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import socket
 import sys
+import time
 from collections.abc import Callable
 
 from aiohttp import web
@@ -122,8 +123,8 @@ class HttpDriver:
             await self._runner.cleanup()
 
     def stats(self) -> dict[str, float]:
-        """It has none of its own."""
-        return {}
+        """What clients got lately; see Metrics.lately."""
+        return self._service.metrics.lately(time.monotonic())
 
     def _app(self) -> web.Application:
         @web.middleware

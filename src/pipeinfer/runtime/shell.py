@@ -19,6 +19,7 @@ from pipeinfer import control
 from pipeinfer.beats import HEARTBEAT, period
 from pipeinfer.bus.bus import Bus, NoSuchStage
 from pipeinfer.bus.frames import Header, Unencodable
+from pipeinfer.control import Observed, Prefixes, ShowPrefixes
 from pipeinfer.core import EVERYONE, LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.messages import GroupFault, Heartbeat, Message, RankStatus, Recover, State
@@ -87,8 +88,8 @@ class Shell:
         beat = self._loop.call_soon(self._heartbeat)
         try:
             stage = await self._built()
-            for peer, channel in stage.listens:
-                self.bus.listen(peer, channel)
+            for peer, *channels in stage.listens:
+                self.bus.listen(peer, *channels)
             self._stage = stage
             if self._reload_when_built:
                 self.reload()
@@ -96,6 +97,8 @@ class Shell:
             if stage.driver is not None:
                 await stage.driver.start(self.handle)
             self.bus.start(self._on_message, self._patience)
+            if stage.eyes is not None:
+                stage.eyes.open(self._ask)
             self._tick()
             await self._stop.wait()
         except ConfigurationError as error:
@@ -110,6 +113,8 @@ class Shell:
             if self._leaving is not None:
                 self._leaving.cancel()
             self._close_tap()
+            if self._stage is not None and self._stage.eyes is not None:
+                self._stage.eyes.close()
             if self._stage is not None and self._stage.driver is not None:
                 await self._stage.driver.stop()
             self.bus.close()
@@ -256,8 +261,8 @@ class Shell:
         return ()
 
     def _on_message(self, channel: str, header: Header, message: Message) -> None:
-        if channel == control.CHANNEL and self._tap is not None:
-            self._tap.control(message)
+        if channel == control.CHANNEL:
+            self._control(message)
             return
         if not self._fence.passes(header):
             return
@@ -269,6 +274,26 @@ class Shell:
             self._tap.frame(now, channel, header, self.bus.reader.body)
         self._pass(message, now)
         self._show_state()
+
+    def _control(self, message: Message) -> None:
+        """What people ask of this process, or what others have answered its eyes."""
+        stage = self._stage
+        if isinstance(message, (Observed, Prefixes)):
+            if stage is not None and stage.eyes is not None:
+                stage.eyes.see(message)
+        elif isinstance(message, ShowPrefixes):
+            if stage is not None and stage.prefixes is not None:
+                found = stage.prefixes(message.most, message.ids)
+                self._say(control.CHANNEL, Prefixes(message.question, self.identity.id, found))
+        elif self._tap is not None:
+            self._tap.control(message)
+
+    def _ask(self, stage: str, message: Message) -> None:
+        """Puts a question of this stage's eyes."""
+        if stage == self.identity.id:
+            self._control(message)
+        elif not self._stop.is_set():
+            self.bus.send(Send(control.CHANNEL, stage, message))
 
     def _trouble(self, channel: str, message: Message) -> str:
         """Why the core must not be told of it, whoever made that mistake; "" if it may."""
