@@ -24,6 +24,7 @@ from pipeinfer.core import EVERYONE, LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.messages import GroupFault, Heartbeat, Message, RankStatus, Recover, State
 from pipeinfer.runtime.fence import Fence
+from pipeinfer.runtime.observer import StageObserver
 from pipeinfer.runtime.stage import TAKES, TAKES_NOT, Stage, StageContext, builder
 from pipeinfer.runtime.tap import Tap
 from pipeinfer.runtime.unsent import UnsentMessages
@@ -71,6 +72,7 @@ class Shell:
         self._fence, self._unsent = Fence(), UnsentMessages()
         self._stage: Stage | None = None
         self._tap: Tap | None = None
+        self._observer = StageObserver(settings, identity, self.incarnation, self._observed)
         self._progress: tuple[State, str] = ("starting", "")
         self._shown: tuple[State, str] | None = None
         self._stop = asyncio.Event()
@@ -113,6 +115,7 @@ class Shell:
             if self._leaving is not None:
                 self._leaving.cancel()
             self._close_tap()
+            self._observer.close()
             if self._stage is not None and self._stage.eyes is not None:
                 self._stage.eyes.close()
             if self._stage is not None and self._stage.driver is not None:
@@ -190,10 +193,13 @@ class Shell:
         driver, local = self._stage.driver, []
         unsent: list[Unsent] = []
         try:
-            for send in self._stage.core.handle(event, now):
+            sends = self._stage.core.handle(event, now)
+            for send in sends:
                 if send.channel == LOCAL:
                     local.append(send.message)
                 unsent += self._send(send)
+            if self._observer.active:
+                self._observer.saw(event, sends, now)
             for message in local:  # last: a driver may feed the next event before it returns
                 assert driver is not None
                 driver.deliver(message)
@@ -287,6 +293,7 @@ class Shell:
                 self._say(control.CHANNEL, Prefixes(message.question, self.identity.id, found))
         elif self._tap is not None:
             self._tap.control(message)
+            self._observer.control(message)
 
     def _ask(self, stage: str, message: Message) -> None:
         """Puts a question of this stage's eyes."""
@@ -306,9 +313,14 @@ class Shell:
                 return f"Recover of {message.stage!r}"
         return ""
 
-    def _answer(self, state: control.RecordingState) -> None:
+    def _answer(self, message: Message) -> None:
         if not self._stop.is_set():
-            self._say(control.CHANNEL, state)
+            self._say(control.CHANNEL, message)
+
+    def _observed(self, seen: Observed) -> None:
+        self._answer(seen)
+        if self._stage is not None and self._stage.eyes is not None:
+            self._stage.eyes.see(seen)  # a gateway sees itself without a socket
 
     def _say(self, channel: str, message: Message) -> tuple[int, float, bytes] | None:
         """Publishes what is the shell's own; None if it cannot be sent."""
