@@ -23,6 +23,7 @@ from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.monitor.handlers import MonitorHandlers
 from pipeinfer.gateway.outlets import ChunkStream, Outlet, WholeBody
+from pipeinfer.gateway.page import Page
 from pipeinfer.gateway.requests import Job, chat_job, completion_job
 from pipeinfer.gateway.responses import Handler, json_response, of_http
 from pipeinfer.gateway.schema import (
@@ -96,6 +97,7 @@ class _Handlers:
         router.add_post("/detokenize", self.detokenize, expect_handler=_later)
         router.add_post("/reset_prefix_cache", self.reset_prefix_cache)
         if self._service.sight is not None:
+            Page().route(router)
             MonitorHandlers(self._service, self._service.sight).route(router)
 
     # --------------------------------------------------------------------------------- middlewares

@@ -5,6 +5,7 @@ One table says which endpoint has which. Knows no handler.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -30,7 +31,7 @@ OF_PIPELINE = (*OF_BODIES, 500, 503)
 ERRORS = {
     400: "The body is wrong, or asks for what is not served.",
     401: "The API key is wrong or missing.",
-    404: "Another model is served.",
+    404: "Another model is served, or nothing has this name.",
     408: "The body did not come, or no output within the request's timeout.",
     413: "The body is too large.",
     415: "The body is compressed otherwise than by gzip or deflate.",
@@ -65,9 +66,12 @@ class Endpoint:
     def operation(self) -> JsonObject:
         """As OpenAPI says it."""
         made: JsonObject = {"summary": self.summary, "operationId": self._name()}
-        if "{model}" in self.path:
-            path: JsonObject = {"name": "model", "in": "path", "required": True}
-            made["parameters"] = [{**path, "schema": {"type": "string"}}]
+        named = re.findall(r"\{(\w+)\}", self.path)
+        if named:
+            made["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in named
+            ]
         if self.body is not None:
             content: JsonObject = {"application/json": {"schema": _ref(self.body)}}
             made["requestBody"] = {"required": True, "content": content}
@@ -179,6 +183,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("get", "/metrics", "Prometheus metrics.", media="text/plain"),
     Endpoint("get", "/openapi.json", "This document.", media="application/json; charset=utf-8"),
     Endpoint("get", "/docs", "This document as a page.", media="text/html"),
+    Endpoint("get", "/", "The web page.", media="text/html"),
+    Endpoint("get", "/page/{name}", "A file of the web page.", media="*/*", errors=(404,)),
 )
 
 

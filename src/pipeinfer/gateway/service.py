@@ -19,7 +19,8 @@ from pipeinfer.gateway.sight import Sight
 
 @dataclass(frozen=True)
 class Service:
-    """What the handlers need. `context_length`: tokens of prompt and output, 0 if not known."""
+    """What the handlers need. `context_length`: tokens of prompt and output, 0 if not known.
+    `page`: whether the web page is served."""
 
     core: GatewayCore
     port: Port

@@ -1,0 +1,84 @@
+"""The web page at /: its files, read once, and what browsers are told of them.
+
+Knows no other endpoint; what the page asks the server for is said in page/.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import ETag, web
+
+FOLDER = Path(__file__).with_name("page")
+INDEX = "index.html"
+KINDS = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # the names stay the same in the next version: ask, and get 304
+}
+
+
+@dataclass(frozen=True)
+class File:
+    """One of the page. `etag`: of its content, without quotes."""
+
+    body: bytes
+    kind: str
+    etag: str
+
+
+class Page:
+    """The handlers of the page and its files. Nobody is asked for a key here: nothing is secret."""
+
+    def __init__(self) -> None:
+        paths = [path for path in sorted(FOLDER.iterdir()) if path.suffix in KINDS]
+        self._files = {path.name: _read(path) for path in paths}
+
+    def route(self, router: web.UrlDispatcher) -> None:
+        """Says which path is whose."""
+        router.add_get("/", self.index)
+        router.add_get("/{_:/+}", self.plain)
+        router.add_get("/page/{name}", self.file)
+
+    async def index(self, request: web.Request) -> web.StreamResponse:
+        return self._answer(request, INDEX)
+
+    async def plain(self, request: web.Request) -> web.StreamResponse:
+        """Several slashes are the page, too, but what it loads is found from one alone."""
+        return web.Response(status=308, headers={"Location": "/"})
+
+    async def file(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        if name not in self._files:
+            raise web.HTTPNotFound()
+        return self._answer(request, name)
+
+    def _answer(self, request: web.Request, name: str) -> web.Response:
+        file = self._files[name]
+        known = request.if_none_match or ()
+        if any(tag.value in (file.etag, "*") for tag in known):
+            response = web.Response(status=304, headers=HEADERS)
+        else:
+            response = web.Response(
+                body=file.body, content_type=file.kind, charset="utf-8", headers=HEADERS
+            )
+        response.etag = ETag(value=file.etag)
+        return response
+
+
+def _read(path: Path) -> File:
+    body = path.read_bytes()
+    return File(body, KINDS[path.suffix], hashlib.sha256(body).hexdigest()[:32])

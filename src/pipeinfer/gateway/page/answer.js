@@ -1,0 +1,88 @@
+// One answer of /v1/chat/completions as it comes: what the chunks say, put together.
+
+import { ask, ServerError } from "./server.js";
+import { events } from "./sse.js";
+
+/** The messages of a request's body, from those that are kept. */
+export function spoken(system, messages) {
+  const said = system.trim() ? [{ role: "system", content: system }] : [];
+  for (const message of messages) {
+    const { role, content } = message;
+    if (role === "tool") said.push({ role, content, tool_call_id: message.call });
+    else if (role === "user") said.push({ role, content });
+    else if (content || message.calls?.length) {
+      const turn = { role, content };
+      if (message.reasoning) turn.reasoning_content = message.reasoning;
+      if (message.calls?.length) {
+        turn.tool_calls = message.calls.map(({ id, name, text }) =>
+          ({ id, type: "function", function: { name, arguments: text } }));
+      }
+      said.push(turn);
+    }
+  }
+  return said;
+}
+
+/**
+ * Asks, and fills `message` until the answer has ended; told() is called after each chunk. What is
+ * wrong becomes message.error. The message also gets
+ *   tokens: [text, logprob, [[text, logprob], ...]] of each, where log-probs were asked for,
+ *   stats: {prompt, cached, output, first, seconds, finish}, first and seconds in milliseconds.
+ */
+export async function answer(body, message, signal, told) {
+  const began = performance.now();
+  const stats = message.stats = {};
+  let first = 0, last = 0, whole = false;
+  try {
+    const response = await ask("v1/chat/completions", { body, signal });
+    for await (const data of events(response)) {
+      if (data === "[DONE]") {
+        whole = true;
+        break;
+      }
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new ServerError(500, chunk.error.message);
+      if (chunk.usage) count(stats, chunk.usage);
+      for (const choice of chunk.choices ?? []) {
+        if (take(message, choice)) {
+          last = performance.now();
+          first ||= last;
+          stats.first = first - began;
+          stats.seconds = last - first;
+        }
+        if (choice.finish_reason) stats.finish = choice.finish_reason;
+      }
+      told();
+    }
+    if (!whole) throw new ServerError(0, "The connection ended before the answer did.");
+  } catch (error) {
+    if (error.name === "AbortError") stats.finish = "stopped";
+    else message.error = error.message;
+  }
+  told();
+}
+
+function count(stats, usage) {
+  stats.prompt = usage.prompt_tokens;
+  stats.output = usage.completion_tokens;
+  stats.cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+}
+
+/** Adds what a chunk says of the one choice; whether that was anything. */
+function take(message, { delta, logprobs }) {
+  for (const token of logprobs?.content ?? []) {
+    const others = token.top_logprobs.map((other) => [other.token, other.logprob]);
+    (message.tokens ??= []).push([token.token, token.logprob, others]);
+  }
+  message.content += delta.content ?? "";
+  if (delta.reasoning_content) message.reasoning = (message.reasoning ?? "")
+    + delta.reasoning_content;
+  for (const piece of delta.tool_calls ?? []) {
+    const calls = message.calls ??= [];
+    const call = calls[piece.index] ??= { id: "", name: "", text: "" };
+    call.id ||= piece.id ?? "";
+    call.name += piece.function?.name ?? "";
+    call.text += piece.function?.arguments ?? "";
+  }
+  return Boolean(delta.content || delta.reasoning_content || delta.tool_calls);
+}

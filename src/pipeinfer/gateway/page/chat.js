@@ -1,0 +1,286 @@
+// The chat: which conversation is open, what is asked, and which answers are on their way.
+
+import { answer, spoken } from "./answer.js";
+import { List } from "./conversations.js";
+import { sure } from "./dialogs.js";
+import { announce, byId, glyph, put } from "./dom.js";
+import { Options, requested } from "./options.js";
+import { askJson } from "./server.js";
+import { MOST_CONVERSATIONS, openStore } from "./store.js";
+import { Thread, welcome } from "./thread.js";
+import { count } from "./words.js";
+
+const DEMO = "pipeinfer-demo";
+const EXAMPLES = {
+  [DEMO]: ["What are the stages?", "Count from 3 to 12.", "What is 7 + 15?"],
+  other: ["Explain what a KV cache is for.", "Write a haiku about pipelines.",
+    "Which questions are you good at?"],
+};
+const NEW = "New conversation";
+const SAVE = 1000; // milliseconds between two savings of an answer that grows
+const SPOKEN = 1500; // letters of an answer that screen readers are told
+
+export class Chat {
+  #store;
+  #all = []; // conversations, the newest first
+  #now; // the one that is open; it is stored with its first message
+  #messages = [];
+  #runs = new Map(); // by id of a conversation: {message, messages, stop}
+  #model = "";
+  #thread = new Thread({
+    edit: (message, text) => this.#edit(message, text),
+    again: (message) => this.#again(message),
+    results: (message, texts) => this.#results(message, texts),
+    copy: (text) => navigator.clipboard.writeText(text).then(() => announce("Copied.")),
+  });
+  #list = new List({
+    open: (id) => this.#open(id),
+    rename: (id, title) => this.#rename(id, title),
+    remove: (id) => this.#remove(id),
+  });
+  #options = new Options((options) => {
+    this.#now.options = options;
+    if (this.#stored(this.#now)) this.#store.saveConversation(this.#now);
+  });
+  #field = byId("prompt");
+  #button = byId("send");
+
+  async start() {
+    this.#store = await openStore();
+    if (!this.#store.lasting) put(byId("kept"), "This browser keeps nothing after a reload.");
+    this.#all = (await this.#store.conversations()).sort((a, b) => b.touched - a.touched);
+    this.#wire();
+    if (this.#all.length) await this.#open(this.#all[0].id);
+    else this.begin();
+    await this.#askModel();
+  }
+
+  /** A new conversation, with the options of the one before. */
+  begin() {
+    const options = this.#now?.options ?? {};
+    this.#show({ id: crypto.randomUUID?.() ?? String(Math.random()), title: NEW, touched: 0,
+      options: { ...options } }, []);
+    this.focus();
+  }
+
+  focus() {
+    this.#field.focus();
+  }
+
+  toggleOptions() {
+    this.#options.toggle();
+  }
+
+  /** Ends the answer that is on its way, or closes what is open; whether there was anything. */
+  escape() {
+    if (byId("side").classList.contains("shown")) return this.#side(false);
+    const run = this.#runs.get(this.#now.id);
+    if (run) run.stop.abort();
+    else if (this.#options.open) this.#options.toggle(false);
+    else return false;
+    return true;
+  }
+
+  // ------------------------------------------------------------------------------------- the page
+
+  #wire() {
+    byId("new").append(glyph("plus"), NEW);
+    byId("new").onclick = () => this.begin();
+    byId("toggle-options").append(glyph("sliders"));
+    byId("to-end").append(glyph("down"));
+    byId("open-side").append(glyph("list"));
+    byId("close-side").append(glyph("close"));
+    byId("open-side").onclick = () => this.#side(true);
+    byId("close-side").onclick = byId("veil").onclick = () => this.#side(false);
+    byId("composer").onsubmit = (event) => {
+      event.preventDefault();
+      const run = this.#runs.get(this.#now.id);
+      if (run) run.stop.abort();
+      else this.#send(this.#field.value);
+    };
+    this.#field.onkeydown = (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      if (!this.#runs.has(this.#now.id)) this.#send(this.#field.value);
+    };
+  }
+
+  #side(open) {
+    byId("side").classList.toggle("shown", open);
+    byId("veil").hidden = !open;
+    byId("open-side").setAttribute("aria-expanded", String(open));
+    if (open) byId("new").focus();
+    else byId("open-side").focus();
+    return true;
+  }
+
+  async #askModel() {
+    try {
+      const { data: [model] } = await askJson("v1/models");
+      this.#model = model.id;
+      const length = model.max_model_len;
+      put(byId("model"), length ? `${model.id} · ${count(length)} tokens` : model.id);
+      byId("model").title = model.id;
+      if (!this.#messages.length) this.#thread.show([], this.#welcome());
+    } catch (error) {
+      put(byId("model"), error.message);
+      const again = error.status === 503 || error.status === 0;
+      if (again) setTimeout(() => this.#askModel(), 1000 * (error.wait || 3));
+    }
+  }
+
+  #welcome() {
+    const examples = EXAMPLES[this.#model] ?? EXAMPLES.other;
+    return welcome(this.#model, this.#model ? examples : [], (text) => this.#send(text));
+  }
+
+  #draw() {
+    this.#list.show(this.#all, this.#now.id, new Set(this.#runs.keys()));
+    put(byId("title"), this.#now.title);
+    const running = this.#runs.has(this.#now.id);
+    const label = running ? "Stop" : "Send";
+    if (this.#button.title !== label || !this.#button.firstChild) {
+      this.#button.replaceChildren(glyph(running ? "stop" : "send"));
+      this.#button.setAttribute("aria-label", label);
+      this.#button.title = label;
+    }
+  }
+
+  #show(conversation, messages) {
+    this.#now = conversation;
+    this.#messages = messages;
+    this.#options.show(conversation.options);
+    this.#thread.show(messages, this.#welcome(), this.#runs.get(conversation.id)?.message);
+    this.#draw();
+    if (byId("side").classList.contains("shown")) this.#side(false);
+  }
+
+  async #open(id) {
+    const messages = this.#runs.get(id)?.messages ?? await this.#store.messages(id);
+    const found = this.#all.find((one) => one.id === id);
+    if (found) this.#show(found, messages);
+  }
+
+  // -------------------------------------------------------------------------------- conversations
+
+  #stored(conversation) {
+    return this.#all.includes(conversation);
+  }
+
+  /** Stores the open conversation as the newest. */
+  #touch() {
+    const now = this.#now;
+    now.touched = Date.now();
+    this.#all = [now, ...this.#all.filter((one) => one !== now)];
+    this.#store.saveConversation(now);
+    for (const old of this.#all.splice(MOST_CONVERSATIONS)) this.#store.remove(old.id);
+  }
+
+  #rename(id, title) {
+    const found = this.#all.find((one) => one.id === id);
+    found.title = title;
+    this.#store.saveConversation(found);
+    this.#draw();
+  }
+
+  async #remove(id) {
+    const found = this.#all.find((one) => one.id === id);
+    if (!await sure("Delete this conversation?", `“${found.title}” cannot be brought back.`)) return;
+    this.#runs.get(id)?.stop.abort();
+    this.#all = this.#all.filter((one) => one !== found);
+    await this.#store.remove(id);
+    if (this.#now === found) this.begin();
+    else this.#draw();
+    announce("The conversation is deleted.");
+  }
+
+  // --------------------------------------------------------------------------------------- asking
+
+  #send(text) {
+    if (!text.trim() || this.#runs.has(this.#now.id) || !this.#fields()) return;
+    this.#field.value = "";
+    this.#add({ role: "user", content: text });
+    if (this.#now.title === NEW) this.#now.title = text.trim().slice(0, 80).replace(/\s+/g, " ");
+    this.#run();
+  }
+
+  #edit(message, text) {
+    if (!this.#fields()) return;
+    this.#cut(message.at);
+    this.#add({ role: "user", content: text });
+    this.#run();
+    this.focus();
+  }
+
+  #again(message) {
+    if (!this.#fields()) return;
+    this.#cut(message.at);
+    this.#run();
+    this.focus();
+  }
+
+  #results(message, texts) {
+    if (!this.#fields()) return;
+    message.answered = true;
+    this.#store.saveMessage(message);
+    this.#thread.ended(message);
+    for (const [index, { id, name }] of message.calls.entries()) {
+      this.#add({ role: "tool", name, call: id, content: texts[index] });
+    }
+    this.#run();
+  }
+
+  /** The fields of the options, or null with the wrong one pointed at. */
+  #fields() {
+    const { fields, wrong } = requested(this.#now.options);
+    if (wrong) this.#options.point(wrong[0]);
+    return fields;
+  }
+
+  /** Forgets the messages from number `at` on. */
+  #cut(at) {
+    this.#runs.get(this.#now.id)?.stop.abort();
+    this.#thread.drop(this.#messages.splice(at));
+    this.#store.cut(this.#now.id, at);
+    const last = this.#messages.at(-1);
+    if (last?.answered) last.answered = false;
+  }
+
+  #add(message, live = false) {
+    Object.assign(message, { conversation: this.#now.id, at: this.#messages.length });
+    this.#messages.push(message);
+    this.#store.saveMessage(message);
+    this.#thread.append(message, live);
+    return message;
+  }
+
+  async #run() {
+    const conversation = this.#now, messages = this.#messages;
+    const body = {
+      messages: spoken(conversation.options.system ?? "", messages),
+      stream: true,
+      stream_options: { include_usage: true },
+      ...this.#fields(),
+    };
+    const message = this.#add({ role: "assistant", content: "" }, true);
+    const run = { message, messages, stop: new AbortController() };
+    this.#runs.set(conversation.id, run);
+    this.#touch();
+    this.#draw();
+    let saved = performance.now();
+    await answer(body, message, run.stop.signal, () => {
+      if (messages[message.at] !== message) return; // cut off meanwhile
+      this.#thread.grown(message);
+      if (performance.now() - saved > SAVE) {
+        saved = performance.now();
+        this.#store.saveMessage(message);
+      }
+    });
+    if (this.#runs.get(conversation.id) === run) this.#runs.delete(conversation.id);
+    if (messages[message.at] !== message || !this.#stored(conversation)) return;
+    this.#store.saveMessage(message);
+    this.#thread.ended(message);
+    this.#draw();
+    if (!message.error) announce(`Answer: ${message.content.slice(0, SPOKEN)}`);
+  }
+}

@@ -1,0 +1,171 @@
+// The options of a conversation: a form beside it, and the fields of a request that they become.
+
+import { byId, h, iconButton, put } from "./dom.js";
+
+// [field of the API, label, least, most]; an empty field is the server's own default.
+const NUMBERS = [
+  ["temperature", "Temperature", 0, 2], ["top_p", "Top p", 0, 1],
+  ["top_k", "Top k", -1, null], ["min_p", "Min p", 0, 1],
+  ["max_tokens", "Most tokens", 1, null], ["seed", "Seed", null, null],
+  ["presence_penalty", "Presence penalty", -2, 2],
+  ["frequency_penalty", "Frequency penalty", -2, 2],
+  ["repetition_penalty", "Repetition penalty", 0, null],
+];
+const TOOL_HINT = '[{"type": "function", "function": {"name": "…", "parameters": {…}}}]';
+
+/** What a request gets of the options: {fields}, or {wrong: [field, why]}. */
+export function requested(options) {
+  const fields = {};
+  try {
+    for (const [name, label] of NUMBERS) {
+      if (!options[name]?.trim()) continue;
+      const value = Number(options[name]);
+      if (Number.isNaN(value)) throw [name, `${label} is no number.`];
+      fields[name] = value;
+    }
+    const stops = (options.stop ?? "").split("\n").filter((line) => line !== "");
+    if (stops.length) fields.stop = stops;
+    const tools = parsed(options, "tools", "Tools");
+    if (tools !== undefined) {
+      if (!Array.isArray(tools)) throw ["tools", "Tools are a list in square brackets."];
+      if (tools.length) fields.tools = tools;
+      if (tools.length && options.tool_choice) fields.tool_choice = options.tool_choice;
+    }
+    const form = parsed(options, "schema", "The schema");
+    if (form !== undefined) fields.response_format = formed(form);
+    if (options.logprobs) Object.assign(fields, { logprobs: true, top_logprobs: 5 });
+    const more = parsed(options, "more", "Further fields");
+    if (more !== undefined) {
+      if (Array.isArray(more) || typeof more !== "object" || more === null)
+        throw ["more", "Further fields are an object in braces."];
+      Object.assign(fields, more);
+    }
+    return { fields };
+  } catch (wrong) {
+    if (Array.isArray(wrong)) return { wrong };
+    throw wrong;
+  }
+}
+
+function parsed(options, name, label) {
+  if (!options[name]?.trim()) return undefined;
+  try {
+    return JSON.parse(options[name]);
+  } catch (error) {
+    throw [name, `${label}: ${error.message}`];
+  }
+}
+
+/** A schema becomes a form of an answer; a whole form stays what it is. */
+function formed(given) {
+  if (["json_schema", "json_object", "text"].includes(given?.type)) return given;
+  return { type: "json_schema", json_schema: { name: "answer", schema: given } };
+}
+
+/** The form. changed(options) is called with every change. */
+export class Options {
+  #panel = byId("options");
+  #button = byId("toggle-options");
+  #fields = {};
+  #errors = {};
+  #options = {};
+  #changed;
+
+  constructor(changed) {
+    this.#changed = changed;
+    this.#panel.append(
+      h("div", { class: "head" }, h("h2", {}, "Options"),
+        iconButton("close", "Close the options", () => this.toggle(false))),
+      h("fieldset", {}, h("legend", {}, "System prompt"),
+        this.#field("system", null, h("textarea", { rows: "4", "aria-label": "System prompt" }))),
+      h("fieldset", {}, h("legend", {}, "Sampling"), h("div", { class: "pairs" },
+        NUMBERS.map(([name, label, least, most]) => this.#field(name, label,
+          h("input", { type: "number", step: "any", min: least, max: most,
+            inputmode: "decimal", placeholder: "default" }))))),
+      this.#field("stop", "Stop at, one a line", h("textarea", { rows: "2" })),
+      h("fieldset", {}, h("legend", {}, "Form of the answer"),
+        this.#field("schema", "JSON schema",
+          h("textarea", { class: "mono", rows: "4", spellcheck: "false",
+            placeholder: '{"type": "object", "properties": {…}}' }))),
+      h("fieldset", {}, h("legend", {}, "Tools"),
+        this.#field("tools", "Functions, as JSON", h("textarea", { class: "mono", rows: "5",
+          spellcheck: "false", placeholder: TOOL_HINT })),
+        this.#field("tool_choice", "May they be called?", h("select", {},
+          [["", "as the model likes"], ["required", "one must be"], ["none", "no"]]
+            .map(([value, text]) => h("option", { value }, text))))),
+      h("fieldset", {}, h("legend", {}, "Log-probs"), this.#switch()),
+      h("fieldset", {}, h("legend", {}, "Further fields"),
+        this.#field("more", "Of the request's body, as JSON",
+          h("textarea", { class: "mono", rows: "2", spellcheck: "false",
+            placeholder: '{"ignore_eos": true}' }))),
+      h("button", { type: "button", onclick: () => this.#reset() }, "All as the server likes"));
+    this.#button.onclick = () => this.toggle();
+  }
+
+  /** Opens or closes the panel. */
+  toggle(open = this.#panel.hidden) {
+    this.#panel.hidden = !open;
+    this.#button.setAttribute("aria-expanded", String(open));
+    if (open) this.#panel.querySelector("button").focus();
+    else this.#button.focus();
+  }
+
+  get open() {
+    return !this.#panel.hidden;
+  }
+
+  /** Shows the options of another conversation. */
+  show(options) {
+    this.#options = { ...options };
+    for (const [name, field] of Object.entries(this.#fields)) {
+      if (field.type === "checkbox") field.checked = Boolean(options[name]);
+      else field.value = options[name] ?? "";
+    }
+    this.#checkAll();
+  }
+
+  /** Opens at the field that is wrong. */
+  point(name) {
+    this.toggle(true);
+    this.#fields[name].focus();
+  }
+
+  #field(name, label, input) {
+    const id = `option-${name}`;
+    input.id = id;
+    input.setAttribute("aria-describedby", `${id}-wrong`);
+    input.addEventListener("input", () => this.#set(name, input.value));
+    this.#fields[name] = input;
+    this.#errors[name] = h("p", { class: "wrong", id: `${id}-wrong` });
+    return h("div", { class: "field" },
+      label ? h("label", { for: id }, label) : null, input, this.#errors[name]);
+  }
+
+  #switch() {
+    const input = h("input", { type: "checkbox", id: "option-logprobs",
+      onchange: () => this.#set("logprobs", input.checked) });
+    this.#fields.logprobs = input;
+    return h("div", { class: "check" }, input,
+      h("label", { for: "option-logprobs" }, "Show how likely each token was"));
+  }
+
+  #set(name, value) {
+    this.#options[name] = value;
+    this.#checkAll();
+    this.#changed({ ...this.#options });
+  }
+
+  #checkAll() {
+    const [wrong, why] = requested(this.#options).wrong ?? [];
+    for (const [name, error] of Object.entries(this.#errors)) {
+      put(error, name === wrong ? why : "");
+      this.#fields[name].toggleAttribute("aria-invalid", false);
+      if (name === wrong) this.#fields[name].setAttribute("aria-invalid", "true");
+    }
+  }
+
+  #reset() {
+    this.show({});
+    this.#changed({});
+  }
+}
