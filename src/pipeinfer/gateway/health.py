@@ -29,7 +29,9 @@ class Expected:
 @dataclass
 class Row:
     """What is known of one stage; `state` is a heartbeat's, or "lost". `seen`: when that was.
-    `restarts`: processes after the first that was heard; `restarted`: when the last of them was.
+
+    `restarts`: processes that were heard after the first; `restarted`: when the newest of these was
+    heard first.
     """
 
     stage: str
@@ -71,7 +73,8 @@ class Health:
         row = self.rows.get(beat.stage)
         if row is None or beat.incarnation < row.incarnation:
             return
-        # Of a process that ended its supervisor speaks as the incarnation right after it.
+        # What a supervisor says of a process that ended comes as the process's successor by one
+        # (Child.last_word); real processes are further apart, their numbers are times in ns.
         if row.incarnation and beat.incarnation > row.incarnation + 1:
             row.restarts, row.restarted = row.restarts + 1, now
         row.reason, row.pid = beat.reason, beat.pid

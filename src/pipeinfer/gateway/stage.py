@@ -31,6 +31,7 @@ from pipeinfer.gateway.tls import Certificate
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.step_budget import Targets
 from pipeinfer.text.added import added_tokens
 from pipeinfer.text.template_sources import read_tokenizer_config, template_sources
 from pipeinfer.topology.topology import Topology
@@ -52,7 +53,8 @@ def build(context: StageContext) -> Stage:
         incarnation=context.incarnation,
         max_queue_tokens=settings.max_queue_tokens,
     )
-    metrics = Metrics(core.health)
+    targets = Targets(settings.itl_target, settings.ttft_target)
+    metrics = Metrics(core.health, core.answering, targets)
     certificate = tls.certificate(settings)
     admission = Admission(_keys(settings), _limits(settings), metrics)
     service = Service(
