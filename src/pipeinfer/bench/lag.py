@@ -78,7 +78,7 @@ def warnings(client: ClientFacts, measured: Summary) -> list[str]:
     if lag > allowed:
         said.append(
             f"the client was late itself: its event loop by {lag:.1f} ms (p99), which is in all "
-            "times above"
+            "these times"
         )
     if late > allowed:
         said.append(f"requests were sent up to {late:.1f} ms (p99) after they were due")

@@ -20,6 +20,7 @@ class Timeline(msgspec.Struct, array_like=True):
     """One request: when it was due and sent, when each piece of its stream came and when it ended,
     how many tokens it got, and how many its prompt had, and how many of them a cache.
 
+    `asked` is the most tokens it may get; `counted`: the server said how many there were.
     Times are seconds of one monotonic clock. `due` is the arrival that was planned: a client that
     sends late, or waits in a queue, does not make the server look faster. `failure` is the kind of
     what went wrong, `error` says what it was.
@@ -35,6 +36,7 @@ class Timeline(msgspec.Struct, array_like=True):
     end: float = 0.0
     cached: int = 0
     asked: int = 0
+    counted: bool = False
 
     @property
     def complete(self) -> bool:

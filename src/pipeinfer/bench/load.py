@@ -45,6 +45,11 @@ class Open(msgspec.Struct, frozen=True, tag=True):
         """How many there may be at a time."""
         return len(self.arrivals)
 
+    @property
+    def requests(self) -> int | None:
+        """How many there will be."""
+        return len(self.arrivals)
+
     def share(self, folder: Path, first: int, many: int) -> Open:
         """What the process `first` of `many` does."""
         return Open(self.arrivals[first::many])

@@ -141,7 +141,8 @@ async def _read(answer: aiohttp.ClientResponse, line: Timeline) -> None:
         raise _Failed(CUT, f"it ended after {len(line.pieces)} pieces without saying so")
     if not line.pieces:
         raise _Failed(EMPTY, "an answer without any token")
-    line.tokens = line.tokens or len(line.pieces)
+    if not line.counted:
+        line.tokens = len(line.pieces)
 
 
 def _note(line: Timeline, data: bytes, now: float) -> bool:
@@ -159,7 +160,7 @@ def _note(line: Timeline, data: bytes, now: float) -> bool:
         if any(choice.has_token() for choice in chunk.choices) or (finished and not line.pieces):
             line.pieces.append(now)
     if chunk.usage is not None:
-        line.tokens = chunk.usage.completion_tokens
+        line.counted, line.tokens = True, chunk.usage.completion_tokens
         line.prompt = chunk.usage.prompt_tokens or line.prompt
         details = chunk.usage.prompt_tokens_details
         line.cached = (details.cached_tokens or 0) if details is not None else 0
