@@ -1,4 +1,4 @@
-"""Quantiles of the last minute, from counters that only grow.
+"""What clients got in the last minute, from metrics that only grow.
 
 Knows histograms by their buckets, and no request. The time is passed in.
 """
@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+
+from prometheus_client import Counter, Histogram
+
+from pipeinfer.gateway.metrics import BETWEEN, FIRST, Metrics
 
 QUANTILES = (50, 90, 99)  # in percent: those that are shown
 WINDOW = 60.0  # seconds
@@ -46,3 +50,31 @@ class Lately:
                 return low + (high - low) * (wanted - below) / (upto - below)
             below = upto
         return self._bounds[-1]
+
+
+class Latencies:
+    """The last minute of one gateway, for its heartbeats."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._tokens = metrics.generated_tokens
+        self._kinds = (
+            ("ttft", metrics.first_token, Lately(FIRST)),
+            ("itl", metrics.between_tokens, Lately(BETWEEN)),
+        )
+
+    def stats(self, now: float) -> dict[str, float]:
+        """How many first outputs and later ones there were, and their quantiles in milliseconds
+        where there are any. `now`: monotonic seconds."""
+        told = {"output_tokens_total": _samples(self._tokens)[0]}
+        for name, histogram, lately in self._kinds:
+            lately.take(_samples(histogram), now)
+            told[f"{name}_count"] = float(lately.count)
+            for share in QUANTILES:
+                told[f"{name}_ms_p{share}"] = (lately.quantile(share / 100) or 0.0) * 1e3
+        return told
+
+
+def _samples(metric: Counter | Histogram) -> list[float]:
+    """A counter's value; of a histogram, how many were at most each bound, and all of them."""
+    (family,) = metric.collect()
+    return [one.value for one in family.samples if one.name.endswith(("_total", "_bucket"))]

@@ -16,7 +16,6 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from pipeinfer.gateway.health import Health
-from pipeinfer.gateway.lately import QUANTILES, Lately
 from pipeinfer.step_budget import NO_TARGETS, Targets
 
 log = logging.getLogger(__name__)
@@ -68,7 +67,6 @@ class Metrics:
             buckets=BETWEEN,
             registry=self.registry,
         )
-        self._first_lately, self._between_lately = Lately(FIRST), Lately(BETWEEN)
         self.registry.register(_Stages(health))
         self.registry.register(_Gateway(ready, targets))
         for outcome in ("stop", "length", "abort", "error", "refused"):
@@ -100,33 +98,11 @@ class Metrics:
         """Counts one HTTP request of a key that is over."""
         self._key_requests.labels(key, outcome).inc()
 
-    def lately(self, now: float) -> dict[str, float]:
-        """What heartbeats say of the last minute: how many first outputs and later ones there were,
-        and their quantiles in milliseconds, where there are any. `now`: monotonic seconds."""
-        told = {"output_tokens_total": _samples(self.generated_tokens)[0]}
-        for name, lately, histogram in (
-            ("ttft", self._first_lately, self.first_token),
-            ("itl", self._between_lately, self.between_tokens),
-        ):
-            lately.take(_samples(histogram), now)
-            told[f"{name}_count"] = lately.count
-            for share in QUANTILES:
-                seconds = lately.quantile(share / 100)
-                if seconds is not None:
-                    told[f"{name}_ms_p{share}"] = seconds * 1e3
-        return told
-
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """The text for a scrape and its content type: OpenMetrics if the header `accept` names it,
         else Prometheus' own."""
         encode, kind = choose_encoder(accept)
         return encode(self.registry), kind
-
-
-def _samples(metric: Counter | Histogram) -> list[float]:
-    """A counter's value; of a histogram, how many were at most each bound, and all of them."""
-    (family,) = metric.collect()
-    return [one.value for one in family.samples if one.name.endswith(("_total", "_bucket"))]
 
 
 class _Gateway(Collector):

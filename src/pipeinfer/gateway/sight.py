@@ -116,11 +116,10 @@ class Sight:
 
     async def prefixes(self, engines: Sequence[str], most: int) -> dict[str, tuple[Prefix, ...]]:
         """{engine: its largest prefixes}, of those that answer in time."""
-        assert self._ask is not None
         found: dict[str, tuple[Prefix, ...]] = {}
         async with self._answers_to(f"prefixes-{time.monotonic_ns()}") as (question, answers):
             for engine in engines:
-                self._ask(engine, ShowPrefixes(question, most))
+                self._put(engine, ShowPrefixes(question, most))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PATIENCE):
                     while len(found) < len(engines):
@@ -141,9 +140,12 @@ class Sight:
     async def _keep_asking(self) -> None:
         while True:
             for stage in self._stages:
-                if self._ask is not None:
-                    self._ask(stage, Watch(LASTS))
+                self._put(stage, Watch(LASTS))
             await asyncio.sleep(ASK_AGAIN)
+
+    def _put(self, stage: str, question: Message) -> None:
+        if self._ask is not None:
+            self._ask(stage, question)
 
     def _forget(self) -> None:
         self._steps.clear()

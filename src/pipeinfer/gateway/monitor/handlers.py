@@ -16,13 +16,19 @@ from aiohttp import web
 from pipeinfer.control import Passage, Prefix
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.monitor.picture import Figures, Pictures
-from pipeinfer.gateway.responses import json_response
+from pipeinfer.gateway.monitor.told import (
+    GroupTold,
+    MomentTold,
+    PassageTold,
+    PrefixesTold,
+    PrefixTold,
+    RequestTold,
+)
 from pipeinfer.gateway.schema import DetokenizeRequest
 from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.sight import Sight
 from pipeinfer.gateway.streams import HEADERS
 from pipeinfer.gateway.tokenizing import Encoded, detokenize_call
-from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.packing import unpack
 from pipeinfer.recent import Recent
 from pipeinfer.version import __version__
@@ -77,7 +83,7 @@ class MonitorHandlers:
         passages = self._sight.passages(name)
         if not passages:
             raise ApiError(404, f"nothing was seen of a request {name[:200]!r}", code="not_seen")
-        return json_response({"id": name, "passages": [_passage(one) for one in passages]})
+        return _answer(RequestTold(name, [_passage(one) for one in passages]))
 
     async def prefixes(self, request: web.Request) -> web.StreamResponse:
         """The largest cached prefixes of each group. Their texts are somebody's prompts: they are
@@ -86,21 +92,18 @@ class MonitorHandlers:
         engines = {row.stage: row.group for row in rows if row.name == "engine" and row.rank == 0}
         found = await self._sight.prefixes(tuple(engines), MOST_PREFIXES)
         shown = not self._service.admission.shared
-        groups: list[JsonValue] = [
-            {
-                "group": group,
-                "prefixes": [await self._prefix(one, shown) for one in found.get(engine, ())],
-            }
+        groups = [
+            GroupTold(group, [await self._prefix(one, shown) for one in found.get(engine, ())])
             for engine, group in engines.items()
         ]
-        return json_response({"groups": groups})
+        return _answer(PrefixesTold(groups))
 
-    async def _prefix(self, prefix: Prefix, shown: bool) -> JsonObject:
-        told: JsonObject = {"tokens": prefix.tokens, "ends": prefix.ends, "held": prefix.held}
-        if shown:
-            ids = unpack(prefix.first).tolist()
-            told |= {"ids": ids, "text": await self._text(ids)}
-        return told
+    async def _prefix(self, prefix: Prefix, shown: bool) -> PrefixTold:
+        told = PrefixTold(prefix.tokens, prefix.ends, prefix.held)
+        if not shown:
+            return told
+        ids = unpack(prefix.first).tolist()
+        return msgspec.structs.replace(told, ids=ids, text=await self._text(ids))
 
     async def _text(self, ids: list[int]) -> str:
         name, now = str(ids), time.monotonic()
@@ -142,13 +145,15 @@ class MonitorHandlers:
         return self._figures
 
 
-def _passage(passage: Passage) -> JsonObject:
-    return {
-        "stage": passage.stage,
-        "began": passage.began,
-        "ended": passage.ended or None,
-        "outcome": passage.outcome,
-        "moments": [
-            {"at": one.at, "name": one.name, "values": dict(one.values)} for one in passage.moments
-        ],
-    }
+def _passage(passage: Passage) -> PassageTold:
+    return PassageTold(
+        stage=passage.stage,
+        began=passage.began,
+        ended=passage.ended or None,
+        outcome=passage.outcome,
+        moments=[MomentTold(one.at, one.name, one.values) for one in passage.moments],
+    )
+
+
+def _answer(told: msgspec.Struct) -> web.Response:
+    return web.Response(body=_encode(told), content_type="application/json")
