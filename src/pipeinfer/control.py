@@ -130,21 +130,22 @@ class Observed(Message, frozen=True):
 
 
 class ShowPrefixes(Message, frozen=True):
-    """To an engine: which of its cached prefixes are the largest? `question`: the asker's name for
-    it."""
+    """To an engine: which of its cached prefixes save the most, and which are the longest?
+    `question`: the asker's name for it. `ids`: so many of each are told."""
 
     question: str
     most: int = 16
+    ids: int = 64
 
 
 class Prefix(msgspec.Struct, frozen=True, array_like=True):
-    """A path of the prefix tree, from its root. `tokens`: its length; `held`: requests that use it
-    now; `first`: its first ids (int32 bytes)."""
+    """A path of the prefix tree, from its root. `tokens`: its length; `ends`: cached sequences that
+    begin with it; `held`: requests that use it now; `first`: its first ids (int32 bytes)."""
 
     tokens: int
+    ends: int
     held: int
     first: bytes
-    cache_salt: str = ""
 
 
 class Prefixes(Message, frozen=True):

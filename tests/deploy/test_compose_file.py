@@ -17,7 +17,8 @@ from servers import STAGES as NAMES
 DEFAULTS = variables((ROOT / ".env").read_text())
 EXAMPLE = (ROOT / ".env.example").read_text()
 COMPOSE = Compose(DEFAULTS)
-SERVICES = COMPOSE.services
+# What is built here; the others are other people's.
+SERVICES = {name: one for name, one in COMPOSE.services.items() if "build" in one}
 services = pytest.mark.parametrize("name", SERVICES)
 
 TEXT, WORD = r".*", r"[a-zA-Z0-9][a-zA-Z0-9_.-]*"
@@ -155,6 +156,22 @@ def test_what_must_stop_later_is_depended_on():
         depends = service.get("depends_on", {})
         assert {stage_of(SERVICES[n]) for n in depends} == after.get(stage_of(service), set()), name
         assert all(how["required"] is False for how in depends.values())
+
+
+def test_those_who_watch_run_beside_every_profile_and_read_files_that_are_there():
+    active = COMPOSE.active("monitoring")
+    assert active == ["prometheus", "grafana"]
+    for name in active:
+        service = COMPOSE.services[name]
+        assert service["network_mode"] == "host", "the gateway's port is there"
+        assert re.fullmatch(r".+:v?\d+\.\d+\.\d+", service["image"]), "a version, not the newest"
+        sources = [volume.split(":")[0] for volume in service["volumes"]]
+        files = [ROOT / source for source in sources if source.startswith("./")]
+        assert files and all(file.exists() for file in files)
+        assert set(sources) - set(COMPOSE.tree["volumes"]) == {s for s in sources if s[0] == "."}
+    listens = "--web.listen-address=127.0.0.1:9090"
+    assert listens in COMPOSE.services["prometheus"]["command"], "it has no password"
+    assert COMPOSE.services["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
 
 
 def test_engines_reserve_gpus_and_keep_their_kernels():

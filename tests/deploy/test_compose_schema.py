@@ -16,7 +16,7 @@ import yaml
 from compose import ROOT, Compose, variables
 
 FILE = ROOT / "compose.yaml"
-PROFILES = [("local",), ("front",), ("gpu",), ("front", "gpu")]
+PROFILES = [("local",), ("front",), ("gpu",), ("front", "gpu"), ("local", "monitoring")]
 MISTAKES: dict[str, tuple[str, Any]] = {
     "an attribute that does not exist": ("privileged_", True),
     "a number where a duration belongs": ("stop_grace_period", 45),

@@ -116,9 +116,10 @@ def known_flags() -> set[str]:
         "--build",
         "--profile",
         "--scale",
+        "--storage",
         "--version",
         "--help",
-    }  # docker's, and argparse's own
+    }  # docker's, Prometheus' and argparse's own
     return settings | asked | set(added) | others
 
 

@@ -64,9 +64,10 @@ def test_openai_example_streams_an_answer(server):
     assert out.split()[:5] == ["3", "4", "5", "6", "7"]
 
 
-def test_offline_example_prints_two_results():
-    lines = run([sys.executable, "-c", example("import LLM")]).splitlines()
-    assert [words.rsplit(" ", 1)[1] in ("length", "stop") for words in lines] == [True, True]
+def test_offline_example_prints_two_answers():
+    about, count = run([sys.executable, "-c", example("import LLM")]).splitlines()
+    assert about == f"{ABOUT['What is pipeinfer?']!r} stop"
+    assert count == "'3 4 5 6 7 8 9 10 11 12' stop"
 
 
 def test_generate_line_counts():

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeinfer.gateway.health import NAMED, PER_GROUP, Expected, Health
+from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.messages import Heartbeat, State
+from pipeinfer.step_budget import Targets
 
 
 def expected(groups: int, ranks: int) -> list[Expected]:
@@ -122,3 +124,57 @@ def test_a_process_that_was_replaced_is_not_heard():
     assert health.rows[STAGES[1].stage].state == "ready" and "stranger-0" not in health.rows
     health.beat(beat(STAGES[1], "loading", 5), 0.0)
     assert health.rows[STAGES[1].stage].state == "loading", "the same process"
+
+
+def test_processes_after_the_first_are_counted_and_a_last_word_is_none():
+    """The supervisor says of a process that ended what the process cannot say itself."""
+    health, stage = Health(STAGES), STAGES[1]
+    row = health.rows[stage.stage]
+    first, second, third = 10**18, 10**18 + 10**9, 10**18 + 10**10
+    heard = [(0.0, first), (1.0, first), (2.0, first + 1), (2.5, first + 1)]
+    for now, process in heard:
+        health.beat(beat(stage, "ready", process), now)
+        assert (row.restarts, row.restarted) == (0, None)
+    for now, process in ((3.0, second), (4.0, second), (4.5, first), (5.0, second + 1)):
+        health.beat(beat(stage, "ready", process), now)
+        assert (row.restarts, row.restarted) == (1, 3.0)
+    health.beat(beat(stage, "starting", third), 6.0)
+    assert (row.restarts, row.restarted) == (2, 6.0)
+    assert all(other.restarts == 0 for other in health.rows.values() if other is not row)
+
+
+def test_metrics_say_which_stages_are_up_and_how_often_each_began_again():
+    health, answering = Health(STAGES), False
+    metrics = Metrics(health, lambda: answering, Targets(itl=0.05, ttft=2))
+
+    def samples() -> dict[str, float]:
+        lines = metrics.exposition("")[0].decode().splitlines()
+        pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+        return {name.removeprefix("pipeinfer_"): float(value) for name, value in pairs}
+
+    health.beat(beat(STAGES[1], "ready", 10), 0.0)
+    health.beat(beat(STAGES[2], "ready", 10), 0.0)
+    health.beat(beat(STAGES[2], "loading", 20), 1.0)
+    found, up = samples(), 'stage_up{stage="%s"}'
+    assert [found[up % stage.stage] for stage in STAGES[:3]] == [0, 1, 0]
+    began = 'stage_restarts_total{stage="%s"}'
+    assert [found[began % stage.stage] for stage in STAGES[:3]] == [0, 0, 1]
+    assert len([name for name in found if name.startswith("stage_up{")]) == len(STAGES)
+    assert (found['target_seconds{of="ttft"}'], found['target_seconds{of="itl"}']) == (2, 0.05)
+    assert found["ready"] == 0
+    answering = True
+    assert samples()["ready"] == 1
+    health.beat(beat(STAGES[2], "ready", 20), 2.0)
+    health.check(2.0 + SILENCE)  # the other was silent since 0.0
+    assert [samples()[up % stage.stage] for stage in STAGES[:3]] == [0, 0, 1]
+
+
+def test_what_schedulers_and_engines_count_is_exposed():
+    health = Health(expected(2, 1))
+    for group in range(2):
+        told = beat(Expected(f"scheduler-{group}", "scheduler", group), "ready")
+        health.beat(structs.replace(told, stats={"preemptions_total": 3.0 + group}), 0.0)
+        told = beat(Expected(f"engine-{group}-0", "engine", group), "ready")
+        health.beat(structs.replace(told, stats={"pages_evictable": 5.0}), 0.0)
+    lines = Metrics(health).exposition("")[0].decode().splitlines()
+    assert {"pipeinfer_preemptions_total 7.0", "pipeinfer_pages_evictable 10.0"} <= set(lines)

@@ -79,7 +79,7 @@ async def test_answers_are_of_their_types_and_hold_nothing_else(
 async def test_what_tells_how_things_are_is_of_its_type(gateway: Gateway) -> None:
     async with httpx.AsyncClient() as client:
         for one in ENDPOINTS:
-            if one.method == "get" and one.answer is not None:
+            if one.method == "get" and one.answer is not None and "{id}" not in one.path:
                 path = one.path.replace("{model}", "test")
                 answer = await client.get(gateway.url + path)
                 said = msgspec.json.decode(answer.content, type=one.answer)

@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 from bench import batch, offline, shapes, workload  # noqa: E402
-from bench.workload import Span  # noqa: E402
 from pipeinfer import LLM  # noqa: E402
 from pipeinfer import settings as config  # noqa: E402
+from pipeinfer.bench.span import Span  # noqa: E402
 from replay.rebuild import rebuild  # noqa: E402
 from replay.recording import load_stage, warn_of_tail  # noqa: E402
 from replay.run import Run  # noqa: E402

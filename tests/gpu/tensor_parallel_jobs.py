@@ -268,8 +268,9 @@ def generated(model: str, ranks: int, ids: int, **settings: Any) -> list[list[li
 def offline(shape: str, tp: str, dp: str, all_reduce: str) -> dict[str, Any]:
     """The usual 256 requests, twice as many for two groups, and the time between tokens alone."""
     from bench import batch, shapes, workload
-    from bench.workload import Span, Work
+    from bench.workload import Work
     from pipeinfer import LLM
+    from pipeinfer.bench.span import Span
 
     spans = (Span(100, 1024), Span(100, 1024)) if DEVICE == "cuda" else (Span(8, 16), Span(4, 8))
     groups, requests = int(dp), 256 if DEVICE == "cuda" else 16

@@ -7,24 +7,27 @@ of JSON for each load. `--record DIR` records the Poisson loads of the last TREE
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent / "tools"), str(HERE.parent.parent / "src")]
 
-from bench import latency, shapes, streaming, traces  # noqa: E402
+from bench import shapes  # noqa: E402
 from bench.processes import stop, wait_ready  # noqa: E402
-from bench.workload import Span  # noqa: E402
+from pipeinfer.bench import arrivals, latency  # noqa: E402
+from pipeinfer.bench.endpoint import Endpoint  # noqa: E402
+from pipeinfer.bench.load import Open  # noqa: E402
+from pipeinfer.bench.measuring import measure  # noqa: E402
+from pipeinfer.bench.prompts import Drawn  # noqa: E402
+from pipeinfer.bench.span import Span  # noqa: E402
 
+Load = tuple[Drawn, list[float]]  # what is sent, and when
 TARGET = latency.Target(0.5, 0.025)
 HIGHEST_ID = 10_000
 LONG = Span(7000, 9000), Span(64, 128)
@@ -32,31 +35,11 @@ USUAL = Span(100, 1024), Span(100, 400)
 ANY = Span(100, 8000), Span(64, 256)
 
 
-def measured(
-    url: str, arrivals: list[traces.Arrival], clients: Executor, many: int
-) -> list[latency.Timeline]:
+def measured(url: str, load: Load, many: int) -> list[latency.Timeline]:
     """By `many` processes, each with its share of the requests."""
-    begin = time.perf_counter() + 0.3  # the clock is the same in all processes
-    shares = [arrivals[first::many] for first in range(many)]
-    found = clients.map(sent, [url] * many, shares, [begin] * many)
-    return [line for lines in found for line in lines]
-
-
-def sent(url: str, arrivals: list[traces.Arrival], begin: float) -> list[latency.Timeline]:
-    return asyncio.run(_sent(url, arrivals, begin))
-
-
-async def _sent(url: str, arrivals: list[traces.Arrival], begin: float) -> list[latency.Timeline]:
-    async with streaming.session() as client:
-
-        async def one(arrival: traces.Arrival) -> latency.Timeline:
-            due = begin + arrival.at
-            await asyncio.sleep(due - time.perf_counter())
-            return await streaming.stream(
-                client, url, arrival.prompt, arrival.output, due, temperature=0.6
-            )
-
-        return list(await asyncio.gather(*map(one, arrivals)))
+    drawn, times = load
+    endpoint = Endpoint(url, temperature=0.6)
+    return measure(endpoint, drawn, Open(list(enumerate(times))), many).lines
 
 
 def show(tree: str, load: str, lines: list[latency.Timeline]) -> None:
@@ -93,22 +76,25 @@ def started(tree: Path, arguments: list[str], log: Path) -> subprocess.Popen[str
         )  # fmt: skip
 
 
-def loads(options: argparse.Namespace) -> list[tuple[str, list[traces.Arrival]]]:
+def poisson(rate: float, requests: int, prompts: Span, outputs: Span, seed: int) -> Load:
+    drawn = Drawn(prompts, outputs, seed, HIGHEST_ID)
+    return drawn, arrivals.poisson(rate, seed, requests)
+
+
+def loads(options: argparse.Namespace) -> list[tuple[str, Load]]:
     """By name; the first ones are not shown."""
     seed = options.seed
     warm = [
-        ("warm", traces.poisson(40.0, 24, *USUAL, HIGHEST_ID, 10**6)),
-        ("warm", traces.poisson(1e5, 12, *LONG, HIGHEST_ID, 10**6 + 1)),
+        ("warm", poisson(40.0, 24, *USUAL, 10**6)),
+        ("warm", poisson(1e5, 12, *LONG, 10**6 + 1)),
     ]
     made = {
-        "long": lambda n: traces.poisson(1e9, 64, *LONG, HIGHEST_ID, seed + n),
-        "p32": lambda n: traces.poisson(32.0, 256, *USUAL, HIGHEST_ID, seed + 100 + n),
-        "p64": lambda n: traces.poisson(64.0, 384, *USUAL, HIGHEST_ID, seed + 200 + n),
+        "long": lambda n: poisson(1e9, 64, *LONG, seed + n),
+        "p32": lambda n: poisson(32.0, 256, *USUAL, seed + 100 + n),
+        "p64": lambda n: poisson(64.0, 384, *USUAL, seed + 200 + n),
     }
     made |= {
-        f"any{rate}": lambda n, rate=rate: traces.poisson(
-            rate, round(6 * rate), *ANY, HIGHEST_ID, seed + 300 + n
-        )
+        f"any{rate}": lambda n, rate=rate: poisson(rate, round(6 * rate), *ANY, seed + 300 + n)
         for rate in options.rates
     }
     chosen = [(name, made[name](n)) for n, name in enumerate(options.loads.split(",")) if name]
@@ -129,11 +115,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="of the last TREE")
     parser.add_argument("--settings", default="", help="of all servers, with spaces between")
     options = parser.parse_args()
-    spawn = multiprocessing.get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(options.clients, spawn) as clients,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
         shapes.write_folder(Path(folder), shapes.shape(options.config))
         for number, tree in enumerate(options.trees):
             arguments = [folder, "--load-format", "dummy", "--device", "cuda", "--max-model-len",
@@ -145,10 +127,10 @@ def main() -> None:
             try:
                 url = wait_ready(server)
                 print(json.dumps({"tree": str(tree), "ready_s": time.perf_counter() - began}))
-                for load, arrivals in loads(options):
-                    lines = measured(url, arrivals, clients, options.clients)
-                    if load != "warm":
-                        show(str(tree), load, lines)
+                for name, load in loads(options):
+                    lines = measured(url, load, options.clients)
+                    if name != "warm":
+                        show(str(tree), name, lines)
             finally:
                 stop(server)
 

@@ -239,17 +239,24 @@ def test_wrong_usage_and_configuration_end_with_code_2():
             process.terminate()  # one that serves after all would go on for ever
 
 
-def test_port_in_use_is_said():
+def test_a_port_in_use_is_said_before_anything_is_looked_for():
+    """The folder of the model is not there, but that is not what is said first, unless the gateway
+    runs on another host."""
+    elsewhere = ["--topology", str(ROOT / "stages/three-hosts.toml"), "--on", "gpu-a"]
+    cases = {"cannot listen on 127.0.0.1:": [], "/no/such/folder": elsewhere}
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        process = subprocess.run(
-            [sys.executable, "-m", "pipeinfer", "serve", "--port", str(port)],
-            stderr=subprocess.PIPE, text=True, env=environment(), timeout=60, check=False,
-        )  # fmt: skip
-    assert process.returncode == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in process.stderr
+        port = str(taken.getsockname()[1])
+        for named, more in cases.items():
+            done = subprocess.run(
+                [sys.executable, "-m", "pipeinfer", "serve", "/no/such/folder", "--port", port,
+                 *more],
+                stderr=subprocess.PIPE, text=True, env=environment(), timeout=60, check=False,
+            )  # fmt: skip
+            assert done.returncode == 2
+            [line] = done.stderr.splitlines()
+            assert line.startswith("error: ") and named in line
 
 
 def back(server: Server, stage: str, old: int) -> bool:

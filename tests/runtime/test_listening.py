@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import subprocess
 import sys
@@ -62,8 +63,19 @@ def test_a_port_in_use_and_an_unknown_host_are_named():
         port = one.getsockname()[1]
         with pytest.raises(ConfigurationError, match=rf"cannot listen on 127\.0\.0\.1:{port}: "):
             listening.open_sockets("127.0.0.1", port)
+        with pytest.raises(ConfigurationError, match=rf"cannot listen on 127\.0\.0\.1:{port}: "):
+            listening.check_free("127.0.0.1", port)
+    listening.check_free("127.0.0.1", port)
     with pytest.raises(ConfigurationError, match=r"cannot listen on no\.such\.host\.invalid:8000"):
         listening.open_sockets("no.such.host.invalid", 8000)
+
+
+def test_two_who_ask_for_a_port_at_once_do_not_disturb_each_other():
+    [one] = listening._opened("127.0.0.1", 0, backlog=0)  # as far as the first has come
+    with closing(one), closing(socket.socket()) as client:
+        address = one.getsockname()
+        listening.check_free(*address)
+        assert client.connect_ex(address) == errno.ECONNREFUSED, "nobody listens meanwhile"
 
 
 def test_what_is_no_listening_socket_is_not_adopted():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import random
@@ -9,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import compare, floor, latency, report, shapes, storm, traces, workload
+from bench import compare, floor, online, report, shapes, storm, workload
 from bench.cli import main
-from bench.latency import Target, Timeline
-from bench.workload import Span
-from pipeinfer.settings import ConfigurationError
+from pipeinfer.bench import latency
+from pipeinfer.bench.latency import Target, Timeline
+from pipeinfer.bench.span import Span
 
 H200 = floor.Machine(flops=790e12, bandwidth=4.3e12)
 
@@ -116,28 +117,32 @@ def test_lateness_counts_against_the_server():
     assert result["itl_ms"]["p50"] == pytest.approx(200.0)
 
 
-def test_poisson_arrivals_come_at_their_rate_and_a_trace_at_its_times(tmp_path):
-    arrivals = traces.poisson(8.0, 2_000, Span(3, 5), Span(1, 2), 9, seed=0)
-    assert arrivals[-1].at == pytest.approx(2_000 / 8.0, rel=0.1)
+def test_the_work_of_online_follows_a_trace_or_a_rate(tmp_path):
     trace = tmp_path / "trace.jsonl"
     lines = [
         {"timestamp": 104.0, "input_length": 2, "output_length": 6, "other": 1},
         {"timestamp": 100.0, "input_length": 7, "output_length": 5},
     ]
     trace.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    first, second = traces.recorded(trace, 9, seed=0, speed=2.0)
-    assert (first.at, len(first.prompt), first.output) == (0.0, 7, 5)
-    assert (second.at, len(second.prompt), second.output) == (2.0, 2, 6)
 
+    def planned(*words, rate=None):
+        parser = argparse.ArgumentParser()
+        online.add_arguments(parser)
+        drawn, load = online.plan(parser.parse_args(words), rate)
+        requests = [drawn.request(index) for index, _ in load.arrivals]
+        assert all(0 <= token <= 9 for request in requests for token in request.ids)
+        lengths = [(len(request.ids), request.output) for request in requests]
+        return [at for _, at in load.arrivals], lengths, requests
 
-def test_broken_trace_names_its_line(tmp_path):
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"timestamp": 1, "input_length": 0, "output_length": 5}\n')
-    with pytest.raises(ConfigurationError, match=r"line 1.*input_length"):
-        traces.recorded(trace, 9, seed=0)
-    trace.write_text("")
-    with pytest.raises(ConfigurationError, match="no entries"):
-        traces.recorded(trace, 9, seed=0)
+    of_trace = planned("--trace", str(trace), "--speed", "2", "--highest-id", "9")
+    assert of_trace[:2] == ([0.0, 2.0], [(7, 5), (2, 6)])
+    words = ("--requests", "300", "--prompt-tokens", "3:5", "--highest-id", "9")
+    times, lengths, requests = planned(*words, rate=8.0)
+    assert times[-1] == pytest.approx(300 / 8.0, rel=0.2)
+    assert {prompt for prompt, _ in lengths} == {3, 4, 5}
+    doubled = planned(*words, rate=16.0)
+    assert [2 * at for at in doubled[0]] == pytest.approx(times)
+    assert doubled[2] != requests, "another rate has other prompts: none is in a cache"
 
 
 def test_compare_shows_every_number_that_both_files_have(tmp_path, capsys):

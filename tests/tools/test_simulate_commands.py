@@ -14,7 +14,7 @@ from simulated_clusters import MODEL, tallied
 
 import servers
 from bench import workload
-from bench.workload import Span
+from pipeinfer.bench.span import Span
 from simulate import workloads
 from simulate.deployment import Deployment
 from simulate.folded import FoldedGroup

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_clusters import MODEL, arrivals, deployments, tallied
 
-from bench.workload import Span
+from pipeinfer.bench.span import Span
 from simulate import workloads
 from simulate.arrivals import Arrival
 from simulate.deployment import Deployment

@@ -18,8 +18,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from bench import offline, shapes, workload
-from bench.workload import Span, Work
+from bench.workload import Work
 from pipeinfer import LLM, SamplingParams
+from pipeinfer.bench.span import Span
 from pipeinfer.params import MOST_BIASES, StructuredOutputs
 
 # So often strings end, in tokens, about: random weights would hardly ever end one.

@@ -16,8 +16,8 @@ from typing import Any
 
 from bench import batch, shapes, workload
 from bench.offline import efficiency, highest_id
-from bench.workload import Span
 from pipeinfer import LLM
+from pipeinfer.bench.span import Span
 
 FP8 = {"quantization": "fp8"}
 FP8_KV = {"kv_cache_dtype": "fp8_e4m3"}

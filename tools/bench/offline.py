@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import against_transformers, batch, floor, shapes, workload
-from bench.workload import Span, Work
+from bench.workload import Work
 from pipeinfer import LLM
+from pipeinfer.bench.span import Span
 from pipeinfer.checkpoint.source import resolve_model
 
 

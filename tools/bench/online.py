@@ -8,17 +8,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from bench import latency, plot, streaming, traces
-from bench.latency import Target, Timeline
+from bench import plot
 from bench.processes import Server
-from bench.traces import Arrival
-from bench.workload import Span
+from pipeinfer.bench import arrivals, latency, streaming, warming
+from pipeinfer.bench.endpoint import Endpoint
+from pipeinfer.bench.latency import Target, Timeline
+from pipeinfer.bench.load import Open
+from pipeinfer.bench.measuring import measure
+from pipeinfer.bench.prompts import Drawn, Request
+from pipeinfer.bench.span import Span
 from pipeinfer.settings import ConfigurationError
 
 WARM_UP = 4  # requests before the first rate
@@ -61,10 +64,10 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
     lines: list[list[Timeline]] = []
     server = nullcontext() if options.url else Server(settings)
     with server as started:
-        url = options.url if started is None else started.url
-        asyncio.run(_send(url, _warm_up(options)))
+        endpoint = Endpoint(options.url if started is None else started.url)
+        asyncio.run(streaming.together(endpoint, _warm_up(options)))
         for rate in [None] if options.trace else options.rates:
-            lines.append(asyncio.run(_send(url, _plan(options, rate))))
+            lines.append(measure(endpoint, *plan(options, rate)).lines)
             points.append({"rate": rate, **latency.summary(lines[-1], target)})
             _show(points[-1], lines[-1])
     if options.plot:
@@ -76,33 +79,24 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def _plan(options: argparse.Namespace, rate: float | None) -> list[Arrival]:
-    """The arrivals at `rate`, or those of the trace."""
-    highest, seed = options.highest_id, options.work_seed
+def plan(options: argparse.Namespace, rate: float | None) -> tuple[Drawn, Open]:
+    """What is sent and when, at `rate` or as in the trace."""
+    spans, seed = (options.prompt_tokens, options.output_tokens), options.work_seed
     if options.trace:
-        return traces.recorded(options.trace, highest, seed, options.speed)
+        trace = arrivals.entries(options.trace)
+        lengths = [(entry.input_length, entry.output_length) for entry in trace]
+        times = [entry.timestamp / options.speed for entry in trace]
+        return Drawn(*spans, seed, options.highest_id, lengths), Open(list(enumerate(times)))
     rate = rate or 1.0
+    times = arrivals.poisson(rate, seed, options.requests)
     # Another seed at each rate: no prompt is in the prefix cache.
     seed = round(seed * 1e9 + min(rate, 1e5) * 1e3)
-    spans = options.prompt_tokens, options.output_tokens
-    return traces.poisson(rate, options.requests, *spans, highest, seed)
+    return Drawn(*spans, seed, options.highest_id), Open(list(enumerate(times)))
 
 
-def _warm_up(options: argparse.Namespace) -> list[Arrival]:
-    return traces.poisson(100.0, WARM_UP, Span(8, 16), Span(2, 4), options.highest_id, -1)
-
-
-async def _send(url: str, arrivals: Sequence[Arrival]) -> list[Timeline]:
-    """Sends every request when it is due, whatever became of those before."""
-    async with streaming.session() as client:
-        begin = time.perf_counter()
-
-        async def one(arrival: Arrival) -> Timeline:
-            due = begin + arrival.at
-            await asyncio.sleep(due - time.perf_counter())
-            return await streaming.stream(client, url, arrival.prompt, arrival.output, due)
-
-        return list(await asyncio.gather(*map(one, arrivals)))
+def _warm_up(options: argparse.Namespace) -> list[Request]:
+    drawn = Drawn(Span(8, 16), Span(2, 4), warming.SEED, options.highest_id)
+    return [drawn.request(index) for index in range(WARM_UP)]
 
 
 def _show(point: Mapping[str, Any], lines: Sequence[Timeline]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -19,9 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench import instant_engine, processes, streaming
-from bench.latency import Timeline, percentiles
+from bench import instant_engine, processes
 from pipeinfer import settings as config
+from pipeinfer.bench import streaming
+from pipeinfer.bench.endpoint import Endpoint
+from pipeinfer.bench.latency import Timeline, percentiles
+from pipeinfer.bench.prompts import Drawn
+from pipeinfer.bench.span import Span
 from pipeinfer.checkpoint.outline import read_outline
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.topology import topology as topologies
@@ -121,15 +124,11 @@ async def send(
     options: argparse.Namespace, url: str, highest: int, tokens: int, seed: int
 ) -> list[Timeline]:
     """Streams of `tokens` each, all at once."""
-    source = random.Random(seed)
-    prompts = [
-        [source.randint(0, highest) for _ in range(options.prompt_tokens)]
-        for _ in range(options.streams)
-    ]
-    async with streaming.session() as client:
-        now = time.perf_counter()
-        streams = [streaming.stream(client, url, prompt, tokens, now) for prompt in prompts]
-        return list(await asyncio.gather(*streams))
+    prompt, output = Span(options.prompt_tokens, options.prompt_tokens), Span(tokens, tokens)
+    drawn = Drawn(prompt, output, seed, highest)
+    return await streaming.together(
+        Endpoint(url), [drawn.request(n) for n in range(options.streams)]
+    )
 
 
 def _used(pids: Mapping[str, int]) -> dict[str, float]:

@@ -19,8 +19,9 @@ from typing import Any
 
 from bench import batch, host_cost, offline, pipeline, processes, shapes, workload
 from bench.switch import Switch, topology_here
-from bench.workload import Span, Work
+from bench.workload import Work
 from pipeinfer import LLM
+from pipeinfer.bench.span import Span
 
 RESAMPLES, CONFIDENCE = 10_000, 0.95
 OFF, ON = WAYS = ("off", "record")

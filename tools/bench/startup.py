@@ -14,10 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import shapes, streaming
+from bench import shapes
 from bench.processes import Server
+from pipeinfer.bench import streaming
+from pipeinfer.bench.endpoint import Endpoint
+from pipeinfer.bench.prompts import Request
 
-PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]
+FIRST = Request(1, ids=[1, 2, 3, 4, 5, 6, 7, 8])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,12 +52,7 @@ def _once(settings: Mapping[str, Any]) -> tuple[float, float]:
     begin = time.perf_counter()
     with Server(settings) as server:
         ready = time.perf_counter() - begin
-        line = asyncio.run(_first(server.url))
+        (line,) = asyncio.run(streaming.together(Endpoint(server.url), [FIRST]))
     if not line.complete:
         raise RuntimeError(f"the first request failed: {line.error}")
     return ready, line.pieces[0] - begin
-
-
-async def _first(url: str) -> streaming.Timeline:
-    async with streaming.session() as client:
-        return await streaming.stream(client, url, PROMPT, 1, time.perf_counter())

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from bench import shapes
-from bench.latency import percentiles
 from pipeinfer import AsyncLLM, SamplingParams
+from pipeinfer.bench.latency import percentiles
 from pipeinfer.checkpoint.outline import read_outline
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.settings import ConfigurationError

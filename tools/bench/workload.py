@@ -5,31 +5,10 @@ Everything follows from a seed, so that two programs can be given the same work.
 
 from __future__ import annotations
 
-import argparse
 import random
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Span:
-    """A range of lengths, both ends included; written `16:256`, or `16` for one length."""
-
-    low: int
-    high: int
-
-    @staticmethod
-    def parse(text: str) -> Span:
-        low, _, high = text.partition(":")
-        try:
-            span = Span(int(low), int(high or low))
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no range such as 16:256") from None
-        if not 1 <= span.low <= span.high:
-            raise argparse.ArgumentTypeError(f"{text!r} is empty")
-        return span
-
-    def draw(self, source: random.Random) -> int:
-        return source.randint(self.low, self.high)
+from pipeinfer.bench.span import Span
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from bench.workload import Span
+from pipeinfer.bench.span import Span
 from pipeinfer.scheduler.options import DEFAULT_STEP_TOKENS
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.tokenizer.routing import POLICIES, Router

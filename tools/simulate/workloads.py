@@ -1,6 +1,6 @@
 """What arrives in a simulation, one request after the other, so that millions fit into memory.
 
-Everything follows from a seed. Knows no group; recorded traces are those of tools/bench.
+Everything follows from a seed. Knows no group; recorded traces are those of `pipeinfer bench`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import traces, workload
-from bench.workload import Span
+from bench import workload
+from pipeinfer.bench import arrivals
+from pipeinfer.bench.span import Span
 from simulate.arrivals import Arrival
 
 HIGHEST_ID = 10_000  # of prompts
@@ -64,7 +65,7 @@ def shared(
 def recorded(path: Path, speed: float, seed: int) -> Iterator[Arrival]:
     """The requests of a trace, `speed` times as fast. Raises ConfigurationError."""
     source = np.random.default_rng(seed)
-    for number, entry in enumerate(traces.entries(path)):
+    for number, entry in enumerate(arrivals.entries(path)):
         prompt = source.integers(0, HIGHEST_ID, entry.input_length, np.int32)
         yield Arrival(number, entry.timestamp / speed, prompt, entry.output_length)
 

@@ -89,12 +89,14 @@ class Bus:
         for channel in ("group", CONTROL):  # both for whoever listens
             self._publishers[channel] = self._publishers["telemetry"]
 
-    def listen(self, stage: str, channel: str) -> None:
-        """Subscribes to what `stage` publishes on `channel` ("plan", "group" or "telemetry")."""
+    def listen(self, stage: str, *channels: str) -> None:
+        """Subscribes to what `stage` publishes on `channels`: "plan", or some of "group",
+        "telemetry" and "control"."""
         subscriber = self._socket(zmq.SUB)
-        subscriber.maxmsgsize = FRAME_BYTES if channel == "plan" else TELEMETRY_BYTES
-        subscriber.subscribe(channel.encode())
-        self._wires.connect(subscriber, stage, "plan" if channel == "plan" else "telemetry")
+        subscriber.maxmsgsize = FRAME_BYTES if "plan" in channels else TELEMETRY_BYTES
+        for channel in channels:
+            subscriber.subscribe(channel.encode())
+        self._wires.connect(subscriber, stage, "plan" if "plan" in channels else "telemetry")
         self.reader.add(subscriber)
 
     def start(self, handler: Handler, patience: float = 0.0) -> None:

@@ -203,7 +203,7 @@ def _front(settings: Settings) -> Iterator[Finding]:
 
 def _port(settings: Settings) -> Finding:
     try:
-        listening.close_all(listening.open_sockets(settings.host, settings.port))
+        listening.check_free(settings.host, settings.port)
     except ConfigurationError as error:
         return "bad", "port", str(error)
     return "ok", "port", f"{settings.host}:{settings.port} is free"

@@ -22,6 +22,7 @@ COMMANDS = {
     "api-key": ("pipeinfer.cli.api_key", "make an API key for a client"),
     "topology": ("pipeinfer.cli.topology", "check and draw which stage runs where"),
     "doctor": ("pipeinfer.cli.doctor", "say whether a model could be served on this host"),
+    "bench": ("pipeinfer.cli.bench", "measure a server's latency and throughput over HTTP"),
     "top": ("pipeinfer.cli.top", "show what the stages of a running server do"),
     "swap": ("pipeinfer.cli.swap", "put another process in the place of a running stage"),
 }

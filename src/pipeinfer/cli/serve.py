@@ -18,7 +18,7 @@ from pipeinfer import settings as config
 from pipeinfer.runtime.entry import set_up_logging
 from pipeinfer.runtime.hangup import on_hangup
 from pipeinfer.runtime.inprocess import InProcess
-from pipeinfer.runtime.local import local_stages, prepare
+from pipeinfer.runtime.local import check_port, local_stages, prepare
 from pipeinfer.runtime.supervisor import Supervisor
 
 
@@ -27,7 +27,11 @@ def run(arguments: Sequence[str]) -> int:
     code."""
     flags = _flags(arguments)
     on = str(flags.pop("on"))
-    settings = prepare(flags, lambda text: print(text, file=sys.stderr))
+    settings = prepare(
+        flags,
+        lambda text: print(text, file=sys.stderr),
+        lambda settings: check_port(settings, on),
+    )
     set_up_logging(settings, "pipeinfer")
     with local_stages(settings, zmq.Context.instance(), on=on) as stages:
         return uvloop.run(_run(stages.service))

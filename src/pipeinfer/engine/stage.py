@@ -12,8 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer.checkpoint.source import resolve_model
+from pipeinfer.control import Prefix
 from pipeinfer.engine.openmp import spin_briefly
 from pipeinfer.messages import PROTOCOL, Hello
+from pipeinfer.packing import pack
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.version import __version__
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from pipeinfer.engine.driver import DeviceDriver
     from pipeinfer.engine.loading import LoadedEngine
     from pipeinfer.engine.masks import Masks
+    from pipeinfer.memory.prefix_cache import PrefixCache
     from pipeinfer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -72,7 +75,22 @@ def build(context: StageContext) -> Stage:
     scheduler = f"scheduler-{identity.group}"
     core = EngineCore(_hello(context, loaded), scheduler, memory, loaded.runner.phases.span)
     driver = _driver(loaded, settings.profile, profile, masks)
-    return Stage(core, driver, 0.1, ((scheduler, "plan"),), _facts(loaded))
+    return Stage(
+        core,
+        driver,
+        0.1,
+        ((scheduler, "plan"),),
+        _facts(loaded),
+        prefixes=partial(_prefixes, memory.cache),
+    )
+
+
+def _prefixes(cache: PrefixCache, most: int, ids: int) -> tuple[Prefix, ...]:
+    """The cache's largest ones, as they travel."""
+    return tuple(
+        Prefix(tokens=one.tokens, ends=one.ends, held=one.held, first=pack(one.first))
+        for one in cache.largest(most, ids)
+    )
 
 
 def _hello(context: StageContext, loaded: LoadedEngine) -> Hello:

@@ -24,7 +24,13 @@ from pipeinfer.gateway.port import Sink
 from pipeinfer.gateway.responses import GONE, Handler
 
 ANONYMOUS = "anonymous"  # whose limits count where no key is needed: everybody's together
-GUARDED = ("/v1", "/tokenize", "/detokenize", "/reset_prefix_cache")  # and all that is below
+GUARDED = (
+    "/v1",
+    "/tokenize",
+    "/detokenize",
+    "/reset_prefix_cache",
+    "/monitor",
+)  # and all that is below
 SLASHES = re.compile("/+")  # routes take several for one
 PREFIX = "x-ratelimit-"  # as OpenAI's servers call them
 
@@ -84,6 +90,11 @@ class Admission:
     def keyed(self) -> bool:
         """Whether a key is needed."""
         return bool(self._keys)
+
+    @property
+    def shared(self) -> bool:
+        """Whether clients with different keys use the server."""
+        return len(self._keys) > 1
 
     def replace(self, keys: Keys) -> None:
         """Other keys from now on. A name that stays keeps what it has used; requests of a key

@@ -21,6 +21,7 @@ from pipeinfer.gateway.answering import Answering, trace
 from pipeinfer.gateway.best_of import Best
 from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error_in_dialect
 from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.monitor.handlers import MonitorHandlers
 from pipeinfer.gateway.outlets import ChunkStream, Outlet, WholeBody
 from pipeinfer.gateway.page import Page
 from pipeinfer.gateway.requests import Job, chat_job, completion_job
@@ -80,8 +81,6 @@ class _Handlers:
         router.add_get("/version", self.version)
         router.add_get("/openapi.json", self.openapi)
         router.add_get("/docs", self.docs)
-        if self._service.page:
-            Page().route(router)
         router.add_get("/ping", self.live)  # what SageMaker asks
         router.add_post("/ping", self.live)
         for path in (str, loose):
@@ -97,6 +96,9 @@ class _Handlers:
         router.add_post("/tokenize", self.tokenize, expect_handler=_later)
         router.add_post("/detokenize", self.detokenize, expect_handler=_later)
         router.add_post("/reset_prefix_cache", self.reset_prefix_cache)
+        if self._service.sight is not None:
+            Page().route(router)
+            MonitorHandlers(self._service, self._service.sight).route(router)
 
     # --------------------------------------------------------------------------------- middlewares
 

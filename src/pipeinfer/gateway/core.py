@@ -81,7 +81,7 @@ class GatewayCore:
         self._backlog = Backlog(max_queue, max_queue_tokens)
         self._endings = Endings()
         self._deadlines = Deadlines(self._records)
-        self._counts = {"late_rows": 0, "stray_rows": 0, "resubmitted": 0}
+        self._counts = {"requests_total": 0, "late_rows": 0, "stray_rows": 0, "resubmitted": 0}
 
     # ------------------------------------------------------------------------------- a stage's core
 
@@ -107,7 +107,7 @@ class GatewayCore:
 
     def stats(self) -> dict[str, float]:
         """running, waiting: requests with and without output; waiting_tokens: of the latter's
-        prompts, as far as is known; rows dropped; requests repeated."""
+        prompts, as far as is known; requests sent on; rows dropped; requests repeated."""
         return {
             "running": float(len(self._records) - self._backlog.requests),
             "waiting": float(self._backlog.requests),
@@ -138,6 +138,7 @@ class GatewayCore:
         submit = submission(call, self._index, seed)
         tokenizer = self._tokenizers[self._dispatched % len(self._tokenizers)]
         self._dispatched += 1
+        self._counts["requests_total"] += len(submit.choices)
         for number in submit.choices:
             record = Record(submit, tokenizer, now, size, number)
             self._records[record.request_id] = record

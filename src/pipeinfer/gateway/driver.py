@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import socket
 import sys
+import time
 from collections.abc import Callable
 
 from aiohttp import web
@@ -17,6 +18,7 @@ from aiohttp import web
 from pipeinfer.gateway.app import build_app
 from pipeinfer.gateway.connections import Connections, most_connections
 from pipeinfer.gateway.events import StatusChanged
+from pipeinfer.gateway.lately import Latencies
 from pipeinfer.gateway.responses import Handler
 from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.tls import Certificate
@@ -54,6 +56,7 @@ class HttpDriver:
         self._ready = asyncio.Event()
         self._accepting: asyncio.Task[None] | None = None
         self._open = self._announced = self._leaving = False
+        self._latencies = Latencies(service.metrics)
         self._answering = 0  # requests whose handlers run
         self.url = ""
 
@@ -122,8 +125,8 @@ class HttpDriver:
             await self._runner.cleanup()
 
     def stats(self) -> dict[str, float]:
-        """It has none of its own."""
-        return {}
+        """What clients got lately."""
+        return self._latencies.stats(time.monotonic())
 
     def _app(self) -> web.Application:
         @web.middleware

@@ -103,6 +103,14 @@ class Failed(Message, frozen=True):
     code: str | None = None
     retry_after: int = 0
 
+    @property
+    def outcome(self) -> str:
+        """What it counts as: "abort", "refused" (it never ran) or "error"."""
+        if self.status == 408:
+            return "abort"
+        refused = self.status < 500 or self.code in ("starting", "draining")
+        return "refused" if refused else "error"
+
 
 class StatusChanged(Message, frozen=True):
     """The pipeline's status; `answering`: a request sent now would be answered without a pause."""

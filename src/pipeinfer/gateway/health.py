@@ -28,7 +28,11 @@ class Expected:
 
 @dataclass
 class Row:
-    """What is known of one stage; `state` is a heartbeat's, or "lost". `seen`: when that was."""
+    """What is known of one stage; `state` is a heartbeat's, or "lost". `seen`: when that was.
+
+    `restarts`: processes that were heard after the first; `restarted`: when the newest of these was
+    heard first.
+    """
 
     stage: str
     name: str
@@ -39,6 +43,8 @@ class Row:
     pid: int = 0
     incarnation: int = 0
     seen: float | None = None
+    restarts: int = 0
+    restarted: float | None = None
     stats: dict[str, float] = field(default_factory=dict[str, float])
 
 
@@ -67,6 +73,10 @@ class Health:
         row = self.rows.get(beat.stage)
         if row is None or beat.incarnation < row.incarnation:
             return
+        # What a supervisor says of a process that ended comes as the process's successor by one
+        # (Child.last_word); real processes are further apart, their numbers are times in ns.
+        if row.incarnation and beat.incarnation > row.incarnation + 1:
+            row.restarts, row.restarted = row.restarts + 1, now
         row.reason, row.pid = beat.reason, beat.pid
         row.incarnation, row.seen, row.stats = beat.incarnation, now, beat.stats
         self._becomes(row, beat.state)

@@ -6,15 +6,17 @@ Owns its registry. Knows no HTTP and no requests' contents.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from pipeinfer.gateway.health import Health
+from pipeinfer.step_budget import NO_TARGETS, Targets
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +29,16 @@ KEY_OUTCOMES = ("ok", "limited", "refused", "error", "abort")
 class Metrics:
     """All metrics of one gateway. Outcomes: finish reasons, and "refused" if it never ran.
 
-    An aborted request counts when its client goes away or its time is over.
+    An aborted request counts when its client goes away or its time is over. `ready`: whether a
+    request that came now would be answered; `targets`: what was set.
     """
 
-    def __init__(self, health: Health) -> None:
+    def __init__(
+        self,
+        health: Health,
+        ready: Callable[[], bool] = lambda: False,
+        targets: Targets = NO_TARGETS,
+    ) -> None:
         self.registry = CollectorRegistry()
         count = self._counter
         self._requests = count("requests", "Ended requests.", "outcome")
@@ -60,6 +68,7 @@ class Metrics:
             registry=self.registry,
         )
         self.registry.register(_Stages(health))
+        self.registry.register(_Gateway(ready, targets))
         for outcome in ("stop", "length", "abort", "error", "refused"):
             self._requests.labels(outcome)  # so that rates have a zero to start from
 
@@ -96,20 +105,56 @@ class Metrics:
         return encode(self.registry), kind
 
 
+class _Gateway(Collector):
+    """What does not come from heartbeats and is not counted either."""
+
+    def __init__(self, ready: Callable[[], bool], targets: Targets) -> None:
+        self._ready = ready
+        self._targets = targets
+        self._started = time.time()
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "pipeinfer_ready", "1 if a request would be answered.", float(self._ready())
+        )
+        yield GaugeMetricFamily(
+            "pipeinfer_gateway_start_time_seconds",
+            "Unix time when the gateway's process began.",
+            self._started,
+        )
+        target = GaugeMetricFamily(
+            "pipeinfer_target_seconds", "--ttft-target and --itl-target; 0: none.", labels=["of"]
+        )
+        target.add_metric(["ttft"], self._targets.ttft)
+        target.add_metric(["itl"], self._targets.itl)
+        yield target
+
+
 class _Stages(Collector):
-    """Gauges from the latest heartbeats, made at scrape time."""
+    """What the latest heartbeats say, made at scrape time."""
 
     def __init__(self, health: Health) -> None:
         self._health = health
 
     def collect(self) -> Iterator[Metric]:
+        yield from self._each_stage()
         total = self._health.total
+        yield CounterMetricFamily(
+            "pipeinfer_preemptions",
+            "Requests taken back for memory.",
+            total("scheduler", "preemptions_total"),
+        )
         computed = total("engine", "prompt_tokens_total")
         hit = total("engine", "cached_tokens_total") / computed if computed else 0.0
         for name, help_text, value in (
             ("requests_running", "Requests in slots.", total("scheduler", "running")),
             ("requests_waiting", "Requests in the queue.", total("scheduler", "waiting")),
             ("pages_free", "Free KV pages.", total("engine", "pages_free")),
+            (
+                "pages_evictable",
+                "KV pages that are cached and not in use.",
+                total("engine", "pages_evictable"),
+            ),
             ("pages_total", "All KV pages.", total("engine", "pages_total")),
             (
                 "target_step_tokens",
@@ -124,3 +169,14 @@ class _Stages(Collector):
             ("prefix_cache_hit_ratio", "Prompt tokens found in the prefix cache.", hit),
         ):
             yield GaugeMetricFamily(f"pipeinfer_{name}", help_text, value)
+
+    def _each_stage(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("pipeinfer_stage_up", "1 if the stage is ready.", labels=["stage"])
+        restarts = CounterMetricFamily(
+            "pipeinfer_stage_restarts", "Processes that came after the first.", labels=["stage"]
+        )
+        for row in self._health.rows.values():
+            up.add_metric([row.stage], float(row.state == "ready"))
+            restarts.add_metric([row.stage], row.restarts)
+        yield up
+        yield restarts

@@ -14,6 +14,7 @@ import msgspec
 from pipeinfer.gateway import answers
 from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
 from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
+from pipeinfer.gateway.monitor import told
 from pipeinfer.gateway.schema import (
     Body,
     ChatRequest,
@@ -138,6 +139,11 @@ def _models(path: str, summary: str, answer: type[msgspec.Struct], *errors: int)
     return replace(made, errors=(401, *errors, 503), keyed=True)
 
 
+def _seen(path: str, summary: str, answer: type[msgspec.Struct], *errors: int) -> Endpoint:
+    """One of /monitor."""
+    return replace(_shown(path, summary, answer), errors=errors, keyed=True)
+
+
 _chat = _asked("/v1/chat/completions", "Answers a chat.", ChatRequest, answers.ChatAnswer)
 _texts = _asked("/v1/completions", "Continues prompts.", CompletionRequest, answers.TextAnswer)
 _response = _asked("/v1/responses", "A chat by items.", ResponsesRequest, answers.Response)
@@ -185,6 +191,16 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint("get", "/docs", "This document as a page.", media="text/html"),
     Endpoint("get", "/", "The web page.", media="text/html"),
     Endpoint("get", "/page/{name}", "A file of the web page.", media="*/*", errors=(404,)),
+    Endpoint(
+        method="get",
+        path="/monitor/events",
+        summary="What the pipeline does, again and again.",
+        media="text/event-stream",
+        errors=(401, 503),
+        keyed=True,
+    ),
+    _seen("/monitor/requests/{id}", "A request's way.", told.RequestTold, 401, 404),
+    _seen("/monitor/prefixes", "The largest cached prefixes.", told.PrefixesTold, 401),
 )
 
 

@@ -147,7 +147,7 @@ class Port:
             route.sink.started(route.index, message)
         else:
             route.batch.failed = True
-            self._close(message.request_id, _outcome(message))
+            self._close(message.request_id, message.outcome)
             route.sink.failed(route.index, message)
 
     def _reset(self, told: CacheReset) -> None:
@@ -170,10 +170,3 @@ class Port:
         histogram.observe(now - route.last)
         route.last, route.first = now, False
         self._metrics.generated_tokens.inc(len(delta.ids) // 4)
-
-
-def _outcome(failed: Failed) -> str:
-    if failed.status == 408:
-        return "abort"
-    refused = failed.status < 500 or failed.code in ("starting", "draining")
-    return "refused" if refused else "error"

@@ -14,6 +14,7 @@ from pipeinfer.gateway.cors import Cors
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
 from pipeinfer.gateway.requests import Terms
+from pipeinfer.gateway.sight import Sight
 
 
 @dataclass(frozen=True)
@@ -30,5 +31,5 @@ class Service:
     cors: Cors
     max_body_bytes: int = 32 * 2**20
     context_length: int = 0
-    page: bool = True
+    sight: Sight | None = None  # None: there is no page
     created: int = field(default_factory=lambda: int(time.time()))

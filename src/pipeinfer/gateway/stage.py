@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipeinfer.checkpoint.fields import read_json
 from pipeinfer.checkpoint.source import resolve_model
+from pipeinfer.control import CHANNEL
 from pipeinfer.gateway import keys, tls
 from pipeinfer.gateway.admission import Admission
 from pipeinfer.gateway.core import GatewayCore
@@ -25,10 +26,12 @@ from pipeinfer.gateway.port import Port
 from pipeinfer.gateway.reading.registry import reading
 from pipeinfer.gateway.requests import Terms
 from pipeinfer.gateway.service import Service
+from pipeinfer.gateway.sight import Sight
 from pipeinfer.gateway.tls import Certificate
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.step_budget import Targets
 from pipeinfer.text.added import added_tokens
 from pipeinfer.text.template_sources import read_tokenizer_config, template_sources
 from pipeinfer.topology.topology import Topology
@@ -50,7 +53,8 @@ def build(context: StageContext) -> Stage:
         incarnation=context.incarnation,
         max_queue_tokens=settings.max_queue_tokens,
     )
-    metrics = Metrics(core.health)
+    targets = Targets(settings.itl_target, settings.ttft_target)
+    metrics = Metrics(core.health, core.answering, targets)
     certificate = tls.certificate(settings)
     admission = Admission(_keys(settings), _limits(settings), metrics)
     service = Service(
@@ -63,7 +67,7 @@ def build(context: StageContext) -> Stage:
         read_origins(settings.allowed_origins),
         settings.max_body_mib * 2**20,
         _context_length(settings, folder),
-        page=not settings.no_page,
+        sight=None if settings.no_page else Sight(context.topology.ids()),
     )
     others = [s for s in context.topology.ids() if s != context.identity.id]
     driver = HttpDriver(service, settings.host, lambda: _listen(context), certificate)
@@ -71,9 +75,13 @@ def build(context: StageContext) -> Stage:
         core,
         driver,
         TICK,
-        (*((stage, "telemetry") for stage in others), *deaths(context.topology, "telemetry")),
+        (
+            *((stage, "telemetry", CHANNEL) for stage in others),
+            *deaths(context.topology, "telemetry"),
+        ),
         before_leave=lambda: driver.leave(settings.drain_timeout),
         reload=lambda: _reload(settings, admission, certificate),
+        eyes=service.sight,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeinfer.memory.errors import IntegrityError
-from pipeinfer.memory.prefix_cache import Match
+from pipeinfer.memory.prefix_cache import Match, Path
 
 _NO_PAGES = np.empty(0, dtype=np.int32)
 _NOTHING = Match(None, _NO_PAGES)
@@ -27,6 +27,10 @@ class NaiveCache:
     def match(self, tokens: np.ndarray, salt: str, clock: int) -> Match:
         """Nothing."""
         return _NOTHING
+
+    def largest(self, most: int, ids: int) -> list[Path]:
+        """None."""
+        return []
 
     def lock(self, node: object) -> None:
         """Nothing to lock."""

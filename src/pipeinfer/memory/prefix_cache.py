@@ -27,6 +27,16 @@ class Match(NamedTuple):
     pages: np.ndarray
 
 
+class Path(NamedTuple):
+    """Cached tokens from the first on: how many; sequences that begin with them (`ends`); locks on
+    them (`held`); the first ids, int32."""
+
+    tokens: int
+    ends: int
+    held: int
+    first: np.ndarray
+
+
 class PrefixCache(Protocol):
     """Owns the pages that were inserted until it evicts them. `clock` is the plan's number."""
 
@@ -61,6 +71,13 @@ class PrefixCache(Protocol):
     def forget(self, tokens: np.ndarray, salt: str) -> np.ndarray:
         """Gives up the pages of `tokens` (int32 [n]), from the last cached one backwards, as far as
         nobody has locked them and no other tokens follow; int32, now the caller's.
+        """
+        ...
+
+    def largest(self, most: int, ids: int) -> list[Path]:
+        """At most so many paths: those that several sequences begin with, by the tokens that this
+        saves, then single ones by their length. `ids`: of each, so many are told. Its cost is
+        bounded: of a very large tree it sees a part.
         """
         ...
 

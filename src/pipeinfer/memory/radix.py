@@ -14,10 +14,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipeinfer.memory.errors import IntegrityError
-from pipeinfer.memory.prefix_cache import Match
+from pipeinfer.memory.prefix_cache import Match, Path
 
 _NO_PAGES = np.empty(0, dtype=np.int32)
 _NEVER = -1
+MOST_SEEN = 2_000  # nodes that `largest` looks at: a millisecond or two of the engine's time
 
 
 class Node:
@@ -138,6 +139,37 @@ class RadixCache:
             self._remove(node)
             node = above
         return np.concatenate(given)
+
+    def largest(self, most: int, ids: int) -> list[Path]:
+        """See PrefixCache. A fork of n sequences saves its tokens n - 1 times."""
+        seen, ends = self._seen_from_above(MOST_SEEN)
+        forks = [node for node, _ in seen if len(node.children) > 1]
+        lengths = {id(node): length for node, length in seen}
+        forks.sort(key=lambda node: lengths[id(node)] * (ends[id(node)] - 1), reverse=True)
+        single = [node for node, _ in seen if not node.children]
+        single.sort(key=lambda node: lengths[id(node)], reverse=True)
+        return [
+            Path(lengths[id(node)], ends[id(node)], node.locks, _first(node, ids))
+            for node in (forks + single)[:most]
+        ]
+
+    def _seen_from_above(self, most: int) -> tuple[list[tuple[Node, int]], Counter[int]]:
+        """(node, tokens up to its end) of at most so many nodes, those near the root first; and
+        how many of the seen nodes at or below each have no seen child."""
+        rows = [(child, 0) for root in self._roots.values() for child in root.children.values()]
+        seen: list[tuple[Node, int]] = []
+        for node, above in rows:  # it grows as the children are appended
+            if len(seen) == most:
+                break
+            length = above + len(node.key)
+            seen.append((node, length))
+            if len(rows) < most:
+                rows += [(child, length) for child in node.children.values()]
+        ends: Counter[int] = Counter()
+        for node, _ in reversed(seen):
+            ends[id(node)] = max(ends[id(node)], 1)
+            ends[id(node.parent)] += ends[id(node)]
+        return seen, ends
 
     def check_integrity(self, holders: Sequence[Node]) -> np.ndarray:
         """Walks the whole tree; raises IntegrityError, returns all its pages."""
@@ -296,6 +328,12 @@ def _path(node: Node) -> Iterator[Node]:
     while at.parent is not None:
         yield at
         at = at.parent
+
+
+def _first(node: Node, count: int) -> np.ndarray:
+    """The first ids of the path that ends with `node`, at most so many."""
+    above = [one.key for one in _path(node)][::-1]
+    return np.concatenate(above)[:count]
 
 
 def _is_candidate(entry: tuple[int, int, Node]) -> bool:

@@ -23,13 +23,26 @@ def open_sockets(host: str, port: int) -> list[socket.socket]:
 
     With port 0 the first takes a free port, the others the same. Raises ConfigurationError.
     """
+    return _opened(host, port, BACKLOG)
+
+
+def check_free(host: str, port: int) -> None:
+    """That nobody listens on these addresses; nobody does while this is found out, either.
+
+    Raises ConfigurationError.
+    """
+    close_all(_opened(host, port, 0))
+
+
+def _opened(host: str, port: int, backlog: int) -> list[socket.socket]:
+    """A backlog of 0: only bound, which fails beside a socket that listens."""
     opened: list[socket.socket] = []
     absent: OSError | None = None
     try:
         for family, address in _addresses(host, port):
             here = (address[0], opened[0].getsockname()[1] if opened else port, *address[2:])
             try:
-                opened.append(_listen(family, here))
+                opened.append(_bound(family, here, backlog))
             except OSError as error:
                 if error.errno not in NOT_HERE:
                     raise
@@ -74,7 +87,7 @@ def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
     return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 
-def _listen(family: int, address: tuple[Any, ...]) -> socket.socket:
+def _bound(family: int, address: tuple[Any, ...], backlog: int) -> socket.socket:
     with contextlib.ExitStack() as undo:
         opened = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -82,6 +95,7 @@ def _listen(family: int, address: tuple[Any, ...]) -> socket.socket:
             opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         opened.setblocking(False)
         opened.bind(address)
-        opened.listen(BACKLOG)
+        if backlog:
+            opened.listen(backlog)
         undo.pop_all()
     return opened

@@ -18,6 +18,7 @@ import zmq
 
 from pipeinfer import settings as config
 from pipeinfer.checkpoint.source import resolve_model
+from pipeinfer.runtime import listening
 from pipeinfer.runtime.deployment import STAGES, deployed
 from pipeinfer.runtime.find import PREFIX, TOPOLOGY, alive
 from pipeinfer.runtime.inprocess import InProcess
@@ -35,16 +36,22 @@ class LocalStages:
     topology: Topology
 
 
-def prepare(given: Mapping[str, object], say: Callable[[str], None]) -> Settings:
+def prepare(
+    given: Mapping[str, object],
+    say: Callable[[str], None],
+    check: Callable[[Settings], None] = lambda _settings: None,
+) -> Settings:
     """Settings from `given` over the environment over the topology file, the model as a folder.
 
     A hub id is downloaded here, once, and not by every stage; `say` is told what takes time.
+    `check` sees the settings before that, and raises what should be known at once.
     Raises ConfigurationError.
     """
     named = {**config.from_environment(os.environ), **given}
     given_topology = _given(str(named.get("topology", "")))
     defaults = given_topology.defaults() if given_topology is not None else {}
     settings = config.build({**defaults, **named})
+    check(settings)
     if settings.model in ("", DEMO):
         say(f"no model given: serving the bundled demo model {DEMO!r}")
     folder = resolve_model(settings.model, settings.revision, say)
@@ -61,6 +68,20 @@ def prepare(given: Mapping[str, object], say: Callable[[str], None]) -> Settings
         tls_key=_absolute(settings.tls_key),
         profile_dir=_absolute(settings.profile_dir),
     )
+
+
+def check_port(settings: Settings, on: str = "") -> None:
+    """That the HTTP port can be had, if a gateway is to run here; `on` as for `local_stages`.
+
+    Nobody listens yet, since that waits until the model's configuration is known to be valid.
+    Raises ConfigurationError.
+    """
+    topology = _given(settings.topology)
+    if topology is not None:
+        here = _host(topology, on)
+        if not any(e.name == "gateway" and e.host in here for e in topology.entries):
+            return
+    listening.check_free(settings.host, settings.port)
 
 
 def _absolute(path: str) -> str:

@@ -19,10 +19,12 @@ from pipeinfer import control
 from pipeinfer.beats import HEARTBEAT, period
 from pipeinfer.bus.bus import Bus, NoSuchStage
 from pipeinfer.bus.frames import Header, Unencodable
+from pipeinfer.control import Observed, Prefixes, ShowPrefixes
 from pipeinfer.core import EVERYONE, LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.messages import GroupFault, Heartbeat, Message, RankStatus, Recover, State
 from pipeinfer.runtime.fence import Fence
+from pipeinfer.runtime.observer import StageObserver
 from pipeinfer.runtime.stage import TAKES, TAKES_NOT, Stage, StageContext, builder
 from pipeinfer.runtime.tap import Tap
 from pipeinfer.runtime.unsent import UnsentMessages
@@ -70,6 +72,7 @@ class Shell:
         self._fence, self._unsent = Fence(), UnsentMessages()
         self._stage: Stage | None = None
         self._tap: Tap | None = None
+        self._observer = StageObserver(settings, identity, self.incarnation, self._observed)
         self._progress: tuple[State, str] = ("starting", "")
         self._shown: tuple[State, str] | None = None
         self._stop = asyncio.Event()
@@ -87,8 +90,8 @@ class Shell:
         beat = self._loop.call_soon(self._heartbeat)
         try:
             stage = await self._built()
-            for peer, channel in stage.listens:
-                self.bus.listen(peer, channel)
+            for peer, *channels in stage.listens:
+                self.bus.listen(peer, *channels)
             self._stage = stage
             if self._reload_when_built:
                 self.reload()
@@ -96,6 +99,8 @@ class Shell:
             if stage.driver is not None:
                 await stage.driver.start(self.handle)
             self.bus.start(self._on_message, self._patience)
+            if stage.eyes is not None:
+                stage.eyes.open(self._ask)
             self._tick()
             await self._stop.wait()
         except ConfigurationError as error:
@@ -110,6 +115,9 @@ class Shell:
             if self._leaving is not None:
                 self._leaving.cancel()
             self._close_tap()
+            self._observer.close()
+            if self._stage is not None and self._stage.eyes is not None:
+                self._stage.eyes.close()
             if self._stage is not None and self._stage.driver is not None:
                 await self._stage.driver.stop()
             self.bus.close()
@@ -185,10 +193,13 @@ class Shell:
         driver, local = self._stage.driver, []
         unsent: list[Unsent] = []
         try:
-            for send in self._stage.core.handle(event, now):
+            sends = self._stage.core.handle(event, now)
+            for send in sends:
                 if send.channel == LOCAL:
                     local.append(send.message)
                 unsent += self._send(send)
+            if self._observer.active:
+                self._observer.saw(event, sends, now)
             for message in local:  # last: a driver may feed the next event before it returns
                 assert driver is not None
                 driver.deliver(message)
@@ -256,8 +267,8 @@ class Shell:
         return ()
 
     def _on_message(self, channel: str, header: Header, message: Message) -> None:
-        if channel == control.CHANNEL and self._tap is not None:
-            self._tap.control(message)
+        if channel == control.CHANNEL:
+            self._control(message)
             return
         if not self._fence.passes(header):
             return
@@ -270,6 +281,27 @@ class Shell:
         self._pass(message, now)
         self._show_state()
 
+    def _control(self, message: Message) -> None:
+        """What people ask of this process, or what others have answered its eyes."""
+        stage = self._stage
+        if isinstance(message, (Observed, Prefixes)):
+            if stage is not None and stage.eyes is not None:
+                stage.eyes.see(message)
+        elif isinstance(message, ShowPrefixes):
+            if stage is not None and stage.prefixes is not None:
+                found = stage.prefixes(message.most, message.ids)
+                self._say(control.CHANNEL, Prefixes(message.question, self.identity.id, found))
+        elif self._tap is not None:
+            self._tap.control(message)
+            self._observer.control(message)
+
+    def _ask(self, stage: str, message: Message) -> None:
+        """Puts a question of this stage's eyes."""
+        if stage == self.identity.id:
+            self._control(message)
+        elif not self._stop.is_set():
+            self.bus.send(Send(control.CHANNEL, stage, message))
+
     def _trouble(self, channel: str, message: Message) -> str:
         """Why the core must not be told of it, whoever made that mistake; "" if it may."""
         if channel not in self._takes:
@@ -281,9 +313,14 @@ class Shell:
                 return f"Recover of {message.stage!r}"
         return ""
 
-    def _answer(self, state: control.RecordingState) -> None:
+    def _answer(self, message: Message) -> None:
         if not self._stop.is_set():
-            self._say(control.CHANNEL, state)
+            self._say(control.CHANNEL, message)
+
+    def _observed(self, seen: Observed) -> None:
+        self._answer(seen)
+        if self._stage is not None and self._stage.eyes is not None:
+            self._stage.eyes.see(seen)  # a gateway sees itself without a socket
 
     def _say(self, channel: str, message: Message) -> tuple[int, float, bytes] | None:
         """Publishes what is the shell's own; None if it cannot be sent."""

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pipeinfer.control import Observed, Prefix, Prefixes
 from pipeinfer.core import Core
 from pipeinfer.messages import Delivered, Message, Recovered, State
 from pipeinfer.settings import ConfigurationError, Settings
@@ -72,22 +73,42 @@ class Driver(Protocol):
         ...
 
 
+class Eyes(Protocol):
+    """Who looks at what other stages see: a gateway with a page."""
+
+    def open(self, ask: Callable[[str, Message], None]) -> None:
+        """Begins. `ask(stage id, message)` puts a question of control.py to a stage, on the shell's
+        loop; the gateway's own id is one of them."""
+        ...
+
+    def see(self, message: Observed | Prefixes) -> None:
+        """Takes what a stage said, asked by this gateway or another."""
+        ...
+
+    def close(self) -> None:
+        """The stage ends."""
+        ...
+
+
 @dataclass
 class Stage:
-    """A built stage. `tick`: seconds between Tick events. `listens`: (stage id, channel) pairs.
+    """A built stage. `tick`: seconds between Tick events. `listens`: (stage id, channel, ...).
 
     `facts`: what the builder found out beyond the settings, for the header of recordings.
     `before_leave`: what to wait for before the core is told to leave. `reload`: reads again what
-    SIGHUP asks for, on the shell's loop; a stage without one ignores the signal.
+    SIGHUP asks for, on the shell's loop; a stage without one ignores the signal. `eyes`: who looks
+    at the pipeline. `prefixes(most, ids)`: an engine's largest ones, see PrefixCache.largest.
     """
 
     core: Core
     driver: Driver | None = None
     tick: float = 0.5
-    listens: tuple[tuple[str, str], ...] = ()
+    listens: tuple[tuple[str, ...], ...] = ()
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
     before_leave: Callable[[], Awaitable[None]] | None = None
     reload: Callable[[], None] | None = None
+    eyes: Eyes | None = None
+    prefixes: Callable[[int, int], tuple[Prefix, ...]] | None = None
 
 
 def deaths(topology: Topology, channel: str = "group") -> tuple[tuple[str, str], ...]:

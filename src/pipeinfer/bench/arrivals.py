@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from bench.workload import Span
 from pipeinfer.settings import ConfigurationError
 
 
@@ -27,46 +26,25 @@ class Entry(msgspec.Struct, frozen=True):
     output_length: Annotated[int, Meta(ge=1)]
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """A request that is due `at` seconds after the start."""
-
-    at: float
-    prompt: list[int]
-    output: int
-
-
 def poisson(
-    rate: float, requests: int, prompts: Span, outputs: Span, highest_id: int, seed: int
-) -> list[Arrival]:
-    """`rate` arrivals a second on average; lengths and ids are drawn evenly.
+    rate: float, seed: int, requests: int | None = None, seconds: float | None = None
+) -> list[float]:
+    """Seconds after the start, `rate` a second on average: so many requests, or those of so long.
 
-    The same seed gives the same requests, arriving in proportion, at every rate.
+    The same seed gives the same arrivals, in proportion, at every rate. An infinite rate needs
+    `requests`, which all come at once.
     """
-    source = random.Random(seed)
+    times: Iterable[float] = _poisson(rate, random.Random(seed))
+    if seconds is not None:
+        times = takewhile(lambda at: at < seconds, times)
+    return list(islice(times, requests))
+
+
+def _poisson(rate: float, source: random.Random) -> Iterable[float]:
     at = 0.0
-    arrivals = []
-    for _ in range(requests):
+    while True:
         at += source.expovariate(1.0) / rate
-        prompt = [source.randint(0, highest_id) for _ in range(prompts.draw(source))]
-        arrivals.append(Arrival(at, prompt, outputs.draw(source)))
-    return arrivals
-
-
-def recorded(path: Path, highest_id: int, seed: int, speed: float = 1.0) -> list[Arrival]:
-    """The requests of a trace, `speed` times as fast; the prompts' ids are drawn.
-
-    Raises ConfigurationError that names the line.
-    """
-    source = random.Random(seed)
-    return [
-        Arrival(
-            entry.timestamp / speed,
-            [source.randint(0, highest_id) for _ in range(entry.input_length)],
-            entry.output_length,
-        )
-        for entry in entries(path)
-    ]
+        yield at
 
 
 def entries(path: Path) -> list[Entry]:

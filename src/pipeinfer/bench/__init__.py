@@ -1,0 +1,1 @@
+"""What measures servers over HTTP: `pipeinfer bench`, and the tools of a checkout."""

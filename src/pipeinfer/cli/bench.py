@@ -1,0 +1,312 @@
+"""`pipeinfer bench URL`: latency and throughput of any OpenAI-compatible server, over HTTP.
+
+Knows flags and what to print; what is measured, and how, is in pipeinfer/bench/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeinfer.bench import arrivals, page, points, prompts, result, table, warming
+from pipeinfer.bench.endpoint import Endpoint, base
+from pipeinfer.bench.latency import Target
+from pipeinfer.bench.measuring import ClientDied
+from pipeinfer.bench.points import Bounds, Point, Run, Seen
+from pipeinfer.bench.prompts import Drawn, Listed
+from pipeinfer.bench.span import Span
+from pipeinfer.bench.warming import NoAnswer
+from pipeinfer.json_values import JsonObject
+from pipeinfer.settings import ConfigurationError
+
+DEFAULT_STREAMS = 8
+EACH = 1_000_003  # added to the seed for each further point
+HIDDEN = "--api-key"  # its value goes into no file
+
+
+def run(arguments: Sequence[str]) -> int:
+    """0; 1 if no request at all was answered; ConfigurationError for what cannot be."""
+    options = _parser().parse_args(arguments)
+    listed = _points(options)
+    for path in (options.json, options.html):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigurationError(f"{path}: there is no such folder")
+    try:
+        bench, settings = asyncio.run(_prepared(options))
+        print("  ".join(f"{name}: {value}" for name, value in settings.items()), flush=True)
+        seen = [_measured(bench, number, point) for number, point in enumerate(listed)]
+    except (NoAnswer, ClientDied) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if len(seen) > 1:
+        print("\n" + table.overview(seen))
+    _write(options, _command(arguments), settings, seen, bench.target)
+    return 0 if any(one.summary["failed"] < one.summary["requests"] for one in seen) else 1
+
+
+def _measured(bench: Run, number: int, point: Point) -> Seen:
+    line = table.ProgressLine(point.label, point.requests)
+    try:
+        seen = bench.measure(number, point, line.show)
+    finally:
+        line.end()
+    print("\n" + table.point(seen, bench.target), flush=True)
+    return seen
+
+
+def _write(
+    options: argparse.Namespace,
+    command: str,
+    settings: dict[str, str],
+    seen: Sequence[Seen],
+    target: Target,
+) -> None:
+    if options.json is not None:
+        last = seen[-1].summary
+        metrics = {
+            "tokens_per_s": last["tokens_per_s"],
+            "ttft_ms": last["ttft_ms"],
+            "itl_ms": last["itl_ms"],
+            "e2e_ms": last["e2e_ms"],
+            "targets_ms": {"ttft": target.first * 1e3, "itl": target.between * 1e3},
+            "settings": settings,
+            "points": [one.metrics() for one in seen],
+        }
+        result.write(options.json, command, metrics)
+    if options.html is not None:
+        title = f"{settings['model']} at {settings['server']}"
+        options.html.write_text(page.page(title, {**settings, "command": command}, seen, target))
+        print(f"\n{options.html} is the page of it")
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """As it was called, without the key."""
+    words = list(arguments)
+    for place, word in enumerate(words):
+        if word == HIDDEN and place + 1 < len(words):
+            words[place + 1] = "..."
+        elif word.startswith(f"{HIDDEN}="):
+            words[place] = f"{HIDDEN}=..."
+    return shlex.join(["pipeinfer", "bench", *words])
+
+
+def _points(options: argparse.Namespace) -> list[Point]:
+    """In the order of the help; a default if nothing is asked for."""
+    bounds = Bounds(options.requests, options.duration)
+    if options.duration is not None and (options.burst or options.trace):
+        raise ConfigurationError("--duration bounds neither --burst nor --trace; --requests does")
+    if options.duration is not None and options.requests is not None:
+        raise ConfigurationError("--requests and --duration exclude each other")
+    found = [points.closed(streams, bounds) for streams in options.concurrency]
+    found += [points.opened(rate, bounds, options.seed) for rate in options.rate]
+    found += [points.burst(bounds)] if options.burst else []
+    if options.trace:
+        trace = arrivals.entries(options.trace)
+        found.append(points.recorded(trace[: options.requests], options.speed))
+    return found or [points.closed(DEFAULT_STREAMS, bounds)]
+
+
+async def _prepared(options: argparse.Namespace) -> tuple[Run, dict[str, str]]:
+    """What is the same at all points, and how it is said; the server is warm then."""
+    endpoint = Endpoint(
+        url=base(options.url),
+        chat=options.endpoint == "chat",
+        model=options.model,
+        api_key=options.api_key,
+        temperature=options.temperature,
+        ignore_eos=options.ignore_eos,
+        exact=False,
+        timeout=options.timeout,
+        further=options.extra,
+    )
+    if endpoint.chat and options.ids:
+        raise ConfigurationError("token ids need --endpoint completions")
+    drawn = _drawn(options)
+    listed = None
+    if options.prompts is not None:
+        seed, chat = options.seed, endpoint.chat
+        listed = prompts.of_file(options.prompts, options.output_tokens, seed, chat)
+    if endpoint.model is None:
+        model = await warming.first_model(endpoint)
+        endpoint = msgspec.structs.replace(endpoint, model=model)
+    endpoint = await warming.without_what_is_refused(endpoint)
+    said = "tokens"
+    if listed is None:
+        drawn, counted = await warming.counted(endpoint, drawn)
+        said = "tokens" if counted else "words"
+    if options.warm_up:
+        lines = await warming.warm_up(endpoint, listed or drawn, options.warm_up)
+        if not any(line.complete for line in lines):
+            text = f"all {len(lines)} requests of the warm-up failed: {lines[0].error}"
+            raise NoAnswer(f"{endpoint.address}: {text}")
+    target = Target(options.good_ttft / 1e3, options.good_itl / 1e3)
+    bench = Run(endpoint, _source(drawn, listed), target, _processes(options))
+    return bench, _settings(options, endpoint, said)
+
+
+def _drawn(options: argparse.Namespace) -> Drawn:
+    lengths: list[tuple[int, int]] = []
+    if options.trace:
+        found = arrivals.entries(options.trace)
+        lengths = [(entry.input_length, entry.output_length) for entry in found]
+    return Drawn(
+        prompt=options.prompt_tokens,
+        output=options.output_tokens,
+        seed=options.seed,
+        highest_id=options.highest_id if options.ids else None,
+        prefixes=options.shared_prefixes,
+        prefix_tokens=options.shared_tokens,
+        lengths=lengths,
+    )
+
+
+def _source(drawn: Drawn, listed: Listed | None) -> Callable[[int], Drawn | Listed]:
+    """The prompts of each point, none of which was in one before."""
+    if listed is not None:
+        return lambda number: listed
+    return lambda number: msgspec.structs.replace(drawn, seed=drawn.seed + EACH * number)
+
+
+def _processes(options: argparse.Namespace) -> Callable[[Point], int]:
+    if options.processes is not None:
+        return lambda point: options.processes
+    return lambda point: point.processes(result.cores())
+
+
+def _settings(options: argparse.Namespace, endpoint: Endpoint, counted: str) -> dict[str, str]:
+    """Of the whole run, by name; without the key."""
+    shown = {
+        "server": endpoint.url,
+        "model": str(endpoint.model),
+        "endpoint": options.endpoint,
+    }
+    if options.prompts is not None:
+        shown["prompts"] = f"{options.prompts.name}"
+    elif options.trace is not None:
+        shown["prompts"] = f"lengths of {options.trace.name}"
+    else:
+        kind = f"random ids up to {options.highest_id}" if options.ids else f"{counted} of words"
+        shown["prompts"] = f"{options.prompt_tokens} {kind}"
+    if options.shared_prefixes:
+        shown["behind"] = f"one of {options.shared_prefixes} prefixes of {options.shared_tokens}"
+    shown["output"] = f"{options.output_tokens} tokens"
+    shown["ends"] = "ignored" if endpoint.ignore_eos else "as the model likes"
+    shown["temperature"] = f"{endpoint.temperature:g}"
+    return shown | {"seed": str(options.seed)}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pipeinfer bench",
+        description="Measures the latency and throughput of a server with OpenAI's API: pipeinfer, "
+        "vLLM, SGLang, llama.cpp, Ollama and others. Several loads are measured in turn.",
+        epilog="Example: pipeinfer bench http://127.0.0.1:8000 --rate 1,2,4 --html bench.html",
+        allow_abbrev=False,
+    )
+    parser.add_argument("url", metavar="URL", help="of the server, with or without /v1")
+    _add_load(parser.add_argument_group("load"))
+    _add_prompts(parser.add_argument_group("prompts"))
+    _add_server(parser.add_argument_group("server"))
+    _add_output(parser.add_argument_group("result"))
+    return parser
+
+
+def _add_load(group: Any) -> None:
+    add = group.add_argument
+    said = f"closed loop: so many streams at a time (default: {DEFAULT_STREAMS})"
+    add("--concurrency", type=_list(int), default=[], metavar="N,N", help=said)
+    said = "open loop: Poisson arrivals, requests a second"
+    add("--rate", type=_list(float), default=[], metavar="R,R", help=said)
+    add("--burst", action="store_true", help="open loop: all requests at once")
+    said = "open loop: JSON lines with timestamp, input_length, output_length"
+    add("--trace", type=Path, metavar="FILE", help=said)
+    add("--speed", type=_positive(float), default=1.0, metavar="X", help="of the trace")
+    said = f"of each load (default: {points.REQUESTS}, at least {points.ROUNDS} a stream)"
+    add("--requests", type=_positive(int), metavar="M", help=said)
+    said = "seconds in which requests of each load are begun, in the place of --requests"
+    add("--duration", type=_positive(float), metavar="S", help=said)
+    said = "of the client (default: as many as the load needs)"
+    add("--processes", type=_positive(int), metavar="P", help=said)
+    add("--warm-up", type=_count, default=4, metavar="N", help="requests before all (default: 4)")
+
+
+def _add_prompts(group: Any) -> None:
+    add = group.add_argument
+    said = "lengths, drawn evenly (default: %(default)s)"
+    add("--prompt-tokens", type=Span.parse, default=Span(16, 256), metavar="LOW:HIGH", help=said)
+    add("--output-tokens", type=Span.parse, default=Span(16, 128), metavar="LOW:HIGH", help=said)
+    add("--ids", action="store_true", help="prompts of token ids in the place of words")
+    said = "of these ids (default: 255)"
+    add("--highest-id", type=_positive(int), default=255, metavar="ID", help=said)
+    said = "JSON lines: a text, or an object with prompt or messages, and max_tokens"
+    add("--prompts", type=Path, metavar="FILE", help=said)
+    said = "each prompt begins with one of K prefixes, its own tokens come on top"
+    add("--shared-prefixes", type=_count, default=0, metavar="K", help=said)
+    said = "of each prefix (default: 256)"
+    add("--shared-tokens", type=_positive(int), default=256, metavar="N", help=said)
+    add("--seed", type=_count, default=0, metavar="N", help="of all that is drawn (default: 0)")
+
+
+def _add_server(group: Any) -> None:
+    add = group.add_argument
+    said = "default: chat"
+    add("--endpoint", choices=("chat", "completions"), default="chat", help=said)
+    add("--model", metavar="NAME", help="default: the first of /v1/models")
+    add("--api-key", default="", metavar="KEY", help="stands in no result")
+    add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
+    said = "answers are as long as asked for; for servers that know the field"
+    add("--ignore-eos", action="store_true", help=said)
+    add("--extra", type=_object, default={}, metavar="JSON", help="further fields of requests")
+    said = "seconds of an answer after which it counts as failed (default: 600)"
+    add("--timeout", type=_positive(float), default=600.0, metavar="S", help=said)
+
+
+def _add_output(group: Any) -> None:
+    add = group.add_argument
+    said = "a request is good if its first token came within (default: 1000)"
+    add("--good-ttft", type=_positive(float), default=1000.0, metavar="MS", help=said)
+    said = "and its mean time between tokens is up to (default: 100)"
+    add("--good-itl", type=_positive(float), default=100.0, metavar="MS", help=said)
+    add("--json", type=Path, metavar="OUT", help="write the result there")
+    add("--html", type=Path, metavar="OUT", help="write a page with charts there")
+
+
+def _positive(kind: type[float] | type[int]) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError("must be above 0")
+        return value
+
+    return convert
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError("a whole number, 0 or more")
+    return int(text)
+
+
+def _list(kind: type[float] | type[int]) -> Callable[[str], list[float]]:
+    def convert(text: str) -> list[float]:
+        try:
+            return [_positive(kind)(word) for word in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no list such as 1,2,4") from None
+
+    return convert
+
+
+def _object(text: str) -> JsonObject:
+    try:
+        return msgspec.json.decode(text, type=JsonObject)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise argparse.ArgumentTypeError(f"no JSON object: {error}") from None

@@ -1,0 +1,80 @@
+"""What clients got in the last minute, from metrics that only grow.
+
+Knows histograms by their buckets, and no request. The time is passed in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from prometheus_client import Counter, Histogram
+
+from pipeinfer.gateway.metrics import BETWEEN, FIRST, Metrics
+
+QUANTILES = (50, 90, 99)  # in percent: those that are shown
+WINDOW = 60.0  # seconds
+EVERY = 1.0  # seconds between two snapshots that are kept
+
+
+class Lately:
+    """What fell into each bucket in the last WINDOW seconds. `bounds`: upper ends, in seconds."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = (0.0, *bounds)
+        self._kept: deque[tuple[float, list[float]]] = deque()
+
+    def take(self, totals: Sequence[float], now: float) -> None:
+        """`totals`: how many were at most each bound, and how many there were; since ever."""
+        if not self._kept or now - self._kept[-1][0] >= EVERY:
+            self._kept.append((now, list(totals)))
+        while len(self._kept) > 1 and now - self._kept[1][0] >= WINDOW:
+            self._kept.popleft()
+        self._now = list(totals)
+
+    @property
+    def count(self) -> int:
+        """How many there were in that time."""
+        return int(self._now[-1] - self._kept[0][1][-1])
+
+    def quantile(self, share: float) -> float | None:
+        """Seconds; as evenly spread within a bucket as may be. None if there were none."""
+        grown = [now - then for now, then in zip(self._now, self._kept[0][1], strict=True)]
+        if grown[-1] <= 0:
+            return None
+        wanted = share * grown[-1]
+        below = 0.0
+        for number, upto in enumerate(grown[:-1]):
+            if upto >= wanted and upto > below:
+                low, high = self._bounds[number], self._bounds[number + 1]
+                return low + (high - low) * (wanted - below) / (upto - below)
+            below = upto
+        return self._bounds[-1]
+
+
+class Latencies:
+    """The last minute of one gateway, for its heartbeats."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._tokens = metrics.generated_tokens
+        self._kinds = (
+            ("ttft", metrics.first_token, Lately(FIRST)),
+            ("itl", metrics.between_tokens, Lately(BETWEEN)),
+        )
+
+    def stats(self, now: float) -> dict[str, float]:
+        """How many first outputs and later ones there were, and their quantiles in milliseconds
+        where there are any. `now`: monotonic seconds."""
+        told = {"output_tokens_total": _samples(self._tokens)[0]}
+        for name, histogram, lately in self._kinds:
+            lately.take(_samples(histogram), now)
+            told[f"{name}_count"] = float(lately.count)
+            for share in QUANTILES:
+                told[f"{name}_ms_p{share}"] = (lately.quantile(share / 100) or 0.0) * 1e3
+        return told
+
+
+def _samples(metric: Counter | Histogram) -> list[float]:
+    """A counter's value; of a histogram, how many were at most each bound, and all of them."""
+    (family,) = metric.collect()
+    return [one.value for one in family.samples if one.name.endswith(("_total", "_bucket"))]

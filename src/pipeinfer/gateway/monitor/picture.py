@@ -1,0 +1,232 @@
+"""What is shown of a running pipeline at one moment: JSON for a page, lines for a terminal.
+
+Knows the health table and names of statistics (docs/telemetry.md); no HTTP and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from pipeinfer.gateway.health import Health, Row
+from pipeinfer.gateway.lately import QUANTILES
+
+
+class StageShown(msgspec.Struct, frozen=True):
+    """One process. `up`, `heard`: seconds since it began, and since it was heard. `rate`: what it
+    did a second, in `unit`. `latency_ms`: see docs/page.md."""
+
+    stage: str
+    name: str
+    group: int
+    rank: int
+    state: str
+    reason: str
+    pid: int
+    up: float | None
+    restarts: int
+    last_restart: float | None
+    heard: float | None
+    waiting: int | None
+    running: int | None
+    rate: float
+    unit: str
+    latency_ms: float | None = None
+
+
+class Edge(msgspec.Struct, frozen=True):
+    """What goes from one kind of stage to another, a second."""
+
+    source: str = msgspec.field(name="from")
+    target: str = msgspec.field(name="to")
+    rate: float
+    unit: str
+
+
+class PagesShown(msgspec.Struct, frozen=True):
+    """KV pages of a group: `cached` ones may be evicted, `used` ones not."""
+
+    group: int
+    total: int
+    free: int
+    cached: int
+    used: int
+    page_tokens: int
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """Milliseconds, over the last minute; None where there was nothing."""
+
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    count: int = 0
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """All that is shown but steps and requests."""
+
+    status: str
+    reason: str
+    stages: tuple[StageShown, ...]
+    edges: tuple[Edge, ...]
+    pages: tuple[PagesShown, ...]
+    latency: dict[str, Latency]
+    tokens_per_s: float
+    requests_running: int
+    requests_waiting: int
+
+
+class Did(NamedTuple):
+    """How a kind of stage is read: what it did a second (a statistic that only grows), in which
+    unit, and which statistics are its queue and what it has in hand."""
+
+    grown: str
+    unit: str
+    waiting: str = ""
+    running: str = ""
+
+
+DID = {
+    "gateway": Did("requests_total", "requests/s", "waiting", "running"),
+    "tokenizer": Did("accepted_total", "requests/s", "encoding"),
+    "scheduler": Did("plans_total", "steps/s", "waiting", "running"),
+    "engine": Did("sampled_tokens_total", "tokens/s", "", "slots_used"),
+    "detokenizer": Did("tokens_total", "tokens/s", "", "running"),
+}
+EDGES = (
+    ("gateway", "tokenizer", "gateway", "requests_total", "requests/s"),
+    ("tokenizer", "scheduler", "tokenizer", "accepted_total", "requests/s"),
+    ("scheduler", "engine", "scheduler", "plans_total", "steps/s"),
+    ("scheduler", "detokenizer", "detokenizer", "tokens_total", "tokens/s"),
+    ("detokenizer", "gateway", "gateway", "output_tokens_total", "tokens/s"),
+)
+
+
+class _Grown:
+    """The two heartbeats of a stage between which its rates are taken."""
+
+    __slots__ = ("before", "incarnation", "now", "seconds", "seen")
+
+    def __init__(self) -> None:
+        self.before: Mapping[str, float] = {}
+        self.now: Mapping[str, float] = {}
+        self.incarnation = 0
+        self.seen = self.seconds = 0.0
+
+    def look(self, row: Row) -> None:
+        if row.seen is None or row.seen == self.seen:
+            return
+        same = row.incarnation == self.incarnation
+        self.seconds = row.seen - self.seen if same else 0.0
+        self.before = self.now if same else row.stats
+        self.now, self.incarnation, self.seen = row.stats, row.incarnation, row.seen
+
+    def by(self, name: str) -> float:
+        return self.now.get(name, 0.0) - self.before.get(name, 0.0)
+
+    def rate(self, name: str) -> float:
+        return self.by(name) / self.seconds if self.seconds > 0 else 0.0
+
+
+class Pictures:
+    """Figures of one pipeline, from its health table. `look` before, as often as is wanted: rates
+    are those between the last two heartbeats that were seen."""
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+        self._grown = {stage: _Grown() for stage in health.rows}
+
+    def look(self) -> None:
+        """Notes the heartbeats that have come."""
+        for stage, row in self._health.rows.items():
+            self._grown[stage].look(row)
+
+    def figures(
+        self, status: str, now: float, unix: float, latency: Callable[[str], float | None]
+    ) -> Figures:
+        """Now, as `unix` says it to people. `latency(stage id)`: seconds, where it is known."""
+        rows = self._health.rows.values()
+        total = self._health.total
+        return Figures(
+            status=status,
+            reason=self._health.reason(),
+            stages=tuple(self._stage(row, now, unix, latency(row.stage)) for row in rows),
+            edges=tuple(
+                Edge(source=source, target=target, rate=self._rate(kind, stat), unit=unit)
+                for source, target, kind, stat, unit in EDGES
+            ),
+            pages=tuple(
+                _pages(row)
+                for row in rows
+                if row.name == "engine" and row.rank == 0 and "pages_total" in row.stats
+            ),
+            latency={name: self._latency(name) for name in ("ttft_ms", "itl_ms")},
+            tokens_per_s=self._rate("engine", "sampled_tokens_total"),
+            requests_running=int(total("scheduler", "running")),
+            requests_waiting=int(total("scheduler", "waiting")),
+        )
+
+    def grown(self, stage: str, name: str) -> float:
+        """By how much a statistic grew between the last two heartbeats of a stage."""
+        return self._grown[stage].by(name)
+
+    def _stage(self, row: Row, now: float, unix: float, seconds: float | None) -> StageShown:
+        did, grown = DID[row.name], self._grown[row.stage]
+        if row.name == "engine" and grown.by("steps_total") > 0:
+            seconds = grown.by("busy_seconds") / grown.by("steps_total")
+        elif row.name == "gateway" and row.stats.get("ttft_count"):
+            seconds = row.stats["ttft_ms_p50"] / 1e3
+        since = None if row.restarted is None else now - row.restarted
+        return StageShown(
+            stage=row.stage,
+            name=row.name,
+            group=row.group,
+            rank=row.rank,
+            state=row.state,
+            reason=row.reason,
+            pid=row.pid,
+            up=unix - row.incarnation / 1e9 if row.incarnation else None,
+            restarts=row.restarts,
+            last_restart=None if since is None else unix - since,
+            heard=None if row.seen is None else now - row.seen,
+            waiting=int(row.stats.get(did.waiting, 0)) if did.waiting else None,
+            running=int(row.stats.get(did.running, 0)) if did.running else None,
+            rate=grown.rate(did.grown),
+            unit=did.unit,
+            latency_ms=None if seconds is None else seconds * 1e3,
+        )
+
+    def _rate(self, kind: str, stat: str) -> float:
+        """Of all groups; ranks of one group all say the same, and rank 0 counts."""
+        rows = self._health.rows.values()
+        return sum(
+            self._grown[row.stage].rate(stat) for row in rows if row.name == kind and row.rank == 0
+        )
+
+    def _latency(self, name: str) -> Latency:
+        """Of the gateway that has measured most: quantiles of several cannot be added."""
+        gateways = [row.stats for row in self._health.rows.values() if row.name == "gateway"]
+        kind = name.removesuffix("_ms")
+        best = max(gateways, key=lambda stats: stats.get(f"{kind}_count", 0.0))
+        count = int(best.get(f"{kind}_count", 0))
+        if not count:
+            return Latency()
+        p50, p90, p99 = (best[f"{kind}_ms_p{share}"] for share in QUANTILES)
+        return Latency(p50, p90, p99, count)
+
+
+def _pages(row: Row) -> PagesShown:
+    total, free, cached = (
+        int(row.stats.get(name, 0)) for name in ("pages_total", "pages_free", "pages_evictable")
+    )
+    return PagesShown(
+        group=row.group,
+        total=total,
+        free=free,
+        cached=cached,
+        used=total - free - cached,
+        page_tokens=int(row.stats.get("page_tokens", 0)),
+    )

@@ -1,0 +1,234 @@
+"""What this gateway was told by stages that it watches: steps and ways of requests, for a while.
+
+Somebody has to look, else nothing is asked and nothing is kept. Knows control.py, and no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+
+import msgspec
+
+from pipeinfer.control import Observed, Passage, Prefix, Prefixes, ShowPrefixes, StepMade, Watch
+from pipeinfer.messages import Message
+
+ASK_AGAIN = 1.0  # seconds
+LASTS = 2.5  # seconds for which stages go on when nobody asks again
+MINUTE = 60.0
+MOST_STEPS = 30_000  # of a minute; five hundred a second
+MOST_REQUESTS = 200
+LATEST = 256  # durations of which the median is taken
+PATIENCE = 2.0  # seconds for answers
+
+
+class StepShown(msgspec.Struct, frozen=True):
+    """A step of a group, as StepMade."""
+
+    group: int
+    at: float
+    seconds: float
+    decodes: int
+    prompt_tokens: int
+    target: float
+
+
+class RequestShown(msgspec.Struct):
+    """A request, by what gateways saw of it; times are Unix seconds."""
+
+    id: str
+    began: float
+    ended: float | None = None
+    first_token: float | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    finish: str | None = None
+
+
+class _Known:
+    """What is kept of a request. `changed`: the number of its last change."""
+
+    __slots__ = ("changed", "passages", "shown")
+
+    def __init__(self) -> None:
+        self.shown: RequestShown | None = None
+        self.passages: dict[tuple[str, float], Passage] = {}
+        self.changed = 0
+
+
+class Sight:
+    """The eyes of one gateway. `stages`: all of the pipeline, its own among them."""
+
+    def __init__(self, stages: Sequence[str], clock: Callable[[], float] = time.time) -> None:
+        self._stages = tuple(stages)
+        self._clock = clock
+        self._ask: Callable[[str, Message], None] | None = None
+        self._lookers = 0
+        self._asking: asyncio.Task[None] | None = None
+        self._steps: deque[tuple[int, StepShown]] = deque(maxlen=MOST_STEPS)
+        self._requests: dict[str, _Known] = {}
+        self._durations: dict[str, deque[tuple[float, float]]] = {}
+        self._answers: dict[str, asyncio.Queue[Prefixes]] = {}
+        self.changes = 0  # so many things were seen
+
+    # ------------------------------------------------------------------------------ a stage's eyes
+
+    def open(self, ask: Callable[[str, Message], None]) -> None:
+        """See Eyes."""
+        self._ask = ask
+
+    def see(self, message: Observed | Prefixes) -> None:
+        """Takes an answer. Nothing is kept unless somebody looks here: another may have asked."""
+        if isinstance(message, Prefixes):
+            waiting = self._answers.get(message.question)
+            if waiting is not None:
+                waiting.put_nowait(message)
+        elif self._lookers:
+            for passage in message.passages:
+                self._passage(passage)
+            if message.steps:
+                self._note_steps(message.stage, message.steps)
+
+    def close(self) -> None:
+        """Asks nobody any more."""
+        if self._asking is not None:
+            self._asking.cancel()
+
+    # ------------------------------------------------------------------------------------- looking
+
+    @contextlib.contextmanager
+    def looking(self) -> Generator[None]:
+        """While it lasts, all stages are asked to say what they see."""
+        self._lookers += 1
+        if self._lookers == 1:
+            self._asking = asyncio.get_running_loop().create_task(self._keep_asking())
+        try:
+            yield
+        finally:
+            self._lookers -= 1
+            if not self._lookers:
+                self.close()
+                self._forget()
+
+    async def prefixes(self, engines: Sequence[str], most: int) -> dict[str, tuple[Prefix, ...]]:
+        """{engine: its largest prefixes}, of those that answer in time."""
+        found: dict[str, tuple[Prefix, ...]] = {}
+        async with self._answers_to(f"prefixes-{time.monotonic_ns()}") as (question, answers):
+            for engine in engines:
+                self._put(engine, ShowPrefixes(question, most))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PATIENCE):
+                    while len(found) < len(engines):
+                        answer = await answers.get()
+                        found[answer.stage] = answer.prefixes
+        return found
+
+    @contextlib.asynccontextmanager
+    async def _answers_to(
+        self, question: str
+    ) -> AsyncGenerator[tuple[str, asyncio.Queue[Prefixes]]]:
+        answers = self._answers[question] = asyncio.Queue[Prefixes]()
+        try:
+            yield question, answers
+        finally:
+            del self._answers[question]
+
+    async def _keep_asking(self) -> None:
+        while True:
+            for stage in self._stages:
+                self._put(stage, Watch(LASTS))
+            await asyncio.sleep(ASK_AGAIN)
+
+    def _put(self, stage: str, question: Message) -> None:
+        if self._ask is not None:
+            self._ask(stage, question)
+
+    def _forget(self) -> None:
+        self._steps.clear()
+        self._requests.clear()
+        self._durations.clear()
+
+    # --------------------------------------------------------------------------------- what is kept
+
+    def steps_since(self, change: int) -> list[StepShown]:
+        """Those of the last minute that came after so many changes, oldest first."""
+        oldest = self._clock() - MINUTE
+        newer: list[StepShown] = []
+        for number, step in reversed(self._steps):
+            if number <= change or step.at < oldest:
+                break
+            newer.append(step)
+        return newer[::-1]
+
+    def requests_since(self, change: int) -> list[RequestShown]:
+        """Those that are new or have changed since, oldest first."""
+        known = self._requests.values()
+        return [one.shown for one in known if one.shown is not None and one.changed > change]
+
+    def passages(self, request_id: str) -> list[Passage]:
+        """What is known of a request's way, by when it came to each stage."""
+        known = self._requests.get(request_id)
+        return [] if known is None else sorted(known.passages.values(), key=lambda one: one.began)
+
+    def latency(self, stage: str) -> float | None:
+        """The median seconds of the last minute's requests in a stage; see docs/page.md."""
+        oldest = self._clock() - MINUTE
+        lately = [seconds for at, seconds in self._durations.get(stage, ()) if at >= oldest]
+        return statistics.median(lately) if lately else None
+
+    def _note_steps(self, stage: str, steps: Sequence[StepMade]) -> None:
+        group = int(stage.rpartition("-")[2])
+        for made in steps:
+            self.changes += 1
+            shown = StepShown(
+                group, made.at, made.seconds, made.decodes, made.prompt_tokens, made.target
+            )
+            self._steps.append((self.changes, shown))
+
+    def _passage(self, passage: Passage) -> None:
+        self.changes += 1
+        known = self._requests.get(passage.request_id)
+        if known is None:
+            known = self._requests[passage.request_id] = _Known()
+            while len(self._requests) > MOST_REQUESTS:
+                del self._requests[next(iter(self._requests))]
+        known.passages[passage.stage, passage.began] = passage
+        kind = passage.stage.partition("-")[0]
+        if kind == "gateway":
+            known.changed = self.changes
+            known.shown = _shown(passage)
+        elif passage.ended and kind in DURATIONS:
+            seconds = DURATIONS[kind](passage)
+            if seconds is not None:
+                latest = self._durations.setdefault(passage.stage, deque(maxlen=LATEST))
+                latest.append((passage.ended, seconds))
+
+
+def _whole(passage: Passage) -> float | None:
+    return passage.ended - passage.began
+
+
+def _until_admitted(passage: Passage) -> float | None:
+    at = next((one.at for one in passage.moments if one.name == "admitted"), None)
+    return None if at is None else at - passage.began
+
+
+DURATIONS: dict[str, Callable[[Passage], float | None]] = {
+    "tokenizer": _whole,
+    "scheduler": _until_admitted,
+}
+
+
+def _shown(passage: Passage) -> RequestShown:
+    shown = RequestShown(passage.request_id, passage.began, passage.ended or None)
+    shown.finish = passage.outcome or None
+    for moment in passage.moments:
+        if moment.name == "first_text":
+            shown.first_token = moment.at
+        shown.prompt_tokens = int(moment.values.get("prompt_tokens", shown.prompt_tokens))
+        shown.output_tokens = int(moment.values.get("output_tokens", shown.output_tokens))
+    return shown

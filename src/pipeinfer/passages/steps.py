@@ -1,0 +1,81 @@
+"""Steps of a scheduler, from its plan to the result: how long, how many decodes, how much prompt.
+
+Knows plans and results; no requests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeinfer.control import StepMade
+from pipeinfer.messages import Plan, Result
+from pipeinfer.packing import unpack
+
+MOST_PLANNED = 64  # plans; far more than are ever in flight
+UNKNOWN = -1
+
+
+class _Planned(NamedTuple):
+    """A plan without a result. `known`: tokens that each row's request was admitted with."""
+
+    at: float
+    known: np.ndarray
+
+
+class Steps:
+    """`target`: what a step should take at most, in seconds."""
+
+    def __init__(self, target: float) -> None:
+        self._target = target
+        self._known = np.full(256, UNKNOWN, dtype=np.int64)  # by slot
+        self._planned: OrderedDict[tuple[int, int], _Planned] = OrderedDict()
+        self._result_at = 0.0
+
+    def planned(self, plan: Plan, at: float) -> None:
+        """A plan left."""
+        for release in plan.releases:
+            self._admit(release.slot, UNKNOWN)
+        for admit in plan.admits:
+            self._admit(admit.slot, len(admit.token_ids) // 4)
+        slots = unpack(plan.slots)
+        if len(slots) and int(slots.max()) >= len(self._known):
+            self._admit(int(slots.max()), UNKNOWN)
+        self._planned[plan.epoch, plan.number] = _Planned(at, self._known[slots])
+        while len(self._planned) > MOST_PLANNED:
+            self._planned.popitem(last=False)
+
+    def made(self, result: Result, at: float) -> StepMade | None:
+        """A result came; None if its plan is unknown, or it computed nothing.
+
+        A row decodes if it begins behind the tokens that its request was admitted with; where those
+        are not known, if it computed one token.
+        """
+        planned = self._planned.pop((result.epoch, result.number), None)
+        before, self._result_at = self._result_at, at
+        starts, counts = unpack(result.starts), unpack(result.counts)
+        if planned is None or len(planned.known) != len(counts) or not counts.any():
+            return None
+        known = planned.known
+        decodes = np.where(known == UNKNOWN, counts == 1, starts >= known) & (counts > 0)
+        return StepMade(
+            at=planned.at,
+            seconds=at - max(before, planned.at),
+            decodes=int(np.count_nonzero(decodes)),
+            prompt_tokens=int(counts[~decodes].sum()),
+            target=self._target,
+        )
+
+    def begin(self) -> None:
+        """An epoch begins: no slot is taken, and no plan is in flight."""
+        self._planned.clear()
+        self._known[:] = UNKNOWN
+
+    def _admit(self, slot: int, known: int) -> None:
+        if slot >= len(self._known):
+            more = np.full(2 * (slot + 1), UNKNOWN, dtype=np.int64)
+            more[: len(self._known)] = self._known
+            self._known = more
+        self._known[slot] = known

@@ -1,0 +1,117 @@
+"""Observes a stage while somebody asked for it: which requests pass, and what its steps take.
+
+Stands beside the tap in the shell, and is off by default. Knows clocks and the channel `control`;
+what messages mean is read in passages/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from pipeinfer.control import Observed, Passage, StepMade, Watch
+from pipeinfer.core import Send
+from pipeinfer.messages import Message
+from pipeinfer.passages.book import Book
+from pipeinfer.passages.exchange import Exchange, Observer
+from pipeinfer.passages.registry import observer
+from pipeinfer.settings import Settings
+from pipeinfer.topology.topology import Identity
+
+log = logging.getLogger(__name__)
+
+PERIOD = 0.25  # seconds between two answers
+LONGEST = 3600.0  # seconds of one question; who wants more asks again
+MOST_PASSAGES = 256  # of an answer, far below what a frame of telemetry may have
+MOST_ENDED = 4096  # that wait to be told; the oldest go
+MOST_STEPS = 2048  # the same
+
+
+class StageObserver:
+    """Of one stage. `active`: whether exchanges are wanted; the shell asks before it shows one.
+
+    `say` publishes an answer. It has a loop as soon as it is asked for something.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        identity: Identity,
+        incarnation: int,
+        say: Callable[[Observed], None],
+    ) -> None:
+        self._target = settings.itl_target
+        self._identity = identity
+        self._incarnation = incarnation
+        self._say = say
+        self._until = 0.0  # on the loop's clock: when nobody looks any more
+        self._timer: asyncio.TimerHandle | None = None
+        self._observer: Observer | None = None
+        self._ended: deque[Passage] = deque(maxlen=MOST_ENDED)
+        self._steps: deque[StepMade] = deque(maxlen=MOST_STEPS)
+        self.active = False
+
+    def control(self, message: Message) -> None:
+        """Takes a message of the channel `control`."""
+        if isinstance(message, Watch) and message.seconds > 0:
+            loop = asyncio.get_running_loop()
+            self._until = max(self._until, loop.time() + min(message.seconds, LONGEST))
+            self._begin()
+            if self._timer is None:
+                self._timer = loop.call_later(PERIOD, self._tell)
+
+    def saw(self, event: Message, sends: Sequence[Send], began: float) -> None:
+        """The core took `event` at monotonic time `began`, and `sends` are on their way."""
+        assert self._observer is not None
+        wall, now = time.time(), time.monotonic()
+        try:
+            self._observer.saw(Exchange(event, sends, wall - (now - began), wall))
+        except Exception:  # a stage does not end of what only looks at it
+            log.exception("nothing is observed for now: %s", type(event).__name__)
+            self._forget()
+
+    def close(self) -> None:
+        """The stage ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self.active = False
+
+    def _begin(self) -> None:
+        if self._observer is None:
+            book = Book(self._identity.id, self._ended.append, self._steps.append)
+            self._observer = observer(self._identity.name, book, self._target)
+        self.active = True
+
+    def _tell(self) -> None:
+        """Four times a second, while somebody looks."""
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        if self._observer is None:
+            return
+        most = min(len(self._ended), MOST_PASSAGES)
+        passages = [self._ended.popleft() for _ in range(most)]
+        passages += self._observer.book.changes(MOST_PASSAGES - most)
+        if passages or self._steps:
+            told = Observed(
+                stage=self._identity.id,
+                incarnation=self._incarnation,
+                passages=tuple(passages),
+                steps=tuple(self._steps),
+            )
+            self._steps.clear()
+            self._say(told)
+        if loop.time() < self._until:
+            self._timer = loop.call_later(PERIOD, self._tell)
+        else:
+            self._forget()
+
+    def _forget(self) -> None:
+        """What comes until it is asked again is missed, so that what it knows would be wrong."""
+        self._ended.clear()
+        self._steps.clear()
+        self._observer = None
+        self.active = False

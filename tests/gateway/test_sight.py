@@ -1,0 +1,99 @@
+"""What a gateway keeps of what stages see: only while somebody looks, and only so much."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pipeinfer.control import Moment, Observed, Passage, Prefix, Prefixes, ShowPrefixes, StepMade
+from pipeinfer.gateway import sight as sights
+from pipeinfer.gateway.sight import MOST_REQUESTS, Sight
+from pipeinfer.messages import Message
+
+NOW = 1_000.0
+
+
+def seeing(sight: Sight, *passages: Passage, steps: tuple[StepMade, ...] = ()) -> None:
+    stage = passages[0].stage if passages else "scheduler-1"
+    sight.see(Observed(stage, 1, passages, steps))
+
+
+def step(at: float) -> StepMade:
+    return StepMade(at, 0.01, 3, 0)
+
+
+async def test_nothing_is_asked_or_kept_unless_somebody_looks() -> None:
+    asked: list[tuple[str, Message]] = []
+    sight = Sight(("gateway-0", "engine-0-0"), lambda: NOW)
+    sight.open(lambda stage, message: asked.append((stage, message)))
+    seeing(sight, Passage("gateway-0", "a", NOW))
+    await asyncio.sleep(0)
+    assert asked == [] and sight.passages("a") == []
+    with sight.looking(), sight.looking():
+        await asyncio.sleep(0)
+        assert [stage for stage, _ in asked] == ["gateway-0", "engine-0-0"]
+        seeing(sight, Passage("gateway-0", "a", NOW))
+        assert len(sight.passages("a")) == 1
+    assert sight.passages("a") == []
+
+
+async def test_each_looker_gets_what_is_new_to_it() -> None:
+    sight = Sight((), lambda: NOW)
+    with sight.looking():
+        seeing(sight, steps=(step(NOW - 100), step(NOW - 2), step(NOW - 1)))
+        assert [one.at for one in sight.steps_since(0)] == [NOW - 2, NOW - 1]
+        assert sight.steps_since(0)[0].group == 1
+        seen = sight.changes
+        seeing(sight, Passage("gateway-0", "a", NOW), Passage("gateway-0", "b", NOW))
+        seen_then = sight.changes
+        done = Passage(
+            "gateway-0", "a", NOW, NOW + 2, "stop", "",
+            (
+                Moment(NOW, "accepted", {"prompt_tokens": 7.0}),
+                Moment(NOW + 1, "first_text", {"tokens": 1.0}),
+                Moment(NOW + 2, "finished", {"output_tokens": 9.0}),
+            ),
+        )  # fmt: skip
+        seeing(sight, done)
+        assert [one.id for one in sight.requests_since(seen)] == ["a", "b"]
+        (shown,) = sight.requests_since(seen_then)
+        assert (shown.prompt_tokens, shown.output_tokens, shown.finish) == (7, 9, "stop")
+        assert (shown.first_token, shown.ended) == (NOW + 1, NOW + 2)
+        assert sight.requests_since(sight.changes) == [] == sight.steps_since(sight.changes)
+
+
+async def test_the_oldest_requests_go() -> None:
+    sight = Sight((), lambda: NOW)
+    with sight.looking():
+        for number in range(MOST_REQUESTS + 5):
+            seeing(sight, Passage("gateway-0", str(number), NOW))
+        assert sight.passages("4") == [] and len(sight.passages("5")) == 1
+        assert len(sight.requests_since(0)) == MOST_REQUESTS
+
+
+async def test_latencies_are_medians_of_ended_passages() -> None:
+    sight = Sight((), lambda: NOW)
+    with sight.looking():
+        for number, seconds in enumerate((1.0, 2.0, 9.0)):
+            name, began = str(number), NOW - 10
+            admitted = (Moment(began + seconds / 2, "admitted"),)
+            seeing(sight, Passage("tokenizer-0", name, began, began + seconds))
+            seeing(sight, Passage("scheduler-0", name, began, NOW, "stop", "", admitted))
+        seeing(sight, Passage("tokenizer-0", "running", NOW))
+        assert sight.latency("tokenizer-0") == 2.0
+        assert sight.latency("scheduler-0") == 1.0
+        assert sight.latency("engine-0-0") is None
+
+
+async def test_prefixes_come_from_those_that_answer(monkeypatch) -> None:
+    monkeypatch.setattr(sights, "PATIENCE", 0.05)
+    sight = Sight(())
+    found = (Prefix(5, 1, 0, b""),)
+
+    def ask(stage: str, message: Message) -> None:
+        assert isinstance(message, ShowPrefixes)
+        if stage == "engine-0-0":
+            sight.see(Prefixes("of somebody else", stage, ()))
+            sight.see(Prefixes(message.question, stage, found))
+
+    sight.open(ask)
+    assert await sight.prefixes(["engine-0-0", "engine-1-0"], 3) == {"engine-0-0": found}
