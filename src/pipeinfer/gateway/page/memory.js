@@ -75,6 +75,7 @@ export class Prefixes {
       this.#show((await askJson("monitor/prefixes")).groups);
     } catch (error) {
       this.#list.replaceChildren(h("p", { class: "quiet" }, error.message));
+      if (error.status === 401) return;
     }
     this.#timer = setTimeout(() => this.look(), AGAIN);
   }
