@@ -12,6 +12,7 @@ from pathlib import Path
 from pipeinfer.checkpoint.fields import read_json
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.gateway import keys, tls
+from pipeinfer.gateway.access import Access
 from pipeinfer.gateway.admission import Admission
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cors import read_origins
@@ -26,6 +27,7 @@ from pipeinfer.gateway.reading.registry import reading
 from pipeinfer.gateway.requests import Terms
 from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.tls import Certificate
+from pipeinfer.gateway.tracing import Traces
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import ConfigurationError, Settings
@@ -42,6 +44,7 @@ def build(context: StageContext) -> Stage:
     """The stage; ConfigurationError for a checkpoint folder that cannot be read."""
     settings = context.settings
     folder = resolve_model(settings.model, settings.revision)
+    traces = Traces(str(context.incarnation), bool(settings.otlp_endpoint))
     core = GatewayCore(
         expected_stages(context.topology),
         index=context.identity.index,
@@ -49,6 +52,7 @@ def build(context: StageContext) -> Stage:
         max_queue=settings.max_queue,
         incarnation=context.incarnation,
         max_queue_tokens=settings.max_queue_tokens,
+        traces=traces,
     )
     metrics = Metrics(core.health)
     certificate = tls.certificate(settings)
@@ -63,6 +67,7 @@ def build(context: StageContext) -> Stage:
         read_origins(settings.allowed_origins),
         settings.max_body_mib * 2**20,
         _context_length(settings, folder),
+        Access(traces),
     )
     others = [s for s in context.topology.ids() if s != context.identity.id]
     driver = HttpDriver(service, settings.host, lambda: _listen(context), certificate)

@@ -18,6 +18,7 @@ import zmq
 
 from pipeinfer import settings as config
 from pipeinfer.checkpoint.source import resolve_model
+from pipeinfer.runtime import spans
 from pipeinfer.runtime.deployment import STAGES, deployed
 from pipeinfer.runtime.find import PREFIX, TOPOLOGY, alive
 from pipeinfer.runtime.inprocess import InProcess
@@ -35,16 +36,23 @@ class LocalStages:
     topology: Topology
 
 
-def prepare(given: Mapping[str, object], say: Callable[[str], None]) -> Settings:
+def prepare(
+    given: Mapping[str, object],
+    say: Callable[[str], None],
+    known: Callable[[Settings], None] = lambda settings: None,
+) -> Settings:
     """Settings from `given` over the environment over the topology file, the model as a folder.
 
-    A hub id is downloaded here, once, and not by every stage; `say` is told what takes time.
+    A hub id is downloaded here, once, and not by every stage; `say` is told what takes time, and
+    before that `known` the settings.
     Raises ConfigurationError.
     """
     named = {**config.from_environment(os.environ), **given}
     given_topology = _given(str(named.get("topology", "")))
     defaults = given_topology.defaults() if given_topology is not None else {}
     settings = config.build({**defaults, **named})
+    spans.check(settings)
+    known(settings)
     if settings.model in ("", DEMO):
         say(f"no model given: serving the bundled demo model {DEMO!r}")
     folder = resolve_model(settings.model, settings.revision, say)
