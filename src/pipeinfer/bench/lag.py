@@ -85,5 +85,5 @@ def warnings(client: ClientFacts, measured: Summary) -> list[str]:
     if client.busy > BUSY:
         said.append(f"a process of the client computed {client.busy:.0%} of the time")
     if said:
-        said.append("more --processes help, or another machine for the client")
+        said[-1] += "; more --processes help, or another machine for the client"
     return said
