@@ -101,7 +101,7 @@ def test_broken_trace_names_its_line(tmp_path: Path) -> None:
         arrivals.entries(tmp_path / "none")
 
 
-@given(st.integers(0, 2**31), st.integers(0, 2**31))
+@given(st.integers(-(2**31), 2**31), st.integers(0, 2**31))
 def test_a_request_follows_from_seed_and_number(seed: int, index: int) -> None:
     drawn = Drawn(Span(3, 9), Span(2, 4), seed, highest_id=7)
     request = drawn.request(index)
