@@ -263,7 +263,7 @@ def test_each_way_to_fail_is_named_and_counted(bench) -> None:
     with serving(answer) as url:
         (found,), page, printed = bench(
             url, "--concurrency", "1", "--requests", "20", "--output-tokens", str(MEASURED),
-            "--timeout", "0.5", "--warm-up", "2", "--api-key", "sesame",
+            "--timeout", "1.5", "--warm-up", "2", "--api-key", "sesame",
         )  # fmt: skip
     assert found["failures"] == {
         "cut stream": 4, "error in stream": 2, "garbage": 4, "status 429": 4, "status 500": 2,
