@@ -5,7 +5,7 @@ import { count, duration, measure } from "./words.js";
 
 const TILES = [["status", "Status"], ["speed", "Tokens a second"], ["running", "Running"],
   ["waiting", "Waiting"], ["first", "First token, median"], ["between", "Between tokens, median"]];
-const TIMES = [["ttft_ms", "To the first token"], ["itl_ms", "Between tokens"]];
+const TIMES = [["ttft_ms", "first token"], ["itl_ms", "between tokens"]];
 const SHARES = ["p50", "p90", "p99"];
 
 export class Figures {
@@ -40,7 +40,7 @@ export class Latency {
     this.element = h("section", { class: "card latency", "aria-labelledby": "latency-title" },
       h("h3", { id: "latency-title" }, "Times of the last minute"),
       h("table", {}, h("thead", {}, h("tr", {}, h("td"),
-        ["half", "90 %", "99 %", "of"].map((text) => h("th", { scope: "col" }, text)))),
+        ["p50", "p90", "p99", "count"].map((text) => h("th", { scope: "col" }, text)))),
       h("tbody", {}, TIMES.map(([name, label]) => h("tr", {}, h("th", { scope: "row" }, label),
         [...SHARES, "count"].map((share) => cell(name, share)))))));
   }

@@ -33,7 +33,7 @@ export class Pipeline {
     this.#board = h("div", { class: "board", hidden: true }, figures,
       h("section", { class: "card wiring", "aria-labelledby": "wiring-title" },
         h("h3", { id: "wiring-title" }, "Stages"), diagram),
-      steps, pages, latency, happenings, requests, this.#prefixes.element);
+      steps, pages, latency, requests, happenings, this.#prefixes.element);
     byId("pipeline").prepend(h("h2", { class: "hidden" }, "Pipeline"), this.#note, this.#board);
     document.addEventListener("visibilitychange", () => this.#listen());
   }

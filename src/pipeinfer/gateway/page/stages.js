@@ -7,6 +7,7 @@ import { age, clock, count, duration, measure, plural } from "./words.js";
 const SIGNS = { ready: "●", starting: "◌", loading: "◔", waiting: "◷", draining: "◑", lost: "▲",
   failed: "✕" };
 const KINDS = { ready: "good", lost: "bad", failed: "bad" };
+const UNITS = { "tokens/s": "tok/s", "requests/s": "req/s" };
 const SILENT = 1.5; // seconds after which it is said when a process was heard last
 
 /** Which card a process stands on. */
@@ -20,9 +21,10 @@ export class Card {
 
   /** groups: whether there are several, so that the card says which it is of. */
   constructor({ name, group }, groups) {
-    const of = groups && (name === "scheduler" || name === "engine") ? ` of group ${group}` : "";
-    this.element = h("section", { class: `stage ${name}`, "aria-label": `${name}${of}` },
-      h("h3", {}, name, h("span", {}, of)), this.#list);
+    const several = groups && (name === "scheduler" || name === "engine");
+    const label = several ? `${name} of group ${group}` : name;
+    this.element = h("section", { class: `stage ${name}`, "aria-label": label },
+      h("h3", {}, name, several ? h("span", {}, ` ${group}`) : null), this.#list);
   }
 
   /** processes: those of the card, as the feed has them. */
@@ -67,7 +69,8 @@ class Process {
     put(parts.state, `${SIGNS[state] ?? "?"} ${state}`);
     parts.state.className = `state ${KINDS[state] ?? "warn"}`;
     put(parts.reason, reason);
-    put(parts.rate, rate === null ? "–" : `${measure(rate)} ${unit}`);
+    parts.reason.className = `reason ${KINDS[state] ?? "warn"}`;
+    put(parts.rate, rate === null ? "–" : `${measure(rate)} ${UNITS[unit] ?? unit}`);
     put(parts.latency, duration(process.latency_ms));
     put(parts.waiting, count(process.waiting));
     put(parts.running, count(process.running));

@@ -25,6 +25,7 @@ export class Steps {
         h("span", {}, this.#swatches[kind], text))),
       this.#canvas, this.#words);
     new ResizeObserver(() => this.#draw()).observe(this.#canvas);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#draw());
   }
 
   show({ time, steps }) {

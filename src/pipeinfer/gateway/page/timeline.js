@@ -13,11 +13,13 @@ export class Timeline {
   #title = h("h2", { id: "timeline-title" });
   #drawing = h("div", { class: "drawing" });
   #table = h("div", { class: "table", tabindex: "0", role: "group", "aria-label": "As a table" });
+  #close = h("button", { class: "main", type: "button", onclick: () => this.#dialog.close() },
+    "Close");
   #timer = 0;
 
   constructor() {
     this.#dialog.append(this.#title, this.#drawing, this.#table, h("div", { class: "row" },
-      h("button", { class: "main", type: "button", onclick: () => this.#dialog.close() }, "Close")));
+      this.#close));
     this.#dialog.onclose = () => clearTimeout(this.#timer);
     byId("pipeline").append(this.#dialog);
   }
@@ -27,6 +29,7 @@ export class Timeline {
     this.#drawing.replaceChildren(h("p", { class: "quiet" }, "Asking the server …"));
     this.#table.replaceChildren();
     if (!this.#dialog.open) this.#dialog.showModal();
+    this.#close.focus();
     await this.#look(id);
   }
 

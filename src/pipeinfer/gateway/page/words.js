@@ -18,7 +18,7 @@ export function measure(value) {
 export function duration(ms) {
   if (ms === null || ms === undefined) return NONE;
   if (ms >= 60_000) return age(ms / 1000);
-  return ms >= 1000 ? `${short.format(ms / 1000)} s` : `${short.format(ms)} ms`;
+  return ms >= 1000 ? `${short.format(ms / 1000)}\u00a0s` : `${short.format(ms)}\u00a0ms`;
 }
 
 /** From seconds: "12 s", "3 min", "5 h 12 min", "2 d 3 h" */

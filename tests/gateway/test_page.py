@@ -1,0 +1,90 @@
+"""The files of the web page as browsers get them; what the page does is tested in tests/page."""
+
+from __future__ import annotations
+
+import re
+
+import httpx
+import pytest
+from gateway_pipeline import Gateway, StartGateway
+
+from pipeinfer.gateway.page import FOLDER, HEADERS
+
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+
+
+async def test_the_page_and_all_its_files_are_served_under_a_strict_policy(
+    gateway: Gateway,
+) -> None:
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
+        for path in ("/", *(f"/page/{name}" for name in NAMES)):
+            answer = await http.get(path)
+            assert answer.status_code == 200, path
+            for name, value in HEADERS.items():
+                assert answer.headers[name] == value
+    policy = HEADERS["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'") and "unsafe" not in policy
+
+
+async def test_files_are_of_the_kinds_that_browsers_insist_on(gateway: Gateway) -> None:
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
+        kinds = {
+            name: (await http.get(f"/page/{name}")).headers["content-type"].partition(";")[0]
+            for name in ("index.html", "style.css", "main.js", "icon.svg")
+        }
+    assert list(kinds.values()) == ["text/html", "text/css", "text/javascript", "image/svg+xml"]
+
+
+async def test_the_page_loads_nothing_from_elsewhere(gateway: Gateway) -> None:
+    """No address but the namespace of SVG, and no file that is not there."""
+    for path in FOLDER.iterdir():
+        text = path.read_text()
+        assert set(re.findall(r"https?://[\w./]+", text)) <= {"http://www.w3.org/2000/svg"}, path
+        for name in re.findall(r'(?:from|src=|href=) ?"(?:\./|page/)([\w.]+)"', text):
+            assert name in NAMES, (path, name)
+
+
+@pytest.mark.parametrize(
+    "path", ["/page/../app.py", "/page/..%2fapp.py", "/page/x", "/page/", "/page", "/page/a/b"]
+)
+async def test_there_is_nothing_beside_its_files(gateway: Gateway, path: str) -> None:
+    async with httpx.AsyncClient() as http:
+        raw = httpx.URL(gateway.url).copy_with(raw_path=path.encode())
+        assert (await http.get(raw)).status_code == 404
+
+
+async def test_what_a_browser_has_is_not_sent_again(gateway: Gateway) -> None:
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
+        first = await http.get("/page/main.js")
+        again = await http.get("/page/main.js", headers={"If-None-Match": first.headers["etag"]})
+        other = await http.get("/page/main.js", headers={"If-None-Match": '"another"'})
+    assert (again.status_code, again.content) == (304, b"")
+    assert again.headers["etag"] == first.headers["etag"]
+    assert (other.status_code, other.content) == (200, first.content)
+
+
+async def test_head_has_no_body_and_several_slashes_lead_to_one(gateway: Gateway) -> None:
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
+        head, whole = await http.head("/"), await http.get("/")
+        slashes = await http.get(httpx.URL(gateway.url).copy_with(raw_path=b"//"))
+        assert (await http.post("/")).status_code == 405
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == str(len(whole.content))
+    assert (slashes.status_code, slashes.headers["location"]) == (308, "/")
+
+
+async def test_the_page_needs_no_key_and_what_it_asks_for_does(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(api_key="secret")
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
+        assert (await http.get("/")).status_code == 200
+        assert (await http.get("/page/main.js")).status_code == 200
+        assert (await http.get("/v1/models")).status_code == 401
+
+
+async def test_without_the_page_its_paths_are_no_paths(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(no_page=True)
+    async with httpx.AsyncClient(base_url=gateway.url) as http:
+        for path in ("/", "/page/main.js", "//"):
+            answer = await http.get(httpx.URL(gateway.url).copy_with(raw_path=path.encode()))
+            assert answer.status_code == 404, path
+        assert (await http.get("/v1/models")).status_code == 200
