@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -20,7 +22,9 @@ from pipeinfer.bus.caller import Caller
 from pipeinfer.control import Observed, Passage, StepMade, Watch
 from pipeinfer.runtime.find import TOPOLOGY
 from pipeinfer.topology import topology as topologies
-from servers import STAGES, Server
+from servers import STAGES, Server, environment
+
+ROOT = Path(__file__).parents[2]
 
 TRACE, CLIENT = "7" * 32, "a" * 16
 BODY = {"prompt": "count from 1 to 9", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -38,7 +42,7 @@ class Traced(Server):
         try:
             super().__init__(
                 "--otlp-endpoint", url, "--log-format", "json", "--kv-pages", "300",
-                "--threads", "1",
+                "--threads", "1", "--record", f"{self.temporary}/traces",
             )  # fmt: skip
         finally:
             for name, value in before.items():
@@ -196,3 +200,10 @@ def test_a_collector_that_is_gone_costs_no_request_anything(server, collector):
     assert server.stop(30) == 0
     for line in server.log:
         json.loads(line)
+    # What the gateway has told of traces was drawn by nobody: its recording replays.
+    (recording,) = Path(server.temporary, "traces").glob("gateway-*.pitrace")
+    done = subprocess.run(
+        [sys.executable, "tools/replay", "run", "gateway", recording], cwd=ROOT,
+        env=environment(), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and "0 differences" in done.stdout, done.stdout + done.stderr
