@@ -4,10 +4,13 @@
 import { byId, h } from "./dom.js";
 import { MessageView } from "./message.js";
 
-const AT_ONCE = 30, AT_A_TIME = 20;
+const AT_ONCE = 30;
+const FEW = 5, SPARE = 5; // messages built in a pause at least; milliseconds of it left unused
 const NEAR = 80; // pixels from the end within which the view follows what grows
 
-const later = globalThis.requestIdleCallback ?? ((work) => setTimeout(work, 30));
+const ANCHORS = CSS.supports("overflow-anchor", "auto"); // the browser itself keeps the place
+const later = globalThis.requestIdleCallback
+  ?? ((work) => setTimeout(() => work({ timeRemaining: () => 0 }), 20));
 
 export class Thread {
   #list = byId("thread");
@@ -37,18 +40,27 @@ export class Thread {
       .map((message) => this.#made(message, message === live)));
     this.toEnd();
     this.#list.setAttribute("aria-busy", String(from > 0));
-    const more = () => {
+    const more = (idle) => {
       if (mine !== this.#shown) return;
-      const before = from;
-      from = Math.max(0, before - AT_A_TIME);
-      const height = this.#scroll.scrollHeight, top = this.#scroll.scrollTop;
-      this.#list.prepend(...messages.slice(from, before).map((message) => this.#made(message)));
-      const anchored = CSS.supports("overflow-anchor", "auto") && top > 0;
-      if (!anchored) this.#scroll.scrollTop = top + this.#scroll.scrollHeight - height;
+      const made = [];
+      do made.unshift(this.#made(messages[--from]));
+      while (from > 0 && (made.length < FEW || idle.timeRemaining() > SPARE));
+      this.#prepend(made);
       if (from > 0) later(more);
       else this.#list.setAttribute("aria-busy", "false");
     };
     if (from > 0) later(more);
+  }
+
+  /** Puts elements before all others, and what is on the screen stays where it is. */
+  #prepend(made) {
+    if (ANCHORS) {
+      this.#list.prepend(...made);
+      return;
+    }
+    const height = this.#scroll.scrollHeight, top = this.#scroll.scrollTop;
+    this.#list.prepend(...made);
+    this.#scroll.scrollTop = top + this.#scroll.scrollHeight - height;
   }
 
   /** One more message at the end. live: it grows. */

@@ -25,7 +25,7 @@ export class Tokens {
     for (const [text, logprob] of tokens.slice(this.element.childElementCount)) {
       const kind = LIMITS.filter((limit) => Math.exp(logprob) < limit).length;
       this.element.append(h("span", {
-        class: `p${kind}`, role: "button",
+        class: `p${kind}`, role: "button", "aria-label": text.trim() ? null : blank(text),
         tabindex: this.element.childElementCount ? "-1" : "0",
       }, text || "∅"));
     }
@@ -68,6 +68,12 @@ function hide() {
   tip?.remove();
   tip = null;
   document.querySelector("[aria-describedby=tip]")?.removeAttribute("aria-describedby");
+}
+
+/** How screen readers call a token that cannot be seen. */
+function blank(text) {
+  if (text === "") return "nothing";
+  return text.includes("\n") ? "line end" : "space";
 }
 
 function shown(text) {

@@ -1,0 +1,252 @@
+"""The page in a browser, with a feed that says what a test wants: states that real pipelines are
+seldom in, what is wrong with pictures, and very long conversations."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from scripted_feed import MODELS, ScriptedFeed, event, stage, stages
+from scripted_minute import prefixes, requests, steps, timeline
+
+SLOW = 600  # milliseconds; no work of the page's own may hold up the browser so long
+SEED = """async () => {
+  const database = await new Promise((done) => {
+    const request = indexedDB.open("pipeinfer");
+    request.onsuccess = () => done(request.result);
+  });
+  const change = database.transaction(["conversations", "messages"], "readwrite");
+  const long = "The quick brown fox jumps over the lazy dog, and the dog does not mind. ".repeat(6);
+  for (let number = 0; number < 100; number++) {
+    const id = `conversation-${number}`;
+    change.objectStore("conversations").put(
+      { id, title: `Conversation ${number}`, touched: 1000 - number, options: {} });
+    for (let at = 0; at < (number ? 2 : 2000); at++) {
+      change.objectStore("messages").put(at % 2
+        ? { conversation: id, at, role: "assistant", content: `Answer ${at}. ${long}\\n\\n- ${long}`,
+            stats: { prompt: 100, output: 200, first: 20, seconds: 1000, finish: "stop" } }
+        : { conversation: id, at, role: "user", content: `Question ${at}` });
+    }
+  }
+  await new Promise((done) => { change.oncomplete = done; });
+  database.close();
+}"""
+WATCH = """
+window.long = [];
+new PerformanceObserver((list) => {
+  for (const { startTime, duration } of list.getEntries()) window.long.push([startTime, duration]);
+}).observe({ type: "longtask", buffered: true });
+"""
+# playwright's own waiting looks at all of a page, which takes seconds of one so long. This does not.
+WHOLE = """(last) => new Promise((done) => {
+  const thread = document.getElementById("thread");
+  const look = () => {
+    const whole = thread.getAttribute("aria-busy") === "false";
+    if (whole && thread.lastElementChild?.textContent.includes(last)) {
+      watching.disconnect();
+      done([thread.childElementCount, thread.lastElementChild.getBoundingClientRect().bottom]);
+    }
+  };
+  const watching = new MutationObserver(look);
+  watching.observe(thread, { attributes: true, childList: true });
+  look();
+})"""
+TOP = "() => document.querySelector('.message').getBoundingClientRect().bottom"
+OPEN = "(index) => document.querySelectorAll('#conversations .open')[index].click()"
+SCROLL = """() => new Promise((done) => {
+  const box = document.getElementById("scroll"), step = -box.scrollHeight / 60;
+  let before = performance.now(), frames = [];
+  const next = (now) => {
+    frames.push(now - before);
+    before = now;
+    box.scrollBy(0, step);
+    if (frames.length < 60) requestAnimationFrame(next);
+    else done(Math.max(...frames));
+  };
+  requestAnimationFrame(next);
+})"""
+# The most of the delays from a key to the frame after it.
+TYPE = """() => new Promise((done) => {
+  const field = document.getElementById("prompt");
+  let left = 40, worst = 0;
+  const next = () => {
+    const began = performance.now();
+    field.value += "a ";
+    field.dispatchEvent(new InputEvent("input", { bubbles: true }));
+    requestAnimationFrame(() => setTimeout(() => {
+      worst = Math.max(worst, performance.now() - began);
+      if (--left) next();
+      else done(worst);
+    }));
+  };
+  next();
+})"""
+
+
+@pytest.fixture(scope="module")
+def feed():
+    with ScriptedFeed({**MODELS, "monitor/prefixes": prefixes()}) as running:
+        yield running
+
+
+@pytest.fixture
+def watch(feed, open_page):
+    """watch(event, **options): the view of the pipeline that has been told it."""
+
+    def watched(told, **options):
+        feed.say(told)
+        page = open_page(feed.url + "/#pipeline", **options)
+        expect(page.locator(".board")).to_be_visible()
+        return page
+
+    return watched
+
+
+def expect(thing):
+    from playwright.sync_api import expect
+
+    return expect(thing)
+
+
+def busy(groups: int = 1, ranks: int = 1, **changes: object) -> dict[str, object]:
+    now = time.time()
+    told = {"time": now, "steps": steps(now, groups), "requests": requests(now), **changes}
+    return event(stages(groups, ranks), **told)
+
+
+def longest(page, since: float) -> float:
+    """Milliseconds of the longest task that began after `since`."""
+    tasks = page.evaluate("() => window.long")
+    return max((duration for start, duration in tasks if start >= since), default=0.0)
+
+
+def test_two_thousand_messages_and_a_hundred_conversations_stay_fluid(feed, open_page):
+    page = open_page(feed.url, init=WATCH)
+    expect(page.locator("#model")).to_contain_text("pipeinfer-demo")
+    page.evaluate(SEED)
+    page.reload()
+    count, bottom = page.evaluate(WHOLE, "Answer 1999")
+    assert count == 2000
+    assert 0 < bottom < 720, "the newest message is on the screen"
+    assert page.evaluate("() => document.querySelectorAll('#conversations li').length") == 100
+    opened = longest(page, 0)
+    frame = page.evaluate(SCROLL)
+    assert page.evaluate(TOP) > 0, "the oldest message is on the screen"
+    typed = page.evaluate(TYPE)
+    now = page.evaluate("() => performance.now()")
+    page.evaluate(OPEN, 99)
+    assert page.evaluate(WHOLE, "Answer 1.")[0] == 2
+    page.evaluate(OPEN, 0)
+    assert page.evaluate(WHOLE, "Answer 1999")[0] == 2000
+    switched = longest(page, now)
+    print(f"longest task {opened:.0f} ms, frame {frame:.0f}, key {typed:.0f}, switch {switched:.0f}")
+    assert max(opened, frame, typed, switched) < SLOW, (opened, frame, typed, switched)
+
+
+def test_a_stage_that_is_lost_and_comes_back_is_said_in_words(feed, watch):
+    page = watch(busy())
+    gone = stages()
+    gone[3] = stage("engine", state="lost", reason="its process ended")
+    feed.say(event(gone, time=100.0, status="degraded"))
+    engine = page.get_by_role("region", name="engine", exact=True)
+    expect(engine.locator(".state")).to_have_text("▲ lost")
+    expect(engine).to_contain_text("its process ended")
+    back = stages()
+    back[3] = stage("engine", pid=77, restarts=1, last_restart=102.0)
+    feed.say(event(back, time=102.5))
+    expect(page.get_by_role("log").locator("li")).to_contain_text([
+        "engine-0-0: lost, its process ended",
+        "engine-0-0: a new process, 77 (restart 1)",
+        re.compile(r"engine-0-0: ready again after 2.5\ss"),
+    ])  # fmt: skip
+    expect(engine.locator(".life")).to_contain_text("1 restart, the last at")
+
+
+def test_groups_and_ranks_stand_on_cards_of_their_own(feed, watch):
+    page = watch(busy(groups=2, ranks=2))
+    for group in (0, 1):
+        engine = page.get_by_role("region", name=f"engine of group {group}")
+        expect(engine.locator(".id")).to_have_text([f"engine-{group}-0", f"engine-{group}-1"])
+    expect(page.locator(".lines .line")).to_have_count(8)
+    expect(page.locator(".pool")).to_have_count(2)
+    expect(page.locator(".pool dd").first).to_have_text("112 · 22 %")
+    expect(page.locator(".lines text").first).to_have_text("3.5 requests/s")
+
+
+def test_what_is_not_known_yet_is_no_number(feed, watch):
+    nothing = {"p50": None, "p90": None, "p99": None, "count": 0}
+    told = event(
+        [stage(one["name"], state="starting", pid=0, up=None, heard=None, waiting=None,
+               running=None, rate=0, latency_ms=None) for one in stages()],
+        latency={"ttft_ms": nothing, "itl_ms": nothing}, status="starting", reason="engine-0-0",
+        tokens_per_s=0, requests_running=0, requests_waiting=0, pages=[],
+    )  # fmt: skip
+    page = watch(told)
+    expect(page.locator(".stage.engine .life")).to_have_text("no process yet")
+    expect(page.locator(".latency tbody tr").first).to_contain_text("–")
+    expect(page.get_by_role("region", name="Requests")).to_contain_text("None yet.")
+    expect(page.get_by_role("region", name="Steps")).to_contain_text("No step in the last minute.")
+    assert not re.search("NaN|undefined|null", page.locator("#pipeline").inner_text())
+
+
+def test_the_feed_is_open_only_while_it_is_looked_at(feed, watch, open_page):
+    page = watch(busy())
+    assert feed.watchers == 1
+    with page.expect_event("requestfailed", lambda one: one.url.endswith("/monitor/events")):
+        page.get_by_role("tab", name="Chat").click()
+    hidden = """(hidden) => {
+      Object.defineProperty(document, "hidden", { configurable: true, value: hidden });
+      document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    with page.expect_response("**/monitor/events"):
+        page.get_by_role("tab", name="Pipeline").click()
+    with page.expect_event("requestfailed", lambda one: one.url.endswith("/monitor/events")):
+        page.evaluate(hidden, True)
+    with page.expect_response("**/monitor/events"):
+        page.evaluate(hidden, False)
+
+
+def test_a_server_that_goes_away_is_said_and_tried_again(feed, watch):
+    page = watch(busy())
+    with page.expect_response("**/monitor/events"):
+        feed.cut()
+        expect(page.locator(".feed-note")).to_contain_text("has ended. Trying again in")
+    expect(page.locator(".feed-note")).to_be_hidden()
+    expect(page.get_by_role("log").locator("li")).to_contain_text(
+        ["no word from the server", "the server is back"]
+    )
+
+
+def test_dots_on_the_lines_rest_for_who_wants_no_motion(feed, watch):
+    moves = "() => getComputedStyle(document.querySelector('.flow')).animationName"
+    assert watch(busy()).evaluate(moves) == "flow"
+    assert watch(busy(), reduced_motion="reduce").evaluate(moves) == "none"
+
+
+def test_a_phone_shows_all_of_it_without_scrolling_sideways(feed, watch):
+    page = watch(busy(2, 2), viewport={"width": 390, "height": 844})
+    wide = "() => document.querySelector('.pipeline').scrollWidth"
+    assert page.evaluate(wide) <= 390
+    page.get_by_role("tab", name="Chat").click()
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= 390
+    page.get_by_role("button", name="Conversations", exact=True).click()
+    expect(page.get_by_role("button", name="New conversation")).to_be_in_viewport()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("button", name="New conversation")).to_be_hidden()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_in_the_pipeline(feed, watch, no_violations, scheme):
+    told = busy(2, 2)
+    told["stages"][3] = stage("engine", state="lost", reason="its process ended")
+    told["stages"][4] = stage("engine", rank=1, state="loading", reason="reading weights")
+    name = told["requests"][-9]["id"]
+    feed.answers[f"monitor/requests/{name}"] = timeline(name, told["time"] - 3)
+    page = watch(told, color_scheme=scheme)
+    page.get_by_role("heading", name="Largest cached prefixes").click()
+    expect(page.locator(".prefixes li")).to_have_count(3)
+    no_violations(page)
+    page.locator(f"button[title={name}]").click()
+    expect(page.locator("dialog.timeline tbody tr")).to_have_count(5)
+    no_violations(page)

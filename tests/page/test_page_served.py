@@ -1,0 +1,354 @@
+"""The page in a browser, against one real server with the demo model, a key, and tools."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from servers import Server
+
+KEY = "pik-of-a-test"
+TEMPLATE = Path(__file__).parents[1] / "clients" / "hermes.jinja"
+STAGES = "gateway, tokenizer, scheduler, engine and detokenizer. Each one is a process."
+LONG = json.dumps({"ignore_eos": True, "max_tokens": 1800})
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"days": {"enum": [1, 2]}},
+            "required": ["days"],
+            "additionalProperties": False,
+        },
+    },
+}
+STORED = """async () => {
+  const all = [JSON.stringify(localStorage), JSON.stringify(sessionStorage), document.cookie];
+  for (const { name } of await indexedDB.databases()) {
+    const database = await new Promise((done) => {
+      const request = indexedDB.open(name);
+      request.onsuccess = () => done(request.result);
+    });
+    for (const store of database.objectStoreNames) {
+      all.push(JSON.stringify(await new Promise((done) => {
+        const request = database.transaction(store).objectStore(store).getAll();
+        request.onsuccess = () => done(request.result);
+      })));
+    }
+    database.close();
+  }
+  return all.join();
+}"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    arguments = "--api-key", KEY, "--threads", "1", "--kv-pages", "2000"
+    with Server(*arguments, "--chat-template", str(TEMPLATE)) as running:
+        yield running
+
+
+@pytest.fixture
+def chat(server, open_page):
+    """The page after its key was given."""
+    page = open_page(server.url)
+    give_key(page)
+    return page
+
+
+def expect(thing):
+    from playwright.sync_api import expect
+
+    return expect(thing)
+
+
+def give_key(page, key: str = KEY) -> None:
+    page.get_by_label("API key", exact=True).fill(key)
+    page.get_by_role("button", name="Use this key").click()
+
+
+def ask(page, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+
+
+def answers(page):
+    """Those that have ended."""
+    return page.locator(".answer:has(.foot)")
+
+
+def option(page, label: str, value: str) -> None:
+    panel = page.locator("#options")
+    if not panel.is_visible():
+        page.get_by_role("button", name="Options", exact=True).click()
+    panel.get_by_label(label, exact=True).fill(value)
+
+
+def aborted(server) -> float:
+    text = server.get("/metrics")[1]
+    return float(re.search(r'requests_total\{outcome="abort"\} ([\d.]+)', text)[1])
+
+
+def test_a_wrong_key_is_asked_for_again_and_the_right_one_is_stored_nowhere(server, open_page):
+    page = open_page(server.url)
+    give_key(page, "wrong")
+    expect(page.locator("#key-reason")).to_contain_text("not one of this server's")
+    give_key(page)
+    expect(page.locator("#model")).to_contain_text("pipeinfer-demo")
+    ask(page, "What are the stages?")
+    expect(page.locator(".answer .said")).to_have_text(STAGES)
+    expect(answers(page)).to_have_count(1)
+    stored = page.evaluate(STORED)
+    assert "What are the stages?" in stored
+    assert KEY not in stored
+    page.reload()
+    expect(page.get_by_label("API key", exact=True)).to_be_visible()
+
+
+def test_who_gives_no_key_is_told_and_asked_again_with_the_next_question(server, open_page):
+    page = open_page(server.url)
+    page.get_by_role("button", name="Not now").click()
+    expect(page.locator("#model")).to_have_text("wrong or missing API key")
+    ask(page, "What are the stages?")
+    give_key(page)
+    expect(page.locator(".answer .said")).to_have_text(STAGES)
+
+
+def test_an_answer_streams_and_says_how_fast_it_was(chat):
+    shown = """() => new Promise((done) => {
+      const seen = new Set();
+      new MutationObserver(() => {
+        const said = document.querySelector(".answer .said");
+        if (said) seen.add(said.textContent);
+        if (document.querySelector(".answer .foot")) done([...seen]);
+      }).observe(document.getElementById("thread"),
+        { childList: true, subtree: true, characterData: true });
+      document.getElementById("prompt").value = "What are the stages?";
+      document.getElementById("composer").requestSubmit();
+    })"""
+    seen = chat.evaluate(shown)
+    assert len(seen) > 3 and seen[-1] == STAGES
+    assert all(STAGES.startswith(one) for one in seen)
+    foot = chat.locator(".answer .foot").inner_text()
+    for fact in (r"\d+ tokens\b", r"[\d.,]+ tokens/s", r"first after [\d.]+.m?s", r"prompt \d+"):
+        assert re.search(fact, foot), foot
+    expect(chat.locator("#announcer")).to_have_text(f"Answer: {STAGES}")
+    expect(chat.locator("#title")).to_have_text("What are the stages?")
+
+
+@pytest.mark.parametrize("how", ["button", "Escape"])
+def test_stop_ends_the_answer_and_the_servers_request(server, chat, how):
+    before = aborted(server)
+    option(chat, "Of the request's body, as JSON", LONG)
+    ask(chat, "Count from 3 to 12.")
+    expect(chat.locator(".answer .said")).to_contain_text("3 4")
+    if how == "button":
+        chat.get_by_role("button", name="Stop", exact=True).click()
+    else:
+        chat.keyboard.press("Escape")
+    expect(chat.locator(".answer .foot")).to_contain_text("stopped")
+    expect(chat.get_by_role("button", name="Send", exact=True)).to_be_visible()
+    server.wait(lambda: aborted(server) == before + 1, "its request is aborted")
+    assert len(chat.locator(".answer .said").inner_text()) < 1800
+
+
+def test_a_question_is_edited_and_an_answer_made_again(chat):
+    ask(chat, "Count from 3 to 12.")
+    expect(answers(chat)).to_have_count(1)
+    ask(chat, "What is 7 + 15?")
+    expect(answers(chat)).to_have_count(2)
+    first = chat.locator(".user").first
+    first.get_by_role("button", name="Edit and ask again").click()
+    chat.get_by_label("Your message, edited").fill("What are the stages?")
+    chat.keyboard.press("Enter")
+    expect(chat.locator(".answer .said")).to_have_text([STAGES])
+    expect(chat.locator(".user .said")).to_have_text(["What are the stages?"])
+    expect(answers(chat)).to_have_count(1)
+    chat.get_by_role("button", name="Answer again").click()
+    expect(answers(chat)).to_have_count(1)
+    expect(chat.locator(".answer .said")).to_have_text([STAGES])
+
+
+def test_a_reload_keeps_conversations_which_are_renamed_found_and_deleted(chat):
+    option(chat, "System prompt", "Be short.")
+    for text in ("Count from 3 to 12.", "What is 7 + 15?"):
+        chat.get_by_role("button", name="New conversation").click()
+        ask(chat, text)
+        expect(answers(chat)).to_have_count(1)
+    chat.reload()
+    give_key(chat)
+    titles = chat.locator("#conversations .open")
+    expect(titles).to_have_text(["What is 7 + 15?", "Count from 3 to 12."])
+    expect(chat.locator(".answer .said")).to_have_text(["7 + 15 = 22"])
+    titles.last.click()
+    expect(chat.locator(".answer .said")).to_have_text(["3 4 5 6 7 8 9 10 11 12"])
+    chat.get_by_role("button", name="Options", exact=True).click()
+    expect(chat.get_by_label("System prompt")).to_have_value("Be short.")
+    rows = chat.locator("#conversations li")
+    rows.last.hover()
+    rows.last.get_by_role("button", name="Rename").click()
+    chat.get_by_label("Title of the conversation").fill("Numbers")
+    chat.keyboard.press("Enter")
+    expect(titles).to_have_text(["What is 7 + 15?", "Numbers"])
+    chat.get_by_label("Search conversations").fill("numb")
+    expect(chat.locator("#conversations li:visible")).to_have_count(1)
+    chat.get_by_label("Search conversations").fill("")
+    rows.last.hover()
+    rows.last.get_by_role("button", name="Delete").click()
+    chat.locator("#sure-dialog").get_by_role("button", name="Delete").click()
+    expect(titles).to_have_text(["What is 7 + 15?"])
+    assert "3 4 5 6 7" not in chat.evaluate(STORED)
+
+
+def test_options_reach_the_server_and_its_errors_are_shown_in_place(chat):
+    option(chat, "Most tokens", "3")
+    ask(chat, "Count from 3 to 12.")
+    expect(chat.locator(".answer .said")).to_have_text("3 4")
+    expect(chat.locator(".answer .foot")).to_contain_text("cut at its most tokens")
+    option(chat, "Temperature", "-1")
+    ask(chat, "Count from 3 to 12.")
+    expect(chat.locator(".error")).to_contain_text("temperature")
+    option(chat, "Temperature", "")
+    option(chat, "Functions, as JSON", "[{")
+    expect(chat.locator("#option-tools-wrong")).to_contain_text("Tools: ")
+    ask(chat, "Count from 3 to 12.")
+    expect(chat.get_by_label("Functions, as JSON")).to_be_focused()
+    assert chat.locator(".user").count() == 2
+
+
+def test_log_probs_are_shown_token_by_token_with_the_keyboard_alone(chat):
+    chat.get_by_role("button", name="Options", exact=True).click()
+    chat.get_by_label("Show how likely each token was").check()
+    ask(chat, "What is 7 + 15?")
+    expect(chat.locator(".tokens")).to_have_text("7 + 15 = 22")
+    expect(answers(chat)).to_have_count(1)
+    chat.locator(".tokens span").first.focus()
+    expect(chat.get_by_role("tooltip")).to_contain_text("7")
+    chat.keyboard.press("End")
+    chat.keyboard.press("ArrowLeft")
+    rows = chat.get_by_role("tooltip").locator("tr")
+    expect(rows).to_have_count(5)
+    expect(rows.first).to_contain_text("2")
+    expect(rows.first).to_contain_text("%")
+
+
+def test_a_schema_forms_the_answer(chat):
+    schema = {"type": "object", "properties": {"sum": {"const": 22}}, "required": ["sum"],
+              "additionalProperties": False}  # fmt: skip
+    option(chat, "JSON schema", json.dumps(schema))
+    ask(chat, "What is 7 + 15?")
+    expect(answers(chat)).to_have_count(1)
+    assert json.loads(chat.locator(".answer .said").inner_text()) == {"sum": 22}
+
+
+def test_a_tool_is_called_and_its_result_sent_on(chat):
+    option(chat, "Functions, as JSON", json.dumps([WEATHER]))
+    chat.get_by_label("May they be called?").select_option("required")
+    option(chat, "Of the request's body, as JSON", '{"parallel_tool_calls": false}')
+    ask(chat, "What is the weather?")
+    expect(chat.get_by_label("Result of weather")).to_be_visible()
+    expect(chat.locator(".call h4")).to_have_text("weather")
+    assert json.loads(chat.locator(".call pre").inner_text())["days"] in (1, 2)
+    chat.get_by_label("May they be called?").select_option("none")
+    with chat.expect_request("**/v1/chat/completions") as sent:
+        chat.get_by_label("Result of weather").fill("sunny")
+        chat.get_by_role("button", name="Send result").click()
+    call, result = sent.value.post_data_json["messages"][-2:]
+    assert call["tool_calls"][0]["function"]["name"] == "weather"
+    assert result == {
+        "role": "tool", "content": "sunny", "tool_call_id": call["tool_calls"][0]["id"],
+    }  # fmt: skip
+    expect(answers(chat)).to_have_count(2)
+
+
+def test_everything_is_reached_by_keys(chat):
+    chat.keyboard.press("Alt+KeyO")
+    expect(chat.locator("#options")).to_be_visible()
+    chat.keyboard.press("Escape")
+    expect(chat.locator("#options")).to_be_hidden()
+    chat.keyboard.press("Alt+KeyK")
+    expect(chat.get_by_role("heading", name="Keyboard shortcuts")).to_be_visible()
+    chat.keyboard.press("Escape")
+    chat.keyboard.press("Alt+KeyI")
+    expect(chat.get_by_label("Message", exact=True)).to_be_focused()
+    chat.keyboard.press("Alt+KeyP")
+    expect(chat.locator("#pipeline")).to_be_visible()
+    chat.locator("#tab-pipeline").focus()
+    chat.keyboard.press("ArrowLeft")
+    expect(chat.locator("#chat")).to_be_visible()
+    expect(chat.locator("#tab-chat")).to_be_focused()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_in_a_chat(server, open_page, no_violations, scheme):
+    page = open_page(server.url, color_scheme=scheme)
+    give_key(page)
+    no_violations(page)
+    page.get_by_role("button", name="Options", exact=True).click()
+    page.get_by_label("Show how likely each token was").check()
+    ask(page, "What is 7 + 15?")
+    expect(answers(page)).to_have_count(1)
+    option(page, "Temperature", "-1")
+    ask(page, "What is 7 + 15?")
+    expect(page.locator(".error")).to_be_visible()
+    no_violations(page)
+
+
+def test_a_requests_way_through_the_stages_is_shown(server, chat):
+    chat.get_by_role("tab", name="Pipeline").click()
+    expect(chat.locator(".stage .state")).to_have_text(["● ready"] * 5)
+    body = {"messages": [{"role": "user", "content": "Count from 3 to 12."}]}
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    request = urllib.request.Request(
+        server.url + "/v1/chat/completions", json.dumps(body).encode(), headers
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        name = json.load(answer)["id"]
+    row = chat.locator(f".requests tr:has(button[title={name}])")
+    expect(row).to_contain_text("stop")
+    row.get_by_role("button").focus()
+    chat.keyboard.press("Enter")
+    dialog = chat.locator("dialog.timeline")
+    expect(dialog.get_by_role("heading")).to_have_text(name)
+    stages = dialog.locator("tbody th")
+    expect(stages).to_have_text(
+        ["gateway-0", "tokenizer-0", "scheduler-0", "engine-0-0", "detokenizer-0"]
+    )
+    expect(dialog.locator("rect.passage")).to_have_count(5)
+    expect(dialog.locator("tbody td:nth-child(3)").filter(has_text="ms")).to_have_count(5)
+    chat.keyboard.press("Escape")
+    expect(chat.locator(".steps .quiet")).to_contain_text("steps, each on average")
+    chat.get_by_role("heading", name="Largest cached prefixes").click()
+    expect(chat.locator(".prefixes li").first).to_contain_text("tokens")
+
+
+def test_a_killed_engine_is_seen_at_once_and_so_is_its_recovery(server, chat):
+    chat.get_by_role("tab", name="Pipeline").click()
+    engine = chat.locator(".stage.engine")
+    expect(engine.locator(".state")).to_have_text("● ready")
+    pid = server.pid("engine")
+    changed = """() => new Promise((done) => {
+      const state = document.querySelector(".stage.engine .state"), before = state.textContent;
+      new MutationObserver(() => {
+        if (state.textContent !== before) done([Date.now() / 1000, state.textContent]);
+      }).observe(state, { childList: true, characterData: true, subtree: true });
+      window.watched = true;
+    })"""
+    chat.evaluate(f"() => {{ window.change = ({changed})(); }}")
+    killed = chat.evaluate("() => Date.now() / 1000")
+    os.kill(pid, signal.SIGKILL)
+    seen, state = chat.evaluate("() => window.change")
+    assert seen - killed < 1.0, state
+    assert "ready" not in state
+    expect(engine.locator(".state")).to_have_text("● ready")
+    expect(engine.locator(".life")).to_contain_text("1 restart")
+    log = chat.get_by_role("log")
+    expect(log).to_contain_text(re.compile(r"engine-0-0: a new process, \d+"))
+    expect(log).to_contain_text(re.compile(r"engine-0-0: ready again after"))
