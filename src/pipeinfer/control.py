@@ -98,7 +98,7 @@ class Moment(msgspec.Struct, frozen=True, array_like=True):
 class Passage(msgspec.Struct, frozen=True, array_like=True):
     """A request's way through one stage, from `began` to `ended` (Unix seconds; 0: it is there
     still). `outcome`: empty where nothing is to be said. `trace`: the W3C traceparent that it came
-    in with, or empty."""
+    in with, or empty. `span`: the one that a gateway passes on, where it has a span of its own."""
 
     stage: str
     request_id: str
@@ -107,6 +107,7 @@ class Passage(msgspec.Struct, frozen=True, array_like=True):
     outcome: str = ""
     trace: str = ""
     moments: tuple[Moment, ...] = ()
+    span: str = ""
 
 
 class StepMade(msgspec.Struct, frozen=True, array_like=True):

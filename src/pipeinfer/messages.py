@@ -147,7 +147,7 @@ class Admit(Message, frozen=True):
     `max_total`: the request never grows past that many tokens (prompt and output); rows that would
     are computed as empty. `suppress`: ids not sampled before `params.min_tokens` outputs.
     `score_from`: log-probs of the prompt's tokens from that one on are wanted, so that what comes
-    right before it is computed; -1: of none, or they are known. `banned`: as Work's."""
+    right before it is computed; -1: of none, or they are known. `banned`, `trace`: as Work's."""
 
     slot: int
     request_id: str
@@ -160,6 +160,7 @@ class Admit(Message, frozen=True):
     cache_salt: str = ""
     score_from: int = -1
     banned: tuple[tuple[int, ...], ...] = ()
+    trace: str = ""
 
 
 class Extend(Message, frozen=True):

@@ -90,6 +90,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     topology: str = ""
     in_process: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    otlp_endpoint: str = ""
     threads: NonNegative = 0  # torch threads on the CPU; 0: all cores
     stay_awake: Literal["auto", "always", "never"] = "auto"  # runtime/wakefulness.py
     drain_timeout: Annotated[float, Meta(ge=0)] = 30.0

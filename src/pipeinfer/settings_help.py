@@ -82,6 +82,8 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "topology": ("FILE", "where the stages listen; default: one made for this host"),
         "in_process": ("", "all stages in this process, for debuggers"),
         "log_level": ("", "how much is logged, to stderr"),
+        "log_format": ("", "json: one object a line, and a line for each request"),
+        "otlp_endpoint": ("URL", "send a trace of each request there, by OTLP over HTTP"),
         "stay_awake": ("", "auto: beside GPUs, where there are cores to spare for it"),
         "record": ("DIR", "record what every stage takes and gives"),
         "record_max_bytes": ("N", "of each recording; default: without limit"),

@@ -46,6 +46,8 @@ def test_every_stage_says_what_it_does_while_requests_run(server):
     running.response.close()
     assert code == 0
     said = {stage.split("-")[0]: line for stage, line in lines.items()}
+    assert re.match(r"token: +p50 [\d,.]+, p90 .* ms \(1 in the last minute\)", said.pop("first"))
+    said.pop("between", "")  # not there before a second output
     assert set(said) - {"stage"} == set(STAGES)
     for name in STAGES:
         assert re.match(rf"{pids[name]}\s+ready ", said[name]), said[name]

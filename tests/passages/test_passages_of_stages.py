@@ -38,6 +38,7 @@ from pipeinfer.passages.book import Book
 from pipeinfer.passages.exchange import Exchange
 from pipeinfer.passages.registry import OBSERVERS, observer
 from pipeinfer.runtime.stage import BUILDERS
+from pipeinfer.tokenizer.events import Encode
 
 PARAMS = SamplingParams(max_tokens=8)
 TRACE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
@@ -59,6 +60,11 @@ class Watched:
         sends = [Send("c", *o) if isinstance(o, tuple) else Send(LOCAL, "", o) for o in outputs]
         self.observer.saw(Exchange(event, sends, self.at, self.at + 0.5))
         self.at += 1.0
+
+    def queued(self, request: Work, *outputs) -> None:
+        """A scheduler takes it: it tells its detokenizer."""
+        told = opened(request.request_id, attempt=request.attempt)
+        self.saw(request, ("detokenizer-0", told), *outputs)
 
     @property
     def open(self) -> dict[str, Passage]:
@@ -129,12 +135,14 @@ def work(**changed) -> Work:
 
 def test_a_request_has_passed_the_tokenizer_when_it_is_with_a_group():
     one = Watched("tokenizer")
-    one.saw(submit())
+    one.saw(submit(), Encode("r", 1, 10_000))
     assert one.open["r"].ended == 0
     one.saw(SimpleNamespace(), ("gateway-0", Accepted("r", 1, 2, 3)), ("scheduler-2", work()))
     passed = one.over("r")
     assert (passed.began, passed.ended, passed.outcome) == (100.0, 101.5, "")
     assert values(passed, "routed") == {"group": 2, "prompt_tokens": 3}
+    one.saw(submit())
+    assert not one.open, "its gateway has told all again"
     told = Delivered("r", 1, pack([5, 6]))
     one.saw(
         told, ("scheduler-0", told), ("scheduler-0", work()), ("gateway-0", Accepted("r", 1, 0, 3))
@@ -147,8 +155,8 @@ def test_other_ends_in_the_tokenizer():
     refusal = Refused(request_id="a", attempt=1, gateway=0, status=400, message="too long")
     one.saw(submit(request_id="a"), ("gateway-0", refusal))
     one.saw(submit(request_id="b", only_encode=True), ("gateway-0", Accepted("b", 1, -1, 9)))
-    one.saw(submit(request_id="c"))
-    one.saw(submit(request_id="d"))
+    one.saw(submit(request_id="c"), Encode("c", 1, 10_000))
+    one.saw(submit(request_id="d"), Encode("d", 1, 10_000))
     one.saw(Abort("c", 1))
     one.saw(Done(("d", "unknown")))
     assert {p.request_id: p.outcome for p in one.ended} == {
@@ -166,6 +174,11 @@ def plan(number: int, rows: dict[int, int], admits=(), releases=(), epoch: int =
         epoch=epoch, number=number, releases=tuple(releases), admits=tuple(admits),
         slots=pack(list(rows)), counts=pack(list(rows.values())),
     )  # fmt: skip
+
+
+def opened(name: str, **changed) -> Open:
+    given = {"request_id": name, "attempt": 1, "gateway": 0, "params": PARAMS, "context_ids": b""}
+    return Open(**{**given, **changed})
 
 
 def admit(slot: int, name: str, tokens: int) -> Admit:
@@ -192,9 +205,9 @@ def row(name: str, offset: int, ids: int, finish=None) -> TokenRow:
 def test_who_gives_way_is_told_from_who_has_ended():
     """Both are released by the plan that is sent before the last rows."""
     one = Watched("scheduler")
-    one.saw(work(request_id="a"), ("", plan(0, {0: 3}, [admit(0, "a", 3)])))
+    one.queued(work(request_id="a"), ("", plan(0, {0: 3}, [admit(0, "a", 3)])))
     one.saw(Admitted(1, 0, pack([0]), pack([2]), 9, 9))
-    one.saw(work(request_id="b"), ("", plan(1, {0: 1, 1: 3}, [admit(1, "b", 3)])))
+    one.queued(work(request_id="b"), ("", plan(1, {0: 1, 1: 3}, [admit(1, "b", 3)])))
     one.saw(
         result(0, {0: (2, 1)}),
         ("", plan(2, {}, (), [Release(0, True), Release(1, True, pack([7]))])),
@@ -214,7 +227,7 @@ def test_other_ends_in_the_scheduler():
     refusal = Refused(request_id="a", attempt=1, gateway=0, status=400, message="too long")
     one.saw(work(request_id="a"), ("detokenizer-0", refusal))
     for name in "bcd":
-        one.saw(work(request_id=name))
+        one.queued(work(request_id=name))
     one.saw(Abort("b", 0))
     one.saw(StopHit("b", 0, 1))
     assert "b" in one.open, "an attempt before this one"
@@ -228,9 +241,9 @@ def test_other_ends_in_the_scheduler():
 
 def test_an_attempt_that_comes_again_starts_over_and_no_slot_is_its_own():
     one = Watched("scheduler")
-    one.saw(work(), ("", plan(0, {0: 3}, [admit(0, "r", 3)])), ("d", Tokens((row("r", 0, 1),))))
+    one.queued(work(), ("", plan(0, {0: 3}, [admit(0, "r", 3)])), ("d", Tokens((row("r", 0, 1),))))
     one.saw(work())
-    one.saw(work(attempt=2), ("", plan(1, {}, (), [Release(0, True)])))
+    one.queued(work(attempt=2), ("", plan(1, {}, (), [Release(0, True)])))
     one.saw(result(1, {}), ("d", Tokens((row("r", 0, 1),))))
     said = ["queued", "first_token", "admitted", "queued", "first_token"]
     assert names(one.open["r"]) == said
@@ -238,8 +251,8 @@ def test_an_attempt_that_comes_again_starts_over_and_no_slot_is_its_own():
 
 def test_a_lost_engine_is_a_moment_of_who_was_in_it():
     one = Watched("scheduler")
-    one.saw(work(request_id="a"), ("", plan(0, {0: 3}, [admit(0, "a", 3)])))
-    one.saw(work(request_id="b"))
+    one.queued(work(request_id="a"), ("", plan(0, {0: 3}, [admit(0, "a", 3)])))
+    one.queued(work(request_id="b"))
     one.saw(Fault(1, 0, "gone"), ("", Begin(2, (7,))))
     one.saw(result(0, {0: (0, 3)}, epoch=2))
     assert names(one.open["a"]) == ["queued", "admitted", "engine_lost"]
@@ -248,7 +261,7 @@ def test_a_lost_engine_is_a_moment_of_who_was_in_it():
 
 def test_a_step_is_what_its_plan_and_its_result_say():
     one = Watched("scheduler", target=0.02)
-    one.saw(work(), ("", plan(0, {0: 5, 300: 1}, [admit(0, "r", 8)])))  # slot 300: from before
+    one.queued(work(), ("", plan(0, {0: 5, 300: 1}, [admit(0, "r", 8)])))  # slot 300: from before
     one.saw(work(), ("", plan(1, {0: 5, 300: 1})))
     one.saw(result(0, {0: (0, 5), 300: (40, 1)}), ("", plan(2, {0: 1, 300: 1})))
     one.saw(result(1, {0: (5, 3), 300: (41, 1)}))
@@ -311,9 +324,7 @@ def text(name: str, ids: int, finish=None, many: int = 0) -> TextRow:
 def test_a_request_passes_the_detokenizer_from_open_to_its_last_text():
     one = Watched("detokenizer")
     for name in "abcd":
-        one.saw(
-            Open(request_id=name, attempt=1, gateway=0, params=PARAMS, context_ids=b"", trace=TRACE)
-        )
+        one.saw(opened(name, trace=TRACE))
     tokens = Tokens(())
     one.saw(tokens, ("gateway-0", Text((text("a", 0), text("b", 2)))))
     one.saw(
@@ -326,16 +337,21 @@ def test_a_request_passes_the_detokenizer_from_open_to_its_last_text():
     one.saw(Abort("b", 1))
     one.saw(Done(("c",)))
     one.saw(Refused(request_id="d", attempt=1, gateway=0, status=400, message="no"))
-    ends = {p.request_id: p.outcome for p in one.ended}
+    one.saw(opened("a"))
+    assert not one.open, "its scheduler was started again"
+    one.saw(opened("a", attempt=2))
+    one.saw(Done(("a",)))
+    one.saw(opened("a"))
+    assert "a" in one.open and one.over("a").outcome == "abort"
+    ends = {p.request_id: p.outcome for p in one.ended[:4]}
     assert ends == {"a": "stop", "b": "abort", "c": "abort", "d": "refused"}
 
 
 def test_an_attempt_that_comes_again_is_opened_anew():
     one = Watched("detokenizer")
-    opened = Open(request_id="a", attempt=1, gateway=0, params=PARAMS, context_ids=b"")
-    one.saw(opened)
+    one.saw(opened("a"))
     one.saw(Tokens(()), ("g", Text((text("a", 2),))))
-    one.saw(opened)
-    one.saw(Open(request_id="a", attempt=2, gateway=0, params=PARAMS, context_ids=b""))
+    one.saw(opened("a"))
+    one.saw(opened("a", attempt=2))
     one.saw(Tokens(()), ("g", Text((text("a", 2),))))
     assert names(one.open["a"]) == ["opened", "first_text", "opened", "first_text"]

@@ -12,7 +12,7 @@ from pipeinfer import control
 from pipeinfer.bus.listener import Listener
 from pipeinfer.control import Observed, Watch
 from pipeinfer.core import Send
-from pipeinfer.messages import Submit, Work
+from pipeinfer.messages import Done, Submit, Work
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime import observer as observing
 from pipeinfer.runtime.shell import Shell
@@ -38,7 +38,7 @@ class RoutingCore(EchoCore):
             return []
         self.waiting.append(event.request_id)
         if event.request_id != "go":
-            return []
+            return [Send("work", "scheduler-0", Done(()))]  # nothing would mean that it is known
         out = [Send("work", "scheduler-0", work(name)) for name in self.waiting]
         self.waiting.clear()
         return out

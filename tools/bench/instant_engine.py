@@ -22,7 +22,8 @@ from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.driver import step_done
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message
-from pipeinfer.runtime.entry import run_shell, set_up_logging, stage_settings
+from pipeinfer.runtime.entry import run_shell, stage_settings
+from pipeinfer.runtime.logs import set_up_logging
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.runtime.stage import Stage, StageContext
 from pipeinfer.steps.step import Sampled

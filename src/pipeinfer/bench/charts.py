@@ -12,7 +12,7 @@ from html import escape
 
 import numpy as np
 
-WIDTH, HEIGHT = 420.0, 210.0
+WIDTH, HEIGHT = 360.0, 196.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 12.0, 22.0, 34.0
 BINS = 36
 LONG_TAIL = 20.0  # times the median, from which on the axis of a distribution is logarithmic

@@ -15,7 +15,7 @@ from pipeinfer.bench.latency import Summary, Timeline, percentiles
 
 EVERY = 0.02  # seconds between two looks at the loop
 SHARE = 0.1  # of the server's own times, that the client's delay may be
-LEAST = 0.003  # seconds that do not matter: timers are no finer than one millisecond
+LEAST = 0.005  # seconds that do not matter: timers are no finer than one millisecond
 BUSY = 0.9  # share of a core from which on a process has no time left
 
 
@@ -85,5 +85,5 @@ def warnings(client: ClientFacts, measured: Summary) -> list[str]:
     if client.busy > BUSY:
         said.append(f"a process of the client computed {client.busy:.0%} of the time")
     if said:
-        said.append("more --processes help, or another machine for the client")
+        said[-1] += "; more --processes help, or another machine for the client"
     return said

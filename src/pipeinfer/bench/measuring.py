@@ -64,8 +64,9 @@ def measure(
                 job = Job(endpoint, source, load.share(Path(folder), first, many))
                 _say(children[-1], job)
             reports = [_hear(child) for child in children]  # all are ready
+            begin = Begin(time.perf_counter() + SOON)
             for child in children:
-                _say(child, Begin(time.perf_counter() + SOON))
+                _say(child, begin)
             return joined(_followed(children, reports, progress))
         finally:
             for child in children:

@@ -27,7 +27,7 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--back); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 1120px; margin: 0 auto; padding: 28px 16px 48px; }
+main { max-width: 1180px; margin: 0 auto; padding: 28px 16px 48px; }
 h1 { font-size: 25px; line-height: 1.25; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 19px; margin: 36px 0 12px; }
 h3 { font-size: 13px; font-weight: 600; color: var(--soft); margin: 0 0 6px; }
@@ -44,8 +44,9 @@ p { margin: 4px 0; color: var(--soft); }
 .numbers { display: flex; flex-wrap: wrap; gap: 4px 26px; margin: 0 0 12px; }
 .numbers b { font-size: 21px; font-weight: 650; font-variant-numeric: tabular-nums; }
 .numbers span { color: var(--soft); font-size: 13px; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: 7px 12px; text-align: right; white-space: nowrap;
+table { border-collapse: collapse; width: 100%; font-size: 14px;
+  font-variant-numeric: tabular-nums; }
+th, td { padding: 7px 9px; text-align: right; white-space: nowrap;
   border-bottom: 1px solid var(--line); }
 th { font-size: 12px; font-weight: 600; color: var(--soft); }
 th:first-child, td:first-child { text-align: left; }
@@ -152,7 +153,7 @@ def _over(places: Sequence[tuple[float, Seen]], below: str) -> list[str]:
         for name, title in (("ttft_ms", "TTFT"), ("itl_ms", "ITL"))
     ]
     rates = {"all": [seen.summary["tokens_per_s"] for _, seen in places]}
-    said = "output tokens a second"
+    said = "Output tokens a second"
     return [*drawn, _card(said, charts.lines(across, rates, (below, ""), f"{said} by {below}"))]
 
 
@@ -174,22 +175,18 @@ def _point(seen: Seen) -> str:
     times = {
         "Time to first token (TTFT), ms": [line.first * 1e3 for line in lines],
         "Time between pieces (ITL), ms": [gap * 1e3 for line in lines for gap in line.gaps],
+        "Mean time of a token (TPOT), ms": [
+            line.per_token * 1e3 for line in lines if line.tokens > 1
+        ],
         "Time of a whole answer (E2E), ms": [line.whole * 1e3 for line in lines],
     }
     drawn = [_card(name, charts.histogram(values, name)) for name, values in times.items()]
     at, rate, running = over_time(lines)
-    drawn.append(
-        _card(
-            "Over time",
-            charts.lines(
-                at, {"tokens/s": rate}, ("seconds", ""), "Output tokens a second over time"
-            )
-            + charts.lines(
-                at, {"requests": running}, ("seconds", "requests under way"), "Requests under way"
-            ),
-        )
-    )
-    said = "".join(f'<div class="note">{escape(note)}</div>' for note in notes)
+    for name, values in (("Output tokens a second", rate), ("Requests under way", running)):
+        drawing = charts.lines(at, {name: values}, ("seconds", ""), f"{name} over time")
+        drawn.append(_card(f"{name}, over time", drawing))
+    said = "".join(f"<div>{escape(note)}</div>" for note in notes)
+    said = f'<div class="note">{said}</div>' if said else ""
     return (
         f'<h2>{escape(seen.point.label)}</h2><div class="numbers">{shown}</div>{said}'
         f'<div class="charts">{"".join(drawn)}</div>'

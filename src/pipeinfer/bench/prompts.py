@@ -82,7 +82,7 @@ class Drawn(msgspec.Struct, frozen=True, tag=True):
         return msgspec.structs.replace(self, seed=self.seed + other).request(index)
 
     def _drawing(self, *what: int) -> np.random.Generator:
-        return np.random.default_rng((self.seed, *what))
+        return np.random.default_rng((abs(self.seed), int(self.seed < 0), *what))
 
     def _prefix(self, which: int) -> np.random.Generator:
         return self._drawing(PREFIX, which)

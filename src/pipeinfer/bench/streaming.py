@@ -15,6 +15,7 @@ import msgspec
 from pipeinfer.bench.endpoint import Endpoint, Prepared
 from pipeinfer.bench.latency import Timeline
 from pipeinfer.bench.prompts import Request
+from pipeinfer.json_values import JsonValue
 
 DATA, DONE = b"data:", b"[DONE]"
 OTHER_FIELDS = (b"event:", b"id:", b"retry:", b":")  # of server-sent events
@@ -40,7 +41,8 @@ class _Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: JsonValue = None
+    function_call: JsonValue = None
 
 
 class _Choice(msgspec.Struct):
@@ -54,7 +56,9 @@ class _Choice(msgspec.Struct):
         said = self.delta
         if said is None:
             return bool(self.text) or self.finish_reason is None
-        if said.content or said.reasoning_content or said.reasoning or said.tool_calls:
+        if said.content or said.reasoning_content or said.reasoning:
+            return True
+        if said.tool_calls or said.function_call:
             return True
         return said.role is None and self.finish_reason is None
 
@@ -64,7 +68,7 @@ class _Chunk(msgspec.Struct):
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: JsonValue = None
 
 
 _decode = msgspec.json.Decoder(_Chunk).decode
@@ -151,8 +155,8 @@ def _note(line: Timeline, data: bytes, now: float) -> bool:
         chunk = _decode(data)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise _Failed(GARBAGE, f"{error}: {_shown(data)}") from None
-    if chunk.error is not None and bytes(chunk.error) != b"null":
-        raise _Failed(SAID, _shown(bytes(chunk.error)))
+    if chunk.error is not None:
+        raise _Failed(SAID, _shown(msgspec.json.encode(chunk.error)))
     finished = False
     if chunk.choices:
         line.end = now

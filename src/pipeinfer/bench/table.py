@@ -5,7 +5,6 @@ Knows points and their metrics, and how wide a terminal is.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import TextIO
@@ -23,7 +22,7 @@ CLEAR = "\r\x1b[K"
 class ProgressLine:
     """One line that is written over again and again, or now and then a new one."""
 
-    def __init__(self, label: str, requests: int | None, out: TextIO = sys.stderr) -> None:
+    def __init__(self, label: str, requests: int | None, out: TextIO) -> None:
         self._label, self._requests, self._out = label, requests, out
         self._began = self._shown = time.monotonic()
         self._live = out.isatty()

@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _measured(bench: Run, number: int, point: Point) -> Seen:
-    line = table.ProgressLine(point.label, point.requests)
+    line = table.ProgressLine(point.label, point.requests, sys.stderr)
     try:
         seen = bench.measure(number, point, line.show)
     finally:
@@ -138,14 +138,15 @@ async def _prepared(options: argparse.Namespace) -> tuple[Run, dict[str, str]]:
         model = await warming.first_model(endpoint)
         endpoint = msgspec.structs.replace(endpoint, model=model)
     endpoint = await warming.without_what_is_refused(endpoint)
-    said = "tokens"
+    said = "tokens, as words"
     if listed is None:
         drawn, counted = await warming.counted(endpoint, drawn)
-        said = "tokens" if counted else "words"
+        said = said if counted else "words"
     if options.warm_up:
         lines = await warming.warm_up(endpoint, listed or drawn, options.warm_up)
         if not any(line.complete for line in lines):
-            text = f"all {len(lines)} requests of the warm-up failed: {lines[0].error}"
+            failed = f"all {len(lines)} requests of the warm-up failed"
+            text = f"{failed}, the first by {lines[0].kind}: {lines[0].error}"
             raise NoAnswer(f"{endpoint.address}: {text}")
     target = Target(options.good_ttft / 1e3, options.good_itl / 1e3)
     bench = Run(endpoint, _source(drawn, listed), target, _processes(options))
@@ -193,7 +194,7 @@ def _settings(options: argparse.Namespace, endpoint: Endpoint, counted: str) -> 
     elif options.trace is not None:
         shown["prompts"] = f"lengths of {options.trace.name}"
     else:
-        kind = f"random ids up to {options.highest_id}" if options.ids else f"{counted} of words"
+        kind = f"random ids up to {options.highest_id}" if options.ids else counted
         shown["prompts"] = f"{options.prompt_tokens} {kind}"
     if options.shared_prefixes:
         shown["behind"] = f"one of {options.shared_prefixes} prefixes of {options.shared_tokens}"

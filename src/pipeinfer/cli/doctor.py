@@ -20,7 +20,8 @@ import zmq
 
 from pipeinfer import settings as config
 from pipeinfer.bus.caller import Caller
-from pipeinfer.cli.top import Seen, listen
+from pipeinfer.cli.top import listen
+from pipeinfer.gateway.health import Expected, Health
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.find import PREFIX, running_servers
 from pipeinfer.runtime.local import prepare
@@ -161,15 +162,16 @@ def _steps(settings: Settings) -> Finding:
 def _targets(topology: Topology) -> Iterator[Finding]:
     """What the targets for steps allow the groups of a running server, as their engines measured
     at their start."""
-    seen = {stage: Seen() for stage in topology.ids("scheduler")}
+    health = Health([Expected(stage, "scheduler") for stage in topology.ids("scheduler")])
+    rows = health.rows.values()
     with Caller(topology, zmq.Context.instance()) as caller:
-        for stage in seen:
+        for stage in health.rows:
             caller.listen(stage)
-        listen(caller, seen, HEARD, lambda: all(one.now is not None for one in seen.values()))
-    for stage, one in seen.items():
-        if one.now is not None:
-            text = measured(one.value("target_step_tokens"), one.value("target_prompt_rate"))
-            yield "note", "targets", f"{stage}: {text}"
+        listen(caller, health, HEARD, lambda beat: all(row.seen is not None for row in rows))
+    for row in rows:
+        if row.seen is not None:
+            tokens, rate = row.stats["target_step_tokens"], row.stats["target_prompt_rate"]
+            yield "note", "targets", f"{row.stage}: {measured(tokens, rate)}"
 
 
 def _sockets(settings: Settings) -> Finding:

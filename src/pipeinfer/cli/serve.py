@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import signal
-import sys
 from collections.abc import Sequence
 
 import uvloop
 import zmq
 
 from pipeinfer import settings as config
-from pipeinfer.runtime.entry import set_up_logging
 from pipeinfer.runtime.hangup import on_hangup
 from pipeinfer.runtime.inprocess import InProcess
 from pipeinfer.runtime.local import check_port, local_stages, prepare
+from pipeinfer.runtime.logs import set_up_logging
 from pipeinfer.runtime.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -27,12 +29,12 @@ def run(arguments: Sequence[str]) -> int:
     code."""
     flags = _flags(arguments)
     on = str(flags.pop("on"))
-    settings = prepare(
-        flags,
-        lambda text: print(text, file=sys.stderr),
-        lambda settings: check_port(settings, on),
-    )
-    set_up_logging(settings, "pipeinfer")
+
+    def known(settings: config.Settings) -> None:
+        set_up_logging(settings, "pipeinfer")
+        check_port(settings, on)
+
+    settings = prepare(flags, log.info, known)
     with local_stages(settings, zmq.Context.instance(), on=on) as stages:
         return uvloop.run(_run(stages.service))
 

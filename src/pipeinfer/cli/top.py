@@ -1,7 +1,6 @@
 """`pipeinfer top`: what the stages of a running server do at this moment, a line for each.
 
-Listens to heartbeats, and asks nobody anything. Knows names of statistics (docs/telemetry.md) and
-how to print them.
+Listens to heartbeats, and asks nobody anything; the web page shows the same figures.
 """
 
 from __future__ import annotations
@@ -10,81 +9,42 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import zmq
 
 from pipeinfer.bus.caller import Caller
+from pipeinfer.gateway.health import Expected, Health, Row
+from pipeinfer.gateway.monitor.picture import Figures, Latency, Pictures, StageShown
 from pipeinfer.messages import Heartbeat
 from pipeinfer.runtime.find import running_topology
 
-SILENCE = 5.0  # seconds without a heartbeat after which a stage counts as lost
 FIRST = 3.0  # seconds in which two heartbeats of every stage should come
 CLEAR = "\x1b[H\x1b[2J"
-
-
-@dataclass(frozen=True)
-class Beat:
-    """A heartbeat; `sent` by its stage's own clock, `heard` by ours, in seconds."""
-
-    sent: float
-    heard: float
-    beat: Heartbeat
-
-
-class Seen:
-    """The two heartbeats of a stage between which its rates are taken."""
-
-    def __init__(self) -> None:
-        self.then: Beat | None = None
-        self.now: Beat | None = None
-
-    def hear(self, new: Beat) -> None:
-        self.now = new
-        if self.then is None or self.then.beat.incarnation != new.beat.incarnation:
-            self.then = new  # another process counts from 0
-
-    @property
-    def measured(self) -> bool:
-        return self.now is not self.then
-
-    def next(self) -> None:
-        """What comes from now on is measured from here."""
-        self.then = self.now
-
-    def value(self, name: str) -> float:
-        assert self.now is not None
-        return self.now.beat.stats.get(name, 0.0)
-
-    def grown(self, name: str) -> float:
-        """By how much a statistic grew since `then`."""
-        assert self.then is not None
-        return self.value(name) - self.then.beat.stats.get(name, 0.0)
-
-    def rate(self, name: str) -> float:
-        """The same, a second."""
-        assert self.then is not None and self.now is not None
-        seconds = self.now.sent - self.then.sent
-        return self.grown(name) / seconds if seconds > 0 else 0.0
 
 
 def run(arguments: Sequence[str]) -> int:
     """0 when ended by Ctrl-C, or with --once when every stage was heard; else 1."""
     options = _parser().parse_args(arguments)
     topology = running_topology(options.topology)
-    seen = {stage: Seen() for stage in topology.ids()}
+    entries = topology.entries
+    health = Health([Expected(e.identity.id, e.name, e.group, e.rank) for e in entries])
+    pictures = Pictures(health)
+    plain = options.once or not sys.stdout.isatty()
     with Caller(topology, zmq.Context.instance()) as caller:
-        for stage in seen:
+        for stage in health.rows:
             caller.listen(stage)
         try:
-            listen(caller, seen, FIRST, lambda: all(one.measured for one in seen.values()))
+            heard = dict.fromkeys(health.rows, 0)
+            listen(caller, health, FIRST, lambda beat: _twice(heard, beat, pictures))
             while True:
-                print("\n".join(_lines(seen, options.once or not sys.stdout.isatty())), flush=True)
+                now = time.monotonic()
+                health.check(now)
+                pictures.look()
+                figures = pictures.figures("", now, time.time(), lambda stage: None)
+                print("\n".join(_lines(health, pictures, figures, plain)), flush=True)
                 if options.once:
-                    return 0 if all(one.now is not None for one in seen.values()) else 1
-                for one in seen.values():
-                    one.next()
-                listen(caller, seen, options.seconds)
+                    return 0 if all(row.seen is not None for row in health.rows.values()) else 1
+                listen(caller, health, options.seconds)
         except KeyboardInterrupt:
             return 0
 
@@ -103,68 +63,98 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def listen(
-    caller: Caller, seen: dict[str, Seen], seconds: float, enough: Callable[[], bool] | None = None
+    caller: Caller,
+    health: Health,
+    seconds: float,
+    enough: Callable[[Heartbeat], bool] = lambda beat: False,
 ) -> None:
-    """Takes heartbeats for `seconds`, or until there are enough."""
+    """Tells `health` of heartbeats for `seconds`, or until `enough(heartbeat)`."""
     deadline = time.monotonic() + max(seconds, 0.1)
-    while time.monotonic() < deadline and not (enough is not None and enough()):
-        for header, message in caller.hear(max(min(0.2, deadline - time.monotonic()), 0.0)):
-            if isinstance(message, Heartbeat) and message.stage in seen:
-                seen[message.stage].hear(Beat(header.sent, time.monotonic(), message))
+    while (left := deadline - time.monotonic()) > 0:
+        for _, message in caller.hear(min(0.2, left)):
+            if isinstance(message, Heartbeat) and message.stage in health.rows:
+                health.beat(message, time.monotonic())
+                if enough(message):
+                    return
 
 
-def _lines(seen: dict[str, Seen], plain: bool) -> list[str]:
-    wide = max(map(len, seen))
+def _twice(heard: dict[str, int], beat: Heartbeat, pictures: Pictures) -> bool:
+    """Whether every stage was heard twice, so that there are rates."""
+    heard[beat.stage] += 1
+    if heard[beat.stage] == 1:
+        pictures.look()
+    return min(heard.values()) >= 2
+
+
+def _lines(health: Health, pictures: Pictures, figures: Figures, plain: bool) -> list[str]:
+    wide = max(map(len, health.rows))
     lines = [("" if plain else CLEAR) + f"{'stage':{wide}}  {'pid':>7}  state"]
-    for stage, one in seen.items():
-        if one.now is None:
-            lines.append(f"{stage:{wide}}  {'':7}  silent")
+    for shown in figures.stages:
+        row = health.rows[shown.stage]
+        if row.seen is None:
+            lines.append(f"{shown.stage:{wide}}  {'':7}  silent")
             continue
-        beat = one.now.beat
-        state = "lost" if time.monotonic() - one.now.heard > SILENCE else beat.state
-        text = beat.reason if state != "ready" and beat.reason else DOES[beat.name](one)
-        lines.append(f"{stage:{wide}}  {beat.pid:7}  {state:8}  {text}")
+        text = row.reason if row.state != "ready" and row.reason else _does(row, shown, pictures)
+        if row.restarts:
+            text += f", started again {row.restarts} times"
+        lines.append(f"{shown.stage:{wide}}  {row.pid:7}  {row.state:8}  {text}")
+    for what, name in (("first token", "ttft_ms"), ("between tokens", "itl_ms")):
+        latency = figures.latency[name]
+        if latency.count:
+            lines.append(f"{what + ':':15} {_milliseconds(latency)}")
     return lines
 
 
-def _gateway(one: Seen) -> str:
-    return f"{one.value('running'):.0f} streams, {one.value('waiting'):.0f} without output yet"
+def _milliseconds(latency: Latency) -> str:
+    """Of the last minute."""
+    quantiles = (("p50", latency.p50), ("p90", latency.p90), ("p99", latency.p99))
+    told = ", ".join(f"{name} {value:,.1f}" for name, value in quantiles if value is not None)
+    return f"{told} ms ({latency.count:,} in the last minute)"
 
 
-def _tokenizer(one: Seen) -> str:
+def _does(row: Row, shown: StageShown, pictures: Pictures) -> str:
+    return DOES[row.name](row, shown, pictures)
+
+
+def _gateway(row: Row, shown: StageShown, pictures: Pictures) -> str:
+    return f"{shown.running} streams, {shown.waiting} without output yet"
+
+
+def _tokenizer(row: Row, shown: StageShown, pictures: Pictures) -> str:
     return (
-        f"{one.rate('accepted_total'):,.1f} requests/s, "
-        f"{one.rate('prompt_tokens_total'):,.0f} prompt tokens/s, "
-        f"{one.value('groups_up'):.0f} groups up"
+        f"{shown.rate:,.1f} requests/s, "
+        f"{pictures.rate(row.stage, 'prompt_tokens_total'):,.0f} prompt tokens/s, "
+        f"{row.stats.get('groups_up', 0.0):.0f} groups up"
     )
 
 
-def _scheduler(one: Seen) -> str:
+def _scheduler(row: Row, shown: StageShown, pictures: Pictures) -> str:
     return (
-        f"{one.value('running'):.0f} run, {one.value('waiting'):.0f} wait, "
-        f"{one.rate('plans_total'):,.0f} steps/s, preempted {one.value('preemptions_total'):.0f}"
+        f"{shown.running} run, {shown.waiting} wait, {shown.rate:,.0f} steps/s, "
+        f"preempted {row.stats.get('preemptions_total', 0.0):.0f}"
     )
 
 
-def _engine(one: Seen) -> str:
-    busy, idle = one.grown("busy_seconds"), one.grown("idle_seconds")
-    pages, free = one.value("pages_total"), one.value("pages_free")
-    prompts = one.value("prompt_tokens_total")
+def _engine(row: Row, shown: StageShown, pictures: Pictures) -> str:
+    stats = row.stats
+    busy, idle = (pictures.grown(row.stage, name) for name in ("busy_seconds", "idle_seconds"))
+    pages = max(stats.get("pages_total", 0.0), 1.0)
+    cached, prompts = (stats.get(f"{name}_tokens_total", 0.0) for name in ("cached", "prompt"))
     share = busy / (busy + idle) if busy + idle > 0 else 0.0
     return (
-        f"{one.rate('sampled_tokens_total'):,.0f} tokens/s, computes {share:.0%} of its time, "
-        f"{one.value('slots_used'):.0f} of {one.value('slots_total'):.0f} slots, "
-        f"pages: {one.value('pages_evictable') / max(pages, 1):.0%} cached, "
-        f"{free / max(pages, 1):.0%} free, "
-        f"hits {one.value('cached_tokens_total') / max(prompts, 1):.0%}"
+        f"{shown.rate:,.0f} tokens/s, computes {share:.0%} of its time, "
+        f"{shown.running} of {stats.get('slots_total', 0.0):.0f} slots, "
+        f"pages: {stats.get('pages_evictable', 0.0) / pages:.0%} cached, "
+        f"{stats.get('pages_free', 0.0) / pages:.0%} free, "
+        f"hits {cached / max(prompts, 1.0):.0%}"
     )
 
 
-def _detokenizer(one: Seen) -> str:
-    return f"{one.rate('tokens_total'):,.0f} tokens/s in {one.value('running'):.0f} streams"
+def _detokenizer(row: Row, shown: StageShown, pictures: Pictures) -> str:
+    return f"{shown.rate:,.0f} tokens/s in {shown.running} streams"
 
 
-DOES: dict[str, Callable[[Seen], str]] = {
+DOES: dict[str, Callable[[Row, StageShown, Pictures], str]] = {
     "gateway": _gateway,
     "tokenizer": _tokenizer,
     "scheduler": _scheduler,

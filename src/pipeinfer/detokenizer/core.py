@@ -143,7 +143,8 @@ class DetokenizerCore:
         try:
             text = stream.score(event)
         except Exception as error:  # as for rows of tokens
-            log.exception("request %s: prompt at %d", event.request_id, event.first)
+            about = {"request_id": event.request_id}
+            log.exception("request %s: prompt at %d", event.request_id, event.first, extra=about)
             text = stream.fail(f"log-probs of the prompt cannot be read: {error}")
         if text is None:
             return []
@@ -172,7 +173,8 @@ class DetokenizerCore:
         try:
             return stream.take(row)
         except Exception as error:  # ids that no tokenizer can decode fail their request alone
-            log.exception("request %s: row at %d", row.request_id, row.offset)
+            about = {"request_id": row.request_id}
+            log.exception("request %s: row at %d", row.request_id, row.offset, extra=about)
             return stream.fail(f"the output cannot be decoded: {error}")
 
     def _upstream(self, stream: Stream, text: TextRow, row: TokenRow) -> list[Send]:

@@ -52,15 +52,30 @@ class Client:
             self.account.use(tokens, clock())
 
 
-class Visit:
-    """One HTTP request of a client. `entered`: how many answers are made for it."""
+class Usage:
+    """What one HTTP request had of the pipeline. `request_id`: the first one's; `finish`: how the
+    last of its choices ended."""
 
-    __slots__ = ("client", "entered", "limited")
+    __slots__ = ("finish", "output_tokens", "prompt_tokens", "request_id")
+
+    def __init__(self) -> None:
+        self.request_id = ""
+        self.prompt_tokens = self.output_tokens = 0
+        self.finish = ""
+
+
+class Visit:
+    """One HTTP request of a client. `entered`: how many answers are made for it. `outcome`: as
+    metrics have it."""
+
+    __slots__ = ("client", "entered", "limited", "outcome", "usage")
 
     def __init__(self, client: Client) -> None:
         self.client = client
         self.entered = 0
         self.limited = False
+        self.outcome = "abort"  # its client went away
+        self.usage = Usage()
 
 
 VISIT = web.RequestKey("visit", Visit)
@@ -114,33 +129,32 @@ class Admission:
 
         @web.middleware
         async def admission(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if not SLASHES.sub("/", request.path).startswith(GUARDED):
+            if not guarded(request.path):
                 return await handler(request)
             client = self._client(request)
             if request.method != "POST":
                 return await handler(request)
             visit = request[VISIT] = Visit(client)
-            outcome = "abort"  # its client went away
             try:
                 self._check(visit, client.account.enter(self._clock()))
                 visit.entered = 1
                 response = await handler(request)
-                outcome = _outcome(visit, response.status)
+                visit.outcome = _outcome(visit, response.status)
                 return response
             except ApiError as error:
-                outcome = _outcome(visit, error.status)
+                visit.outcome = _outcome(visit, error.status)
                 raise
             except web.HTTPException as error:
-                outcome = _outcome(visit, error.status)
+                visit.outcome = _outcome(visit, error.status)
                 raise
             except asyncio.CancelledError:
                 raise
             except Exception:
-                outcome = "error"
+                visit.outcome = "error"
                 raise
             finally:
                 client.account.leave(visit.entered)
-                self._metrics.key_ended(client.name, outcome)
+                self._metrics.key_ended(client.name, visit.outcome)
 
         return admission
 
@@ -158,7 +172,7 @@ class Admission:
 
     def metered(self, request: web.Request, sink: Sink) -> Sink:
         """`sink`, with its tokens taken from the client's as they become known."""
-        return _Metered(sink, request[VISIT].client, self._clock)
+        return _Metered(sink, request[VISIT], self._clock)
 
     async def say_limits(self, request: web.Request, response: web.StreamResponse) -> None:
         """Puts the client's limits, where it has any, into the headers of a response."""
@@ -191,6 +205,11 @@ class Admission:
             )
 
 
+def guarded(path: str) -> bool:
+    """Whether a key is needed for it, where there are keys."""
+    return SLASHES.sub("/", path).startswith(GUARDED)
+
+
 def _token(request: web.Request) -> str:
     """The key's text as a client gave it: as a bearer, or as Anthropic's clients do; else empty."""
     if "Authorization" not in request.headers:
@@ -212,23 +231,30 @@ def _outcome(visit: Visit, status: int) -> str:
 class _Metered:
     """A sink in front of another."""
 
-    __slots__ = ("_client", "_clock", "_sink")
+    __slots__ = ("_client", "_clock", "_sink", "_usage")
 
-    def __init__(self, sink: Sink, client: Client, clock: Callable[[], float]) -> None:
+    def __init__(self, sink: Sink, visit: Visit, clock: Callable[[], float]) -> None:
         self._sink = sink
-        self._client = client
+        self._client = visit.client
+        self._usage = visit.usage
         self._clock = clock
 
     def started(self, index: int, started: Started) -> None:
         client = self._client
         client.use(client.prompt, started.prompt_tokens, self._clock)
+        self._usage.request_id = self._usage.request_id or started.request_id
+        self._usage.prompt_tokens += started.prompt_tokens
         self._sink.started(index, started)
 
     def delta(self, index: int, delta: Delta) -> None:
         if delta.ids:  # hot path: once for every token of every stream
-            client = self._client
-            client.use(client.output, len(delta.ids) // 4, self._clock)
+            client, tokens = self._client, len(delta.ids) // 4
+            client.use(client.output, tokens, self._clock)
+            self._usage.output_tokens += tokens
+        if delta.finish is not None:
+            self._usage.finish = delta.finish
         self._sink.delta(index, delta)
 
     def failed(self, index: int, failed: Failed) -> None:
+        self._usage.request_id = self._usage.request_id or failed.request_id
         self._sink.failed(index, failed)

@@ -5,7 +5,6 @@ All endpoints share it. Knows no endpoint and no form of an answer.
 
 from __future__ import annotations
 
-import re
 import time
 
 from aiohttp import web
@@ -21,8 +20,7 @@ from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.shapes import Answer
 from pipeinfer.gateway.streams import EventStream, WholeAnswer, api_error
 from pipeinfer.gateway.tokenizing import Encoded
-
-TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+from pipeinfer.gateway.tracing import carried
 
 
 class Answering:
@@ -80,5 +78,4 @@ class Answering:
 
 def trace(request: web.Request) -> str:
     """The client's W3C traceparent, or none."""
-    given = request.headers.get("traceparent", "")
-    return given if TRACEPARENT.fullmatch(given) else ""
+    return carried(request.headers)

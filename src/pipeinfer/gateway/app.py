@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import uuid
 from collections.abc import Mapping
 from functools import cache
@@ -17,6 +16,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from pipeinfer.gateway import docs_page, openapi
+from pipeinfer.gateway.access import REQUEST_ID, name_of
 from pipeinfer.gateway.answering import Answering, trace
 from pipeinfer.gateway.best_of import Best
 from pipeinfer.gateway.dialects.handlers import MESSAGES, DialectHandlers, error_in_dialect
@@ -39,8 +39,6 @@ from pipeinfer.version import __version__
 
 log = logging.getLogger(__name__)
 
-SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-REQUEST_ID = "x-request-id"
 RESET = 10.0  # seconds; a group that is started again takes longer, and then has nothing cached
 
 
@@ -50,6 +48,7 @@ def build_app(service: Service) -> web.Application:
     handlers = _Handlers(service)
     app = web.Application(
         middlewares=[
+            service.access.middleware(),
             handlers.errors,
             service.cors.middleware(),
             service.admission.middleware(),
@@ -276,8 +275,7 @@ def loose(path: str) -> str:
 
 
 async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
-    given = request.headers.get(REQUEST_ID, "")
-    name = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    name = name_of(request)
     response.headers[REQUEST_ID] = name
     if MESSAGES.fullmatch(request.path):
         response.headers["request-id"] = name  # as Anthropic's clients know it

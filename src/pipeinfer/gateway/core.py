@@ -6,14 +6,13 @@ Knows no sockets, no clock, and nothing about the meaning of tokens.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import msgspec
 
 from pipeinfer.beats import silence
-from pipeinfer.choices import SEED_MASK, choice_id, choice_ids
+from pipeinfer.choices import choice_id, choice_ids
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.gateway.backlog import Backlog, occupied, size_of
@@ -22,7 +21,8 @@ from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Statu
 from pipeinfer.gateway.health import Expected, Health
 from pipeinfer.gateway.ledger import End, Endings, Hole, Record
 from pipeinfer.gateway.standing import Standing
-from pipeinfer.gateway.submission import again, submission
+from pipeinfer.gateway.submission import Submissions, again
+from pipeinfer.gateway.tracing import Traces
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -69,12 +69,13 @@ class GatewayCore:
         max_queue: int | None = None,
         incarnation: int = 0,
         max_queue_tokens: int = 0,
+        traces: Traces | None = None,
     ) -> None:
         self.health = Health(expected, silence(len(expected)))
         self._standing = Standing(self.health)
         self._index = index
         self._introduction: Recover | None = Recover(f"gateway-{index}", incarnation)
-        self._random = random.Random(seed + index)
+        self._submissions = Submissions(index, seed, traces or Traces())
         self._tokenizers = [e.stage for e in expected if e.name == "tokenizer"]
         self._dispatched = 0
         self._records: dict[str, Record] = {}
@@ -133,9 +134,7 @@ class GatewayCore:
         if refusal is not None:
             names = choice_ids(call.request_id, range(many))
             return [local(msgspec.structs.replace(refusal, request_id=name)) for name in names]
-        drawn = self._random.getrandbits(63)  # always, so that seeds depend on the order alone
-        seed = drawn if call.params.seed is None else call.params.seed & SEED_MASK
-        submit = submission(call, self._index, seed)
+        submit = self._submissions.first(call)
         tokenizer = self._tokenizers[self._dispatched % len(self._tokenizers)]
         self._dispatched += 1
         self._counts["requests_total"] += len(submit.choices)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from pipeinfer.gateway.access import Access
 from pipeinfer.gateway.admission import Admission
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cors import Cors
@@ -15,6 +16,7 @@ from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
 from pipeinfer.gateway.requests import Terms
 from pipeinfer.gateway.sight import Sight
+from pipeinfer.gateway.tracing import Traces
 
 
 @dataclass(frozen=True)
@@ -32,4 +34,5 @@ class Service:
     max_body_bytes: int = 32 * 2**20
     context_length: int = 0
     sight: Sight | None = None  # None: there is no page
+    access: Access = field(default_factory=lambda: Access(Traces()))
     created: int = field(default_factory=lambda: int(time.time()))

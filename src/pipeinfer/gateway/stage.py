@@ -13,6 +13,7 @@ from pipeinfer.checkpoint.fields import read_json
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.control import CHANNEL
 from pipeinfer.gateway import keys, tls
+from pipeinfer.gateway.access import Access
 from pipeinfer.gateway.admission import Admission
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cors import read_origins
@@ -28,6 +29,7 @@ from pipeinfer.gateway.requests import Terms
 from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.sight import Sight
 from pipeinfer.gateway.tls import Certificate
+from pipeinfer.gateway.tracing import Traces
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import ConfigurationError, Settings
@@ -45,6 +47,7 @@ def build(context: StageContext) -> Stage:
     """The stage; ConfigurationError for a checkpoint folder that cannot be read."""
     settings = context.settings
     folder = resolve_model(settings.model, settings.revision)
+    traces = Traces(str(context.incarnation), bool(settings.otlp_endpoint))
     core = GatewayCore(
         expected_stages(context.topology),
         index=context.identity.index,
@@ -52,6 +55,7 @@ def build(context: StageContext) -> Stage:
         max_queue=settings.max_queue,
         incarnation=context.incarnation,
         max_queue_tokens=settings.max_queue_tokens,
+        traces=traces,
     )
     targets = Targets(settings.itl_target, settings.ttft_target)
     metrics = Metrics(core.health, core.answering, targets)
@@ -68,6 +72,7 @@ def build(context: StageContext) -> Stage:
         settings.max_body_mib * 2**20,
         _context_length(settings, folder),
         sight=None if settings.no_page else Sight(context.topology.ids()),
+        access=Access(traces),
     )
     others = [s for s in context.topology.ids() if s != context.identity.id]
     driver = HttpDriver(service, settings.host, lambda: _listen(context), certificate)

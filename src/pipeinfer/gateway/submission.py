@@ -1,22 +1,39 @@
 """What the pipeline is told of a client's call, and told again.
 
-Knows messages and records; no health, and not how a seed is drawn.
+Knows messages and records; no health.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
+from pipeinfer.choices import SEED_MASK
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.ledger import Record
+from pipeinfer.gateway.tracing import Traces
 from pipeinfer.messages import Submit
 
 
-def submission(call: Call, gateway: int, seed: int) -> Submit:
-    """The first attempt of `call`, from the gateway of that index. Of several choices each is a
-    request that has one."""
+class Submissions:
+    """First attempts of calls, from the gateway of that index; `seed`: of those that have none."""
+
+    def __init__(self, gateway: int, seed: int, traces: Traces) -> None:
+        self._gateway = gateway
+        self._random = random.Random(seed + gateway)
+        self._traces = traces
+
+    def first(self, call: Call) -> Submit:
+        """That of `call`. Of several choices each is a request that has one."""
+        drawn = self._random.getrandbits(63)  # always, so that seeds depend on the order alone
+        seed = drawn if call.params.seed is None else call.params.seed & SEED_MASK
+        trace = self._traces.of(call.request_id, call.trace)
+        return _submit(call, self._gateway, seed, trace)
+
+
+def _submit(call: Call, gateway: int, seed: int, trace: str) -> Submit:
     return Submit(
         request_id=call.request_id,
         attempt=1,
@@ -31,7 +48,7 @@ def submission(call: Call, gateway: int, seed: int) -> Submit:
         priority=call.priority,
         timeout=call.timeout,
         cache_salt=call.cache_salt,
-        trace=call.trace,
+        trace=trace,
         return_prompt_ids=call.return_prompt_ids,
         return_prompt_text=call.return_prompt_text,
         only_encode=call.only_encode,

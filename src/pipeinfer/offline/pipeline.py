@@ -17,6 +17,7 @@ from pipeinfer.choices import choice_ids
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.stage import TICK, expected_stages
+from pipeinfer.gateway.tracing import Traces
 from pipeinfer.offline.driver import OfflineDriver, Sink
 from pipeinfer.runtime import wakefulness
 from pipeinfer.runtime.entry import MISCONFIGURED
@@ -103,6 +104,7 @@ class Pipeline:
             expected_stages(stages.topology),
             seed=self._settings.seed,
             incarnation=self._shell.incarnation,
+            traces=Traces(str(self._shell.incarnation), bool(self._settings.otlp_endpoint)),
         )
         for work in (self._shell.run(), self._service.run()):
             task = self._loop.create_task(work)

@@ -17,15 +17,16 @@ MOST_MOMENTS = 32  # of a passage; then the latest takes the place of the one be
 
 class Way:
     """A request that is in the stage. `flowing`: its first output was seen, so that what follows
-    needs no look. `attempt`: the gateway's, as the stage knows it."""
+    needs no look. `attempt`: the gateway's, as the stage knows it. `span`: see Passage."""
 
-    __slots__ = ("attempt", "began", "flowing", "moments", "trace")
+    __slots__ = ("attempt", "began", "flowing", "moments", "span", "trace")
 
     def __init__(self, began: float, trace: str, attempt: int) -> None:
         self.began = began
         self.trace = trace
         self.attempt = attempt
         self.flowing = False
+        self.span = ""
         self.moments: list[Moment] = []
 
 
@@ -120,4 +121,5 @@ class Book:
             outcome=outcome,
             trace=way.trace,
             moments=tuple(way.moments),
+            span=way.span,
         )

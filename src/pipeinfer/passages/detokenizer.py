@@ -5,11 +5,12 @@ Knows messages; nothing of how ids become text.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from pipeinfer.messages import Abort, Done, Open, Refused, StopHit, Text
-from pipeinfer.passages.book import Book
+from pipeinfer.passages.book import MOST_OPEN, Book
 from pipeinfer.passages.exchange import Exchange
 
 
@@ -18,6 +19,9 @@ class DetokenizerObserver:
 
     def __init__(self, book: Book) -> None:
         self.book = book
+        # Attempts that have ended, until their clients have all: a scheduler that was started again
+        # opens them once more.
+        self._over: OrderedDict[str, int] = OrderedDict()
 
     def saw(self, exchange: Exchange) -> None:
         event, outputs, began, ended = exchange
@@ -36,6 +40,8 @@ class DetokenizerObserver:
     def _open(self, opened: Open, at: float) -> None:
         name = opened.request_id
         way = self.book.get(name)
+        if opened.attempt <= self._over.get(name, -1):
+            return
         if way is not None and opened.attempt <= way.attempt:
             return
         if way is not None:  # its output starts over
@@ -45,11 +51,14 @@ class DetokenizerObserver:
 
     def _abort(self, abort: Abort, at: float) -> None:
         way = self.book.get(abort.request_id)
+        if abort.attempt >= self._over.get(abort.request_id, 0):
+            self._over.pop(abort.request_id, None)
         if way is not None and way.attempt <= abort.attempt:
             self.book.end(abort.request_id, at, "abort")
 
     def _done(self, done: Done, at: float) -> None:
         for request_id in done.request_ids:
+            self._over.pop(request_id, None)
             self.book.end(request_id, at, "abort")
 
     def _refused(self, refused: Refused, at: float) -> None:
@@ -75,6 +84,9 @@ class DetokenizerObserver:
                     cached_tokens=row.cached_tokens,
                 )
                 self.book.end(row.request_id, at, row.finish)
+                self._over[row.request_id] = way.attempt
+                while len(self._over) > MOST_OPEN:
+                    self._over.popitem(last=False)
 
     _takes: ClassVar[dict[type, Callable[[Any, Any, float], None]]] = {
         Open: _open,

@@ -59,7 +59,7 @@ class EngineObserver:
             name = self._slots[admit.slot] = admit.request_id
             self._waiting[admit.slot] = _Waiting(name, plan.number)
             tokens = len(admit.token_ids) // 4
-            self.book.begin(name, began)
+            self.book.begin(name, began, admit.trace)
             self.book.mark(
                 name,
                 ended,

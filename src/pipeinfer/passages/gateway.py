@@ -81,6 +81,15 @@ class GatewayObserver:
     def _submit(self, submit: Submit, at: float) -> None:
         for name in choice_ids(submit.request_id, submit.choices):
             self.book.mark(name, at, "submitted")
+            way = self.book.get(name)
+            if way is None or submit.trace == way.trace:
+                continue
+            # The stages are told of one span of the gateway's: the first choice's. The others'
+            # spans are its children as well.
+            if name == submit.request_id:
+                way.span = submit.trace
+            else:
+                way.trace = submit.trace
 
     def _delta(self, delta: _Delta, at: float) -> None:
         way = self.book.get(delta.request_id)

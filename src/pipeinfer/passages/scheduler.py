@@ -5,9 +5,10 @@ Knows messages; nothing of policies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+from pipeinfer.core import Send
 from pipeinfer.messages import (
     Abort,
     Admitted,
@@ -15,6 +16,7 @@ from pipeinfer.messages import (
     Delivered,
     Done,
     Message,
+    Open,
     Plan,
     Refused,
     Result,
@@ -35,6 +37,12 @@ class _Seat(NamedTuple):
     number: int
 
 
+def _taken(work: Work, outputs: Sequence[Send]) -> bool:
+    """Whether it is a request for this scheduler, and no repeated one."""
+    told = (send.message for send in outputs if type(send.message) in (Open, Refused))
+    return work.request_id in [getattr(message, "request_id", "") for message in told]
+
+
 class SchedulerObserver:
     """See Observer. `target`: seconds that a step should take at most, 0 for none."""
 
@@ -46,7 +54,7 @@ class SchedulerObserver:
     def saw(self, exchange: Exchange) -> None:
         event, outputs, began, ended = exchange
         taken = self._takes.get(type(event))
-        if taken is not None:
+        if taken is not None and (type(event) is not Work or _taken(event, outputs)):
             taken(self, event, began)
         # What a result brought comes first, although its rows are sent behind the next plan: that
         # plan releases the slots of those that the result has ended.

@@ -26,7 +26,8 @@ class TokenizerObserver:
     def saw(self, exchange: Exchange) -> None:
         event, outputs, began, ended = exchange
         taken = self._takes.get(type(event))
-        if taken is not None:
+        # A Submit of which nothing comes is known already: its gateway has told all again.
+        if taken is not None and (outputs or type(event) is not Submit):
             taken(self, event, began)
         for send in outputs:
             sent = self._sends.get(type(send.message))

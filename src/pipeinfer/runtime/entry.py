@@ -27,6 +27,7 @@ from pipeinfer.runtime.deployment import deployed
 from pipeinfer.runtime.group_fault import end_on_group_fault
 from pipeinfer.runtime.hangup import on_hangup
 from pipeinfer.runtime.heap import keep_large_apart
+from pipeinfer.runtime.logs import complain, set_up_logging
 from pipeinfer.runtime.report import reporter
 from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage, StageContext, builder
@@ -84,17 +85,6 @@ def stage_settings(
     """Settings of one stage: flags over environment over the topology's [settings]."""
     named = {**topology.defaults(), **config.from_environment(environ), **flags}
     return topologies.fitting(config.build(named), topology)
-
-
-def set_up_logging(settings: Settings, name: str) -> None:
-    """Log lines on stderr, each with the stage's id."""
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        format=f"%(asctime)s %(levelname).1s {name} %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-        force=True,
-    )
 
 
 def _parser(stage: str | None) -> argparse.ArgumentParser:
@@ -167,10 +157,10 @@ async def run_shell(shell: Shell) -> int:
     except StoppedWhileBuilding:
         return ORDERLY
     except ConfigurationError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        complain(shell.settings, str(error))
         return MISCONFIGURED
     except zmq.ZMQError as error:
-        print(f"error: {shell.identity.id}: {error}", file=sys.stderr, flush=True)
+        complain(shell.settings, f"{shell.identity.id}: {error}")
         return FAILED
     except Exception:
         logging.getLogger(__name__).exception("%s stopped", shell.identity.id)

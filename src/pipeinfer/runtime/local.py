@@ -18,7 +18,7 @@ import zmq
 
 from pipeinfer import settings as config
 from pipeinfer.checkpoint.source import resolve_model
-from pipeinfer.runtime import listening
+from pipeinfer.runtime import listening, spans
 from pipeinfer.runtime.deployment import STAGES, deployed
 from pipeinfer.runtime.find import PREFIX, TOPOLOGY, alive
 from pipeinfer.runtime.inprocess import InProcess
@@ -52,6 +52,7 @@ def prepare(
     defaults = given_topology.defaults() if given_topology is not None else {}
     settings = config.build({**defaults, **named})
     check(settings)
+    spans.check(settings)
     if settings.model in ("", DEMO):
         say(f"no model given: serving the bundled demo model {DEMO!r}")
     folder = resolve_model(settings.model, settings.revision, say)

@@ -18,6 +18,7 @@ from pipeinfer.messages import Message
 from pipeinfer.passages.book import Book
 from pipeinfer.passages.exchange import Exchange, Observer
 from pipeinfer.passages.registry import observer
+from pipeinfer.runtime.spans import Spans
 from pipeinfer.settings import Settings
 from pipeinfer.topology.topology import Identity
 
@@ -43,8 +44,9 @@ class StageObserver:
         incarnation: int,
         say: Callable[[Observed], None],
     ) -> None:
-        self._target = settings.itl_target
+        self._settings = settings
         self._identity = identity
+        self._spans: Spans | None = None
         self._incarnation = incarnation
         self._say = say
         self._until = 0.0  # on the loop's clock: when nobody looks any more
@@ -54,13 +56,20 @@ class StageObserver:
         self._steps: deque[StepMade] = deque(maxlen=MOST_STEPS)
         self.active = False
 
+    def begin(self) -> None:
+        """The stage begins. ConfigurationError if spans are wanted and cannot be had."""
+        if self._settings.otlp_endpoint:
+            self._spans = Spans(self._settings, self._identity)
+            self._observe()
+
     def control(self, message: Message) -> None:
         """Takes a message of the channel `control`."""
         if isinstance(message, Watch) and message.seconds > 0:
             loop = asyncio.get_running_loop()
             self._until = max(self._until, loop.time() + min(message.seconds, LONGEST))
-            self._begin()
+            self._observe()
             if self._timer is None:
+                self._steps.clear()  # of when nobody looked
                 self._timer = loop.call_later(PERIOD, self._tell)
 
     def saw(self, event: Message, sends: Sequence[Send], began: float) -> None:
@@ -73,18 +82,28 @@ class StageObserver:
             log.exception("nothing is observed for now: %s", type(event).__name__)
             self._forget()
 
-    def close(self) -> None:
-        """The stage ends."""
+    async def close(self) -> None:
+        """The stage ends; what still passes does so no more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self.active = False
+        if self._spans is not None:
+            if self._observer is not None:
+                self._observer.book.end_all(time.time(), "left")
+            await self._spans.close()
 
-    def _begin(self) -> None:
+    def _observe(self) -> None:
         if self._observer is None:
-            book = Book(self._identity.id, self._ended.append, self._steps.append)
-            self._observer = observer(self._identity.name, book, self._target)
+            book = Book(self._identity.id, self._end, self._steps.append)
+            self._observer = observer(self._identity.name, book, self._settings.itl_target)
         self.active = True
+
+    def _end(self, passage: Passage) -> None:
+        if self._spans is not None:
+            self._spans.add(passage)
+        if self._timer is not None:
+            self._ended.append(passage)
 
     def _tell(self) -> None:
         """Four times a second, while somebody looks."""
@@ -106,8 +125,10 @@ class StageObserver:
             self._say(told)
         if loop.time() < self._until:
             self._timer = loop.call_later(PERIOD, self._tell)
-        else:
+        elif self._spans is None:
             self._forget()
+        else:
+            self._ended.clear()
 
     def _forget(self) -> None:
         """What comes until it is asked again is missed, so that what it knows would be wrong."""
@@ -115,3 +136,5 @@ class StageObserver:
         self._steps.clear()
         self._observer = None
         self.active = False
+        if self._spans is not None:
+            self._observe()

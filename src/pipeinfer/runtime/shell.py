@@ -24,6 +24,7 @@ from pipeinfer.core import EVERYONE, LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.messages import GroupFault, Heartbeat, Message, RankStatus, Recover, State
 from pipeinfer.runtime.fence import Fence
+from pipeinfer.runtime.logs import about
 from pipeinfer.runtime.observer import StageObserver
 from pipeinfer.runtime.stage import TAKES, TAKES_NOT, Stage, StageContext, builder
 from pipeinfer.runtime.tap import Tap
@@ -89,6 +90,7 @@ class Shell:
         self._tap = Tap(*whose, self._answer, self.handle, self._forks)
         beat = self._loop.call_soon(self._heartbeat)
         try:
+            self._observer.begin()
             stage = await self._built()
             for peer, *channels in stage.listens:
                 self.bus.listen(peer, *channels)
@@ -115,12 +117,12 @@ class Shell:
             if self._leaving is not None:
                 self._leaving.cancel()
             self._close_tap()
-            self._observer.close()
             if self._stage is not None and self._stage.eyes is not None:
                 self._stage.eyes.close()
             if self._stage is not None and self._stage.driver is not None:
                 await self._stage.driver.stop()
             self.bus.close()
+            await self._observer.close()
         if self._failure is not None:
             raise self._failure
 
@@ -207,7 +209,8 @@ class Shell:
                 for one in unsent:
                     self.handle(one)
         except Exception as error:  # a broken invariant ends the stage, with the reason in its log
-            log.exception("%s failed on %s", self.identity.id, type(event).__name__)
+            kind = type(event).__name__
+            log.exception("%s failed on %s", self.identity.id, kind, extra=about(event))
             self._failure = error
             self._stop.set()
 

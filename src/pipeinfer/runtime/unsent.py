@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pipeinfer.bus.bus import NoSuchStage
 from pipeinfer.core import Send
 from pipeinfer.events import Unsent
+from pipeinfer.runtime.logs import about
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ class UnsentMessages:
         if kind not in self._logged and len(self._logged) < LINES:
             self._logged.add(kind)
             to = send.to or "everyone"
-            log.error("%s for %s was not sent (said once): %s", kind[0], to, reason)
+            said = "%s for %s was not sent (said once): %s"
+            log.error(said, kind[0], to, reason, extra=about(message))
         request_id: object = getattr(message, "request_id", None)
         attempt: object = getattr(message, "attempt", None)
         if isinstance(error, NoSuchStage) or not isinstance(attempt, int):

@@ -131,4 +131,5 @@ class Slots:
             cache_salt=work.cache_salt,
             score_from=request.score_from,
             banned=work.banned,
+            trace=work.trace,
         )

@@ -173,6 +173,10 @@ class Pictures:
         """By how much a statistic grew between the last two heartbeats of a stage."""
         return self._grown[stage].by(name)
 
+    def rate(self, stage: str, name: str) -> float:
+        """The same, a second."""
+        return self._grown[stage].rate(name)
+
     def _stage(self, row: Row, now: float, unix: float, seconds: float | None) -> StageShown:
         did, grown = DID[row.name], self._grown[row.stage]
         if row.name == "engine" and grown.by("steps_total") > 0:

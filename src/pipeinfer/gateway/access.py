@@ -1,0 +1,103 @@
+"""One line of the log for each request that a client sent to the pipeline.
+
+Stands around all that answers it, so that it sees the status that the client sees. Knows no form of
+an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from pipeinfer import traceparent
+from pipeinfer.gateway.admission import VISIT, guarded
+from pipeinfer.gateway.responses import GONE, Handler
+from pipeinfer.gateway.tracing import Traces, carried
+from pipeinfer.runtime.logs import ACCESS
+
+log = logging.getLogger(ACCESS)
+
+REQUEST_ID = "x-request-id"
+SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+NAME = web.RequestKey("name", str)
+
+
+def name_of(request: web.Request) -> str:
+    """What the answer calls the request in `x-request-id`: as its client does, if that is sane."""
+    name = request.get(NAME, "")
+    if not name:
+        given = request.headers.get(REQUEST_ID, "")
+        name = request[NAME] = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    return name
+
+
+class Access:
+    """`traces`: what the pipeline is told of traces."""
+
+    def __init__(self, traces: Traces, clock: Callable[[], float] = time.monotonic) -> None:
+        self._traces = traces
+        self._clock = clock
+
+    def middleware(self) -> Middleware:
+        """To stand before all others."""
+
+        @web.middleware
+        async def access(request: web.Request, handler: Handler) -> web.StreamResponse:
+            wanted = request.method == "POST" and guarded(request.path)
+            if not wanted or not log.isEnabledFor(logging.INFO):
+                return await handler(request)
+            began, status = self._clock(), GONE
+            try:
+                response = await handler(request)
+                status = response.status
+                return response
+            finally:
+                self._say(request, status, self._clock() - began)
+
+        return access
+
+    def _say(self, request: web.Request, status: int, seconds: float) -> None:
+        visit = request.get(VISIT)
+        given = carried(request.headers)
+        fields: dict[str, object] = {
+            "method": request.method,
+            "path": request.path,
+            "x_request_id": name_of(request),
+            "status": status,
+            "seconds": round(seconds, 6),
+            "outcome": "abort" if status == GONE else "refused",
+        }
+        prompt = output = 0
+        if visit is not None:
+            usage = visit.usage
+            prompt, output = usage.prompt_tokens, usage.output_tokens
+            given = self._traces.of(usage.request_id, given) if usage.request_id else given
+            fields |= {
+                "request_id": usage.request_id,
+                "key": visit.client.name,
+                "outcome": visit.outcome,
+                "finish": usage.finish,
+                "prompt_tokens": prompt,
+                "output_tokens": output,
+            }
+        parent = traceparent.read(given)
+        if parent is not None:
+            fields["trace_id"] = parent.trace_id
+        log.info(
+            "%s %s %d %s in %.3f s, %d prompt and %d output tokens, %s",
+            request.method,
+            request.path,
+            status,
+            fields["outcome"],
+            seconds,
+            prompt,
+            output,
+            fields.get("request_id") or "no request",
+            extra=fields,
+        )

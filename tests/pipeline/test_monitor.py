@@ -1,0 +1,259 @@
+"""The feed of a running server: a killed stage is seen, a request's way is that of a recording."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from pipeinfer.bus.caller import Caller
+from pipeinfer.control import Observed
+from pipeinfer.messages import Heartbeat
+from pipeinfer.runtime.find import running_servers, running_topology
+from pipeinfer.topology.topology import Topology
+from servers import Server
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from replay.journeys import journeys
+from replay.merging import load_merged
+
+KEY = "secret"
+STAGES = ["gateway-0", "tokenizer-0", "scheduler-0", "engine-0-0", "detokenizer-0"]
+SLACK = 0.1  # seconds between what two clocks of two threads say of one event
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def server(traces):
+    with Server("--threads", "1", "--kv-pages", "300", "--api-key", KEY,
+                "--record", str(traces)) as running:  # fmt: skip
+        yield running
+
+
+def opened(server: Server, path: str, body: dict | None = None, key: str = KEY):
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    data = None if body is None else json.dumps(body).encode()
+    return urllib.request.urlopen(
+        urllib.request.Request(server.url + path, data, headers), timeout=60
+    )
+
+
+def asked(server: Server, path: str, body: dict | None = None) -> dict:
+    with opened(server, path, body) as answer:
+        return json.load(answer)
+
+
+def complete(server: Server, prompt: str, **more) -> dict:
+    return asked(server, "/v1/completions", {"prompt": prompt, "max_tokens": 8, **more})
+
+
+class Feed:
+    """Reads events in a thread; `events` grows."""
+
+    def __init__(self, server: Server) -> None:
+        self.events: list[tuple[float, dict]] = []
+        self._response = opened(server, "/monitor/events")
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            for line in self._response:
+                if line.startswith(b"data: "):
+                    self.events.append((time.monotonic(), json.loads(line[6:])))
+
+    def wait(self, condition, what: str, seconds: float = 30.0):
+        """The first event for which it is true: (when it came, the event)."""
+        deadline, seen = time.monotonic() + seconds, 0
+        while time.monotonic() < deadline:
+            for at, event in self.events[seen:]:
+                if condition(event):
+                    return at, event
+                seen += 1
+            time.sleep(0.01)
+        raise AssertionError(f"never seen: {what}; last: {self.events[-1:]}")
+
+    def close(self) -> None:
+        self._response.close()
+
+
+@contextlib.contextmanager
+def looking(server: Server) -> Iterator[Feed]:
+    feed = Feed(server)
+    try:
+        feed.wait(lambda event: True, "a first event")
+        yield feed
+    finally:
+        feed.close()
+
+
+def stage(event: dict, name: str) -> dict:
+    return next(one for one in event["stages"] if one["stage"] == name)
+
+
+def test_it_needs_the_key(server):
+    for path in ("events", "requests/x", "prefixes"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            opened(server, f"/monitor/{path}", key="wrong")
+        assert refused.value.code == 401
+
+
+def test_figures_say_what_runs(server):
+    with looking(server) as feed:
+        complete(server, "What is pipeinfer?", max_tokens=60, ignore_eos=True)
+        _, event = feed.wait(
+            lambda event: event["tokens_per_s"] > 0 and event["latency"]["itl_ms"]["count"],
+            "tokens",
+        )
+        feed.wait(lambda event: any(r["finish"] == "length" for r in event["requests"]), "its end")
+        assert [one["stage"] for one in event["stages"]] == STAGES
+        assert all(one["state"] == "ready" and one["restarts"] == 0 for one in event["stages"])
+        assert event["status"] == "ready" and event["model"] == "pipeinfer-demo"
+        (pages,) = event["pages"]
+        assert pages["total"] == pages["free"] + pages["cached"] + pages["used"] == 300
+        assert 0 < event["latency"]["ttft_ms"]["p50"] <= event["latency"]["ttft_ms"]["p99"]
+        assert len(event["edges"]) == 5
+        steps = [step for _, one in feed.events for step in one["steps"]]
+        assert sum(step["decodes"] for step in steps) >= 59
+        assert sum(step["prompt_tokens"] for step in steps) >= len("What is pipeinfer?")
+        times = [at for at, _ in feed.events]
+        assert len(times) <= 4 * (times[-1] - times[0]) + 2, "at most four a second"
+
+
+def test_a_request_passes_all_stages_as_a_recording_says(server, traces):
+    with looking(server) as feed:
+        prompt = "How many words has a recording of a request, from its first stage to its last?"
+        name = complete(server, prompt)["id"]
+        feed.wait(
+            lambda event: any(r["id"] == name and r["ended"] for r in event["requests"]), "its end"
+        )
+        way = server.wait(lambda: whole(server, name), "five passages that have ended")
+    passages = {one["stage"]: one for one in way["passages"]}
+    assert sorted(passages) == sorted(STAGES)
+    for one in way["passages"]:
+        assert one["began"] <= one["ended"]
+        times = [moment["at"] for moment in one["moments"]]
+        assert times == sorted(times)
+        assert one["began"] - SLACK <= times[0] and times[-1] <= one["ended"] + SLACK
+    assert passages["gateway-0"]["outcome"] == "length"
+    begun = [passages[stage]["began"] for stage in STAGES[:4]]
+    assert all(first <= then + SLACK for first, then in itertools.pairwise(begun))
+    agrees_with_recording(name, passages, traces)
+
+
+def whole(server: Server, name: str) -> dict | None:
+    way = asked(server, f"/monitor/requests/{name}")
+    ended = len(way["passages"]) == len(STAGES) and all(one["ended"] for one in way["passages"])
+    return way if ended else None
+
+
+def agrees_with_recording(name: str, passages: dict, traces: Path) -> None:
+    """What `tools/replay timeline` draws from: each stage's messages that name the request."""
+    recordings = load_merged(sorted(traces.glob("*.pitrace")))
+    journey = journeys(recordings)[name]
+    begun = {
+        "tokenizer-0": journey.first["submitted"],
+        "scheduler-0": journey.first["queued"],
+        "engine-0-0": journey.first["planned"],
+    }
+    zero = passages["gateway-0"]["began"] - journey.first["called"]
+    for stage, at in begun.items():
+        assert passages[stage]["began"] - zero == pytest.approx(at, abs=SLACK), stage
+
+
+def test_the_largest_prefixes_are_told_with_their_text(server):
+    shared = "This is a long beginning that several prompts have in common, all of it: "
+    for end in ("one", "two and more", "three, and that is it"):
+        complete(server, shared + end + "." * 40)
+    (group,) = asked(server, "/monitor/prefixes")["groups"]
+    first = group["prefixes"][0]
+    assert first["ends"] >= 3 and first["held"] == 0
+    assert shared.startswith(first["text"][:40])
+    assert first["tokens"] // 16 == len(shared) // 16
+
+
+def test_a_killed_stage_is_seen_within_a_second_and_its_recovery_too(server):
+    with looking(server) as feed:
+        _, event = feed.wait(lambda event: event["status"] == "ready", "a ready server")
+        pid = stage(event, "detokenizer-0")["pid"]
+        os.kill(pid, signal.SIGKILL)
+        killed = time.monotonic()
+        at, event = feed.wait(
+            lambda event: stage(event, "detokenizer-0")["state"] != "ready", "that it is gone"
+        )
+        assert at - killed < 1.0
+        assert stage(event, "detokenizer-0")["reason"]
+        _, event = feed.wait(
+            lambda event: (
+                stage(event, "detokenizer-0")["restarts"] == 1 and event["status"] == "ready"
+            ),
+            "its recovery",
+        )
+        assert stage(event, "detokenizer-0")["pid"] != pid
+        assert stage(event, "detokenizer-0")["last_restart"] is not None
+        assert stage(event, "engine-0-0")["restarts"] == 0
+
+
+def topology(server: Server) -> Topology:
+    [file] = [s.file for s in running_servers() if s.pid == server.process.pid]
+    return running_topology(str(file))
+
+
+def test_stages_say_nothing_while_nobody_looks(server):
+    heard: list[object] = []
+    with Caller(topology(server), zmq.Context.instance()) as caller:
+        for name in STAGES:
+            caller.listen(name)
+
+        def until(condition) -> None:
+            deadline = time.monotonic() + 20
+            while not condition() and time.monotonic() < deadline:
+                heard.extend(message for _, message in caller.hear(0.2))
+            assert condition()
+
+        def beats() -> int:
+            return sum(isinstance(one, Heartbeat) for one in heard)
+
+        with looking(server):
+            complete(server, "Somebody looks.")
+            until(lambda: any(isinstance(one, Observed) for one in heard))
+        until(lambda: beats() > 60)  # six seconds: nobody asks any more, and it is forgotten
+        heard.clear()
+        complete(server, "Nobody looks.")
+        until(lambda: beats() > 20)
+        assert not any(isinstance(one, Observed) for one in heard)
+
+
+def test_texts_of_prompts_are_not_told_where_keys_differ(tmp_path):
+    keys = tmp_path / "keys"
+    digests = [hashlib.sha256(key.encode()).hexdigest() for key in (KEY, "other")]
+    keys.write_text("".join(f"key{n} sha256:{digest}\n" for n, digest in enumerate(digests)))
+    keys.chmod(0o600)
+    with Server("--threads", "1", "--kv-pages", "300", "--api-key-file", str(keys)) as two:
+        complete(two, "A secret of one tenant that no other one may read, whatever they ask.")
+        (group,) = asked(two, "/monitor/prefixes")["groups"]
+        assert group["prefixes"][0]["tokens"] >= 64
+        assert set(group["prefixes"][0]) == {"tokens", "ends", "held"}
+
+
+def test_without_a_page_there_is_no_feed(tmp_path):
+    with Server("--threads", "1", "--kv-pages", "300", "--no-page") as plain:
+        assert plain.get("/monitor/events")[0] == plain.get("/")[0] == 404
