@@ -82,7 +82,6 @@ class ScriptedFeed:
     def __init__(self, answers: dict[str, object] | None = None) -> None:
         self.answers = answers or {}
         self.url = ""
-        self.watchers = 0
         self._listening: set[asyncio.Queue[dict[str, object] | None]] = set()
         self._last: dict[str, object] | None = None
         self._loop = asyncio.new_event_loop()
@@ -142,13 +141,11 @@ class ScriptedFeed:
         if self._last is not None:
             queue.put_nowait(self._last)
         self._listening.add(queue)
-        self.watchers += 1
         try:
             while (told := await queue.get()) is not None:
                 await response.write(f"data: {json.dumps(told)}\n\n".encode())
         finally:
             self._listening.discard(queue)
-            self.watchers -= 1
         return response
 
 

@@ -3,6 +3,7 @@ seldom in, what is wrong with pictures, and very long conversations."""
 
 from __future__ import annotations
 
+import json
 import re
 import time
 
@@ -144,6 +145,48 @@ def test_two_thousand_messages_and_a_hundred_conversations_stay_fluid(feed, open
     assert max(opened, frame, typed, switched) < SLOW, (opened, frame, typed, switched)
 
 
+SAID = "Look: <img src=x onerror=alert(1)> and **bold `<b>`**\n\n```html\n<script>alert(2)</script>\n```"
+
+
+def test_thoughts_are_folded_and_markup_in_answers_is_text(feed, open_page):
+    page = open_page(feed.url)
+    deltas = [{"reasoning_content": "<i>hm</i>"}, *({"content": letter} for letter in SAID)]
+    chunks = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    told = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body=told, content_type="text/event-stream"),
+    )
+    page.get_by_label("Message", exact=True).fill("<b>ask</b>")
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer .foot")).to_be_visible()
+    expect(page.locator(".user .said")).to_have_text("<b>ask</b>")
+    expect(page.locator(".prose p")).to_have_text("Look: <img src=x onerror=alert(1)> and bold <b>")
+    expect(page.locator(".prose strong code")).to_have_text("<b>")
+    expect(page.locator(".prose pre")).to_have_text("<script>alert(2)</script>")
+    expect(page.locator(".thoughts .plain")).to_be_hidden()
+    page.locator(".thoughts summary").click()
+    expect(page.locator(".thoughts .plain")).to_have_text("<i>hm</i>")
+    assert page.locator("#thread :is(img, script, i, b)").count() == 0
+
+
+def test_a_stream_that_breaks_off_says_so_and_keeps_what_came(feed, open_page):
+    page = open_page(feed.url)
+    chunk = json.dumps({"choices": [{"index": 0, "delta": {"content": "so far"}}]})
+    broken = json.dumps({"error": {"message": "the engine is on fire"}})
+    bodies = [f"data: {chunk}\n\n", f"data: {chunk}\n\ndata: {broken}\n\n"]
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body=bodies.pop(0), content_type="text/event-stream"),
+    )
+    page.get_by_label("Message", exact=True).fill("ask")
+    page.keyboard.press("Enter")
+    expect(page.locator(".error")).to_have_text("The connection ended before the answer did.")
+    page.get_by_role("button", name="Answer again").click()
+    expect(page.locator(".error")).to_have_text("the engine is on fire")
+    expect(page.locator(".answer .said")).to_have_text("so far")
+
+
 def test_a_stage_that_is_lost_and_comes_back_is_said_in_words(feed, watch):
     page = watch(busy())
     gone = stages()
@@ -190,9 +233,8 @@ def test_what_is_not_known_yet_is_no_number(feed, watch):
     assert not re.search("NaN|undefined|null", page.locator("#pipeline").inner_text())
 
 
-def test_the_feed_is_open_only_while_it_is_looked_at(feed, watch, open_page):
+def test_the_feed_is_open_only_while_it_is_looked_at(feed, watch):
     page = watch(busy())
-    assert feed.watchers == 1
     with page.expect_event("requestfailed", lambda one: one.url.endswith("/monitor/events")):
         page.get_by_role("tab", name="Chat").click()
     hidden = """(hidden) => {

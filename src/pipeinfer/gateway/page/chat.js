@@ -31,7 +31,6 @@ export class Chat {
     edit: (message, text) => this.#edit(message, text),
     again: (message) => this.#again(message),
     results: (message, texts) => this.#results(message, texts),
-    copy: (text) => navigator.clipboard.writeText(text).then(() => announce("Copied.")),
   });
   #list = new List({
     open: (id) => this.#open(id),
@@ -269,7 +268,7 @@ export class Chat {
     this.#draw();
     let saved = performance.now();
     await answer(body, message, run.stop.signal, () => {
-      if (messages[message.at] !== message) return; // cut off meanwhile
+      if (messages[message.at] !== message || !this.#stored(conversation)) return; // it is gone
       this.#thread.grown(message);
       if (performance.now() - saved > SAVE) {
         saved = performance.now();

@@ -6,7 +6,10 @@ import { events } from "./sse.js";
 const FIRST = 500, LONGEST = 10_000; // milliseconds before it is tried again
 const SILENCE = 5000; // an event comes four times a second; without any, the server is gone
 
-/** told: {event(event), lost(why, seconds until it is tried again)}. */
+/**
+ * told: {event(event), lost(why, seconds until it is tried again)}; 0 if it is not: who would not
+ * give a key is asked for one when the feed is opened again.
+ */
 export class Feed {
   #told;
   #stop = null;
@@ -29,14 +32,20 @@ export class Feed {
   async #run(closed) {
     let wait = FIRST;
     while (!closed.aborted) {
-      let why = "The connection to the server has ended.";
+      let why = "The connection to the server has ended.", refused = false;
       try {
         await this.#listen(closed, () => { wait = FIRST; });
       } catch (error) {
         if (error.name !== "AbortError") why = error.message;
+        refused = error.status === 401;
         if (error.status === 404) why = "This server does not tell how it works.";
       }
       if (closed.aborted) return;
+      if (refused) {
+        this.close();
+        this.#told.lost(why, 0);
+        return;
+      }
       this.#told.lost(why, wait / 1000);
       await pause(wait, closed);
       wait = Math.min(2 * wait, LONGEST);

@@ -22,11 +22,11 @@ export class Pages {
     for (const row of pages) {
       let made = this.#groups.get(row.group);
       if (!made) {
-        made = new Bar(row.group, pages.length > 1);
+        made = new Bar();
         this.#groups.set(row.group, made);
         this.#rows.append(made.element);
       }
-      made.show(row);
+      made.show(row, pages.length > 1);
     }
   }
 }
@@ -35,19 +35,21 @@ class Bar {
   element;
   #bar;
   #numbers;
+  #group = h("span");
   #total = h("span", { class: "quiet" });
 
-  constructor(group, several) {
+  constructor() {
     this.#bar = Object.fromEntries(PARTS.map(([part]) => [part, h("i", { class: part })]));
     this.#numbers = Object.fromEntries(PARTS.map(([part]) => [part, h("dd")]));
     this.element = h("div", { class: "pool" },
-      h("p", {}, several ? `Group ${group} ` : "", this.#total),
+      h("p", {}, this.#group, this.#total),
       h("div", { class: "bar-of-pages", "aria-hidden": "true" }, Object.values(this.#bar)),
       h("dl", { class: "legend" }, PARTS.map(([part, text]) => h("div", {},
         h("dt", {}, h("i", { class: part }), text), this.#numbers[part]))));
   }
 
-  show(row) {
+  show(row, several) {
+    put(this.#group, several ? `Group ${row.group} ` : "");
     put(this.#total, `${count(row.total)} pages of ${plural(row.page_tokens, "token")}`);
     for (const [part] of PARTS) {
       this.#bar[part].style.flexGrow = String(row[part]);
@@ -75,6 +77,7 @@ export class Prefixes {
       this.#show((await askJson("monitor/prefixes")).groups);
     } catch (error) {
       this.#list.replaceChildren(h("p", { class: "quiet" }, error.message));
+      if (error.status === 401) return;
     }
     this.#timer = setTimeout(() => this.look(), AGAIN);
   }

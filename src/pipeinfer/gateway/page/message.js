@@ -1,5 +1,6 @@
 // How one message looks, and what can be done with it. What then happens is for others to say.
 
+import { copy } from "./copy.js";
 import { glyph, h, iconButton, put } from "./dom.js";
 import { Prose } from "./prose.js";
 import { Tokens } from "./tokens.js";
@@ -11,8 +12,8 @@ const FINISH = {
 };
 
 /**
- * The view of a message. acts: {edit(message, text), again(message), results(message, texts),
- * copy(text)}. live: the message still grows.
+ * The view of a message. acts: {edit(message, text), again(message), results(message, texts)}.
+ * live: the message still grows.
  */
 export class MessageView {
   element;
@@ -57,7 +58,7 @@ export class MessageView {
     const { role, content } = this.#message;
     put(this.#part("said", () => h("div", { class: "said plain" })), content);
     if (role === "user") this.#part("foot", () => h("div", { class: "acts" },
-      iconButton("copy", "Copy", () => this.#acts.copy(content)),
+      iconButton("copy", "Copy", () => copy(content)),
       iconButton("pen", "Edit and ask again", () => this.#edit())));
   }
 
@@ -165,7 +166,7 @@ export class MessageView {
     this.#part("foot", () => h("div", { class: "foot" },
       h("div", { class: "acts" },
         message.content
-          ? iconButton("copy", "Copy", () => this.#acts.copy(message.content)) : null,
+          ? iconButton("copy", "Copy", () => copy(message.content)) : null,
         iconButton("again", "Answer again", () => this.#acts.again(message))),
       ...facts(message.stats ?? {}).map((fact) => h("span", {}, fact))));
   }

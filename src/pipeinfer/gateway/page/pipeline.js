@@ -64,7 +64,8 @@ export class Pipeline {
 
   #lost(why, wait) {
     this.#note.hidden = false;
-    put(this.#note, `${why} Trying again in ${duration(1000 * wait)}.`);
+    put(this.#note, wait ? `${why} Trying again in ${duration(1000 * wait)}.`
+      : `${why}: choose Pipeline again to give one`);
     if (!this.#gone && !this.#board.hidden) {
       this.#happenings.say(Date.now() / 1000, "no word from the server", "bad");
       this.#gone = true;

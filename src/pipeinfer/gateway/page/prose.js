@@ -1,6 +1,7 @@
 // The text of an answer with the few marks of Markdown that models use: fences, headings, lists,
 // code, bold and italic letters. It grows: blocks before the last stay as they are.
 
+import { copy } from "./copy.js";
 import { h, iconButton } from "./dom.js";
 
 /** An element whose text can be set again and again. */
@@ -80,9 +81,9 @@ function code([opening, ...lines]) {
   const language = opening.replace(/^[\s`~]+/, "").trim();
   if (lines.length && /^\s*(```+|~~~+)\s*$/.test(lines[lines.length - 1])) lines.pop();
   const text = lines.join("\n");
-  const copy = iconButton("copy", "Copy this code", () => navigator.clipboard.writeText(text));
   return h("div", { class: "code" },
-    h("div", { class: "head" }, h("span", {}, language), copy),
+    h("div", { class: "head" }, h("span", {}, language),
+      iconButton("copy", "Copy this code", () => copy(text))),
     h("pre", { tabindex: "0", role: "group", "aria-label": "Code" }, h("code", {}, text)));
 }
 

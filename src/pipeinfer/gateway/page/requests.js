@@ -56,8 +56,9 @@ export class Requests {
 
   #draw({ cells, request }, time) {
     const { began, ended, first_token: first, finish } = request;
+    const output = ended === null ? "–" : count(request.output_tokens); // known at its end
     const state = ended !== null ? finish ?? "ended" : first === null ? "waits" : "runs";
-    const texts = [clock(began), state, count(request.prompt_tokens), count(request.output_tokens),
+    const texts = [clock(began), state, count(request.prompt_tokens), output,
       first === null ? "–" : duration(1000 * (first - began)),
       duration(1000 * Math.max(0, (ended ?? time) - began))];
     for (const [index, text] of texts.entries()) put(cells[index], text);

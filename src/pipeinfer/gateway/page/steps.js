@@ -2,10 +2,10 @@
 // the same in a sentence.
 
 import { h, put } from "./dom.js";
-import { count, duration, measure } from "./words.js";
+import { count, duration, mean } from "./words.js";
 
 const WINDOW = 60, BIN = 0.5; // seconds
-const LEFT = 46, GAP = 26, FOOT = 20; // pixels
+const LEFT = 54, GAP = 26, FOOT = 20; // pixels
 const KINDS = [["decodes", "decodes a step"], ["prompts", "prompt tokens a step"],
   ["time", "longest step"], ["target", "target"]];
 
@@ -112,11 +112,11 @@ function axis(pen, width, top, floor, most) {
 function summary(steps) {
   if (!steps.length) return "No step in the last minute.";
   const sum = (of) => steps.reduce((total, step) => total + of(step), 0);
-  const mean = (of) => measure(sum(of) / steps.length);
+  const each = (of) => mean(sum(of) / steps.length);
   const late = steps.filter(({ seconds, target }) => target && seconds > target).length;
   const times = steps.map(({ seconds }) => 1000 * seconds).sort((a, b) => a - b);
-  return `${count(steps.length)} steps, each on average of ${mean((step) => step.decodes)} decodes `
-    + `and ${mean((step) => step.prompt_tokens)} prompt tokens; half of them within `
+  return `${count(steps.length)} steps, each on average of ${each((step) => step.decodes)} decodes `
+    + `and ${each((step) => step.prompt_tokens)} prompt tokens; half of them within `
     + `${duration(times[Math.floor(times.length / 2)])}, the longest ${duration(times.at(-1))}`
     + (late ? `; ${count(late)} longer than their target.` : ".");
 }

@@ -1,6 +1,7 @@
 // Numbers and times as people read them.
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const tenths = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
 const short = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 
 export const NONE = "–";
@@ -13,6 +14,9 @@ export function measure(value) {
   if (value === null || value === undefined) return NONE;
   return value >= 1000 ? whole.format(value) : short.format(value);
 }
+
+/** A mean of whole numbers: 3.1 */
+export const mean = (value) => tenths.format(value);
 
 /** From milliseconds: "0.85 ms", "12 ms", "1.24 s" */
 export function duration(ms) {
