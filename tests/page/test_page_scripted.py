@@ -141,7 +141,9 @@ def test_two_thousand_messages_and_a_hundred_conversations_stay_fluid(feed, open
     page.evaluate(OPEN, 0)
     assert page.evaluate(WHOLE, "Answer 1999")[0] == 2000
     switched = longest(page, now)
-    print(f"longest task {opened:.0f} ms, frame {frame:.0f}, key {typed:.0f}, switch {switched:.0f}")
+    print(
+        f"longest task {opened:.0f} ms, frame {frame:.0f}, key {typed:.0f}, switch {switched:.0f}"
+    )
     assert max(opened, frame, typed, switched) < SLOW, (opened, frame, typed, switched)
 
 
