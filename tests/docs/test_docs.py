@@ -20,6 +20,7 @@ from pipeinfer.gateway.dialects.messages_body import MessagesRequest
 from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
 from pipeinfer.gateway.foreign_fields import REFUSED
 from pipeinfer.gateway.health import Health
+from pipeinfer.gateway.lately import Latencies
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
 from pipeinfer.runtime.deployment import BIND, KEYS, SECRET
@@ -191,6 +192,7 @@ def test_every_statistic_of_a_running_pipeline_is_documented_and_none_besides():
         while not all(llm.stats().values()) and time.monotonic() < deadline:
             time.sleep(0.05)
         heard = {stage.split("-")[0]: set(stats) for stage, stats in llm.stats().items()}
+    heard["gateway"] |= set(Latencies(Metrics(Health([]))).stats(0.0))  # which serves HTTP
     for names in heard.values():
         names -= OF_EVERY_STAGE  # the page names them once
     assert documented_statistics() == heard

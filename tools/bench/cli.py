@@ -16,6 +16,7 @@ COMMANDS = {
     "costs": "what log-probs and schemas cost",
     "record": "what recordings and the flight recorder cost",
     "snapshot": "how long a stage's loop stops when its state is taken",
+    "watched": "what it costs that people look at the page",
     "startup": "from process start to ready and to the first token",
     "heartbeats": "what many stages cost those who hear them all",
     "compare": "two result files side by side",

@@ -184,7 +184,8 @@ export class Chat {
 
   async #remove(id) {
     const found = this.#all.find((one) => one.id === id);
-    if (!await sure("Delete this conversation?", `“${found.title}” cannot be brought back.`)) return;
+    const text = `“${found.title}” cannot be brought back.`;
+    if (!await sure("Delete this conversation?", text)) return;
     this.#runs.get(id)?.stop.abort();
     this.#all = this.#all.filter((one) => one !== found);
     await this.#store.remove(id);

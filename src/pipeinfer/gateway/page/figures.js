@@ -47,7 +47,9 @@ export class Latency {
 
   show({ latency }) {
     for (const [name] of TIMES) {
-      for (const share of SHARES) put(this.#cells[`${name} ${share}`], duration(latency[name][share]));
+      for (const share of SHARES) {
+        put(this.#cells[`${name} ${share}`], duration(latency[name][share]));
+      }
       put(this.#cells[`${name} count`], count(latency[name].count));
     }
   }

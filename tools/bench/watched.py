@@ -1,0 +1,110 @@
+"""`watched`: what it costs that people look at a server's page, beside the same load unwatched.
+
+Each looker reads /monitor/events as the page's Pipeline tab does. Knows processes and HTTP; nothing
+of a browser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from bench.online import plan
+from bench.processes import Server, cpu_seconds
+from pipeinfer.bench import latency
+from pipeinfer.bench.endpoint import Endpoint
+from pipeinfer.bench.latency import Target
+from pipeinfer.bench.measuring import measure
+from pipeinfer.bench.span import Span
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this command; MODEL is a setting."""
+    add = parser.add_argument
+    add("--feeds", type=int, default=20, help="that are read at a time")
+    add("--rounds", type=int, default=3, help="each once without and once with them")
+    add("--rate", type=float, default=2.0, help="requests a second")
+    add("--requests", type=int, default=40, help="in each half of a round")
+    add("--prompt-tokens", type=Span.parse, default=Span(16, 64), metavar="LOW:HIGH")
+    add("--output-tokens", type=Span.parse, default=Span(64, 64), metavar="LOW:HIGH")
+    add("--highest-id", type=int, default=255, help="prompts are drawn from the ids up to this")
+    add("--work-seed", type=int, default=0)
+    parser.set_defaults(trace=None)
+
+
+def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics: of each stage the share of a core, and latencies, without and with lookers."""
+    rounds: list[dict[str, Any]] = []
+    with Server(settings) as server:
+        endpoint = Endpoint(server.url)
+        measure(endpoint, *plan(options, options.rate))  # warm
+        for number in range(options.rounds):
+            options.work_seed = number + 1
+            halves = {}
+            for feeds in (0, options.feeds):
+                with _looking(server.url, feeds):
+                    halves[str(feeds)] = _measured(server.url, endpoint, options)
+            rounds.append(halves)
+            _show(number, halves)
+    medians = {
+        feeds: {
+            name: statistics.median(one[feeds]["share"][name] for one in rounds)
+            for name in rounds[0][feeds]["share"]
+        }
+        for feeds in rounds[0]
+    }
+    bare, watched = medians["0"], medians[str(options.feeds)]
+    print("more of a core:", ", ".join(f"{n} {watched[n] - bare[n]:+.2%}" for n in bare))
+    return {"feeds": options.feeds, "shares": medians, "rounds": rounds}
+
+
+def _measured(url: str, endpoint: Endpoint, options: argparse.Namespace) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}/health") as answer:
+        stages = json.load(answer)["stages"]
+    before = {row["name"]: cpu_seconds(row["pid"]) for row in stages}
+    taken = measure(endpoint, *plan(options, options.rate))
+    used = {row["name"]: cpu_seconds(row["pid"]) - before[row["name"]] for row in stages}
+    seconds = max(line.last for line in taken.lines) - min(line.due for line in taken.lines)
+    summary = latency.summary(taken.lines, Target(1.0, 0.1))
+    return {
+        "share": {name: spent / seconds for name, spent in used.items()},
+        "itl_ms": summary["itl_ms"],
+        "ttft_ms": summary["ttft_ms"],
+        "failed": summary["failed"],
+    }
+
+
+@contextmanager
+def _looking(url: str, feeds: int) -> Iterator[None]:
+    """So many read the feed meanwhile, in threads that do nothing with it."""
+    answers = [urllib.request.urlopen(f"{url}/monitor/events", timeout=60) for _ in range(feeds)]
+    over = threading.Event()
+
+    def read(answer: Any) -> None:
+        while not over.is_set() and answer.read1():
+            pass
+        answer.close()
+
+    threads = [threading.Thread(target=read, args=(one,), daemon=True) for one in answers]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def _show(number: int, halves: Mapping[str, Any]) -> None:
+    for feeds, half in halves.items():
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in half["share"].items())
+        itl = half["itl_ms"]
+        print(f"round {number}, {feeds:>2} feeds: {shares}; itl p50 {itl['p50']:.2f}, "
+              f"p99 {itl['p99']:.2f} ms; {half['failed']} failed", flush=True)  # fmt: skip
