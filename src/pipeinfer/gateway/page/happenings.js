@@ -23,12 +23,13 @@ export class Happenings {
       this.#known.set(stage, now);
       if (!before) continue;
       if (pid && before.pid && pid !== before.pid) {
-        this.say(time, `${stage}: a new process, ${pid}${restarts ? ` (restart ${restarts})` : ""}`);
+        const number = restarts ? ` (restart ${restarts})` : "";
+        this.say(time, `${stage}: a new process, ${pid}${number}`);
       }
       if (state === before.state) continue;
       if (state === "ready") {
-        const took = before.since === null ? "" : ` after ${duration(1000 * (time - before.since))}`;
-        this.say(time, `${stage}: ready again${took}`, "good");
+        const took = before.since === null ? null : duration(1000 * (time - before.since));
+        this.say(time, `${stage}: ready again${took ? ` after ${took}` : ""}`, "good");
         now.since = null;
       } else {
         now.since ??= time;

@@ -68,6 +68,6 @@ export class Requests {
 
 /** An id without its kind, and of its letters the first ones. */
 export function shortened(id) {
-  const [, kind, rest] = id.match(/^([a-z]+[-_])?(.*)$/s);
-  return rest.length > 12 ? `${rest.slice(0, 10)}…` : `${kind && rest.length < 6 ? kind : ""}${rest}`;
+  const rest = id.replace(/^[a-z]+[-_]/, "");
+  return rest.length > 12 ? `${rest.slice(0, 10)}…` : id;
 }

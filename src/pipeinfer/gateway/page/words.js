@@ -7,7 +7,8 @@ const short = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 export const NONE = "–";
 
 /** 1,234 */
-export const count = (value) => (value === null || value === undefined ? NONE : whole.format(value));
+export const count = (value) =>
+  (value === null || value === undefined ? NONE : whole.format(value));
 
 /** A rate or another measure: 1,230 or 3.46 */
 export function measure(value) {
