@@ -190,17 +190,16 @@ def test_the_largest_prefixes_are_told_with_their_text(server):
     assert first["tokens"] // 16 == len(shared) // 16
 
 
-def test_a_killed_stage_is_seen_within_a_second_and_its_recovery_too(server):
+def test_a_killed_stage_is_seen_at_once_and_its_recovery_too(server):
     with looking(server) as feed:
         _, event = feed.wait(lambda event: event["status"] == "ready", "a ready server")
         pid = stage(event, "detokenizer-0")["pid"]
         os.kill(pid, signal.SIGKILL)
-        killed = time.monotonic()
-        at, event = feed.wait(
+        _, event = feed.wait(
             lambda event: stage(event, "detokenizer-0")["state"] != "ready", "that it is gone"
         )
-        assert at - killed < 1.0
-        assert stage(event, "detokenizer-0")["reason"]
+        # Its supervisor says so, at once; silence would be noticed after seconds.
+        assert "silent" not in stage(event, "detokenizer-0")["reason"]
         _, event = feed.wait(
             lambda event: (
                 stage(event, "detokenizer-0")["restarts"] == 1 and event["status"] == "ready"

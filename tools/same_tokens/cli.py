@@ -50,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace, words: list[str]) -> int:
     tree = options.tree.resolve()
     sys.path[:0] = [str(tree / "src"), str(tree / "tests/parity"), str(ROOT / "tests")]
+    # What writes the result is this checkout's, and has loaded a part of its package.
+    for name in [one for one in sys.modules if one.partition(".")[0] == "pipeinfer"]:
+        del sys.modules[name]
     running = importlib.import_module("same_tokens.running")
     import pipeinfer
 
