@@ -43,7 +43,7 @@ ERRORS = {
     503: "The server starts, drains, or has too much to do.",
     529: "The server starts, drains, or has too much to do.",
 }
-STREAM = "Server-sent events, where the body says `stream: true`."
+STREAM = "Server-sent events"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ class Endpoint:
             content[self.media] = {"schema": {"type": "string"}}
         said = "The answer."
         if self.streams:
-            content["text/event-stream"] = {"schema": {"description": STREAM}}
+            when = ", where the body says `stream: true`." if self.body is not None else "."
+            content["text/event-stream"] = {"schema": {"description": STREAM + when}}
         made: JsonObject = {}
         for status in (200, *self.also):
             made[str(status)] = {"description": said, **({"content": content} if content else {})}
@@ -195,7 +196,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         method="get",
         path="/monitor/events",
         summary="What the pipeline does, again and again.",
-        media="text/event-stream",
+        streams=True,
         errors=(401, 503),
         keyed=True,
     ),
