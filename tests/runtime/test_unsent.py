@@ -17,7 +17,7 @@ from pipeinfer.demo import demo_path
 from pipeinfer.events import Unsent
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call, Failed
-from pipeinfer.gateway.stage import expected_stages
+from pipeinfer.gateway.health import expected_stages
 from pipeinfer.messages import Abort, Delivered, Heartbeat, Recover, Recovered, Submit, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams

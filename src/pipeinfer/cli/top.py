@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from pipeinfer.bus.caller import Caller
-from pipeinfer.gateway.health import Expected, Health, Row
+from pipeinfer.gateway.health import Health, Row, expected_stages
 from pipeinfer.gateway.monitor.picture import Figures, Latency, Pictures, StageShown
 from pipeinfer.messages import Heartbeat
 from pipeinfer.runtime.find import running_topology
@@ -26,8 +26,7 @@ def run(arguments: Sequence[str]) -> int:
     """0 when ended by Ctrl-C, or with --once when every stage was heard; else 1."""
     options = _parser().parse_args(arguments)
     topology = running_topology(options.topology)
-    entries = topology.entries
-    health = Health([Expected(e.identity.id, e.name, e.group, e.rank) for e in entries])
+    health = Health(expected_stages(topology))
     pictures = Pictures(health)
     plain = options.once or not sys.stdout.isatty()
     with Caller(topology, zmq.Context.instance()) as caller:

@@ -103,6 +103,7 @@ class HttpDriver:
         clock = asyncio.get_running_loop().time
         deadline = clock() + seconds
         self._leaving = True
+        self._end_feeds()
         await self._end_accepting()
         self._close_servers()
         quiet_since = clock()
@@ -116,6 +117,7 @@ class HttpDriver:
 
     async def stop(self) -> None:
         """Ends running streams with an error, sends what is left, closes all connections."""
+        self._end_feeds()
         self._service.port.fail_all(503, "the server is shutting down")
         await self._end_accepting()
         self._close_servers()
@@ -163,6 +165,11 @@ class HttpDriver:
             self._servers.append(server)
         self._open = True
         self._announce()
+
+    def _end_feeds(self) -> None:
+        """Those of the page never end by themselves, and an end would wait for them."""
+        if self._service.sight is not None:
+            self._service.sight.leaving = True
 
     def _close_servers(self) -> None:
         """Takes no connection any more; those that are there stay."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pipeinfer.messages import Heartbeat
+from pipeinfer.topology.topology import Topology
 
 PER_GROUP = ("scheduler", "engine")
 NAMED = 8  # stages that a reason names; the others it counts
@@ -24,6 +25,11 @@ class Expected:
     name: str
     group: int = 0
     rank: int = 0
+
+
+def expected_stages(topology: Topology) -> list[Expected]:
+    """The stages of a topology as the health table wants them."""
+    return [Expected(e.identity.id, e.name, e.group, e.rank) for e in topology.entries]
 
 
 @dataclass

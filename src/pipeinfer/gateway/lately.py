@@ -23,6 +23,7 @@ class Lately:
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = (0.0, *bounds)
         self._kept: deque[tuple[float, list[float]]] = deque()
+        self._now: list[float] = []
 
     def take(self, totals: Sequence[float], now: float) -> None:
         """`totals`: how many were at most each bound, and how many there were; since ever."""

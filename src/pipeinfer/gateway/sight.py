@@ -74,6 +74,7 @@ class Sight:
         self._durations: dict[str, deque[tuple[float, float]]] = {}
         self._answers: dict[str, asyncio.Queue[Prefixes]] = {}
         self.changes = 0  # so many things were seen
+        self.leaving = False  # the gateway ends: who looks is to look elsewhere
 
     # ------------------------------------------------------------------------------ a stage's eyes
 

@@ -19,7 +19,7 @@ from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cors import read_origins
 from pipeinfer.gateway.defaults import sampling_defaults
 from pipeinfer.gateway.driver import HttpDriver
-from pipeinfer.gateway.health import Expected
+from pipeinfer.gateway.health import expected_stages
 from pipeinfer.gateway.keys import Keys
 from pipeinfer.gateway.limits import Limits
 from pipeinfer.gateway.metrics import Metrics
@@ -36,7 +36,6 @@ from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets
 from pipeinfer.text.added import added_tokens
 from pipeinfer.text.template_sources import read_tokenizer_config, template_sources
-from pipeinfer.topology.topology import Topology
 
 log = logging.getLogger(__name__)
 
@@ -149,11 +148,6 @@ def _listen(context: StageContext) -> list[socket.socket]:
     if context.listen_fds:
         return listening.adopt(context.listen_fds)
     return listening.open_sockets(context.settings.host, context.settings.port)
-
-
-def expected_stages(topology: Topology) -> list[Expected]:
-    """The stages of a topology as the health table wants them."""
-    return [Expected(e.identity.id, e.name, e.group, e.rank) for e in topology.entries]
 
 
 def _context_length(settings: Settings, folder: Path) -> int:

@@ -16,7 +16,8 @@ import zmq
 from pipeinfer.choices import choice_ids
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.stage import TICK, expected_stages
+from pipeinfer.gateway.health import expected_stages
+from pipeinfer.gateway.stage import TICK
 from pipeinfer.gateway.tracing import Traces
 from pipeinfer.offline.driver import OfflineDriver, Sink
 from pipeinfer.runtime import wakefulness

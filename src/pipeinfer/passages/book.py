@@ -100,6 +100,11 @@ class Book:
             self._changed.pop(request_id, None)
             self._ended(self._passage(request_id, way, at, outcome))
 
+    def finish(self, request_id: str, at: float, outcome: str, **values: float) -> None:
+        """Ends a passage whose request is complete; `values`: of the last moment."""
+        self.mark(request_id, at, "finished", **values)
+        self.end(request_id, at, outcome)
+
     def end_all(self, at: float, outcome: str) -> None:
         """Ends every passage."""
         for request_id in list(self._open):

@@ -76,14 +76,13 @@ class DetokenizerObserver:
                 way.flowing = True
                 self.book.mark(row.request_id, at, "first_text", tokens=len(row.ids) // 4)
             if row.finish is not None:
-                self.book.mark(
+                self.book.finish(
                     row.request_id,
                     at,
-                    "finished",
+                    row.finish,
                     output_tokens=row.output_tokens,
                     cached_tokens=row.cached_tokens,
                 )
-                self.book.end(row.request_id, at, row.finish)
                 self._over[row.request_id] = way.attempt
                 while len(self._over) > MOST_OPEN:
                     self._over.popitem(last=False)

@@ -99,15 +99,14 @@ class GatewayObserver:
             way.flowing = True
             self.book.mark(delta.request_id, at, "first_text", tokens=len(delta.ids) // 4)
         if delta.finish is not None:
-            self.book.mark(
+            self.book.finish(
                 delta.request_id,
                 at,
-                "finished",
+                delta.finish,
                 prompt_tokens=delta.prompt_tokens,
                 output_tokens=delta.output_tokens,
                 cached_tokens=delta.cached_tokens,
             )
-            self.book.end(delta.request_id, at, delta.finish)
 
     def _failed(self, failed: _Failed, at: float) -> None:
         self.book.mark(failed.request_id, at, "failed", status=failed.status)

@@ -127,14 +127,13 @@ class SchedulerObserver:
                 self.book.mark(row.request_id, at, "first_token")
             if row.finish is not None:
                 outputs = row.offset + len(row.ids) // 4
-                self.book.mark(
+                self.book.finish(
                     row.request_id,
                     at,
-                    "finished",
+                    row.finish,
                     output_tokens=outputs,
                     cached_tokens=row.cached_tokens,
                 )
-                self.book.end(row.request_id, at, row.finish)
 
     def _refused(self, refused: Refused, at: float) -> None:
         self.book.mark(refused.request_id, at, "refused", status=refused.status)

@@ -60,7 +60,7 @@ class MonitorHandlers:
         router.add_get("/monitor/prefixes", self.prefixes)
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events until the client leaves. Who reads slowly gets fewer of them."""
+        """Server-sent events until client or gateway leaves. Who reads slowly gets fewer."""
         if self._feeds >= MOST_FEEDS:
             raise ApiError(503, f"{MOST_FEEDS} pages look already", code="too_many_pages")
         response = web.StreamResponse(headers=HEADERS)
@@ -69,7 +69,7 @@ class MonitorHandlers:
             with self._sight.looking(), contextlib.suppress(ConnectionResetError):
                 await response.prepare(request)
                 seen = 0
-                while True:
+                while not self._sight.leaving:
                     event, seen = self._event(seen)
                     await response.write(event)
                     await asyncio.sleep(EVERY)
