@@ -25,6 +25,8 @@ from quantized_checkpoints import quantize
 pytestmark = pytest.mark.gpu
 
 RELATIVE_ERROR = 1e-2
+# Of all logits together, where a router at a near tie may choose another expert for few positions.
+ROUTED_ERROR = 3e-2
 NEAR_TIE = 0.02  # of the range of the logits: what rounding may turn around
 APART = 0.02  # of the range of the logits: two candidates that are not a near tie
 AGREEMENT = 0.99
@@ -70,18 +72,21 @@ def generate(made, wanted=40, temperature=0.0, tag="", asked=None, **knobs):
 
 
 class Compared(NamedTuple):
-    """Against float32: relative error of all logits, share of clear argmaxes that agree.
+    """Against float32: relative error of all logits, the median of a position's, the share of
+    clear argmaxes that agree.
 
     usual_*: the same of transformers in bfloat16, for comparison.
     """
 
     error: float
+    median: float
     usual_error: float
     agreement: float
     usual_agreement: float
 
-    def check(self) -> None:
-        assert self.error < RELATIVE_ERROR
+    def check(self, routed: bool) -> None:
+        assert self.median < RELATIVE_ERROR
+        assert self.error < (ROUTED_ERROR if routed else RELATIVE_ERROR)
         assert self.agreement >= AGREEMENT
 
 
@@ -90,6 +95,7 @@ def compare(folder, made, asked=None) -> Compared:
     reference = load_reference(folder).cuda()
     rounded = load_reference(folder, torch.bfloat16).cuda()
     error = norm = usual = 0.0
+    each = []
     clear = equal = equal_usual = 0
     for index, prompt in enumerate(asked or prompts()):
         name = f"r{index}"
@@ -100,8 +106,9 @@ def compare(folder, made, asked=None) -> Compared:
             bf16 = rounded(batch).logits[0].float().cpu().numpy()
         for position in range(len(prompt), len(ids)):
             ours, theirs = made.logits[name, position], logits[position - 1]
-            error += float(((ours - theirs) ** 2).sum())
-            norm += float((theirs**2).sum())
+            off, whole = float(((ours - theirs) ** 2).sum()), float((theirs**2).sum())
+            error, norm = error + off, norm + whole
+            each.append((off / whole) ** 0.5)
             usual += float(((bf16[position - 1] - theirs) ** 2).sum())
             second, first = np.partition(theirs, -2)[-2:]
             if first - second > APART * (theirs.max() - theirs.min()):
@@ -109,8 +116,9 @@ def compare(folder, made, asked=None) -> Compared:
                 equal += int(ours.argmax() == theirs.argmax())
                 equal_usual += int(bf16[position - 1].argmax() == theirs.argmax())
     return Compared(
-        (error / norm) ** 0.5, (usual / norm) ** 0.5, equal / clear, equal_usual / clear
-    )
+        (error / norm) ** 0.5, float(np.median(each)), (usual / norm) ** 0.5, equal / clear,
+        equal_usual / clear,
+    )  # fmt: skip
 
 
 CASES = [
@@ -140,7 +148,7 @@ def test_logits_are_those_of_float32_within_bfloat16(
     others["depth 1"] = generate(again(made, folder, overlap_depth=1))
     margins = {how: first_differences(made, cold, other) for how, other in others.items()}
     note(architecture, backend, head_dim, compared, margins)
-    compared.check()
+    compared.check(routed=any(word in architecture for word in ("Moe", "Mixtral")))
     near = max(NEAR_TIE, compared.usual_error)
     assert all(margin < near for found in margins.values() for margin in found), margins
 
@@ -168,8 +176,8 @@ def note(architecture, backend, head_dim, compared, margins):
     name = architecture.removesuffix("ForCausalLM")
     counts = ", ".join(f"{how} {len(found)}" for how, found in margins.items())
     print(
-        f"PARITY {name:9} {backend:10} {head_dim:3}: error {compared.error:.4f} (transformers "
-        f"{compared.usual_error:.4f}), agreement {compared.agreement:.4f} "
+        f"PARITY {name:9} {backend:10} {head_dim:3}: error {compared.error:.4f}, median "
+        f"{compared.median:.4f} (transformers {compared.usual_error:.4f}), agreement {compared.agreement:.4f} "
         f"({compared.usual_agreement:.4f}); of 12 requests other tokens: {counts}"
     )
     if "PARITY_OUT" in os.environ:

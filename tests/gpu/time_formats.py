@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn import functional
 
 from pipeinfer.kernels import fp8_blocks, int4, skinny
 from pipeinfer.kernels.fp8 import round_rows
-from pipeinfer.kernels.int4_layout import decoded
+from pipeinfer.kernels.int4_layout import RUN, decoded
 from pipeinfer.kernels.int4_tiles import Cut
 from pipeinfer.kernels.norm import rounded_norm
 from pipeinfer.kernels.rounding import round_gated, round_parts
@@ -38,11 +39,26 @@ NARROW = [(16, 64, 128, 1, 4, 8), (16, 64, 256, 1, 4, 5), (16, 64, 128, 2, 4, 6)
           (16, 32, 256, 1, 4, 5), (16, 128, 128, 2, 4, 5), (16, 128, 128, 4, 8, 4),
           (32, 64, 128, 1, 4, 6), (32, 64, 256, 2, 4, 4), (64, 64, 128, 1, 4, 5),
           (64, 64, 128, 2, 4, 5), (64, 128, 128, 1, 4, 4), (64, 128, 128, 2, 8, 4)]  # fmt: skip
-# rows, columns, words, splits, warps, stages
-FEW = [(1, 4, 128, 1, 1), (1, 8, 128, 1, 1), (1, 4, 128, 17, 1), (1, 4, 64, 2, 1),
-       (16, 64, 32, 1, 4, 4), (16, 64, 64, 1, 4, 3), (16, 64, 32, 2, 4, 4), (16, 64, 32, 4, 4, 4),
-       (16, 64, 32, 17, 4, 4), (16, 64, 16, 8, 4, 5), (32, 64, 64, 2, 4), (32, 64, 32, 4, 4, 4),
-       (64, 64, 64, 1, 4), (64, 64, 32, 2, 4, 4)]  # fmt: skip
+# rows, columns, runs, splits, warps, stages
+FEW = [(16, 64, 1, 1, 4, 4), (16, 64, 2, 1, 4, 3), (16, 64, 4, 1, 4, 2), (16, 64, 2, 2, 4, 3),
+       (16, 64, 1, 4, 4, 5), (16, 64, 2, 4, 4, 3), (16, 64, 1, 5, 4, 5), (16, 64, 2, 5, 4, 3),
+       (16, 64, 1, 8, 4, 5), (16, 64, 1, 8, 4, 3), (16, 64, 1, 10, 4, 4), (16, 64, 1, 17, 4, 4),
+       (16, 128, 1, 1, 4, 4), (16, 128, 1, 2, 4, 4), (16, 128, 1, 4, 4, 4), (16, 128, 1, 8, 4, 4),
+       (16, 128, 1, 1, 8, 4), (16, 128, 1, 4, 8, 4), (16, 128, 1, 8, 8, 4), (16, 128, 1, 17, 8, 4),
+       (32, 64, 1, 1, 4, 4), (32, 64, 2, 1, 4, 3), (32, 64, 2, 2, 4, 3), (32, 64, 1, 4, 4, 4),
+       (32, 64, 1, 8, 4, 4), (32, 128, 1, 2, 8, 3), (32, 128, 1, 4, 8, 3),
+       (64, 64, 1, 1, 4, 4), (64, 64, 2, 2, 4, 3), (64, 64, 1, 4, 4, 4), (64, 64, 1, 8, 4, 4),
+       (64, 128, 1, 1, 8, 3), (64, 128, 1, 2, 8, 3), (64, 128, 1, 4, 8, 3),
+       (128, 64, 1, 1, 4, 4), (128, 64, 1, 2, 4, 3), (128, 64, 1, 4, 4, 3), (128, 128, 1, 1, 8, 3),
+       (128, 128, 1, 2, 8, 3), (128, 128, 1, 4, 8, 3),
+       (256, 64, 1, 2, 4, 3), (256, 128, 1, 1, 8, 3), (256, 128, 1, 2, 8, 3),
+       (256, 128, 1, 4, 8, 2)]  # fmt: skip
+PARTS = ("out", "down")  # which what follows adds up
+
+
+@lru_cache
+def arrived():
+    return torch.zeros(1024, device="cuda", dtype=torch.int32)
 
 
 def operands(width, depth, rows, copies=1):
@@ -56,31 +72,31 @@ def in_4_bits(weight):
     """Of random numbers: what they are costs nothing more or less."""
     width, depth = weight.shape
     numbers = torch.randint(-(2**31), 2**31, (width, depth // 8), device="cuda").int()
-    scale = torch.full((width, depth // GROUP), 0.005, device="cuda", dtype=torch.bfloat16)
-    return numbers, scale, torch.full(scale.shape, 8, device="cuda", dtype=torch.uint8)
+    kept = torch.full((width, depth // GROUP, 2), 8, device="cuda", dtype=torch.bfloat16)
+    kept[..., 0] = 0.005
+    return numbers, kept
 
 
 def suits(rows, height):
-    """One row by itself or by the lowest tile, more by tiles that hold them."""
-    return height <= 16 if rows == 1 else height > 1 and rows <= max(height, 16)
+    return height == max(rows, 16) or (rows == 256 and height == 128)
 
 
 def jobs(kinds):
     for name, (width, depth) in SHAPES.items():
-        for rows in ROWS[:4]:
-            for shape in NARROW if "fp8" in kinds else ():
+        for rows in ROWS[:6]:
+            for shape in NARROW if "fp8" in kinds and rows <= 64 else ():
                 divides = depth % (shape[3] * shape[2]) == 0 and width % shape[1] == 0
                 if divides and rows <= shape[0] <= max(rows, 16):
                     yield name, rows, "fp8", shape
             for shape in FEW if "int4" in kinds else ():
-                if suits(rows, shape[0]) and depth // 8 % (shape[2] * shape[3]) == 0:
+                if suits(rows, shape[0]) and depth // RUN % (shape[2] * shape[3]) == 0:
                     yield name, rows, "int4", shape
 
 
-def call(kind, x, weight, shape):
+def call(kind, x, weight, shape, name):
     """x: in FP8, RoundedRows' two parts."""
     if kind == "int4":
-        return int4.few_rows(x, *weight, Cut(*shape))
+        return int4.few_rows(x, *weight, Cut(*shape), None, None if name in PARTS else arrived())
     made, scales = Tile(*shape), skinny.Scales(x[1], weight[1])
     if made.splits > 1:
         return skinny.split_product(x[0], weight[0], made, None, scales)
@@ -94,12 +110,14 @@ def check(job):
         x, (plain,) = operands(*SHAPES[name], rows)
         if kind == "int4":
             weight = in_4_bits(plain)
-            want = functional.linear(x, decoded(*weight, x.dtype)).float()
+            numbers, kept = weight
+            plain = decoded(numbers, kept[..., 0], kept[..., 1], x.dtype)
+            want = functional.linear(x, plain).float()
         else:
             weight, x = round_rows(plain), round_rows(x)
             left, right = (values.float() * scale for values, scale in (x, weight))
             want = functional.linear(left, right)
-        got = call(kind, x, weight, shape).float()
+        got = call(kind, x, weight, shape, name).float()
         got = got.sum(0) if got.dim() == 3 else got
         return job, float((got - want).norm() / want.norm())
     except Exception as error:
@@ -164,7 +182,7 @@ def show(lines, checked, name, width, depth, rows):
         if (of, height) == (name, rows) and isinstance(error, float):
             weights, given = (four, x) if kind == "int4" else (eight, (rounded, by_row))
             found[f"{kind} {shape}"] = each_us(
-                lambda w, kind=kind, shape=shape, given=given: call(kind, given, w, shape),
+                lambda w, kind=kind, shape=shape, given=given: call(kind, given, w, shape, name),
                 weights, times,
             )  # fmt: skip
     lines.write(json.dumps([name, rows, found]) + "\n")

@@ -5,6 +5,7 @@ Large heads are read with no more shared memory than those for which the cuts we
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -182,17 +183,19 @@ def test_many_rows_with_weights_in_blocks_of_8_bits():
 
 @pytest.mark.parametrize("group", [32, 128])
 def test_weights_in_4_bits(group):
-    types = {"x": HALF, "numbers": "*i32", "scale": HALF, "zero": "*u8", "bias": HALF}
-    types |= {"out": "*fp32", "rows": "i32", "x_stride": "i32"}
-    constants = {"WIDTH": 1024, "DEPTH": 1024, "GROUP": group, "BIASED": False, "EARLY": True}
-    one = constants | {"COUNT": 8, "STEP": 128, "SPLITS": 1}
-    made = compiled(int4._one_row, types, one, num_warps=4)
-    assert "ld.global.v4" in made.asm["ptx"] and made.asm["ptx"].count("lop3") < 600
-    few = constants | {"ROWS": 16, "COUNT": 64, "STEP": 32, "SPLITS": 4, "HALVES": True}
-    made = compiled(int4._few_rows, types, few, num_warps=4, num_stages=3)
-    assert "wgmma" in made.asm["ptx"] and "mul.rn.bf16x2" in made.asm["ptx"]
-    types = {name: types[name] for name in ("numbers", "scale", "zero")} | {"out": HALF}
-    constants = {"DEPTH": 1024, "GROUP": group, "COUNT": 8, "STEP": 128, "HALVES": True}
+    types = {"x": HALF, "numbers": "*i32", "kept": "*i32", "bias": HALF, "parts": "*fp32"}
+    types |= {"out": HALF, "arrived": "*i32", "rows": "i32", "x_stride": "i32"}
+    constants = {"WIDTH": 1024, "DEPTH": 1024, "GROUP": group, "HALVES": True}
+    few = constants | {"ROWS": 16, "COUNT": 64, "RUNS": 2, "SPLITS": 4}
+    for merged in (False, True):
+        few |= {"BIASED": merged, "MERGED": merged, "EARLY": True}
+        made = compiled(int4._few_rows, types, few, num_warps=4, num_stages=3)
+        assert made.asm["ptx"].count("wgmma.mma") >= 2 * 8
+        assert made.asm["ptx"].count("mul.rn.bf16x2") == 2 * 32  # nothing is made twice
+        # Weights go from registers to tensor cores; what is stored there is the result.
+        assert len(re.findall(r"st\.shared", made.asm["ptx"])) < 24
+    types = {name: types[name] for name in ("numbers", "kept", "out")}
+    constants = {"DEPTH": 1024, "GROUP": group, "COUNT": 8, "HALVES": True}
     assert compiled(int4._decode, types, constants, num_warps=4).asm["ptx"]
 
 

@@ -1,8 +1,8 @@
-"""Products with weights of four bits: of one row, of few rows, and of many behind decoding.
+"""Products with weights of four bits: of few rows by tensor cores, of many behind decoding.
 
-A product with one row takes as long as its weights take to read, if a weight costs hardly more than
-two instructions: its bits become a float's mantissa, two of a register at once. Needs triton.
-Knows rows and weights, no layer and no file; int4_layout.py has the layout.
+A product of few rows takes as long as its weights take to read, if one costs three instructions
+at most: the bits of two become mantissas in one register, and lie where a tensor core wants them.
+Needs triton. Knows rows and weights, no layer and no file; int4_layout.py has the layout.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -18,12 +18,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels.early import early_launch
-from pipeinfer.kernels.int4_layout import EACH, RUN
+from pipeinfer.kernels.int4_layout import BLOCK_WORDS, EACH, RUN
 from pipeinfer.kernels.int4_tiles import Cut
 from pipeinfer.kernels.prefetch import prefetch
 
-WORDS = tl.constexpr(RUN // EACH)  # of a run
 COLUMNS = tl.constexpr(RUN)
+WORDS = tl.constexpr(RUN // EACH)  # of a run
+BLOCKS = tl.constexpr(BLOCK_WORDS)  # words that a thread of a tensor core has side by side
 LINE = tl.constexpr(32)  # words in a line of the L2 cache
 
 
@@ -39,20 +40,35 @@ def _number(words, PLACE: tl.constexpr):
 
 
 @triton.jit
-def _twice(values):
-    """The bits of 16-bit `values` in both halves of int32."""
-    return values.to(tl.uint16, bitcast=True).to(tl.int32) * 0x10001
+def _ready(kept, at, kind: tl.constexpr, HALVES: tl.constexpr):
+    """(zeros, scales) of kept [.., 2] at pair `at`, as _pair wants them: float32, or int32 of a
+    value twice. The numbers have 128 too much as bfloat16, 1,024 as float16, the zeros so, too."""
+    if HALVES:
+        both = tl.load(kept + at)
+        if kind == tl.bfloat16:
+            low = tl.inline_asm_elementwise(
+                "{ .reg .b32 t, u; prmt.b32 t, $1, 0, 0x3232; mov.b32 u, 0x43004300;"
+                " add.rn.bf16x2 $0, t, u; }",
+                "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            low = tl.inline_asm_elementwise(
+                "{ .reg .b32 t, u; prmt.b32 t, $1, 0, 0x3232; mov.b32 u, 0x64006400;"
+                " add.rn.f16x2 $0, t, u; }",
+                "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        wide = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, 0x1010;", "=r,r", [both], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        wide = tl.load(kept + 2 * at).to(tl.float32)
+        low = tl.load(kept + 2 * at + 1).to(tl.float32)
+    return low, wide
 
 
 @triton.jit
-def _neighbours(
-    words, low, wide, P: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr,
-    kind: tl.constexpr, HALVES: tl.constexpr,
-):  # fmt: skip
-    """[COUNT, 2 * STEP] of kind: (number - low) * wide, of pair P of each of words [COUNT, STEP].
-
-    HALVES: on a GPU, two at once, kind having 16 bits: low and wide come as _ready makes them.
-    """
+def _pair(words, low, wide, P: tl.constexpr, kind: tl.constexpr, HALVES: tl.constexpr):
+    """[.., 2] of kind: (number - low) * wide, of numbers P and P + 4 of each of `words`."""
     if HALVES:
         shifted = words >> (4 * P)
         if kind == tl.bfloat16:
@@ -72,211 +88,166 @@ def _neighbours(
     else:
         first = ((_number(words, P) - low) * wide).to(kind)
         second = ((_number(words, P + 4) - low) * wide).to(kind)
-    return tl.reshape(tl.join(first, second), (COUNT, 2 * STEP))
+    return tl.join(first, second)
 
 
 @triton.jit
-def _ready(low, wide, kind: tl.constexpr, HALVES: tl.constexpr):
-    """Zeros and scales in float32 as _neighbours wants them: its numbers have 128 too much as
-    bfloat16, 1,024 as float16, which a subtraction takes off exactly."""
-    if HALVES:
-        low = _twice((low + (128.0 if kind == tl.bfloat16 else 1024.0)).to(kind))
-        wide = _twice(wide.to(kind))
-    return low, wide
-
-
-@triton.jit
-def _columns(first, P: tl.constexpr, STEP: tl.constexpr):
-    """int32 [2 * STEP]: those of pair P, for words from `first` on."""
-    number = 2 * first + tl.arange(0, 2 * STEP)
-    return number // (2 * WORDS) * COLUMNS + P * (2 * WORDS) + number % (2 * WORDS)
-
-
-@triton.jit
-def _by_run(
-    kept, column, first, COUNT: tl.constexpr, STEP: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
+def _group(
+    kept, column, run, P: tl.constexpr, COUNT: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, kind: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """float32 [COUNT, STEP] of scales or zeros, for words from `first` on: of whole runs."""
-    run = first // WORDS + tl.arange(0, STEP // WORDS)
-    at = column[:, None] * (DEPTH // GROUP) + (run * COLUMNS // GROUP)[None, :]
-    found = tl.load(kept + at).to(tl.float32)
-    wide = tl.broadcast_to(found[:, :, None], (COUNT, STEP // WORDS, WORDS))
-    return tl.reshape(wide, (COUNT, STEP))
+    """Zeros and scales [COUNT, WORDS] of pair P of a run's words."""
+    first = run * COLUMNS + P * (2 * WORDS)
+    if GROUP >= 2 * WORDS:
+        low, wide = _ready(kept, column * (DEPTH // GROUP) + first // GROUP, kind, HALVES)
+        low, wide = low[:, None], wide[:, None]
+    else:  # 16 columns: the upper half of a thread's words has the next group
+        word = tl.arange(0, WORDS)
+        at = first // GROUP + word % BLOCKS // 2
+        low, wide = _ready(kept, column[:, None] * (DEPTH // GROUP) + at[None, :], kind, HALVES)
+    return tl.broadcast_to(low, (COUNT, WORDS)), tl.broadcast_to(wide, (COUNT, WORDS))
 
 
 @triton.jit
-def _of_pair(kept, column, word, P: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):
-    """float32 [columns, words] of scales or zeros, for pair P of each word: of smaller groups."""
-    group = (word // WORDS * COLUMNS + P * (2 * WORDS) + word % WORDS * 2) // GROUP
-    at = column[:, None] * (DEPTH // GROUP) + group[None, :]
-    return tl.load(kept + at).to(tl.float32)
-
-
-@triton.jit
-def _one_row(
-    x, numbers, scale, zero, bias, out, rows, x_stride, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr, SPLITS: tl.constexpr,
-    BIASED: tl.constexpr, EARLY: tl.constexpr,
+def _weights(
+    words, kept, column, run, COUNT: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    kind: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Program (COUNT columns, split of the depth, row): a piece of out [SPLITS, rows, WIDTH]."""
-    share: tl.constexpr = DEPTH // 8 // SPLITS
-    groups: tl.constexpr = DEPTH // GROUP
-    whole: tl.constexpr = GROUP // COLUMNS > 0
-    runs: tl.constexpr = STEP // WORDS
-    column = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
-    split, row = tl.program_id(1), tl.program_id(2)
-    right = numbers + column.to(tl.int64)[:, None] * (DEPTH // 8) + split * share
-    if EARLY:
-        lines: tl.constexpr = (STEP + LINE - 1) // LINE
-        prefetch(right + tl.arange(0, lines)[None, :] * LINE)
-        gdc_wait()  # for all that the kernel before it writes
-        gdc_launch_dependents()
-    total = tl.zeros((COUNT, runs), tl.float32)
-    for begin in range(0, share, STEP):
-        words = tl.load(right + begin + tl.arange(0, STEP)[None, :])
-        word = split * share + begin + tl.arange(0, STEP)
-        part = tl.zeros((COUNT, STEP), tl.float32)
-        values = tl.zeros((STEP,), tl.float32)
-        for pair in tl.static_range(4):
-            left = x + row * x_stride + _columns(split * share + begin, pair, STEP)
-            both = tl.reshape(tl.load(left).to(tl.float32), (STEP, 2))
-            value, next_value = tl.split(both)
-            number, next_number = _number(words, pair), _number(words, pair + 4)
-            if whole:
-                values += value + next_value
-            else:
-                low = _of_pair(zero, column, word, pair, DEPTH, GROUP)
-                wide = _of_pair(scale, column, word, pair, DEPTH, GROUP)
-                number, next_number = (number - low) * wide, (next_number - low) * wide
-            part += number * value[None, :]
-            part += next_number * next_value[None, :]
-        by_run = tl.sum(tl.reshape(part, (COUNT, runs, WORDS)), axis=2)
-        if whole:
-            run = (split * share + begin) // WORDS + tl.arange(0, runs)
-            at = column[:, None] * groups + (run * COLUMNS // GROUP)[None, :]
-            below = tl.sum(tl.reshape(values, (runs, WORDS)), axis=1)
-            by_run -= tl.load(zero + at).to(tl.float32) * below[None, :]
-            by_run *= tl.load(scale + at).to(tl.float32)
-        total += by_run
-    result = tl.sum(total, axis=1)
-    if BIASED:
-        result += tl.where(split == 0, tl.load(bias + column).to(tl.float32), 0.0)
-    tl.store(out + (split * rows + row) * WIDTH + column, result)
+    """[COUNT, COLUMNS] of kind: those of words [COUNT, WORDS], one run of each column."""
+    low, wide = _group(kept, column, run, 0, COUNT, DEPTH, GROUP, kind, HALVES)
+    a = _pair(words, low, wide, 0, kind, HALVES)
+    if GROUP < COLUMNS:
+        low, wide = _group(kept, column, run, 1, COUNT, DEPTH, GROUP, kind, HALVES)
+    b = _pair(words, low, wide, 1, kind, HALVES)
+    if GROUP < COLUMNS:
+        low, wide = _group(kept, column, run, 2, COUNT, DEPTH, GROUP, kind, HALVES)
+    c = _pair(words, low, wide, 2, kind, HALVES)
+    if GROUP < COLUMNS:
+        low, wide = _group(kept, column, run, 3, COUNT, DEPTH, GROUP, kind, HALVES)
+    d = _pair(words, low, wide, 3, kind, HALVES)
+    # column, thread of four, its word, neighbour, pair's upper and lower bit
+    all_four = tl.join(tl.join(a, c), tl.join(b, d))
+    all_four = tl.reshape(all_four, (COUNT, WORDS // BLOCKS, BLOCKS, 2, 2, 2))
+    return tl.reshape(tl.permute(all_four, (0, 4, 5, 2, 1, 3)), (COUNT, COLUMNS))
 
 
 @triton.jit
 def _few_rows(
-    x, numbers, scale, zero, bias, out, rows, x_stride, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr,
-    SPLITS: tl.constexpr, BIASED: tl.constexpr, HALVES: tl.constexpr, EARLY: tl.constexpr,
+    x, numbers, kept, bias, parts, out, arrived, rows, x_stride, WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COUNT: tl.constexpr,
+    RUNS: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, MERGED: tl.constexpr,
+    HALVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (COUNT columns, split of the depth, rows): one tile of out [SPLITS, rows, WIDTH]."""
-    share: tl.constexpr = DEPTH // 8 // SPLITS
-    whole: tl.constexpr = GROUP // COLUMNS > 0
+    """Program (COUNT columns, split of the depth, rows): one tile of parts [SPLITS, rows, WIDTH].
+
+    MERGED: who comes last to a tile, by `arrived`, adds its parts in their order into `out`.
+    """
+    share: tl.constexpr = DEPTH // COLUMNS // SPLITS  # runs
     kind: tl.constexpr = x.dtype.element_ty
     column = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     split = tl.program_id(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     real = (row < rows)[:, None]
     total = tl.zeros((COUNT, ROWS), tl.float32)
-    right = numbers + column.to(tl.int64)[:, None] * (DEPTH // 8)
+    right = numbers + column.to(tl.int64)[:, None] * (DEPTH // 8) + split * (share * WORDS)
+    left = x + row[:, None] * x_stride + split * (share * COLUMNS)
     if EARLY:
-        gdc_wait()
+        lines: tl.constexpr = (RUNS * WORDS + LINE - 1) // LINE
+        prefetch(right + tl.arange(0, lines)[None, :] * LINE)
+        gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
-    for begin in range(0, share, STEP):
-        word = split * share + begin + tl.arange(0, STEP)
-        words = tl.load(right + word[None, :])
-        first = split * share + begin
-        if whole:
-            low = _by_run(zero, column, first, COUNT, STEP, DEPTH, GROUP)
-            wide = _by_run(scale, column, first, COUNT, STEP, DEPTH, GROUP)
-            low, wide = _ready(low, wide, kind, HALVES)
-        for pair in tl.static_range(4):
-            left = x + row[:, None] * x_stride + _columns(first, pair, STEP)[None, :]
-            a = tl.load(left, mask=real, other=0.0)
-            if not whole:
-                low = _of_pair(zero, column, word, pair, DEPTH, GROUP)
-                wide = _of_pair(scale, column, word, pair, DEPTH, GROUP)
-                low, wide = _ready(low, wide, kind, HALVES)
-            w = _neighbours(words, low, wide, pair, COUNT, STEP, kind, HALVES)
+    right += tl.arange(0, WORDS)[None, :]
+    left += tl.arange(0, COLUMNS)[None, :]
+    for begin in range(0, share, RUNS):
+        for inner in tl.static_range(RUNS):
+            run = begin + inner
+            words = tl.load(right + run * WORDS)
+            a = tl.load(left + run * COLUMNS, mask=real, other=0.0)
+            w = _weights(
+                words, kept, column, split * share + run, COUNT, DEPTH, GROUP, kind, HALVES
+            )
             total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
     total = tl.trans(total)
     if BIASED:
         total += tl.where(split == 0, tl.load(bias + column).to(tl.float32), 0.0)[None, :]
-    tl.store(out + (split * rows + row)[:, None] * WIDTH + column[None, :], total, mask=real)
+    to = row[:, None] * WIDTH + column[None, :]
+    if not MERGED:
+        tl.store(parts + split * rows * WIDTH + to, total, mask=real)
+    else:
+        tl.store(parts + split * rows * WIDTH + to, total, mask=real)
+        tl.debug_barrier()
+        tile = arrived + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        before = tl.atomic_add(tile, 1, sem="acq_rel", scope="gpu")
+        if before == SPLITS - 1:
+            whole = tl.zeros((ROWS, COUNT), tl.float32)
+            for part in tl.static_range(SPLITS):
+                whole += tl.load(
+                    parts + part * rows * WIDTH + to, mask=real, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(out + to, whole, mask=real)
+            tl.store(tile, 0)
 
 
 @triton.jit
 def _decode(
-    numbers, scale, zero, out, DEPTH: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
-    STEP: tl.constexpr, HALVES: tl.constexpr,
+    numbers, kept, out, DEPTH: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Program (COUNT columns of the product, STEP words of the depth)."""
-    whole: tl.constexpr = GROUP // COLUMNS > 0
+    """Program (COUNT columns of the product, run of the depth)."""
     column = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
-    first = tl.program_id(1) * STEP
-    word = first + tl.arange(0, STEP)
-    kind: tl.constexpr = out.dtype.element_ty
+    run = tl.program_id(1)
     row = column.to(tl.int64)[:, None]
-    words = tl.load(numbers + row * (DEPTH // 8) + word[None, :])
-    if whole:
-        low = _by_run(zero, column, first, COUNT, STEP, DEPTH, GROUP)
-        wide = _by_run(scale, column, first, COUNT, STEP, DEPTH, GROUP)
-        low, wide = _ready(low, wide, kind, HALVES)
-    for pair in tl.static_range(4):
-        if not whole:
-            low = _of_pair(zero, column, word, pair, DEPTH, GROUP)
-            wide = _of_pair(scale, column, word, pair, DEPTH, GROUP)
-            low, wide = _ready(low, wide, kind, HALVES)
-        at = out + row * DEPTH + _columns(first, pair, STEP)[None, :]
-        tl.store(at, _neighbours(words, low, wide, pair, COUNT, STEP, kind, HALVES))
+    words = tl.load(numbers + row * (DEPTH // 8) + run * WORDS + tl.arange(0, WORDS)[None, :])
+    w = _weights(words, kept, column, run, COUNT, DEPTH, GROUP, out.dtype.element_ty, HALVES)
+    tl.store(out + row * DEPTH + run * COLUMNS + tl.arange(0, COLUMNS)[None, :], w)
 
 
 def few_rows(
     x: torch.Tensor,
     numbers: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor,
+    kept: torch.Tensor,
     cut: Cut,
     bias: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
+    arrived: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[cut.splits, T, width] of `dtype`, whose sum over the first dimension is the product of x
-    [T, depth] with the weights' transpose, plus bias [width].
+    """The product of x [T, depth] with the weights' transpose, plus bias [width].
 
-    numbers: int32 [width, depth / 8]; scale, any float dtype, and zero, uint8: [width, depth /
-    group]; groups are whole runs, or 16, 32 or 64 columns. The cut's columns divide width, and its
-    splits * words the words of the depth. Rows of x may be strided. With several rows a cut weights
-    are rounded to x's dtype; sums are float32.
+    numbers: int32 [width, depth / 8]; kept: [width, depth / group, 2] of x's dtype, scales and
+    zeros; groups are whole runs, or 16, 32 or 64 columns. The cut's columns divide width, and its
+    splits * runs the runs of the depth. Rows of x may be strided. Weights are rounded to x's dtype;
+    sums are float32.
+
+    arrived: int32, a zero for each tile of a cut with splits, zeros again afterwards; the result is
+    [1, T, width] of x's dtype. Without it [splits, T, width] float32, a sum to be made.
     """
     (height, depth), width = x.shape, numbers.shape[0]
-    out = torch.empty(cut.splits, height, width, dtype=dtype, device=x.device)
-    shape = {"WIDTH": width, "DEPTH": depth, "GROUP": depth // scale.shape[1]}
-    shape |= {"COUNT": cut.columns, "STEP": cut.words, "SPLITS": cut.splits}
-    options = shape | {"num_warps": cut.warps, "num_stages": cut.stages} | early_launch(x.device)
-    grid = width // cut.columns, cut.splits, triton.cdiv(height, cut.rows)
-    given = x, numbers, scale, zero, bias, out, height, x.stride(0)
-    if height and cut.rows == 1:
-        _one_row[grid](*given, BIASED=bias is not None, **options)
-    elif height:
+    merged = arrived is not None and cut.splits > 1
+    parts = torch.empty(
+        cut.splits, height, width, device=x.device,
+        dtype=x.dtype if arrived is not None and not merged else torch.float32,
+    )  # fmt: skip
+    out = torch.empty(1, height, width, dtype=x.dtype, device=x.device) if merged else parts
+    if height:
         halves = _halves(x.dtype, x.device)
-        _few_rows[grid](
-            *given, ROWS=cut.rows, BIASED=bias is not None, HALVES=halves, **options
+        _few_rows[(width // cut.columns, cut.splits, triton.cdiv(height, cut.rows))](
+            x, numbers, kept.view(torch.int32) if halves else kept, bias, parts, out, arrived,
+            height, x.stride(0), WIDTH=width, DEPTH=depth, GROUP=depth // kept.shape[1],
+            ROWS=cut.rows, COUNT=cut.columns, RUNS=cut.runs, SPLITS=cut.splits,
+            BIASED=bias is not None, MERGED=merged, HALVES=halves,
+            num_warps=cut.warps, num_stages=cut.stages, **early_launch(x.device),
         )  # fmt: skip
     return out
 
 
-def decode(
-    numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def decode(numbers: torch.Tensor, kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The weights as they are, [width, depth] of `dtype`; arguments as for `few_rows`."""
-    (width, words), columns = numbers.shape, 8
-    step = next(n for n in (128, 64, 32, 16) if words % n == 0)
-    out = torch.empty(width, words * EACH, dtype=dtype, device=numbers.device)
-    _decode[(width // columns, words // step)](
-        numbers, scale, zero, out, DEPTH=words * EACH, GROUP=words * EACH // scale.shape[1],
-        COUNT=columns, STEP=step, HALVES=_halves(dtype, numbers.device), num_warps=4,
+    (width, words), columns = numbers.shape, 32
+    depth = words * EACH
+    out = torch.empty(width, depth, dtype=dtype, device=numbers.device)
+    halves = _halves(dtype, numbers.device)
+    _decode[(width // columns, depth // RUN)](
+        numbers, kept.view(torch.int32) if halves else kept, out, DEPTH=depth,
+        GROUP=depth // kept.shape[1], COUNT=columns, HALVES=halves, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from pipeinfer.checkpoint.quantization import Int4
 from pipeinfer.kernels.int4_layout import RUN
-from pipeinfer.kernels.int4_tiles import COLUMNS, Cut, Kind, cut
+from pipeinfer.kernels.int4_tiles import COLUMNS, cut
 from pipeinfer.layers.int4_values import Int4Values
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement
@@ -28,7 +28,7 @@ def int4_products(form: Int4, size: tuple[int, int], placement: Placement) -> In
     grouped = group % RUN == 0 or group in GROUPS
     if rows % COLUMNS or columns % RUN or not grouped or skinny is None:
         return None
-    return Int4Products(skinny)
+    return Int4Products(skinny, rows // COLUMNS, placement.device)
 
 
 class Int4Products:
@@ -36,40 +36,28 @@ class Int4Products:
 
     rounding = None
 
-    def __init__(self, skinny: SkinnyProducts) -> None:
+    def __init__(self, skinny: SkinnyProducts, tiles: int, device: torch.device) -> None:
         from pipeinfer.kernels import int4
 
         self._skinny = skinny
         self._kernels = int4
+        self._arrived = torch.zeros(tiles, dtype=torch.int32, device=device)
 
     def product(
         self, x: torch.Tensor, values: Int4Values, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        how = self._cut("product", x, values)
+        how = cut(x.shape[0], values.numbers.shape[0], x.shape[1])
         if how is not None:
-            return self._few(x, values, how, bias, x.dtype)[0]
-        weight = self._kernels.decode(values.numbers, values.scale, values.zero, x.dtype)
+            kept = values.numbers, values.kept
+            return self._kernels.few_rows(x, *kept, how, bias, self._arrived)[0]
+        weight = self._kernels.decode(values.numbers, values.kept, x.dtype)
         return functional.linear(x, weight, bias)
 
     def later(
         self, x: torch.Tensor, values: Int4Values, bias: torch.Tensor | None
     ) -> PartialSum | None:
-        how = self._cut("split", x, values)
+        how = cut(x.shape[0], values.numbers.shape[0], x.shape[1])
         if how is None:
             return None
-        return PartialSum(self._few(x, values, how, bias), self._skinny)
-
-    def _cut(self, kind: Kind, x: torch.Tensor, values: Int4Values) -> Cut | None:
-        return cut(kind, x.shape[0], values.numbers.shape[0], x.shape[1])
-
-    def _few(
-        self,
-        x: torch.Tensor,
-        values: Int4Values,
-        how: Cut,
-        bias: torch.Tensor | None,
-        dtype: torch.dtype = torch.float32,
-    ) -> torch.Tensor:
-        return self._kernels.few_rows(
-            x, values.numbers, values.scale, values.zero, how, bias, dtype
-        )
+        parts = self._kernels.few_rows(x, values.numbers, values.kept, how, bias)
+        return PartialSum(parts, self._skinny)

@@ -28,14 +28,24 @@ IN_ORDER = tuple(range(EACH))
 
 @dataclass(frozen=True)
 class Int4Values:
-    """Values (decoded.py). numbers: int32 [rows, columns / 8], as kernels want them. scale, in the
-    model's dtype, and zero, uint8: [rows, groups]. Each may be a stack of matrices.
+    """Values (decoded.py). numbers: int32 [rows, columns / 8], as kernels want them. kept: [rows,
+    groups, 2] of the model's dtype, a scale and a zero side by side. Each may be a stack of
+    matrices.
     """
 
     numbers: torch.Tensor
-    scale: torch.Tensor
-    zero: torch.Tensor
+    kept: torch.Tensor
     form: Int4
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """[rows, groups]"""
+        return self.kept[..., 0]
+
+    @property
+    def zero(self) -> torch.Tensor:
+        """[rows, groups], whole numbers 0 to 16."""
+        return self.kept[..., 1]
 
     @classmethod
     def empty(cls, size: tuple[int, ...], form: Int4, placement: Placement) -> Int4Values:
@@ -49,23 +59,22 @@ class Int4Values:
                 f"groups of {group} columns and words of {EACH} numbers"
             )
         device = placement.device
-        groups = (*stack, rows, columns // group)
+        groups = (*stack, rows, columns // group, 2)
         return cls(
             torch.empty((*stack, rows, columns // EACH), dtype=torch.int32, device=device),
-            torch.empty(groups, dtype=placement.dtype, device=device),
-            torch.full(groups, MIDDLE, dtype=torch.uint8, device=device),
+            torch.full(groups, MIDDLE, dtype=placement.dtype, device=device),
             form,
         )
 
     def __getitem__(self, index: int) -> Int4Values:
         """One of a stack."""
-        return Int4Values(self.numbers[index], self.scale[index], self.zero[index], self.form)
+        return Int4Values(self.numbers[index], self.kept[index], self.form)
 
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
         return decoded(self.numbers, self.scale, self.zero, dtype)
 
     def permute(self, rows: torch.Tensor) -> None:
-        for part in (self.numbers, self.scale, self.zero):
+        for part in (self.numbers, self.kept):
             part[: len(rows)] = part[rows]
 
     def sources(
