@@ -177,8 +177,9 @@ def note(architecture, backend, head_dim, compared, margins):
     counts = ", ".join(f"{how} {len(found)}" for how, found in margins.items())
     print(
         f"PARITY {name:9} {backend:10} {head_dim:3}: error {compared.error:.4f}, median "
-        f"{compared.median:.4f} (transformers {compared.usual_error:.4f}), agreement {compared.agreement:.4f} "
-        f"({compared.usual_agreement:.4f}); of 12 requests other tokens: {counts}"
+        f"{compared.median:.4f} (transformers {compared.usual_error:.4f}), agreement "
+        f"{compared.agreement:.4f} ({compared.usual_agreement:.4f}); of 12 requests other tokens: "
+        f"{counts}"
     )
     if "PARITY_OUT" in os.environ:
         line = {"architecture": name, "backend": backend, "head_dim": head_dim,

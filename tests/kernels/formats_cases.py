@@ -81,14 +81,16 @@ def in_4_bits(group, dtype=torch.float32):
     numbers = torch.randint(0, 16, (width, depth), generator=source, dtype=torch.uint8)
     zero = torch.randint(0, 17, (width, depth // group), generator=source, dtype=torch.uint8)
     scale = (randn(4, width, depth // group).abs() / 20 + 0.01).to(dtype)
-    assert torch.equal(spread(packed(numbers)), numbers)
+    words = packed(numbers)
+    assert torch.equal(spread(words), numbers)
     kept = torch.stack((scale, zero.to(scale)), dim=-1)
-    return packed(numbers).to(scale.device), kept
+    return words.transpose(0, 1).contiguous().to(scale.device), kept.transpose(0, 1).contiguous()
 
 
 def plain_of(values, dtype):
     numbers, kept = values
-    return decoded(numbers, kept[..., 0], kept[..., 1], dtype)
+    scale, zero = kept.permute(2, 1, 0)
+    return decoded(numbers.transpose(0, 1), scale, zero, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

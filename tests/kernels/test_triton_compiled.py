@@ -195,7 +195,7 @@ def test_weights_in_4_bits(group):
         # Weights go from registers to tensor cores; what is stored there is the result.
         assert len(re.findall(r"st\.shared", made.asm["ptx"])) < 24
     types = {name: types[name] for name in ("numbers", "kept", "out")}
-    constants = {"DEPTH": 1024, "GROUP": group, "COUNT": 8, "HALVES": True}
+    constants = {"WIDTH": 1024, "DEPTH": 1024, "GROUP": group, "COUNT": 8, "HALVES": True}
     assert compiled(int4._decode, types, constants, num_warps=4).asm["ptx"]
 
 

@@ -25,7 +25,6 @@ from pipeinfer.kernels.prefetch import prefetch
 COLUMNS = tl.constexpr(RUN)
 WORDS = tl.constexpr(RUN // EACH)  # of a run
 BLOCKS = tl.constexpr(BLOCK_WORDS)  # words that a thread of a tensor core has side by side
-LINE = tl.constexpr(32)  # words in a line of the L2 cache
 
 
 @triton.jit
@@ -93,37 +92,37 @@ def _pair(words, low, wide, P: tl.constexpr, kind: tl.constexpr, HALVES: tl.cons
 
 @triton.jit
 def _group(
-    kept, column, run, P: tl.constexpr, COUNT: tl.constexpr, DEPTH: tl.constexpr,
+    kept, column, run, P: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, kind: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Zeros and scales [COUNT, WORDS] of pair P of a run's words."""
     first = run * COLUMNS + P * (2 * WORDS)
     if GROUP >= 2 * WORDS:
-        low, wide = _ready(kept, column * (DEPTH // GROUP) + first // GROUP, kind, HALVES)
+        low, wide = _ready(kept, first // GROUP * WIDTH + column, kind, HALVES)
         low, wide = low[:, None], wide[:, None]
     else:  # 16 columns: the upper half of a thread's words has the next group
         word = tl.arange(0, WORDS)
         at = first // GROUP + word % BLOCKS // 2
-        low, wide = _ready(kept, column[:, None] * (DEPTH // GROUP) + at[None, :], kind, HALVES)
+        low, wide = _ready(kept, at[None, :] * WIDTH + column[:, None], kind, HALVES)
     return tl.broadcast_to(low, (COUNT, WORDS)), tl.broadcast_to(wide, (COUNT, WORDS))
 
 
 @triton.jit
 def _weights(
-    words, kept, column, run, COUNT: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    words, kept, column, run, COUNT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     kind: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """[COUNT, COLUMNS] of kind: those of words [COUNT, WORDS], one run of each column."""
-    low, wide = _group(kept, column, run, 0, COUNT, DEPTH, GROUP, kind, HALVES)
+    low, wide = _group(kept, column, run, 0, COUNT, WIDTH, GROUP, kind, HALVES)
     a = _pair(words, low, wide, 0, kind, HALVES)
     if GROUP < COLUMNS:
-        low, wide = _group(kept, column, run, 1, COUNT, DEPTH, GROUP, kind, HALVES)
+        low, wide = _group(kept, column, run, 1, COUNT, WIDTH, GROUP, kind, HALVES)
     b = _pair(words, low, wide, 1, kind, HALVES)
     if GROUP < COLUMNS:
-        low, wide = _group(kept, column, run, 2, COUNT, DEPTH, GROUP, kind, HALVES)
+        low, wide = _group(kept, column, run, 2, COUNT, WIDTH, GROUP, kind, HALVES)
     c = _pair(words, low, wide, 2, kind, HALVES)
     if GROUP < COLUMNS:
-        low, wide = _group(kept, column, run, 3, COUNT, DEPTH, GROUP, kind, HALVES)
+        low, wide = _group(kept, column, run, 3, COUNT, WIDTH, GROUP, kind, HALVES)
     d = _pair(words, low, wide, 3, kind, HALVES)
     # column, thread of four, its word, neighbour, pair's upper and lower bit
     all_four = tl.join(tl.join(a, c), tl.join(b, d))
@@ -149,11 +148,10 @@ def _few_rows(
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     real = (row < rows)[:, None]
     total = tl.zeros((COUNT, ROWS), tl.float32)
-    right = numbers + column.to(tl.int64)[:, None] * (DEPTH // 8) + split * (share * WORDS)
+    right = numbers + (split * share).to(tl.int64) * (WIDTH * WORDS) + column[:, None] * WORDS
     left = x + row[:, None] * x_stride + split * (share * COLUMNS)
     if EARLY:
-        lines: tl.constexpr = (RUNS * WORDS + LINE - 1) // LINE
-        prefetch(right + tl.arange(0, lines)[None, :] * LINE)
+        prefetch(right + tl.arange(0, RUNS)[None, :] * (WIDTH * WORDS))
         gdc_wait()  # for all that the kernel before it writes
         gdc_launch_dependents()
     right += tl.arange(0, WORDS)[None, :]
@@ -161,10 +159,10 @@ def _few_rows(
     for begin in range(0, share, RUNS):
         for inner in tl.static_range(RUNS):
             run = begin + inner
-            words = tl.load(right + run * WORDS)
+            words = tl.load(right + run * (WIDTH * WORDS))
             a = tl.load(left + run * COLUMNS, mask=real, other=0.0)
             w = _weights(
-                words, kept, column, split * share + run, COUNT, DEPTH, GROUP, kind, HALVES
+                words, kept, column, split * share + run, COUNT, WIDTH, GROUP, kind, HALVES
             )
             total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
     total = tl.trans(total)
@@ -190,15 +188,15 @@ def _few_rows(
 
 @triton.jit
 def _decode(
-    numbers, kept, out, DEPTH: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
-    HALVES: tl.constexpr,
+    numbers, kept, out, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    COUNT: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Program (COUNT columns of the product, run of the depth)."""
     column = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     run = tl.program_id(1)
     row = column.to(tl.int64)[:, None]
-    words = tl.load(numbers + row * (DEPTH // 8) + run * WORDS + tl.arange(0, WORDS)[None, :])
-    w = _weights(words, kept, column, run, COUNT, DEPTH, GROUP, out.dtype.element_ty, HALVES)
+    words = tl.load(numbers + (run * WIDTH + row) * WORDS + tl.arange(0, WORDS)[None, :])
+    w = _weights(words, kept, column, run, COUNT, WIDTH, GROUP, out.dtype.element_ty, HALVES)
     tl.store(out + row * DEPTH + run * COLUMNS + tl.arange(0, COLUMNS)[None, :], w)
 
 
@@ -212,7 +210,7 @@ def few_rows(
 ) -> torch.Tensor:
     """The product of x [T, depth] with the weights' transpose, plus bias [width].
 
-    numbers: int32 [width, depth / 8]; kept: [width, depth / group, 2] of x's dtype, scales and
+    numbers: int32 [runs, width, 16]; kept: [depth / group, width, 2] of x's dtype, scales and
     zeros; groups are whole runs, or 16, 32 or 64 columns. The cut's columns divide width, and its
     splits * runs the runs of the depth. Rows of x may be strided. Weights are rounded to x's dtype;
     sums are float32.
@@ -220,7 +218,7 @@ def few_rows(
     arrived: int32, a zero for each tile of a cut with splits, zeros again afterwards; the result is
     [1, T, width] of x's dtype. Without it [splits, T, width] float32, a sum to be made.
     """
-    (height, depth), width = x.shape, numbers.shape[0]
+    (height, depth), width = x.shape, numbers.shape[1]
     merged = arrived is not None and cut.splits > 1
     parts = torch.empty(
         cut.splits, height, width, device=x.device,
@@ -231,7 +229,7 @@ def few_rows(
         halves = _halves(x.dtype, x.device)
         _few_rows[(width // cut.columns, cut.splits, triton.cdiv(height, cut.rows))](
             x, numbers, kept.view(torch.int32) if halves else kept, bias, parts, out, arrived,
-            height, x.stride(0), WIDTH=width, DEPTH=depth, GROUP=depth // kept.shape[1],
+            height, x.stride(0), WIDTH=width, DEPTH=depth, GROUP=depth // kept.shape[0],
             ROWS=cut.rows, COUNT=cut.columns, RUNS=cut.runs, SPLITS=cut.splits,
             BIASED=bias is not None, MERGED=merged, HALVES=halves,
             num_warps=cut.warps, num_stages=cut.stages, **early_launch(x.device),
@@ -241,13 +239,13 @@ def few_rows(
 
 def decode(numbers: torch.Tensor, kept: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The weights as they are, [width, depth] of `dtype`; arguments as for `few_rows`."""
-    (width, words), columns = numbers.shape, 32
-    depth = words * EACH
+    (runs, width, _), columns = numbers.shape, 32
+    depth = runs * RUN
     out = torch.empty(width, depth, dtype=dtype, device=numbers.device)
     halves = _halves(dtype, numbers.device)
-    _decode[(width // columns, depth // RUN)](
-        numbers, kept.view(torch.int32) if halves else kept, out, DEPTH=depth,
-        GROUP=depth // kept.shape[1], COUNT=columns, HALVES=halves, num_warps=4,
+    _decode[(width // columns, runs)](
+        numbers, kept.view(torch.int32) if halves else kept, out, WIDTH=width, DEPTH=depth,
+        GROUP=depth // kept.shape[0], COUNT=columns, HALVES=halves, num_warps=4,
     )  # fmt: skip
     return out
 

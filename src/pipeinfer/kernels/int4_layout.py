@@ -17,17 +17,17 @@ RUN = 128  # columns; a matrix of others is one run
 
 
 def packed(numbers: torch.Tensor) -> torch.Tensor:
-    """uint8 [rows, columns], each 0 to 15, to int32 [rows, columns / 8]."""
+    """uint8 [rows, columns], each 0 to 15, to int32 [rows, runs, words]."""
     across, beside = _places(numbers.shape[1])
     runs = numbers.to(torch.int32).unflatten(1, (-1, PAIRS, beside, across, 2))
     words = (runs << _shifts(numbers.device)).sum((2, 5), dtype=torch.int32)
-    return words.transpose(2, 3).flatten(1)
+    return words.transpose(2, 3).flatten(2)
 
 
 def spread(words: torch.Tensor) -> torch.Tensor:
     """The inverse of `packed`."""
-    across, beside = _places(EACH * words.shape[1])
-    runs = words.unflatten(1, (-1, 1, across, beside)).transpose(-1, -2)
+    across, beside = _places(EACH * words.shape[2])
+    runs = words.unflatten(2, (1, across, beside)).transpose(-1, -2)
     return ((runs[..., None] >> _shifts(words.device)) & 15).to(torch.uint8).flatten(1)
 
 
@@ -46,6 +46,11 @@ def _shifts(device: torch.device) -> torch.Tensor:
     return 4 * places.t()[:, None, None, :]
 
 
+def run_of(columns: int) -> int:
+    """The columns of a run."""
+    return RUN if columns % RUN == 0 else columns
+
+
 def _places(columns: int) -> tuple[int, int]:
-    """Threads that share a run, and the words of each; columns of no whole runs have no order."""
+    """Threads that share a run, and the words of each; a run of other columns has no order."""
     return (RUN // EACH // BLOCK_WORDS, BLOCK_WORDS) if columns % RUN == 0 else (1, columns // EACH)

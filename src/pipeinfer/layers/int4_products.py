@@ -46,7 +46,7 @@ class Int4Products:
     def product(
         self, x: torch.Tensor, values: Int4Values, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        how = cut(x.shape[0], values.numbers.shape[0], x.shape[1])
+        how = cut(x.shape[0], values.numbers.shape[1], x.shape[1])
         if how is not None:
             kept = values.numbers, values.kept
             return self._kernels.few_rows(x, *kept, how, bias, self._arrived)[0]
@@ -56,7 +56,7 @@ class Int4Products:
     def later(
         self, x: torch.Tensor, values: Int4Values, bias: torch.Tensor | None
     ) -> PartialSum | None:
-        how = cut(x.shape[0], values.numbers.shape[0], x.shape[1])
+        how = cut(x.shape[0], values.numbers.shape[1], x.shape[1])
         if how is None:
             return None
         parts = self._kernels.few_rows(x, values.numbers, values.kept, how, bias)

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from pipeinfer.checkpoint.quantization import Int4
-from pipeinfer.kernels.int4_layout import EACH, decoded, packed
+from pipeinfer.kernels.int4_layout import EACH, decoded, packed, run_of
 from pipeinfer.layers.placement import DUMMY_STD, Converted, Placement, Source, Target
 from pipeinfer.settings import ConfigurationError
 
@@ -28,9 +28,9 @@ IN_ORDER = tuple(range(EACH))
 
 @dataclass(frozen=True)
 class Int4Values:
-    """Values (decoded.py). numbers: int32 [rows, columns / 8], as kernels want them. kept: [rows,
-    groups, 2] of the model's dtype, a scale and a zero side by side. Each may be a stack of
-    matrices.
+    """Values (decoded.py). numbers: int32 [runs, rows, words], and kept: [groups, rows, 2] of the
+    model's dtype, a scale and a zero side by side: what a kernel reads at a time lies together.
+    Each may be a stack of matrices.
     """
 
     numbers: torch.Tensor
@@ -40,12 +40,17 @@ class Int4Values:
     @property
     def scale(self) -> torch.Tensor:
         """[rows, groups]"""
-        return self.kept[..., 0]
+        return self.kept[..., 0].transpose(-1, -2)
 
     @property
     def zero(self) -> torch.Tensor:
         """[rows, groups], whole numbers 0 to 16."""
-        return self.kept[..., 1]
+        return self.kept[..., 1].transpose(-1, -2)
+
+    @property
+    def words(self) -> torch.Tensor:
+        """[rows, runs, words]"""
+        return self.numbers.transpose(-2, -3)
 
     @classmethod
     def empty(cls, size: tuple[int, ...], form: Int4, placement: Placement) -> Int4Values:
@@ -59,9 +64,11 @@ class Int4Values:
                 f"groups of {group} columns and words of {EACH} numbers"
             )
         device = placement.device
-        groups = (*stack, rows, columns // group, 2)
+        groups = (*stack, columns // group, rows, 2)
+        run = run_of(columns)
+        words = (*stack, columns // run, rows, run // EACH)
         return cls(
-            torch.empty((*stack, rows, columns // EACH), dtype=torch.int32, device=device),
+            torch.empty(words, dtype=torch.int32, device=device),
             torch.full(groups, MIDDLE, dtype=placement.dtype, device=device),
             form,
         )
@@ -71,18 +78,18 @@ class Int4Values:
         return Int4Values(self.numbers[index], self.kept[index], self.form)
 
     def decoded(self, dtype: torch.dtype) -> torch.Tensor:
-        return decoded(self.numbers, self.scale, self.zero, dtype)
+        return decoded(self.words, self.scale, self.zero, dtype)
 
     def permute(self, rows: torch.Tensor) -> None:
         for part in (self.numbers, self.kept):
-            part[: len(rows)] = part[rows]
+            part[:, : len(rows)] = part[:, rows]
 
     def sources(
         self, name: str, rows: slice, shape: tuple[int, int], slices: tuple[slice, slice]
     ) -> Iterator[Source]:
         """ConfigurationError if `slices` cut through a group or a word."""
         group = self.form.group or shape[1]
-        numbers, scale, zero = self.numbers[rows], self.scale[rows], self.zero[rows]
+        numbers, scale, zero = self.words[rows], self.scale[rows], self.zero[rows]
         cut = _Cut(name, shape, slices, group)
         if self.form.packing == "compressed-tensors":
             kept = Converted(numbers, lambda words: packed(_along_columns(words, IN_ORDER)))
