@@ -1,8 +1,8 @@
 """Times products with weights in FP8 and in 4 bits, of the 14B shape, beside bfloat16's; a tool.
 
 `python tests/gpu/time_formats.py [SECONDS [fp8] [int4] [ROWS ...]]` prints microseconds for each
-matrix and number of rows. One graph holds a product with each of several weights, so that none is in the L2
-cache. The rounding of rows is timed by itself.
+matrix and number of rows. One graph holds a product with each of several weights, so that none is
+in the L2 cache. The rounding of rows is timed by itself.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def in_4_bits(weight):
 
 
 def suits(rows, height):
-    return height == (8 if rows <= 8 else rows) or height == 16 and rows <= 16
+    return height == (8 if rows <= 8 else rows) or (height == 16 and rows <= 16)
 
 
 def jobs(kinds, heights):

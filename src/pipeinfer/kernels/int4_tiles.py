@@ -10,10 +10,10 @@ from functools import lru_cache
 
 from pipeinfer.kernels.int4_layout import RUN
 
-FEW = 64  # rows; with more of them arithmetic counts
+FEW = 128  # rows; with more of them arithmetic counts
 COLUMNS = 64  # of a tile: what one instruction of a tensor core has
-PROGRAMS = 528  # four for each multiprocessor
-MOST = 8  # splits
+ENOUGH = 400  # programs, three for each multiprocessor
+WIDE = 256  # tiles of 128 columns: two for each multiprocessor
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,25 @@ class Cut:
 @lru_cache(maxsize=1024)
 def cut(rows: int, width: int, depth: int) -> Cut | None:
     """For x [rows, depth] and weights [width, depth], of whole tiles and runs; None: not here."""
-    if rows > FEW:
-        return None
-    height = next(most for most in (16, 32, FEW) if rows <= most)
     runs, tiles = depth // RUN, width // COLUMNS
-    splits = next(
-        (n for n in range(1, MOST + 1) if runs % n == 0 and tiles * n >= PROGRAMS), None
-    ) or next(n for n in range(MOST, 0, -1) if runs % n == 0)
-    return Cut(height, COLUMNS, 2 if runs // splits % 2 == 0 else 1, splits)
+    if rows <= 8 and width // 128 >= WIDE and width % 128 == 0 and runs % 4 == 0:
+        return Cut(8, 128, 1, 4)
+    if rows <= 16:
+        splits = _splits(runs, tiles, ENOUGH)
+        return Cut(16, COLUMNS, 2 if runs // splits % 2 == 0 else 1, splits)
+    if rows <= 32:
+        splits = _splits(runs, tiles, ENOUGH)
+        if splits == 1 and runs % 2 == 0:
+            return Cut(32, COLUMNS, 2, 1)
+        return Cut(32, COLUMNS, 1, splits, stages=4)
+    if rows <= 64:
+        return Cut(64, COLUMNS, 2, 2) if runs % 4 == 0 else Cut(64, COLUMNS, 1, 1, stages=4)
+    if rows <= FEW:
+        return Cut(FEW, COLUMNS, 1, _splits(runs, tiles, ENOUGH // 4), stages=4)
+    return None
+
+
+def _splits(runs: int, tiles: int, programs: int) -> int:
+    """The fewest equal shares of a depth that make so many programs, else the most."""
+    shares = [n for n in (1, 2, 4, 5, 8) if runs % n == 0]
+    return next((n for n in shares if tiles * n >= programs), shares[-1])
