@@ -1,4 +1,4 @@
-"""The commands and examples of README.md, run as a new user would; only ports differ."""
+"""The commands of README.md and of the quick starts, run as a new user would; only ports differ."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.cli.main import COMMANDS
 from pipeinfer.demo.tasks import ABOUT
 from servers import Server, environment
 
@@ -21,6 +22,8 @@ PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 SHELL = "\n".join(re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL))
 LINES = SHELL.replace("\\\n", " ").splitlines()
 ADDRESS = "http://127.0.0.1:8000"
+STARTS = [ROOT / "docs/start" / f"{name}.md" for name in ("laptop", "one-gpu", "debug-a-stage")]
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +53,37 @@ def example(imported: str) -> str:
     return found
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@needs_curl
 def test_curl_line_gets_an_answer(server):
     command = [word.replace(ADDRESS, server.url) for word in line("curl")]
     answer = json.loads(run([*command, "-sS"]))
     assert answer["choices"][0]["message"]["content"] == ABOUT["What is pipeinfer?"]
+
+
+def curls(page: Path) -> list[str]:
+    """Commands that ask, of one page, each as the shell gets it."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [block for block in blocks if block.startswith("curl")]
+
+
+@needs_curl
+@pytest.mark.parametrize("page", STARTS, ids=[page.stem for page in STARTS])
+def test_curl_lines_of_a_quick_start_get_answers(server, page):
+    asked = curls(page)
+    assert asked
+    for block in asked:
+        command = block.replace(ADDRESS, server.url).replace("curl ", "curl -sS --fail ", 1)
+        assert '"content":"' in run(["sh", "-c", command])
+
+
+@needs_curl
+def test_the_schema_of_the_tutorial_gives_what_its_page_says(server):
+    page = ROOT / "docs/start/debug-a-stage.md"
+    [block] = [block for block in curls(page) if "response_format" in block]
+    command = block.replace(ADDRESS, server.url).replace("curl ", "curl -sS ", 1)
+    answer = json.loads(run(["sh", "-c", command]))
+    said = answer["choices"][0]["message"]["content"]
+    assert said == '{"sum": 22}' and f"`{said}`" in page.read_text()
 
 
 def test_openai_example_streams_an_answer(server):
@@ -85,10 +114,15 @@ def test_targets_of_make_that_are_named_exist():
     assert {"serve", "test"} <= named <= targets
 
 
-def test_quick_start_stands_in_its_order():
+def test_it_is_read_from_the_first_answer_to_the_links():
     order = [
-        *("make serve", "curl http", "make test", "OpenAI(", "LLM()", "pipeinfer chat"),
-        *("stages/$stage.py", "| stage | owns", "## What it can do today", "## More"),
+        *("docs/images/", "make serve", "curl http", "make test", "OpenAI(", "LLM()"),
+        *("pipeinfer chat", "| Qwen3-0.6B, tokens/s |", "| command | does |", "## Read on"),
     ]
     found = [README.index(mark) for mark in order]
     assert found == sorted(found)
+
+
+def test_every_command_is_in_the_table_of_commands():
+    table = README.split("## All commands")[1].split("\n## ")[0]
+    assert set(re.findall(r"`pipeinfer ([\w-]+)`", table)) == set(COMMANDS)

@@ -118,7 +118,7 @@ def kind_of(heading: str, number: int, content: Any) -> type:
         if "error" in content:
             return answers.MessageError if "type" in content else answers.Error
         return answers.PipelineHealth
-    kind = endpoint.body if endpoint.body is not None and number == 1 else endpoint.answer
+    kind = endpoint.body if endpoint.body is not None and number % 2 else endpoint.answer
     assert kind is not None
     return kind
 
