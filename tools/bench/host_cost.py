@@ -1,6 +1,6 @@
 """What the engine's host spends on a step, phase by phase, out of the engine's statistics.
 
-Knows the names of the statistics (docs/telemetry.md); measures nothing itself.
+Knows the names of the statistics (docs/reference/statistics.md); measures nothing itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the stages of a running server still remember of requests, as their heartbeats tell it.
 
-Knows the statistics that are zero where nothing is left; docs/telemetry.md says what they are.
+Knows the statistics that are zero where nothing is left (docs/reference/statistics.md).
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _work(options: argparse.Namespace) -> None:
     def judge(chosen: target.Target) -> Judge:
         return Judge(chosen, options.target, options.out, options.worker, options.first)
 
-    corpus = options.corpus or options.out / "corpus"
+    corpus = options.corpus or options.out / "corpus" / options.target
     engine = engines.chosen(options.engine)
     seed = options.seed + options.worker
     engines.run(engine, lambda: _make(options), judge, options.seconds, seed, corpus)
@@ -123,7 +123,7 @@ def _result(options: argparse.Namespace, codes: list[int]) -> dict[str, Any]:
             text = f"the process ended with code {code}: {words}"
             findings[text] = {"signature": "died", "message": text, "file": str(file)}
         (options.out / f"worker-{number}.last").unlink(missing_ok=True)
-    corpus = options.corpus or options.out / "corpus"
+    corpus = options.corpus or options.out / "corpus" / options.target
     return {
         "target": options.target,
         "engine": engines.chosen(options.engine),

@@ -1,7 +1,7 @@
 """Whether the counters of a server add up: with what its clients did, and from stage to stage.
 
 Knows the counts of clients.py, the metrics of the gateway, and the statistics of the stages; what
-they mean stands in docs/telemetry.md.
+they mean stands in docs/reference/statistics.md.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ class SchedulerCore:
         )
 
     def stats(self) -> dict[str, float]:
-        """See docs/telemetry.md."""
+        """See docs/reference/statistics.md."""
         step_tokens, prompt_rate = self._planner.allowed
         flights, running = self._aboard.flights, len(self._aboard.slots.running)
         return {

@@ -1,6 +1,6 @@
 """What is shown of a running pipeline at one moment: JSON for a page, lines for a terminal.
 
-Knows the health table and names of statistics (docs/telemetry.md); no HTTP and no clock.
+Knows the health table and names of statistics (docs/reference/statistics.md); no HTTP and no clock.
 """
 
 from __future__ import annotations
