@@ -1,7 +1,7 @@
 """Which test modules are quick: those that start no process and load no model.
 
 Found out from what a module imports, so that nobody has to mark anything: itself, the helpers of
-its folder and of tests/, and the fixtures of its folder's conftest.py that it asks for.
+its folder and of tests/, the tools, and the fixtures of its folder's conftest.py that it asks for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-HEAVY = frozenset(("torch", "transformers", "triton", "subprocess", "multiprocessing", "servers"))
+TOOLS = TESTS.parent / "tools"
+HEAVY = frozenset((
+    "torch", "transformers", "triton", "subprocess", "multiprocessing", "servers", "playwright",
+    "importlib.util",  # a file by its path, which may import anything
+    # What starts processes itself:
+    "pipeinfer.grammars.trial.Trial", "pipeinfer.tokenizer.trials.Trials",
+    "pipeinfer.runtime.supervisor.Supervisor", "pipeinfer.trace.state_copy",
+))  # fmt: skip
 HEAVY_NAMES = frozenset(("LLM", "AsyncLLM", "Ordeal", "Storm"))
 QUICK_ANYWAY = frozenset((
     "test_house_rules.py",  # a second of linting that finds much
@@ -33,13 +40,13 @@ def is_quick(path: Path) -> bool:
 def _is_heavy(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names, wanted = {alias.name.split(".")[0] for alias in node.names}, set()
+            names, wanted = {alias.name for alias in node.names}, set()
         elif isinstance(node, ast.ImportFrom):
-            names = {(node.module or "").split(".")[0]}
             wanted = {alias.name for alias in node.names}
+            names = {node.module or "", *(f"{node.module}.{name}" for name in wanted)}
         else:
             continue
-        if names & HEAVY or wanted & HEAVY_NAMES:
+        if any(map(_starts_heavy, names)) or wanted & HEAVY_NAMES:
             return True
         for helper in _helpers(path, names) - seen:
             if _is_heavy(helper, seen | {path}):
@@ -47,8 +54,16 @@ def _is_heavy(path: Path, seen: frozenset[Path] = frozenset()) -> bool:
     return False
 
 
+def _starts_heavy(name: str) -> bool:
+    """Whether a module of this dotted name, or what it is part of, is heavy."""
+    parts = name.split(".")
+    return any(".".join(parts[: end + 1]) in HEAVY for end in range(len(parts)))
+
+
 def _helpers(path: Path, names: set[str]) -> set[Path]:
-    paths = [folder / f"{name}.py" for name in names for folder in (path.parent, TESTS)]
+    """Files of those modules of these names that are the tests' own, or tools."""
+    folders = (path.parent, TESTS, TOOLS)
+    paths = [folder / f"{name.replace('.', '/')}.py" for name in names for folder in folders]
     return {path for path in paths if path.exists()}
 
 

@@ -19,7 +19,7 @@ from rank_process import generate
 from checkpoints import CheckpointCache, load_reference
 from right_scores import check_prompt_scores, check_scores
 
-OUTPUTS = 16
+OUTPUTS = 12
 GAP = 1e-3  # between the two best logits, so that rounding cannot change the greedy choice
 SAMPLED = (
     {"temperature": 0.8},

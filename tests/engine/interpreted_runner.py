@@ -31,7 +31,7 @@ from pipeinfer.engine.rooms import Room  # noqa: E402
 from pipeinfer.engine.runner import Runner  # noqa: E402
 from pipeinfer.kernels import by_triton  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
-from quick_interpreter import remap_once  # noqa: E402
+from quick_interpreter import hurry  # noqa: E402
 
 MIXED = (0, 1), (2, 2)  # decodes and prompts that a graph has room for, of so many tokens
 SIZES = (4, 24)
@@ -125,7 +125,7 @@ def checked(work):
     return check
 
 
-remap_once()
+hurry()
 step_times.REPLAYS = 1
 loading.machine = lambda device, settings, ordinal: InterpretedMachine()
 building.mixed_ladder = ladder

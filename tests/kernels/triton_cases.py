@@ -12,9 +12,9 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    from quick_interpreter import remap_once
+    from quick_interpreter import hurry
 
-    remap_once()
+    hurry()
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # Of operands of a product: the interpreter has none of bfloat16, it multiplies the bits.
 HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]

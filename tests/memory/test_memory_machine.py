@@ -280,5 +280,5 @@ class MemoryMachine(RuleBasedStateMachine):
 def test_every_row_reads_the_kv_of_its_own_tokens(page_size: int, cache: str):
     machine = type("Machine", (MemoryMachine,), {"page_size": page_size, "cache": cache})
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+        machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
     )

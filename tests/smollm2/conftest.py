@@ -39,13 +39,13 @@ def expected(theirs) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(model):
     with Server(str(model), "--served-model-name", NAME, "--dtype", "float32") as running:
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def api(server):
     with openai.OpenAI(
         base_url=f"{server.url}/v1", api_key="none", timeout=240, max_retries=0

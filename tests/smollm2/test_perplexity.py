@@ -1,4 +1,4 @@
-"""How likely the model finds 20,000 tokens of text is what transformers says, token by token.
+"""How likely the model finds 10,000 tokens of text is what transformers says, token by token.
 
 The windows lie all over the text, so that prose, tables and commands are among them.
 """
@@ -23,8 +23,8 @@ from pipeinfer.models.loading import load_weights
 from pipeinfer.steps.step import Step
 from step_pages import all_pages
 
-WINDOW, WINDOWS = 1_024, 20
-NARROW = (0, 7, 14)  # windows that are read with keys and values in 8 bits
+WINDOW, WINDOWS = 1_024, 10
+NARROW = (0, 3, 7)  # windows that are read with keys and values in 8 bits
 STEP = 512  # tokens of a step: the second reads from pages what the first wrote
 PAGE = 16
 

@@ -41,6 +41,7 @@ def test_answers_are_what_the_document_says(tmp_path):
         done = subprocess.run(
             [
                 str(Path(sys.executable).with_name("schemathesis")),
+                *("--config-file", str(Path(__file__).with_name("schemathesis.toml"))),
                 *("run", f"{server.url}/openapi.json", "--phases", "coverage,fuzzing"),
                 *("--checks", ",".join(CHECKS), "--exclude-path", "/v1/embeddings"),
                 *("--header", f"Authorization: Bearer {KEY}", "--max-examples", "8"),

@@ -7,10 +7,13 @@ calls, where `hooked` has put it, so two models do not meet. Knows no step and n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from copy import deepcopy
+from typing import NamedTuple, Protocol, cast
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 NAME, TRACED = "pipeinfer", "pipeinfer-traced"
 ATTRIBUTE = "pipeinfer_hook"
@@ -36,6 +39,23 @@ class Hook:
     """Of one model: what answers its calls now."""
 
     answer: Answer
+
+
+class _FromConfig(Protocol):
+    """A class of a model. transformers does not say what `_from_config` returns, and pyright would
+    read all models there are to find out, for half a minute."""
+
+    def _from_config(
+        self, config: PreTrainedConfig, *, attn_implementation: str, dtype: torch.dtype
+    ) -> PreTrainedModel: ...
+
+
+def built(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, name: str, dtype: torch.dtype
+) -> PreTrainedModel:
+    """One with weights that mean nothing, which calls the attention that `name` stands for."""
+    made = cast(_FromConfig, kind)
+    return made._from_config(deepcopy(config), attn_implementation=name, dtype=dtype)
 
 
 def hooked(model: torch.nn.Module) -> Hook:

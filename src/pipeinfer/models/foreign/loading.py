@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging as theirs
 
 from pipeinfer.checkpoint.outline import Outline
@@ -126,9 +127,7 @@ def _random(
 ) -> PreTrainedModel:
     """As models/loading.py fills its own: each tensor depends on `seed` and its name only."""
     with device:
-        model = foreign.kind._from_config(
-            deepcopy(foreign.config), attn_implementation=hook.NAME, dtype=dtype
-        )
+        model = hook.built(foreign.kind, foreign.config, hook.NAME, dtype)
     for name, weight in model.named_parameters():
         if weight.dim() == 1 and name.endswith("weight"):  # of a norm
             weight.fill_(1.0)

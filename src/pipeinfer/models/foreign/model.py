@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from pipeinfer.layers.attention import Attend, ReadyHeads
 from pipeinfer.models.foreign.hook import Called, hooked

@@ -6,11 +6,13 @@ Knows classes and configurations of transformers; no weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import cast
 
-import transformers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from pipeinfer.settings import ConfigurationError
@@ -34,7 +36,7 @@ def find(folder: Path, architecture: str) -> tuple[type[PreTrainedModel], PreTra
     if found is None or found.__name__ != architecture:
         raise ConfigurationError(
             f"unsupported architecture {architecture}: neither pipeinfer nor transformers "
-            f"{transformers.__version__} has it as a decoder"
+            f"{version('transformers')} has it as a decoder"
         )
     return found, config
 

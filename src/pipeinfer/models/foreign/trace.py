@@ -6,12 +6,12 @@ configuration, so a model whose mask is no window is refused, and not served wro
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import cast
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
 
 from pipeinfer.models.foreign import hook
 from pipeinfer.models.foreign.hook import Called, Sees
@@ -64,9 +64,7 @@ def trace(kind: type[PreTrainedModel], config: PreTrainedConfig, architecture: s
 
     try:
         with torch.device("meta"), torch.inference_mode():
-            model = kind._from_config(
-                deepcopy(config), attn_implementation=hook.TRACED, dtype=torch.bfloat16
-            ).eval()
+            model = hook.built(kind, config, hook.TRACED, torch.bfloat16).eval()
             _refuse_alibi(model)
             hook.hooked(model).answer = answer
             ids = torch.zeros((1, TOKENS), dtype=torch.long)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 from pipeinfer.checkpoint.outline import Outline
 from pipeinfer.models.foreign.hook import Called, hooked
