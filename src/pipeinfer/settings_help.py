@@ -125,7 +125,7 @@ GROUPS: dict[str, dict[str, Told]] = {
         ),
         "reasoning_parser": Told(
             "NAME",
-            "how thoughts are told apart: the same",
+            "how thoughts are told apart: a parser, none; auto: by template",
             more="Parsers: `qwen3`, `deepseek_r1`. `none` leaves thoughts in the text. `auto` "
             "chooses by the chat template.",
         ),
@@ -192,9 +192,9 @@ GROUPS: dict[str, dict[str, Told]] = {
         ),
         "key_tokens_per_minute": Told(
             "N",
-            "of prompt and output, of a key; default: without limit",
+            "tokens of a key a minute; default: without limit",
             "without limit",
-            "Tokens that a key may use in a minute.",
+            "Tokens of prompts and of outputs count.",
         ),
         "tls_cert": Told(
             "FILE",
@@ -204,7 +204,7 @@ GROUPS: dict[str, dict[str, Told]] = {
             "files are read again on SIGHUP, for new connections.",
         ),
         "tls_key": Told(
-            "FILE", "and this private key (PEM)", "plain http", "The key has no password."
+            "FILE", "the private key of --tls-cert (PEM)", "plain http", "The key has no password."
         ),
         "allowed_origins": Told(
             "ORIGINS",
@@ -229,7 +229,7 @@ GROUPS: dict[str, dict[str, Told]] = {
             more="It bounds the memory of what waits: about 4 bytes a token, and three times that "
             "in the gateway. A request that alone has more is taken when nothing else waits.",
         ),
-        "max_body_mib": Told("N", "a larger body gets 413", more="MiB of a request's body."),
+        "max_body_mib": Told("N", "MiB of a request's body; a larger one gets 413"),
         "max_prompts": Told(
             "N",
             "prompts of a request; more get 400",
@@ -238,12 +238,12 @@ GROUPS: dict[str, dict[str, Told]] = {
         ),
         "request_timeout": Told(
             "SECONDS",
-            "of requests that name no timeout; 0: none",
+            "seconds of requests that name no timeout; 0: none",
             more="At most a day. It does not hold for `LLM`.",
         ),
         "drain_timeout": Told(
             "SECONDS",
-            "that running requests have after SIGTERM or Ctrl-C",
+            "seconds that running requests have after SIGTERM or Ctrl-C",
             more="Then they are cut off.",
         ),
     },
@@ -278,7 +278,7 @@ GROUPS: dict[str, dict[str, Told]] = {
         ),
         "ttft_target": Told(
             "SECONDS",
-            "that a prompt should wait at most, by longer steps; 0: any",
+            "seconds that a prompt should wait at most, by longer steps; 0: any",
             more="The more prompts wait, the longer steps get, up to "
             "[`--itl-target`](#itl-target). With 0, steps beside streams stay short, however many "
             "prompts wait.",
@@ -290,7 +290,7 @@ GROUPS: dict[str, dict[str, Told]] = {
         ),
         "watchdog": Told(
             "SECONDS",
-            "without a result after which an engine counts as hung",
+            "seconds without a result after which an engine counts as hung",
             more="Its process is killed and started again. Seconds in which the scheduler itself "
             "was stopped do not count.",
         ),
@@ -313,7 +313,7 @@ GROUPS: dict[str, dict[str, Told]] = {
         ),
         "kv_cache_dtype": Told(
             "",
-            "of keys and values in pages; auto: the model's; fp8 is fp8_e4m3",
+            "dtype of keys and values in pages; auto: the model's; fp8 is fp8_e4m3",
             more="`fp8_e4m3` has 8 bits: twice as many tokens of a model in 16 bits fit, at the "
             "price of precision. Scales are the checkpoint's `k_scale` and `v_scale`, else 1. "
             "On a GPU it needs compute capability 8.9, or `--attention torch`. `fa3` and `hybrid` "
@@ -322,7 +322,7 @@ GROUPS: dict[str, dict[str, Told]] = {
         ),
         "memory_fraction": Told(
             "SHARE",
-            "of the free memory that these pages may take",
+            "share of the free memory that pages may take",
             more="On a CPU at most 4 GiB. Never more than `--max-running` requests of full length "
             "need. `--kv-pages` goes before it.",
         ),
@@ -437,7 +437,7 @@ GROUPS: dict[str, dict[str, Told]] = {
             "[Recordings](recording.md) begin at each stage's start.",
         ),
         "record_max_bytes": Told(
-            "N", "of each recording; default: without limit", "without limit", "Then it ends."
+            "N", "bytes of each recording; default: without limit", "without limit", "Then it ends."
         ),
         "flight_recorder_mib": Told(
             "N",
@@ -446,7 +446,7 @@ GROUPS: dict[str, dict[str, Told]] = {
         ),
         "flight_dir": Told(
             "DIR",
-            "where that is written when a stage dies of an exception",
+            "where the flight recorder writes when a stage dies of an exception",
             "`--record`, or a folder for state of the user",
         ),
         "profile": Told(
@@ -457,6 +457,8 @@ GROUPS: dict[str, dict[str, Told]] = {
             "steps that decode, once in a process. The log names the file, "
             "`profile-engine-0-0-PID.json`. Steps are slower meanwhile.",
         ),
-        "profile_dir": Told("DIR", "where that is written", more="The folder is made if need be."),
+        "profile_dir": Told(
+            "DIR", "where the profiler's trace is written", more="The folder is made if need be."
+        ),
     },
 }

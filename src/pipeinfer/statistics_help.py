@@ -35,11 +35,13 @@ def _phases() -> dict[str, str]:
     return said
 
 
-def _latencies(name: str, what: str) -> dict[str, str]:
+def _latencies(name: str, what: str, since: str) -> dict[str, str]:
     """From the buckets of a histogram; 0 where there were none."""
     said = {f"{name}_count": f"{what} in the last minute"}
     for percent in (50, 90, 99):
-        said[f"{name}_ms_p{percent}"] = f"milliseconds until those: {percent}th percentile"
+        said[f"{name}_ms_p{percent}"] = (
+            f"milliseconds of those since {since}: {percent}th percentile, 0 where there were none"
+        )
     return said
 
 
@@ -63,8 +65,8 @@ STATISTICS: dict[str, dict[str, str]] = {
         "waiting_tokens": "prompt tokens of those, as `--max-queue-tokens` counts them",
         "requests_total": "requests sent on, a choice each",
         "output_tokens_total": "output tokens delivered",
-        **_latencies("ttft", "first outputs"),
-        **_latencies("itl", "later outputs, from the one before"),
+        **_latencies("ttft", "first outputs", "the request came"),
+        **_latencies("itl", "later outputs", "the output before"),
         "late_rows": "rows of text for requests that had ended",
         "stray_rows": "rows of text for requests that this gateway never had",
         "resubmitted": "live requests told to a tokenizer that was restarted",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 WRITES = {
     "--out", "--json", "--plot", "--record", "--samples", "--html", "--profile-dir", ">", ">>",
 }  # fmt: skip

@@ -6,7 +6,7 @@ import argparse
 import importlib
 from collections.abc import Iterator
 
-from docs.markdown import bullets, prose, sentence
+from docs.markdown import bullets, prose
 from docs.markdown import page as page_of
 from pipeinfer.cli.main import COMMANDS
 from pipeinfer.runtime import entry
@@ -18,7 +18,7 @@ same as `pipeinfer`."""
 TOOLS_SAID = """These run from a checkout: `python tools/NAME COMMAND`. What stands here is what \
 each knows beside `--help`."""
 TAKES_SETTINGS = "All [settings](settings.md) are flags, too."
-TOOLS = ("replay", "bench", "simulate", "chaos", "soak", "fuzz", "lines", "same_tokens")
+TOOLS = ("replay", "bench", "simulate", "chaos", "soak", "fuzz", "lines", "same_tokens", "docs")
 
 
 def page() -> str:
@@ -29,9 +29,8 @@ def page() -> str:
 
 
 def _commands() -> Iterator[str]:
-    for name, (module, said) in COMMANDS.items():
+    for name, (module, _) in COMMANDS.items():
         yield f"## pipeinfer {name}"
-        yield sentence(said)
         yield from _parser(importlib.import_module(module).parser())
     yield "## A stage alone"
     yield "`python stages/STAGE.py`, or `python -m pipeinfer.runtime STAGE`."
@@ -72,4 +71,4 @@ def _action(action: argparse.Action, parser: argparse.ArgumentParser) -> Iterato
     if action.option_strings and action.nargs != 0:
         name += f" {value}"
     said = (action.help or "") % {**vars(action), "prog": parser.prog}
-    yield f"`{name}`: {sentence(said)}" if said else f"`{name}`"
+    yield f"`{name}`: {said}" if said else f"`{name}`"

@@ -39,23 +39,20 @@ def sentence(text: str) -> str:
     if not text:
         return ""
     shown = text if text.startswith("`") else text[0].upper() + text[1:]
-    return shown if shown.endswith((".", ")", "`.", ":")) else f"{shown}."
+    return shown if shown.endswith((".", ":")) else f"{shown}."
 
 
-def prose(docstring: str) -> str:
-    """A docstring as Markdown: its paragraphs, and a list of what it says of parameters."""
-    found: list[str] = []
-    for line in (raw.strip() for raw in docstring.strip().splitlines()):
-        named = re.match(r"([a-z_]+(?:, [a-z_]+)*): ", line)
-        if named:
-            line = f"- {codes(named[1].split(', '))}: {line[named.end() :]}"
-            if found and not found[-1].startswith("- "):
-                found.append("")
-        if found and line and found[-1] and not named:
-            found[-1] += f" {line}"
-        else:
-            found.append(line)
-    return "\n".join(map(_plain, found))
+def prose(docstring: str, names: Sequence[str] = ()) -> str:
+    """A docstring as Markdown: its paragraphs, and a list of what it says of `names`."""
+    text = re.sub(r"(?<!\n)\n(?!\n)", " ", "\n".join(map(str.strip, docstring.strip().split("\n"))))
+    either = "|".join(map(re.escape, names)) or "(?!)"
+    begin = rf"(?:(?<=^)|(?<=\. )|(?<=; )|(?<=\n))((?:{either})(?:, (?:{either}))*): "
+    first, *rest = re.split(begin, text)
+    listed = bullets(
+        f"{codes(named.split(', '))}: {said.strip()}"
+        for named, said in zip(rest[::2], rest[1::2], strict=True)
+    )
+    return "\n\n".join(_plain(part) for part in (first.strip(), listed) if part)
 
 
 def _plain(text: str) -> str:

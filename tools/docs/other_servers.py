@@ -29,7 +29,7 @@ def _flags() -> Iterator[str]:
         yield f"## Flags of {server}"
         for section, flags in sections.items():
             yield f"### {server}: {section}"
-            yield table((server, "here", "kind", ""), map(_flag, flags))
+            yield table((server, "here", "kind", "notes"), map(_flag, flags))
 
 
 def _flag(flag: Flag) -> tuple[str, str, str, str]:
@@ -50,4 +50,4 @@ def _rest() -> Iterator[str]:
 
 def _table(rows: Iterable[Row]) -> str:
     shown = ((codes(row.theirs), codes(row.ours) or "none", row.said) for row in rows)
-    return table(("there", "here", ""), shown)
+    return table(("there", "here", "notes"), shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from docs.markdown import bullets, codes, sentence
@@ -20,7 +21,6 @@ INTRODUCTION = """Each setting is
 
 A flag goes before the environment, the environment before the topology file, the topology file \
 before the default. A wrong value ends the process with code 2 and one line that names the flag."""
-TITLES = {"HTTP": "HTTP"}
 
 
 def page() -> str:
@@ -40,9 +40,15 @@ def _parts() -> Iterator[str]:
 
 def _setting(name: str, told: Told) -> Iterator[str]:
     yield f"### {name.replace('_', '-')}"
-    yield sentence(told.line.partition("; default: ")[0])
-    yield bullets(_facts(name, told))
-    yield told.more.replace("](", "](../").replace("](../#", "](#")
+    line = told.line.partition("; default: ")[0]
+    yield sentence(re.sub(r"(^|; )(\w+)(?=: )", r"\1`\2`", line))
+    yield _from_here(bullets(_facts(name, told)))
+    yield _from_here(told.more)
+
+
+def _from_here(text: str) -> str:
+    """Links to other pages, which code has relative to docs/."""
+    return re.sub(r"\]\((?!#)", "](../", text)
 
 
 def _facts(name: str, told: Told) -> Iterator[str]:

@@ -197,7 +197,7 @@ class _Stages(Collector):
             ),
             (
                 "target_prompt_tokens_per_second",
-                "Prompt tokens a second by such steps, of all groups.",
+                "Prompt tokens a second by steps of pipeinfer_target_step_tokens.",
                 total("scheduler", "target_prompt_rate"),
             ),
             (
