@@ -136,12 +136,13 @@ def known_flags() -> set[str]:
     added = re.findall(r'"(--[a-z][a-z0-9-]+)"', "\n".join(p.read_text() for p in sources))
     others = {
         "--build",
+        "--line-buffered",
         "--profile",
         "--scale",
         "--storage",
         "--version",
         "--help",
-    }  # docker's, Prometheus' and argparse's own
+    }  # docker's, grep's, Prometheus' and argparse's own
     return settings | (asked - refused().keys()) | set(added) | others
 
 

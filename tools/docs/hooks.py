@@ -15,11 +15,12 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of pages outside of docs/: where they stand in the repository, and in the site.
+# Files outside of docs/ that pages link: where they stand in the repository, and in the site.
 OUTSIDE = {
     "README.md": "project/about.md",
     "CHANGELOG.md": "project/changelog.md",
     "SECURITY.md": "project/security.md",
+    "LICENSE": "project/license.txt",
     "stages/monitoring/README.md": "stages/monitoring.md",
     **{f"stages/{path.name}": f"stages/{path.name}" for path in ROOT.glob("stages/*.md")},
 }
@@ -30,7 +31,7 @@ ITEM = re.compile(r"\s*([-*]|\d+\.) ")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages from outside of docs/."""
+    """Adds the files from outside of docs/."""
     for path, page in OUTSIDE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
     return files
