@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 
 import pytest
@@ -38,11 +39,13 @@ def test_a_flag_of_another_server_is_here_what_is_said_of_it(server):
 
 @pytest.mark.parametrize("server", FLAGS)
 def test_a_flag_that_is_refused_says_what_to_do_instead(server, capsys):
+    parser = argparse.ArgumentParser(usage="", allow_abbrev=False)
+    config.add_flags(parser)
     for flag in flags_of(server):
         for name in () if flag.understood else flag.theirs:
             for words in ([name], [name, "4"], [f"{name}=4"]):
                 with pytest.raises(SystemExit, match="2"):
-                    config.parse_flags(words)
+                    parser.parse_args(words)
                 said = capsys.readouterr().err
                 assert f"error: {name} is a flag of" in said and server in said
                 assert all(ours in said for ours in flag.ours)
