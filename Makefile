@@ -72,7 +72,7 @@ lint: $(VENV)/test.stamp
 # The documents as a site, in build/site; a link that leads nowhere is an error.
 docs: $(VENV)/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
-	@echo 'open build/site/index.html'
+	@echo 'build/site/index.html; with search: $(BIN)/python -m http.server -d build/site'
 
 # Whether the tests notice small changes of the code: an hour on 2 cores, see docs/testing.md.
 mutants: $(VENV)/mutants.stamp

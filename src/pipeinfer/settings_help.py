@@ -63,8 +63,9 @@ the policy `mixed` the time of such a step is
 T = max(T_spared, min(T_itl, T_ttft))
 ```
 
-- `T_spared` is what streams hardly notice: half as long again as the decodes alone would take, or \
-512 tokens in all, whichever is more; at most 1,024 tokens.
+- `T_spared` is what streams hardly notice: up to half as long again as the decodes alone would \
+take, or up to 512 tokens in all; at most 1,024 tokens. [Architecture](architecture.md) says how \
+exactly.
 - `T_ttft` is the shortest step with which every prompt that waits, in the order of the queue, \
 would be computed within `--ttft-target` of its arrival.
 - `T_itl` is `--itl-target`. A server full of long prompts makes steps of this length. So does a \

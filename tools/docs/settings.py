@@ -64,4 +64,5 @@ def _facts(name: str, told: Told) -> Iterator[str]:
     shown = f"`{default}`" if default or not told.unset else told.unset
     off = "off: " if kind is bool else ""
     yield f"Default: {off}{shown}"
-    yield f"Elsewhere: `{PREFIX}{name.upper()}`, `{name}`"
+    yield f"Environment: `{PREFIX}{name.upper()}`"
+    yield f"Topology file and Python: `{name}`"
