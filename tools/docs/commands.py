@@ -1,4 +1,7 @@
-"""The page of all commands: from the parsers of `pipeinfer` and of the tools of a checkout."""
+"""The page of all commands: from the parsers of `pipeinfer` and of the tools of a checkout.
+
+Of each it says what `--help` says beside the settings, which have a page of their own.
+"""
 
 from __future__ import annotations
 

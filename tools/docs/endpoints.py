@@ -1,4 +1,7 @@
-"""The page of all endpoints: from gateway/openapi.py."""
+"""The page of all endpoints: from gateway/openapi.py.
+
+Types of answers are only named: /openapi.json has their fields.
+"""
 
 from __future__ import annotations
 

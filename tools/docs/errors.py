@@ -1,4 +1,7 @@
-"""The page of all errors: statuses from gateway/openapi.py, codes from gateway/error_codes.py."""
+"""The page of all errors: statuses from gateway/openapi.py, codes from gateway/error_codes.py.
+
+Types are those that the errors themselves give.
+"""
 
 from __future__ import annotations
 

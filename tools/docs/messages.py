@@ -1,4 +1,7 @@
-"""The page of all messages between stages: from channels.py, messages.py and control.py."""
+"""The page of all messages between stages: from channels.py, messages.py and control.py.
+
+Docstrings become prose, fields stand as the source has them.
+"""
 
 from __future__ import annotations
 

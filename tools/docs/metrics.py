@@ -1,4 +1,7 @@
-"""The page of all metrics: as a gateway exposes them."""
+"""The page of all metrics: as a gateway exposes them.
+
+Labels are found in samples, so the gateway that is asked has a stage and a key.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The page of what vLLM and SGLang have, and what there is here: from other_servers.py."""
+"""The page of what vLLM and SGLang have, and what there is here: from other_servers.py.
+
+Tables, since whoever comes looks a name up.
+"""
 
 from __future__ import annotations
 

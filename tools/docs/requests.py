@@ -1,4 +1,7 @@
-"""The page of the fields of requests: from the bodies, field_help.py and foreign_fields.py."""
+"""The page of the fields of requests: from the bodies, field_help.py and foreign_fields.py.
+
+Chats and completions share most fields, which stand there once.
+"""
 
 from __future__ import annotations
 

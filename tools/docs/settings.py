@@ -1,4 +1,7 @@
-"""The page of all settings: from Settings and settings_help.py."""
+"""The page of all settings: from Settings and settings_help.py.
+
+Each has a heading that other pages link: its flag without dashes in front.
+"""
 
 from __future__ import annotations
 

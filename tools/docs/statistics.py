@@ -1,4 +1,7 @@
-"""The page of the statistics in heartbeats: from statistics_help.py."""
+"""The page of the statistics in heartbeats: from statistics_help.py.
+
+The phases of a step, after which many are called, stand behind them.
+"""
 
 from __future__ import annotations
 
