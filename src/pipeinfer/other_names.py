@@ -1,7 +1,6 @@
 """What vLLM and SGLang call settings of pipeinfer: as flags, and as keywords of LLM(...).
 
-A name stands here only if it means the same. docs/migrating.md is the same table for people, with
-what has no counterpart.
+A name stands here only if it means the same; other_servers.py has the others, too.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hin
 import msgspec
 from msgspec import Meta
 
-from pipeinfer import other_names
+from pipeinfer import other_names, other_servers
 from pipeinfer.settings_help import GROUPS
 
 PREFIX = "PIPEINFER_"
@@ -29,7 +29,7 @@ class ConfigurationError(ValueError):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All settings with their defaults. See docs/settings.md for what each does."""
+    """All settings with their defaults. settings_help.py says what each does."""
 
     model: str = ""
     host: str = "127.0.0.1"
@@ -116,7 +116,8 @@ def build(values: Mapping[str, object]) -> Settings:
     known = set(Settings.__struct_fields__)
     for name in values:
         if name not in known:
-            raise ConfigurationError(f"unknown setting {name!r}")
+            why = other_servers.refused().get(other_names.flag(name))
+            raise ConfigurationError(why or f"unknown setting {name!r}")
     try:
         return msgspec.convert(dict(values), Settings, strict=False)
     except msgspec.ValidationError as error:
@@ -166,8 +167,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     kinds, defaults = flag_types(), Settings()
     for title, group in GROUPS.items():
         added = parser.add_argument_group(title)
-        for name, (value, text) in group.items():
+        for name, told in group.items():
             kind, choices = kinds[name]
+            value, text = told.value, told.line
             flag = other_names.flag(name)
             if kind is bool:
                 added.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
@@ -180,8 +182,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_other_names(parser: argparse.ArgumentParser) -> None:
-    """Those of other servers, which no help shows: docs/migrating.md has them."""
+    """Those of other servers, which no help shows; docs/reference/other-servers.md has them."""
     nothing = argparse.SUPPRESS
+    for name in other_servers.refused():
+        # The value is optional: whether they take one does not matter.
+        parser.add_argument(name, action=_Refused, nargs="?", dest=nothing, help=nothing)
     for name, setting in other_names.ALIASES.items():
         if setting != "model":
             flag = other_names.flag(name)
@@ -191,6 +196,19 @@ def _add_other_names(parser: argparse.ArgumentParser) -> None:
             other_names.flag(name), dest=setting, action="store_const", const=value,
             default=nothing, help=nothing,
         )  # fmt: skip
+
+
+class _Refused(argparse.Action):
+    """A flag that only another server has: the error says what to do instead."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        parser.error(other_servers.refused()[str(option_string)])
 
 
 def parse_flags(arguments: Sequence[str]) -> dict[str, object]:

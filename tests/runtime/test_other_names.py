@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pipeinfer import AsyncLLM, other_names
@@ -59,9 +57,3 @@ def test_two_names_of_one_setting_are_one_clear_error():
         AsyncLLM(tp=2, tensor_parallel_size=2)
     with pytest.raises(ConfigurationError, match="tensor_paralel_size"):
         AsyncLLM(tensor_paralel_size=2)
-
-
-def test_the_page_for_those_who_come_has_every_name():
-    page = Path(__file__).resolve().parents[2].joinpath("docs/migrating.md").read_text()
-    for name in (*other_names.ALIASES, *other_names.constants()):
-        assert f"`{other_names.flag(name)}`" in page, name

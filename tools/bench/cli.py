@@ -22,10 +22,11 @@ COMMANDS = {
     "compare": "two result files side by side",
 }
 
-main = Tool(
+TOOL = Tool(
     name="bench",
     description="Benchmarks of pipeinfer.",
     commands=COMMANDS,
     schema="pipeinfer-bench/1",
     silent=("compare",),
-).main
+)
+main, parser = TOOL.main, TOOL.parser

@@ -35,9 +35,9 @@ class Tool:
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """The exit code: 0, 1 if a promise was broken, 2 for wrong usage."""
         words = list(sys.argv[1:] if arguments is None else arguments)
-        options, rest = self._parser().parse_known_args(words)
+        options, rest = self.parser().parse_known_args(words)
         if rest and not self.settings:
-            self._parser().error(f"unrecognized arguments: {' '.join(rest)}")
+            self.parser().error(f"unrecognized arguments: {' '.join(rest)}")
         module = importlib.import_module(f"{self.name}.{options.command}")
         try:
             metrics = module.run(options, config.parse_flags(rest))
@@ -46,7 +46,8 @@ class Tool:
             return 2
         return 0 if options.command in self.silent else self._show(words, options.json, metrics)
 
-    def _parser(self) -> argparse.ArgumentParser:
+    def parser(self) -> argparse.ArgumentParser:
+        """The words of the command line, of all commands."""
         unknown = " Unknown flags are settings of `pipeinfer serve`." if self.settings else ""
         parser = argparse.ArgumentParser(
             prog=f"python tools/{self.name}", description=self.description + unknown

@@ -18,10 +18,11 @@ COMMANDS = {
     "pester": "what `storm` runs beside itself: a few hostile requests a second",
 }
 
-main = Tool(
+TOOL = Tool(
     name="chaos",
     description="Treats a server badly.",
     commands=COMMANDS,
     schema="pipeinfer-chaos/1",
     silent=("watch", "attack", "offer", "links", "pester"),
-).main
+)
+main, parser = TOOL.main, TOOL.parser

@@ -18,14 +18,19 @@ SCHEMA = "pipeinfer-lines/1"
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def parser() -> argparse.ArgumentParser:
+    """The words of the command line."""
+    made = argparse.ArgumentParser(prog="python tools/lines", description=__doc__)
+    said = "another checkout, or a copy of its src"
+    made.add_argument("checkout", type=Path, nargs="?", default=ROOT, help=said)
+    made.add_argument("--json", type=Path, metavar="OUT", help="write the result there")
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0, or 2 where there is nothing to count."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="python tools/lines", description=__doc__)
-    said = "another checkout, or a copy of its src"
-    parser.add_argument("checkout", type=Path, nargs="?", default=ROOT, help=said)
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the result there")
-    options = parser.parse_args(words)
+    options = parser().parse_args(words)
     metrics = count(options.checkout / "src")
     if not metrics["files"]:
         print(f"no Python files in {options.checkout / 'src'}", file=sys.stderr)

@@ -27,22 +27,28 @@ COMMANDS = {
 TAKES_SETTINGS = ("run", "session")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: see codes.py."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The words of the command line."""
+    made = argparse.ArgumentParser(
         prog="python tools/replay", description="Replays what stages recorded; docs/replay.md."
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = made.add_subparsers(dest="command", required=True)
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         importlib.import_module(f"replay.{name}").add_arguments(command)
-    options, rest = parser.parse_known_args(arguments)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: see codes.py."""
+    made = parser()
+    options, rest = made.parse_known_args(arguments)
     module = importlib.import_module(f"replay.{options.command}")
     try:
         if options.command in TAKES_SETTINGS:
             return module.run(options, config.parse_flags(rest))
         if rest:
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+            made.error(f"unrecognized arguments: {' '.join(rest)}")
         return module.run(options)
     except CannotReplay as error:
         print(f"error: {error}", file=sys.stderr)

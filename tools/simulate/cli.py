@@ -13,10 +13,11 @@ COMMANDS = {
     "fit": "a step-time model from recordings of a real engine",
 }
 
-main = Tool(
+TOOL = Tool(
     name="simulate",
     description="Clusters in virtual time: the real router and scheduler, modelled engines.",
     commands=COMMANDS,
     schema="pipeinfer-simulation/1",
     settings=False,
-).main
+)
+main, parser = TOOL.main, TOOL.parser

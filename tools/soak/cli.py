@@ -12,10 +12,11 @@ COMMANDS = {
     "clients": "what `run` runs beside itself: clients that send their share of the requests",
 }
 
-main = Tool(
+TOOL = Tool(
     name="soak",
     description="A long mixed load.",
     commands=COMMANDS,
     schema="pipeinfer-soak/1",
     silent=("plot", "clients"),
-).main
+)
+main, parser = TOOL.main, TOOL.parser

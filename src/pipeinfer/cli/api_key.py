@@ -14,7 +14,7 @@ from pipeinfer.gateway import keys
 
 def run(arguments: Sequence[str]) -> int:
     """0; ConfigurationError for a name that cannot be. The line alone goes to stdout."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     text, line = keys.fresh(options.name)
     limits = [f"{name}={n}" for name in keys.LIMITS if (n := getattr(options, name)) is not None]
     print(f"the key, shown only now: {text}", file=sys.stderr)
@@ -23,8 +23,9 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The words of the command line."""
+    made = argparse.ArgumentParser(
         prog="pipeinfer api-key",
         description="Makes a random API key. The key goes to stderr, once; the line for the file "
         "of --api-key-file, which has its hash only, goes to stdout. A running server reads the "
@@ -32,13 +33,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Example: pipeinfer api-key alice --requests 60 >> keys.txt",
         allow_abbrev=False,
     )
-    parser.add_argument("name", metavar="NAME", help="whose it is; stands in metrics")
-    parser.add_argument("--concurrent", type=_count, metavar="N", help="requests at a time; 0: any")
-    parser.add_argument("--requests", type=_count, metavar="N", help="a minute; 0: any")
-    parser.add_argument(
+    made.add_argument("name", metavar="NAME", help="whose it is; stands in metrics")
+    made.add_argument("--concurrent", type=_count, metavar="N", help="requests at a time; 0: any")
+    made.add_argument("--requests", type=_count, metavar="N", help="a minute; 0: any")
+    made.add_argument(
         "--tokens", type=_count, metavar="N", help="of prompt and output a minute; 0: any"
     )
-    return parser
+    return made
 
 
 def _count(text: str) -> int:

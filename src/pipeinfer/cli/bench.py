@@ -34,7 +34,7 @@ HIDDEN = "--api-key"  # its value goes into no file
 
 def run(arguments: Sequence[str]) -> int:
     """0; 1 if no request at all was answered; ConfigurationError for what cannot be."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     listed = _points(options)
     for path in (options.json, options.html):
         if path is not None and not path.absolute().parent.is_dir():
@@ -204,20 +204,21 @@ def _settings(options: argparse.Namespace, endpoint: Endpoint, counted: str) -> 
     return shown | {"seed": str(options.seed)}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The words of the command line."""
+    made = argparse.ArgumentParser(
         prog="pipeinfer bench",
         description="Measures the latency and throughput of a server with OpenAI's API: pipeinfer, "
         "vLLM, SGLang, llama.cpp, Ollama and others. Several loads are measured in turn.",
         epilog="Example: pipeinfer bench http://127.0.0.1:8000 --rate 1,2,4 --html bench.html",
         allow_abbrev=False,
     )
-    parser.add_argument("url", metavar="URL", help="of the server, with or without /v1")
-    _add_load(parser.add_argument_group("load"))
-    _add_prompts(parser.add_argument_group("prompts"))
-    _add_server(parser.add_argument_group("server"))
-    _add_output(parser.add_argument_group("result"))
-    return parser
+    made.add_argument("url", metavar="URL", help="of the server, with or without /v1")
+    _add_load(made.add_argument_group("load"))
+    _add_prompts(made.add_argument_group("prompts"))
+    _add_server(made.add_argument_group("server"))
+    _add_output(made.add_argument_group("result"))
+    return made
 
 
 def _add_load(group: Any) -> None:

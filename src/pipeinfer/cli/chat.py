@@ -6,6 +6,7 @@ model answers on another.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
@@ -20,9 +21,14 @@ from pipeinfer.settings import DEMO
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer"
 
 
+def parser() -> argparse.ArgumentParser:
+    """The words of the command line."""
+    return flags.parser("chat", f"Talks to a model: {HELP}.")
+
+
 def run(arguments: Sequence[str]) -> int:
     """Talks until /exit or the end of the input; returns the exit code."""
-    asked = flags.parse(flags.parser("chat", f"Talks to a model: {HELP}."), arguments)
+    asked = flags.parse(parser(), arguments)
     llm, thread = AsyncLLM(**asked.settings), LoopThread()
     try:
         thread.run(llm.start())

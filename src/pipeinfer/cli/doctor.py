@@ -42,7 +42,7 @@ Finding = tuple[Mark, str, str]  # how it is, what was looked at, what was found
 
 def run(arguments: Sequence[str]) -> int:
     """0 if `serve` would start, 1 if something is in the way."""
-    flags = _flags(arguments)
+    flags = vars(parser().parse_args(arguments))
     found: list[Finding] = []
     for finding in _findings(flags):
         found.append(finding)
@@ -53,16 +53,17 @@ def run(arguments: Sequence[str]) -> int:
     return 1 if wrong else 0
 
 
-def _flags(arguments: Sequence[str]) -> dict[str, object]:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The words of the command line."""
+    made = argparse.ArgumentParser(
         prog="pipeinfer doctor",
         description="Says whether `pipeinfer serve` with the same MODEL and settings would start "
         "on this host, and what it would choose. Reads no weights; a hub id is downloaded.",
         allow_abbrev=False,
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS)
-    config.add_flags(parser)
-    return vars(parser.parse_args(arguments))
+    made.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS)
+    config.add_flags(made)
+    return made
 
 
 def _findings(flags: dict[str, object]) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ Knows the offline classes only.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -21,7 +22,7 @@ MAX_TOKENS = 128
 
 def run(arguments: Sequence[str]) -> int:
     """Prints the completions in the prompts' order; returns the exit code."""
-    asked = _asked(arguments)
+    asked = flags.parse(parser(), arguments)
     prompts = _prompts(asked.options.prompts)
     try:
         if asked.options.stream:
@@ -32,14 +33,15 @@ def run(arguments: Sequence[str]) -> int:
         return 1
 
 
-def _asked(arguments: Sequence[str]) -> Asked:
-    parser = flags.parser("generate", f"Completes prompts; at most {MAX_TOKENS} tokens by default.")
-    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text; - reads lines")
-    parser.add_argument("--chat", action="store_true", default=False, help="use the chat template")
-    how = parser.add_mutually_exclusive_group()
+def parser() -> argparse.ArgumentParser:
+    """The words of the command line."""
+    made = flags.parser("generate", f"Completes prompts; at most {MAX_TOKENS} tokens by default.")
+    made.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text; - reads lines")
+    made.add_argument("--chat", action="store_true", default=False, help="use the chat template")
+    how = made.add_mutually_exclusive_group()
     how.add_argument("--stream", action="store_true", default=False, help="print as it comes")
     how.add_argument("--json", action="store_true", default=False, help="one object per line")
-    return flags.parse(parser, arguments)
+    return made
 
 
 def _prompts(given: Iterable[str]) -> list[str]:

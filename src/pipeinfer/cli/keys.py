@@ -15,7 +15,7 @@ from pipeinfer.bus import keys
 
 def run(arguments: Sequence[str]) -> int:
     """0 when all pairs are written; ConfigurationError leaves those that were there alone."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     folder = Path(options.out)
     names = options.names or [keys.DEFAULT]
     for name in names:
@@ -27,16 +27,17 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The words of the command line."""
+    made = argparse.ArgumentParser(
         prog="pipeinfer keys",
         description="Makes CURVE key pairs: NAME.key and NAME.pub. One pair for all stages is "
         "enough; with one for each host, a host can be shut out by taking its .pub file away.",
         epilog="Example: pipeinfer keys front gpu-a gpu-b --out keys",
         allow_abbrev=False,
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {keys.DEFAULT}")
-    parser.add_argument(
+    made.add_argument("names", nargs="*", metavar="NAME", help=f"default: {keys.DEFAULT}")
+    made.add_argument(
         "--out", metavar="DIR", default=os.curdir + "/keys", help="folder, made if need be"
     )
-    return parser
+    return made

@@ -30,21 +30,22 @@ KEY_FILE, KEY_BYTES = "redaction.key", 32
 
 def run(arguments: Sequence[str]) -> int:
     """0 when every recording ended in order; 1 if one failed or its stage was lost."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     topology = running_topology(options.topology)
     stages = _chosen(topology, options.stage)
     with Caller(topology, zmq.Context.instance()) as caller:
         return _Session(caller, stages, _request(options)).run()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The words of the command line."""
+    made = argparse.ArgumentParser(
         prog="pipeinfer record",
         description="Records stages of a running server into DIR, one file each, until a limit is "
         "reached or Ctrl-C is pressed. `python tools/replay` reads the files.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add = made.add_argument
     add("--topology", metavar="FILE", help="of the server; default: the only one that runs here")
     add("--stage", metavar="STAGE", action="append", help="engine, scheduler-0 ...; default: all")
     add("--out", metavar="DIR", required=True, help="as the stages' hosts see it")
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         "streams pause for a moment. On by default unless redacted"
     )
     add("--fresh-epoch", action=argparse.BooleanOptionalAction, default=None, help=fresh)
-    return parser
+    return made
 
 
 def _positive(kind: type[float] | type[int]):

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 def run(arguments: Sequence[str]) -> int:
     """Serves until SIGINT or SIGTERM; SIGHUP has the gateway read its keys again. Returns the exit
     code."""
-    flags = _flags(arguments)
+    flags = vars(parser().parse_args(arguments))
     on = str(flags.pop("on"))
 
     def known(settings: config.Settings) -> None:
@@ -39,22 +39,23 @@ def run(arguments: Sequence[str]) -> int:
         return uvloop.run(_run(stages.service))
 
 
-def _flags(arguments: Sequence[str]) -> dict[str, object]:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The words of the command line."""
+    made = argparse.ArgumentParser(
         prog="pipeinfer serve",
         description="Serves MODEL (a folder, a hub id, or nothing for the demo) over HTTP.",
         epilog="Every flag is also an environment variable: --kv-pages is PIPEINFER_KV_PAGES. "
         "Names of vLLM and SGLang, such as --tensor-parallel-size, are understood as well.",
         allow_abbrev=False,
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS)
+    made.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS)
     also = ("--model", "--model-path")
-    parser.add_argument(*also, dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    parser.add_argument(
+    made.add_argument(*also, dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    made.add_argument(
         "--on", metavar="HOST", default="", help="only the stages with this `host` in the topology"
     )
-    config.add_flags(parser)
-    return vars(parser.parse_args(arguments))
+    config.add_flags(made)
+    return made
 
 
 async def _run(service: Supervisor | InProcess) -> int:

@@ -27,7 +27,7 @@ def run(arguments: Sequence[str]) -> int:
     """0 when the new process is ready; 1 if the old command is back, or nobody answers."""
     arguments = list(arguments)
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    options = _parser().parse_args(arguments[:end])
+    options = parser().parse_args(arguments[:end])
     topology = running_topology(options.topology)
     stage = chosen_stage(topology, options.stage)
     if not topology.supervisor:
@@ -53,8 +53,9 @@ def chosen_stage(topology: Topology, name: str) -> str:
     return ids[0]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The words of the command line."""
+    made = argparse.ArgumentParser(
         prog="pipeinfer swap",
         usage="pipeinfer swap STAGE [--topology FILE] [-- COMMAND ...]",
         description="Has STAGE hand over to a new process while requests go on. COMMAND is started "
@@ -64,9 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         "env PYTHONPATH=../other/src python -m pipeinfer.runtime",
         allow_abbrev=False,
     )
-    parser.add_argument("stage", metavar="STAGE", help="scheduler, engine-0-0 ...")
-    parser.add_argument("--topology", metavar="FILE", help="default: the only server on this host")
-    return parser
+    made.add_argument("stage", metavar="STAGE", help="scheduler, engine-0-0 ...")
+    made.add_argument("--topology", metavar="FILE", help="default: the only server on this host")
+    return made
 
 
 def _follow(caller: Caller, asked: Swap) -> int:

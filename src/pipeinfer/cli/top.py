@@ -24,7 +24,7 @@ CLEAR = "\x1b[H\x1b[2J"
 
 def run(arguments: Sequence[str]) -> int:
     """0 when ended by Ctrl-C, or with --once when every stage was heard; else 1."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     topology = running_topology(options.topology)
     health = Health(expected_stages(topology))
     pictures = Pictures(health)
@@ -48,17 +48,18 @@ def run(arguments: Sequence[str]) -> int:
             return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The words of the command line."""
+    made = argparse.ArgumentParser(
         prog="pipeinfer top",
         description="Shows what the stages of a running server do, until Ctrl-C.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add = made.add_argument
     add("--topology", metavar="FILE", help="of the server; default: the only one that runs here")
     add("--seconds", type=float, default=1.0, metavar="N", help="between two looks (default: 1)")
     add("--once", action="store_true", help="one look, then end; 1 if a stage says nothing")
-    return parser
+    return made
 
 
 def listen(

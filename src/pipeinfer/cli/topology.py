@@ -21,7 +21,7 @@ ANYWHERE = "this host"  # of stages without `host`
 
 def run(arguments: Sequence[str]) -> int:
     """0 for a topology that holds; ConfigurationError, one line, for one that does not."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     topology = deployed(options.file, os.environ)
     config.build(topology.defaults())  # its [settings] are read by the stages only when they start
     own = keyring(topology)
@@ -75,13 +75,14 @@ def _details(entry: Entry, topology: Topology) -> str:
     return "  ".join(words)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The words of the command line."""
+    made = argparse.ArgumentParser(
         prog="pipeinfer topology",
         description="Checks a topology, and the keys that lie on this host, and draws it.",
         epilog="Environment variables are heeded as the stages do: see docs/topology.md.",
         allow_abbrev=False,
     )
-    parser.add_argument("action", choices=("check",))
-    parser.add_argument("file", nargs="?", metavar="FILE", help="default: PIPEINFER_STAGES alone")
-    return parser
+    made.add_argument("action", choices=("check",))
+    made.add_argument("file", nargs="?", metavar="FILE", help="default: PIPEINFER_STAGES alone")
+    return made

@@ -18,7 +18,7 @@ Stop = str | int | None
 
 
 class ErrorDetail(msgspec.Struct):
-    """`param`: the field that is wrong. `code`: see docs/api.md."""
+    """`param`: the field that is wrong. `code`: see error_codes.py."""
 
     message: str
     type: str

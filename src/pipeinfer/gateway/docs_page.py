@@ -55,7 +55,8 @@ def _lines(document: JsonObject) -> Iterator[str]:
 
 def _endpoint(title: str, operation: JsonObject) -> Iterator[str]:
     summary = escape(str(operation["summary"]))
-    yield f"<details open><summary><code>{escape(title)}</code> {summary}</summary><table>"
+    yield f"<details open><summary><code>{escape(title)}</code> {summary}</summary>"
+    yield f"<p>{escape(str(operation.get('description', '')))}</p><table>"
     if "requestBody" in operation:
         yield _row("body", _media(_object(operation["requestBody"])))
     for status, response in _object(operation["responses"]).items():
@@ -77,7 +78,8 @@ def _type(name: str, schema: JsonObject) -> Iterator[str]:
     assert isinstance(required, list)
     for field, what in _object(schema.get("properties", {})).items():
         need = "required" if field in required else ""
-        yield _row(escape(field), f"{_kind(what)} {need}")
+        said = escape(str(_object(what).get("description", "")))
+        yield _row(escape(field), f"{_kind(what)} {need}<br>{said}")
     yield "</table>"
 
 

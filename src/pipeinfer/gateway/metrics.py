@@ -41,20 +41,41 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
         count = self._counter
-        self._requests = count("requests", "Ended requests.", "outcome")
+        self._requests = count(
+            "requests",
+            "Ended requests. Outcomes: stop, length, abort (its client left, or its time was up), "
+            "error, refused (it never ran).",
+            "outcome",
+        )
         self.prompt_tokens = count("prompt_tokens", "Tokens of accepted prompts.")
-        self.generated_tokens = count("generated_tokens", "Output tokens delivered.")
+        self.generated_tokens = count(
+            "generated_tokens", "Output tokens delivered; a stop token is not."
+        )
         self.bad_requests = count("bad_requests", "Requests that could not be read as HTTP.")
         self.refused_connections = count(
             "refused_connections",
             "Connections beyond the bound: the new one, or an idle one, was closed.",
         )
         self._unknown_fields = count(
-            "unknown_fields", "Fields of bodies that were ignored because nobody knows them."
+            "unknown_fields",
+            "Fields of bodies that were ignored because nobody knows them. The log names each "
+            "once.",
         )
         self._seen_fields: set[str] = set()
-        self._key_requests = count("key_requests", "HTTP requests by API key.", "key", "outcome")
-        self._key_tokens = count("key_tokens", "Tokens by API key.", "key", "kind")
+        self._key_requests = count(
+            "key_requests",
+            "HTTP requests by the name of their API key, anonymous where none is needed; one of "
+            "several prompts is one. Outcomes: ok, limited (429 for the key's limits), refused "
+            "(other errors of the client, 503), error, abort (its client left).",
+            "key",
+            "outcome",
+        )
+        self._key_tokens = count(
+            "key_tokens",
+            "Tokens by the name of their API key. Kinds: prompt, output.",
+            "key",
+            "kind",
+        )
         self.first_token = Histogram(
             "pipeinfer_time_to_first_token_seconds",
             "From a request's arrival to its first output.",
@@ -115,15 +136,19 @@ class _Gateway(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(
-            "pipeinfer_ready", "1 if a request would be answered.", float(self._ready())
+            "pipeinfer_ready",
+            "1 if a request would be answered, as /health/ready says, else 0.",
+            float(self._ready()),
         )
         yield GaugeMetricFamily(
             "pipeinfer_gateway_start_time_seconds",
-            "Unix time when the gateway's process began.",
+            "Unix time when the gateway's process began. Counters begin anew with it.",
             self._started,
         )
         target = GaugeMetricFamily(
-            "pipeinfer_target_seconds", "--ttft-target and --itl-target; 0: none.", labels=["of"]
+            "pipeinfer_target_seconds",
+            "The settings --ttft-target (ttft) and --itl-target (itl), in seconds; 0: none.",
+            labels=["of"],
         )
         target.add_metric(["ttft"], self._targets.ttft)
         target.add_metric(["itl"], self._targets.itl)
@@ -141,39 +166,59 @@ class _Stages(Collector):
         total = self._health.total
         yield CounterMetricFamily(
             "pipeinfer_preemptions",
-            "Requests taken back for memory.",
+            "Requests that were taken back because memory ran short. They run again later.",
             total("scheduler", "preemptions_total"),
         )
         computed = total("engine", "prompt_tokens_total")
         hit = total("engine", "cached_tokens_total") / computed if computed else 0.0
         for name, help_text, value in (
             ("requests_running", "Requests in slots.", total("scheduler", "running")),
-            ("requests_waiting", "Requests in the queue.", total("scheduler", "waiting")),
-            ("pages_free", "Free KV pages.", total("engine", "pages_free")),
+            (
+                "requests_waiting",
+                "Requests that the scheduler has and that are in no slot.",
+                total("scheduler", "waiting"),
+            ),
+            (
+                "pages_free",
+                "Free KV pages. Cached pages that could be evicted are not counted.",
+                total("engine", "pages_free"),
+            ),
             (
                 "pages_evictable",
-                "KV pages that are cached and not in use.",
+                "KV pages that are cached and not in use: given up when others need them.",
                 total("engine", "pages_evictable"),
             ),
             ("pages_total", "All KV pages.", total("engine", "pages_total")),
             (
                 "target_step_tokens",
-                "Tokens of a step beside 64 streams within --itl-target.",
+                "Tokens of the longest step beside 64 streams within --itl-target, of all groups; "
+                "0 where step times are not known.",
                 total("scheduler", "target_step_tokens"),
             ),
             (
                 "target_prompt_tokens_per_second",
-                "Prompt tokens a second by such steps.",
+                "Prompt tokens a second by steps of pipeinfer_target_step_tokens.",
                 total("scheduler", "target_prompt_rate"),
             ),
-            ("prefix_cache_hit_ratio", "Prompt tokens found in the prefix cache.", hit),
+            (
+                "prefix_cache_hit_ratio",
+                "Share of prompt tokens found in the prefix cache, since the engine started.",
+                hit,
+            ),
         ):
             yield GaugeMetricFamily(f"pipeinfer_{name}", help_text, value)
 
     def _each_stage(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily("pipeinfer_stage_up", "1 if the stage is ready.", labels=["stage"])
+        up = GaugeMetricFamily(
+            "pipeinfer_stage_up",
+            "1 if the stage is ready, else 0. engine-0-1 is group 0, rank 1.",
+            labels=["stage"],
+        )
         restarts = CounterMetricFamily(
-            "pipeinfer_stage_restarts", "Processes that came after the first.", labels=["stage"]
+            "pipeinfer_stage_restarts",
+            "Processes of the stage that this gateway heard after the first: restarts and swaps. "
+            "A process that dies before it speaks is not counted, nor are a gateway's own.",
+            labels=["stage"],
         )
         for row in self._health.rows.values():
             up.add_metric([row.stage], float(row.state == "ready"))

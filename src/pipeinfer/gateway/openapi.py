@@ -14,6 +14,7 @@ import msgspec
 from pipeinfer.gateway import answers
 from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
 from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
+from pipeinfer.gateway.field_help import BY_BODY
 from pipeinfer.gateway.monitor import told
 from pipeinfer.gateway.schema import (
     Body,
@@ -48,9 +49,10 @@ STREAM = "Server-sent events"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One of them. `body`, `answer`: their types, None for none. `media`: of an answer that is no
-    JSON. `errors`: statuses, each with a body of the type `error`. `keyed`: it needs a key where
-    there are any. `also`: further statuses with the answer's own body."""
+    """One of them. `more`: what `summary` does not say. `body`, `answer`: their types, None for
+    none. `media`: of an answer that is no JSON. `errors`: statuses, each with a body of the type
+    `error`. `keyed`: it needs a key where there are any. `also`: further statuses with the
+    answer's own body."""
 
     method: str
     path: str
@@ -63,10 +65,13 @@ class Endpoint:
     error: type[msgspec.Struct] = answers.Error
     keyed: bool = False
     also: tuple[int, ...] = ()
+    more: str = ""
 
     def operation(self) -> JsonObject:
         """As OpenAPI says it."""
         made: JsonObject = {"summary": self.summary, "operationId": self._name()}
+        if self.more:
+            made["description"] = self.more
         named = re.findall(r"\{(\w+)\}", self.path)
         if named:
             made["parameters"] = [
@@ -109,18 +114,19 @@ def _asked(
     summary: str,
     body: type[Body],
     answer: type[msgspec.Struct],
-    streams: bool = True,
+    more: str,
 ) -> Endpoint:
-    """One that the pipeline answers."""
+    """One that the pipeline answers; with a stream if the body can ask for one."""
     return Endpoint(
         method="post",
         path=path,
         summary=summary,
         body=body,
         answer=answer,
-        streams=streams,
+        streams="stream" in body.__struct_fields__,
         errors=OF_PIPELINE,
         keyed=True,
+        more=more,
     )
 
 
@@ -130,36 +136,85 @@ def _as_messages(endpoint: Endpoint) -> Endpoint:
     return replace(endpoint, errors=errors, error=answers.MessageError)
 
 
-def _shown(path: str, summary: str, answer: type[msgspec.Struct], *also: int) -> Endpoint:
+def _shown(
+    path: str, summary: str, answer: type[msgspec.Struct], more: str, *also: int
+) -> Endpoint:
     """One that says how things are."""
-    return Endpoint(method="get", path=path, summary=summary, answer=answer, also=also)
+    return Endpoint(method="get", path=path, summary=summary, answer=answer, also=also, more=more)
 
 
-def _models(path: str, summary: str, answer: type[msgspec.Struct], *errors: int) -> Endpoint:
-    made = _shown(path, summary, answer)
+def _models(
+    path: str, summary: str, answer: type[msgspec.Struct], more: str, *errors: int
+) -> Endpoint:
+    made = _shown(path, summary, answer, more)
     return replace(made, errors=(401, *errors, 503), keyed=True)
 
 
-def _seen(path: str, summary: str, answer: type[msgspec.Struct], *errors: int) -> Endpoint:
+def _seen(
+    path: str, summary: str, answer: type[msgspec.Struct], more: str, *errors: int
+) -> Endpoint:
     """One of /monitor."""
-    return replace(_shown(path, summary, answer), errors=errors, keyed=True)
+    return replace(_shown(path, summary, answer, more), errors=errors, keyed=True)
 
 
-_chat = _asked("/v1/chat/completions", "Answers a chat.", ChatRequest, answers.ChatAnswer)
-_texts = _asked("/v1/completions", "Continues prompts.", CompletionRequest, answers.TextAnswer)
-_response = _asked("/v1/responses", "A chat by items.", ResponsesRequest, answers.Response)
-_message = _asked("/v1/messages", "A chat by blocks.", MessagesRequest, answers.MessageAnswer)
-_count = _asked(
-    "/v1/messages/count_tokens", "How long a prompt is.", CountRequest, answers.TokenCount, False
+_chat = _asked(
+    "/v1/chat/completions",
+    "Answers a chat.",
+    ChatRequest,
+    answers.ChatAnswer,
+    "OpenAI's. The checkpoint's chat template makes the prompt.",
 )
-_ids = _asked("/tokenize", "The ids of a prompt.", TokenizeRequest, answers.TokenIds, False)
-_text = _asked("/detokenize", "The text of ids.", DetokenizeRequest, answers.PromptText, False)
+_texts = _asked(
+    "/v1/completions",
+    "Continues prompts.",
+    CompletionRequest,
+    answers.TextAnswer,
+    "OpenAI's. Prompts are texts or token ids, in which control tokens are recognised.",
+)
+_response = _asked(
+    "/v1/responses",
+    "A chat by items.",
+    ResponsesRequest,
+    answers.Response,
+    "OpenAI's Responses API without memory: each request brings its whole conversation.",
+)
+_message = _asked(
+    "/v1/messages",
+    "A chat by blocks.",
+    MessagesRequest,
+    answers.MessageAnswer,
+    "Anthropic's Messages API. Errors have Anthropic's form.",
+)
+_count = _asked(
+    "/v1/messages/count_tokens",
+    "How long a prompt is.",
+    CountRequest,
+    answers.TokenCount,
+    "Takes a body of /v1/messages, and needs no `max_tokens`.",
+)
+_ids = _asked(
+    "/tokenize",
+    "The ids of a prompt.",
+    TokenizeRequest,
+    answers.TokenIds,
+    "Of a `prompt`, or of `messages` by the chat template.",
+)
+_text = _asked(
+    "/detokenize",
+    "The text of ids.",
+    DetokenizeRequest,
+    answers.PromptText,
+    "Special tokens are included.",
+)
 _reset = Endpoint(
     method="post",
     path="/reset_prefix_cache",
     summary="Forgets cached prefixes that no request uses.",
     errors=(401, 429, 503),
     keyed=True,
+    more="All groups forget. With 200, what is asked after that finds none of what was cached. "
+    "Requests that run keep their prefixes, and leave them in the cache. 503 with code "
+    "`reset_unanswered` if a group does not answer within 10 s.",
 )
 _embeddings = Endpoint(
     method="post",
@@ -167,31 +222,92 @@ _embeddings = Endpoint(
     summary="Not served.",
     errors=(401, 429, 501),
     keyed=True,
+    more="Always 501: models generate.",
 )
-_ping = _shown("/ping", "As /health/live.", answers.Liveness)
+_ping = _shown("/ping", "As /health/live.", answers.Liveness, "200 while the gateway runs.")
 ENDPOINTS: tuple[Endpoint, ...] = (
     _chat,
     _texts,
     _response,
     _as_messages(_message),
     _as_messages(_count),
-    _models("/v1/models", "The one model.", answers.Models),
-    _models("/v1/models/{model}", "One model.", answers.Model, 404),
+    _models(
+        "/v1/models",
+        "The one model.",
+        answers.Models,
+        "503 while a request would not be answered.",
+    ),
+    _models(
+        "/v1/models/{model}",
+        "One model.",
+        answers.Model,
+        "`max_model_len` is the most tokens of prompt and output. `root` is the model's name "
+        "here, and `parent` is null.",
+        404,
+    ),
     _embeddings,
     _ids,
     _text,
     _reset,
-    _shown("/health", "The status of all stages.", answers.PipelineHealth, 503),
-    _shown("/health/live", "Whether the gateway runs.", answers.Liveness),
-    _shown("/health/ready", "Whether requests are answered.", answers.Readiness, 503),
+    _shown(
+        "/health",
+        "The status of all stages.",
+        answers.PipelineHealth,
+        "200 if the status is `ready` or `degraded`, else 503.",
+        503,
+    ),
+    _shown(
+        "/health/live",
+        "Whether the gateway runs.",
+        answers.Liveness,
+        "200 while the gateway runs.",
+    ),
+    _shown(
+        "/health/ready",
+        "Whether requests are answered.",
+        answers.Readiness,
+        "200 if a request that came now would be answered without a pause, else 503.",
+        503,
+    ),
     _ping,
     replace(_ping, method="post"),
-    _shown("/version", "The version.", answers.Version),
-    Endpoint("get", "/metrics", "Prometheus metrics.", media="text/plain"),
-    Endpoint("get", "/openapi.json", "This document.", media="application/json; charset=utf-8"),
-    Endpoint("get", "/docs", "This document as a page.", media="text/html"),
-    Endpoint("get", "/", "The web page.", media="text/html"),
-    Endpoint("get", "/page/{name}", "A file of the web page.", media="*/*", errors=(404,)),
+    _shown("/version", "The version.", answers.Version, "The version of pipeinfer."),
+    Endpoint(
+        method="get",
+        path="/metrics",
+        summary="Prometheus metrics.",
+        media="text/plain",
+        more="As OpenMetrics to who accepts it. It needs no key and has no limit.",
+    ),
+    Endpoint(
+        method="get",
+        path="/openapi.json",
+        summary="This document.",
+        media="application/json; charset=utf-8",
+        more="OpenAPI 3.1, from the types by which bodies are checked.",
+    ),
+    Endpoint(
+        method="get",
+        path="/docs",
+        summary="This document as a page.",
+        media="text/html",
+        more="The page has no scripts and loads nothing.",
+    ),
+    Endpoint(
+        method="get",
+        path="/",
+        summary="The web page.",
+        media="text/html",
+        more="Not with `--no-page`.",
+    ),
+    Endpoint(
+        method="get",
+        path="/page/{name}",
+        summary="A file of the web page.",
+        media="*/*",
+        errors=(404,),
+        more="Not with `--no-page`.",
+    ),
     Endpoint(
         method="get",
         path="/monitor/events",
@@ -199,9 +315,23 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         streams=True,
         errors=(401, 503),
         keyed=True,
+        more="The web page's feed. At most 64 are open at a gateway. Not with `--no-page`.",
     ),
-    _seen("/monitor/requests/{id}", "A request's way.", told.RequestTold, 401, 404),
-    _seen("/monitor/prefixes", "The largest cached prefixes.", told.PrefixesTold, 401),
+    _seen(
+        "/monitor/requests/{id}",
+        "A request's way.",
+        told.RequestTold,
+        "When it came to each stage, and what happened there. Not with `--no-page`.",
+        401,
+        404,
+    ),
+    _seen(
+        "/monitor/prefixes",
+        "The largest cached prefixes.",
+        told.PrefixesTold,
+        "Of each group. Not with `--no-page`.",
+        401,
+    ),
 )
 
 
@@ -213,6 +343,10 @@ def document() -> JsonObject:
         assert isinstance(operations, dict)
         operations[endpoint.method] = endpoint.operation()
     _, components = msgspec.json.schema_components(list(_types(ENDPOINTS)), ref_template=REF)
+    for kind, fields in BY_BODY.items():
+        properties = components[kind.__name__]["properties"]
+        for name, field in fields.items():
+            properties[name]["description"] = field.description()
     return {
         "openapi": "3.1.0",
         "info": {"title": "pipeinfer", "version": __version__},

@@ -13,7 +13,13 @@ import msgspec
 from msgspec import Meta
 
 from pipeinfer.gateway.errors import ApiError, from_validation
-from pipeinfer.gateway.foreign_fields import HARMLESS, REFUSED, Refusals, asks_for_nothing
+from pipeinfer.gateway.foreign_fields import (
+    HARMLESS,
+    INSTEAD,
+    REFUSED,
+    Refusals,
+    asks_for_nothing,
+)
 from pipeinfer.gateway.survey import CHAT, COMPLETION, Bounds, TooMuch, survey
 from pipeinfer.json_values import JsonObject
 
@@ -72,8 +78,6 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all bodies; null is the same as not given. `refused`: fields that are no field of
     it, and change an answer. `bounds`: of depth and size."""
 
-    refused: ClassVar[Refusals] = REFUSED
-    bounds: ClassVar[Bounds] = CHAT
     refused: ClassVar[Refusals] = REFUSED
     bounds: ClassVar[Bounds] = CHAT
     model: str | None = None
@@ -262,6 +266,8 @@ def _check_foreign(
     for name, value in fields.items():
         if name in refused and not asks_for_nothing(value, refused[name]):
             message = f"{name} is not supported by this server"
+            if name in INSTEAD:
+                message += f"; ask for {INSTEAD[name]}"
             raise ApiError(400, message, name, "unsupported_parameter")
     unknown = [name for name in fields if name not in refused and name not in HARMLESS]
     if unknown:

@@ -48,8 +48,8 @@ OF_CONNECTIONS = (5_000, 20, 100)
 
 def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> int:
     """Runs a stage until it stops; returns the exit code. `stage`: given by a script in stages/."""
-    parser = _parser(stage)
-    options, rest = parser.parse_known_args(arguments)
+    made = parser(stage)
+    options, rest = made.parse_known_args(arguments)
     try:
         file = options.topology or os.environ.get(f"{config.PREFIX}TOPOLOGY")
         topology = deployed(file, os.environ)
@@ -87,28 +87,29 @@ def stage_settings(
     return topologies.fitting(config.build(named), topology)
 
 
-def _parser(stage: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser(stage: str | None) -> argparse.ArgumentParser:
+    """The words of the command line; without a `stage` its name is one of them."""
+    made = argparse.ArgumentParser(
         prog=f"stages/{stage}.py" if stage else "python -m pipeinfer.runtime",
         description="Runs one stage. Further flags are those of `pipeinfer serve`.",
         allow_abbrev=False,
     )
     if stage is None:
-        parser.add_argument("stage", choices=topologies.NAMES)
-    parser.add_argument("--topology", metavar="FILE", help="default: PIPEINFER_STAGES says it all")
-    parser.add_argument("--group", type=int, default=0)
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--index", type=int, default=0)
-    parser.add_argument(
+        made.add_argument("stage", choices=topologies.NAMES)
+    made.add_argument("--topology", metavar="FILE", help="default: PIPEINFER_STAGES says it all")
+    made.add_argument("--group", type=int, default=0)
+    made.add_argument("--rank", type=int, default=0)
+    made.add_argument("--index", type=int, default=0)
+    made.add_argument(
         "--claim",
         metavar="DIR",
         default="",
         help="be the first stage of this name that no other process of this host is; DIR is theirs "
         "in common",
     )
-    parser.add_argument("--on", metavar="HOST", default="", help="claim a stage of this host only")
-    parser.add_argument("--child", action="store_true", help="stop when the parent process is gone")
-    parser.add_argument(
+    made.add_argument("--on", metavar="HOST", default="", help="claim a stage of this host only")
+    made.add_argument("--child", action="store_true", help="stop when the parent process is gone")
+    made.add_argument(
         "--listen-fd",
         type=int,
         action="append",
@@ -116,7 +117,7 @@ def _parser(stage: str | None) -> argparse.ArgumentParser:
         metavar="N",
         help="a listening socket of the parent process, instead of --host and --port",
     )
-    return parser
+    return made
 
 
 async def _run(

@@ -1,0 +1,51 @@
+"""The pages of docs/reference are those that the code makes, and speak of nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from docs import cli
+from docs.markdown import kind, prose, sentence
+
+FOLDER = Path(__file__).parents[2] / "docs/reference"
+
+
+@pytest.mark.parametrize("name", cli.PAGES)
+def test_a_page_is_what_the_code_makes(name):
+    assert (FOLDER / f"{name}.md").read_text() == cli.PAGES[name](), "python tools/docs reference"
+
+
+def test_there_is_no_other_page():
+    assert {path.stem for path in FOLDER.iterdir()} == set(cli.PAGES)
+
+
+def test_a_page_that_differs_is_named_and_then_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "FOLDER", tmp_path)
+    monkeypatch.setattr(cli, "PAGES", {"one": lambda: "# One\n", "two": lambda: "# Two\n"})
+    (tmp_path / "one.md").write_text("# One\n")
+    assert cli.main(["reference", "--check"]) == 1
+    assert capsys.readouterr().err == "docs/reference/two.md differs from the code\n"
+    assert not (tmp_path / "two.md").exists()
+    assert cli.main(["reference"]) == 0
+    assert (tmp_path / "two.md").read_text() == "# Two\n"
+    assert cli.main(["reference", "--check"]) == 0
+
+
+def test_a_docstring_becomes_prose_and_a_list():
+    said = prose(
+        "What it is, in <one>\nline. one: a, `b<c`. two, three:\nboth.", ["one", "two", "three"]
+    )
+    assert said == ("What it is, in &lt;one> line.\n\n- `one`: a, `b<c`.\n- `two`, `three`: both.")
+
+
+def test_sentences_and_kinds():
+    assert [sentence(text) for text in ("a b", "`a`: b", "It is.", "")] == [
+        "A b.", "`a`: b.", "It is.", "",
+    ]  # fmt: skip
+    integers = {"type": "array", "items": {"type": "integer"}}
+    assert kind({"anyOf": [integers, {"type": "string"}, {"type": "null"}]}) == (
+        "list of integer or string"
+    )
+    assert kind({"enum": ["a", "b", None]}) == "`a` or `b`"

@@ -1,0 +1,106 @@
+"""The page of the fields of requests: from the bodies, field_help.py and foreign_fields.py.
+
+Chats and completions share most fields, which stand there once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from docs.markdown import bullets, codes, kind
+from docs.markdown import page as page_of
+from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
+from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
+from pipeinfer.gateway.field_help import BY_BODY
+from pipeinfer.gateway.foreign_fields import (
+    HARMLESS,
+    INSTEAD,
+    MESSAGES_ALONE,
+    REFUSED_OF,
+    RESPONSES_ALONE,
+    Refusals,
+)
+from pipeinfer.gateway.schema import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Generation,
+    TokenizeRequest,
+)
+
+INTRODUCTION = """Bodies are JSON objects. `null` is the same as not given. [The API](../api.md) \
+says how answers look, and [errors](errors.md) what is said of a wrong field."""
+REFUSED_SAID = """These fields change an answer in other servers and are not built. A value that \
+asks for nothing is taken: `null`, and the values in brackets. Any other value gets 400 with the \
+code `unsupported_parameter`. A field that only some bodies have is refused in the others."""
+IGNORED_SAID = """These fields change nothing here: {}.
+
+Whatever stands in no list of this page, a misspelt name perhaps, is ignored as well. Such fields \
+count in `pipeinfer_unknown_fields_total`, and the log names each once."""
+
+
+def page() -> str:
+    """docs/reference/requests.md."""
+    return page_of("Requests", INTRODUCTION, *_taken(), *_refused())
+
+
+def _taken() -> Iterator[str]:
+    shared = Generation.__struct_fields__
+    yield "## Chats and completions"
+    yield "`POST /v1/chat/completions` and `POST /v1/completions` both have these fields."
+    yield _fields(ChatRequest, shared)
+    for title, body in (("Chats alone", ChatRequest), ("Completions alone", CompletionRequest)):
+        yield f"## {title}"
+        yield _fields(body, (name for name in body.__struct_fields__ if name not in shared))
+    yield "## Responses"
+    yield "`POST /v1/responses`. " + _beside(RESPONSES_ALONE)
+    yield _fields(ResponsesRequest, ResponsesRequest.__struct_fields__)
+    yield "## Messages"
+    yield "`POST /v1/messages`. " + _beside(MESSAGES_ALONE)
+    yield _fields(MessagesRequest, MessagesRequest.__struct_fields__)
+    yield "## Counting tokens of messages"
+    named = codes(CountRequest.__struct_fields__)
+    yield f"`POST /v1/messages/count_tokens` has of those {named}."
+    for path, body in (("tokenize", TokenizeRequest), ("detokenize", DetokenizeRequest)):
+        yield f"## {path.capitalize()}"
+        yield f"`POST /{path}`."
+        yield _fields(body, body.__struct_fields__)
+
+
+def _beside(refused: Refusals) -> str:
+    return f"Refused beside [the others](#refused): {', '.join(_neutral(refused))}."
+
+
+def _refused() -> Iterator[str]:
+    yield "## Refused"
+    yield REFUSED_SAID
+    yield bullets(
+        f"{who if who != 'others' else 'Others'}: {', '.join(_neutral(fields))}."
+        for who, fields in REFUSED_OF.items()
+    )
+    yield "The error names what to ask for in place of some:"
+    yield bullets(f"`{name}`: `{other}`" for name, other in INSTEAD.items())
+    yield "## Ignored"
+    yield IGNORED_SAID.format(codes(sorted(HARMLESS)))
+
+
+def _neutral(refused: Refusals) -> Iterator[str]:
+    for name, values in refused.items():
+        shown = codes(dict.fromkeys(msgspec.json.encode(value).decode() for value in values))
+        yield f"`{name}` ({shown})" if shown else f"`{name}`"
+
+
+def _fields(body: type[Body], names: Iterable[str]) -> str:
+    schemas = _properties(body)
+    told = BY_BODY[body]
+    return bullets(
+        f"`{name}` ({kind(schemas[name])}): {told[name].description()}" for name in names
+    )
+
+
+def _properties(body: type[Body]) -> Mapping[str, Any]:
+    return msgspec.json.schema_components([body])[1][body.__name__]["properties"]

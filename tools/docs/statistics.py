@@ -1,0 +1,36 @@
+"""The page of the statistics in heartbeats: from statistics_help.py.
+
+The phases of a step, after which many are called, stand behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from docs.markdown import bullets, sentence
+from docs.markdown import page as page_of
+from pipeinfer.statistics_help import PHASES, STATISTICS
+
+INTRODUCTION = """Every stage says these numbers in its heartbeats. `LLM.stats()` returns the \
+latest of each stage, and [metrics](metrics.md) are made of some. Names that end in `_total` only \
+grow, until the process ends. [Telemetry](../telemetry.md) says what heartbeats are."""
+PHASES_SAID = """The engine times its host by phase of a step. The phases are ranges on the \
+timeline of nsys (NVTX), and in the trace that `--profile` writes."""
+
+
+def page() -> str:
+    """docs/reference/statistics.md."""
+    return page_of(
+        "Statistics",
+        INTRODUCTION,
+        *_stages(),
+        "## Phases of a step",
+        PHASES_SAID,
+        bullets(f"`{name}`: {sentence(said)}" for name, said in PHASES.items()),
+    )
+
+
+def _stages() -> Iterator[str]:
+    for stage, statistics in STATISTICS.items():
+        yield f"## {stage[0].upper()}{stage[1:]}"
+        yield bullets(f"`{name}`: {sentence(said)}" for name, said in statistics.items())
