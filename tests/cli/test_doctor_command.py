@@ -24,6 +24,14 @@ def test_a_host_that_can_serve_is_well_and_what_would_be_chosen_is_said(capsys, 
     assert said.endswith("`pipeinfer serve` would start\n")
 
 
+@pytest.mark.parametrize("flag", ["--model", "--model-path"])
+def test_a_model_behind_the_flag_of_another_server_is_looked_at(capsys, tmp_path, flag):
+    make_checkpoint(tmp_path, "Qwen3ForCausalLM")
+    asked = [flag, str(tmp_path), "--port", "0", "--device", "cpu"]
+    assert main(["doctor", *asked, "--served-model-name", "small"]) == 0
+    assert re.search(r"^ok +model +small: ", capsys.readouterr().out, re.M)
+
+
 @pytest.mark.parametrize(
     "asked",
     [

@@ -20,6 +20,7 @@ import zmq
 
 from pipeinfer import settings as config
 from pipeinfer.bus.caller import Caller
+from pipeinfer.cli.serve import add_model
 from pipeinfer.cli.top import listen
 from pipeinfer.gateway.health import Expected, Health
 from pipeinfer.runtime import listening
@@ -61,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         "on this host, and what it would choose. Reads no weights; a hub id is downloaded.",
         allow_abbrev=False,
     )
-    made.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS)
+    add_model(made)
     config.add_flags(made)
     return made
 

@@ -48,14 +48,19 @@ def parser() -> argparse.ArgumentParser:
         "Names of vLLM and SGLang, such as --tensor-parallel-size, are understood as well.",
         allow_abbrev=False,
     )
-    made.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS)
-    also = ("--model", "--model-path")
-    made.add_argument(*also, dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add_model(made)
     made.add_argument(
         "--on", metavar="HOST", default="", help="only the stages with this `host` in the topology"
     )
     config.add_flags(made)
     return made
+
+
+def add_model(made: argparse.ArgumentParser) -> None:
+    """MODEL, with a flag before it or without: other servers want the one or the other."""
+    made.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS)
+    also = ("--model", "--model-path")
+    made.add_argument(*also, dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 async def _run(service: Supervisor | InProcess) -> int:
