@@ -6,6 +6,7 @@ Docstrings become prose, fields stand as the source has them.
 from __future__ import annotations
 
 import inspect
+import json
 import typing
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
@@ -69,8 +70,13 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return ""
     if field.default_factory is not msgspec.NODEFAULT:
-        return f" = {field.default_factory()!r}"
-    return f" = {field.default!r}"
+        return f" = {_source(field.default_factory())}"
+    return f" = {_source(field.default)}"
+
+
+def _source(value: Any) -> str:
+    """As the formatter leaves it, which reads this page too."""
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def _types() -> Iterator[str]:
