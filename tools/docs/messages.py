@@ -76,6 +76,8 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 def _source(value: Any) -> str:
     """As the formatter leaves it, which reads this page too."""
+    if isinstance(value, bytes):
+        return "b" + json.dumps(value.decode())
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
