@@ -62,7 +62,9 @@ def _struct(kind: type[msgspec.Struct]) -> Iterator[str]:
 def _annotation(kind: type, name: str) -> str:
     """As the source has it."""
     return next(
-        str(said[name]) for said in map(inspect.get_annotations, kind.__mro__) if name in said
+        str(said[name]).replace("'", '"')
+        for said in map(inspect.get_annotations, kind.__mro__)
+        if name in said
     )
 
 
