@@ -221,8 +221,13 @@ def test_watched_opens_real_pages_that_follow_the_load(bench):
     for count, half in halves.items():
         assert set(half["share"]) == STAGES and half["failed"] == 0
         assert metrics["shares"][count] == half["share"]
+        for name, spent in half["cpu_seconds"].items():
+            assert half["share"][name] * half["seconds"] == pytest.approx(spent)
         assert 0 < half["itl_ms"]["p50"] <= half["itl_ms"]["p99"]
         assert len(half["pages"]) == int(count)
+    for name, share in metrics["more"].items():
+        spent = [halves[count]["cpu_seconds"][name] for count in ("0", "2")]
+        assert spent[0] + share * halves["2"]["seconds"] == pytest.approx(spent[1])
     for page in halves["2"]["pages"]:
         assert page["requests"] == 4 and 0 < page["changes_per_s"] < 20
     assert "its latency is seen without --browsers" in printed

@@ -11,7 +11,7 @@ import json
 import statistics
 import threading
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -58,15 +58,11 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
                 halves[str(count)]["pages"] = pages
             rounds.append(halves)
             _show(number, halves, "browsers" if options.browsers else "feeds")
-    medians = {
-        count: {
-            name: statistics.median(one[count]["share"][name] for one in rounds)
-            for name in rounds[0][count]["share"]
-        }
-        for count in rounds[0]
+    shares = {
+        count: _medians([one[count]["share"] for one in rounds]) for count in ("0", str(lookers))
     }
-    bare, watched = medians["0"], medians[str(lookers)]
-    print("more of a core:", ", ".join(f"{n} {watched[n] - bare[n]:+.2%}" for n in bare))
+    more = _medians([_more(one["0"], one[str(lookers)]) for one in rounds])
+    print("more of a core:", ", ".join(f"{name} {share:+.2%}" for name, share in more.items()))
     if options.browsers:
         pages = [page for one in rounds for page in one[str(lookers)]["pages"]]
         least = min(page["changes_per_s"] for page in pages)
@@ -75,9 +71,21 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
     return {
         "feeds": 0 if options.browsers else options.feeds,
         "browsers": options.browsers,
-        "shares": medians,
+        "shares": shares,
+        "more": more,
         "rounds": rounds,
     }
+
+
+def _more(bare: Mapping[str, Any], watched: Mapping[str, Any]) -> dict[str, float]:
+    """The share of a core that each stage took for lookers: both halves have the same requests, but
+    beside browsers these may take longer, which spreads the same work."""
+    spent, before = watched["cpu_seconds"], bare["cpu_seconds"]
+    return {name: (spent[name] - before[name]) / watched["seconds"] for name in spent}
+
+
+def _medians(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in found) for name in found[0]}
 
 
 def _measured(url: str, endpoint: Endpoint, options: argparse.Namespace) -> dict[str, Any]:
@@ -89,6 +97,8 @@ def _measured(url: str, endpoint: Endpoint, options: argparse.Namespace) -> dict
     seconds = max(line.last for line in taken.lines) - min(line.due for line in taken.lines)
     summary = latency.summary(taken.lines, Target(1.0, 0.1))
     return {
+        "seconds": seconds,
+        "cpu_seconds": used,
         "share": {name: spent / seconds for name, spent in used.items()},
         "itl_ms": summary["itl_ms"],
         "ttft_ms": summary["ttft_ms"],

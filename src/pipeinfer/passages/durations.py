@@ -26,7 +26,8 @@ def _until_admitted(passage: Passage) -> float | None:
 
 
 def _of_first_text(passage: Passage) -> float | None:
-    """A passage lasts as long as its request generates; only this part is the stage's own."""
+    """A passage lasts as long as its request generates; only this part is the stage's own. The
+    stage's clock alone says it: the scheduler's may be that of another host."""
     first = _moment(passage, "first_text")
     return None if first is None else first.values.get("seconds")
 
