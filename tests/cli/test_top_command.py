@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 
 import openai
 import pytest
@@ -56,6 +57,33 @@ def test_every_stage_says_what_it_does_while_requests_run(server):
         [rate] = re.findall(r"([\d,]+) tokens/s", said[name])
         assert int(rate.replace(",", "")) > 0
     assert "1 of 256 slots" in said["engine"]
+
+
+def test_latencies_are_told_while_it_goes_on_looking(server):
+    [file] = [s.file for s in running_servers() if s.pid == server.process.pid]
+    api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
+    words = ["-m", "pipeinfer", "top", "--topology", str(file), "--seconds", "0.2"]
+    looking = subprocess.Popen(
+        [sys.executable, *words], env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    found: dict[str, float] = {}
+    timer = threading.Timer(60, looking.kill)
+    timer.start()
+    try:
+        assert looking.stdout is not None
+        for line in looking.stdout:
+            if match := re.match(r"(\w+)-0.* ready .*, latency ([\d.,]+) ms$", line):
+                found[match[1]] = float(match[2].replace(",", ""))
+            elif line.startswith("detokenizer-0") and not {"tokenizer", "scheduler"} & set(found):
+                api.completions.create(model="pipeinfer-demo", prompt="go on", max_tokens=3)
+            if len(found) == 4:
+                break
+    finally:
+        timer.cancel()
+        looking.send_signal(signal.SIGINT)
+        assert looking.wait(20) == 0
+    assert set(found) == {"tokenizer", "scheduler", "engine", "detokenizer"}
+    assert all(0 < milliseconds < 10_000 for milliseconds in found.values())
 
 
 def test_a_stage_that_says_nothing_is_shown_and_is_an_error(server):

@@ -64,7 +64,8 @@ def timeline(name: str, began: float) -> dict[str, object]:
                 (0.03, "prompt_done", {"steps": 2})),
         passage("engine-0-0", 0.010, 0.404, "released",
                 (0.010, "admitted", {"cached_tokens": 96, "pages": 14}), *decodes),
-        passage("detokenizer-0", 0.031, 0.410, "stop", (0.032, "first_text", {"letters": 4})),
+        passage("detokenizer-0", 0.031, 0.410, "stop",
+                (0.032, "first_text", {"tokens": 1, "seconds": 0.0003})),
     ]}  # fmt: skip
 
 

@@ -34,6 +34,20 @@ def test_a_passage_is_told_while_it_goes_on_and_once_when_it_is_over():
     assert told.moments[0].name == "admitted" and len(told.moments) == 1, "what was told stays"
 
 
+def test_only_the_first_output_and_the_last_are_worth_a_look():
+    one = book([])
+    assert one.worth_a_look("a", "stop") is None, "it has no passage"
+    one.begin("a", 1.0)
+    assert one.worth_a_look("a", None) is one.get("a")
+    one.first("a", 2.0, "first_text", tokens=1)
+    one.first("a", 3.0, "first_text", tokens=1)
+    one.first("b", 3.0, "first_text")
+    assert one.worth_a_look("a", None) is None
+    assert one.worth_a_look("a", "stop") is one.get("a")
+    (told,) = one.changes(10)
+    assert [(moment.at, moment.name) for moment in told.moments] == [(2.0, "first_text")]
+
+
 def test_of_too_many_moments_the_first_and_the_latest_stay():
     ended: list[Passage] = []
     one = book(ended)

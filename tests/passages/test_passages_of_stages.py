@@ -334,6 +334,7 @@ def test_a_request_passes_the_detokenizer_from_open_to_its_last_text():
     assert one.over("a").outcome == "stop" and one.over("a").trace == TRACE
     assert names(one.over("a")) == ["opened", "stop_string", "first_text", "finished"]
     assert values(one.over("a"), "stop_string") == {"output_tokens": 3}
+    assert values(one.over("a"), "first_text") == {"tokens": 1, "seconds": 0.5}
     one.saw(Abort("b", 1))
     one.saw(Done(("c",)))
     one.saw(Refused(request_id="d", attempt=1, gateway=0, status=400, message="no"))

@@ -118,7 +118,7 @@ def test_it_needs_the_key(server):
 
 def test_figures_say_what_runs(server):
     with looking(server) as feed:
-        complete(server, "What is pipeinfer?", max_tokens=60, ignore_eos=True)
+        told = complete(server, "What is pipeinfer?", max_tokens=60, ignore_eos=True)
         _, event = feed.wait(
             lambda event: event["tokens_per_s"] > 0 and event["latency"]["itl_ms"]["count"],
             "tokens",
@@ -131,9 +131,24 @@ def test_figures_say_what_runs(server):
         assert pages["total"] == pages["free"] + pages["cached"] + pages["used"] == 300
         assert 0 < event["latency"]["ttft_ms"]["p50"] <= event["latency"]["ttft_ms"]["p99"]
         assert len(event["edges"]) == 5
-        steps = [step for _, one in feed.events for step in one["steps"]]
-        assert sum(step["decodes"] for step in steps) >= 59
-        assert sum(step["prompt_tokens"] for step in steps) >= len("What is pipeinfer?")
+
+        def steps() -> list[dict]:
+            return [step for _, one in list(feed.events) for step in one["steps"]]
+
+        server.wait(lambda: sum(step["decodes"] for step in steps()) >= 59, "all its steps")
+        assert sum(step["prompt_tokens"] for step in steps()) >= len("What is pipeinfer?")
+        _, event = feed.wait(
+            lambda event: all(one["latency_ms"] is not None for one in event["stages"]),
+            "the latency of every stage",
+        )
+        way = server.wait(lambda: whole(server, told["id"]), "five passages that have ended")
+        took = {one["stage"]: 1e3 * (one["ended"] - one["began"]) for one in way["passages"]}
+        texts = next(one for one in way["passages"] if one["stage"] == "detokenizer-0")["moments"]
+        first = next(moment for moment in texts if moment["name"] == "first_text")
+        latency = {one["stage"]: one["latency_ms"] for one in event["stages"]}
+        assert latency["tokenizer-0"] == pytest.approx(took["tokenizer-0"])
+        assert latency["detokenizer-0"] == pytest.approx(1e3 * first["values"]["seconds"])
+        assert 0 < latency["detokenizer-0"] < took["detokenizer-0"]
         times = [at for at, _ in feed.events]
         assert len(times) <= 4 * (times[-1] - times[0]) + 2, "at most four a second"
 

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 import servers
+from bench import browsers
+from bench.cli import TOOL
 from bench.shapes import SHAPES
+from pipeinfer.settings import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = {"gateway", "tokenizer", "scheduler", "engine", "detokenizer"}
@@ -201,3 +204,40 @@ def test_costs_compares_each_kind_with_the_same_streams_without_it(bench):
             12 * 2 * (1 + (kind in ("twice", "beside")))
         )
     assert "TPOT" in printed
+
+
+def test_watched_opens_real_pages_that_follow_the_load(bench):
+    try:
+        browsers.check()
+    except ConfigurationError as error:
+        pytest.skip(str(error))
+    metrics, printed = bench(
+        "watched", "--browsers", "2", "--rounds", "1", "--rate", "4", "--requests", "4",
+        "--output-tokens", "16:16", "--threads", "1", "--kv-pages", "300",
+    )  # fmt: skip
+    assert (metrics["feeds"], metrics["browsers"]) == (0, 2)
+    assert set(metrics["shares"]) == {"0", "2"}
+    (halves,) = metrics["rounds"]
+    for count, half in halves.items():
+        assert set(half["share"]) == STAGES and half["failed"] == 0
+        assert metrics["shares"][count] == half["share"]
+        for name, spent in half["cpu_seconds"].items():
+            assert half["share"][name] * half["seconds"] == pytest.approx(spent)
+        assert 0 < half["itl_ms"]["p50"] <= half["itl_ms"]["p99"]
+        assert len(half["pages"]) == int(count)
+    for name, share in metrics["more"].items():
+        spent = [halves[count]["cpu_seconds"][name] for count in ("0", "2")]
+        assert spent[0] + share * halves["2"]["seconds"] == pytest.approx(spent[1])
+    for page in halves["2"]["pages"]:
+        assert page["requests"] == 4 and 0 < page["changes_per_s"] < 20
+    assert "its latency is seen without --browsers" in printed
+
+
+def test_browsers_that_are_not_there_are_said_before_a_server_starts(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("playwright", reason="the package playwright is not installed")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert TOOL.main(["watched", "--browsers", "2"]) == 2
+    assert "Debian's package chromium" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "playwright", None)
+    assert TOOL.main(["watched", "--browsers", "2"]) == 2
+    assert "pip install 'pipeinfer[dev]'" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """`watched`: what it costs that people look at a server's page, beside the same load unwatched.
 
-Each looker reads /monitor/events as the page's Pipeline tab does. Knows processes and HTTP; nothing
-of a browser.
+Each looker reads /monitor/events as the page's Pipeline tab does; with --browsers it is that page.
+Browsers take the server's cores, so of latencies those beside feeds count; CPU times do in both.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import json
 import statistics
 import threading
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from bench import browsers
 from bench.online import plan
 from bench.processes import Server, cpu_seconds
 from pipeinfer.bench import latency
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this command; MODEL is a setting."""
     add = parser.add_argument
     add("--feeds", type=int, default=20, help="that are read at a time")
+    add("--browsers", type=int, default=0, metavar="N", help="pages in Chromium instead of feeds")
     add("--rounds", type=int, default=3, help="each once without and once with them")
     add("--rate", type=float, default=2.0, help="requests a second")
     add("--requests", type=int, default=40, help="in each half of a round")
@@ -40,28 +42,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics: of each stage the share of a core, and latencies, without and with lookers."""
+    if options.browsers:
+        browsers.check()
+    lookers = options.browsers or options.feeds
     rounds: list[dict[str, Any]] = []
     with Server(settings) as server:
         endpoint = Endpoint(server.url)
         measure(endpoint, *plan(options, options.rate))  # warm
         for number in range(options.rounds):
             options.work_seed = number + 1
-            halves = {}
-            for feeds in (0, options.feeds):
-                with _looking(server.url, feeds):
-                    halves[str(feeds)] = _measured(server.url, endpoint, options)
+            halves: dict[str, dict[str, Any]] = {}
+            for count in (0, lookers):
+                with _looking(server.url, count, options.browsers > 0) as pages:
+                    halves[str(count)] = _measured(server.url, endpoint, options)
+                halves[str(count)]["pages"] = pages
             rounds.append(halves)
-            _show(number, halves)
-    medians = {
-        feeds: {
-            name: statistics.median(one[feeds]["share"][name] for one in rounds)
-            for name in rounds[0][feeds]["share"]
-        }
-        for feeds in rounds[0]
+            _show(number, halves, "browsers" if options.browsers else "feeds")
+    shares = {
+        count: _medians([one[count]["share"] for one in rounds]) for count in ("0", str(lookers))
     }
-    bare, watched = medians["0"], medians[str(options.feeds)]
-    print("more of a core:", ", ".join(f"{n} {watched[n] - bare[n]:+.2%}" for n in bare))
-    return {"feeds": options.feeds, "shares": medians, "rounds": rounds}
+    more = _medians([_more(one["0"], one[str(lookers)]) for one in rounds])
+    print("more of a core:", ", ".join(f"{name} {share:+.2%}" for name, share in more.items()))
+    if options.browsers:
+        pages = [page for one in rounds for page in one[str(lookers)]["pages"]]
+        least = min(page["changes_per_s"] for page in pages)
+        print(f"Each page changed at least {least:.1f} times a second. Browsers had cores of the "
+              "server: its latency is seen without --browsers.")  # fmt: skip
+    return {
+        "feeds": 0 if options.browsers else options.feeds,
+        "browsers": options.browsers,
+        "shares": shares,
+        "more": more,
+        "rounds": rounds,
+    }
+
+
+def _more(bare: Mapping[str, Any], watched: Mapping[str, Any]) -> dict[str, float]:
+    """The share of a core that each stage took for lookers: both halves have the same requests, but
+    beside browsers these may take longer, which spreads the same work."""
+    spent, before = watched["cpu_seconds"], bare["cpu_seconds"]
+    return {name: (spent[name] - before[name]) / watched["seconds"] for name in spent}
+
+
+def _medians(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(one[name] for one in found) for name in found[0]}
 
 
 def _measured(url: str, endpoint: Endpoint, options: argparse.Namespace) -> dict[str, Any]:
@@ -73,6 +97,8 @@ def _measured(url: str, endpoint: Endpoint, options: argparse.Namespace) -> dict
     seconds = max(line.last for line in taken.lines) - min(line.due for line in taken.lines)
     summary = latency.summary(taken.lines, Target(1.0, 0.1))
     return {
+        "seconds": seconds,
+        "cpu_seconds": used,
         "share": {name: spent / seconds for name, spent in used.items()},
         "itl_ms": summary["itl_ms"],
         "ttft_ms": summary["ttft_ms"],
@@ -80,9 +106,16 @@ def _measured(url: str, endpoint: Endpoint, options: argparse.Namespace) -> dict
     }
 
 
+def _looking(url: str, count: int, pages: bool) -> AbstractContextManager[list[dict[str, float]]]:
+    """So many look meanwhile. It gives what each page had shown, at its end."""
+    if not count:
+        return nullcontext([])
+    return browsers.opened(url, count) if pages else _reading(url, count)
+
+
 @contextmanager
-def _looking(url: str, feeds: int) -> Iterator[None]:
-    """So many read the feed meanwhile, in threads that do nothing with it."""
+def _reading(url: str, feeds: int) -> Iterator[list[dict[str, float]]]:
+    """So many read the feed, in threads that do nothing with it."""
     answers = [urllib.request.urlopen(f"{url}/monitor/events", timeout=60) for _ in range(feeds)]
     over = threading.Event()
 
@@ -95,16 +128,16 @@ def _looking(url: str, feeds: int) -> Iterator[None]:
     for thread in threads:
         thread.start()
     try:
-        yield
+        yield []
     finally:
         over.set()
         for thread in threads:
             thread.join()
 
 
-def _show(number: int, halves: Mapping[str, Any]) -> None:
-    for feeds, half in halves.items():
+def _show(number: int, halves: Mapping[str, Any], kind: str) -> None:
+    for count, half in halves.items():
         shares = ", ".join(f"{name} {share:.1%}" for name, share in half["share"].items())
         itl = half["itl_ms"]
-        print(f"round {number}, {feeds:>2} feeds: {shares}; itl p50 {itl['p50']:.2f}, "
+        print(f"round {number}, {count:>2} {kind}: {shares}; itl p50 {itl['p50']:.2f}, "
               f"p99 {itl['p99']:.2f} ms; {half['failed']} failed", flush=True)  # fmt: skip

@@ -1,6 +1,7 @@
 """`pipeinfer top`: what the stages of a running server do at this moment, a line for each.
 
-Listens to heartbeats, and asks nobody anything; the web page shows the same figures.
+Listens to heartbeats. Unless it looks once only, stages are asked for latencies, which they say
+while somebody looks. The web page shows the same figures.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from pipeinfer.bus.caller import Caller
+from pipeinfer.control import Observed, Watch
 from pipeinfer.gateway.health import Health, Row, expected_stages
 from pipeinfer.gateway.monitor.picture import Figures, Latency, Pictures, StageShown
 from pipeinfer.messages import Heartbeat
+from pipeinfer.passages.durations import PARTS, Durations
 from pipeinfer.runtime.find import running_topology
 
 FIRST = 3.0  # seconds in which two heartbeats of every stage should come
+LASTS = 2.5  # seconds beyond the next look for which stages say what they see
 CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -27,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     topology = running_topology(options.topology)
     health = Health(expected_stages(topology))
-    pictures = Pictures(health)
+    pictures, latencies = Pictures(health), Durations()
     plain = options.once or not sys.stdout.isatty()
     with Caller(topology, zmq.Context.instance()) as caller:
         for stage in health.rows:
@@ -39,11 +43,12 @@ def run(arguments: Sequence[str]) -> int:
                 now = time.monotonic()
                 health.check(now)
                 pictures.look()
-                figures = pictures.figures("", now, time.time(), lambda stage: None)
+                figures = pictures.figures("", now, time.time(), latencies.median)
                 print("\n".join(_lines(health, pictures, figures, plain)), flush=True)
                 if options.once:
                     return 0 if all(row.seen is not None for row in health.rows.values()) else 1
-                listen(caller, health, options.seconds)
+                _ask(caller, health, options.seconds + LASTS)
+                listen(caller, health, options.seconds, observed=latencies)
         except KeyboardInterrupt:
             return 0
 
@@ -67,8 +72,10 @@ def listen(
     health: Health,
     seconds: float,
     enough: Callable[[Heartbeat], bool] = lambda beat: False,
+    observed: Durations | None = None,
 ) -> None:
-    """Tells `health` of heartbeats for `seconds`, or until `enough(heartbeat)`."""
+    """Tells `health` of heartbeats for `seconds`, or until `enough(heartbeat)`; and `observed` of
+    what stages see."""
     deadline = time.monotonic() + max(seconds, 0.1)
     while (left := deadline - time.monotonic()) > 0:
         for _, message in caller.hear(min(0.2, left)):
@@ -76,6 +83,16 @@ def listen(
                 health.beat(message, time.monotonic())
                 if enough(message):
                     return
+            elif isinstance(message, Observed) and observed is not None:
+                for passage in message.passages:
+                    observed.note(passage)
+
+
+def _ask(caller: Caller, health: Health, seconds: float) -> None:
+    """Those that have a latency to tell, and are there, go on telling it for `seconds`."""
+    for row in health.rows.values():
+        if row.name in PARTS and row.seen is not None and row.state != "lost":
+            caller.ask(row.stage, Watch(seconds))
 
 
 def _twice(heard: dict[str, int], beat: Heartbeat, pictures: Pictures) -> bool:
@@ -113,7 +130,10 @@ def _milliseconds(latency: Latency) -> str:
 
 
 def _does(row: Row, shown: StageShown, pictures: Pictures) -> str:
-    return DOES[row.name](row, shown, pictures)
+    text = DOES[row.name](row, shown, pictures)
+    if shown.latency_ms is not None and row.name != "gateway":  # whose has a line of its own
+        text += f", latency {shown.latency_ms:,.2f} ms"
+    return text
 
 
 def _gateway(row: Row, shown: StageShown, pictures: Pictures) -> str:

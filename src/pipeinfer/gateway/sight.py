@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import statistics
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
@@ -16,13 +15,12 @@ import msgspec
 
 from pipeinfer.control import Observed, Passage, Prefix, Prefixes, ShowPrefixes, StepMade, Watch
 from pipeinfer.messages import Message
+from pipeinfer.passages.durations import MINUTE, Durations
 
 ASK_AGAIN = 1.0  # seconds
 LASTS = 2.5  # seconds for which stages go on when nobody asks again
-MINUTE = 60.0
 MOST_STEPS = 30_000  # of a minute; five hundred a second
 MOST_REQUESTS = 200
-LATEST = 256  # durations of which the median is taken
 PATIENCE = 2.0  # seconds for answers
 
 
@@ -71,7 +69,7 @@ class Sight:
         self._asking: asyncio.Task[None] | None = None
         self._steps: deque[tuple[int, StepShown]] = deque(maxlen=MOST_STEPS)
         self._requests: dict[str, _Known] = {}
-        self._durations: dict[str, deque[tuple[float, float]]] = {}
+        self._durations = Durations(clock)
         self._answers: dict[str, asyncio.Queue[Prefixes]] = {}
         self.changes = 0  # so many things were seen
         self.leaving = False  # the gateway ends: who looks is to look elsewhere
@@ -177,9 +175,7 @@ class Sight:
 
     def latency(self, stage: str) -> float | None:
         """The median seconds of the last minute's requests in a stage; see docs/page.md."""
-        oldest = self._clock() - MINUTE
-        lately = [seconds for at, seconds in self._durations.get(stage, ()) if at >= oldest]
-        return statistics.median(lately) if lately else None
+        return self._durations.median(stage)
 
     def _note_steps(self, stage: str, steps: Sequence[StepMade]) -> None:
         group = int(stage.rpartition("-")[2])
@@ -198,30 +194,10 @@ class Sight:
             while len(self._requests) > MOST_REQUESTS:
                 del self._requests[next(iter(self._requests))]
         known.passages[passage.stage, passage.began] = passage
-        kind = passage.stage.partition("-")[0]
-        if kind == "gateway":
+        self._durations.note(passage)
+        if passage.stage.startswith("gateway-"):
             known.changed = self.changes
             known.shown = _shown(passage)
-        elif passage.ended and kind in DURATIONS:
-            seconds = DURATIONS[kind](passage)
-            if seconds is not None:
-                latest = self._durations.setdefault(passage.stage, deque(maxlen=LATEST))
-                latest.append((passage.ended, seconds))
-
-
-def _whole(passage: Passage) -> float | None:
-    return passage.ended - passage.began
-
-
-def _until_admitted(passage: Passage) -> float | None:
-    at = next((one.at for one in passage.moments if one.name == "admitted"), None)
-    return None if at is None else at - passage.began
-
-
-DURATIONS: dict[str, Callable[[Passage], float | None]] = {
-    "tokenizer": _whole,
-    "scheduler": _until_admitted,
-}
 
 
 def _shown(passage: Passage) -> RequestShown:

@@ -16,8 +16,8 @@ MOST_MOMENTS = 32  # of a passage; then the latest takes the place of the one be
 
 
 class Way:
-    """A request that is in the stage. `flowing`: its first output was seen, so that what follows
-    needs no look. `attempt`: the gateway's, as the stage knows it. `span`: see Passage."""
+    """A request that is in the stage. `flowing`: its first output was marked. `attempt`: the
+    gateway's, as the stage knows it. `span`: see Passage."""
 
     __slots__ = ("attempt", "began", "flowing", "moments", "span", "trace")
 
@@ -81,6 +81,19 @@ class Book:
                 del way.moments[-1]
             way.moments.append(Moment(at, name, values))
             self._changed[request_id] = None
+
+    def worth_a_look(self, request_id: str, finish: str | None) -> Way | None:
+        """The open passage of which an output came, if that is its last or none was marked; hot
+        path: asked once for every token of every request, of which most say nothing new."""
+        way = self._open.get(request_id)
+        return None if way is None or (way.flowing and finish is None) else way
+
+    def first(self, request_id: str, at: float, name: str, **values: float) -> None:
+        """Marks the first output; nothing for further ones, until it starts over."""
+        way = self._open.get(request_id)
+        if way is not None and not way.flowing:
+            way.flowing = True
+            self.mark(request_id, at, name, **values)
 
     def amend(self, request_id: str, name: str, **values: float) -> None:
         """Adds to the latest moment of that name, if there is one."""

@@ -35,7 +35,7 @@ class DetokenizerObserver:
             elif type(send.message) is StopHit:  # sent behind the text that it ends
                 self._stop_hit(send.message, ended)
         for text in texts:
-            self._text(text, ended)
+            self._text(text, began, ended)
 
     def _open(self, opened: Open, at: float) -> None:
         name = opened.request_id
@@ -67,14 +67,15 @@ class DetokenizerObserver:
     def _stop_hit(self, hit: StopHit, at: float) -> None:
         self.book.mark(hit.request_id, at, "stop_string", output_tokens=hit.length)
 
-    def _text(self, text: Text, at: float) -> None:
+    def _text(self, text: Text, came: float, at: float) -> None:
+        """`came`: when the message did of which the text is made."""
         for row in text.rows:  # hot path: once for every token of every request
-            way = self.book.get(row.request_id)
-            if way is None or (way.flowing and row.finish is None):
+            way = self.book.worth_a_look(row.request_id, row.finish)
+            if way is None:
                 continue
-            if not way.flowing and (row.text or row.ids):
-                way.flowing = True
-                self.book.mark(row.request_id, at, "first_text", tokens=len(row.ids) // 4)
+            if row.text or row.ids:
+                tokens, seconds = len(row.ids) // 4, at - came
+                self.book.first(row.request_id, at, "first_text", tokens=tokens, seconds=seconds)
             if row.finish is not None:
                 self.book.finish(
                     row.request_id,

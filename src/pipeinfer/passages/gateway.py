@@ -92,12 +92,10 @@ class GatewayObserver:
                 way.trace = submit.trace
 
     def _delta(self, delta: _Delta, at: float) -> None:
-        way = self.book.get(delta.request_id)
-        if way is None or (way.flowing and delta.finish is None):
+        if self.book.worth_a_look(delta.request_id, delta.finish) is None:
             return
-        if not way.flowing and (delta.text or delta.ids):
-            way.flowing = True
-            self.book.mark(delta.request_id, at, "first_text", tokens=len(delta.ids) // 4)
+        if delta.text or delta.ids:
+            self.book.first(delta.request_id, at, "first_text", tokens=len(delta.ids) // 4)
         if delta.finish is not None:
             self.book.finish(
                 delta.request_id,

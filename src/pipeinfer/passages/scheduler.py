@@ -119,12 +119,10 @@ class SchedulerObserver:
 
     def _tokens(self, tokens: Tokens, at: float) -> None:
         for row in tokens.rows:  # hot path: once for every token of every request
-            way = self.book.get(row.request_id)
-            if way is None or (way.flowing and row.finish is None):
+            if self.book.worth_a_look(row.request_id, row.finish) is None:
                 continue
-            if row.ids and not way.flowing:
-                way.flowing = True
-                self.book.mark(row.request_id, at, "first_token")
+            if row.ids:
+                self.book.first(row.request_id, at, "first_token")
             if row.finish is not None:
                 outputs = row.offset + len(row.ids) // 4
                 self.book.finish(

@@ -99,7 +99,8 @@ function drawn(passages, width) {
 }
 
 const told = ({ at, name, values }, from) => {
-  const said = Object.entries(values ?? {}).map(([what, value]) => `${what} ${value}`).join(", ");
+  const said = Object.entries(values ?? {}).map(([what, value]) =>
+    (what === "seconds" ? duration(1000 * value) : `${what} ${value}`)).join(", ");
   return `${duration(1000 * (at - from))}: ${name.replaceAll("_", " ")}${said ? ` (${said})` : ""}`;
 };
 
