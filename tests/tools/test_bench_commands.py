@@ -212,7 +212,7 @@ def test_watched_opens_real_pages_that_follow_the_load(bench):
     except ConfigurationError as error:
         pytest.skip(str(error))
     metrics, printed = bench(
-        "watched", "--browsers", "2", "--rounds", "1", "--rate", "4", "--requests", "4",
+        "watched", "--browsers", "2", "--rounds", "1", "--rate", "2", "--requests", "4",
         "--output-tokens", "16:16", "--threads", "1", "--kv-pages", "300",
     )  # fmt: skip
     assert (metrics["feeds"], metrics["browsers"]) == (0, 2)
@@ -229,7 +229,8 @@ def test_watched_opens_real_pages_that_follow_the_load(bench):
         spent = [halves[count]["cpu_seconds"][name] for count in ("0", "2")]
         assert spent[0] + share * halves["2"]["seconds"] == pytest.approx(spent[1])
     for page in halves["2"]["pages"]:
-        assert page["requests"] == 4 and 0 < page["changes_per_s"] < 20
+        # The last ones end with the load, and a page hears of them up to a second later.
+        assert 1 <= page["requests"] <= 4 and 0 < page["changes_per_s"] < 20
     assert "its latency is seen without --browsers" in printed
 
 
