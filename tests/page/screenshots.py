@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/page.md: `python tests/page/screenshots.py [FOLDER]`.
+"""Makes the pictures of docs/page.md: `PYTHONPATH=tests python tests/page/screenshots.py [FOLDER]`.
 
 The chat is with the demo model; the pipeline's minute is made up (scripted_minute.py).
 """
