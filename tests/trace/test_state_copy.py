@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -53,8 +54,15 @@ def core_of(requests: int, outputs: int = 10) -> SchedulerCore:
     return core
 
 
-def children() -> set[str]:
+def all_children() -> set[str]:
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+@pytest.fixture
+def children() -> Callable[[], set[str]]:
+    """Those that a test has left; the servers of other tests may still run."""
+    others = all_children()
+    return lambda: all_children() - others
 
 
 @pytest.fixture
@@ -69,7 +77,9 @@ def only_elsewhere(monkeypatch):
     monkeypatch.setattr(state_copy, "snapshot", elsewhere)
 
 
-def test_a_large_state_is_walked_in_another_process_and_is_that_of_the_moment(only_elsewhere):
+def test_a_large_state_is_walked_in_another_process_and_is_that_of_the_moment(
+    only_elsewhere, children
+):
     core = core_of(3_000, 100)
     expected, copier = snapshot(core), Copier(forks=True)
     copied = copier.take(core)
@@ -155,7 +165,7 @@ def slowly(core, most=0):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-async def test_a_signal_for_the_copy_is_not_told_to_the_stage(number, monkeypatch):
+async def test_a_signal_for_the_copy_is_not_told_to_the_stage(number, monkeypatch, children):
     """Both have the descriptor that wakes the loop for a signal."""
     monkeypatch.setattr(state_copy, "snapshot", slowly)
     heard: list[int] = []
@@ -184,7 +194,7 @@ def test_the_copy_holds_none_of_our_sockets(monkeypatch):
         copied.packed(lambda: True)
 
 
-def test_a_copy_that_is_killed_or_takes_too_long_is_no_state(monkeypatch):
+def test_a_copy_that_is_killed_or_takes_too_long_is_no_state(monkeypatch, children):
     monkeypatch.setattr(state_copy, "snapshot", slowly)
     copied = Copier(forks=True).take(core_of(1))
     os.kill(copied.pid, signal.SIGKILL)
