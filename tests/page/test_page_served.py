@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
+import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -310,16 +313,34 @@ def test_axe_finds_nothing_in_a_chat(server, open_page, no_violations, scheme):
     no_violations(page)
 
 
+def fetched(server, path: str, body: dict | None = None) -> dict:
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(
+        urllib.request.Request(server.url + path, data, headers), timeout=60
+    ) as answer:
+        return json.load(answer)
+
+
+def counted(server) -> str:
+    """The id of a request that every stage has seen pass: those asked to look only a moment ago may
+    have missed it, then it is another one's turn."""
+    body = {"messages": [{"role": "user", "content": "Count from 3 to 12."}]}
+    for _ in range(10):
+        name = fetched(server, "/v1/chat/completions", body)["id"]
+        until = time.monotonic() + 3
+        while time.monotonic() < until:
+            with contextlib.suppress(urllib.error.HTTPError):  # 404: no stage has told of it yet
+                if len(fetched(server, f"/monitor/requests/{name}")["passages"]) == 5:
+                    return name
+            time.sleep(0.05)
+    raise AssertionError("stages are not looked at")
+
+
 def test_a_requests_way_through_the_stages_is_shown(server, chat):
     chat.get_by_role("tab", name="Pipeline").click()
     expect(chat.locator(".stage .state")).to_have_text(["● ready"] * 5)
-    body = {"messages": [{"role": "user", "content": "Count from 3 to 12."}]}
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    request = urllib.request.Request(
-        server.url + "/v1/chat/completions", json.dumps(body).encode(), headers
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        name = json.load(answer)["id"]
+    name = counted(server)
     row = chat.locator(f".requests tr:has(button[title={name}])")
     expect(row).to_contain_text("stop")
     row.get_by_role("button").focus()
