@@ -169,10 +169,8 @@ def _few_rows(
     if BIASED:
         total += tl.where(split == 0, tl.load(bias + column).to(tl.float32), 0.0)[None, :]
     to = row[:, None] * WIDTH + column[None, :]
-    if not MERGED:
-        tl.store(parts + split * rows * WIDTH + to, total, mask=real)
-    else:
-        tl.store(parts + split * rows * WIDTH + to, total, mask=real)
+    tl.store(parts + split * rows * WIDTH + to, total, mask=real)
+    if MERGED:
         tl.debug_barrier()
         tile = arrived + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         before = tl.atomic_add(tile, 1, sem="acq_rel", scope="gpu")
