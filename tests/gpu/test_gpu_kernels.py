@@ -49,7 +49,7 @@ def test_every_cut_of_decode_rows_finds_shared_memory_and_is_right(dim, rows):
     case = attention.Case(lengths, torch.bfloat16, heads=4, kv_heads=1, dim=dim, page=64)
     how = cut(rows, 1, dim)
     case.pieces = room_for(most_pieces(rows, how), case.q.device)
-    case.scratch = attention.Scratch(rows, len(case.pieces), 4, 1, dim, case.q.device)
+    case.scratch = attention.Scratch(rows, len(case.pieces), (4, 1, dim), case.q.device)
     for window in (None, 512):
         expected = case.expected(window)
         assert relative_error(case.run(how, window), expected) < 3 * TOLERANCE[torch.bfloat16]

@@ -14,7 +14,17 @@ from pipeinfer.kernels.decode_attention import (
     decode_attention,
     decode_attention_reference,
 )
-from pipeinfer.kernels.decode_pieces import Cut, cut_rows, cut_rows_reference, most_pieces, room_for
+from pipeinfer.kernels.decode_pieces import (
+    MOST_RUNS,
+    PART,
+    Cut,
+    Runs,
+    cut_rows,
+    cut_rows_reference,
+    most_pieces,
+    room_for,
+    room_for_runs,
+)
 from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
@@ -42,7 +52,7 @@ class Case:
         self.scales = ONES
         most = most_pieces(len(lengths), SPLITS)
         self.pieces = room_for(most, self.q.device)
-        self.scratch = Scratch(len(lengths), most, heads, kv_heads, dim, self.q.device)
+        self.scratch = Scratch(len(lengths), most, (heads, kv_heads, dim), self.q.device)
 
     def rows(self):
         return DecodeRows(self.lengths, self.indptr, self.indices, self.pieces)
@@ -87,7 +97,8 @@ def test_rows_are_cut_as_by_the_reference(lengths, window, cut):
     cut_rows(rows, pieces, cut, window)
     expected = cut_rows_reference(rows, cut, window)
     assert len(expected) <= most
-    found = [(row, start, stop, at & 0xFFFF, at >> 16) for row, start, stop, at in pieces.tolist()]
+    pieces = pieces[:, :4].tolist()
+    found = [(row, start, stop, at & 0xFFFF, at >> 16) for row, start, stop, at in pieces]
     assert found[: len(expected)] == expected
     assert all(row == -1 for row, *_ in found[len(expected) :])
     for row, length in enumerate(lengths):  # every key of the window, once
@@ -243,6 +254,144 @@ def test_every_number_of_8_bits_is_read_as_it_is():
     got, expected = case.run(WHOLE), numbers.view(E4M3).float()[:, 0]
     assert torch.equal(got.isnan(), expected.isnan()) and int(expected.isnan().sum()) == 2
     assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+
+
+class SharedCase(Case):
+    """groups: of each (rows, tokens that they begin with in common, a multiple of the page)."""
+
+    def __init__(self, lengths, groups, cut, **kinds):
+        super().__init__(lengths, **kinds)
+        self.cut, self.page = cut, kinds.get("page", 16)
+        self.seats = cut.tile // (self.q.shape[1] // self.k.shape[2])
+        lines, seats = torch.zeros(2, len(lengths), dtype=torch.int32)
+        for rows, tokens in groups:
+            pages = tokens // self.page
+            begin = int(self.indptr[rows[0]])
+            for rank, row in enumerate(rows):
+                at = int(self.indptr[row])
+                self.indices[at : at + pages] = self.indices[begin : begin + pages].clone()
+                lines[row] = rows[0] * PART.value + pages
+                seats[row] = rank * PART.value + len(rows)
+        most = most_pieces(len(lengths), cut, self.seats)
+        heads = self.q.shape[1], *self.k.shape[2:]
+        self.runs = Runs(lines.to(DEVICE), seats.to(DEVICE), *room_for_runs(len(lengths), DEVICE))
+        self.pieces = room_for(most, self.q.device).fill_(-7)
+        self.scratch = Scratch(len(lengths), most, heads, self.q.device, most, cut.tile)
+
+    def rows(self):
+        return DecodeRows(self.lengths, self.indptr, self.indices, self.pieces, self.runs)
+
+    def cut_rows(self):
+        cut_rows(self.lengths, self.pieces, self.cut, None, self.runs, self.seats, self.page)
+
+    def attend(self, out, sinks=None):
+        return decode_attention(
+            self.q, self.k, self.v, self.rows(), self.scale, out, self.scratch, self.cut,
+            early=False, sinks=sinks, scales=self.scales,
+        )  # fmt: skip
+
+    def run_shared(self, sinks=None):
+        self.cut_rows()
+        return self.attend(torch.full_like(self.q, float("nan")), sinks)
+
+
+TILED = Cut(extra=8, splits=4, least=64, block=16, warps=4, stages=2, tile=16, least_shared=32)
+WIDE = Cut(extra=32, splits=16, least=16, block=32, warps=4, stages=2, tile=64, least_shared=16)
+SHARING = [
+    ([70, 90, 33], [([0, 1], 64)]),
+    ([70, 5, 90, 0, 49, 130], [([0, 2, 5], 64), ([1], 0), ([4], 48)]),
+    ([100] * 20 + [300, 3, 280], [(list(range(1, 20)), 96), ([20, 22], 256)]),
+    ([257, 258, 259, 512], [([3, 0, 1, 2], 256)]),
+    ([20] * 40, [([row, row + 1], 16) for row in range(0, 40, 2)]),
+]
+
+
+@pytest.mark.parametrize("cut", [TILED, WIDE])
+@pytest.mark.parametrize(("lengths", "groups"), SHARING)
+def test_every_key_of_a_row_lies_in_its_own_pieces_or_in_those_of_its_run(lengths, groups, cut):
+    case = SharedCase(lengths, groups, cut)
+    case.cut_rows()
+    runs = {row: tokens for rows, tokens in groups for row in rows}
+    members = case.runs.members.tolist()
+    found = {row: [] for row in range(len(lengths))}
+    pieces = case.pieces.tolist()
+    real = [piece for piece in pieces if piece[0] >= 0]
+    assert pieces[: len(real)] == real and all(piece[0] == -1 for piece in pieces[len(real) :])
+    for number, (row, start, stop, split, begin, count) in enumerate(real):
+        rows = members[begin : begin + count] if count else [row]
+        assert start < stop and 0 <= count <= case.seats
+        for seat, one in enumerate(rows):
+            found[one] += range(start, stop)
+            every, first, run_first, run_pieces, its_seat = case.runs.merges[one].tolist()
+            if count:
+                assert run_first <= number < run_first + run_pieces and its_seat == seat
+            else:
+                assert (first, every - run_pieces) == (split & 0xFFFF, split >> 16)
+                assert start >= runs.get(row, 0)
+    assert {row: sorted(keys) for row, keys in found.items()} == {
+        row: list(range(length)) for row, length in enumerate(lengths)
+    }
+
+
+def test_as_many_runs_as_may_be_find_room():
+    lengths, groups = [40] * 2 * MOST_RUNS, [([2 * n, 2 * n + 1], 32) for n in range(MOST_RUNS)]
+    case = SharedCase(lengths, groups, TILED)
+    assert relative_error(case.run_shared(), case.expected()) < 3e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("cut", [TILED, WIDE])
+@pytest.mark.parametrize(("lengths", "groups"), SHARING)
+def test_rows_with_a_common_beginning_attend_as_rows_alone_do(lengths, groups, cut, dtype):
+    case = SharedCase(lengths, groups, cut, dtype=dtype)
+    got, there = case.run_shared(), case.lengths > 0
+    assert relative_error(got[there], case.expected()[there]) < 3 * TOLERANCE[dtype]
+    assert got[~there].isnan().all()
+    assert not case.scratch.arrived.any()
+    assert torch.equal(case.run_shared()[there], got[there])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page"), [(5, 1, 64, 1), (32, 2, 16, 64), (12, 2, 32, 16)]
+)
+def test_groups_of_heads_need_not_fill_a_tile(heads, kv_heads, dim, page):
+    kinds = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "page": page}
+    case = SharedCase([140, 129, 200, 131, 7, 300], [([0, 1, 3, 5], 128)], TILED, **kinds)
+    assert relative_error(case.run_shared(), case.expected()) < 3e-6
+
+
+@pytest.mark.parametrize("cut", [TILED, WIDE])
+def test_whoever_comes_last_merges(cut):
+    """Here the pieces of runs do, which come first else."""
+    case = SharedCase([100] * 20 + [300, 3, 280], [([*range(20)], 96), ([20, 22], 256)], cut)
+    expected = case.run_shared()
+    pieces, out = case.pieces.clone(), torch.full_like(case.q, float("nan"))
+    case.pieces[pieces[:, 5] > 0, 0] = -1
+    case.attend(out)
+    assert out[20].isnan().all() and not out[21].isnan().any()
+    case.pieces.copy_(pieces)
+    case.pieces[pieces[:, 5] == 0, 0] = -1
+    assert torch.equal(case.attend(out), expected)
+    assert not case.scratch.arrived.any()
+
+
+def test_sinks_count_once_in_a_row_with_a_run():
+    case = SharedCase([70, 90, 33], [([0, 1], 64)], TILED)
+    sinks = torch.tensor([0.0, -3.0, 2.5, 80.0], device=DEVICE)
+    assert relative_error(case.run_shared(sinks), case.expected(None, sinks)) < 3e-6
+
+
+def test_runs_in_8_bits():
+    case = SharedCase([70, 90, 33], [([0, 1], 64)], TILED).in_8_bits(Scales(0.5, 3.0))
+    assert relative_error(case.run_shared(), case.expected()) < 3e-6
+
+
+def test_a_nan_in_one_rows_own_keys_stays_its_own_business():
+    case = SharedCase([70, 90, 80], [([0, 1, 2], 64)], TILED)
+    clean = case.run_shared()
+    case.v[case.indices[int(case.indptr[1]) + 5].long(), 2] = float("nan")
+    got = case.run_shared()
+    assert got[1].isnan().any() and torch.equal(got[[0, 2]], clean[[0, 2]])
 
 
 def test_sinks_and_a_nan_of_8_bits():

@@ -30,6 +30,7 @@ class Traits:
     padding has keys that nobody keeps); captures_prefill: and steps with both kinds of rows.
     listed, gathered: what it reads of RowArrays beside the page table of all slots: `indices` row
     after row; `table` of "all" rows or of the "prompts", which have more than one query.
+    shares: keys and values that decodes begin with in common may be read once for several of them.
     """
 
     page_sizes: tuple[int, ...] | None
@@ -40,6 +41,7 @@ class Traits:
     captures_prefill: bool = False
     listed: bool = False
     gathered: Literal["no", "prompts", "all"] = "no"
+    shares: bool = False
 
 
 class Attention(Protocol):

@@ -20,7 +20,8 @@ class RowArrays:
     the rows after the decodes; see PagedRows. kv_indptr [R + 1]: where a row's pages begin in
     `indices`, which are those of row 0, of row 1 ... if the backend's traits say `listed`, and else
     the whole page table of all slots. table [R, P]: the same by row, padded, for the rows that the
-    traits have `gathered`, which are the last ones.
+    traits have `gathered`, which are the last ones. lines, seats [R]: what decodes begin with in
+    common, as in Step.runs; only on the device.
     """
 
     lengths: torch.Tensor
@@ -30,6 +31,8 @@ class RowArrays:
     kv_indptr: torch.Tensor
     indices: torch.Tensor
     table: torch.Tensor
+    lines: torch.Tensor | None = None
+    seats: torch.Tensor | None = None
 
     def queries(self, begin: int, end: int) -> torch.Tensor:
         """[end - begin + 1] of rows begin..end-1, which are the decodes or all the others."""

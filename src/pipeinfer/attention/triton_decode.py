@@ -1,7 +1,7 @@
 """Decode rows by the project's own kernel, which cuts them on the device.
 
-Nothing is planned on the host, and one long row among short ones does not hold up the others.
-Knows rows and pages, no model.
+Nothing is planned on the host, and one long row among short ones does not hold up the others. What
+rows begin with in common is read once for several of them. Knows rows and pages, no model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from pipeinfer.attention.rows import PagedRows
 from pipeinfer.kernels.decode_attention import TILE, DecodeRows, Scratch, decode_attention
-from pipeinfer.kernels.decode_pieces import Cut, cut_rows, most_pieces, room_for
+from pipeinfer.kernels.decode_pieces import Cut, Runs, cut_rows, most_pieces, room_for, room_for_runs
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
@@ -48,8 +48,9 @@ def cut(rows: int, kv_heads: int, dim: int) -> Cut:
     found = next((cut for most, cut in CUTS if rows * kv_heads <= most), MANY)
     if dim <= MEASURED_DIM:
         return found
-    # Half the tokens, twice the threads: a program takes the same shared memory and registers.
-    return replace(found, block=max(found.block // 2, TILE), warps=2 * found.warps)
+    # Half the tokens, twice the threads: a program takes the same shared memory and registers, and
+    # has none for queries of several rows.
+    return replace(found, block=max(found.block // 2, TILE), warps=2 * found.warps, tile=0)
 
 
 class TritonDecodeKernel:
@@ -63,6 +64,8 @@ class TritonDecodeKernel:
         windows = [shape.sliding_window for shape in shapes]
         # The layers that cut the rows, for themselves and for those with the same window.
         self._first = {windows.index(window): window for window in set(windows)}
+        groups = {s.num_heads // s.num_kv_heads for s in shapes if s.sliding_window is None}
+        self._group = groups.pop() if len(groups) == 1 else 0  # where rows share what they read
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
         """Makes room for what pieces of rows leave for each other."""
@@ -70,16 +73,28 @@ class TritonDecodeKernel:
         self._v = pool.v
         self._scales = pool.scales
         sizes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in self._shapes}
-        rows = range(1, most_rows + 1)
-        most = max(most_pieces(count, cut(count, self._kv_heads, self._dim)) for count in rows)
-        self._scratch = {size: Scratch(most_rows, most, *size, self._device) for size in sizes}
+        cuts = [(count, cut(count, self._kv_heads, self._dim)) for count in range(1, most_rows + 1)]
+        most = max(most_pieces(count, how, self._seats(how)) for count, how in cuts)
+        # Pieces of runs are the first of all: at least as many others are left as there are rows.
+        runs = max(most_pieces(count, how, self._seats(how)) - count for count, how in cuts)
+        tile = max(how.tile if self._group else 0 for _, how in cuts)
+        self._scratch = {
+            size: Scratch(most_rows, most, size, self._device, runs, tile) for size in sizes
+        }
         self._pieces = {window: room_for(most, self._device) for window in self._first.values()}
+        self._runs = room_for_runs(most_rows, self._device)
 
     def plan(self, rows: PagedRows, begin: int, end: int) -> Plan:
         """Views only."""
         lengths, indptr = rows.device.lengths[begin:end], rows.device.kv_indptr[begin : end + 1]
+        lines, seats, runs = rows.device.lines, rows.device.seats, None
+        shares = self._seats(cut(end - begin, self._kv_heads, self._dim)) > 0
+        if shares and lines is not None and seats is not None:
+            runs = Runs(lines[begin:end], seats[begin:end], *self._runs)
         windows = {
-            window: DecodeRows(lengths, indptr, rows.device.indices, pieces)
+            window: DecodeRows(
+                lengths, indptr, rows.device.indices, pieces, None if window else runs
+            )
             for window, pieces in self._pieces.items()
         }
         return Plan(windows, early=end == len(rows.device.lengths))
@@ -90,7 +105,10 @@ class TritonDecodeKernel:
         window, first = shape.sliding_window, layer in self._first
         rows, how = plan.windows[window], cut(len(q), self._kv_heads, self._dim)
         if first:
-            cut_rows(rows.lengths, rows.pieces, how, window)
+            page_size = self._k[layer].shape[1]
+            cut_rows(
+                rows.lengths, rows.pieces, how, window, rows.runs, self._seats(how), page_size
+            )
         decode_attention(
             q,
             self._k[layer],
@@ -105,3 +123,7 @@ class TritonDecodeKernel:
             sinks=shape.sinks,
             scales=self._scales[layer],
         )
+
+    def _seats(self, how: Cut) -> int:
+        """Rows whose queries share a piece."""
+        return how.tile // self._group if self._group else 0

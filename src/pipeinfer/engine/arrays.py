@@ -30,7 +30,8 @@ class Cut:
     """The arrays of steps of one size. graph: others may be smaller, and every row is padded.
 
     pairs, count: what changes in the slots' state. sampling: what samplers are handed of the S
-    entries, by name. last: int64 [S], tokens with logits; None if all have, in order.
+    entries, by name. last: int64 [S], tokens with logits; None if all have, in order. lines, seats: as
+    in RowArrays.
     """
 
     room: Room
@@ -42,6 +43,8 @@ class Cut:
     expanded: Expanded
     sampling: dict[str, torch.Tensor]
     last: torch.Tensor | None
+    lines: torch.Tensor
+    seats: torch.Tensor
 
     @property
     def padding(self) -> int:
@@ -140,6 +143,8 @@ class StepArrays:
             expanded,
             sampling,
             None if every else expanded.last,
+            words[at.lines : at.lines + room.rows],
+            words[at.seats : at.seats + room.rows],
         )
 
     def expand(self, cut: Cut) -> None:
@@ -168,6 +173,8 @@ class StepArrays:
             out.begins,
             out.listed if self._traits.listed else self._state.by_slot.table.view(-1),
             pages,
+            cut.lines,
+            cut.seats,
         )
         host = self._on_host(cut, words, table) if self._traits.host_lengths else None
         return PagedRows(room.decodes, queries, parity, host, device, cut.graph)

@@ -26,6 +26,7 @@ LARGE = 1024  # tokens of a step: beyond it rows that are not there cost nothing
 MOST_PADDING = 128  # tokens, or
 PADDING_SHARE = 4  # that part of a room's
 ALIGN = 4  # words: kernels load 16 bytes at once where they may
+NONE = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, order=True)
@@ -115,15 +116,19 @@ def _prompts(tokens: int, few: int) -> int:
 class Layout(NamedTuple):
     """The words, int32, at which a step's arrays begin; see kernels/tables.py for what they are.
 
-    | number of pairs | slots R | starts R | counts R | entries R | tokens T | pairs ... |
+    | number of pairs | slots R | starts R | counts R | entries R | lines R | seats R | tokens T |
+    pairs ... |
 
-    The pairs are indices and values of what changes in the slots' state before.
+    The pairs are indices and values of what changes in the slots' state before. lines, seats: what
+    decodes begin with in common, as in Step.runs.
     """
 
     slots: int
     starts: int
     counts: int
     entries: int
+    lines: int
+    seats: int
     tokens: int
     pairs: int
 
@@ -132,7 +137,7 @@ class Layout(NamedTuple):
 def layout(room: Room) -> Layout:
     """Every array begins at a multiple of 16 bytes."""
     at = [ALIGN]
-    for size in (*[room.rows] * 4, room.tokens):
+    for size in (*[room.rows] * 6, room.tokens):
         at.append(at[-1] + -(-size // ALIGN) * ALIGN)
     return Layout(*at)
 
@@ -175,6 +180,10 @@ class Packer:
             (at.slots, step.slots, self._nobody), (at.counts, step.counts, 0)
         ):  # fmt: skip
             _spread(words[begin : begin + room.rows], values, room, step.decodes, filler)
+        lines, seats = (NONE, NONE) if step.runs is None else (step.runs.lines, step.runs.seats)
+        for begin, values in ((at.lines, lines), (at.seats, seats)):
+            words[begin : begin + len(values)] = values
+            words[begin + len(values) : begin + room.rows] = 0
         words[at.tokens : at.tokens + len(step.tokens)] = step.tokens
         if len(step.slots) < room.rows:
             sampling = np.zeros(room.rows, dtype=bool)
@@ -197,6 +206,7 @@ def _alike(one: Step, other: Step) -> bool:
         and one.counts is other.counts
         and one.samples is other.samples
         and one.tokens is other.tokens
+        and one.runs is other.runs
     )
 
 

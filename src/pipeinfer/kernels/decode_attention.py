@@ -1,7 +1,8 @@
 """Attention of one query a row over paged keys and values, long rows in several pieces at once.
 
 One launch a layer, and nothing to plan on the host: how rows are cut is found out on the device.
-Needs triton. Knows rows and pages; no request and no graph. Sources: https://arxiv.org/abs/2205.14135
+Keys and values that rows begin with in common are read once for several of them. Needs triton.
+Knows rows and pages; no request and no graph. Sources: https://arxiv.org/abs/2205.14135
 (the running softmax), https://pytorch.org/blog/flash-decoding (pieces of a row that are merged).
 """
 
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.decode_pieces import SPLIT, WORDS, Cut, most_pieces
+from pipeinfer.kernels.decode_pieces import MERGE_WORDS, SPLIT, WORDS, Cut, Runs, most_pieces
 from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.prefetch import LINE, prefetch
@@ -33,12 +34,14 @@ LOG2E = math.log2(math.e)
 class DecodeRows:
     """R rows with one query each, int32. lengths [R]: their keys; a row may have none. indptr
     [R or more]: where a row's pages begin in `indices`. pieces: of the rows (decode_pieces.py).
+    runs: what the rows have in common, if anything is to be shared.
     """
 
     lengths: torch.Tensor
     indptr: torch.Tensor
     indices: torch.Tensor
     pieces: torch.Tensor
+    runs: Runs | None = None
 
 
 @triton.jit
@@ -100,8 +103,9 @@ def _sink(at, most):
 
 @triton.jit
 def _merge(
-    out, scratch, scales, sinks, first, splits, head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    DIM: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    out, scratch, scales, sinks, first, splits, head, shared, shared_scales, merge,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+    SINKS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """The pieces of one row and KV head, out of what their programs left, into `out`."""
     split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
@@ -109,29 +113,45 @@ def _merge(
     for query in tl.static_range(GROUP):
         at = ((first + split) * KV_HEADS + head) * GROUP + query
         most = tl.load(scales + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        total = tl.load(scales + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
         greatest = tl.max(most, axis=0)
+        if SHARED > 0:
+            run, seat = tl.load(merge + 2), tl.load(merge + 4) * GROUP + query
+            of_run = split < tl.load(merge + 3)
+            at_run = ((run + split) * KV_HEADS + head) * SHARED + seat
+            most_run = tl.load(shared_scales + 2 * at_run, mask=of_run, other=float("-inf"),
+                               cache_modifier=".cg")  # fmt: skip
+            greatest = tl.maximum(greatest, tl.max(most_run, axis=0))
+        total = tl.load(scales + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
         weight = tl.exp2(most - greatest)
         sums = tl.load(scratch + at[:, None] * DIM + dim[None, :], mask=there[:, None], other=0.0,
                        cache_modifier=".cg")  # fmt: skip
         whole = tl.sum(total * weight, axis=0)
+        value = tl.sum(sums * weight[:, None], axis=0)
+        if SHARED > 0:
+            total = tl.load(shared_scales + 2 * at_run + 1, mask=of_run, other=0.0,
+                            cache_modifier=".cg")  # fmt: skip
+            weight = tl.exp2(most_run - greatest)
+            sums = tl.load(shared + at_run[:, None] * DIM + dim[None, :], mask=of_run[:, None],
+                           other=0.0, cache_modifier=".cg")  # fmt: skip
+            whole += tl.sum(total * weight, axis=0)
+            value += tl.sum(sums * weight[:, None], axis=0)
         if SINKS:
             whole += _sink(sinks + head * GROUP + query, greatest)
-        value = tl.sum(sums * weight[:, None], axis=0) / whole
-        tl.store(out + query * DIM + dim, value)
+        tl.store(out + query * DIM + dim, value / whole)
 
 
 @triton.jit
 def _attend(
-    q, k, v, out, scratch, scales, arrived, lengths, indptr, indices, pieces, sinks, scale, v_scale,
-    window, q_stride, page_stride, token_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    TILE: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, NARROW: tl.constexpr,
-    EARLY: tl.constexpr,
+    q, k, v, out, scratch, scales, shared, shared_scales, arrived, lengths, indptr, indices, pieces,
+    members, merges, sinks, scale, v_scale, window, q_stride, page_stride, token_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, SHARED: tl.constexpr,
+    WINDOWED: tl.constexpr, SINKS: tl.constexpr, NARROW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, piece). The last of a row's pieces that ends merges all.
 
     NARROW: pages hold e4m3, values to be multiplied by v_scale; `scale` has that of the keys.
+    SHARED: queries that a piece of a run is for; 0: rows have no runs.
     """
     head, piece = tl.program_id(0), tl.program_id(1)
     words = pieces + piece * WORDS
@@ -139,7 +159,7 @@ def _attend(
     if row < 0:
         return
     start, stop, cut = tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
-    first, splits = cut % SPLIT, cut // SPLIT
+    rows = tl.load(words + 5) if SHARED > 0 else 0
     begin = tl.load(indptr + row)
     low = tl.load(lengths + row) - window if WINDOWED else 0
     if EARLY:
@@ -148,27 +168,80 @@ def _attend(
         _ahead(k, v, element, DIM, NARROW)
         gdc_wait()  # for the query, and for the key and value of this step
         gdc_launch_dependents()
+    if SHARED > 0 and rows > 0:
+        _of_run(q, k, v, out, scratch, scales, shared, shared_scales, arrived, indices,
+                members + tl.load(words + 4), merges, sinks, head, piece, rows, begin, start, stop,
+                scale, v_scale, q_stride, page_stride, token_stride, KV_HEADS, GROUP, DIM, PAGE,
+                BLOCK, SPLITS, SHARED, SINKS, NARROW)  # fmt: skip
+    else:
+        dim, query = tl.arange(0, DIM), tl.arange(0, TILE)
+        heads, real = (head * GROUP + query)[:, None] * DIM + dim[None, :], query < GROUP
+        first, every, merge = cut % SPLIT, cut // SPLIT, merges
+        splits = every
+        if SHARED > 0:
+            merge += row * MERGE_WORDS
+            every = tl.load(merge)
+        queries = tl.load(q + row * q_stride + heads, mask=real[:, None], other=0.0)
+        most, total, sums = _piece(queries, k + head * DIM, v + head * DIM, indices, begin, start,
+                                   stop, low, scale, page_stride, token_stride, DIM, PAGE, BLOCK,
+                                   TILE, WINDOWED)  # fmt: skip
+        if NARROW:
+            sums *= v_scale
+        target = out + row * (KV_HEADS * GROUP * DIM)
+        if every == 1:
+            if SINKS:
+                total += _sink(sinks + head * GROUP + tl.minimum(query, GROUP - 1), most)
+            tl.store(target + heads, sums / total[:, None], mask=real[:, None])
+        else:
+            at = (piece * KV_HEADS + head) * GROUP + query
+            _leave(scratch + at[:, None] * DIM + dim[None, :], scales + 2 * at, most, total, sums,
+                   real)  # fmt: skip
+            counter = arrived + row * KV_HEADS + head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == every - 1:
+                tl.store(counter, 0)  # for the next launch
+                _merge(target + head * GROUP * DIM, scratch, scales, sinks, first, splits, head,
+                       shared, shared_scales, merge, KV_HEADS, GROUP, DIM, SPLITS, SINKS,
+                       SHARED)  # fmt: skip
+
+
+@triton.jit
+def _of_run(
+    q, k, v, out, scratch, scales, shared, shared_scales, arrived, indices, members, merges, sinks,
+    head, piece, rows, begin, start, stop, scale, v_scale, q_stride, page_stride, token_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr,
+    NARROW: tl.constexpr,
+):  # fmt: skip
+    """A piece of a run, for the queries of its first `rows` members, side by side."""
     dim, query = tl.arange(0, DIM), tl.arange(0, TILE)
-    heads, real = (head * GROUP + query)[:, None] * DIM + dim[None, :], query < GROUP
-    queries = tl.load(q + row * q_stride + heads, mask=real[:, None], other=0.0)
+    member = query // GROUP
+    real = member < rows
+    row = tl.load(members + member, mask=real, other=0).to(tl.int64)
+    heads = (head * GROUP + query % GROUP)[:, None] * DIM + dim[None, :]
+    queries = tl.load(q + row[:, None] * q_stride + heads, mask=real[:, None], other=0.0)
     most, total, sums = _piece(queries, k + head * DIM, v + head * DIM, indices, begin, start, stop,
-                               low, scale, page_stride, token_stride, DIM, PAGE, BLOCK, TILE,
-                               WINDOWED)  # fmt: skip
+                               0, scale, page_stride, token_stride, DIM, PAGE, BLOCK, TILE,
+                               False)  # fmt: skip
     if NARROW:
         sums *= v_scale
-    target = out + row * (KV_HEADS * GROUP * DIM)
-    if splits == 1:
-        if SINKS:
-            total += _sink(sinks + head * GROUP + tl.minimum(query, GROUP - 1), most)
-        tl.store(target + heads, sums / total[:, None], mask=real[:, None])
-    else:
-        at = (piece * KV_HEADS + head) * GROUP + query
-        _leave(scratch + at[:, None] * DIM + dim[None, :], scales + 2 * at, most, total, sums, real)
-        counter = arrived + row * KV_HEADS + head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
-            tl.store(counter, 0)  # for the next launch
-            _merge(target + head * GROUP * DIM, scratch, scales, sinks, first, splits, head,
-                   KV_HEADS, GROUP, DIM, SPLITS, SINKS)  # fmt: skip
+    at = (piece * KV_HEADS + head) * TILE + query
+    _leave(shared + at[:, None] * DIM + dim[None, :], shared_scales + 2 * at, most, total, sums,
+           real)  # fmt: skip
+    once = real & (query % GROUP == 0)
+    every = tl.load(merges + row * MERGE_WORDS, mask=once, other=0)
+    arrivals = tl.atomic_add(arrived + row * KV_HEADS + head, 1, mask=once, sem="acq_rel")
+    last = (once & (arrivals == every - 1)).to(tl.int32)
+    if tl.sum(last) > 0:  # mostly rows end with pieces of their own
+        for one in range(rows):
+            if tl.sum(tl.where(member == one, last, 0)) > 0:
+                its_row = tl.load(members + one).to(tl.int64)
+                tl.store(arrived + its_row * KV_HEADS + head, 0)
+                merge = merges + its_row * MERGE_WORDS
+                splits = tl.load(merge) - tl.load(merge + 3)
+                target = out + (its_row * KV_HEADS + head) * (GROUP * DIM)
+                _merge(target, scratch, scales, sinks, tl.load(merge + 1), splits, head, shared,
+                       shared_scales, merge, KV_HEADS, GROUP, DIM, SPLITS, SINKS,
+                       TILE)  # fmt: skip
 
 
 @triton.jit
@@ -191,13 +264,26 @@ def _ahead(k, v, element, DIM: tl.constexpr, NARROW: tl.constexpr):
 
 
 class Scratch:
-    """What pieces of rows leave for each other: for launches of at most so many rows and pieces."""
+    """What pieces of rows leave for each other: for launches of at most so many rows and pieces.
+    tile: queries of a piece that several rows share, of which there are at most `runs`.
+    """
 
     def __init__(
-        self, rows: int, pieces: int, heads: int, kv_heads: int, dim: int, device: torch.device
+        self,
+        rows: int,
+        pieces: int,
+        heads: tuple[int, int, int],
+        device: torch.device,
+        runs: int = 0,
+        tile: int = 0,
     ) -> None:
-        self.sums = torch.empty(pieces * heads * dim, device=device)
-        self.scales = torch.empty(pieces * heads * 2, device=device)
+        """heads: query heads, KV heads, and the size of either."""
+        queries, kv_heads, dim = heads
+        shared = runs * kv_heads * tile
+        self.sums = torch.empty(pieces * queries * dim, device=device)
+        self.scales = torch.empty(pieces * queries * 2, device=device)
+        self.shared_sums = torch.empty(shared * dim, device=device)
+        self.shared_scales = torch.empty(shared * 2, device=device)
         self.arrived = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
 
 
@@ -219,21 +305,25 @@ def decode_attention(
 
     q as out, rows may be strided. k, v [pages, page_size, kv_heads, dim] alike; dim a power of two.
     Nothing is written for a row without keys. window: keys that a query sees, its own included; the
-    rows' pieces were cut with the same. early: nothing that the kernel before writes is read
-    before it has ended, but for its pieces: False right after they were cut. sinks [heads]: each
-    head's score of a key without a value, that every query sees. scales: of k and v in e4m3, which
-    are multiplied in q's dtype. float32 inside.
+    rows' pieces were cut with the same, and with the same runs, `cut.tile` // (heads / kv_heads) of
+    which share a piece. early: nothing that the kernel before writes is read before it has ended,
+    but for its pieces: False right after they were cut. sinks [heads]: each head's score of a key
+    without a value, that every query sees. scales: of k and v in e4m3, which are multiplied in q's
+    dtype. float32 inside.
     """
     (count, heads, dim), (page_size, kv_heads) = q.shape, k.shape[1:3]
     if count:
-        _attend[(kv_heads, most_pieces(count, cut))](
-            q, as_seen(k), as_seen(v), out, scratch.sums, scratch.scales, scratch.arrived,
-            rows.lengths, rows.indptr, rows.indices, rows.pieces, sinks, scale * scales.k * LOG2E,
-            scales.v, window or 2**30, q.stride(0), k.stride(0), k.stride(1),
-            KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, PAGE=page_size, BLOCK=cut.block,
-            SPLITS=cut.splits, TILE=max(TILE, triton.next_power_of_2(heads // kv_heads)),
-            WINDOWED=window is not None, SINKS=sinks is not None, NARROW=k.dtype == E4M3,
-            num_warps=cut.warps, num_stages=cut.stages,
+        group, runs = heads // kv_heads, rows.runs
+        seats = 0 if runs is None else cut.tile // group
+        _attend[(kv_heads, most_pieces(count, cut, seats))](
+            q, as_seen(k), as_seen(v), out, scratch.sums, scratch.scales, scratch.shared_sums,
+            scratch.shared_scales, scratch.arrived, rows.lengths, rows.indptr, rows.indices,
+            rows.pieces, runs and runs.members, runs and runs.merges, sinks,
+            scale * scales.k * LOG2E, scales.v, window or 2**30, q.stride(0), k.stride(0),
+            k.stride(1), KV_HEADS=kv_heads, GROUP=group, DIM=dim, PAGE=page_size, BLOCK=cut.block,
+            SPLITS=cut.splits, TILE=max(TILE, triton.next_power_of_2(group)),
+            SHARED=cut.tile if seats else 0, WINDOWED=window is not None, SINKS=sinks is not None,
+            NARROW=k.dtype == E4M3, num_warps=cut.warps, num_stages=cut.stages,
             **(early_launch(q.device) if early else {"EARLY": False}),
         )  # fmt: skip
     return out

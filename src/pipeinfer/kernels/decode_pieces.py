@@ -1,7 +1,8 @@
 """Cuts the rows of a decode step into pieces of alike length, the longest first, on the device.
 
 Once a step: the attention of every layer then works through the same list (decode_attention.py).
-Needs triton. Knows lengths; neither queries nor keys.
+What rows begin with in common is cut into pieces of its own, each for several rows. Needs triton.
+Knows lengths and runs; neither queries nor keys.
 """
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
@@ -15,14 +16,20 @@ import torch
 import triton
 import triton.language as tl
 
-WORDS = tl.constexpr(4)  # of a piece
+WORDS = tl.constexpr(6)  # of a piece
 SPLIT = tl.constexpr(1 << 16)  # what one more split adds to the fourth word of a row's pieces
+MERGE_WORDS = tl.constexpr(5)
+PART = tl.constexpr(1 << 16)  # what the upper half of a word is multiplied with
+MOST_RUNS = 32  # in a step
 
 
 @dataclass(frozen=True)
 class Cut:
     """How rows are cut: into at most `extra` pieces more than there are rows, into at most `splits`
     each, and not below `least` tokens. `block` tokens of a piece are read at a time.
+
+    tile: queries, of several rows, that a piece of a run is read for; 0: each row reads for itself.
+    Runs are not cut below `least_shared` tokens.
     """
 
     extra: int
@@ -31,65 +38,162 @@ class Cut:
     block: int
     warps: int
     stages: int
+    tile: int = 0
+    least_shared: int = 512
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What R rows begin with in common, int32. lines [R]: leader * PART + pages: as many of the
+    row's first pages are those of row `leader`, itself perhaps; 0: it has none in common. seats [R]:
+    rank * PART + rows: which of the rows with that leader it is, and how many there are. At most
+    MOST_RUNS leaders; a row has tokens behind its run.
+
+    `cut_rows` writes members [R], rows leader by leader in rank order; and merges [R, MERGE_WORDS]:
+    how many pieces a row has with those of its run, its own first, the first that its run has for
+    it, how many that are, and its rank among the rows of that piece.
+    """
+
+    lines: torch.Tensor
+    seats: torch.Tensor
+    members: torch.Tensor
+    merges: torch.Tensor
+
+
+@triton.jit
+def _size(tokens, most, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the pieces of so many tokens, which have at most about `most`."""
+    most = tl.maximum(most, tl.cdiv(tokens, SPLITS))
+    return tl.cdiv(tl.cdiv(tokens, tl.maximum(tl.cdiv(tokens, most), 1)), BLOCK) * BLOCK
+
+
+@triton.jit
+def _of(one, row, values):
+    """The value of row `one`."""
+    return tl.sum(tl.where(row == one, values, 0))
 
 
 @triton.jit
 def _cut(
-    lengths, pieces, rows, extra, least, window, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr, EXTRA: tl.constexpr,
+    lengths, pieces, lines, seats, members, merges, rows, extra, least, least_shared, window,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    PAGE: tl.constexpr, SEATS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): each finds the place of its own pieces by what it knows of all rows."""
-    one, row = tl.program_id(0), tl.arange(0, ROWS)
+    """Program (row): each finds the place of its own pieces by what it knows of all rows.
+
+    SEATS: rows that share a piece of a run; 0: nothing is shared.
+    """
+    one, row, split = tl.program_id(0), tl.arange(0, ROWS), tl.arange(0, SPLITS)
     length = tl.load(lengths + row, mask=row < rows, other=0)
-    begin = tl.maximum(length - window, 0) // BLOCK * BLOCK
+    if SEATS > 0:
+        line = tl.load(lines + row, mask=row < rows, other=0)
+        begin, leader = line % PART * PAGE, line // PART
+        seat = tl.load(seats + row, mask=row < rows, other=0)
+        many = tl.where((begin > 0) & (leader == row), seat % PART, 0)
+        tiles = tl.cdiv(many, SEATS)
+        most = tl.cdiv(tl.sum(length - begin) + tl.sum(tiles * begin), extra)
+        part = tl.maximum(_size(begin, tl.maximum(most, least_shared), SPLITS, BLOCK), BLOCK)
+        parts = tl.where(many > 0, tl.cdiv(begin, part), 0)
+        before = tl.sum(tiles * parts)  # pieces of runs stand before all others
+    else:
+        begin = tl.maximum(length - window, 0) // BLOCK * BLOCK
+        most = tl.cdiv(tl.sum(length - begin), extra)
+        before = 0
     tokens = length - begin
-    most = tl.maximum(tl.maximum(tl.cdiv(tl.sum(tokens), extra), least), tl.cdiv(tokens, SPLITS))
-    size = tl.cdiv(tl.cdiv(tokens, tl.maximum(tl.cdiv(tokens, most), 1)), BLOCK) * BLOCK
+    size = _size(tokens, tl.maximum(most, least), SPLITS, BLOCK)
     splits = tl.cdiv(tokens, tl.maximum(size, BLOCK))
-    its_size = tl.sum(tl.where(row == one, size, 0))
-    before = (size > its_size) | ((size == its_size) & (row < one))
-    first = tl.sum(tl.where(before, splits, 0))
-    its_splits = tl.sum(tl.where(row == one, splits, 0))
-    its_begin = tl.sum(tl.where(row == one, begin, 0))
-    its_length = tl.sum(tl.where(row == one, length, 0))
-    split = tl.arange(0, SPLITS)
+    its_size, its_splits = _of(one, row, size), _of(one, row, splits)
+    its_begin, its_length = _of(one, row, begin), _of(one, row, length)
+    earlier = (size > its_size) | ((size == its_size) & (row < one))
+    first = before + tl.sum(tl.where(earlier, splits, 0))
     at, real = pieces + (first + split) * WORDS, split < its_splits
     start = its_begin + split * its_size
     tl.store(at, tl.full((SPLITS,), one, tl.int32), mask=real)
     tl.store(at + 1, start, mask=real)
     tl.store(at + 2, tl.minimum(start + its_size, its_length), mask=real)
     tl.store(at + 3, tl.zeros((SPLITS,), tl.int32) + first + its_splits * SPLIT, mask=real)
+    if SEATS > 0:
+        tl.store(at + 5, tl.zeros((SPLITS,), tl.int32), mask=real)
+        lead, rank = _of(one, row, leader), _of(one, row, seat // PART)
+        shares = its_begin > 0
+        its_part, its_parts = _of(lead, row, part), tl.where(shares, _of(lead, row, parts), 0)
+        run_first = tl.sum(tl.where(row < lead, tiles * parts, 0))
+        member = tl.sum(tl.where(row < lead, many, 0))
+        tl.store(members + member + rank, one, mask=shares)
+        merge = merges + one * MERGE_WORDS
+        tl.store(merge, its_splits + its_parts)
+        tl.store(merge + 1, first)
+        tl.store(merge + 2, run_first + rank // SEATS * its_parts)
+        tl.store(merge + 3, its_parts)
+        tl.store(merge + 4, rank % SEATS)
+        count = _of(one, row, many)
+        for tile in range(_of(one, row, tiles)):
+            at, real = pieces + (run_first + tile * its_parts + split) * WORDS, split < its_parts
+            start = split * its_part
+            tl.store(at, tl.full((SPLITS,), one, tl.int32), mask=real)
+            tl.store(at + 1, start, mask=real)
+            tl.store(at + 2, tl.minimum(start + its_part, its_begin), mask=real)
+            at_member = tl.zeros((SPLITS,), tl.int32) + member + tile * SEATS
+            tl.store(at + 4, at_member, mask=real)
+            here = tl.minimum(count - tile * SEATS, SEATS)
+            tl.store(at + 5, tl.zeros((SPLITS,), tl.int32) + here, mask=real)
     if one == 0:
-        rest = tl.sum(splits) + tl.arange(0, EXTRA)
-        tl.store(pieces + rest * WORDS, tl.full((EXTRA,), -1, tl.int32), mask=rest < rows + extra)
+        rest = before + tl.sum(splits) + tl.arange(0, REST)
+        room = rows + extra
+        if SEATS > 0:
+            room += _MOST_RUNS + rows // SEATS
+        tl.store(pieces + rest * WORDS, tl.full((REST,), -1, tl.int32), mask=rest < room)
 
 
-def most_pieces(rows: int, cut: Cut) -> int:
-    """Of so many rows."""
-    return rows + cut.extra
+_MOST_RUNS = tl.constexpr(MOST_RUNS)
+
+
+def most_pieces(rows: int, cut: Cut, seats: int = 0) -> int:
+    """Of so many rows, of which `seats` share a piece of a run; 0: they have no runs."""
+    return rows + cut.extra + (MOST_RUNS + rows // seats if seats else 0)
 
 
 def room_for(pieces: int, device: torch.device) -> torch.Tensor:
     """What `cut_rows` writes so many pieces into."""
-    return torch.empty(pieces, WORDS.value, dtype=torch.int32, device=device)
+    return torch.empty((pieces, WORDS.value), dtype=torch.int32, device=device)
+
+
+def room_for_runs(rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Members and merges of so many rows."""
+    members = torch.empty(rows, dtype=torch.int32, device=device)
+    return members, torch.empty((rows, MERGE_WORDS.value), dtype=torch.int32, device=device)
 
 
 def cut_rows(
-    lengths: torch.Tensor, pieces: torch.Tensor, cut: Cut, window: int | None = None
+    lengths: torch.Tensor,
+    pieces: torch.Tensor,
+    cut: Cut,
+    window: int | None = None,
+    runs: Runs | None = None,
+    seats: int = 0,
+    page_size: int = 1,
 ) -> None:
     """Writes `pieces`, int32 [most_pieces, WORDS], for lengths int32 [R]; R is at most 32,768.
 
     Words of a piece: its row, -1 where there is no such piece; its first token, a multiple of the
-    block; the token after its last; and, in two halves, the row's first piece and how many pieces
-    it has. All pieces of a row stand together, longer ones before those of other rows. window: keys
-    that a query sees: what lies before is left out, but for the rest of a block.
+    block or the first behind the row's run; the token after its last; and, in two halves, the row's
+    first piece and how many pieces it has. All pieces of a row stand together, longer ones before
+    those of other rows. window: keys that a query sees: what lies before is left out, but for the
+    rest of a block.
+
+    runs: of rows without window, `seats` of which share a piece. Such pieces stand first; a piece's row is the leader then, its last two words are where the
+    rows that it is for begin in `runs.members`, and how many that are, 0 for a piece of one row.
     """
     rows = len(lengths)
     if rows:
+        shared = (None,) * 4
+        if runs is not None:
+            shared = runs.lines, runs.seats, runs.members, runs.merges
         _cut[(rows,)](
-            lengths, pieces, rows, cut.extra, cut.least, window or 2**30,
-            ROWS=triton.next_power_of_2(rows), SPLITS=cut.splits, BLOCK=cut.block,
-            EXTRA=triton.next_power_of_2(rows + cut.extra), num_warps=4,
+            lengths, pieces, *shared, rows, cut.extra, cut.least, cut.least_shared,
+            window or 2**30, ROWS=triton.next_power_of_2(rows), SPLITS=cut.splits, BLOCK=cut.block,
+            REST=triton.next_power_of_2(most_pieces(rows, cut, seats)), PAGE=page_size,
+            SEATS=0 if runs is None else seats, num_warps=4,
         )  # fmt: skip
 
 

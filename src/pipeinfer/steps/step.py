@@ -213,6 +213,19 @@ class Sampled:
 
 
 @dataclass(frozen=True)
+class CommonRuns:
+    """What the decodes of a step begin with in common, int32 [decodes] each.
+
+    lines: leader * 65536 + pages: the row's first pages, so many, are those of row `leader`, which
+    may be itself; 0 where it has none in common. seats: rank * 65536 + rows: the how manieth it is
+    of the rows with that leader, and how many they are, at least two.
+    """
+
+    lines: np.ndarray
+    seats: np.ndarray
+
+
+@dataclass(frozen=True)
 class Step:
     """R rows, T tokens. Rows with one token (decodes) come first, `decodes` of them.
 
@@ -223,6 +236,7 @@ class Step:
     prompts: known tokens whose log-probs are asked for; the step computes those before them.
     masked: rows that may sample only what their grammars allow; which that is can be known when
     the step before has ended.
+    runs: where attention shares what it reads, and decodes have any in common.
     delta: applied first. Position p of row r lies in page table[slots[r], p // page_size] then, at
     offset p % page_size. Page 0 is a dummy that no request owns.
     """
@@ -241,3 +255,4 @@ class Step:
     logprobs: LogprobRows | None = None
     prompts: tuple[ScoredChunk, ...] = ()
     masked: MaskRows | None = None
+    runs: CommonRuns | None = None
