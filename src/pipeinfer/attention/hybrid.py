@@ -14,7 +14,13 @@ from pipeinfer.attention.triton_decode import TritonDecodeKernel
 HYBRID = PagedKind(
     TritonDecodeKernel,
     Fa3Kernel,
-    Traits(PAGE_SIZES, PREFERRED, captures_decode=True, captures_prefill=True, gathered="prompts",
-           shares=True),  # fmt: skip
+    Traits(
+        PAGE_SIZES,
+        PREFERRED,
+        captures_decode=True,
+        captures_prefill=True,
+        gathered="prompts",
+        shares=True,
+    ),  # fmt: skip
     at_once=True,
 )

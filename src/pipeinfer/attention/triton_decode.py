@@ -14,7 +14,14 @@ import torch
 
 from pipeinfer.attention.rows import PagedRows
 from pipeinfer.kernels.decode_attention import TILE, DecodeRows, Scratch, decode_attention
-from pipeinfer.kernels.decode_pieces import Cut, Runs, cut_rows, most_pieces, room_for, room_for_runs
+from pipeinfer.kernels.decode_pieces import (
+    Cut,
+    Runs,
+    cut_rows,
+    most_pieces,
+    room_for,
+    room_for_runs,
+)
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
@@ -106,9 +113,7 @@ class TritonDecodeKernel:
         rows, how = plan.windows[window], cut(len(q), self._kv_heads, self._dim)
         if first:
             page_size = self._k[layer].shape[1]
-            cut_rows(
-                rows.lengths, rows.pieces, how, window, rows.runs, self._seats(how), page_size
-            )
+            cut_rows(rows.lengths, rows.pieces, how, window, rows.runs, self._seats(how), page_size)
         decode_attention(
             q,
             self._k[layer],

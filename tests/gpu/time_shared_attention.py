@@ -1,0 +1,159 @@
+"""Microseconds of decode attention of one layer where rows begin alike, and where they do not; a
+tool, not a test.
+
+Launches of six layers in a CUDA graph, pages of 64 in any order. Each line: a load, and for every
+way to read what rows take that share nothing, and with what they have in common read once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+
+import torch
+from graph_timing import each_us
+
+from pipeinfer.attention import triton_decode
+from pipeinfer.kernels.decode_attention import (
+    DecodeRows,
+    Scratch,
+    decode_attention,
+    decode_attention_reference,
+)
+from pipeinfer.kernels.decode_pieces import (
+    PART,
+    Cut,
+    Runs,
+    cut_rows,
+    most_pieces,
+    room_for,
+    room_for_runs,
+)
+
+LAYERS, PAGES, PAGE, DIM, TIMES = 6, 7000, 64, 128, 3
+# (tile, block, warps, stages)
+READS = ((0, 32, 2, 4), (0, 32, 4, 3), (64, 32, 4, 3), (64, 32, 4, 4), (64, 64, 4, 3),
+         (64, 64, 4, 2), (32, 32, 2, 4), (32, 32, 2, 3), (32, 64, 2, 3), (128, 64, 8, 2),
+         (128, 32, 8, 3))  # fmt: skip
+# (rows, groups, tokens in common, tokens of its own from .. to)
+LOADS = ((256, 0, 0, 300, 1400), (256, 16, 3968, 80, 400), (256, 1, 8000, 100, 400),
+         (256, 1, 128, 100, 400), (128, 0, 0, 300, 1400), (64, 0, 0, 300, 1400),
+         (64, 4, 1984, 80, 400), (32, 0, 0, 300, 1400), (32, 1, 1984, 80, 400),
+         (256, 128, 512, 300, 1000))  # fmt: skip
+
+
+class Bench:
+    """KV pages of six layers."""
+
+    def __init__(self, heads, kv_heads, pages=PAGES):
+        self.heads = heads, kv_heads, DIM
+        size = (LAYERS, pages, PAGE, kv_heads, DIM)
+        self.k, self.v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+        self.pages = pages
+
+    def rows(self, load):
+        """Lengths, pages by row, and (lines, seats) of the load."""
+        count, groups, common, low, high = load
+        source = random.Random(count)
+        own = [source.randint(low, high) for _ in range(count)]
+        lengths = [common + tokens for tokens in own]
+        free = torch.randperm(self.pages).tolist()
+        shared = [[free.pop() for _ in range(common // PAGE)] for _ in range(groups)]
+        lines, seats, table = [], [], []
+        for row, length in enumerate(lengths):
+            first = shared[row % groups] if groups else []
+            need = -(-length // PAGE) - len(first)
+            table.append(first + [free.pop() for _ in range(need)])
+            rank, many = (row // groups, -(-(count - row % groups) // groups)) if groups else (0, 0)
+            lines.append((row % groups) * PART.value + len(first) if groups else 0)
+            seats.append(rank * PART.value + many)
+        return lengths, table, lines, seats
+
+    def time(self, load, cut, shares, check):
+        """Microseconds of one launch."""
+        lengths, table, lines, seats = self.rows(load)
+        many, group = len(lengths), self.heads[0] // self.heads[1]
+        sizes = torch.tensor([0, *map(len, table)]).cumsum(0).int().cuda()
+        indices = torch.tensor(sum(table, []), dtype=torch.int32).cuda()
+        lengths = torch.tensor(lengths, dtype=torch.int32).cuda()
+        # With a tile, but nothing in common: what everybody pays.
+        words = [torch.tensor(x if shares else [0] * many, dtype=torch.int32).cuda()
+                 for x in (lines, seats)]  # fmt: skip
+        runs = Runs(*words, *room_for_runs(many, torch.device("cuda"))) if cut.tile else None
+        in_tile = cut.tile // group
+        most = most_pieces(many, cut, in_tile)
+        pieces = room_for(most, torch.device("cuda"))
+        rows = DecodeRows(lengths, sizes, indices, pieces, runs)
+        scratch = Scratch(many, most, self.heads, torch.device("cuda"), most - many, cut.tile)
+        cut_rows(lengths, pieces, cut, None, runs, in_tile, PAGE)
+        q = torch.randn(many, self.heads[0], DIM, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty_like(q)
+
+        def attend(layer):
+            decode_attention(q, self.k[layer], self.v[layer], rows, DIM**-0.5, out, scratch, cut)
+
+        found = each_us(attend, range(LAYERS), TIMES)
+        if check:
+            want = decode_attention_reference(q, self.k[-1], self.v[-1], rows, DIM**-0.5).float()
+            error = float((out.float() - want).norm() / want.norm())
+            assert error < 6e-3, (cut, error)
+        return found
+
+    def cutting(self, load, cut):
+        """Microseconds of cutting the rows, once a step."""
+        lengths, _, lines, seats = self.rows(load)
+        many, in_tile = len(lengths), cut.tile // (self.heads[0] // self.heads[1])
+        words = [torch.tensor(x, dtype=torch.int32).cuda() for x in (lines, seats)]
+        runs = Runs(*words, *room_for_runs(many, torch.device("cuda"))) if cut.tile else None
+        lengths = torch.tensor(lengths, dtype=torch.int32).cuda()
+        pieces = room_for(most_pieces(many, cut, in_tile), torch.device("cuda"))
+        return each_us(lambda _: cut_rows(lengths, pieces, cut, None, runs, in_tile, PAGE),
+                       range(LAYERS), TIMES)  # fmt: skip
+
+
+def warm(job):
+    """Compiles, in a process of its own."""
+    heads, kv_heads, read = job
+    cut = Cut(128, 32, 1024, read[1], read[2], read[3], read[0])
+    Bench(heads, kv_heads, 1200).time((64, 1, 512, 80, 100), cut, True, False)
+
+
+def floor_us(load, kv_heads, shares):
+    count, groups, common, low, high = load
+    tokens = count * (low + high) / 2 + common * (groups if shares else count if groups else 0)
+    return tokens * kv_heads * DIM * 4 / 4.3e12 * 1e6
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--chosen", action="store_true", help="only with the cuts that are taken")
+    options = parser.parse_args()
+    heads, kv_heads = options.heads, options.kv_heads
+    if not options.chosen:
+        with ProcessPoolExecutor(len(READS), get_context("spawn")) as pool:
+            list(pool.map(warm, [(heads, kv_heads, read) for read in READS]))
+    bench = Bench(heads, kv_heads)
+    for load in LOADS:
+        now = triton_decode.cut(load[0], kv_heads, DIM)
+        ways = [now] if options.chosen else [
+            replace(now, tile=tile, block=block, warps=warps, stages=stages)
+            for tile, block, warps, stages in READS
+        ]  # fmt: skip
+        print(f"heads {heads} {load}: floor {floor_us(load, kv_heads, False):.0f}, shared "
+              f"{floor_us(load, kv_heads, True):.0f}; now {bench.time(load, now, False, True):.1f}",
+              flush=True)  # fmt: skip
+        for cut in ways:
+            apart = bench.time(load, cut, False, False)
+            once = f"{bench.time(load, cut, True, True):.1f}" if load[1] and cut.tile else "-"
+            name = (cut.tile, cut.block, cut.warps, cut.stages)
+            print(f"  {name}: {apart:.1f}, shared {once}, cut {bench.cutting(load, cut):.1f}",
+                  flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
