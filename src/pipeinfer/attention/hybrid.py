@@ -21,6 +21,6 @@ HYBRID = PagedKind(
         captures_prefill=True,
         gathered="prompts",
         shares=True,
-    ),  # fmt: skip
+    ),
     at_once=True,
 )

@@ -30,8 +30,8 @@ class Cut:
     """The arrays of steps of one size. graph: others may be smaller, and every row is padded.
 
     pairs, count: what changes in the slots' state. sampling: what samplers are handed of the S
-    entries, by name. last: int64 [S], tokens with logits; None if all have, in order. lines, seats: as
-    in RowArrays.
+    entries, by name. last: int64 [S], tokens with logits; None if all have, in order. lines, seats:
+    as in RowArrays.
     """
 
     room: Room

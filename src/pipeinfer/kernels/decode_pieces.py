@@ -45,9 +45,9 @@ class Cut:
 @dataclass(frozen=True)
 class Runs:
     """What R rows begin with in common, int32. lines [R]: leader * PART + pages: as many of the
-    row's first pages are those of row `leader`, itself perhaps; 0: it has none in common. seats [R]:
-    rank * PART + rows: which of the rows with that leader it is, and how many there are. At most
-    MOST_RUNS leaders; a row has tokens behind its run.
+    row's first pages are those of row `leader`, itself perhaps; 0: it has none in common. seats
+    [R]: rank * PART + rows: which of the rows with that leader it is, and how many there are. At
+    most MOST_RUNS leaders; a row has tokens behind its run.
 
     `cut_rows` writes members [R], rows leader by leader in rank order; and merges [R, MERGE_WORDS]:
     how many pieces a row has with those of its run, its own first, the first that its run has for
@@ -181,8 +181,9 @@ def cut_rows(
     those of other rows. window: keys that a query sees: what lies before is left out, but for the
     rest of a block.
 
-    runs: of rows without window, `seats` of which share a piece. Such pieces stand first; a piece's row is the leader then, its last two words are where the
-    rows that it is for begin in `runs.members`, and how many that are, 0 for a piece of one row.
+    runs: of rows without window, `seats` of which share a piece. Such pieces stand first; the
+    leader is their row, and their last two words are where the rows that they are for begin in
+    `runs.members`, and how many that are, 0 in a piece of one row.
     """
     rows = len(lengths)
     if rows:
