@@ -113,11 +113,16 @@ class EngineCore:
 
     Every rank sends Hello, Ready and Fault; only rank 0 sends Admitted and Result, the others
     Digests instead. What comes out does not depend on `span`, which is around the building of each
-    step.
+    step, nor on `shares`: whether attention reads what decodes begin with in common once.
     """
 
     def __init__(
-        self, hello: Hello, scheduler: str, memory: MemoryManager, span: Span = unobserved
+        self,
+        hello: Hello,
+        scheduler: str,
+        memory: MemoryManager,
+        span: Span = unobserved,
+        shares: bool = False,
     ) -> None:
         said = (hello.pages, hello.page_size, hello.max_slots, hello.max_model_len)
         if said != memory.shape:
@@ -130,7 +135,7 @@ class EngineCore:
         self.memory = memory
         self._span = span
         self._requests = RequestTable(hello.max_slots)
-        self._steps = StepBuilder(memory, self._requests)
+        self._steps = StepBuilder(memory, self._requests, shares)
         self._epoch: _Epoch | None = None  # None: waiting for a Begin that lists this incarnation
         self._reason = "waiting for the scheduler"
         self._draining = self._left = False

@@ -162,6 +162,11 @@ class Runner:
         """Numbers of decode rows that have a graph."""
         return self._graphs.decodes
 
+    @property
+    def shares(self) -> bool:
+        """Whether steps are to say what decodes begin with in common."""
+        return self._backend.traits.shares
+
     def bind(self, pool: KVPool) -> None:
         """The pool of later steps; graphs must be captured after this."""
         self.pool = pool

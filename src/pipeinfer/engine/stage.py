@@ -73,7 +73,9 @@ def build(context: StageContext) -> Stage:
         loaded.attention,
     )
     scheduler = f"scheduler-{identity.group}"
-    core = EngineCore(_hello(context, loaded), scheduler, memory, loaded.runner.phases.span)
+    core = EngineCore(
+        _hello(context, loaded), scheduler, memory, loaded.runner.phases.span, loaded.runner.shares
+    )
     driver = _driver(loaded, settings.profile, profile, masks)
     return Stage(
         core,

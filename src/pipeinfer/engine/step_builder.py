@@ -13,17 +13,28 @@ import numpy as np
 
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.memory.applied import Applied, Rows
+from pipeinfer.memory.common import common_runs
 from pipeinfer.memory.manager import MemoryManager
-from pipeinfer.steps.step import LAST_TOKEN, NOTHING, Delta, LogprobRows, ScoredChunk, Step
+from pipeinfer.steps.step import (
+    LAST_TOKEN,
+    NOTHING,
+    CommonRuns,
+    Delta,
+    LogprobRows,
+    ScoredChunk,
+    Step,
+)
 
 
 class StepBuilder:
     """One plan after the other. Keeps the last step, of which most of the next one may be the
-    same: its arrays are shared then, and nobody writes to them.
+    same: its arrays are shared then, and nobody writes to them. shares: steps say what decodes
+    begin with in common.
     """
 
-    def __init__(self, memory: MemoryManager, requests: RequestTable) -> None:
+    def __init__(self, memory: MemoryManager, requests: RequestTable, shares: bool = False) -> None:
         self._memory = memory
+        self._shares = shares
         self._requests = requests
         self._last: tuple[Step, np.ndarray] | None = None
         self._unseen: list[np.ndarray] = []  # pages, since the last step that computes anything
@@ -66,8 +77,15 @@ class StepBuilder:
             logprobs=self._requests.logprobs(slots[last], ends[last]),
             prompts=tuple(self._prompts(rows, order)) if self._requests.scores else (),
             masked=self._requests.masked(slots[last]),
+            runs=self._runs(slots[:decodes]) if self._shares else None,
         )
         return step, order[last]
+
+    def _runs(self, decodes: np.ndarray) -> CommonRuns | None:
+        """Of decodes in these slots. Where steps go on with the same rows, these only get pages of
+        their own."""
+        found = common_runs(self._memory.table, decodes, self._memory.page_size)
+        return None if found is None else CommonRuns(*found)
 
     def _next(self, last: Step, applied: Applied) -> Step:
         """`last`, one token further."""
@@ -92,6 +110,7 @@ class StepBuilder:
             self._again(last, applied.rows),
             (),
             masked,
+            last.runs,
         )
 
     def _again(self, last: Step, rows: Rows) -> LogprobRows | None:

@@ -8,6 +8,7 @@ Knows rows and pages; no request and no graph. Sources: https://arxiv.org/abs/22
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations

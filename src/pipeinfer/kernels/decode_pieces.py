@@ -7,6 +7,7 @@ Knows lengths and runs; neither queries nor keys.
 
 # Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 

@@ -70,6 +70,10 @@ class PageTable:
         """A copy of the slot's pages, int32 [held]."""
         return self._rows[slot, : self.held[slot]].copy()
 
+    def columns(self, slots: np.ndarray, begin: int, end: int) -> np.ndarray:
+        """A copy of these columns of the rows `slots` int32 [n]: int32 [n, end - begin]."""
+        return self._rows[slots, begin:end]
+
     def own(self, slot: int) -> np.ndarray:
         """A copy of the pages that the slot's request owns, int32 [held - shared]."""
         return self._rows[slot, self.shared[slot] : self.held[slot]].copy()
