@@ -346,7 +346,7 @@ def test_measured_prompts_fill_their_graph_and_write_to_the_dummy(room, depth, l
 def test_arrays_of_a_step_do_not_overlap_and_begin_at_16_bytes(decodes, prompts, tokens):
     room = Room(tokens, decodes, prompts)
     at = layout(room)
-    sizes = [*[room.rows] * 4, tokens]
+    sizes = [*[room.rows] * 6, tokens]
     assert all(begin % 4 == 0 for begin in at) and at[0] >= 1
     for (begin, after), size in zip(pairwise(at), sizes, strict=True):
         assert after >= begin + size
