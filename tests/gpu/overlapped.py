@@ -16,12 +16,13 @@ from pipeinfer.settings import Settings
 
 
 class GpuCores(Cores):
-    """`keep`: remember all logits. busy, idle: the device's seconds."""
+    """`keep`: remember all logits. busy, idle: the device's seconds. sharing: steps
+    whose decodes begin with something in common."""
 
     def __init__(self, *arguments, keep=True, **named) -> None:
         self._launched: dict[int, object] = {}
         self.busy = self.idle = 0.0
-        self.steps = 0
+        self.steps = self.sharing = 0
         self.kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
         super().__init__(*arguments, **named)
         self.settings: Settings = arguments[1]
@@ -54,6 +55,7 @@ class GpuCores(Cores):
         self.busy += busy
         self.idle += launched.mark.idle
         self.steps += 1
+        self.sharing += step.runs is not None
         kind = (
             "mixed" if step.decodes < len(step.slots) else f"decode{-(-len(step.slots) // 64) * 64}"
         )

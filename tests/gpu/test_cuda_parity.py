@@ -17,6 +17,7 @@ import torch
 from overlapped import GpuCores
 
 from checkpoints import load_reference
+from pipeinfer.attention import triton_decode
 from pipeinfer.engine.graphs import Graphs
 from pipeinfer.params import SamplingParams
 from pipeinfer.settings import Settings
@@ -84,7 +85,7 @@ class Compared(NamedTuple):
     agreement: float
     usual_agreement: float
 
-    def check(self, routed: bool) -> None:
+    def check(self, routed: bool = False) -> None:
         assert self.median < RELATIVE_ERROR
         assert self.error < (ROUTED_ERROR if routed else RELATIVE_ERROR)
         assert self.agreement >= AGREEMENT
@@ -229,6 +230,27 @@ def test_long_prompts_beside_decodes_in_large_steps(gpu_checkpoints, graphs):
     mixed = made.loaded.runner._graphs.mixed
     assert bool(graphs) == any(room.decodes and room.tokens > 2048 for room in mixed)
     assert made.kinds["mixed"][0] >= 3
+    compare(folder, made, asked).check()
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_what_rows_begin_with_in_common_is_read_once(
+    gpu_checkpoints, graphs, architecture, monkeypatch
+):
+    """Two beginnings, of 5 and 9 pages; the first of each leaves it in the cache."""
+    monkeypatch.setattr(triton_decode, "cut", lambda *_: triton_decode.MANY)
+    folder = gpu_checkpoints(architecture, 128, max_position_embeddings=2048)
+    random = np.random.default_rng(7)
+    heads = [random.integers(0, 1024, 64 * pages).tolist() for pages in (5, 9)]
+    first = [[*head, 3] for head in heads]
+    asked = [heads[n % 2] + tail for n, tail in enumerate(prompts(10))] + prompts(4, seed=5)
+    made = cores(folder, 2048, attention="hybrid", no_cuda_graph=not graphs)
+    generate(made, wanted=4, asked=first, tag="first")
+    assert not made.sharing
+    generate(made, asked=asked)
+    assert all(made.cached[f"r{n}"] >= 64 * (5, 9)[n % 2] for n in range(10))
+    assert made.sharing >= 30
     compare(folder, made, asked).check()
 
 

@@ -33,6 +33,8 @@ HIGHEST_ID = 10_000
 LONG = Span(7000, 9000), Span(64, 128)
 USUAL = Span(100, 1024), Span(100, 400)
 ANY = Span(100, 8000), Span(64, 256)
+TAIL = Span(50, 200), Span(100, 300)  # behind a prefix that others have
+AT_ONCE = 1e9  # requests a second
 
 
 def measured(url: str, load: Load, many: int) -> list[latency.Timeline]:
@@ -76,9 +78,16 @@ def started(tree: Path, arguments: list[str], log: Path) -> subprocess.Popen[str
         )  # fmt: skip
 
 
-def poisson(rate: float, requests: int, prompts: Span, outputs: Span, seed: int) -> Load:
-    drawn = Drawn(prompts, outputs, seed, HIGHEST_ID)
+def poisson(
+    rate: float, requests: int, prompts: Span, outputs: Span, seed: int, **prefixes: int
+) -> Load:
+    drawn = Drawn(prompts, outputs, seed, HIGHEST_ID, **prefixes)
     return drawn, arrivals.poisson(rate, seed, requests)
+
+
+def alike(prefixes: int, tokens: int, seed: int) -> Load:
+    """256 requests at once, each behind one of so many prefixes."""
+    return poisson(AT_ONCE, 256, *TAIL, seed, prefixes=prefixes, prefix_tokens=tokens)
 
 
 def loads(options: argparse.Namespace) -> list[tuple[str, Load]]:
@@ -89,7 +98,13 @@ def loads(options: argparse.Namespace) -> list[tuple[str, Load]]:
         ("warm", poisson(1e5, 12, *LONG, 10**6 + 1)),
     ]
     made = {
-        "long": lambda n: poisson(1e9, 64, *LONG, seed + n),
+        "long": lambda n: poisson(AT_ONCE, 64, *LONG, seed + n),
+        "all": lambda n: poisson(AT_ONCE, 256, Span(100, 1024), Span(100, 1024), seed + n),
+        "short": lambda n: poisson(AT_ONCE, 1024, Span(50, 200), Span(50, 150), seed + n),
+        "shared": lambda n: alike(16, 4000, seed + n),
+        "apart": lambda n: poisson(AT_ONCE, 256, Span(550, 700), Span(100, 300), seed + n),
+        "system8000": lambda n: alike(1, 8000, seed + n),
+        "system100": lambda n: alike(1, 100, seed + n),
         "p32": lambda n: poisson(32.0, 256, *USUAL, seed + 100 + n),
         "p64": lambda n: poisson(64.0, 384, *USUAL, seed + 200 + n),
     }
@@ -106,7 +121,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trees", type=Path, nargs="+", metavar="TREE")
     parser.add_argument("--config", default="qwen3-0.6b")
-    parser.add_argument("--loads", default="long,p32,p64,long", help="long, p32, p64")
+    parser.add_argument(
+        "--loads",
+        default="long,p32,p64,long",
+        help="long, p32, p64, all, short, shared, apart, system8000, system100",
+    )
     parser.add_argument("--rates", type=lambda text: [float(word) for word in text.split(",")],
                         default=[], help="of prompts of 100 to 8,000 tokens")  # fmt: skip
     parser.add_argument("--seed", type=int, default=1)

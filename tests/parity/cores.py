@@ -64,7 +64,8 @@ class Cores:
             loaded.max_slots, loaded.max_model_len, loaded.attention,
             step_cost=loaded.step_cost,
         )  # fmt: skip
-        self.engine = EngineCore(hello, "scheduler-0", self.memory)
+        shares = loaded.runner.shares
+        self.engine = EngineCore(hello, "scheduler-0", self.memory, shares=shares)
         options = SchedulerOptions(
             policy, settings.overlap_depth, settings.max_running, budget,
             mixed_step_tokens=settings.mixed_step_tokens,

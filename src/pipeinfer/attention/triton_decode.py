@@ -31,9 +31,9 @@ CUTS = (
     (32, Cut(extra=64, splits=32, least=64, block=32, warps=2, stages=3)),
     (64, Cut(extra=128, splits=32, least=128, block=32, warps=1, stages=4)),
     (128, Cut(extra=128, splits=32, least=256, block=32, warps=1, stages=4)),
-    (384, Cut(extra=128, splits=32, least=256, block=64, warps=2, stages=3)),
+    (384, Cut(extra=128, splits=32, least=256, block=32, warps=4, stages=3, tile=64)),
 )
-MANY = Cut(extra=128, splits=32, least=1024, block=32, warps=2, stages=4)
+MANY = Cut(extra=128, splits=32, least=1024, block=32, warps=4, stages=3, tile=64)
 MEASURED_DIM = 128  # the largest head for which that was
 
 
