@@ -28,12 +28,12 @@ from pipeinfer.steps.shape import AttentionShape
 # By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut
 # small, so that all of the GPU works for them; more are cut only where they are long.
 CUTS = (
-    (32, Cut(extra=64, splits=32, least=64, block=32, warps=2, stages=3)),
-    (64, Cut(extra=128, splits=32, least=128, block=32, warps=1, stages=4)),
-    (128, Cut(extra=128, splits=32, least=256, block=32, warps=1, stages=4)),
-    (384, Cut(extra=128, splits=32, least=256, block=32, warps=4, stages=3, tile=64)),
+    (32, Cut(64, 32, 64, block=32, warps=2, stages=3, least_shared=64)),
+    (64, Cut(128, 32, 128, block=32, warps=1, stages=4, least_shared=64)),
+    (128, Cut(128, 32, 256, block=32, warps=1, stages=4, least_shared=128)),
+    (384, Cut(128, 32, 256, block=32, warps=2, stages=3, tile=32, least_shared=128)),
 )
-MANY = Cut(extra=128, splits=32, least=1024, block=32, warps=4, stages=3, tile=64)
+MANY = Cut(128, 32, 1024, block=32, warps=2, stages=3, tile=32, least_shared=256)
 MEASURED_DIM = 128  # the largest head for which that was
 
 

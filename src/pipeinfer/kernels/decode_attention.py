@@ -64,10 +64,10 @@ def _elements(page, at, page_stride, token_stride, PAGE: tl.constexpr, BLOCK: tl
 def _piece(
     q, k, v, indices, first, start, stop, low, scale, page_stride, token_stride,
     DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    WINDOWED: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """(greatest score, sum of weights, weighted sum [TILE, DIM]) over tokens start .. stop - 1,
-    without those before `low`."""
+    without those before `low`. FULL: they are whole blocks."""
     dim = tl.arange(0, DIM)
     most = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
@@ -75,17 +75,24 @@ def _piece(
     page = _pages(indices, first, start, stop, PAGE, BLOCK)
     for at in range(start, stop, BLOCK):
         following = _pages(indices, first, at + BLOCK, stop, PAGE, BLOCK)
-        token = at + tl.arange(0, BLOCK)
-        inside = token < stop
-        if WINDOWED:
-            inside = inside & (token >= low)
         element = _elements(page, at, page_stride, token_stride, PAGE, BLOCK)
-        keys = tl.load(k + element[None, :] + dim[:, None], mask=inside[None, :], other=0.0)
-        keys = widened(keys, q.dtype)
-        scores = tl.dot(q, keys, input_precision="ieee") * scale
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        values = tl.load(v + element[:, None] + dim[None, :], mask=inside[:, None], other=0.0)
-        values = widened(values, q.dtype)
+        keys_at, values_at = (
+            k + element[None, :] + dim[:, None],
+            v + element[:, None] + dim[None, :],
+        )
+        if FULL:
+            keys = widened(tl.load(keys_at), q.dtype)
+            scores = tl.dot(q, keys, input_precision="ieee") * scale
+            values = widened(tl.load(values_at), q.dtype)
+        else:
+            token = at + tl.arange(0, BLOCK)
+            inside = token < stop
+            if WINDOWED:
+                inside = inside & (token >= low)
+            keys = widened(tl.load(keys_at, mask=inside[None, :], other=0.0), q.dtype)
+            scores = tl.dot(q, keys, input_precision="ieee") * scale
+            scores = tl.where(inside[None, :], scores, float("-inf"))
+            values = widened(tl.load(values_at, mask=inside[:, None], other=0.0), q.dtype)
         higher = tl.maximum(most, tl.max(scores, axis=1))
         weights = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(most - higher)
@@ -104,9 +111,8 @@ def _sink(at, most):
 
 @triton.jit
 def _merge(
-    out, scratch, scales, sinks, first, splits, head, shared, shared_scales, merge,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
-    SINKS: tl.constexpr, SHARED: tl.constexpr,
+    out, scratch, scales, sinks, first, splits, head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """The pieces of one row and KV head, out of what their programs left, into `out`."""
     split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
@@ -114,31 +120,76 @@ def _merge(
     for query in tl.static_range(GROUP):
         at = ((first + split) * KV_HEADS + head) * GROUP + query
         most = tl.load(scales + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        greatest = tl.max(most, axis=0)
-        if SHARED > 0:
-            run, seat = tl.load(merge + 2), tl.load(merge + 4) * GROUP + query
-            of_run = split < tl.load(merge + 3)
-            at_run = ((run + split) * KV_HEADS + head) * SHARED + seat
-            most_run = tl.load(shared_scales + 2 * at_run, mask=of_run, other=float("-inf"),
-                               cache_modifier=".cg")  # fmt: skip
-            greatest = tl.maximum(greatest, tl.max(most_run, axis=0))
         total = tl.load(scales + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
+        greatest = tl.max(most, axis=0)
         weight = tl.exp2(most - greatest)
         sums = tl.load(scratch + at[:, None] * DIM + dim[None, :], mask=there[:, None], other=0.0,
                        cache_modifier=".cg")  # fmt: skip
         whole = tl.sum(total * weight, axis=0)
-        value = tl.sum(sums * weight[:, None], axis=0)
-        if SHARED > 0:
-            total = tl.load(shared_scales + 2 * at_run + 1, mask=of_run, other=0.0,
-                            cache_modifier=".cg")  # fmt: skip
-            weight = tl.exp2(most_run - greatest)
-            sums = tl.load(shared + at_run[:, None] * DIM + dim[None, :], mask=of_run[:, None],
-                           other=0.0, cache_modifier=".cg")  # fmt: skip
-            whole += tl.sum(total * weight, axis=0)
-            value += tl.sum(sums * weight[:, None], axis=0)
         if SINKS:
             whole += _sink(sinks + head * GROUP + query, greatest)
-        tl.store(out + query * DIM + dim, value / whole)
+        value = tl.sum(sums * weight[:, None], axis=0) / whole
+        tl.store(out + query * DIM + dim, value)
+
+
+@triton.jit
+def _greatest(scales, at, stride, count, SPLITS: tl.constexpr):
+    """Of the first `count` pieces of each query, which lie `stride` apart from `at` on."""
+    split = tl.arange(0, SPLITS)
+    places = scales + 2 * (at[:, None] + split[None, :] * stride)
+    there = split[None, :] < count[:, None]
+    return tl.max(tl.load(places, mask=there, other=float("-inf"), cache_modifier=".cg"), axis=1)
+
+
+@triton.jit
+def _added(sums, scales, at, stride, count, greatest, whole, value, dim, DIM: tl.constexpr):
+    """`whole` and `value`, whose columns are `dim`, with those pieces, in their order; four are
+    read at a time."""
+    for begin in range(0, tl.max(count, axis=0), 4):
+        for step in tl.static_range(4):
+            split = begin + step
+            there, one = split < count, at + split * stride
+            most = tl.load(scales + 2 * one, mask=there, other=float("-inf"), cache_modifier=".cg")
+            total = tl.load(scales + 2 * one + 1, mask=there, other=0.0, cache_modifier=".cg")
+            part = tl.load(sums + one[:, None] * DIM + dim[None, :], mask=there[:, None],
+                           other=0.0, cache_modifier=".cg")  # fmt: skip
+            weight = tl.exp2(most - greatest)
+            whole += total * weight
+            value += part * weight[:, None]
+    return whole, value
+
+
+@triton.jit
+def _merge_shared(
+    out, scratch, scales, shared, shared_scales, merges, sinks, row, query, wanted, head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+    TILE: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Of each `wanted` pair of row and query head its own pieces, and then those of its run. Pairs
+    are computed alike, whoever merges them: one row here, or all that share a piece."""
+    merge = merges + row * MERGE_WORDS
+    of_run = tl.load(merge + 3, mask=wanted, other=0)
+    own = tl.load(merge, mask=wanted, other=0) - of_run
+    at = (tl.load(merge + 1, mask=wanted, other=0) * KV_HEADS + head) * GROUP + query
+    seat = tl.load(merge + 4, mask=wanted, other=0) * GROUP + query
+    at_run = (tl.load(merge + 2, mask=wanted, other=0) * KV_HEADS + head) * TILE + seat
+    greatest = _greatest(scales, at, KV_HEADS * GROUP, own, SPLITS)
+    in_run = _greatest(shared_scales, at_run, KV_HEADS * TILE, of_run, SPLITS)
+    greatest = tl.where(wanted, tl.maximum(greatest, in_run), 0.0)
+    place = out + ((row * KV_HEADS + head) * GROUP + query)[:, None] * DIM
+    # As many columns at a time as there are registers for.
+    COLUMNS: tl.constexpr = min(DIM, 2048 // query.shape[0])
+    for part in tl.static_range(DIM // COLUMNS):
+        dim = part * COLUMNS + tl.arange(0, COLUMNS)
+        whole = tl.zeros_like(greatest)
+        value = tl.zeros((query.shape[0], COLUMNS), tl.float32)
+        whole, value = _added(scratch, scales, at, KV_HEADS * GROUP, own, greatest, whole, value,
+                              dim, DIM)  # fmt: skip
+        whole, value = _added(shared, shared_scales, at_run, KV_HEADS * TILE, of_run, greatest,
+                              whole, value, dim, DIM)  # fmt: skip
+        if SINKS:
+            whole += _sink(sinks + head * GROUP + query, greatest)
+        tl.store(place + dim[None, :], value / whole[:, None], mask=wanted[:, None])
 
 
 @triton.jit
@@ -177,15 +228,13 @@ def _attend(
     else:
         dim, query = tl.arange(0, DIM), tl.arange(0, TILE)
         heads, real = (head * GROUP + query)[:, None] * DIM + dim[None, :], query < GROUP
-        first, every, merge = cut % SPLIT, cut // SPLIT, merges
-        splits = every
+        first, every = cut % SPLIT, cut // SPLIT
         if SHARED > 0:
-            merge += row * MERGE_WORDS
-            every = tl.load(merge)
+            every = tl.load(merges + row * MERGE_WORDS)
         queries = tl.load(q + row * q_stride + heads, mask=real[:, None], other=0.0)
         most, total, sums = _piece(queries, k + head * DIM, v + head * DIM, indices, begin, start,
                                    stop, low, scale, page_stride, token_stride, DIM, PAGE, BLOCK,
-                                   TILE, WINDOWED)  # fmt: skip
+                                   TILE, WINDOWED, False)  # fmt: skip
         if NARROW:
             sums *= v_scale
         target = out + row * (KV_HEADS * GROUP * DIM)
@@ -200,9 +249,14 @@ def _attend(
             counter = arrived + row * KV_HEADS + head
             if tl.atomic_add(counter, 1, sem="acq_rel") == every - 1:
                 tl.store(counter, 0)  # for the next launch
-                _merge(target + head * GROUP * DIM, scratch, scales, sinks, first, splits, head,
-                       shared, shared_scales, merge, KV_HEADS, GROUP, DIM, SPLITS, SINKS,
-                       SHARED)  # fmt: skip
+                if SHARED > 0:
+                    alone = tl.zeros((TILE,), tl.int64) + row
+                    _merge_shared(out, scratch, scales, shared, shared_scales, merges, sinks, alone,
+                                  tl.minimum(query, GROUP - 1), real, head, KV_HEADS, GROUP, DIM,
+                                  SPLITS, SHARED, SINKS)  # fmt: skip
+                else:
+                    _merge(target + head * GROUP * DIM, scratch, scales, sinks, first, every, head,
+                           KV_HEADS, GROUP, DIM, SPLITS, SINKS)  # fmt: skip
 
 
 @triton.jit
@@ -222,7 +276,7 @@ def _of_run(
     queries = tl.load(q + row[:, None] * q_stride + heads, mask=real[:, None], other=0.0)
     most, total, sums = _piece(queries, k + head * DIM, v + head * DIM, indices, begin, start, stop,
                                0, scale, page_stride, token_stride, DIM, PAGE, BLOCK, TILE,
-                               False)  # fmt: skip
+                               False, PAGE % BLOCK == 0)  # fmt: skip
     if NARROW:
         sums *= v_scale
     at = (piece * KV_HEADS + head) * TILE + query
@@ -232,17 +286,13 @@ def _of_run(
     every = tl.load(merges + row * MERGE_WORDS, mask=once, other=0)
     arrivals = tl.atomic_add(arrived + row * KV_HEADS + head, 1, mask=once, sem="acq_rel")
     last = (once & (arrivals == every - 1)).to(tl.int32)
-    if tl.sum(last) > 0:  # mostly rows end with pieces of their own
-        for one in range(rows):
-            if tl.sum(tl.where(member == one, last, 0)) > 0:
-                its_row = tl.load(members + one).to(tl.int64)
-                tl.store(arrived + its_row * KV_HEADS + head, 0)
-                merge = merges + its_row * MERGE_WORDS
-                splits = tl.load(merge) - tl.load(merge + 3)
-                target = out + (its_row * KV_HEADS + head) * (GROUP * DIM)
-                _merge(target, scratch, scales, sinks, tl.load(merge + 1), splits, head, shared,
-                       shared_scales, merge, KV_HEADS, GROUP, DIM, SPLITS, SINKS,
-                       TILE)  # fmt: skip
+    if tl.sum(last) > 0:
+        tl.store(arrived + row * KV_HEADS + head, 0, mask=once & (last > 0))
+        same = member[:, None] == member[None, :]
+        wanted = real & (tl.sum(tl.where(same, last[None, :], 0), axis=1) > 0)
+        _merge_shared(out, scratch, scales, shared, shared_scales, merges, sinks, row,
+                      query % GROUP, wanted, head, KV_HEADS, GROUP, DIM, SPLITS, TILE,
+                      SINKS)  # fmt: skip
 
 
 @triton.jit
