@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -22,6 +22,7 @@ from hash_device import HashDevice, chain
 from pipeinfer.engine.mirror import Mirror
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step_builder import StepBuilder
+from pipeinfer.memory import runs
 from pipeinfer.memory.applied import Rows
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Admit, Extend, Plan, Release
@@ -66,7 +67,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.pages = 1 + -(-self.limit // size) + spare  # the longest request alone always fits
         self.memory = MemoryManager(self.pages, size, SLOTS, self.limit, self.cache)
         self.requests = RequestTable(SLOTS)
-        self.steps = StepBuilder(self.memory, self.requests)
+        self.steps = StepBuilder(self.memory, self.requests, shares=True)
         self.device = HashDevice(self.pages, size, SLOTS)
         self.heard = Mirror(SLOTS)  # of steps that the device has not run yet
         self.number = 0
@@ -228,7 +229,28 @@ class MemoryMachine(RuleBasedStateMachine):
             used = -(-int(step.starts[row] + step.counts[row]) // self.page_size)
             held = self.memory.table.row(int(step.slots[row]))
             assert pages[:used].tolist() == held[:used].tolist() and pages[:used].all()
+        self.check_runs(step)
         self.flights.append((step, [self.live[slot] for slot in step.slots.tolist()]))
+
+    def check_runs(self, step: Step) -> None:
+        """Rows that are said to have pages in common have, and tokens of their own behind them."""
+        if step.runs is None:
+            return
+        pages = self.heard.pages(step, self.page_size)
+        ranks: dict[tuple[int, int], list[int]] = {}
+        for row, (line, seat) in enumerate(
+            zip(step.runs.lines.tolist(), step.runs.seats.tolist(), strict=True)
+        ):
+            leader, run = divmod(line, 1 << 16)
+            if not run:
+                continue
+            ranks.setdefault((line, seat & 0xFFFF), []).append(seat >> 16)
+            assert pages[row, :run].all() and (pages[row, :run] == pages[leader, :run]).all()
+            assert run * self.page_size <= step.starts[row]
+            assert step.runs.lines[leader] == line
+        for (_, many), found in ranks.items():
+            assert sorted(found) == list(range(many)) and many > 1
+        event("decodes have a beginning in common")
 
     def check_forgotten(self, plan: Plan, evicted: int) -> None:
         """What is still cached of a forgotten request is others', too: somebody holds it, a longer
@@ -277,7 +299,8 @@ class MemoryMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("cache", ["radix", "naive"])
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
-def test_every_row_reads_the_kv_of_its_own_tokens(page_size: int, cache: str):
+def test_every_row_reads_the_kv_of_its_own_tokens(page_size: int, cache: str, monkeypatch):
+    monkeypatch.setattr(runs, "LEAST", 1)
     machine = type("Machine", (MemoryMachine,), {"page_size": page_size, "cache": cache})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)

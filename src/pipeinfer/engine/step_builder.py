@@ -13,8 +13,8 @@ import numpy as np
 
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.memory.applied import Applied, Rows
-from pipeinfer.memory.common import common_runs
 from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.memory.runs import common_runs
 from pipeinfer.steps.step import (
     LAST_TOKEN,
     NOTHING,

@@ -42,10 +42,9 @@ def groups_of(pages: np.ndarray, least: int) -> list[Group]:
     differs = block[1:] != block[:-1]
     begins = np.flatnonzero(np.concatenate(([True], differs[:, least - 1])))
     sizes = np.diff(begins, append=len(order))
-    apart = np.where(differs.any(axis=1), differs.argmax(axis=1), pages.shape[1])
-    # Where two beginnings meet nothing is said of either.
-    apart = np.concatenate((apart, [pages.shape[1]]))
-    apart[begins[1:] - 1] = pages.shape[1]
+    apart = np.full(len(order), pages.shape[1])
+    apart[:-1] = np.where(differs.any(axis=1), differs.argmax(axis=1), pages.shape[1])
+    apart[begins[1:] - 1] = pages.shape[1]  # between two beginnings
     common = np.minimum.reduceat(apart, begins)
     following = np.minimum(np.repeat(common, sizes), pages.shape[1] - 1)
     pairs = (

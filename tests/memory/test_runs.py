@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.memory.common import LEAST, MOST, PART, common_runs, groups_of
 from pipeinfer.memory.page_table import PageTable
+from pipeinfer.memory.runs import LEAST, MOST, PART, common_runs, groups_of
 
 PAGE = 16
 LEAST_PAGES = LEAST // PAGE
