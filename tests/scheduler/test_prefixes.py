@@ -7,7 +7,7 @@ from itertools import groupby
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_families import WAYS, admissions, started
+from test_families import WAYS, started
 from test_scheduler_core import pipeline
 
 from pipeinfer.messages import Abort, Plan, Work
@@ -35,13 +35,13 @@ def test_a_common_beginning_is_computed_once(policy, depth, common, own, many, s
 
 def test_who_waits_does_not_wait_for_the_whole_prompt():
     p = started(budget=16, common=16)
-    admitted = admissions(p)
     p.submit([1] * 48 + [2] * 160, 5)
     p.submit([1] * 48 + [3] * 8, 5)
     assert p.core.stats()["held"] == 1
+    while p.core.stats()["held"]:
+        p.deliver()
+    assert p.engine.prefilled <= 64
     p.settle()
-    plan = {name: at for at, names in enumerate(admitted) for name in names}
-    assert plan["r1"] - plan["r0"] == 3, "steps of sixteen, of thirteen"
 
 
 def test_beginnings_within_beginnings_are_each_computed_once():
@@ -188,7 +188,7 @@ def test_waiting_never_goes_in_a_circle_and_nothing_is_left(asked, over, grain):
         rest.move("over")
         for request in held.gone(rest):
             want(request)
-    assert not held._leads and not held._keys and not held._held
+    assert not held._leads and not held._keys and not held._held and not held._led
 
 
 def test_one_key_of_each_grain():

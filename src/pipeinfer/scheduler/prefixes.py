@@ -20,10 +20,15 @@ class Prefixes:
     """Of live requests, by the beginnings of their prompts. The first to want a beginning leads:
     it computes it, and whoever comes with the same one is held for it."""
 
+    # Made of the prompts again where a recorded scheduler goes on: there are other ids in its
+    # trace, if that was redacted.
+    __transient__ = ("_leads", "_keys")
+
     def __init__(self) -> None:
         self._grain = 0  # tokens: whole pages
         self._leads: dict[bytes, Request] = {}  # by a beginning's key
         self._keys: dict[str, tuple[bytes, ...]] = {}  # of a request's beginnings, shortest first
+        self._led: dict[str, tuple[Request, list[int]]] = {}  # which of its beginnings it leads
         self._held: dict[str, tuple[Request, list[Request]]] = {}  # by the lead's id
 
     def __len__(self) -> int:
@@ -38,6 +43,7 @@ class Prefixes:
         self._grain = grain
         self._leads.clear()
         self._keys.clear()
+        self._led.clear()
         return True
 
     def hold(self, request: Request) -> bool:
@@ -47,17 +53,17 @@ class Prefixes:
         request.common = 0
         if not self._grain or request.behind is not None or request.prompt_score_size:
             return False
-        keys = self._keys.get(request.id)
-        if keys is None:
-            keys = self._keys[request.id] = tuple(self._beginnings(request))
+        keys, leads = self._beginnings(request), self._index()
         lead, grains = None, 0
         for key in keys:
-            other = self._leads.get(key)
+            other = leads.get(key)
             if other is None or other is request or not _goes_before(other, request):
                 break
             lead, grains = other, grains + 1
-        for key in keys[grains:]:
-            self._leads.setdefault(key, request)
+        new = [at for at in range(grains, len(keys)) if keys[at] not in leads]
+        if new:
+            leads.update(dict.fromkeys([keys[at] for at in new], request))
+            self._led.setdefault(request.id, (request, []))[1].extend(new)
         if lead is None:
             return False
         request.behind, request.common = lead, grains * self._grain
@@ -89,9 +95,11 @@ class Prefixes:
 
     def gone(self, request: Request) -> list[Request]:
         """`request` is over. Returns those that waited for it, to be held anew or let in."""
-        for key in self._keys.pop(request.id, ()):
-            if self._leads.get(key) is request:
-                del self._leads[key]
+        if request.id in self._led:
+            leads, keys = self._index(), self._beginnings(request)
+            for at in self._led.pop(request.id)[1]:
+                del leads[keys[at]]
+        self._keys.pop(request.id, None)
         lead = request.behind
         if lead is not None and lead.id in self._held:
             _, behind = self._held[lead.id]
@@ -107,14 +115,28 @@ class Prefixes:
         else:
             self._held.pop(name, None)
 
-    def _beginnings(self, request: Request) -> Iterator[bytes]:
-        """A key for each whole grain that a cache may give it: all but the last token. The same in
-        every process, since a recorded scheduler goes on in another."""
+    def _index(self) -> dict[bytes, Request]:
+        """Who leads, by key."""
+        if self._led and not self._leads:
+            for request, grains in self._led.values():
+                keys = self._beginnings(request)
+                self._leads.update(dict.fromkeys([keys[at] for at in grains], request))
+        return self._leads
+
+    def _beginnings(self, request: Request) -> tuple[bytes, ...]:
+        """A key for each whole grain of its prompt that a cache may give it: all but the last
+        token."""
+        keys = self._keys.get(request.id)
+        if keys is None:
+            keys = self._keys[request.id] = tuple(self._made(request))
+        return keys
+
+    def _made(self, request: Request) -> Iterator[bytes]:
         prompt, size = request.work.prompt_ids, self._grain * TOKEN_BYTES
-        reusable = min(request.prompt_len, request.length - 1) // self._grain
         key = blake2b(request.work.cache_salt.encode(), digest_size=KEY_BYTES).digest()
-        for at in range(0, reusable * size, size):
-            key = blake2b(prompt[at : at + size], key=key, digest_size=KEY_BYTES).digest()
+        for at in range(0, (request.prompt_len - 1) // self._grain * size, size):
+            grain = prompt[at : at + size]
+            key = blake2b(grain, key=key, digest_size=KEY_BYTES).digest()
             yield key
 
 
