@@ -165,8 +165,9 @@ def load_engine(
     of the process stands in the machines' docstrings.
     """
     choices, start = choices or choose(settings, folder, rank), start or Start()
-    with start.phase("weights"):  # a GPU is woken up
+    with start.phase("weights"):
         chosen = machine(choices.device, settings, choices.ordinal)
+    kernels = registry.import_packages(choices.attention)  # while weights are read
 
     def build() -> Runner:
         if collectives is not None:
@@ -174,6 +175,8 @@ def load_engine(
                 _prepare(settings, choices, collectives)
         with start.phase("weights"):
             model = _model(settings, folder, choices, collectives, progress)
+        with start.phase("attention"):
+            kernels.join()
         shape = Shape(
             choices.attention,
             choices.page_size,

@@ -44,8 +44,9 @@ def build(context: StageContext) -> Stage:
     start.took("process", process_age())
     folder = resolve_model(settings.model, settings.revision)
     spin_briefly(os.environ)
+    ordinal = context.topology.gpu(identity.id)
     with start.phase("imports"):
-        libraries = preload_torch()
+        libraries = preload_torch(None if settings.device == "cpu" else ordinal)
         masks = _masks(settings, folder)
         libraries.join()
 
@@ -55,7 +56,6 @@ def build(context: StageContext) -> Stage:
         from pipeinfer.memory.manager import MemoryManager
 
     profile = profile_path(settings, identity.id)
-    ordinal = context.topology.gpu(identity.id)
     with start.phase("checks"):
         choices = choose(settings, folder, identity.rank, ordinal)
     with start.phase("ranks"):
