@@ -185,3 +185,22 @@ def test_only_the_first_capture_is_tried_twice_and_one_that_fails_is_ended(devic
     with pytest.raises(RuntimeError, match="cannot be captured"):
         device.capture(failing)
     assert said == ["body", "wait", "begin", "body", "end"]
+
+
+@pytest.mark.parametrize(("took", "times"), [(1.0, 8), (40.0, 3), (400.0, 1)])
+def test_what_takes_long_is_measured_less_often(device, monkeypatch, took, times):
+    calls: list[float] = []
+
+    class Timed(Event):
+        def record(self, stream=None) -> None:
+            self.time = sum(calls)
+
+        def synchronize(self) -> None:
+            """Nothing is under way here."""
+
+    monkeypatch.setattr(torch.cuda, "Event", Timed)
+    # The shortest counts: the first is disturbed.
+    assert device.seconds(lambda: calls.append(took + (not calls)), 8) == pytest.approx(
+        (took + (times == 1)) / 1e3
+    )
+    assert len(calls) == times

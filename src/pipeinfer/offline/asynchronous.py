@@ -192,8 +192,7 @@ class AsyncLLM:
 
     def _prepare(self) -> Settings:
         """Finds, perhaps downloads the model, and refuses what no stage could load."""
-        # A batch begins at once and does not pause, while graphs could be captured.
-        settings = prepare({"all_graphs_first": True, **self._given}, log.info)
+        settings = prepare(self._given, log.info)
         folder = Path(settings.model)
         read_outline(folder, settings.model_impl)
         defaults = sampling_defaults(folder)
