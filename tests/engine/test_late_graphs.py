@@ -10,11 +10,14 @@ import pytest
 from single_steps import HostRunner, empty_step
 
 from pipeinfer.engine import late_graphs
-from pipeinfer.engine.core import Compute
+from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.driver import DeviceDriver
 from pipeinfer.engine.executor import Executor
 from pipeinfer.engine.late_graphs import LateGraphs
 from pipeinfer.engine.phases import Phases
+from pipeinfer.events import GraphDue
+from pipeinfer.memory.manager import MemoryManager
+from pipeinfer.messages import PROTOCOL, Hello
 from pipeinfer.steps.step import Sampled
 
 LEFT = 4
@@ -51,6 +54,13 @@ class Runner(HostRunner):
         self.graphs_left = 0
 
 
+def hello() -> Hello:
+    return Hello(
+        protocol=PROTOCOL, version="test", rank=0, tp=1, incarnation=1, model="model", page_size=16,
+        pages=8, max_slots=2, max_model_len=64, attention="torch",
+    )  # fmt: skip
+
+
 @pytest.fixture
 async def driven(monkeypatch):
     for name in ("FIRST", "QUIET", "GAP"):
@@ -59,7 +69,16 @@ async def driven(monkeypatch):
     driver = DeviceDriver(
         lambda *reports: Executor(runner, *reports), Phases(), late=LateGraphs(runner)
     )
-    await driver.start(fed.put_nowait)
+    core = EngineCore(hello(), "scheduler-0", MemoryManager(9, 16, 2, 64))
+
+    def feed(event) -> None:
+        if not isinstance(event, GraphDue):
+            fed.put_nowait(event)
+            return
+        for send in core.handle(event, 0.0):
+            driver.deliver(send.message)
+
+    await driver.start(feed)
     yield runner, driver, fed
     for gate in (runner.gate, runner.steps):
         gate.release(100)

@@ -31,7 +31,7 @@ FACTS = {
     "step_tokens": "max_step_tokens",
 }
 # Only what this process is for; a replay records nothing and listens nowhere.
-OURS = {"record": "", "topology": "", "in_process": False, "port": 0, "all_graphs_first": True}
+OURS = {"record": "", "topology": "", "in_process": False, "port": 0}
 
 
 @dataclass
@@ -82,6 +82,9 @@ def settings_of(
         if facts.get("pages"):
             values["kv_pages"] = facts["pages"] - 1  # without the dummy
         values["device"] = "auto"  # whatever is there
+        # What was captured before a recording that begins in mid-life is not known; mostly, all.
+        whole = header.snapshot is None and not header.broken
+        values["all_graphs_first"] = not whole or values.get("all_graphs_first", True)
     values |= OURS | ({"model": model} if model else {}) | dict(overrides)
     try:
         return config.build(values), warnings

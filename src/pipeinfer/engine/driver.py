@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from pipeinfer.engine.core import Compile, Compute, StepFailed
+from pipeinfer.engine.core import Capture, Compile, Compute, StepFailed
 from pipeinfer.engine.executor import Executor
 from pipeinfer.engine.late_graphs import LateGraphs
 from pipeinfer.engine.phases import Phases
-from pipeinfer.events import Compiled, StepDone
+from pipeinfer.events import Compiled, GraphDue, StepDone
 from pipeinfer.messages import Message
 from pipeinfer.packing import pack
 from pipeinfer.params import StructuredOutputs
@@ -44,12 +44,12 @@ def nothing_to_prepare(spec: StructuredOutputs, then: Callable[[str], None]) -> 
 
 
 class DeviceDriver:
-    """Hands every Compute that the core sends to an executor, in order, and every Compile to
-    `prepare`.
+    """Hands every Compute that the core sends to an executor, in order, every Compile to `prepare`,
+    and every Capture to `late`.
 
     `begin(on_done, on_error)` makes the executor, on the running loop. `phases`: where core and
-    runner note what a step costs; the driver adds what it takes to hand the result on. `late`: what
-    is left to be captured; `start`: what the engine's start took.
+    runner note what a step costs; the driver adds what it takes to hand the result on. `late`:
+    captures what is left; `start`: what the engine's start took.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class DeviceDriver:
         self._feed = feed
         self._executor = self._begin(self._done, self._failed)
         if self._late is not None:
-            self._late.start(self._quiet)
+            self._late.start(self._quiet, lambda: feed(GraphDue()))
 
     def _quiet(self) -> float:
         """For how many seconds there was no step."""
@@ -87,6 +87,9 @@ class DeviceDriver:
                 self._compile(message)
             case Compute():
                 self._compute(message)
+            case Capture():
+                assert self._late is not None
+                self._late.capture()
             case _:
                 raise TypeError(f"a device takes no {type(message).__name__}")
 

@@ -44,18 +44,24 @@ class Unfinished(Protocol):
 
 
 class LateGraphs:
-    """Of one engine; all calls are on the event loop. `runner` has them."""
+    """Of one engine; all calls are on the event loop. `runner` has them.
+
+    That one is due is told to the core, as everything that steps depend on: so a recorded engine
+    has each graph from the same step on again.
+    """
 
     def __init__(self, runner: Unfinished) -> None:
         self._runner = runner
         self._quiet: Callable[[], float] = lambda: 0.0
+        self._due: Callable[[], None] = lambda: None
         self._next: asyncio.TimerHandle | None = None
         self._closed = False
         self._began = 0.0
 
-    def start(self, quiet: Callable[[], float]) -> None:
-        """Begins; quiet(): for how many seconds there was no step, 0.0 while there is one."""
-        self._quiet = quiet
+    def start(self, quiet: Callable[[], float], due: Callable[[], None]) -> None:
+        """Begins; quiet(): for how many seconds there was no step, 0.0 while there is one. due():
+        has `capture` called, at once or never."""
+        self._quiet, self._due = quiet, due
         self._began = asyncio.get_running_loop().time()
         self._later(FIRST)
 
@@ -69,14 +75,9 @@ class LateGraphs:
         """Numbers of graphs."""
         return {"graphs": self._runner.graphs, "graphs_left": self._runner.graphs_left}
 
-    def _later(self, seconds: float) -> None:
-        if self._runner.graphs_left and not self._closed:
-            self._next = asyncio.get_running_loop().call_later(seconds, self._look)
-
-    def _look(self) -> None:
-        quiet = self._quiet()
-        if quiet < QUIET:
-            self._later(QUIET - quiet)
+    def capture(self) -> None:
+        """Captures the next one, if any is left, and looks for a moment for another."""
+        if not self._runner.graphs_left:
             return
         loop = asyncio.get_running_loop()
         try:
@@ -85,6 +86,17 @@ class LateGraphs:
             self._failed(error)
             return
         mark.then(loop, lambda: self._captured(mark))
+
+    def _later(self, seconds: float) -> None:
+        if self._runner.graphs_left and not self._closed:
+            self._next = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        quiet = self._quiet()
+        if quiet < QUIET:
+            self._later(QUIET - quiet)
+        else:
+            self._due()
 
     def _captured(self, mark: Mark) -> None:
         try:

@@ -20,8 +20,9 @@ from pipeinfer.offline.loop_thread import LoopThread
 from pipeinfer.offline.outputs import Collector, RequestOutput, output_of
 from pipeinfer.params import SamplingParams
 
+NO_TARGETS = {"itl_target": 0.0, "ttft_target": 0.0}
 # Nobody waits for single tokens of a batch; and a batch does not pause, for graphs to be captured.
-FOR_BATCHES = {"itl_target": 0.0, "ttft_target": 0.0, "all_graphs_first": True}
+FOR_BATCHES = {**NO_TARGETS, "all_graphs_first": True}
 
 
 class LLM:
