@@ -48,6 +48,10 @@ class Compiled(Message, frozen=True):
     error: str = ""
 
 
+class GraphDue(Message, frozen=True):
+    """To an engine: there was no step for a while, and one more CUDA graph can be captured."""
+
+
 class StepDone(Message, frozen=True):
     """The device finished step `number`. int32 bytes: `counts`, how many tokens each row gave that
     sampled; `token_ids`, row after row; `bad`, those of these rows whose logits were not finite.

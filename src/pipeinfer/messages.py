@@ -16,7 +16,7 @@ from pipeinfer.json_values import JsonObject
 from pipeinfer.params import MOST_CHOICES, SamplingParams, StructuredOutputs
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 9
+PROTOCOL = 10
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -181,7 +181,9 @@ class Prepare(Message, frozen=True):
 
 class Plan(Message, frozen=True):
     """One step: releases, admits, extends, then rows `advance(slot, up to count tokens)`. With
-    `reset` cached prefixes that no request uses are forgotten between releases and admits.
+    `reset` cached prefixes that no request uses are forgotten between releases and admits; before
+    that whole pages of what is computed of the prompts in slots `shares` (int32 bytes) are put into
+    the prefix cache, for what is admitted.
     `slots`, `counts`: int32 bytes, a row each; no slot stands twice. A row computes known tokens
     not yet computed, at most `count`; then it decodes from the id that the step before left."""
 
@@ -193,6 +195,7 @@ class Plan(Message, frozen=True):
     counts: bytes
     reset: bool = False
     extends: tuple[Extend, ...] = ()
+    shares: bytes = b""
 
 
 # ---------------------------------------------------------------------- result: engine -> scheduler

@@ -79,6 +79,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     enable_expert_parallel: bool = False
     cuda_graph_max_batch: NonNegative = 256
     no_cuda_graph: bool = False
+    all_graphs_first: bool = False
     compile: bool = False
     seed: NonNegative = 0
     profile: NonNegative = 0  # steps of a torch profiler's trace

@@ -385,6 +385,15 @@ GROUPS: dict[str, dict[str, Told]] = {
             "CUDA graphs are used",
             "No effect on a CPU.",
         ),
+        "all_graphs_first": Told(
+            "",
+            "capture all CUDA graphs before the server is ready",
+            "most are captured afterwards",
+            "Afterwards means while there is no step, one at a time. Until a graph is there, its "
+            "steps take a larger one, of up to one and a half times as many rows. For "
+            "measurements, and where load begins at once and does not pause. Always so with "
+            "`--tp`, and for `LLM` unless it is given as `False`.",
+        ),
         "compile": Told(
             "",
             "torch.compile for what no kernel fuses",

@@ -19,6 +19,20 @@ PHASES = {
     "sample": "samples, or launches that, and starts the ids' way back, on the launch thread",
     "result": "turns the ids into a result and sends it, on the event loop",
 }
+# Of an engine's start, in order.
+START = {
+    "process": "until its own modules are loaded: Python, and what all stages have",
+    "imports": "importing torch, and what is built on it",
+    "checks": "checking settings against the checkpoint",
+    "ranks": "waiting for the other ranks",
+    "weights": "building the model and reading its weights",
+    "attention": "loading kernels of packages",
+    "warm_up": "first steps, for which kernels are compiled or loaded",
+    "pool": "measuring and allocating the KV pool",
+    "graphs": "capturing CUDA graphs, before it was ready",
+    "step_times": "measuring what steps take",
+    "vocabulary": "waiting for the vocabulary of grammars",
+}
 EACH = "all stages"
 
 
@@ -146,6 +160,10 @@ STATISTICS: dict[str, dict[str, str]] = {
         **_phases(),
         "full_rows": "rows of the largest step that only decodes",
         "full_steps": "full steps: those that only decode and have at least 7/8 of those rows",
+        **{f"start_{one}_seconds": f"seconds of the start: {what}" for one, what in START.items()},
+        "start_seconds": "seconds of the start, all together",
+        "graphs": "CUDA graphs",
+        "graphs_left": "CUDA graphs that are captured when there is no step",
     },
     "detokenizer": {
         "running": "requests that go on",

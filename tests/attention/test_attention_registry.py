@@ -144,3 +144,23 @@ def test_a_backend_that_is_not_chosen_for_large_heads_may_be_asked_for(name):
 def test_backends_of_a_gpu_are_refused_on_the_cpu():
     with pytest.raises(ConfigurationError, match="no backend 'hybrid' for cpu; known: auto, torch"):
         registry.resolve("hybrid", "cpu")
+
+
+def test_packages_are_imported_beside_and_one_that_cannot_be_is_left_to_the_backend(
+    monkeypatch, tmp_path
+):
+    (tmp_path / "kernels_that_load.py").write_text("there = True")
+    (tmp_path / "kernels_that_fail.py").write_text("raise OSError('another driver')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = ("kernels_that_fail", "kernels_that_load")
+    monkeypatch.setitem(registry.IMPORTED, "fa3", names)
+    registry.import_packages("fa3").join(60)
+    assert sys.modules.pop("kernels_that_load").there
+    assert "kernels_that_fail" not in sys.modules
+    registry.import_packages("torch").join(60)
+
+
+def test_what_is_imported_beforehand_is_of_the_packages_that_a_backend_needs():
+    assert registry.IMPORTED.keys() == registry.PACKAGES.keys()
+    for name, modules in registry.IMPORTED.items():
+        assert {module.partition(".")[0] for module in modules} <= set(registry.PACKAGES[name])

@@ -35,6 +35,7 @@ from quick_interpreter import hurry  # noqa: E402
 
 MIXED = (0, 1), (2, 2)  # decodes and prompts that a graph has room for, of so many tokens
 SIZES = (4, 24)
+GRAPHS: dict[str, list[int]] = {}  # of the latest engine that reads so: how many, and to come
 
 
 class TorchPart:
@@ -133,8 +134,8 @@ building.registry.create = lambda name, shapes, device: KINDS[READS](shapes, dev
 Runner.capture, Runner.measure = map(checked, (Runner.capture, Runner.measure))
 
 
-def served(folder: str, collectives=None, reads="hybrid", **changes) -> GpuCores:
-    """All requests, to their ends."""
+def served(folder: str, collectives=None, reads="hybrid", late=False, **changes) -> GpuCores:
+    """All requests, to their ends. late: all but the first graphs are captured between steps."""
     global READS, SIZES
     READS = reads
     SIZES = (4, 24) if collectives is None else (4,)  # ranks that measured otherwise would hang
@@ -143,9 +144,13 @@ def served(folder: str, collectives=None, reads="hybrid", **changes) -> GpuCores
         cuda_graph_max_batch=2, **changes,
     )  # fmt: skip
     masks = masks_for(Path(folder))
-    cores = GpuCores(Path(folder), settings, budget=24, collectives=collectives, masks=masks)
+    cores = GpuCores(
+        Path(folder), settings, budget=24, collectives=collectives, masks=masks, late=late
+    )
+    GRAPHS[reads] = [cores.loaded.runner.graphs, cores.loaded.runner.graphs_left]
     submit_all(cores, bad=True)
     cores.run()
+    GRAPHS[reads] += [cores.loaded.runner.graphs, cores.loaded.runner.graphs_left]
     cores.loaded.runner.device.close()  # a thread that is amid something would not outlive us well
     return cores
 
@@ -169,10 +174,13 @@ if __name__ == "__main__":
     found = {
         "graphs": good_ones(replayed),
         "no graphs": good_ones(eager),
-        "pages listed, lengths on the host": good_ones(served(folder, reads="flashinfer")),
+        "pages listed, lengths on the host": good_ones(
+            served(folder, reads="flashinfer", late=True)
+        ),
         "all pages gathered": good_ones(served(folder, reads="fa3")),
         "torch backend": good_ones(served(folder, reads="torch")),
         "scores": {"graphs": scores(replayed), "no graphs": scores(eager)},
+        "late graphs": GRAPHS["flashinfer"],
         "step cost": msgspec.to_builtins(replayed.loaded.step_cost),
         "step cost without graphs": msgspec.to_builtins(eager.loaded.step_cost),
     }

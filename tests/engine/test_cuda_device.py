@@ -143,3 +143,64 @@ def test_a_third_step_waits_for_the_first_result_whose_buffers_it_takes():
         ("watch", 0), ("pack", 0), ("watch", 1), ("pack", 1),
         ("watch", 2), ("take", 0), ("pack", 2), ("watch", 3), ("take", 1), ("pack", 3),
     ]  # fmt: skip
+
+
+def test_only_the_first_capture_is_tried_twice_and_one_that_fails_is_ended(device, monkeypatch):
+    said: list[str] = []
+
+    class Graph:
+        def capture_begin(self, pool, capture_error_mode) -> None:
+            assert (pool, capture_error_mode) == ("pool", "thread_local")
+            said.append("begin")
+
+        def capture_end(self) -> None:
+            said.append("end")
+
+        def replay(self) -> None:
+            said.append("replay")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    device.stream.synchronize = lambda: said.append("wait")
+    tensors = (torch.ones(1),)
+
+    def body():
+        said.append("body")
+        return tensors
+
+    replay = device.capture(body)
+    captured = ["wait", "begin", "body", "end", "replay"]
+    assert said == ["body", "body", *captured]
+    assert replay.tensors is tensors
+    said.clear()
+    device.capture(body)
+    assert said == ["body", *captured]
+    said.clear()
+
+    def failing():
+        if body() and said.count("body") == 2:
+            raise RuntimeError("it cannot be captured")
+        return tensors
+
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        device.capture(failing)
+    assert said == ["body", "wait", "begin", "body", "end"]
+
+
+@pytest.mark.parametrize(("took", "times"), [(1.0, 8), (40.0, 3), (400.0, 1)])
+def test_what_takes_long_is_measured_less_often(device, monkeypatch, took, times):
+    calls: list[float] = []
+
+    class Timed(Event):
+        def record(self, stream=None) -> None:
+            self.time = sum(calls)
+
+        def synchronize(self) -> None:
+            """Nothing is under way here."""
+
+    monkeypatch.setattr(torch.cuda, "Event", Timed)
+    # The shortest counts: the first is disturbed.
+    assert device.seconds(lambda: calls.append(took + (not calls)), 8) == pytest.approx(
+        (took + (times == 1)) / 1e3
+    )
+    assert len(calls) == times

@@ -117,6 +117,13 @@ def test_every_way_of_running_a_step_gives_the_same_tokens(found, expected, way)
     assert found[way] == expected
 
 
+def test_graphs_that_were_left_are_captured_between_steps(found):
+    # By way of running "pages listed", whose tokens are as those of all others.
+    first, left, at_last, none = found["late graphs"]
+    assert (left, none) == (3, 0)
+    assert first + left == at_last
+
+
 @pytest.mark.parametrize("way", ["graphs", "no graphs"])
 def test_log_probs_are_the_same_behind_a_graph_and_without(found, on_the_cpu, way):
     check_scores(found["scores"][way], on_the_cpu)

@@ -19,7 +19,15 @@ from pipeinfer.engine.artificial import deep_decodes
 from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.fields import FIELDS
 from pipeinfer.engine.graphs import Graphs, alone
-from pipeinfer.engine.rooms import LargestStep, Packer, Room, decode_ladder, layout, mixed_ladder
+from pipeinfer.engine.rooms import (
+    LargestStep,
+    Packer,
+    Room,
+    decode_ladder,
+    layout,
+    mixed_ladder,
+    parted,
+)
 from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.engine.step_times import Frame, amid_prompts
 from pipeinfer.kernels import host
@@ -358,3 +366,29 @@ def test_the_ladder_of_graph_sizes_ends_with_the_largest_batch(most):
     assert sizes[-1] == most
     assert list(sizes) == sorted(set(sizes))
     assert all(b - a <= max(8, a) for a, b in pairwise(sizes))
+
+
+def test_the_first_graphs_have_room_for_every_step_that_all_of_them_have():
+    sizes = decode_ladder(200)
+    ladder = mixed_ladder(4096, 200, 200, 4096)
+    first, left = parted([*map(alone, sizes), *ladder])
+    assert sorted([*first, *left]) == sorted([*map(alone, sizes), *ladder])
+    assert len(left) > len(first)
+    decodes = [room.decodes for room in first if not room.prefills]
+    assert decodes == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 200]
+    mixed = [room for room in first if room.prefills]
+    for room in left:
+        held = [
+            other for other in mixed if other.tokens == room.tokens
+            and other.decodes >= room.decodes and other.prefills >= room.prefills
+        ]  # fmt: skip
+        assert (
+            held
+            if room.prefills
+            else min(n for n in decodes if n >= room.decodes) <= (1.5 * room.decodes)
+        )
+    assert [room.prefills > 0 for room in left] == sorted(room.prefills > 0 for room in left)
+
+
+def test_a_ladder_of_no_graphs_has_none_to_begin_with():
+    assert parted([]) == ([], [])

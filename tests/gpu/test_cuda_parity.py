@@ -269,6 +269,19 @@ def test_graphs_and_overlap_depth_do_not_change_tokens(gpu_checkpoints, change, 
         assert all(margin < NEAR_TIE for margin in margins)
 
 
+def test_graphs_captured_between_steps_do_not_change_tokens(gpu_checkpoints):
+    folder = gpu_checkpoints("Qwen3ForCausalLM")
+    made = cores(folder)
+    plain = generate(made)
+    late = GpuCores(folder, made.settings, budget=256, late=True)
+    runner = late.loaded.runner
+    before, left = runner.graphs, runner.graphs_left
+    assert left
+    margins = first_differences(made, plain, generate(late))
+    assert (runner.graphs, runner.graphs_left) == (before + left, 0)
+    assert all(margin < NEAR_TIE for margin in margins)
+
+
 def test_the_same_run_twice_gives_the_same_tokens(gpu_checkpoints):
     folder = gpu_checkpoints("Qwen3ForCausalLM")
     first = generate(cores(folder), temperature=0.8, top_k=50, top_p=0.9)

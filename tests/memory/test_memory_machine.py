@@ -151,6 +151,11 @@ class MemoryMachine(RuleBasedStateMachine):
                 extends.append(Extend(slot, pack(sequence.tokens[begin:])))
         return extends
 
+    def draw_shares(self, data: st.DataObject, old: set[int]) -> list[int]:
+        """Prompts that are perhaps half-computed, and were there before this plan."""
+        slots = sorted(set(self.live) & old)
+        return [slot for slot in slots if data.draw(st.booleans(), f"share {slot}")]
+
     def admit(self, slot: int, sequence: Sequence) -> Admit:
         return Admit(
             slot,
@@ -169,13 +174,15 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def plan(self, data: st.DataObject):
         releases, extends = self.draw_releases(data), tuple(self.draw_extends(data))
+        shares = pack(self.draw_shares(data, set(self.live)))
         admits = self.draw_admits(data)
         slots = data.draw(st.permutations(range(SLOTS)), "order")
         slots = slots[: data.draw(st.integers(0, SLOTS), "rows")]
         most = 2 * self.page_size + 1
         counts = [data.draw(st.sampled_from([0, 1, 1, 2, most, 99999]), "n") for _ in slots]
         rows = pack(slots), pack(counts)
-        self.apply(Plan(1, self.number, tuple(releases), tuple(admits), *rows, extends=extends))
+        changes = tuple(releases), tuple(admits)
+        self.apply(Plan(1, self.number, *changes, *rows, extends=extends, shares=shares))
 
     @precondition(lambda self: self.flights == [] and len(self.live) > 0)
     @rule()

@@ -41,10 +41,11 @@ class Memory:
         releases: Sequence[Release] = (),
         reset: bool = False,
         extends: Sequence[Extend] = (),
+        shares: Sequence[int] = (),
     ) -> Applied:
         slots, counts = pack(list(rows)), pack(list(rows.values()))
         some = tuple(releases), tuple(admits)
-        plan = Plan(1, self.number, *some, slots, counts, reset, tuple(extends))
+        plan = Plan(1, self.number, *some, slots, counts, reset, tuple(extends), pack(shares))
         applied = self.manager.apply(plan)
         self.number += 1
         self.manager.check_integrity()
@@ -112,6 +113,28 @@ def test_a_reset_forgets_what_nobody_uses_and_nothing_else(cache: str):
     assert memory.manager.evicted_pages == evictable and memory.manager.free < free + evictable
     applied, _ = memory.run({3: 99}, [admit(3, other)])
     assert applied.cached.tolist() == [kept], "a request that runs keeps its prompt"
+
+
+@pytest.mark.parametrize("cache", ["radix", "naive"])
+def test_a_half_computed_prompt_is_shared_as_far_as_it_has_come(cache: str):
+    memory, prompt = Memory(cache=cache), list(range(20))
+    memory.run({0: 10}, [admit(0, prompt)])
+    found = 8 if cache == "radix" else 0
+    applied, _ = memory.run({0: 6, 1: 99}, [admit(1, [*prompt[:14], 7, 7])], shares=[0])
+    assert applied.cached.tolist() == [found], "two whole pages of ten tokens"
+    applied, _ = memory.run({0: 6, 2: 99}, [admit(2, prompt)], shares=[0, 1])
+    assert applied.cached.tolist() == [2 * found], "four of sixteen"
+    memory.run({}, releases=[Release(slot, True) for slot in (0, 1, 2)])
+    assert memory.manager.free + memory.manager.evictable == memory.manager.allocator.total
+
+
+def test_shares_amid_equal_decodes_are_carried_out():
+    memory = Memory()
+    memory.run({0: 99, 1: 8}, [admit(0, [9] * 9), admit(1, PROMPT)])
+    memory.run({0: 1})
+    applied, _ = memory.run({0: 1}, shares=[1])
+    applied, _ = memory.run({0: 1, 2: 99}, [admit(2, PROMPT)])
+    assert applied.cached.tolist() == [8]
 
 
 def test_a_reset_without_rows_counts_in_the_digest():
@@ -449,6 +472,8 @@ def test_rows_of_empty_slots_and_empty_counts_do_nothing():
         ({"extends": [Extend(0, pack([1] * 52))]}, "by 52 tokens, where 12 are known and at most"),
         ({"extends": [Extend(0, pack([1, -1]))]}, "token id -1"),
         ({"extends": [Extend(0, b"xyz")]}, "3 bytes"),
+        ({"shares": [1]}, "share of slot 1, which is empty"),
+        ({"shares": [8]}, "share of slot 8 of 8"),
         ({"rows": {8: 1}}, "slots 8..8 of 8"),
         ({"rows": {-1: 1}}, "slots -1..-1 of 8"),
         ({"rows": {0: -1}}, "count -1"),

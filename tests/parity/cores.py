@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from kept_logits import kept
@@ -45,14 +46,15 @@ class Cores:
     logits: (request id, position) -> float32 [vocab] from which the token there was sampled. With
     `collectives`, of that rank's share; the cores of all ranks then do the same at the same time.
     `loaded`: an engine whose former cores are not used any more, instead of loading one. `masks`:
-    for requests with a grammar.
+    for requests with a grammar. `late`: whoever runs them captures most graphs.
     """
 
     def __init__(
         self, folder, settings: Settings, policy="mixed", budget=256, collectives=None, loaded=None,
-        masks=None,
+        masks=None, late=False,
     ) -> None:  # fmt: skip
         rank = collectives.rank if collectives else 0
+        settings = msgspec.structs.replace(settings, all_graphs_first=not late)
         loaded = loaded or load_engine(settings, folder, rank=rank, collectives=collectives)
         self.loaded = loaded
         self.masks = masks

@@ -382,7 +382,7 @@ def test_the_largest_biases_choose_and_ban_at_any_temperature(references, policy
         assert len(set(cores.outputs[f"few{seed}"])) > 1 or not kind["temperature"]
         for name in ("one", "few", "banned"):
             check_whole(known, cores, f"{name}{seed}", prompt, params)
-    assert cores.scheduler.counts["preemptions"] > 3 or policy == "mixed"
+    assert cores.scheduler.counts["preemptions"] > 1 or policy == "mixed"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeinfer.messages import Abort, Plan, Result, StopHit, Tokens
+from pipeinfer.messages import Abort, Done, Plan, Result, StopHit, Tokens
 from replay.recording import Recording
 
 
@@ -30,6 +30,8 @@ def preempting_plans(recording: Recording) -> dict[int, str]:
             case Tokens(rows=rows):
                 going_on += [row.request_id for row in rows if row.request_id not in at_once | over]
                 over.update(row.request_id for row in rows if row.finish is not None)
+            case Done(request_ids=requests):  # may come before the StopHit that was its reason
+                over.update(requests)
             case StopHit(request_id=request) | Abort(request_id=request):
                 if e.direction == "in" and request not in over:
                     going_on.append(request)

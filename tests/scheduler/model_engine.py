@@ -161,8 +161,14 @@ class ModelEngine:
         for release in plan.releases:
             self._release(release)
         for number in self.done[0] if self.caching else ():
-            self._share(self.slots[number])
+            self._share(self.slots[number], self.slots[number].known)
         self.done = self.done[1], []
+        for number in unpack(plan.shares).tolist():
+            slot = self.slots.get(number)
+            if slot is None:
+                raise Panic(f"slot {number} is empty and cannot share")
+            if self.caching:
+                self._share(slot, min(slot.computed, len(slot.admit.token_ids) // 4))
         for admit in plan.admits:
             self._admit(admit)
         for extend in plan.extends:
@@ -219,9 +225,9 @@ class ModelEngine:
             for prefix in self._prefixes(told, min(len(told), slot.computed)):
                 self.cache.setdefault(prefix, 0)
 
-    def _share(self, slot: Slot) -> None:
-        """Two plans after its prompt was completed others find it."""
-        for prefix in self._prefixes(slot.tokens, slot.known)[len(slot.shared) :]:
+    def _share(self, slot: Slot, count: int) -> None:
+        """Two plans after its prompt was completed others find it; before, if a plan says so."""
+        for prefix in self._prefixes(slot.tokens, count)[len(slot.shared) :]:
             self.cache[prefix] = self.cache.get(prefix, 0) + 1
             slot.shared.append(prefix)
             slot.private -= 1

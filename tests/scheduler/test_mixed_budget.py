@@ -114,8 +114,8 @@ def planned(
     while not any(plan.decodes == running for plan in pipeline.plans):
         assert pipeline.deliver()
     known = len(pipeline.plans)
-    for length in prompts:
-        pipeline.submit([5] * length, 1)
+    for other, length in enumerate(prompts):
+        pipeline.submit([6 + other] + [5] * (length - 1), 1)
     pipeline.run()
     assert all(client.finish for client in pipeline.clients.values())
     return [plan for plan in pipeline.plans[known:] if plan.decodes]

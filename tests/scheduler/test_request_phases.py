@@ -119,6 +119,13 @@ def with_grammar(p, name: str, most: int, regex: str, leader="", prompt=(7, 8, 9
     p.feed(work)
 
 
+def they_begin_alike_and_came_before_the_engine() -> None:
+    p = pipeline(pages=200, budget=8)
+    for other in range(3):
+        p.submit([7] * 80 + [8 + other] * 3, 20)
+    p.settle()
+
+
 def grammars_are_waited_for(monkeypatch) -> None:
     monkeypatch.setattr(preparation, "KNOWN", 1)
     p = started(pages=14, page_size=4, slots=4, budget=64)
@@ -177,6 +184,7 @@ def test_every_way_of_the_table_is_gone_and_no_other(monkeypatch):
     a_suspect_comes_from_elsewhere()
     one_that_crashes_every_engine()
     choices_wait_for_the_prompt_of_one()
+    they_begin_alike_and_came_before_the_engine()
     one_that_ran_elsewhere_is_taken_back_after_the_one_that_leads()
     grammars_are_waited_for(monkeypatch)
     assert ways == ALLOWED

@@ -108,9 +108,10 @@ class Pipeline:
 
 
 def pipeline(
-    policy="mixed", depth=2, pages=40, page_size=4, budget=16, slots=8, caching=True, forces=0
-):
-    options = SchedulerOptions(policy, depth, slots, budget)
+    policy="mixed", depth=2, pages=40, page_size=4, budget=16, slots=8, caching=True, forces=0,
+    common=64,
+):  # fmt: skip
+    options = SchedulerOptions(policy, depth, slots, budget, least_common=common)
     return Pipeline(options, ModelEngine(pages, page_size, slots, budget, caching, forces=forces))
 
 
@@ -124,9 +125,10 @@ class Machine(RuleBasedStateMachine):
         slots=st.sampled_from([1, 3, 8]),
         caching=st.booleans(),
         forces=st.sampled_from([0, 1, 3, 9]),
+        common=st.sampled_from([1, 8]),
     )
-    def start(self, policy, depth, pages, page_size, budget, slots, caching, forces):
-        self.p = pipeline(policy, depth, pages, page_size, budget, slots, caching, forces)
+    def start(self, policy, depth, pages, page_size, budget, slots, caching, forces, common):
+        self.p = pipeline(policy, depth, pages, page_size, budget, slots, caching, forces, common)
         self.capacity = pages * page_size
 
     @rule(

@@ -142,8 +142,8 @@ def hurried(age: float, asked: Targets, prompts: int = 12, tokens: int = 1000) -
     while not any(plan.decodes == 8 for plan in pipeline.plans):
         assert pipeline.deliver()
     known = len(pipeline.plans)
-    for _ in range(prompts):
-        pipeline.submit([5] * tokens, 1)
+    for other in range(prompts):
+        pipeline.submit([6 + other] + [5] * (tokens - 1), 1)
     pipeline.now += age
     pipeline.run()
     assert all(client.finish for client in pipeline.clients.values())
@@ -172,8 +172,8 @@ def test_looking_ahead_costs_the_same_however_many_wait():
             pipeline.submit([5] * 3, 60, min_tokens=60)
         while not any(plan.decodes == 8 for plan in pipeline.plans):
             assert pipeline.deliver()
-        for _ in range(waiting):
-            pipeline.submit([5] * 200, 1)
+        for other in range(waiting):
+            pipeline.submit([6 + other] + [5] * 199, 1)
         pipeline.deliver()
         count = 0
 

@@ -107,6 +107,9 @@ def test_pipeline_counts_the_cpu_of_every_stage(bench):
 def test_startup_is_ready_before_the_first_token(bench):
     metrics, _ = bench("startup", "--rounds", "1", "--threads", "1")
     assert 0 < metrics["ready_seconds"] < metrics["first_token_seconds"]
+    [engine] = metrics["engine_seconds"].values()
+    assert engine["imports"] > 0 and engine["weights"] > 0
+    assert sum(engine.values()) < metrics["ready_seconds"]
 
 
 def test_online_measures_each_rate_and_draws_it(bench, tmp_path):

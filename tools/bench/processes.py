@@ -31,7 +31,7 @@ def flags(settings: Mapping[str, Any]) -> list[str]:
         if name == "model":
             continue
         flag = "--" + name.replace("_", "-")
-        words += [flag] if kinds[name][0] is bool else [flag, str(value)]
+        words += ([flag] if value else []) if kinds[name][0] is bool else [flag, str(value)]
     return words
 
 
@@ -46,12 +46,16 @@ def wait_ready(process: subprocess.Popen[str]) -> str:
 
 
 class Server:
-    """`pipeinfer serve` on a free port, as a context manager; `url` is set when it is ready."""
+    """`pipeinfer serve` on a free port, as a context manager; `url` is set when it is ready.
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        words = flags({"log_level": "warning", **settings, "port": 0})
+    All its graphs are captured by then, unless `settings` say otherwise. `log`: an open file for
+    what it says on stderr, else that is this process's."""
+
+    def __init__(self, settings: Mapping[str, Any], log: IO[str] | None = None) -> None:
+        usual = {"log_level": "warning", "all_graphs_first": True}
+        words = flags({**usual, **settings, "port": 0})
         command = [sys.executable, "-m", "pipeinfer", "serve", *words]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         self.url = ""
 
     def __enter__(self) -> Server:

@@ -1,21 +1,24 @@
 """`startup`: seconds from process start to the ready line, and to the first token of a stream.
 
-Knows a server's command line and its HTTP side.
+And where the time of the engines goes. Knows a server's command line, its HTTP side and its log.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import shapes
-from bench.processes import Server
+from bench.processes import NotReady, Server
 from pipeinfer.bench import streaming
 from pipeinfer.bench.endpoint import Endpoint
 from pipeinfer.bench.prompts import Request
@@ -37,22 +40,66 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
             shapes.write_folder(Path(temporary), shapes.shape(options.config))
             settings = {"load_format": "dummy", **settings, "model": temporary}
         rounds = [_once(settings) for _ in range(options.rounds)]
-    ready, first = ([one[part] for one in rounds] for part in (0, 1))
+    ready, first = [one.ready for one in rounds], [one.first_token for one in rounds]
     print(f"{'ready':24}{statistics.median(ready):10.2f} s")
     print(f"{'first token':24}{statistics.median(first):10.2f} s")
+    phases = {engine: _medians(rounds, engine) for engine in sorted(rounds[0].engines)}
+    for engine, seconds in phases.items():
+        print(f"\n{engine}")
+        for phase, took in seconds.items():
+            print(f"  {phase:22}{took:10.2f} s")
+    graphs = sorted({line for one in rounds for line in one.graphs})
+    print("\n".join(graphs))
     return {
         "ready_seconds": statistics.median(ready),
         "first_token_seconds": statistics.median(first),
         "all_ready_seconds": ready,
         "all_first_token_seconds": first,
+        "engine_seconds": phases,
+        "graphs": graphs,
     }
 
 
-def _once(settings: Mapping[str, Any]) -> tuple[float, float]:
-    begin = time.perf_counter()
-    with Server(settings) as server:
-        ready = time.perf_counter() - begin
-        (line,) = asyncio.run(streaming.together(Endpoint(server.url), [FIRST]))
+@dataclass(frozen=True)
+class _Round:
+    """One start; engines: seconds by phase, by engine. graphs: how many were captured by then."""
+
+    ready: float
+    first_token: float
+    engines: dict[str, dict[str, float]]
+    graphs: list[str]
+
+
+def _medians(rounds: Sequence[_Round], engine: str) -> dict[str, float]:
+    every = [one.engines[engine] for one in rounds]
+    return {phase: statistics.median(one[phase] for one in every) for phase in every[0]}
+
+
+def _once(settings: Mapping[str, Any]) -> _Round:
+    told = {"log_level": "info", "log_format": "json"}
+    with tempfile.TemporaryFile("w+", prefix="pipeinfer-bench-") as log:
+        begin = time.perf_counter()
+        try:
+            with Server({"all_graphs_first": False, **settings, **told}, log) as server:
+                ready = time.perf_counter() - begin
+                (line,) = asyncio.run(streaming.together(Endpoint(server.url), [FIRST]))
+        except NotReady:
+            log.seek(0)
+            sys.stderr.write(log.read())
+            raise
+        log.seek(0)
+        said = [found for text in log if "start" in (found := _line(text))]
     if not line.complete:
         raise RuntimeError(f"the first request failed: {line.error}")
-    return ready, line.pieces[0] - begin
+    engines = {one["stage"]: one["start"] for one in said}
+    graphs = [f"{one['stage']}: {one['graphs']} graphs" for one in said if one["graphs"]]
+    return _Round(ready, line.pieces[0] - begin, engines, graphs)
+
+
+def _line(text: str) -> dict[str, Any]:
+    """An object of the log; a library may write other lines."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -58,6 +58,7 @@ class ManagerModel:
     def plan(self, program: Numbers) -> None:
         """One plan, and what must be true after it."""
         releases, extends = self._releases(program), self._extends(program)
+        shares = [slot for slot in sorted(self._live) if not program.below(3)]
         admits = self._admits(program)
         rows = [slot for slot in range(SLOTS) if program.below(4)]
         counts = [(0, 1, 1, 2, 2 * self._size + 1, 9999)[program.below(6)] for _ in rows]
@@ -69,6 +70,7 @@ class ManagerModel:
             slots=pack(rows),
             counts=pack(counts),
             extends=extends,
+            shares=pack(shares),
         )
         self._number += 1
         applied = self._memory.apply(plan)
@@ -104,6 +106,7 @@ class ManagerModel:
             slots=ids[:8],
             counts=ids[: 4 * program.below(3)],
             extends=(Extend(slot=program.below(9) - 2, ids=ids[: program.below(13)]),),
+            shares=ids[: program.below(9)],
         )
         try:
             self._memory.apply(plan)

@@ -14,11 +14,12 @@ from replay.difference import Difference, first_difference
 from replay.recording import Entry, Exchange
 
 Deliver = Callable[[Any], None]
+DEVICE = ("Compute", "Capture")  # what a device does whose steps are played
 
 
 class Player:
     """Plays exchanges on `core`. `until`: the sequence number to stop before; `halt(core, entry)`
-    is called there, once. `deliver` gets what the core sends to its driver and no recording holds.
+    is called there, once. `deliver` gets what the core sends to its device.
 
     current: the exchange that is being played, also after its input raised.
     """
@@ -54,9 +55,10 @@ class Player:
         return first_difference(exchange, kept, self._skips, tail=exchange.is_last)
 
     def _for_the_device(self, send: Send) -> bool:
-        """Arrays for a device are not in the recording: whoever computes gets them."""
-        if send.channel != LOCAL or type(send.message).__name__ != "Compute":
+        """Whoever computes gets it. Arrays for a device are not in the recording."""
+        kind = type(send.message).__name__
+        if send.channel != LOCAL or kind not in DEVICE:
             return False
         if self._deliver is not None:
             self._deliver(send.message)
-        return True
+        return kind == "Compute"

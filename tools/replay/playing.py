@@ -10,8 +10,8 @@ import asyncio
 import time
 from collections.abc import Iterable
 
-from pipeinfer.engine.core import StepFailed
-from pipeinfer.events import StepDone
+from pipeinfer.engine.core import Compute, StepFailed
+from pipeinfer.events import GraphDue, StepDone
 from pipeinfer.messages import Message
 from pipeinfer.runtime.stage import Driver
 from replay.comparison import first_mismatch
@@ -48,15 +48,20 @@ class DevicePlayback:
         self._submitted: set[tuple[int, int]] = set()
         self.steps = 0
 
-    def deliver(self, compute: object) -> None:
-        """A step for the device."""
-        step = compute.step  # type: ignore[attr-defined]
-        self._submitted.add((step.epoch, step.number))
-        self._driver.deliver(compute)
+    def deliver(self, message: Message) -> None:
+        """A step for the device, or a graph to capture."""
+        if isinstance(message, Compute):
+            self._submitted.add((message.step.epoch, message.step.number))
+        self._driver.deliver(message)
+
+    def _hear(self, message: Message) -> None:
+        """When graphs are captured is recorded, too."""
+        if not isinstance(message, GraphDue):
+            self._reports.put_nowait(message)
 
     async def play(self, player: Player, exchanges: Iterable[Exchange], pace: Pace) -> None:
         """Raises what the core raises, and DeviceHung."""
-        await self._driver.start(self._reports.put_nowait)
+        await self._driver.start(self._hear)
         try:
             for exchange in exchanges:
                 if (seconds := pace.wait(exchange.input.time)) > 0:

@@ -82,6 +82,9 @@ def settings_of(
         if facts.get("pages"):
             values["kv_pages"] = facts["pages"] - 1  # without the dummy
         values["device"] = "auto"  # whatever is there
+        # What was captured before a recording that begins in mid-life is not known; mostly, all.
+        whole = header.snapshot is None and not header.broken
+        values["all_graphs_first"] = not whole or values.get("all_graphs_first", True)
     values |= OURS | ({"model": model} if model else {}) | dict(overrides)
     try:
         return config.build(values), warnings

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeinfer.messages import Work
+from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.request import Request
 
@@ -33,14 +34,14 @@ class Arrival:
         return OUTPUT_IDS + self.number
 
     def request(self, place: int) -> Request:
-        """As request.from_work makes it, but for the prompt's ids, for which nobody asks."""
+        """As request.from_work makes it."""
         params = SamplingParams(temperature=0.0, max_tokens=self.output, ignore_eos=True)
         work = Work(
             request_id=self.id,
             attempt=1,
             gateway=0,
             detokenizer=0,
-            prompt_ids=b"",
+            prompt_ids=pack(self.prompt),
             params=params,
             seed=0,
         )

@@ -110,9 +110,14 @@ class FoldedGroup:
             self._plain
             and not seats.releases
             and cohort.planned < cohort.leave_at
-            and not (len(self._lives) > len(cohort) and seats.free)
+            and not self._admits(len(cohort))
             and not any(flight.rows or not flight.folded for flight in self._in_flight)
         )
+
+    def _admits(self, running: int) -> bool:
+        """Whether of those that do not run one may be admitted, or let into the queue."""
+        more = len(self._lives) > running
+        return more and (self._seats.free > 0 or self._planner.held > 0)
 
     def _glide(self, until: float) -> None:
         """Steps in which nothing can happen but decodes of the cohort: what _land and _publish do,
@@ -229,7 +234,7 @@ class FoldedGroup:
         whether there may be prompts in it."""
         slots, cohort = self._seats, self._cohort
         decodes: list[Seat] = []
-        prompts = bool(len(self._lives) > len(slots.running) and slots.free)
+        prompts = self._admits(len(slots.running))
         pages, size = cohort.pages, self._memory.page_size
         for seat in slots.running.hot:
             request = seat.request
@@ -279,7 +284,8 @@ class FoldedGroup:
             seat = running.seats[request.id]
             rows.append(Row(seat, count, request.projected >= request.known))
             request.take(count)
-        self._carry_out(plan.number, self._seats.admitted, rows, folded, now)
+        seats = self._seats
+        self._carry_out(plan.number, seats.admitted, rows, folded, now, seats.lending)
         self._counts.preemptions = self._planner.counts["preemptions"]
         return True
 
@@ -290,10 +296,11 @@ class FoldedGroup:
         rows: list[Row],
         folded: bool,
         now: float,
+        lending: Sequence[Seat] = (),
     ) -> None:
         """The engine's part: pages, then the device. `folded`: the cohort is in the step."""
         memory, cohort = self._memory, self._cohort
-        memory.begin(self._seats.published, number)
+        memory.begin(self._seats.published, lending, number)
         hits = [(seat, memory.admit(seat, number)) for seat in admits]
         pages = memory.needed(rows) + (cohort.pages if folded else 0)
         if not memory.fits(pages):

@@ -25,9 +25,11 @@ class PageCounts:
         self._names = np.zeros(pages, np.int32)  # for the cache, which wants pages with names
         self._prompts_done: tuple[list[Seat], list[Seat]] = [], []  # by the last two plans
 
-    def begin(self, releases: Sequence[tuple[Seat, int]], clock: int) -> None:
+    def begin(
+        self, releases: Sequence[tuple[Seat, int]], lending: Sequence[Seat], clock: int
+    ) -> None:
         """The first half of a plan: releases of (seat, outputs confirmed since its admission), then
-        the prompts that were completed two plans before."""
+        the prompts that were completed two plans before, and what there is of those that lend."""
         for seat, confirmed in releases:
             tokens = min(seat.computed, seat.known + confirmed)
             self._share(seat, seat.ids(tokens), clock)
@@ -39,6 +41,8 @@ class PageCounts:
             if not seat.gone:
                 self._share(seat, seat.ids(seat.known), clock)
         self._prompts_done = later, []
+        for seat in lending:
+            self._share(seat, seat.ids(min(seat.computed, seat.known)), clock)
 
     def admit(self, seat: Seat, clock: int) -> int:
         """Locks the cached prefix of the seat's tokens; returns how many tokens it has."""

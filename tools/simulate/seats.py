@@ -110,8 +110,8 @@ class Running:
 
 class Seats:
     """See scheduler/slots.py, Slots. `lives`: of all requests that have not ended, by id. tokens:
-    of all that run, outputs to come included. Plans carry no releases and admits here: published,
-    admitted are those of the latest."""
+    of all that run, outputs to come included. Plans carry no releases, shares and admits here:
+    published, lending, admitted are those of the latest."""
 
     def __init__(self, lives: dict[str, Life]) -> None:
         self.running = Running()
@@ -119,6 +119,7 @@ class Seats:
         self.released_pages = 0
         self.releases: list[tuple[Seat, int]] = []
         self.published: Sequence[tuple[Seat, int]] = ()
+        self.lending: Sequence[Seat] = ()
         self.admitted: Sequence[Seat] = ()
         self.tokens = 0
         self._lives = lives
@@ -170,6 +171,11 @@ class Seats:
         self._free += len(self.published)
         self.released_pages = 0
         return ()
+
+    def shared_by(self, requests: Sequence[Request]) -> bytes:
+        leads = {r.behind.id for r in requests if r.borrows and r.behind is not None}
+        self.lending = [seat for name, seat in self.running.seats.items() if name in leads]
+        return b""
 
     def admit(self, requests: Sequence[Request]) -> tuple[Admit, ...]:
         self.admitted = [self._admit(request) for request in requests]

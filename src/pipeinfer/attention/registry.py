@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
     from pipeinfer.attention.interface import Attention, AttentionKind
+
+log = logging.getLogger(__name__)
 
 # Name -> "module:kind"; see AttentionKind in interface.py.
 BACKENDS = {
@@ -31,6 +35,12 @@ PACKAGES = {
     "flashinfer": ("flashinfer",),
     "fa3": ("sgl_kernel",),
     "hybrid": ("flashinfer", "sgl_kernel"),
+}
+# What of them is imported when a backend is made: seconds, which may pass before.
+IMPORTED = {
+    "flashinfer": ("flashinfer.prefill",),
+    "fa3": ("sgl_kernel.flash_attn",),
+    "hybrid": ("sgl_kernel.flash_attn",),
 }
 HALVES = ("bfloat16", "float16")
 HEAD_DIMS = {"flashinfer": (64, 128, 256), "fa3": (64, 96, 128, 192, 256), "hybrid": (64, 128, 256)}
@@ -165,6 +175,22 @@ def resolve_page_size(name: str, page_size: int) -> int:
             f"not {page_size}"
         )
     return page_size
+
+
+def import_packages(name: str) -> threading.Thread:
+    """A running thread that imports what backend `name` needs of packages. What goes wrong is said
+    by whoever imports it then."""
+
+    def work() -> None:
+        for module in IMPORTED.get(name, ()):
+            try:
+                importlib.import_module(module)
+            except Exception as error:
+                log.debug("%s is left to who needs it: %s", module, error)
+
+    thread = threading.Thread(target=work, name="kernels", daemon=True)
+    thread.start()
+    return thread
 
 
 def create(name: str, shapes: Sequence[AttentionShape], device: torch.device) -> Attention:

@@ -6,7 +6,6 @@ Knows settings and shapes; no message, no process and no kind of machine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from pipeinfer.engine.machine import Machine
 from pipeinfer.engine.rooms import LargestStep, decode_ladder, mixed_ladder
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import SplitSampler, WholeSampler
+from pipeinfer.engine.start import Start
 from pipeinfer.kernels.e4m3 import Scales
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.models.interface import Model
@@ -52,17 +52,19 @@ def build_runner(
     shape: Shape,
     machine: Machine,
     collectives: TorchCollectives | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    start: Start | None = None,
 ) -> Runner:
-    """A runner with its pool and graphs; progress(done, total) counts the graphs. `collectives`: of
-    the ranks that this one computes with, `model` being its share.
+    """A runner with its pool and graphs; `start` is told what takes how long. `collectives`: of the
+    ranks that this one computes with, `model` being its share.
 
     Raises ConfigurationError if not a single page fits.
     """
     layers = model.attention_shapes()
     tokens = settings.max_step_tokens or machine.step_tokens
     largest = LargestStep(min(settings.max_running, tokens), tokens, shape.pages_each)
-    backend = registry.create(shape.attention, layers, machine.where)
+    start = start or Start()
+    with start.phase("attention"):
+        backend = registry.create(shape.attention, layers, machine.where)
 
     def pool(pages: int) -> KVPool:
         size = (pages, shape.page_size)
@@ -72,19 +74,19 @@ def build_runner(
         sampler = WholeSampler(model, machine.kernels)
     else:
         sampler = SplitSampler(model, collectives, machine.kernels)
-    runner = Runner(model, pool(2), backend, largest, sampler, machine.device, machine.kernels)
-    machine.warm_up(runner, shape.max_model_len)
-    pages = 1 + (settings.kv_pages or _pages(settings, shape, machine, runner.pool.bytes_per_page))
-    runner.bind(pool(pages if collectives is None else _agreed(collectives, pages)))
+    with start.phase("attention"):
+        runner = Runner(model, pool(2), backend, largest, sampler, machine.device, machine.kernels)
+    with start.phase("warm_up"):
+        machine.warm_up(runner, shape.max_model_len)
+    with start.phase("pool"):
+        bytes_each = runner.pool.bytes_per_page
+        pages = 1 + (settings.kv_pages or _pages(settings, shape, machine, bytes_each))
+        runner.bind(pool(pages if collectives is None else _agreed(collectives, pages)))
     if not settings.no_cuda_graph:
-        try:
-            _capture(runner, settings, largest, progress)
-        except RuntimeError as error:
-            if not model.may_not_capture:
-                raise
-            reason = str(error).strip().splitlines()[0]
-            log.warning("no CUDA graphs, every step runs kernel by kernel: %s", reason)
-    runner.measure()
+        with start.phase("graphs"):
+            _capture(runner, settings, largest, model, start)
+    with start.phase("step_times"):
+        runner.measure()
     if runner.step_cost is not None:
         _tell(runner.step_cost, settings, tokens)
     return runner
@@ -112,15 +114,22 @@ def _tell(cost: StepCost, settings: Settings, tokens: int) -> None:
 
 
 def _capture(
-    runner: Runner,
-    settings: Settings,
-    largest: LargestStep,
-    progress: Callable[[int, int], None] | None,
+    runner: Runner, settings: Settings, largest: LargestStep, model: Model, start: Start
 ) -> None:
     sizes = decode_ladder(min(settings.cuda_graph_max_batch, largest.rows))
     budget = most_tokens(settings.mixed_step_tokens, largest.tokens)
     mixed = mixed_ladder(largest.tokens, largest.rows, max(sizes, default=0), budget)
-    runner.capture(sizes, mixed, progress, choose=settings.tp == 1)
+    # Ranks sum within steps, so each step must take the same graph on all of them. That a model
+    # cannot be captured is known when its first graph is.
+    alone = settings.tp == 1
+    later = alone and not settings.all_graphs_first
+    try:
+        runner.capture(sizes, mixed, start.captured, choose=alone, later=later)
+    except RuntimeError as error:
+        if not model.may_not_capture:
+            raise
+        reason = str(error).strip().splitlines()[0]
+        log.warning("no CUDA graphs, every step runs kernel by kernel: %s", reason)
 
 
 def _pages(settings: Settings, shape: Shape, machine: Machine, page_bytes: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.engine.requests import RequestTable
 from pipeinfer.engine.step_builder import StepBuilder
-from pipeinfer.events import Compiled, Drain, Leave, NewEpoch, StepDone, Tick, Unsent
+from pipeinfer.events import Compiled, Drain, GraphDue, Leave, NewEpoch, StepDone, Tick, Unsent
 from pipeinfer.logprobs import AT_ONCE, OWN_WORDS, WORD, size
 from pipeinfer.memory.applied import Applied
 from pipeinfer.memory.errors import IntegrityError, ProtocolError
@@ -60,6 +60,10 @@ class Compile(Message, frozen=True):
 
     request_id: str
     spec: StructuredOutputs
+
+
+class Capture(Message, frozen=True):
+    """To the device: capture the next CUDA graph that is left, for the steps from now on."""
 
 
 class StepFailed(Message, frozen=True):
@@ -170,6 +174,8 @@ class EngineCore:
                 return [Send(LOCAL, "", Compile(request_id=event.request_id, spec=event.spec))]
             case Compiled():
                 return [self._prepared(event)]
+            case GraphDue():
+                return [Send(LOCAL, "", Capture())]
             case Begin():
                 return self._begin(event)
             case Tick():

@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
-from pipeinfer.engine.core import Compile, Compute, StepFailed
+from pipeinfer.engine.core import Capture, Compile, Compute, StepFailed
 from pipeinfer.engine.executor import Executor
+from pipeinfer.engine.late_graphs import LateGraphs
 from pipeinfer.engine.phases import Phases
-from pipeinfer.events import Compiled, StepDone
+from pipeinfer.events import Compiled, GraphDue, StepDone
 from pipeinfer.messages import Message
 from pipeinfer.packing import pack
 from pipeinfer.params import StructuredOutputs
@@ -23,6 +25,7 @@ from pipeinfer.steps.step import Sampled, Step
 
 log = logging.getLogger(__name__)
 
+NOTHING: Mapping[str, float] = MappingProxyType({})
 PAUSE = 0.5  # seconds without a step after which percentiles begin anew
 
 
@@ -41,19 +44,27 @@ def nothing_to_prepare(spec: StructuredOutputs, then: Callable[[str], None]) -> 
 
 
 class DeviceDriver:
-    """Hands every Compute that the core sends to an executor, in order, and every Compile to
-    `prepare`.
+    """Hands every Compute that the core sends to an executor, in order, every Compile to `prepare`,
+    and every Capture to `late`.
 
     `begin(on_done, on_error)` makes the executor, on the running loop. `phases`: where core and
-    runner note what a step costs; the driver adds what it takes to hand the result on.
+    runner note what a step costs; the driver adds what it takes to hand the result on. `late`:
+    captures what is left; `start`: what the engine's start took.
     """
 
     def __init__(
-        self, begin: StartExecutor, phases: Phases, prepare: PrepareGrammar = nothing_to_prepare
+        self,
+        begin: StartExecutor,
+        phases: Phases,
+        prepare: PrepareGrammar = nothing_to_prepare,
+        late: LateGraphs | None = None,
+        start: Mapping[str, float] = NOTHING,
     ) -> None:
         self._begin = begin
         self._phases = phases
         self._prepare = prepare
+        self._late = late
+        self._start = start
         self._unreported = 0
         self._quiet_since = 0.0
         self._executor: Executor | None = None
@@ -62,6 +73,12 @@ class DeviceDriver:
     async def start(self, feed: Callable[[Message], None]) -> None:
         self._feed = feed
         self._executor = self._begin(self._done, self._failed)
+        if self._late is not None:
+            self._late.start(self._quiet, lambda: feed(GraphDue()))
+
+    def _quiet(self) -> float:
+        """For how many seconds there was no step."""
+        return 0.0 if self._unreported else time.monotonic() - self._quiet_since
 
     def deliver(self, message: Message) -> None:
         assert self._executor is not None
@@ -70,6 +87,9 @@ class DeviceDriver:
                 self._compile(message)
             case Compute():
                 self._compute(message)
+            case Capture():
+                assert self._late is not None
+                self._late.capture()
             case _:
                 raise TypeError(f"a device takes no {type(message).__name__}")
 
@@ -96,11 +116,14 @@ class DeviceDriver:
         self._executor.submit(message.step)
 
     async def stop(self) -> None:
+        if self._late is not None:
+            self._late.close()
         if self._executor is not None:
             self._executor.close()
 
     def stats(self) -> dict[str, float]:
-        """Seconds in which the device computed, and in which it had no step queued; phases.py's."""
+        """Seconds in which the device computed, and in which it had no step queued; phases.py's; of
+        the start, and how many graphs there are."""
         executor = self._executor
         if executor is None:
             return {}
@@ -108,6 +131,8 @@ class DeviceDriver:
             "busy_seconds": executor.busy_seconds,
             "idle_seconds": executor.idle_seconds,
             **self._phases.statistics(),
+            **self._start,
+            **(self._late.stats() if self._late is not None else {}),
         }
 
     def _done(self, step: Step, sampled: Sampled, seconds: float) -> None:

@@ -1,9 +1,9 @@
 """Steps as CUDA graphs: launched one by one, their kernels would take longer to start than to run.
 
-Of decodes alone, by their number, and with prompts, by tokens and rows; captured largest first in
-one pool. A graph holds the whole step: it takes ids from last_token, computes, samples by
-temperature and writes last_token. It reads fixed addresses only, which the forward stream fills
-before a replay. Knows no request.
+Of decodes alone, by their number, and with prompts, by tokens and rows; those that are captured at
+once largest first, all in one pool. A graph holds the whole step: it takes ids from last_token,
+computes, samples by temperature and writes last_token. It reads fixed addresses only, which the
+forward stream fills before a replay. Knows no request.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ Body = Callable[[Cut, Plan], tuple[torch.Tensor, torch.Tensor]]
 
 class Graphs:
     """Of a device, by room. decodes: numbers of decode rows that have a graph, mixed: rooms with
-    prompts that have one; both ascend.
+    prompts that have one; both ascend. left: rooms that get one later, the next one first.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self.decodes: tuple[int, ...] = ()
         self.mixed: tuple[Room, ...] = ()
+        self.left: list[Room] = []
         self._captured: dict[Room, Captured] = {}
 
     def __getitem__(self, room: Room) -> Captured:
@@ -60,6 +61,22 @@ class Graphs:
 
     def __contains__(self, room: Room) -> bool:
         return room in self._captured
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    @property
+    def planned(self) -> tuple[Room, ...]:
+        """As `mixed`, with those that get a graph later."""
+        return tuple(sorted({*self.mixed, *(room for room in self.left if room.prefills)}))
+
+    def like(self, room: Room, step: Step) -> Room | None:
+        """`room`, or while that has no graph, the smallest that has one, for as many tokens and for
+        the step."""
+        if room in self:
+            return room
+        same = (other for other in self.mixed if other.tokens == room.tokens)
+        return next((other for other in same if other.holds(step)), None)
 
     def fitting(self, step: Step) -> Captured | None:
         """The smallest for the step; None if there is none, or it is far larger."""

@@ -21,6 +21,7 @@ from pipeinfer.checkpoint.quantization import chosen
 from pipeinfer.engine.building import Shape, build_runner
 from pipeinfer.engine.machine import HOST_STEP_TOKENS, HostMachine, Machine
 from pipeinfer.engine.runner import Runner
+from pipeinfer.engine.start import Start
 from pipeinfer.kernels.e4m3 import ONES, Scales
 from pipeinfer.layers.placement import Shard
 from pipeinfer.models.build import build_model, check_shard
@@ -80,7 +81,7 @@ class EngineChoices:
 class LoadedEngine:
     """`pages` counts the dummy page 0, as MemoryManager and KVPool do.
 
-    graph_sizes: batch sizes with a CUDA graph. step_tokens: the largest step.
+    graph_sizes: batch sizes with a CUDA graph, now or later. step_tokens: the largest step.
     step_cost: what steps take, if it was measured. foreign: transformers built the model.
     """
 
@@ -152,24 +153,30 @@ def load_engine(
     folder: Path,
     progress: Callable[[int, int], None] | None = None,
     rank: int = 0,
-    graph_progress: Callable[[int, int], None] | None = None,
+    start: Start | None = None,
     collectives: TorchCollectives | None = None,
     choices: EngineChoices | None = None,
 ) -> LoadedEngine:
-    """Loads rank `rank`; `progress(done, total)` counts bytes of weights, `graph_progress` graphs.
+    """Loads rank `rank`; `progress(done, total)` counts bytes of weights, `start` the seconds.
     `collectives`: how several ranks compute together; all of them must be loading. `choices`: what
     `choose` gave for this rank; it is asked here if they are not given.
 
     Raises ConfigurationError before any weight is read if something does not fit. What it changes
     of the process stands in the machines' docstrings.
     """
-    choices = choices or choose(settings, folder, rank)
-    chosen = machine(choices.device, settings, choices.ordinal)
+    choices, start = choices or choose(settings, folder, rank), start or Start()
+    with start.phase("weights"):
+        chosen = machine(choices.device, settings, choices.ordinal)
+    kernels = registry.import_packages(choices.attention)  # while weights are read
 
     def build() -> Runner:
         if collectives is not None:
-            _prepare(settings, choices, collectives)
-        model = _model(settings, folder, choices, collectives, progress)
+            with start.phase("ranks"):
+                _prepare(settings, choices, collectives)
+        with start.phase("weights"):
+            model = _model(settings, folder, choices, collectives, progress)
+        with start.phase("attention"):
+            kernels.join()
         shape = Shape(
             choices.attention,
             choices.page_size,
@@ -177,7 +184,7 @@ def load_engine(
             choices.dtype,
             choices.kv_scales,
         )
-        return build_runner(model, settings, shape, chosen, collectives, graph_progress)
+        return build_runner(model, settings, shape, chosen, collectives, start)
 
     return _loaded(choices, settings.max_running, chosen.build(build))
 

@@ -7,6 +7,7 @@ loops over rows: this is the hot path of the engine's host. Knows no device and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -54,6 +55,9 @@ class Room:
         return enough and self.decodes >= step.decodes and (prompts > 0) == (self.prefills > 0)
 
 
+NO_ROOM = Room(0, 0, 0)
+
+
 @dataclass(frozen=True)
 class LargestStep:
     """The largest step: rows, tokens, and pages of one row."""
@@ -99,6 +103,33 @@ def mixed_ladder(
             beside += [(tokens, decodes, some) for decodes in rows]
     rooms = (Room(*one) for one in (*alone, *beside))
     return tuple(sorted(room for room in rooms if room.rows <= room.tokens <= most_tokens))
+
+
+def parted(rooms: Sequence[Room]) -> tuple[list[Room], list[Room]]:
+    """`rooms` of graphs as those that must be there first, so that every step finds one that is not
+    much larger, and the others in the order in which they are worth it. First come, of decodes
+    alone, powers of two, one and a half times those, and the most; of each number of tokens with
+    prompts, the one for most rows, which holds those for fewer.
+    """
+    alone = sorted(room for room in rooms if not room.prefills)
+    first = [room for room in alone if _rough(room.decodes)]
+    first += [room for room in alone[-1:] if room not in first]
+    largest: dict[int, Room] = {}
+    for room in rooms:
+        if room.prefills and room.rows > largest.get(room.tokens, NO_ROOM).rows:
+            largest[room.tokens] = room
+    first += largest.values()
+    there = set(first)
+    return first, sorted((room for room in rooms if room not in there), key=_worth)
+
+
+def _rough(size: int) -> bool:
+    return size // (size & -size) in (1, 3)
+
+
+def _worth(room: Room) -> tuple[bool, Room]:
+    """Steps of decodes alone are the most frequent ones, and small ones gain most."""
+    return room.prefills > 0, room
 
 
 def unaided(most_tokens: int, most_rows: int) -> tuple[Room, ...]:

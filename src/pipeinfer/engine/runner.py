@@ -28,7 +28,7 @@ from pipeinfer.engine.mirror import Mirror
 from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.requests import MOST_EDITS
-from pipeinfer.engine.rooms import LargestStep, Room
+from pipeinfer.engine.rooms import LargestStep, Room, parted
 from pipeinfer.engine.sampling import NONE, Sampler, truncated
 from pipeinfer.engine.scores import Scores, StepScores
 from pipeinfer.engine.slot_state import SlotState
@@ -159,8 +159,9 @@ class Runner:
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Numbers of decode rows that have a graph."""
-        return self._graphs.decodes
+        """Numbers of decode rows that have a graph, or get one later."""
+        left = (room.decodes for room in self._graphs.left if not room.prefills)
+        return tuple(sorted({*self._graphs.decodes, *left}))
 
     @property
     def shares(self) -> bool:
@@ -383,29 +384,57 @@ class Runner:
         mixed: tuple[Room, ...] = (),
         progress: Callable[[int, int], None] | None = None,
         choose: bool = False,
+        later: bool = False,
     ) -> None:
         """Captures decode steps of these sizes, and steps with prompts where the backend's part for
         them can be captured; progress(done, total).
 
         `choose`: small sizes that measure slower than the next are left out; not where ranks must
-        agree.
+        agree. `later`: most are left to `capture_next`; not where ranks must take the same.
         """
         traits = self._backend.traits
         if not (traits.captures_decode and sizes):
             return
         mixed = mixed if traits.captures_prefill else ()
         rooms: Sequence[Room] = [*map(alone, sizes), *mixed]
+        first, left = parted(rooms) if later else (rooms, [])
         graphs, count = Graphs(self.device), _counter(len(rooms), progress)
 
         @torch.inference_mode()
         def work() -> None:
-            for some in (rooms[: len(sizes)], mixed):
+            for kind in (False, True):
+                some = [room for room in first if (room.prefills > 0) == kind]
                 graphs.capture(some, self._padding, self._body, count)
             if choose:
                 graphs.drop_slower_small_ones(self._padding)
 
         self.device.run(work)
-        self._graphs = graphs
+        self._graphs, graphs.left = graphs, left
+
+    @property
+    def graphs(self) -> int:
+        """How many there are."""
+        return len(self._graphs)
+
+    @property
+    def graphs_left(self) -> int:
+        """How many are to come, by `capture_next`."""
+        return len(self._graphs.left)
+
+    def capture_next(self) -> Mark:
+        """Queues the capture of the next one. Only while no step is under way: it packs where steps
+        are packed."""
+        graphs = self._graphs
+
+        @torch.inference_mode()
+        def work() -> None:
+            graphs.capture([graphs.left.pop(0)], self._padding, self._body, lambda: None)
+
+        return self.device.submit(work)
+
+    def leave_graphs(self) -> None:
+        """None comes any more."""
+        self._graphs.left.clear()
 
     def measure(self) -> None:
         """Finds out `step_cost`, once all graphs there are to be are captured."""

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.control import Prefix
 from pipeinfer.engine.openmp import spin_briefly
+from pipeinfer.engine.preload import preload_torch
+from pipeinfer.engine.start import Start, process_age
 from pipeinfer.messages import PROTOCOL, Hello
 from pipeinfer.packing import pack
 from pipeinfer.runtime.stage import Stage, StageContext
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from pipeinfer.engine.driver import DeviceDriver
     from pipeinfer.engine.loading import LoadedEngine
     from pipeinfer.engine.masks import Masks
+    from pipeinfer.engine.profile import StepProfile
     from pipeinfer.memory.prefix_cache import PrefixCache
     from pipeinfer.settings import Settings
 
@@ -36,26 +39,31 @@ MEETING = 120.0  # seconds that ranks wait for each other while they start
 def build(context: StageContext) -> Stage:
     """ConfigurationError, before any weight is read, for a checkpoint that does not fit."""
     settings, identity = context.settings, context.identity
+    graphs = Progress(f"{identity.id} CUDA graphs", "")
+    start = Start(graphs.show)
+    start.took("process", process_age())
     folder = resolve_model(settings.model, settings.revision)
     spin_briefly(os.environ)
+    ordinal = context.topology.gpu(identity.id)
+    with start.phase("imports"):
+        libraries = preload_torch(None if settings.device == "cpu" else ordinal)
+        masks = _masks(settings, folder)
+        libraries.join()
 
-    from pipeinfer.engine.core import EngineCore
-    from pipeinfer.engine.loading import AS_THE_MODEL, choose, load_engine
-    from pipeinfer.engine.profile import profile_path
-    from pipeinfer.memory.manager import MemoryManager
+        from pipeinfer.engine.core import EngineCore
+        from pipeinfer.engine.loading import AS_THE_MODEL, choose, load_engine
+        from pipeinfer.engine.profile import StepProfile, profile_path
+        from pipeinfer.memory.manager import MemoryManager
 
     profile = profile_path(settings, identity.id)
-    ordinal = context.topology.gpu(identity.id)
-    choices = choose(settings, folder, identity.rank, ordinal)
-    collectives = _collectives(context, choices.device, ordinal)
+    with start.phase("checks"):
+        choices = choose(settings, folder, identity.rank, ordinal)
+    with start.phase("ranks"):
+        collectives = _collectives(context, choices.device, ordinal)
     context.report("loading", "weights")
-    masks = _masks(settings, folder)
-    with (
-        Progress(f"{identity.id} weights", "B") as weights,
-        Progress(f"{identity.id} CUDA graphs", "") as graphs,
-    ):
+    with Progress(f"{identity.id} weights", "B") as weights, graphs:
         loaded = load_engine(
-            settings, folder, weights.show, identity.rank, graphs.show, collectives, choices
+            settings, folder, weights.show, identity.rank, start, collectives, choices
         )
     memory = MemoryManager(
         loaded.pages, loaded.page_size, loaded.max_slots, loaded.max_model_len, settings.cache
@@ -76,7 +84,14 @@ def build(context: StageContext) -> Stage:
     core = EngineCore(
         _hello(context, loaded), scheduler, memory, loaded.runner.phases.span, loaded.runner.shares
     )
-    driver = _driver(loaded, settings.profile, profile, masks)
+    if masks is not None:
+        with start.phase("vocabulary"):
+            masks.wait()
+    log.info("started: %s", start, extra={"start": start.seconds, "graphs": start.graphs})
+    watch = None
+    if profile is not None:
+        watch = StepProfile(settings.profile, profile, loaded.runner.phases)
+    driver = _driver(loaded, watch, masks, start)
     return Stage(
         core,
         driver,
@@ -148,7 +163,8 @@ def _collectives(context: StageContext, device: str, ordinal: int) -> TorchColle
 
 
 def _masks(settings: Settings, folder: Path) -> Masks | None:
-    """For requests with a grammar. The vocabulary is built while weights are read."""
+    """For requests with a grammar. The vocabulary is built while torch's libraries are loaded: it
+    holds the interpreter, which little else at the start leaves free."""
     if settings.grammar_backend == "none":
         return None
     from pipeinfer.engine.masks import Masks
@@ -160,20 +176,19 @@ def _masks(settings: Settings, folder: Path) -> Masks | None:
 
 
 def _driver(
-    loaded: LoadedEngine, steps: int, profile: Path | None, masks: Masks | None
+    loaded: LoadedEngine, watch: StepProfile | None, masks: Masks | None, start: Start
 ) -> DeviceDriver:
-    """`steps` of them are recorded into the file `profile`, if there is one."""
-    from pipeinfer.engine.driver import DeviceDriver
+    from pipeinfer.engine.driver import DeviceDriver, nothing_to_prepare
     from pipeinfer.engine.executor import Executor
-    from pipeinfer.engine.profile import StepProfile
+    from pipeinfer.engine.late_graphs import LateGraphs
 
-    phases = loaded.runner.phases
-    watch = None if profile is None else StepProfile(steps, profile, phases)
-    start = partial(Executor, loaded.runner, watch=watch, masks=masks)
-    if masks is None:
-        return DeviceDriver(start, phases)
-    masks.wait()
-    return DeviceDriver(start, phases, masks.prepare)
+    return DeviceDriver(
+        partial(Executor, loaded.runner, watch=watch, masks=masks),
+        loaded.runner.phases,
+        nothing_to_prepare if masks is None else masks.prepare,
+        LateGraphs(loaded.runner),
+        start.statistics(),
+    )
 
 
 class Progress:

@@ -45,13 +45,14 @@ def measured(
     few = tuple(sorted({*(rows for rows in ROWS if rows < most_rows), most_rows}))
 
     def seconds(room: Room, step: Step) -> float:
-        if room not in graphs:
+        at = graphs.like(room, step)
+        if at is None:
             return min(run(step) for _ in range(REPLAYS))
-        return replayed(room, step)
+        return replayed(at, step)
 
     return step_cost(
         graphs.decodes or few,
-        graphs.mixed or unaided(most_tokens, most_rows),
+        graphs.planned or unaided(most_tokens, most_rows),
         frame,
         pages,
         lambda rows, step: seconds(alone(rows), step),

@@ -58,6 +58,7 @@ class DecodeRun:
             and not plan.releases
             and not plan.admits
             and not plan.extends
+            and not plan.shares
             and not plan.reset
         )
 

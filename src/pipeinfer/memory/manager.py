@@ -74,8 +74,8 @@ class MemoryManager:
         return self.cache.evictable
 
     def apply(self, plan: Plan) -> Applied:
-        """Carries out `plan` in the fixed order: releases, inserts, what a reset forgets, matches
-        and locks, extends, evictions and allocations.
+        """Carries out `plan` in the fixed order: releases, inserts, shares, what a reset forgets,
+        matches and locks, extends, evictions and allocations.
 
         Raises ProtocolError if the plan contradicts the state, which is then of no use any more.
         """
@@ -86,6 +86,8 @@ class MemoryManager:
             for release in plan.releases:
                 self._release(release, plan.number)
             self._insert_prompts(plan.number)
+            for slot in _ids(plan.shares, f"shares of plan {plan.number}").tolist():
+                self._share_computed(slot, plan.number)
             if plan.reset:
                 self._evict(self.evictable)
             cached = np.array([self._admit(admit, plan.number) for admit in plan.admits], np.int32)
@@ -155,6 +157,14 @@ class MemoryManager:
         """
         for slot in self._prompts_done[0].tolist():
             self._share(slot, self.slots.known_tokens(slot)[: self.slots.admitted[slot]], clock)
+
+    def _share_computed(self, slot: int, clock: int) -> None:
+        """Lets what this plan admits share what earlier ones compute of an unfinished prompt. Its
+        logits are not known yet; if they are bad, so would be those of whoever computed the same
+        beginning."""
+        self._active(slot, "share")
+        computed = min(int(self.slots.computed[slot]), int(self.slots.admitted[slot]))
+        self._share(slot, self.slots.known_tokens(slot)[:computed], clock)
 
     def _share(self, slot: int, tokens: np.ndarray, clock: int) -> None:
         """Hands the whole pages of `tokens`, the slot's first and all computed, to the cache."""

@@ -21,19 +21,21 @@ from pipeinfer.offline.outputs import Collector, RequestOutput, output_of
 from pipeinfer.params import SamplingParams
 
 NO_TARGETS = {"itl_target": 0.0, "ttft_target": 0.0}
+# Nobody waits for single tokens of a batch; and a batch does not pause, for graphs to be captured.
+FOR_BATCHES = {**NO_TARGETS, "all_graphs_first": True}
 
 
 class LLM:
     """A model, loaded when the constructor returns.
 
     `model`: a folder, a hub id, or nothing for the bundled demo model. `settings`: the flags of
-    `pipeinfer serve` with underscores, but without targets for steps, since nobody waits for single
-    tokens of a batch. Raises ConfigurationError if it cannot be loaded. The processes behind it end
+    `pipeinfer serve` with underscores, but for targets of steps and late graphs, which are not for
+    batches. Raises ConfigurationError if it cannot be loaded. The processes behind it end
     with close(), with the `with` block, or with the interpreter.
     """
 
     def __init__(self, model: str = "", **settings: object) -> None:
-        self._llm = AsyncLLM(model, **(NO_TARGETS | settings))
+        self._llm = AsyncLLM(model, **(FOR_BATCHES | settings))
         self._thread = LoopThread()
         # Runs once: on close(), when nobody holds the LLM any more, or when the interpreter ends.
         self._end = weakref.finalize(self, _end, self._llm, self._thread, os.getpid())

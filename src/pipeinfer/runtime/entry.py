@@ -24,6 +24,7 @@ from pipeinfer.bus.curve import keyring
 from pipeinfer.bus.room import make_room
 from pipeinfer.runtime.claim import Claim, claim
 from pipeinfer.runtime.deployment import deployed
+from pipeinfer.runtime.door import WAIT, opened
 from pipeinfer.runtime.group_fault import end_on_group_fault
 from pipeinfer.runtime.hangup import on_hangup
 from pipeinfer.runtime.heap import keep_large_apart
@@ -66,6 +67,10 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
     set_up_logging(settings, identity.id)
     if identity.name != "engine":  # it makes large arrays all the time
         keep_large_apart()
+    if options.wait_fd is not None:
+        builder(identity.name)  # its modules are loaded meanwhile
+        if not opened(options.wait_fd):
+            return ORDERLY
     gc.set_threshold(*(OF_CONNECTIONS if identity.name == "gateway" else COLLECTIONS))
     return uvloop.run(_run(settings, topology, identity, options))
 
@@ -116,6 +121,12 @@ def parser(stage: str | None) -> argparse.ArgumentParser:
         default=[],
         metavar="N",
         help="a listening socket of the parent process, instead of --host and --port",
+    )
+    made.add_argument(
+        WAIT,
+        type=int,
+        metavar="N",
+        help="begin when the parent process writes into this pipe, and end when it closes it",
     )
     return made
 

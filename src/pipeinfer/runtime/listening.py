@@ -26,6 +26,22 @@ def open_sockets(host: str, port: int) -> list[socket.socket]:
     return _opened(host, port, BACKLOG)
 
 
+def bound_sockets(host: str, port: int) -> list[socket.socket]:
+    """The same, but nobody can connect before `listen`."""
+    return _opened(host, port, 0)
+
+
+def listen(sockets: Iterable[socket.socket]) -> None:
+    """Raises ConfigurationError if somebody else listens by now."""
+    for one in sockets:
+        try:
+            one.listen(BACKLOG)
+        except OSError as error:
+            host, port, *_ = one.getsockname()
+            reason = error.strerror or error
+            raise ConfigurationError(f"cannot listen on {host}:{port}: {reason}") from error
+
+
 def check_free(host: str, port: int) -> None:
     """That nobody listens on these addresses; nobody does while this is found out, either.
 

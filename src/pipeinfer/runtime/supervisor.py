@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 from collections.abc import Callable
 
 import zmq
@@ -18,9 +17,9 @@ import zmq
 from pipeinfer.bus.frames import Header
 from pipeinfer.bus.listener import Listener
 from pipeinfer.messages import GroupFault, Heartbeat, Message
-from pipeinfer.runtime import listening
 from pipeinfer.runtime.child import Child, cause
 from pipeinfer.runtime.deployment import SECRET
+from pipeinfer.runtime.door import Door
 from pipeinfer.runtime.entry import FAILED, MISCONFIGURED, ORDERLY
 from pipeinfer.runtime.swap import Swaps
 from pipeinfer.settings import PREFIX, Settings, to_environment
@@ -53,7 +52,7 @@ class Supervisor:
         if topology.supervisor:
             hands = (self._start, self._restart, settings.drain_timeout)
             self._swaps = Swaps(topology, context, self._children, *hands)
-        self._sockets: list[socket.socket] = []  # for HTTP; each gateway process inherits them
+        self._door = Door()  # for HTTP; each gateway process inherits its sockets
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()  # the gateways finish what runs
         self._ending = False  # they have: nothing is started any more
@@ -62,7 +61,8 @@ class Supervisor:
         self.on_give_up: Callable[[str], None] | None = None
 
     async def run(self) -> int:
-        """Starts everything; the gateway last, when the engine's configuration proved valid.
+        """Starts everything. The gateway only loads its modules, until the engine's configuration
+        has proved valid.
 
         Returns an exit code when all children are gone. ConfigurationError if it cannot listen.
         """
@@ -76,11 +76,13 @@ class Supervisor:
         if self._swaps is not None:
             self._swaps.start()
         try:
-            await self._start_all(self._others())
+            if self._gateways():
+                self._door.bind(self._settings.host, self._settings.port)
+            for child in sorted(self._children.values(), key=_place):
+                await self._start(child)
             await self._first_of(self._checked, self._stopping)
             if self._gateways() and not self._stopping.is_set():
-                self._sockets = listening.open_sockets(self._settings.host, self._settings.port)
-                await self._start_all(self._gateways())
+                self._door.open()
             await self._stopping.wait()
             await self._stop_children()
         finally:
@@ -89,7 +91,7 @@ class Supervisor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._swaps is not None:
                 await self._swaps.close()
-            listening.close_all(self._sockets)
+            self._door.close()
             self._listener.close()
         return self._code
 
@@ -103,7 +105,7 @@ class Supervisor:
         if self._swaps is not None:
             self._swaps.stop()
         # Only the gateway's own copies are left: it refuses requests, and then nobody listens.
-        listening.close_all(self._sockets)
+        self._door.close()
 
     def reload(self) -> None:
         """SIGHUP: the gateways read again what they can."""
@@ -126,10 +128,6 @@ class Supervisor:
         return [c for c in children if c.identity.name == "engine" and c.identity.group == group]
 
     # ------------------------------------------------------------------------- begin, death, begin
-
-    async def _start_all(self, children: list[Child]) -> None:
-        for child in children:
-            await self._start(child)
 
     async def _start(self, child: Child) -> None:
         """Starts the child's command, and watches it."""
@@ -157,12 +155,12 @@ class Supervisor:
             who.name, "--topology", self._topology_file, "--group", str(who.group),
             "--rank", str(who.rank), "--index", str(who.index), "--child",
         ]  # fmt: skip
-        sockets = self._sockets if who.name == "gateway" else []
-        for one in sockets:
-            arguments += ["--listen-fd", str(one.fileno())]
+        descriptors: list[int] = []
+        if who.name == "gateway":
+            descriptors, arguments = self._door.descriptors, arguments + self._door.arguments
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == SECRET}
         environment = {**inherited, **to_environment(self._settings)}
-        await child.start(arguments, environment, [one.fileno() for one in sockets])
+        await child.start(arguments, environment, descriptors)
         if not self._wanted(child):
             child.kill()  # too late for the signals that the others got
 
@@ -258,3 +256,8 @@ class Supervisor:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
+
+
+def _place(child: Child) -> int:
+    """Engines have most to do before they are ready."""
+    return {"engine": 0, "gateway": 2}.get(child.identity.name, 1)

@@ -17,8 +17,9 @@ class SchedulerOptions:
     """What the core needs of the settings. max_step_tokens: token budget of a step; 0 leaves it to
     the engine, and an engine that says nothing gets DEFAULT_STEP_TOKENS. mixed_step_tokens: the
     budget of a step that also decodes, where the policy mixes; 0: see step_budget.py, as for
-    `targets`. groups: of the deployment, which tokenizers hear of. shares: whether requests with
-    one prompt find it in a prefix cache, so that they wait for it.
+    `targets`. groups: of the deployment, which tokenizers hear of. shares: whether requests find a
+    prompt, or its beginning, in a prefix cache, so that they wait for it. least_common: tokens of a
+    beginning that is worth it.
     """
 
     policy: str = "mixed"
@@ -31,3 +32,8 @@ class SchedulerOptions:
     groups: int = 1
     targets: Targets = field(default_factory=Targets)
     shares: bool = True
+    least_common: int = 64
+
+    def grain(self, page_size: int) -> int:
+        """Tokens of the whole pages by which beginnings of prompts are compared; 0: by none."""
+        return -(-self.least_common // page_size) * page_size if self.shares else 0

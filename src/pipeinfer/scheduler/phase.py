@@ -12,11 +12,11 @@ from typing import Literal
 Phase = Literal["new", "waiting", "held", "preparing", "suspected", "running", "lost", "over"]
 
 # new: nobody keeps it yet. waiting: in the queue. suspected: it may have crashed an engine, and
-# waits apart. held: it waits for another's prompt. preparing: for its grammar. running: it holds a
-# slot. lost: its slot went with the epoch. over: it ended.
+# waits apart. held: it waits for another's prompt, or its beginning. preparing: for its grammar.
+# running: it holds a slot. lost: its slot went with the epoch. over: it ended.
 NEXT: dict[Phase, tuple[Phase, ...]] = {
     "new": ("waiting", "held", "preparing", "suspected", "over"),
-    "waiting": ("running", "preparing", "over"),
+    "waiting": ("running", "held", "preparing", "over"),
     "held": ("waiting", "preparing", "over"),
     "preparing": ("waiting", "held", "over"),
     "suspected": ("running", "over"),

@@ -59,6 +59,7 @@ class SlotsToPlan(Protocol):
     def jumping(self) -> dict[str, Request]: ...
     def extend(self, rows: Iterable[Row]) -> tuple[Extend, ...]: ...
     def take_reset(self) -> bool: ...
+    def shared_by(self, requests: Sequence[Request]) -> bytes: ...
     def admit(self, requests: Sequence[Request]) -> tuple[Admit, ...]: ...
 
 
@@ -96,7 +97,7 @@ class Planner:
 
     def begin(self, shape: Hello, incarnations: Sequence[int]) -> None:
         """An epoch begins, on engines of this `shape`, of which these are the processes."""
-        self._queue.begin(incarnations)
+        self._queue.begin(incarnations, self._options.grain(shape.page_size))
         self._budget = self._options.max_step_tokens or shape.step_tokens or DEFAULT_STEP_TOKENS
         asked = self._options.mixed_step_tokens
         targets = self._options.targets
@@ -285,6 +286,7 @@ class Planner:
         for request in board.preempted:
             self._preempt(request)
         releases = self._slots.publish()
+        shares = self._slots.shared_by(board.admitted)
         admits = self._slots.admit(board.admitted)
         rows = [(request, count) for request, count in board.rows if request.phase == "running"]
         extends: tuple[Extend, ...] = ()
@@ -306,6 +308,7 @@ class Planner:
             counts=counts,
             reset=self._slots.take_reset(),
             extends=extends,
+            shares=shares,
         )
 
     def _preempt(self, request: Request) -> None:

@@ -2,7 +2,7 @@
 
 Knows no engine. Priority first (lower is earlier, as in vLLM), then arrival; a preempted request
 keeps its arrival and so returns to the head of its priority. Those that wait for the prompt of
-another stand beside the queue.
+another, or for its beginning, stand beside the queue.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from bisect import insort
 from collections.abc import Iterable, Sequence
 
 from pipeinfer.scheduler.families import Families
+from pipeinfer.scheduler.prefixes import Prefixes
 from pipeinfer.scheduler.preparation import Preparation
 from pipeinfer.scheduler.request import Request
 
@@ -32,38 +33,50 @@ class WaitingQueue:
         self._order: list[tuple[int, int, Request]] = []
         self._gone = 0
         self._families = Families()
+        self._prefixes = Prefixes()
 
     @property
     def held(self) -> int:
         """How many wait for the prompt of another, and are not in the queue."""
-        return len(self._families)
+        return len(self._families) + len(self._prefixes)
 
     def push(self, request: Request) -> None:
         """It wants to run."""
         if not self.preparation.hold(request) and not self._families.hold(request):
-            self._put(request)
+            self._alone(request)
 
-    def begin(self, processes: Sequence[int]) -> None:
-        """An epoch begins, on engines of these incarnations: what they do not know is asked for."""
+    def begin(self, processes: Sequence[int], grain: int = 0) -> None:
+        """An epoch begins, on engines of these incarnations: what they do not know is asked for.
+        grain: see Prefixes.begin."""
         self.preparation.begin(processes)
-        with_grammar = [
-            one for _, _, one in self._order
-            if one.phase == "waiting" and one.work.params.structured_outputs is not None
-        ]  # fmt: skip
-        unknown = [one for one in with_grammar if self.preparation.hold(one)]
-        if unknown:
-            self.tokens -= sum(one.queued for one in unknown)
-            self._order = [one for one in self._order if one[2].phase != "preparing"]
+        waiting = [one for _, _, one in self._order if one.phase == "waiting"]
+        with_grammar = [one for one in waiting if one.work.params.structured_outputs is not None]
+        held = [one for one in with_grammar if self.preparation.hold(one)]
+        if self._prefixes.begin(grain):
+            left = [one for one in waiting if one.phase == "waiting"]
+            held += [one for one in left if self._prefixes.hold(one)]
+        if held:
+            self.tokens -= sum(one.queued for one in held)
+            self._order = [one for one in self._order if one[2].phase in ("waiting", "over")]
 
     def free(self, running: Iterable[Request]) -> None:
         """Lets those in that waited for the prompt of one of these."""
         for request in self._families.ready(running):
+            self._let_in(request)
+        for request in self._prefixes.ready():
             self._let_in(request)
 
     def over(self, request: Request, ran: bool) -> None:
         """`request` has ended; `ran`: in a slot. Lets those in that need not wait any more."""
         for one in self._families.gone(request, ran):
             self._let_in(one)
+        for one in self._prefixes.gone(request):
+            self._alone(one)
+
+    def _alone(self, request: Request) -> None:
+        """It waits for no prompt that is its own; perhaps for the beginning of one."""
+        if not self._prefixes.hold(request):
+            self._let_in(request)
 
     def _let_in(self, request: Request) -> None:
         """It was held; the engines may be others meanwhile, without its grammar."""

@@ -31,7 +31,8 @@ class Request:
     done, if none is deferred. counts_in_flight: what was planned for each of those steps, oldest
     first. steps_in_flight: how many there are, also after it lost its slot.
     cached: tokens from the prefix cache at the first admission, hit: at the last. behind: for whose
-    prompt, which is its own, it has waited.
+    prompt it has waited, which is its own, or, where `common` is not 0, begins with as many tokens
+    as its own.
     admission: how often it was admitted; rows of older admissions are stale. spoiled: its logits
     were bad, so that nobody may reuse what was computed of it.
     logprobs, prompt_logprobs: scores of its outputs, and of its prompt's tokens so far; of
@@ -66,6 +67,7 @@ class Request:
     logprobs: bytearray = field(default_factory=bytearray)
     prompt_logprobs: bytearray = field(default_factory=bytearray)
     behind: Request | None = None
+    common: int = 0
 
     @property
     def id(self) -> str:
@@ -106,9 +108,18 @@ class Request:
     @property
     def shared(self) -> int:
         """Tokens that it will find in the pages of another, if the next plan admits it."""
-        if self.behind is None or not self.behind.lends or self.score_from >= 0:
+        lead = self.behind
+        if lead is None or self.score_from >= 0:
             return 0
-        return min(self.prompt_len, self.length - 1)
+        if self.common:
+            return self.common if lead.phase == "running" and lead.projected >= self.common else 0
+        return min(self.prompt_len, self.length - 1) if lead.lends else 0
+
+    @property
+    def borrows(self) -> bool:
+        """Whether what it will find is of a prompt that is not in the prefix cache by itself."""
+        lead = self.behind
+        return lead is not None and self.common > 0 and self.shared > 0 and not lead.lends
 
     @property
     def exhausted(self) -> bool:

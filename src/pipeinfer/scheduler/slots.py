@@ -109,6 +109,12 @@ class Slots:
         self.released_pages = 0
         return releases
 
+    def shared_by(self, requests: Sequence[Request]) -> bytes:
+        """Slots, int32, of the half-computed prompts whose pages these will find, if the plan that
+        admits them puts those into the prefix cache first."""
+        lending = {r.behind for r in requests if r.borrows and r.behind is not None}
+        return pack(sorted(lead.slot for lead in lending if lead.id in self.running))
+
     def admit(self, requests: Sequence[Request]) -> tuple[Admit, ...]:
         """Gives each of them a slot."""
         return tuple(map(self._admit, requests))

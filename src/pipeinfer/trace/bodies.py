@@ -27,6 +27,7 @@ LOCAL_IN = {
         "pipeinfer.events:StepDone",
         "pipeinfer.events:Compiled",
         "pipeinfer.events:NewEpoch",
+        "pipeinfer.events:GraphDue",
         "pipeinfer.engine.core:StepFailed",
     ),
 }
@@ -36,7 +37,7 @@ LOCAL_OUT = {
         for name in ("Started", "Delta", "Failed", "StatusChanged")
     ),
     "tokenizer": ("pipeinfer.tokenizer.events:Encode", "pipeinfer.tokenizer.events:Try"),
-    "engine": ("pipeinfer.engine.core:Compile",),
+    "engine": ("pipeinfer.engine.core:Compile", "pipeinfer.engine.core:Capture"),
 }
 
 

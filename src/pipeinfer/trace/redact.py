@@ -60,7 +60,8 @@ AS_THEY_ARE = {
     "Abort", "Done", "Begin", "Hello", "Ready", "Admitted", "Digests", "Fault", "Refused",
     "Prepared", "Compiled", "HandOver", "ResetCache", "CacheReset", "StopHit", "Heartbeat",
     "GroupStatus", "RankStatus", "Ended", "GroupFault",
-    "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "Encode", "Try",
+    "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "GraphDue", "Capture", "Encode",
+    "Try",
     "StepFailed", "Hangup", "StatusChanged", "StepNote", "Unencoded",
     "Crash", "End",
 }  # fmt: skip

@@ -33,6 +33,7 @@ NUMBERS: frozenset[Attribute] = frozenset(
         ("pipeinfer.scheduler.epochs:Epochs", "_condemned"),
         ("pipeinfer.scheduler.preparation:Preparation", "_processes"),
         ("pipeinfer.scheduler.preparation:Asked", "answered"),
+        ("pipeinfer.scheduler.prefixes:Prefixes", "_led"),
         ("pipeinfer.scheduler.agreement:_Rank", "first"),
         ("pipeinfer.scheduler.agreement:_Rank", "own"),
     )
