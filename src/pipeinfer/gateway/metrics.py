@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from pipeinfer.gateway.health import Health
+from pipeinfer.gateway.tallies import Tallies, Tally, Times
 from pipeinfer.step_budget import NO_TARGETS, Targets
 
 log = logging.getLogger(__name__)
@@ -48,9 +49,9 @@ class Metrics:
             "outcome",
         )
         self.prompt_tokens = count("prompt_tokens", "Tokens of accepted prompts.")
-        self.generated_tokens = count(
+        self.generated_tokens = self._tallies(
             "generated_tokens", "Output tokens delivered; a stop token is not."
-        )
+        ).of()
         self.bad_requests = count("bad_requests", "Requests that could not be read as HTTP.")
         self.refused_connections = count(
             "refused_connections",
@@ -70,24 +71,22 @@ class Metrics:
             "key",
             "outcome",
         )
-        self._key_tokens = count(
+        self._key_tokens = self._tallies(
             "key_tokens",
             "Tokens by the name of their API key. Kinds: prompt, output.",
             "key",
             "kind",
         )
-        self.first_token = Histogram(
+        self.first_token = Times(
             "pipeinfer_time_to_first_token_seconds",
             "From a request's arrival to its first output.",
-            buckets=FIRST,
-            registry=self.registry,
+            FIRST,
         )
-        self.between_tokens = Histogram(
-            "pipeinfer_inter_token_seconds",
-            "Between two outputs of a request.",
-            buckets=BETWEEN,
-            registry=self.registry,
+        self.between_tokens = Times(
+            "pipeinfer_inter_token_seconds", "Between two outputs of a request.", BETWEEN
         )
+        self.registry.register(self.first_token)
+        self.registry.register(self.between_tokens)
         self.registry.register(_Stages(health))
         self.registry.register(_Gateway(ready, targets))
         for outcome in ("stop", "length", "abort", "error", "refused"):
@@ -95,6 +94,11 @@ class Metrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"pipeinfer_{name}", text, labels, registry=self.registry)
+
+    def _tallies(self, name: str, text: str, *labels: str) -> Tallies:
+        tallies = Tallies(f"pipeinfer_{name}", text, labels)
+        self.registry.register(tallies)
+        return tallies
 
     def ended(self, outcome: str) -> None:
         """Counts one request that is over."""
@@ -109,11 +113,11 @@ class Metrics:
                 self._seen_fields.add(name)
                 log.warning("requests have a field %r, which nobody knows; it is ignored", name)
 
-    def key_counters(self, key: str) -> tuple[Counter, Counter]:
+    def key_counters(self, key: str) -> tuple[Tally, Tally]:
         """The counters of prompt and of output tokens of the key called `key`."""
         for outcome in KEY_OUTCOMES:
             self._key_requests.labels(key, outcome)
-        return self._key_tokens.labels(key, "prompt"), self._key_tokens.labels(key, "output")
+        return self._key_tokens.of(key, "prompt"), self._key_tokens.of(key, "output")
 
     def key_ended(self, key: str, outcome: str) -> None:
         """Counts one HTTP request of a key that is over."""

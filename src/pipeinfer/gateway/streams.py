@@ -1,7 +1,8 @@
 """The two ways an answer leaves: as one JSON body, or as server-sent events while it grows.
 
-Both are sinks of the port, in front of an outlet that makes the bytes. A stream writes each chunk
-straight to the connection: no task, no future and no queue for a token. Knows no core.
+Both are sinks of the port, in front of an outlet that makes the bytes. A stream hands its chunks to
+the connection once in a turn of the loop: no task, no future and no queue for a token, and one
+write for all tokens that came together. Knows no core.
 """
 
 from __future__ import annotations
@@ -61,12 +62,36 @@ class WholeAnswer:
         return web.Response(body=self._content, content_type="application/json")
 
 
-class EventStream:
-    """Sends chunks as they come. Nothing is sent before the first one, so a refusal is an error."""
+class Turn:
+    """The streams that have something to send in this turn of the loop.
 
-    def __init__(self, outlet: Outlet) -> None:
+    A write costs more than all else that is done for a token. Where the gateway falls behind, the
+    tokens of several steps wait in its inbox; they are read in one turn, and leave together.
+    """
+
+    def __init__(self) -> None:
+        self._streams: list[EventStream] = []
+
+    def add(self, stream: EventStream) -> None:
+        """It is flushed when all that has come was read."""
+        if not self._streams:
+            asyncio.get_running_loop().call_soon(self._end)
+        self._streams.append(stream)
+
+    def _end(self) -> None:
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            stream.flush()
+
+
+class EventStream:
+    """Sends chunks as they come, in each `turn` those that it has. Nothing is sent before the first
+    one, so a refusal is an error."""
+
+    def __init__(self, outlet: Outlet, turn: Turn) -> None:
         self._outlet = outlet
-        self._held: list[bytes] = []  # chunks from before the headers
+        self._turn = turn
+        self._held: list[bytes] = []  # chunks of this turn, or from before the headers
         self._transport: asyncio.WriteTransport | None = None
         self._chunked = True
         loop = asyncio.get_running_loop()
@@ -107,9 +132,9 @@ class EventStream:
         self._chunked = request.version >= HttpVersion11
         self._transport = request.transport
         request[PROBE] = self._comment
-        held, self._held = self._held, []
-        self._write(b"".join(held))
+        self.flush()
         await self._ended
+        self.flush()
         with contextlib.suppress(ConnectionResetError):  # the client left during the last chunk
             await response.write_eof()
         return response
@@ -120,12 +145,21 @@ class EventStream:
             self._write(b":\n\n")
 
     def _write(self, data: bytes) -> None:
-        transport = self._transport
-        if transport is None:
-            self._held.append(data)
-            if not self._begun.done():
+        if not self._held:
+            if self._transport is not None:
+                self._turn.add(self)
+            elif not self._begun.done():
                 self._begun.set_result(None)
-        elif transport.get_write_buffer_size() > BACKLOG:
+        self._held.append(data)
+
+    def flush(self) -> None:
+        """Hands what is held to the connection."""
+        held, transport = self._held, self._transport
+        if not held or transport is None:
+            return
+        data = held[0] if len(held) == 1 else b"".join(held)
+        held.clear()
+        if transport.get_write_buffer_size() > BACKLOG:
             transport.abort()  # ends the handler, and with it the request
         elif not transport.is_closing():
             transport.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)
