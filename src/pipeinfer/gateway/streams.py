@@ -62,6 +62,12 @@ class WholeAnswer:
         return web.Response(body=self._content, content_type="application/json")
 
 
+class _Streamed(web.StreamResponse):
+    """Its head leaves with what is written first, as that of aiohttp's own whole responses."""
+
+    _send_headers_immediately = False
+
+
 class Turn:
     """The streams that have something to send in this turn of the loop.
 
@@ -124,9 +130,10 @@ class EventStream:
         failed = await self._begun
         if failed is not None:
             raise api_error(failed)
-        response = web.StreamResponse(headers=HEADERS)
+        response = _Streamed(headers=HEADERS)
         try:
             await response.prepare(request)
+            await response.write(self._taken())
         except ConnectionResetError:  # the client has left; aiohttp finds that out once more
             return web.StreamResponse(status=GONE)
         self._chunked = request.version >= HttpVersion11
@@ -134,9 +141,8 @@ class EventStream:
         request[PROBE] = self._comment
         self.flush()
         await self._ended
-        self.flush()
         with contextlib.suppress(ConnectionResetError):  # the client left during the last chunk
-            await response.write_eof()
+            await response.write_eof(self._taken())
         return response
 
     def _comment(self) -> None:
@@ -152,13 +158,19 @@ class EventStream:
                 self._begun.set_result(None)
         self._held.append(data)
 
-    def flush(self) -> None:
-        """Hands what is held to the connection."""
-        held, transport = self._held, self._transport
-        if not held or transport is None:
-            return
+    def _taken(self) -> bytes:
+        """What was held, and is no more."""
+        held = self._held
         data = held[0] if len(held) == 1 else b"".join(held)
         held.clear()
+        return data
+
+    def flush(self) -> None:
+        """Hands what is held to the connection."""
+        transport = self._transport
+        if not self._held or transport is None:
+            return
+        data = self._taken()
         if transport.get_write_buffer_size() > BACKLOG:
             transport.abort()  # ends the handler, and with it the request
         elif not transport.is_closing():

@@ -1,4 +1,4 @@
-"""Metrics that are counted for every token, as plain numbers that a scrape reads.
+"""Metrics as plain numbers that a scrape reads, since some are counted for every token.
 
 Prometheus' own counters take a lock and check themselves at every count. These belong to one event
 loop. Knows the library's families and nothing of what is counted.
@@ -37,7 +37,10 @@ class Tallies(Collector):
 
     def of(self, *values: str) -> Tally:
         """The counter with these values; there from now on."""
-        return self._tallies.setdefault(values, Tally())
+        tally = self._tallies.get(values)
+        if tally is None:
+            tally = self._tallies[values] = Tally()
+        return tally
 
     def collect(self) -> Iterator[Metric]:
         name, text, labels = self._about
