@@ -73,9 +73,7 @@ class Bodies:
             message = f"the body did not come within {STALL:g} s without a byte"
             raise ApiError(408, message, code="body_timeout") from None
 
-    async def _take(
-        self, body: bytearray, decoder: _Plain | _Compressed, data: bytes
-    ) -> None:
+    async def _take(self, body: bytearray, decoder: _Plain | _Compressed, data: bytes) -> None:
         for part in decoder.parts(data) if data else ():
             self._add(body, part)
             if len(part) == SLICE:

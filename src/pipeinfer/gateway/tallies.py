@@ -51,7 +51,7 @@ class Tallies(Collector):
 
 
 class Times(Collector):
-    """A histogram of seconds. `bounds`: upper ends of its buckets, beside the last, infinite one."""
+    """A histogram of seconds. `bounds`: upper ends of its buckets, but for the last, infinite."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._about = name, text
