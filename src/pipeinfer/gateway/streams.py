@@ -133,13 +133,12 @@ class EventStream:
         response = _Streamed(headers=HEADERS)
         try:
             await response.prepare(request)
-            await response.write(self._taken())
+            self._chunked = request.version >= HttpVersion11
+            self._transport = request.transport  # what comes from now on goes there by itself
+            request[PROBE] = self._comment
+            await response.write(self._taken())  # at once; then perhaps it waits for the client
         except ConnectionResetError:  # the client has left; aiohttp finds that out once more
             return web.StreamResponse(status=GONE)
-        self._chunked = request.version >= HttpVersion11
-        self._transport = request.transport
-        request[PROBE] = self._comment
-        self.flush()
         await self._ended
         with contextlib.suppress(ConnectionResetError):  # the client left during the last chunk
             await response.write_eof(self._taken())
