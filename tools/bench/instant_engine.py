@@ -11,6 +11,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ import zmq
 
 from pipeinfer.engine.core import Compute, EngineCore
 from pipeinfer.engine.driver import step_done
+from pipeinfer.events import StepDone
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import PROTOCOL, Hello, Message
 from pipeinfer.runtime.entry import run_shell, stage_settings
@@ -48,22 +50,25 @@ class InstantDevice:
         self._highest = highest_id
         self._feed: Callable[[Message], None] | None = None
         self._free_at = 0.0
+        self._steps: deque[StepDone] = deque()  # that run, oldest first
 
     async def start(self, feed: Callable[[Message], None]) -> None:
         self._feed, self._loop = feed, asyncio.get_running_loop()
 
     def deliver(self, message: Any) -> None:
-        assert self._feed is not None
+        feed = self._feed
+        assert feed is not None
         assert isinstance(message, Compute)
         step = message.step
         ids = self._ids.integers(0, self._highest + 1, int(step.samples.sum()), np.int32)
         done = step_done(step, Sampled.one_each(ids), self._seconds)
         if self._seconds == 0:
-            self._loop.call_soon(self._feed, done)
+            self._loop.call_soon(feed, done)
             return
-        # Steps follow one another, as on a device.
+        # Steps follow one another, as on a device. Timers of a busy loop may change places.
         self._free_at = max(self._free_at, self._loop.time()) + self._seconds
-        self._loop.call_at(self._free_at, self._feed, done)
+        self._steps.append(done)
+        self._loop.call_at(self._free_at, lambda: feed(self._steps.popleft()))
 
     async def stop(self) -> None:
         """Nothing runs that could be waited for."""

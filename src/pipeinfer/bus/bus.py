@@ -14,6 +14,7 @@ from pathlib import Path
 import zmq
 
 from pipeinfer.bus import frames, links
+from pipeinfer.bus import parts as multipart
 from pipeinfer.bus.frames import FRAME_BYTES, TELEMETRY_BYTES, Header
 from pipeinfer.bus.links import Links
 from pipeinfer.bus.reader import Handler, Reader
@@ -128,7 +129,7 @@ class Bus:
         header = Header(PROTOCOL, self.identity.id, self.incarnation, number, sent, counted)
         parts = frames.encode(send.channel, header, send.message)
         if send.to == EVERYONE:
-            self._publishers[send.channel].send_multipart(parts, zmq.NOBLOCK)
+            multipart.send(self._publishers[send.channel], parts)
         else:
             self._push(send.to, parts)
         if link is not None:
@@ -176,7 +177,7 @@ class Bus:
 
     def _push(self, stage: str, parts: list[bytes]) -> None:
         try:
-            self._outbox(stage).send_multipart(parts, zmq.NOBLOCK)
+            multipart.send(self._outbox(stage), parts)
         except zmq.Again:  # there is no mark to be reached: libzmq has given the peer up
             address = self._topology.address(stage)
             raise RuntimeError(f"{stage} at {address}: one of us has CURVE keys, one not") from None

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import zmq
 
 from pipeinfer.bus import frames
+from pipeinfer.bus import parts as multipart
 from pipeinfer.bus.frames import Header
 from pipeinfer.messages import Message
 
@@ -94,7 +95,7 @@ class Reader:
             if socket.closed:
                 return
             try:
-                parts = socket.recv_multipart(zmq.NOBLOCK)
+                parts = multipart.receive(socket)
             except zmq.Again:
                 return
             try:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
-from prometheus_client import Counter
 
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta, Failed, Started
@@ -22,6 +21,7 @@ from pipeinfer.gateway.limits import Account, Excess, Limits
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Sink
 from pipeinfer.gateway.responses import GONE, Handler
+from pipeinfer.gateway.tallies import Tally
 
 ANONYMOUS = "anonymous"  # whose limits count where no key is needed: everybody's together
 GUARDED = (
@@ -45,9 +45,9 @@ class Client:
         self.account = account
         self.prompt, self.output = metrics.key_counters(name)
 
-    def use(self, counter: Counter, tokens: int, clock: Callable[[], float]) -> None:
+    def use(self, counter: Tally, tokens: int, clock: Callable[[], float]) -> None:
         """Counts tokens, and takes them from its minute's."""
-        counter.inc(tokens)
+        counter.count += tokens
         if self.account.limits.tokens:
             self.account.use(tokens, clock())
 

@@ -18,7 +18,7 @@ from pipeinfer.gateway.requests import Job
 from pipeinfer.gateway.schema import Request
 from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.shapes import Answer
-from pipeinfer.gateway.streams import EventStream, WholeAnswer, api_error
+from pipeinfer.gateway.streams import EventStream, Turn, WholeAnswer, api_error
 from pipeinfer.gateway.tokenizing import Encoded
 from pipeinfer.gateway.tracing import carried
 
@@ -29,6 +29,7 @@ class Answering:
     def __init__(self, service: Service) -> None:
         self.service = service
         self._intake = Intake(Bodies(service.max_body_bytes), service.metrics.unknown_fields)
+        self._turn = Turn()
 
     async def body(self, request: web.Request, kind: type[Request]) -> Request:
         """The checked body, read only if its request could be taken now."""
@@ -45,7 +46,7 @@ class Answering:
     async def respond(self, request: web.Request, job: Job, outlet: Outlet) -> web.StreamResponse:
         """Runs the job; `outlet` makes the answer."""
         self.check_room(job.choices)
-        sink = EventStream(outlet) if job.stream else WholeAnswer(outlet)
+        sink = EventStream(outlet, self._turn) if job.stream else WholeAnswer(outlet)
         admission = self.service.admission
         admission.widen(request, job.prompts, job.choices)
         # Whatever still runs is hung up at the end, also when the handler is cancelled because the

@@ -58,12 +58,12 @@ class Bodies:
         self, body: bytearray, decoder: _Plain | _Compressed, request: web.Request
     ) -> None:
         try:
-            async with asyncio.timeout(WHOLE):
-                while data := await self._next(request):
-                    for part in decoder.parts(data):
-                        self._add(body, part)
-                        if len(part) == SLICE:
-                            await asyncio.sleep(0)  # there is more to decompress; others first
+            if request.content.is_eof():  # it came with its head, as most do
+                await self._take(body, decoder, request.content.read_nowait())
+            else:
+                async with asyncio.timeout(WHOLE):
+                    while data := await self._next(request):
+                        await self._take(body, decoder, data)
             decoder.end()
         except zlib.error:
             raise _broken("it cannot be decompressed") from None
@@ -72,6 +72,12 @@ class Bodies:
         except TimeoutError:
             message = f"the body did not come within {STALL:g} s without a byte"
             raise ApiError(408, message, code="body_timeout") from None
+
+    async def _take(self, body: bytearray, decoder: _Plain | _Compressed, data: bytes) -> None:
+        for part in decoder.parts(data) if data else ():
+            self._add(body, part)
+            if len(part) == SLICE:
+                await asyncio.sleep(0)  # there is more to decompress; others first
 
     async def _next(self, request: web.Request) -> bytes:
         async with asyncio.timeout(STALL):

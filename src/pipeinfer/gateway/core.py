@@ -244,14 +244,15 @@ class GatewayCore:
         byte, token = record.bytes, record.tokens
         try:
             text, ids = record.advance(row)
-            prompt = record.prompt(row)
+            prompt = None if row.prompt is None else record.prompt(row)
         except Hole as hole:
             out.append(self._abort(record, "stream_broken", now))
             out.append(local(Failed(row.request_id, 500, str(hole), code="stream_broken")))
             return
         if row.finish is None:
             if text or ids:
-                self._begin(record)
+                if not record.started:
+                    self._begin(record)
             elif prompt is None:
                 return
             delta = Delta(row.request_id, text, ids, byte, token)
@@ -364,9 +365,8 @@ class GatewayCore:
     # ------------------------------------------------------------------------------ ends of records
 
     def _begin(self, record: Record) -> None:
-        if not record.started:
-            record.started = True
-            self._backlog.remove(record.size)
+        record.started = True
+        self._backlog.remove(record.size)
 
     def _found_larger(self, record: Record) -> None:
         """Its tokens are known: they count if they are more than what it occupies."""

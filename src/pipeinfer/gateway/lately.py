@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from prometheus_client import Counter, Histogram
-
 from pipeinfer.gateway.metrics import BETWEEN, FIRST, Metrics
+from pipeinfer.gateway.tallies import Times
 
 QUANTILES = (50, 90, 99)  # in percent: those that are shown
 WINDOW = 60.0  # seconds
@@ -66,16 +65,16 @@ class Latencies:
     def stats(self, now: float) -> dict[str, float]:
         """How many first outputs and later ones there were, and their quantiles in milliseconds
         where there are any. `now`: monotonic seconds."""
-        told = {"output_tokens_total": _samples(self._tokens)[0]}
+        told = {"output_tokens_total": float(self._tokens.count)}
         for name, histogram, lately in self._kinds:
-            lately.take(_samples(histogram), now)
+            lately.take(_buckets(histogram), now)
             told[f"{name}_count"] = float(lately.count)
             for share in QUANTILES:
                 told[f"{name}_ms_p{share}"] = (lately.quantile(share / 100) or 0.0) * 1e3
         return told
 
 
-def _samples(metric: Counter | Histogram) -> list[float]:
-    """A counter's value; of a histogram, how many were at most each bound, and all of them."""
-    (family,) = metric.collect()
-    return [one.value for one in family.samples if one.name.endswith(("_total", "_bucket"))]
+def _buckets(times: Times) -> list[float]:
+    """How many were at most each bound, and all of them."""
+    (family,) = times.collect()
+    return [one.value for one in family.samples if one.name.endswith("_bucket")]

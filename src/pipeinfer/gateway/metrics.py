@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from pipeinfer.gateway.health import Health
+from pipeinfer.gateway.tallies import Tallies, Tally, Times
 from pipeinfer.step_budget import NO_TARGETS, Targets
 
 log = logging.getLogger(__name__)
@@ -40,29 +41,29 @@ class Metrics:
         targets: Targets = NO_TARGETS,
     ) -> None:
         self.registry = CollectorRegistry()
-        count = self._counter
-        self._requests = count(
+        tallies = self._tallies
+        self._requests = tallies(
             "requests",
             "Ended requests. Outcomes: stop, length, abort (its client left, or its time was up), "
             "error, refused (it never ran).",
             "outcome",
         )
-        self.prompt_tokens = count("prompt_tokens", "Tokens of accepted prompts.")
-        self.generated_tokens = count(
+        self.prompt_tokens = tallies("prompt_tokens", "Tokens of accepted prompts.").of()
+        self.generated_tokens = tallies(
             "generated_tokens", "Output tokens delivered; a stop token is not."
-        )
-        self.bad_requests = count("bad_requests", "Requests that could not be read as HTTP.")
-        self.refused_connections = count(
+        ).of()
+        self.bad_requests = tallies("bad_requests", "Requests that could not be read as HTTP.").of()
+        self.refused_connections = tallies(
             "refused_connections",
             "Connections beyond the bound: the new one, or an idle one, was closed.",
-        )
-        self._unknown_fields = count(
+        ).of()
+        self._unknown_fields = tallies(
             "unknown_fields",
             "Fields of bodies that were ignored because nobody knows them. The log names each "
             "once.",
-        )
+        ).of()
         self._seen_fields: set[str] = set()
-        self._key_requests = count(
+        self._key_requests = tallies(
             "key_requests",
             "HTTP requests by the name of their API key, anonymous where none is needed; one of "
             "several prompts is one. Outcomes: ok, limited (429 for the key's limits), refused "
@@ -70,35 +71,35 @@ class Metrics:
             "key",
             "outcome",
         )
-        self._key_tokens = count(
+        self._key_tokens = tallies(
             "key_tokens",
             "Tokens by the name of their API key. Kinds: prompt, output.",
             "key",
             "kind",
         )
-        self.first_token = Histogram(
+        self.first_token = Times(
             "pipeinfer_time_to_first_token_seconds",
             "From a request's arrival to its first output.",
-            buckets=FIRST,
-            registry=self.registry,
+            FIRST,
         )
-        self.between_tokens = Histogram(
-            "pipeinfer_inter_token_seconds",
-            "Between two outputs of a request.",
-            buckets=BETWEEN,
-            registry=self.registry,
+        self.between_tokens = Times(
+            "pipeinfer_inter_token_seconds", "Between two outputs of a request.", BETWEEN
         )
+        self.registry.register(self.first_token)
+        self.registry.register(self.between_tokens)
         self.registry.register(_Stages(health))
         self.registry.register(_Gateway(ready, targets))
         for outcome in ("stop", "length", "abort", "error", "refused"):
-            self._requests.labels(outcome)  # so that rates have a zero to start from
+            self._requests.of(outcome)  # so that rates have a zero to start from
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"pipeinfer_{name}", text, labels, registry=self.registry)
+    def _tallies(self, name: str, text: str, *labels: str) -> Tallies:
+        tallies = Tallies(f"pipeinfer_{name}", text, labels)
+        self.registry.register(tallies)
+        return tallies
 
     def ended(self, outcome: str) -> None:
         """Counts one request that is over."""
-        self._requests.labels(outcome).inc()
+        self._requests.of(outcome).inc()
 
     def unknown_fields(self, names: Sequence[str]) -> None:
         """Counts fields that were ignored, and logs each when it is the first of its name."""
@@ -109,15 +110,15 @@ class Metrics:
                 self._seen_fields.add(name)
                 log.warning("requests have a field %r, which nobody knows; it is ignored", name)
 
-    def key_counters(self, key: str) -> tuple[Counter, Counter]:
+    def key_counters(self, key: str) -> tuple[Tally, Tally]:
         """The counters of prompt and of output tokens of the key called `key`."""
         for outcome in KEY_OUTCOMES:
-            self._key_requests.labels(key, outcome)
-        return self._key_tokens.labels(key, "prompt"), self._key_tokens.labels(key, "output")
+            self._key_requests.of(key, outcome)
+        return self._key_tokens.of(key, "prompt"), self._key_tokens.of(key, "output")
 
     def key_ended(self, key: str, outcome: str) -> None:
         """Counts one HTTP request of a key that is over."""
-        self._key_requests.labels(key, outcome).inc()
+        self._key_requests.of(key, outcome).inc()
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """The text for a scrape and its content type: OpenMetrics if the header `accept` names it,

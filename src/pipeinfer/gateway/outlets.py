@@ -88,6 +88,8 @@ class ChunkStream:
         self._opened = [False] * choices
         self._open = choices
         self._usage = Usage()
+        # Whether all chunks between the first and the last are text, and nothing else.
+        self._plain = not (answer.shown.beside_text or answer.reader or continuous_usage)
 
     @property
     def ended(self) -> bool:
@@ -98,7 +100,10 @@ class ChunkStream:
         self._chunks.started(index, started)
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        chunks, shown = self._chunks, self._answer.shown  # hot path: every token of every stream
+        if self._plain and delta.finish is None and self._opened[index]:
+            # The hot path: every token of nearly every stream.
+            return self._chunks.text(index, delta.text) if delta.text else b""
+        chunks, shown = self._chunks, self._answer.shown
         chunks.count(index, delta)
         opening, logprobs = b"", NULL
         if shown.beside_text:

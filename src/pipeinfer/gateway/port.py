@@ -131,18 +131,25 @@ class Port:
 
     def deliver(self, message: Started | Delta | Failed | CacheReset) -> None:
         """Hands an output of the core to its sink; what nobody waits for is dropped."""
-        if isinstance(message, CacheReset):
-            self._reset(message)
-            return
-        route = self._routes.get(message.request_id)
-        if route is None:
-            return
-        if isinstance(message, Delta):
-            self._measure(route, message)
+        if isinstance(message, Delta):  # hot path: every token of every stream
+            route = self._routes.get(message.request_id)
+            if route is None:
+                return
+            if message.ids:
+                self._measure(route, message)
             if message.finish is not None:
                 self._close(message.request_id, message.finish)
             route.sink.delta(route.index, message)
-        elif isinstance(message, Started):
+        elif isinstance(message, CacheReset):
+            self._reset(message)
+        else:
+            self._begin_or_end(message)
+
+    def _begin_or_end(self, message: Started | Failed) -> None:
+        route = self._routes.get(message.request_id)
+        if route is None:
+            return
+        if isinstance(message, Started):
             self._metrics.prompt_tokens.inc(message.prompt_tokens)
             route.sink.started(route.index, message)
         else:
@@ -163,8 +170,6 @@ class Port:
             self.deliver(Failed(request_id, status, message, code="shutting_down"))
 
     def _measure(self, route: _Route, delta: Delta) -> None:
-        if not delta.ids:
-            return
         now = self._clock()
         histogram = self._metrics.first_token if route.first else self._metrics.between_tokens
         histogram.observe(now - route.last)

@@ -5,7 +5,6 @@ Knows the schema and the core's events, and nothing about HTTP or tokens.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -84,8 +83,7 @@ class Terms:
     reading: Reading = NOTHING
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """What one HTTP request asks for. `calls`: one for each of its `prompts`, in order, to be gone
     through once; each is built when its turn comes. `choices`: that are made of them all. `shown`:
     beside new text. `best`: so many choices of each prompt are shown, the best; 0: all. `reader`:
@@ -101,8 +99,8 @@ class Job:
     prompts: int = 1
     best: int = 0
     reader: Callable[[], Reader] | None = None
-    calling: Calling = dataclasses.field(default_factory=Calling)
-    params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    calling: Calling = Calling()
+    params: SamplingParams = msgspec.field(default_factory=SamplingParams)
 
 
 def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
@@ -114,7 +112,7 @@ def chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         job = _chat_job(with_tools, base, terms, trace)
     except ApiError as error:
         raise renamed(error, OLD_NAMES) from None
-    return dataclasses.replace(job, calling=dataclasses.replace(job.calling, older=True))
+    return replace(job, calling=replace(job.calling, older=True))
 
 
 def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
@@ -163,7 +161,7 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     reader = reading.reader(schemas, one_call, thoughts)
     job = _job(request, [call], params.n, shown)
     calling = Calling(reading.tools == "mistral", bool(named_function(request)))
-    return dataclasses.replace(job, reader=reader, params=params, calling=calling)
+    return replace(job, reader=reader, params=params, calling=calling)
 
 
 def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: str) -> Job:
@@ -198,7 +196,7 @@ def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: s
                 yield replace(common, request_id=name, prompt_ids=pack(prompt))
 
     job = _job(request, calls(), len(prompts) * made, shown)
-    return dataclasses.replace(job, prompts=len(prompts), best=best)
+    return replace(job, prompts=len(prompts), best=best)
 
 
 def _limit(request: Generation, default: int | None) -> tuple[int | None, str]:

@@ -24,8 +24,7 @@ NULL = b"null"
 _json = msgspec.json.Encoder()
 
 
-@dataclass(frozen=True)
-class Shown:
+class Shown(msgspec.Struct, frozen=True):
     """What an answer has beside new text: log-probs with so many alternatives (None: no log-probs),
     those of the prompt, the prompt itself, the ids of prompt and output. nothing_new: and nothing
     else."""
@@ -51,8 +50,7 @@ class Shown:
         )
 
 
-@dataclass(frozen=True)
-class Calling:
+class Calling(msgspec.Struct, frozen=True):
     """How an answer tells calls. `short_ids`: as Mistral wants them. `named`: the client chose the
     function; OpenAI ends such a call with "stop". `older`: the one call is `function_call`."""
 
@@ -61,8 +59,7 @@ class Calling:
     older: bool = False
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """What all chunks and bodies of one answer say of themselves. `created`: Unix seconds.
 
     `reader`: makes what reads one choice, None where all is content."""

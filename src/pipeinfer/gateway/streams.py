@@ -1,7 +1,8 @@
 """The two ways an answer leaves: as one JSON body, or as server-sent events while it grows.
 
-Both are sinks of the port, in front of an outlet that makes the bytes. A stream writes each chunk
-straight to the connection: no task, no future and no queue for a token. Knows no core.
+Both are sinks of the port, in front of an outlet that makes the bytes. A stream hands its chunks to
+the connection once in a turn of the loop: no task, no future and no queue for a token, and one
+write for all tokens that came together. Knows no core.
 """
 
 from __future__ import annotations
@@ -61,12 +62,42 @@ class WholeAnswer:
         return web.Response(body=self._content, content_type="application/json")
 
 
-class EventStream:
-    """Sends chunks as they come. Nothing is sent before the first one, so a refusal is an error."""
+class _Streamed(web.StreamResponse):
+    """Its head leaves with what is written first, as that of aiohttp's own whole responses."""
 
-    def __init__(self, outlet: Outlet) -> None:
+    _send_headers_immediately = False
+
+
+class Turn:
+    """The streams that have something to send in this turn of the loop.
+
+    A write costs more than all else that is done for a token. Where the gateway falls behind, the
+    tokens of several steps wait in its inbox; they are read in one turn, and leave together.
+    """
+
+    def __init__(self) -> None:
+        self._streams: list[EventStream] = []
+
+    def add(self, stream: EventStream) -> None:
+        """It is flushed when all that has come was read."""
+        if not self._streams:
+            asyncio.get_running_loop().call_soon(self._end)
+        self._streams.append(stream)
+
+    def _end(self) -> None:
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            stream.flush()
+
+
+class EventStream:
+    """Sends chunks as they come, in each `turn` those that it has. Nothing is sent before the first
+    one, so a refusal is an error."""
+
+    def __init__(self, outlet: Outlet, turn: Turn) -> None:
         self._outlet = outlet
-        self._held: list[bytes] = []  # chunks from before the headers
+        self._turn = turn
+        self._held: list[bytes] = []  # chunks of this turn, or from before the headers
         self._transport: asyncio.WriteTransport | None = None
         self._chunked = True
         loop = asyncio.get_running_loop()
@@ -99,19 +130,18 @@ class EventStream:
         failed = await self._begun
         if failed is not None:
             raise api_error(failed)
-        response = web.StreamResponse(headers=HEADERS)
+        response = _Streamed(headers=HEADERS)
         try:
             await response.prepare(request)
+            self._chunked = request.version >= HttpVersion11
+            self._transport = request.transport  # what comes from now on goes there by itself
+            request[PROBE] = self._comment
+            await response.write(self._taken())  # at once; then perhaps it waits for the client
         except ConnectionResetError:  # the client has left; aiohttp finds that out once more
             return web.StreamResponse(status=GONE)
-        self._chunked = request.version >= HttpVersion11
-        self._transport = request.transport
-        request[PROBE] = self._comment
-        held, self._held = self._held, []
-        self._write(b"".join(held))
         await self._ended
         with contextlib.suppress(ConnectionResetError):  # the client left during the last chunk
-            await response.write_eof()
+            await response.write_eof(self._taken())
         return response
 
     def _comment(self) -> None:
@@ -120,12 +150,27 @@ class EventStream:
             self._write(b":\n\n")
 
     def _write(self, data: bytes) -> None:
-        transport = self._transport
-        if transport is None:
-            self._held.append(data)
-            if not self._begun.done():
+        if not self._held:
+            if self._transport is not None:
+                self._turn.add(self)
+            elif not self._begun.done():
                 self._begun.set_result(None)
-        elif transport.get_write_buffer_size() > BACKLOG:
+        self._held.append(data)
+
+    def _taken(self) -> bytes:
+        """What was held, and is no more."""
+        held = self._held
+        data = held[0] if len(held) == 1 else b"".join(held)
+        held.clear()
+        return data
+
+    def flush(self) -> None:
+        """Hands what is held to the connection."""
+        transport = self._transport
+        if not self._held or transport is None:
+            return
+        data = self._taken()
+        if transport.get_write_buffer_size() > BACKLOG:
             transport.abort()  # ends the handler, and with it the request
         elif not transport.is_closing():
             transport.write(b"%x\r\n%s\r\n" % (len(data), data) if self._chunked else data)

@@ -27,6 +27,8 @@ MOST_CHAT_VALUES = 100_000
 
 SLICE = 128 * 1024  # bytes between two iterations of the loop; the worst take 5 ms
 
+FEW = 32  # brackets that are looked at one by one: most bodies have a handful
+
 _OPENING, _CLOSING = b"[{", b"]}"
 _NOT_STRUCTURE = bytes(c for c in range(256) if c not in b"[]{},:")
 _STEPS = np.zeros(256, dtype=np.int8)
@@ -76,13 +78,21 @@ class Survey:
         self.values += commas
         self.members += structure.count(b":")
         if brackets:
-            levels = np.cumsum(_STEPS[np.frombuffer(brackets, np.uint8)], dtype=np.int64)
-            self.depth = max(self.depth, self._level + int(levels.max()))
-            opened = sum(brackets.count(c) for c in (b"[", b"{"))
-            self._level += int(levels[-1])
+            opened = brackets.count(b"[") + brackets.count(b"{")
+            self._nest(brackets)
             self.containers += opened
             self.values += opened
         self._check()
+
+    def _nest(self, brackets: bytes) -> None:
+        if len(brackets) <= FEW:
+            for bracket in brackets:
+                self._level += 1 if bracket in _OPENING else -1
+                self.depth = max(self.depth, self._level)
+            return
+        levels = np.cumsum(_STEPS[np.frombuffer(brackets, np.uint8)], dtype=np.int64)
+        self.depth = max(self.depth, self._level + int(levels.max()))
+        self._level += int(levels[-1])
 
     def _check(self) -> None:
         bounds = self._bounds

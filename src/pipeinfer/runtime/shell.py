@@ -192,14 +192,19 @@ class Shell:
         """One event through the core, and its outputs on their way."""
         if self._stop.is_set() or self._stage is None:
             return
-        driver, local = self._stage.driver, []
+        driver, local = self._stage.driver, list[Message]()
+        tap = self._tap if self._tap is not None and self._tap.active else None
         unsent: list[Unsent] = []
         try:
             sends = self._stage.core.handle(event, now)
-            for send in sends:
-                if send.channel == LOCAL:
-                    local.append(send.message)
-                unsent += self._send(send)
+            for send in sends:  # hot path: in a gateway once for every token of every stream
+                channel, _, message = send
+                if channel != LOCAL:
+                    unsent += self._send(send, tap)
+                    continue
+                local.append(message)
+                if tap is not None:
+                    tap.delivered(message)
             if self._observer.active:
                 self._observer.saw(event, sends, now)
             for message in local:  # last: a driver may feed the next event before it returns
@@ -249,16 +254,11 @@ class Shell:
             raise StoppedWhileBuilding(self.identity.id)
         return built.result()
 
-    def _send(self, send: Send) -> Sequence[Unsent]:
+    def _send(self, send: Send, tap: Tap | None) -> Sequence[Unsent]:
         """Sends it; what the core must be told because that cannot be done."""
         if isinstance(send.message, GroupFault):
             # A supervisor hears it and acts; without one, this line is what tells a person.
             log.error("group %d is stuck: %s", send.message.group, send.message.reason)
-        tap = self._tap if self._tap is not None and self._tap.active else None
-        if send.channel == LOCAL:
-            if tap is not None:
-                tap.delivered(send.message)
-            return ()
         try:
             number, sent, body = self.bus.send(send)
         except (Unencodable, NoSuchStage) as error:

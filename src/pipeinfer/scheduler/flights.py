@@ -53,7 +53,7 @@ class Flights:
         """Plan `number` was published with these (request, count) rows; returns its tokens."""
         slots = [request.slot for request, _ in rows]
         self._flights.append(Flight(number, [(r, r.admission) for r, _ in rows], slots, now))
-        return sum(request.take(count) for request, count in rows)
+        return sum([request.take(count) for request, count in rows])
 
     def late(self, now: float) -> bool:
         """Whether it is time to find out if the oldest plan, or its result, was lost on its way."""

@@ -12,7 +12,7 @@ import msgspec
 from pipeinfer.core import Send
 from pipeinfer.logprobs import AT_ONCE
 from pipeinfer.messages import FinishReason, Message, Open, PromptTokens, Refused, TokenRow, Tokens
-from pipeinfer.packing import pack, pack_few
+from pipeinfer.packing import pack
 from pipeinfer.scheduler.request import TOKEN_BYTES, Request
 
 CONTEXT_TOKENS = 16  # of the prompt, so that the decoder knows what the first output follows
@@ -28,7 +28,7 @@ class Outbox:
     def __init__(self, group: int) -> None:
         self._group = group
         self._sends: list[Send] = []
-        self._rows: dict[str, list[TokenRow]] = {}
+        self._rows: dict[int, list[TokenRow]] = {}  # by the number of the detokenizer
 
     def send(self, channel: str, to: str, message: Message) -> None:
         """One more message."""
@@ -44,12 +44,15 @@ class Outbox:
 
     def row(self, request: Request, row: TokenRow) -> None:
         """New tokens of a request, or its end."""
-        self._rows.setdefault(home(request), []).append(row)
+        rows = self._rows.get(request.work.detokenizer)  # hot path: once a token
+        if rows is None:
+            rows = self._rows[request.work.detokenizer] = []
+        rows.append(row)
 
     def take(self) -> list[Send]:
         """All that was collected since it was last asked."""
         out, self._sends = self._sends, []
-        out += [self._tokens(to, tuple(rows)) for to, rows in self._rows.items()]
+        out += [self._tokens(f"detokenizer-{to}", tuple(rows)) for to, rows in self._rows.items()]
         self._rows.clear()
         return out
 
@@ -119,15 +122,14 @@ def next_row(
     request: Request, offset: int, finish: FinishReason | None, stop_token: int | None
 ) -> TokenRow:
     """The row of what the request has generated from `offset` on."""
-    ids, cached = pack_few(request.outputs[offset:]), max(request.cached, 0)
     logprobs = bytes(request.logprobs[offset * request.score_size :]) if request.score_size else b""
-    return TokenRow(
-        request_id=request.id,
+    return TokenRow(  # hot path: once a token
+        request_id=request.work.request_id,
         offset=offset,
-        ids=ids,
+        ids=request.outputs[offset:].tobytes(),
         finish=finish,
         stop_token=stop_token,
-        cached_tokens=cached,
+        cached_tokens=request.cached if request.cached > 0 else 0,
         logprobs=logprobs,
     )
 

@@ -92,7 +92,7 @@ class Request:
     def ahead(self) -> int:
         """Ids that are known, and will not be computed once the steps in flight are done. Without
         forced ones it is 1 at most."""
-        return self.length - self.projected
+        return self.prompt_len + len(self.outputs) - self.projected
 
     @property
     def prefilling(self) -> bool:
@@ -233,11 +233,12 @@ class Request:
         return finish
 
     def _accept(self, tokens: list[int]) -> tuple[FinishReason | None, int | None]:
+        outputs, most = self.outputs, self.max_total - self.prompt_len
         for token in tokens:
-            self.outputs.append(token)
+            outputs.append(token)
             if token in self.stops:
                 return "stop", token
-            if self.length >= self.max_total:
+            if len(outputs) >= most:
                 return "length", None
         return None, None
 

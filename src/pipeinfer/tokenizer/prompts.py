@@ -195,8 +195,8 @@ class PromptEncoder:
             raise self._too_long(f"at least {fewest}", param)
 
     def _check_vocabulary(self, ids: np.ndarray, param: str) -> None:
-        wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
-        if len(wrong):
+        if int(ids.view(np.uint32).max()) >= self._vocab_size:  # as which no id is below 0
+            wrong = ids[(ids < 0) | (ids >= self._vocab_size)]
             raise self._unknown_token(int(wrong[0]), param)
 
     def _check_named(self, params: SamplingParams) -> None:
