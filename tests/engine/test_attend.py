@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from hadamard_matrix import matrix
 from pipeinfer.checkpoint.rope_config import RopeConfig
 from pipeinfer.engine.attend import StepAttention, TorchStore
 from pipeinfer.engine.storing import store_kept
 from pipeinfer.kernels.e4m3 import E4M3, Scales
+from pipeinfer.kernels.hadamard import turned
 from pipeinfer.layers.attention import MergedHeads, ReadyHeads
 from pipeinfer.layers.norm import OFFSET, USUAL, HeadNorm
 from pipeinfer.layers.placement import Placement, Shard
@@ -97,14 +99,16 @@ def test_ready_heads_are_stored_but_for_tokens_without_a_place_which_leave_zeros
 def test_in_8_bits_what_is_handed_on_is_what_is_read_again():
     """Else a prompt in one chunk would see other keys than in two."""
     shapes, scales = [AttentionShape(HEADS, KV_HEADS, DIM, 0.25)] * 2, Scales(0.125, 0.01)
-    made = KVPool(shapes, 6, PAGE, torch.float32, scales=[Scales(), scales])
+    shifts = [None, torch.randn(KV_HEADS, DIM)]
+    made = KVPool(shapes, 6, PAGE, torch.float32, scales=[Scales(), scales], shifts=shifts)
     heads = inputs(USUAL)
     heads.product[1, -1], heads.product[2, -1] = 1e9, float("nan")
     queries, k, v = TorchStore(made)(1, heads, PLACES)
-    expected = heads.split_and_rotate()
-    assert torch.equal(queries, expected[0])
+    exact_q, exact_k, exact_v = heads.split_and_rotate()
+    torch.testing.assert_close(queries.double(), exact_q.double() @ matrix(DIM))
+    exact_k = turned(exact_k - shifts[1])
     for part, new, exact, scale in (
-        (made.k[1], k, expected[1], scales.k), (made.v[1], v, expected[2], scales.v),
+        (made.k[1], k, exact_k, scales.k), (made.v[1], v, exact_v, scales.v),
     ):  # fmt: skip
         stored = (exact / scale).clamp(-448, 448).to(E4M3).float()
         read = part.view(torch.uint8).flatten(0, 1)[PLACES].view(E4M3).float()
@@ -112,6 +116,25 @@ def test_in_8_bits_what_is_handed_on_is_what_is_read_again():
         torch.testing.assert_close(new, stored * scale, rtol=0, atol=0, equal_nan=True)
     assert v[1, -1, -1] == pytest.approx(448 * scales.v) and v[2, -1, -1].isnan()
     assert not made.k[0].view(torch.uint8).any(), "another layer's"
+
+
+@torch.inference_mode()
+def test_ready_heads_of_8_bits_are_stored_alike_by_both_stores():
+    """In bfloat16, of a layer with a shift and of one without."""
+    shapes = [AttentionShape(HEADS, KV_HEADS, DIM, 0.25)] * 2
+    shifts = [None, torch.randn(KV_HEADS, DIM)]
+    ready = ReadyHeads(*(part.bfloat16() for part in inputs(USUAL).split_and_rotate()))
+    for layer in range(2):
+        one, two = (
+            KVPool(shapes, 6, PAGE, torch.bfloat16, scales=[Scales()] * 2, shifts=shifts)
+            for _ in range(2)
+        )
+        q, k, v = TorchStore(one)(layer, ready, PLACES)
+        queries, *_ = store_kept(two, layer, ready, PLACES)
+        assert torch.equal(q, queries) and {x.dtype for x in (q, k, v)} == {torch.bfloat16}
+        for part, other in ((one.k, two.k), (one.v, two.v)):
+            bits, others = (x[layer].view(torch.uint8) for x in (part, other))
+            assert bits.any() and torch.equal(bits, others)
 
 
 class Backend:

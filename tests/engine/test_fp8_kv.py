@@ -22,8 +22,10 @@ from cores import Cores
 from dense_attention import causal, split
 from kept_logits import logits_of
 from pipeinfer.checkpoint.config import read_config
+from pipeinfer.engine.key_shifts import key_shifts
 from pipeinfer.engine.loading import choose, load_engine
 from pipeinfer.kernels.e4m3 import Scales
+from pipeinfer.kernels.hadamard import turned
 from pipeinfer.models.build import build_model
 from pipeinfer.models.loading import check_checkpoint, load_weights
 from pipeinfer.params import SamplingParams
@@ -58,15 +60,18 @@ def rounded(values: torch.Tensor, scale: float) -> torch.Tensor:
 
 @torch.inference_mode()
 def expected(folder: Path, ids: list[int], scales=None) -> torch.Tensor:
-    """Logits [T, vocab] in float32, all positions at once, of rounded keys and values; of exact
-    ones without `scales`."""
+    """Logits [T, vocab] in float32, all positions at once, of rounded keys and values, keys as
+    pages have them; of exact ones without `scales`."""
     model = build_model(read_config(folder))
     load_weights(model, folder)
     attend = causal(model.attention_shapes())
+    shifts = key_shifts(model, 10**6, torch.device("cpu"))
 
     def narrow(layer, q, k, v):
         if scales is not None:
-            k, v = rounded(k, scales[layer].k), rounded(v, scales[layer].v)
+            shift = 0 if shifts[layer] is None else shifts[layer]
+            k = turned(rounded(turned(k - shift), scales[layer].k)) + shift
+            v = rounded(v, scales[layer].v)
         return attend(layer, q, k, v)
 
     tokens = torch.tensor(ids)

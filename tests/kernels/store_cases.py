@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hadamard_matrix import matrix
 from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
 from pipeinfer.checkpoint.rope_config import RopeConfig
 from pipeinfer.engine.fused_store import FusedStore
@@ -155,10 +156,15 @@ def bits(cache: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 3, 80), (4, 1, 128)])
-def test_pages_of_8_bits_are_those_of_the_reference(heads, kv_heads, dim, dtype):
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 3, 80), (4, 1, 128), (2, 1, 256), (40, 8, 8)]
+)
+def test_pages_of_8_bits_are_those_of_the_reference(heads, kv_heads, dim, shifted, dtype):
     options = {"q_norm": randn(4, dim, dtype=dtype), "k_norm": randn(5, dim, dtype=dtype),
                "k_scale": 0.07, "v_scale": 0.3}  # fmt: skip
+    if shifted:
+        options["shift"] = randn(6, kv_heads, dim)
     got, expected = both(*in_8_bits(7, heads, kv_heads, dim, dtype), heads, **options)
     assert relative_error(got[0], expected[0]) < TOLERANCE[dtype]
     # Values are copied, so they round alike; of keys, a few of which stand between two numbers,
@@ -166,6 +172,33 @@ def test_pages_of_8_bits_are_those_of_the_reference(heads, kv_heads, dim, dtype)
     assert torch.equal(bits(got[2]), bits(expected[2]))
     assert (bits(got[1]) != bits(expected[1])).float().mean() < 0.01
     assert relative_error(got[1].float(), expected[1].float()) < 0.01
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96])
+def test_queries_and_keys_of_8_bits_are_turned_alike_and_keys_shifted_before(dim):
+    """As the matrix says, and so that scores are those of plain ones, less what all have alike."""
+    qkv, cos, sin, places, k_cache, v_cache = in_8_bits(9, 2, 1, dim, torch.float32)
+    k_plain, v_plain = k_cache.float(), v_cache.float()
+    shift = 3 * randn(8, 1, dim)
+    plain = rotate_and_store(qkv, cos, sin, places, k_plain, v_plain, 2)
+    queries = rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, 2, shift=shift)
+    turn = matrix(dim).to(DEVICE)
+    assert relative_error(queries, (plain.double() @ turn).float()) < 1e-5
+    exact = ((k_plain.flatten(0, 1)[places] - shift).double() @ turn).float()
+    keys = bits(k_cache).flatten(0, 1)[places].view(E4M3).float()
+    assert relative_error(keys, exact) < 2**-4
+    scores = torch.einsum("qhd,kd->hqk", queries, exact[:, 0])
+    wanted = torch.einsum("qhd,kd->hqk", plain, k_plain.flatten(0, 1)[places][:, 0])
+    common = (plain * shift).sum(-1).t()[..., None]
+    assert relative_error(scores + common, wanted) < 1e-5
+    assert relative_error(scores, wanted) > 0.1
+
+
+def test_a_shift_is_nothing_to_pages_of_16_bits():
+    given = inputs(5, 4, 2, 64, torch.bfloat16)
+    one, _ = both(*given, 4)
+    other, _ = both(*given, 4, shift=randn(8, 2, 64))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
 def test_every_kind_of_number_becomes_the_nearest_of_8_bits():
@@ -192,22 +225,25 @@ def test_every_kind_of_number_becomes_the_nearest_of_8_bits():
 def test_keys_beyond_the_largest_are_clamped_and_a_nan_stays_one():
     qkv, cos, sin, places, k_cache, v_cache = in_8_bits(3, 1, 1, 64, torch.float32)
     cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
-    qkv[:, 64:128] = torch.tensor([[1e4], [-1e4], [float("nan")]], device=DEVICE)
+    # What stands alone in a head is spread over all of it.
+    qkv[:, 64:128] = 0
+    qkv[:, 64] = torch.tensor([1e4, -1e4, float("nan")], device=DEVICE)
     rotate_and_store(qkv, cos, sin, places, k_cache, v_cache, 1, k_scale=2.0)
     keys = k_cache.view(torch.uint8).flatten(0, 1)[places].view(E4M3).float()
     assert (keys[0] == MOST).all() and (keys[1] == -MOST).all() and keys[2].isnan().all()
 
 
-def test_both_stores_of_an_engine_take_each_layers_scales():
+def test_both_stores_of_an_engine_take_each_layers_scales_and_shift():
     device, scales = torch.device(DEVICE), [Scales(0.5, 0.1), Scales(0.03, 4.0)]
-    shapes = [AttentionShape(4, 2, 32, 1.0)] * 2
+    shapes, shifts = [AttentionShape(4, 2, 32, 1.0)] * 2, [randn(7, 2, 32), None]
     rope = Rope(RopeConfig(theta=10_000.0), 32, torch.float32, device, 40)
     positions, places = torch.tensor([5, 0, 30]).to(device), torch.tensor([9, 4, 14]).to(device)
     heads = MergedHeads(randn(0, 3, 8 * 32), 4, 2, None, rope(positions))
-    pools = [KVPool(shapes, 4, PAGE_SIZE, torch.float32, device, scales) for _ in range(2)]
+    pools = [KVPool(shapes, 4, PAGE_SIZE, torch.float32, device, scales, shifts) for _ in range(2)]
     for layer in range(2):
-        for store in (FusedStore(pools[0]), TorchStore(pools[1])):
-            store(layer, heads, places)
+        stores = FusedStore(pools[0]), TorchStore(pools[1])
+        one, other = (store(layer, heads, places)[0] for store in stores)
+        assert relative_error(one, other) < 1e-5
         for part in ("k", "v"):
             one, other = (getattr(pool, part)[layer].float() for pool in pools)
             assert one.any() and relative_error(one, other) < 0.01

@@ -12,13 +12,14 @@ import torch
 
 from pipeinfer.attention import registry
 from pipeinfer.distributed.collectives import TorchCollectives
+from pipeinfer.engine.key_shifts import key_shifts
 from pipeinfer.engine.machine import Machine
 from pipeinfer.engine.rooms import LargestStep, decode_ladder, mixed_ladder
 from pipeinfer.engine.runner import Runner
 from pipeinfer.engine.sampling import SplitSampler, WholeSampler
 from pipeinfer.engine.start import Start
 from pipeinfer.kernels.e4m3 import Scales
-from pipeinfer.memory.pool import KVPool
+from pipeinfer.memory.pool import KVPool, Shift
 from pipeinfer.models.interface import Model
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets, mixed_budget, most_tokens, said
@@ -66,9 +67,11 @@ def build_runner(
     with start.phase("attention"):
         backend = registry.create(shape.attention, layers, machine.where)
 
+    shifts = _shifts(model, shape, machine)
+
     def pool(pages: int) -> KVPool:
         size = (pages, shape.page_size)
-        return KVPool(layers, *size, shape.dtype, machine.where, shape.scales)
+        return KVPool(layers, *size, shape.dtype, machine.where, shape.scales, shifts)
 
     if collectives is None:
         sampler = WholeSampler(model, machine.kernels)
@@ -90,6 +93,17 @@ def build_runner(
     if runner.step_cost is not None:
         _tell(runner.step_cost, settings, tokens)
     return runner
+
+
+def _shifts(model: Model, shape: Shape, machine: Machine) -> tuple[Shift, ...] | None:
+    """What each layer's keys are stored less, if pages hold e4m3."""
+    if shape.scales is None:
+        return None
+    found: list[tuple[Shift, ...]] = []
+    machine.device.run(
+        lambda: found.append(key_shifts(model, shape.max_model_len, machine.where))
+    )
+    return found[0]
 
 
 def _agreed(collectives: TorchCollectives, pages: int) -> int:

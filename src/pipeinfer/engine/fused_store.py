@@ -43,5 +43,6 @@ class FusedStore:
             offset=0.0 if norm is None else norm.offset,
             k_scale=scales.k,
             v_scale=scales.v,
+            shift=self.pool.shifts[layer],
         )
         return queries, None, None

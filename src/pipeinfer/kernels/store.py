@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pipeinfer.kernels import e4m3
 from pipeinfer.kernels.early import early_launch
+from pipeinfer.kernels.hadamard import run_of, turned
 from pipeinfer.kernels.triton_e4m3 import as_seen, narrowed
 
 # Everything between the product and what is stored is float32 here, rounded once. Layer by layer in
@@ -27,12 +28,34 @@ ELEMENTS = 2048  # of one program; each of its threads reads 16 bytes of either 
 
 
 @triton.jit
+def _butterfly(values, GROUP: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr):
+    """Sums and differences of values of [GROUP, BLOCK] that stand SPAN apart."""
+    pairs = tl.reshape(values, [GROUP, BLOCK // (2 * SPAN), 2, SPAN])
+    first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+    both = tl.join(first + second, first - second)
+    return tl.reshape(tl.permute(both, (0, 1, 3, 2)), [GROUP, BLOCK])
+
+
+@triton.jit
+def _turned(low, high, GROUP: tl.constexpr, BLOCK: tl.constexpr, RUN: tl.constexpr):
+    """hadamard.py's `turned` of the halves [GROUP, BLOCK] of heads, in blocks of 2 RUN values."""
+    scale: tl.constexpr = (2 * RUN) ** -0.5
+    low, high = (low + high) * scale, (low - high) * scale
+    for power in tl.static_range(RUN.bit_length() - 1):
+        low = _butterfly(low, GROUP, BLOCK, 1 << power)
+        high = _butterfly(high, GROUP, BLOCK, 1 << power)
+    return low, high
+
+
+@triton.jit
 def _rotated(
-    source, target, first, angles, cos, sin, norm, eps, to_scale,
+    source, target, first, angles, cos, sin, norm, eps, shift, to_scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, OFFSET: tl.constexpr, NARROW: tl.constexpr,
+    NORM: tl.constexpr, OFFSET: tl.constexpr, SHIFT: tl.constexpr, RUN: tl.constexpr,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Norms (optional), rotates and stores heads first .. first + GROUP - 1 of one token."""
+    """Norms (optional), rotates and stores heads first .. first + GROUP - 1 of one token. SHIFT:
+    less `shift`. RUN: of `_turned`, 0: not turned."""
     half: tl.constexpr = DIM // 2
     heads = first + tl.arange(0, GROUP)[:, None]
     lane = tl.arange(0, BLOCK)[None, :]
@@ -54,6 +77,11 @@ def _rotated(
     c = tl.load(cos + angles + lane, mask=lane < half, other=0.0).to(tl.float32)
     s = tl.load(sin + angles + lane, mask=lane < half, other=0.0).to(tl.float32)
     low, high = left * c - right * s, right * c + left * s
+    if SHIFT:
+        low -= tl.load(shift + at, mask=inside, other=0.0)
+        high -= tl.load(shift + at + half, mask=inside, other=0.0)
+    if RUN:
+        low, high = _turned(low, high, GROUP, BLOCK, RUN)
     if NARROW:
         low = narrowed(low, to_scale, target.dtype.element_ty)
         high = narrowed(high, to_scale, target.dtype.element_ty)
@@ -78,15 +106,15 @@ def _copied(
 
 @triton.jit
 def _store(
-    qkv, queries, k_cache, v_cache, cos, sin, positions, places, q_norm, k_norm, eps,
+    qkv, queries, k_cache, v_cache, cos, sin, positions, places, q_norm, k_norm, eps, shift,
     k_scale, v_scale, qkv_stride, angle_stride, k_stride, v_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, TABLE: tl.constexpr,
-    NARROW: tl.constexpr, EARLY: tl.constexpr,
+    SHIFT: tl.constexpr, RUN: tl.constexpr, NARROW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (token, group): groups of query heads, then of key heads, then of value heads.
 
-    NARROW: pages hold e4m3. EARLY: it starts while the kernel before it ends, and lets the next one
+    NARROW: pages hold e4m3; SHIFT and RUN: see `_rotated`. EARLY: it starts while the kernel before it ends, and lets the next one
     start likewise.
     """
     if EARLY:
@@ -102,15 +130,16 @@ def _store(
         angles = tl.load(positions + token).to(tl.int64) * angle_stride
     if group < q_groups:
         _rotated(source, queries + token * (HEADS * DIM), group * GROUP, angles, cos, sin, q_norm,
-                eps, 1.0, HEADS, DIM, GROUP, BLOCK, NORM, OFFSET, False)  # fmt: skip
+                eps, shift, 1.0, HEADS, DIM, GROUP, BLOCK, NORM, OFFSET, False, RUN,
+                False)  # fmt: skip
     else:
         place = tl.load(places + token).to(tl.int64)
         if place >= 0:
             if group < q_groups + kv_groups:
                 first = (group - q_groups) * GROUP
                 _rotated(source + HEADS * DIM, k_cache + place * k_stride, first, angles, cos, sin,
-                        k_norm, eps, k_scale, KV_HEADS, DIM, GROUP, BLOCK, NORM, OFFSET,
-                        NARROW)  # fmt: skip
+                        k_norm, eps, shift, k_scale, KV_HEADS, DIM, GROUP, BLOCK, NORM, OFFSET,
+                        SHIFT, RUN, NARROW)  # fmt: skip
             else:
                 first = (group - q_groups - kv_groups) * GROUP
                 _copied(source + (HEADS + KV_HEADS) * DIM, v_cache + place * v_stride, first,
@@ -134,6 +163,7 @@ def rotate_and_store(
     out: torch.Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    shift: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Queries [T, num_heads, head_dim], normed and rotated; keys and values go into their pages.
 
@@ -141,23 +171,25 @@ def rotate_and_store(
     sin, any float dtype: [T, head_dim / 2] (or [T, 1, ..]) of the tokens; with `positions` [T] a
     table [longest, head_dim / 2] that these index. places int [T]: where in the caches, [pages,
     page_size, kv_heads, head_dim]; negative: nowhere. q_norm, k_norm [head_dim]: RMSNorm of each
-    head, `offset` added. out: contiguous. k_scale, v_scale: of caches in e4m3 (e4m3.py). Raises
-    ValueError for a layout it cannot write.
+    head, `offset` added. out: contiguous. Raises ValueError for a layout it cannot write.
+
+    Caches in e4m3: k_scale, v_scale are theirs (e4m3.py); queries and keys are turned alike
+    (hadamard.py), keys less `shift` before, float32 [kv_heads, head_dim].
     """
     kv_heads, dim = k_cache.shape[2:]
     _check(qkv, k_cache, v_cache, num_heads)
-    tokens = qkv.shape[0]
+    tokens, narrow = qkv.shape[0], k_cache.dtype == e4m3.E4M3
     queries = qkv.new_empty(tokens, num_heads, dim) if out is None else out
     block = triton.next_power_of_2(dim // 2)
     group = max(min(ELEMENTS // (2 * block), triton.next_power_of_2(num_heads)), 1)
     if tokens:
         _store[(tokens, triton.cdiv(num_heads, group) + 2 * triton.cdiv(kv_heads, group))](
             qkv, queries, as_seen(k_cache), as_seen(v_cache), cos, sin, positions, places, q_norm,
-            k_norm, eps, k_scale, v_scale, qkv.stride(0), cos.stride(0), k_cache.stride(1),
+            k_norm, eps, shift, k_scale, v_scale, qkv.stride(0), cos.stride(0), k_cache.stride(1),
             v_cache.stride(1),
             HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, GROUP=group, BLOCK=block,
             NORM=q_norm is not None, OFFSET=offset, TABLE=positions is not None,
-            NARROW=k_cache.dtype == e4m3.E4M3,
+            SHIFT=narrow and shift is not None, RUN=run_of(dim) if narrow else 0, NARROW=narrow,
             num_warps=max(group * block // 256, 1), **early_launch(qkv.device),
         )  # fmt: skip
     return queries
@@ -190,6 +222,7 @@ def rotate_and_store_reference(
     offset: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    shift: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same in plain torch, float32 throughout, rounded at the end."""
     kv_heads, dim = k_cache.shape[2:]
@@ -206,12 +239,15 @@ def rotate_and_store_reference(
         left, right = x.chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
+    q, k = rotate(q), rotate(k)
+    if k_cache.dtype == e4m3.E4M3:
+        q, k = turned(q), turned(k if shift is None else k - shift)
     stored = places >= 0
     at = places[stored].long()
-    for cache, values, scale in ((k_cache, rotate(k), k_scale), (v_cache, v, v_scale)):
+    for cache, values, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
         if cache.dtype == e4m3.E4M3:
             narrow = e4m3.narrowed(values[stored], scale).view(torch.uint8)
             cache.view(torch.uint8).flatten(0, 1)[at] = narrow
         else:
             cache.flatten(0, 1)[at] = values[stored].to(cache.dtype)
-    return rotate(q).to(qkv.dtype)
+    return q.to(qkv.dtype)

@@ -15,6 +15,8 @@ from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.steps.shape import AttentionShape
 from pipeinfer.tensors import tensor_of
 
+Shift = torch.Tensor | None  # float32 [kv_heads, head_dim]: what a layer's keys are stored less
+
 
 def bytes_per_page(shapes: Sequence[AttentionShape], page_size: int, dtype: torch.dtype, /) -> int:
     """Bytes of one page over all layers, K and V together."""
@@ -26,7 +28,8 @@ class KVPool:
     """Per layer, K and V as `[pages, page_size, kv_heads, head_dim]`; layers may differ in shape.
 
     dtype: of the values; stored: of what lies in the pages, the same or e4m3. scales: of each
-    layer, 1 where values are stored as they are.
+    layer, 1 where values are stored as they are. shifts: of each layer's keys before they become
+    e4m3, None where nothing is subtracted.
 
     Page 0 is a dummy: no request owns it, padding reads it. Everything starts as zero, because
     padding is read before anybody has written: a masked position has weight 0, and 0 times a NaN
@@ -41,8 +44,10 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         scales: Sequence[Scales] | None = None,
+        shifts: Sequence[Shift] | None = None,
     ) -> None:
-        """scales: of each layer, of values that are stored as e4m3; None: they are not.
+        """scales: of each layer, of values that are stored as e4m3; None: they are not, and there
+        are no shifts either.
 
         Raises ValueError without at least one page beside the dummy.
         """
@@ -56,6 +61,7 @@ class KVPool:
         self.shapes = tuple(shapes)
         sizes = [(pages, page_size, shape.num_kv_heads, shape.head_dim) for shape in self.shapes]
         self.scales = tuple(scales or [ONES] * len(sizes))
+        self.shifts: tuple[Shift, ...] = tuple(shifts or [None] * len(sizes))
         self.k = [_zeros(size, self.stored, self.device) for size in sizes]
         self.v = [_zeros(size, self.stored, self.device) for size in sizes]
 
