@@ -30,7 +30,6 @@ from pipeinfer.steps.shape import AttentionShape
 CUTS = (
     (32, Cut(64, 32, 64, block=32, warps=2, stages=3, least_shared=64)),
     (64, Cut(128, 32, 128, block=32, warps=1, stages=4, least_shared=64)),
-    (128, Cut(128, 32, 256, block=32, warps=1, stages=4, least_shared=128)),
     (384, Cut(128, 32, 256, block=32, warps=2, stages=3, tile=32, least_shared=128)),
 )
 MANY = Cut(128, 32, 1024, block=32, warps=2, stages=3, tile=32, least_shared=256)

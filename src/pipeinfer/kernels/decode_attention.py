@@ -104,6 +104,18 @@ def _piece(
 
 
 @triton.jit
+def _as_multiplied(queries, scale, NARROW: tl.constexpr):
+    """Queries in the dtype of the product, and what is left of `scale` for its scores. Numbers of 8
+    bits become halves in one instruction, bfloat16 in four, and either holds them exactly; queries
+    in bfloat16 are scaled before, so that they have room.
+    """
+    if NARROW and queries.dtype == tl.bfloat16:
+        queries = (queries.to(tl.float32) * scale).to(tl.float16)
+        scale = 1.0
+    return queries, scale
+
+
+@triton.jit
 def _sink(at, most):
     """The weight of a key without a value, whose score stands `at`, beside a greatest score."""
     return tl.exp2(tl.load(at).to(tl.float32) * 1.4426950408889634 - most)
@@ -232,6 +244,7 @@ def _attend(
         if SHARED > 0:
             every = tl.load(merges + row * MERGE_WORDS)
         queries = tl.load(q + row * q_stride + heads, mask=real[:, None], other=0.0)
+        queries, scale = _as_multiplied(queries, scale, NARROW)
         most, total, sums = _piece(queries, k + head * DIM, v + head * DIM, indices, begin, start,
                                    stop, low, scale, page_stride, token_stride, DIM, PAGE, BLOCK,
                                    TILE, WINDOWED, False)  # fmt: skip
@@ -274,6 +287,7 @@ def _of_run(
     row = tl.load(members + member, mask=real, other=0).to(tl.int64)
     heads = (head * GROUP + query % GROUP)[:, None] * DIM + dim[None, :]
     queries = tl.load(q + row[:, None] * q_stride + heads, mask=real[:, None], other=0.0)
+    queries, scale = _as_multiplied(queries, scale, NARROW)
     most, total, sums = _piece(queries, k + head * DIM, v + head * DIM, indices, begin, start, stop,
                                0, scale, page_stride, token_stride, DIM, PAGE, BLOCK, TILE,
                                False, PAGE % BLOCK == 0)  # fmt: skip
@@ -359,8 +373,8 @@ def decode_attention(
     rows' pieces were cut with the same, and with the same runs, `cut.tile` // (heads / kv_heads) of
     which share a piece. early: nothing that the kernel before writes is read before it has ended,
     but for its pieces: False right after they were cut. sinks [heads]: each head's score of a key
-    without a value, that every query sees. scales: of k and v in e4m3, which are multiplied in q's
-    dtype. float32 inside.
+    without a value, that every query sees. scales: of k and v in e4m3, which are multiplied as
+    halves where q is bfloat16. float32 inside.
     """
     (count, heads, dim), (page_size, kv_heads) = q.shape, k.shape[1:3]
     if count:
