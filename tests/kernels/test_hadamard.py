@@ -9,7 +9,9 @@ from hadamard_matrix import matrix
 from pipeinfer.kernels.hadamard import run_of, turned
 
 
-@pytest.mark.parametrize(("dim", "run"), [(2, 1), (64, 32), (80, 8), (96, 16), (128, 64), (256, 128)])
+@pytest.mark.parametrize(
+    ("dim", "run"), [(2, 1), (64, 32), (80, 8), (96, 16), (128, 64), (256, 128)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_head_is_turned_as_the_matrix_says_and_twice_gives_it_back(dim, run, dtype):
     assert run_of(dim) == run

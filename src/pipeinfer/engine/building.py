@@ -98,9 +98,7 @@ def _shifts(model: Model, shape: Shape, machine: Machine) -> tuple[Shift, ...] |
     if shape.scales is None:
         return None
     found: list[tuple[Shift, ...]] = []
-    machine.device.run(
-        lambda: found.append(key_shifts(model, shape.max_model_len, machine.where))
-    )
+    machine.device.run(lambda: found.append(key_shifts(model, shape.max_model_len, machine.where)))
     return found[0]
 
 
