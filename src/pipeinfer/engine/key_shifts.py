@@ -20,7 +20,7 @@ from pipeinfer.models.interface import Model
 from pipeinfer.steps.shape import AttentionShape
 from pipeinfer.tensors import tensor_of
 
-TOKENS = 512  # fewer say less: docs/decisions.md
+TOKENS = 512  # half as many were a little worse, twice as many no better
 
 
 @torch.inference_mode()
