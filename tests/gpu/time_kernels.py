@@ -13,6 +13,7 @@ import torch
 from triton.testing import do_bench_cudagraph
 
 from pipeinfer.kernels import gumbel, store
+from pipeinfer.kernels.e4m3 import E4M3
 from pipeinfer.kernels.moe import experts_mlp
 from pipeinfer.kernels.moe_align import align
 from pipeinfer.kernels.norm import rms_norm
@@ -54,6 +55,15 @@ def time_store() -> None:
         run = partial(run, positions=positions, q_norm=weight, k_norm=weight)
         name = f"store {heads}/8 x 128, {tokens} tokens, {elements} a program"
         line(name, run, 4 * qkv.numel() / BYTES_PER_US)
+        narrow = torch.zeros(pool.shape, device="cuda").to(E4M3)
+        run = partial(store.rotate_and_store, qkv, *table, places, *narrow, heads)
+        run = partial(run, positions=positions, q_norm=weight, k_norm=weight)
+        stored = tokens * 16 * 128  # a byte each in place of two
+        line(
+            f"{name}, 8 bits",
+            partial(run, shift=randn(8, 128).float()),
+            (4 * qkv.numel() - stored) / BYTES_PER_US,
+        )
     store.ELEMENTS = 2048
 
 

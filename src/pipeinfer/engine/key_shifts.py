@@ -20,7 +20,7 @@ from pipeinfer.models.interface import Model
 from pipeinfer.steps.shape import AttentionShape
 from pipeinfer.tensors import tensor_of
 
-TOKENS = 512  # fewer say less: docs/decisions.md
+TOKENS = 512  # half as many were a little worse, twice as many no better
 
 
 @torch.inference_mode()
@@ -56,7 +56,8 @@ class _Average:
         q, k, v = (part.transpose(0, 1) for part in heads.split_and_rotate())
         bias = self._bias(q.shape[1], shape.sliding_window, q.device)
         out = q.new_empty((q.shape[1], shape.num_heads, shape.head_dim))
-        seen, group = [], shape.num_heads // shape.num_kv_heads
+        seen: list[torch.Tensor] = []
+        group = shape.num_heads // shape.num_kv_heads
         for head in range(shape.num_kv_heads):  # scores of all at once take too much memory
             of_head = slice(head * group, (head + 1) * group)
             sinks = None if shape.sinks is None else shape.sinks[of_head, None, None]

@@ -114,8 +114,8 @@ def _store(
 ):  # fmt: skip
     """Program (token, group): groups of query heads, then of key heads, then of value heads.
 
-    NARROW: pages hold e4m3; SHIFT and RUN: see `_rotated`. EARLY: it starts while the kernel before it ends, and lets the next one
-    start likewise.
+    NARROW: pages hold e4m3; SHIFT, RUN: see `_rotated`. EARLY: it starts while the kernel before it
+    ends, and lets the next one start likewise.
     """
     if EARLY:
         gdc_wait()  # for all that the kernel before it writes
