@@ -234,7 +234,8 @@ def test_layers_with_windows_of_their_own_share_a_plan(kv_heads, dim, scales):
             assert not out[~there].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+# Of bfloat16, too: where pages have 8 bits it is multiplied as halves.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("cut", [WHOLE, SPLITS])
 @pytest.mark.parametrize("window", [None, 20])
 def test_pages_of_8_bits_are_read_with_their_scales(window, cut, dtype):
@@ -381,9 +382,21 @@ def test_sinks_count_once_in_a_row_with_a_run():
     assert relative_error(case.run_shared(sinks), case.expected(None, sinks)) < 3e-6
 
 
-def test_runs_in_8_bits():
-    case = SharedCase([70, 90, 33], [([0, 1], 64)], TILED).in_8_bits(Scales(0.5, 3.0))
-    assert relative_error(case.run_shared(), case.expected()) < 3e-6
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_runs_in_8_bits(dtype):
+    case = SharedCase([70, 90, 33], [([0, 1], 64)], TILED, dtype=dtype)
+    case.in_8_bits(Scales(0.5, 3.0))
+    assert relative_error(case.run_shared(), case.expected()) < 3 * TOLERANCE[dtype]
+
+
+def test_large_queries_have_room_as_halves():
+    """Of 2e5, more than a half has; their scores differ by a little."""
+    case = Case([40], torch.bfloat16, heads=1, kv_heads=1).in_8_bits(ONES)
+    case.q.fill_(2e5)
+    case.k.view(torch.uint8).zero_()
+    case.k[:, ::2] = torch.tensor(2.0**-9, device=DEVICE).to(E4M3)
+    got, expected = case.run(WHOLE), case.expected()
+    assert relative_error(got, expected) < 3 * TOLERANCE[torch.bfloat16]
 
 
 def test_a_nan_in_one_rows_own_keys_stays_its_own_business():
