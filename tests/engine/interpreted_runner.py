@@ -19,8 +19,9 @@ sys.path[:0] = [str(HERE), *(str(HERE.parent / name) for name in ("", "gpu", "pa
 import msgspec  # noqa: E402
 import torch  # noqa: E402
 from overlapped import GpuCores  # noqa: E402
-from runner_requests import good_ones, masks_for, scores, submit_all  # noqa: E402
+from runner_requests import good_ones, masks_for, run_alike, scores, submit_all  # noqa: E402
 
+from pipeinfer.attention import triton_decode  # noqa: E402
 from pipeinfer.attention.interface import Traits  # noqa: E402
 from pipeinfer.attention.paged import PagedKind  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
@@ -30,6 +31,8 @@ from pipeinfer.engine.machine import HostMachine  # noqa: E402
 from pipeinfer.engine.rooms import Room  # noqa: E402
 from pipeinfer.engine.runner import Runner  # noqa: E402
 from pipeinfer.kernels import by_triton  # noqa: E402
+from pipeinfer.kernels.decode_pieces import Cut  # noqa: E402
+from pipeinfer.memory import runs  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 from quick_interpreter import hurry  # noqa: E402
 
@@ -86,9 +89,9 @@ class TablePart(TorchPart):
     by_table = True
 
 
-def kind(prefill, **traits):
+def kind(prefill, decode=TorchPart, **traits):
     graphs = {"captures_decode": True, "captures_prefill": True}
-    return PagedKind(TorchPart, prefill, Traits(None, 16, **graphs, **traits))
+    return PagedKind(decode, prefill, Traits(None, 16, **graphs, **traits))
 
 
 # What a GPU's backends read, and that of any device.
@@ -98,6 +101,9 @@ KINDS = {
     "flashinfer": kind(TorchPart, host_lengths=True, listed=True),
     "fa3": PagedKind(TablePart, TablePart, Traits(None, 16, captures_decode=True, gathered="all")),
     "torch": TorchBackend,
+    "own decodes": kind(
+        TablePart, triton_decode.TritonDecodeKernel, gathered="prompts", shares=True
+    ),
 }
 
 
@@ -127,6 +133,9 @@ def checked(work):
 
 
 hurry()
+runs.LEAST = 16  # tokens: prompts here are short
+FEW = Cut(8, 4, 64, block=16, warps=4, stages=2, tile=16, least_shared=16)
+triton_decode.cut = lambda rows, kv_heads, dim: FEW
 step_times.REPLAYS = 1
 loading.machine = lambda device, settings, ordinal: InterpretedMachine()
 building.mixed_ladder = ladder
@@ -155,6 +164,21 @@ def served(folder: str, collectives=None, reads="hybrid", late=False, **changes)
     return cores
 
 
+def alike(folder: str, **changes) -> tuple[dict[str, list[int]], int]:
+    """What requests give that begin alike, by our own decode attention; and the number of steps in
+    which their beginning is read once."""
+    global READS
+    READS = "own decodes"
+    settings = Settings(
+        model=folder, device="cpu", kv_pages=40, page_size=16, max_running=3, max_step_tokens=24,
+        cuda_graph_max_batch=3, **changes,
+    )  # fmt: skip
+    cores = GpuCores(Path(folder), settings, budget=24, keep=False)
+    found = run_alike(cores)
+    cores.loaded.runner.device.close()
+    return found, cores.sharing
+
+
 def rank(folder: str, address: str, rank: str, size: str) -> dict[str, Any]:
     collectives = join(address, int(rank), int(size), "cpu", 120)
     done = served(folder, collectives, tp=int(size))
@@ -181,6 +205,8 @@ if __name__ == "__main__":
         "torch backend": good_ones(served(folder, reads="torch")),
         "scores": {"graphs": scores(replayed), "no graphs": scores(eager)},
         "late graphs": GRAPHS["flashinfer"],
+        "alike": alike(folder),
+        "alike, no graphs": alike(folder, no_cuda_graph=True),
         "step cost": msgspec.to_builtins(replayed.loaded.step_cost),
         "step cost without graphs": msgspec.to_builtins(eager.loaded.step_cost),
     }

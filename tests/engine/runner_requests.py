@@ -55,6 +55,20 @@ def submit_all(cores, bad: bool = False) -> None:
             cores.submit(f"bad{index}", BAD[index], SamplingParams(max_tokens=4, **knobs[index]))
 
 
+def run_alike(cores) -> dict[str, list[int]]:
+    """Requests that begin with the same 40 tokens; the first leaves them in the prefix cache, the
+    others run together. Their tokens."""
+    random = np.random.default_rng(1)
+    head = random.integers(0, 250, 40).tolist()
+    for round_, tails in enumerate(((1,), (3, 9, 1))):
+        for index, length in enumerate(tails):
+            prompt = head + random.integers(0, 250, length).tolist()
+            params = SamplingParams(temperature=0.8 * (index % 2), max_tokens=4)
+            cores.submit(f"a{round_}{index}", prompt, params, seed=index)
+        cores.run()
+    return dict(cores.outputs)
+
+
 def good_ones(cores) -> dict[str, list[int]]:
     """Tokens of the others, once all are served; the bad ones got none, and failed."""
     bad = [f"bad{index}" for index in range(len(BAD))]

@@ -14,7 +14,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from runner_requests import LENGTHS, POISON, SCORED, WANTED, masks_for, scores, submit_all
+from runner_requests import (
+    LENGTHS,
+    POISON,
+    SCORED,
+    WANTED,
+    masks_for,
+    run_alike,
+    scores,
+    submit_all,
+)
 
 from pipeinfer.settings import Settings
 from pipeinfer.step_cost import StepCost
@@ -115,6 +124,16 @@ def test_two_ranks_that_exchange_their_best_candidates_measure_and_give_the_same
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_running_a_step_gives_the_same_tokens(found, expected, way):
     assert found[way] == expected
+
+
+@pytest.mark.parametrize("way", ["alike", "alike, no graphs"])
+def test_what_rows_begin_with_in_common_is_read_once_to_the_same_tokens(found, folder, way):
+    from cores import Cores
+
+    cores = Cores(folder, Settings(kv_pages=40, page_size=16, max_running=3), budget=24)
+    tokens, sharing = found[way]
+    assert tokens == run_alike(cores)
+    assert len(tokens) == 4 and sharing >= 2
 
 
 def test_graphs_that_were_left_are_captured_between_steps(found):
