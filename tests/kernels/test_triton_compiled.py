@@ -94,10 +94,14 @@ def test_the_store_of_large_heads(offset, pages):
     types = dict.fromkeys(halves, HALF) | dict.fromkeys(strides, "i32")
     types |= {"cos": "*fp32", "sin": "*fp32", "positions": "*i32", "places": "*i32", "eps": "fp32"}
     types |= {"k_cache": pages, "v_cache": pages, "k_scale": "fp32", "v_scale": "fp32"}
+    narrow = pages == EIGHTH
+    types |= {"shift": "*fp32"} if narrow else {}
     constants = {
         "HEADS": 4, "KV_HEADS": 1, "DIM": 256, "GROUP": 4, "BLOCK": 128, "NORM": True,
-        "OFFSET": offset, "TABLE": True, "NARROW": pages == EIGHTH, "EARLY": True,
+        "OFFSET": offset, "TABLE": True, "NARROW": narrow, "EARLY": True, "SHIFT": narrow,
+        "RUN": 128 if narrow else 0,
     }  # fmt: skip
+    constants |= {} if narrow else {"shift": None}
     ptx = compiled(store._store, types, constants, num_warps=2).asm["ptx"]
     assert ("e4m3x2.f32" in ptx) == (pages == EIGHTH), "the GPU's own conversion, or none"
 
@@ -121,18 +125,20 @@ def test_scores():
         assert compiled(kernel, types, given).asm["ptx"]
 
 
-def decode(rows: int, dim: int, pages: str = HALF) -> Any:
-    """The kernel of so many decodes."""
+def decode(rows: int, dim: int, pages: str = HALF, tile: int = 0, group: int = 4) -> Any:
+    """The kernel of so many decodes; with a tile, where they have beginnings in common."""
     types = dict.fromkeys(("q", "out", "sinks"), HALF)
     types |= {"k": pages, "v": pages, "v_scale": "fp32"}
     types |= dict.fromkeys(("arrived", "lengths", "indptr", "indices", "pieces"), "*i32")
     types |= {"scratch": "*fp32", "scales": "*fp32", "scale": "fp32", "window": "i32"}
     types |= dict.fromkeys(("q_stride", "page_stride", "token_stride"), "i32")
+    types |= dict.fromkeys(("shared", "shared_scales"), "*fp32")
+    types |= dict.fromkeys(("members", "merges"), "*i32")
     how = cut(rows, 1, dim)
     constants = {
-        "KV_HEADS": 1, "GROUP": 4, "DIM": dim, "PAGE": 64, "BLOCK": how.block,
-        "SPLITS": how.splits, "TILE": 16, "WINDOWED": True, "SINKS": True, "EARLY": True,
-        "NARROW": pages == EIGHTH,
+        "KV_HEADS": 1, "GROUP": group, "DIM": dim, "PAGE": 64, "BLOCK": how.block,
+        "SPLITS": how.splits, "TILE": 16, "WINDOWED": not tile, "SINKS": True, "EARLY": True,
+        "NARROW": pages == EIGHTH, "SHARED": tile,
     }  # fmt: skip
     return compiled(
         decode_attention._attend, types, constants, num_warps=how.warps, num_stages=how.stages
@@ -149,6 +155,15 @@ def test_decodes_over_pages_of_8_bits_convert_them_as_the_gpu_does_in_less_share
     narrow, usual = decode(300, 128, EIGHTH), decode(300, 128)
     assert "f16x2.e4m3x2" in narrow.asm["ptx"] and "e4m3" not in usual.asm["ptx"]
     assert narrow.metadata.shared < usual.metadata.shared
+
+
+@pytest.mark.parametrize(("pages", "group"), [(HALF, 2), (HALF, 5), (EIGHTH, 2)])
+def test_decodes_with_a_common_beginning_leave_room_for_others_beside_them(pages, group):
+    """Four programs on a multiprocessor, as without."""
+    how = cut(300, 1, 128)
+    assert how.tile
+    made = decode(300, 128, pages, how.tile, group)
+    assert made.metadata.shared < 227 * 1024 // 4
 
 
 @pytest.mark.parametrize("scales", [skinny.BY_ROW.value, skinny.BY_BLOCK.value])
