@@ -1,7 +1,7 @@
 """Token ids as the bytes that messages carry, little-endian int32, and back.
 
 By an array, or, for a handful, without: for one id, the usual case, an array costs more than its
-use. Knows no message.
+use. Knows no message. Also how decodes are told what they begin with in common (Step.runs).
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+
+PART = 1 << 16  # what the upper of two numbers in a word is multiplied with
+MOST_RUNS = 32  # beginnings that decodes of a step have in common: kernels have room for so many
 
 
 def pack(ids: Sequence[int] | np.ndarray) -> bytes:

@@ -14,12 +14,15 @@ from pipeinfer.memory.errors import IntegrityError
 
 @pytest.fixture(scope="module")
 def soak():
-    """Under a name of its own: tools/ has a package of that name, too."""
+    """Under a name of its own: tools/ has a package of that name, too, which tests that come later
+    find only where tests/gpu does not stay in front of it."""
     path = Path(__file__).parents[1] / "gpu/soak.py"
     spec = importlib.util.spec_from_file_location("gpu_soak", path)
     assert spec is not None and spec.loader is not None
     module = sys.modules["gpu_soak"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", sys.path.copy())
+        spec.loader.exec_module(module)
     return module
 
 

@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
 import torch
+
+
+def asked(warm, reads):
+    """(query heads, KV heads, whether only cuts that are taken are timed) of the command line of a
+    tool that times decode attention. Else warm((heads, kv_heads, read)) compiles for each of the
+    ways to read, all at once, each in a process of its own.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--chosen", action="store_true", help="only with the cuts that are taken")
+    options = parser.parse_args()
+    heads, kv_heads = options.heads, options.kv_heads
+    if not options.chosen:
+        with ProcessPoolExecutor(len(reads), get_context("spawn")) as pool:
+            list(pool.map(warm, [(heads, kv_heads, read) for read in reads]))
+    return heads, kv_heads, options.chosen
 
 
 def each_us(call, operands, times):

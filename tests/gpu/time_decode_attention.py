@@ -6,14 +6,11 @@ ways to read, with rows cut hardly at all; the second of ways to cut, with the b
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import torch
-from graph_timing import each_us
+from graph_timing import asked, each_us
 
 from pipeinfer.attention import triton_decode
 from pipeinfer.kernels.decode_attention import (
@@ -49,7 +46,7 @@ class Bench:
         self.heads, self.kv_heads = heads, kv_heads
         size = (LAYERS, PAGES, PAGE, kv_heads, DIM)
         self.k, self.v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in "kv")
-        self.scratch = Scratch(256, 256 + 512, heads, kv_heads, DIM, torch.device("cuda"))
+        self.scratch = Scratch(256, 256 + 512, (heads, kv_heads, DIM), torch.device("cuda"))
 
     def rows(self, lengths):
         pages = [-(-length // PAGE) for length in lengths]
@@ -106,22 +103,14 @@ def compare(bench, lengths, what):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--chosen", action="store_true", help="only with the cuts that are taken")
-    options = parser.parse_args()
-    heads, kv_heads = options.heads, options.kv_heads
-    if not options.chosen:
-        with ProcessPoolExecutor(len(READS), get_context("spawn")) as pool:
-            list(pool.map(warm, [(heads, kv_heads, read) for read in READS]))
+    heads, kv_heads, chosen = asked(warm, READS)
     bench = Bench(heads, kv_heads)
     for count, low, high in SHAPES:
         lengths = lengths_of(count, low, high)
         floor = sum(lengths) * kv_heads * DIM * 4 / BANDWIDTH * 1e6
         what = f"heads {heads} rows {count} of {low}-{high}: floor {floor:.1f}"
-        if options.chosen:
-            cut = triton_decode.cut(count, kv_heads)
+        if chosen:
+            cut = triton_decode.cut(count, kv_heads, DIM)
             print(f"OWN  {what} own {bench.time(bench.rows(lengths), cut):.1f}", flush=True)
         else:
             compare(bench, lengths, what)

@@ -7,14 +7,11 @@ way to read what rows take that share nothing, and with what they have in common
 
 from __future__ import annotations
 
-import argparse
 import random
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 
 import torch
-from graph_timing import each_us
+from graph_timing import asked, each_us
 
 from pipeinfer.attention import triton_decode
 from pipeinfer.kernels.decode_attention import (
@@ -24,7 +21,6 @@ from pipeinfer.kernels.decode_attention import (
     decode_attention_reference,
 )
 from pipeinfer.kernels.decode_pieces import (
-    PART,
     Cut,
     Runs,
     cut_rows,
@@ -32,6 +28,7 @@ from pipeinfer.kernels.decode_pieces import (
     room_for,
     room_for_runs,
 )
+from pipeinfer.packing import PART
 
 LAYERS, PAGES, PAGE, DIM, TIMES = 6, 7000, 64, 128, 3
 # (tile, block, warps, stages)
@@ -70,8 +67,8 @@ class Bench:
             need = -(-length // PAGE) - len(first)
             table.append(first + [free.pop() for _ in range(need)])
             rank, many = (row // groups, -(-(count - row % groups) // groups)) if groups else (0, 0)
-            lines.append((row % groups) * PART.value + len(first) if groups else 0)
-            seats.append(rank * PART.value + many)
+            lines.append((row % groups) * PART + len(first) if groups else 0)
+            seats.append(rank * PART + many)
         return lengths, table, lines, seats
 
     def time(self, load, cut, shares, check):
@@ -85,7 +82,7 @@ class Bench:
         words = [torch.tensor(x if shares else [0] * many, dtype=torch.int32).cuda()
                  for x in (lines, seats)]  # fmt: skip
         runs = Runs(*words, *room_for_runs(many, torch.device("cuda"))) if cut.tile else None
-        in_tile = cut.tile // group
+        in_tile = cut.seats(group)
         most = most_pieces(many, cut, in_tile)
         pieces = room_for(most, torch.device("cuda"))
         rows = DecodeRows(lengths, sizes, indices, pieces, runs)
@@ -110,7 +107,7 @@ class Bench:
     def cutting(self, load, cut):
         """Microseconds of cutting the rows, once a step."""
         lengths, _, lines, seats = self.rows(load)
-        many, in_tile = len(lengths), cut.tile // (self.heads[0] // self.heads[1])
+        many, in_tile = len(lengths), cut.seats(self.heads[0] // self.heads[1])
         words = [torch.tensor(x, dtype=torch.int32).cuda() for x in (lines, seats)]
         runs = Runs(*words, *room_for_runs(many, torch.device("cuda"))) if cut.tile else None
         lengths = torch.tensor(lengths, dtype=torch.int32).cuda()
@@ -133,19 +130,11 @@ def floor_us(load, kv_heads, shares):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--chosen", action="store_true", help="only with the cuts that are taken")
-    options = parser.parse_args()
-    heads, kv_heads = options.heads, options.kv_heads
-    if not options.chosen:
-        with ProcessPoolExecutor(len(READS), get_context("spawn")) as pool:
-            list(pool.map(warm, [(heads, kv_heads, read) for read in READS]))
+    heads, kv_heads, chosen = asked(warm, READS)
     bench = Bench(heads, kv_heads)
     for load in LOADS:
         now = triton_decode.cut(load[0], kv_heads, DIM)
-        ways = [now] if options.chosen else [
+        ways = [now] if chosen else [
             replace(now, tile=tile, block=block, warps=warps, stages=stages)
             for tile, block, warps, stages in READS
         ]  # fmt: skip

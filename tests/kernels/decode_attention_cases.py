@@ -15,8 +15,6 @@ from pipeinfer.kernels.decode_attention import (
     decode_attention_reference,
 )
 from pipeinfer.kernels.decode_pieces import (
-    MOST_RUNS,
-    PART,
     Cut,
     Runs,
     cut_rows,
@@ -27,6 +25,7 @@ from pipeinfer.kernels.decode_pieces import (
 )
 from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.memory.pool import KVPool
+from pipeinfer.packing import MOST_RUNS, PART
 from pipeinfer.steps.shape import AttentionShape
 
 WHOLE = Cut(extra=4, splits=1, least=16, block=16, warps=4, stages=2)
@@ -263,7 +262,7 @@ class SharedCase(Case):
     def __init__(self, lengths, groups, cut, **kinds):
         super().__init__(lengths, **kinds)
         self.cut, self.page = cut, kinds.get("page", 16)
-        self.seats = cut.tile // (self.q.shape[1] // self.k.shape[2])
+        self.seats = cut.seats(self.q.shape[1] // self.k.shape[2])
         lines, seats = torch.zeros(2, len(lengths), dtype=torch.int32)
         for rows, tokens in groups:
             pages = tokens // self.page
@@ -271,8 +270,8 @@ class SharedCase(Case):
             for rank, row in enumerate(rows):
                 at = int(self.indptr[row])
                 self.indices[at : at + pages] = self.indices[begin : begin + pages].clone()
-                lines[row] = rows[0] * PART.value + pages
-                seats[row] = rank * PART.value + len(rows)
+                lines[row] = rows[0] * PART + pages
+                seats[row] = rank * PART + len(rows)
         most = most_pieces(len(lengths), cut, self.seats)
         heads = self.q.shape[1], *self.k.shape[2:]
         self.runs = Runs(lines.to(DEVICE), seats.to(DEVICE), *room_for_runs(len(lengths), DEVICE))

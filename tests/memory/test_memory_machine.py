@@ -26,7 +26,7 @@ from pipeinfer.memory import runs
 from pipeinfer.memory.applied import Rows
 from pipeinfer.memory.manager import MemoryManager
 from pipeinfer.messages import Admit, Extend, Plan, Release
-from pipeinfer.packing import pack, unpack
+from pipeinfer.packing import PART, pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.steps.step import LAST_TOKEN, Step
 
@@ -248,10 +248,10 @@ class MemoryMachine(RuleBasedStateMachine):
         for row, (line, seat) in enumerate(
             zip(step.runs.lines.tolist(), step.runs.seats.tolist(), strict=True)
         ):
-            leader, run = divmod(line, 1 << 16)
+            leader, run = divmod(line, PART)
             if not run:
                 continue
-            ranks.setdefault((line, seat & 0xFFFF), []).append(seat >> 16)
+            ranks.setdefault((line, seat % PART), []).append(seat // PART)
             assert pages[row, :run].all() and (pages[row, :run] == pages[leader, :run]).all()
             assert run * self.page_size <= step.starts[row]
             assert step.runs.lines[leader] == line

@@ -125,18 +125,9 @@ def started(**options):
     return p
 
 
-def admissions(p) -> list[list[str]]:
-    """Whom each plan admits, from now on."""
-    admitted: list[list[str]] = []
-    apply = p.engine.receive
-
-    def receive(message) -> None:
-        if isinstance(message, Plan):
-            admitted.append([admit.request_id for admit in message.admits])
-        apply(message)
-
-    p.engine.receive = receive
-    return admitted
+def admissions(plans: list[Plan]) -> list[list[str]]:
+    """Whom each plan admits."""
+    return [[admit.request_id for admit in plan.admits] for plan in plans]
 
 
 @settings(max_examples=60, deadline=None)
@@ -158,12 +149,18 @@ def test_a_prompt_is_computed_once(policy, depth, length, many, most, size, budg
 @pytest.mark.parametrize("depth", WAYS[1])
 def test_whoever_comes_behind_choices_that_are_held_goes_before_them(policy, depth):
     p = started(policy=policy, depth=depth, budget=64)
-    admitted = admissions(p)
+    plans = p.watched()
     p.submit([1] * (6 * 64 + 8), 9, choices=4)
     p.submit([2] * 8, 1)
     assert p.core.stats()["held"] == 3
     p.settle()
-    assert [name for names in admitted for name in names] == ["r0", "r4", "r0/1", "r0/2", "r0/3"]
+    assert [name for names in admissions(plans) for name in names] == [
+        "r0",
+        "r4",
+        "r0/1",
+        "r0/2",
+        "r0/3",
+    ]
 
 
 def test_where_nothing_is_shared_nobody_is_held():
@@ -189,17 +186,14 @@ def test_choices_find_their_prompt_also_where_memory_has_no_room_for_it_twice():
     """Twenty pages of a prompt, and of each of four choices one or two more."""
     p = pipeline(pages=30, page_size=4, slots=8, budget=16)
     p.submit([1] * 80, 5, choices=4)
-    most = 0
-    while p.deliver():
-        most = max(most, len(p.engine.slots))
-    assert most == 4, "they run beside each other"
+    assert p.most_at_once() == 4, "they run beside each other"
     p.settle()
     assert p.engine.deferred == 0 and p.core.counts["preemptions"] == 0
 
 
 def test_followers_are_charged_for_what_they_compute_alone():
     p = started(budget=16)
-    admitted = admissions(p)
+    plans = p.watched()
     p.submit([1] * 40, 9, choices=8)
     p.settle()
-    assert max(map(len, admitted)) >= 3, "four tokens of each, in a step of sixteen"
+    assert max(map(len, admissions(plans))) >= 3, "four tokens of each, in a step of sixteen"

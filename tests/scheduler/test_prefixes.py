@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_families import WAYS, started
 from test_scheduler_core import pipeline
 
-from pipeinfer.messages import Abort, Plan, Work
+from pipeinfer.messages import Abort, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
@@ -117,21 +117,14 @@ def test_memory_has_room_for_many_that_share_a_beginning():
     p = pipeline(pages=30, page_size=4, slots=8, budget=16, common=16)
     for other in range(6):
         p.submit([1] * 64 + [10 + other] * 3, 4)
-    most = 0
-    while p.deliver():
-        most = max(most, len(p.engine.slots))
-    assert most == 6, "they run beside each other"
+    assert p.most_at_once() == 6, "they run beside each other"
     p.settle()
     assert p.engine.deferred == 0 and p.core.counts["preemptions"] == 0
 
 
 def test_plans_share_only_where_somebody_is_admitted():
     p = started(budget=16, common=16)
-    plans: list[Plan] = []
-    receive = p.engine.receive
-    p.engine.receive = lambda message: (
-        plans.append(message) if isinstance(message, Plan) else None, receive(message)
-    )  # fmt: skip
+    plans = p.watched()
     for other in range(3):
         p.submit([1] * 48 + [10 + other] * 4, 9)
     p.settle()

@@ -91,6 +91,26 @@ class Pipeline:
             client.finish = row.finish
             assert client.outputs == client.expected[: len(client.outputs)]
 
+    def most_at_once(self) -> int:
+        """Delivers everything until nothing moves: how many slots are used at a time, at most."""
+        most = 0
+        while self.deliver():
+            most = max(most, len(self.engine.slots))
+        return most
+
+    def watched(self) -> list[Plan]:
+        """The plans that the engine gets from now on."""
+        plans: list[Plan] = []
+        apply = self.engine.receive
+
+        def receive(message) -> None:
+            if isinstance(message, Plan):
+                plans.append(message)
+            apply(message)
+
+        self.engine.receive = receive
+        return plans
+
     def settle(self, limit: int = 20_000) -> None:
         """Delivers everything until nothing moves; every request must have ended by then."""
         for _ in range(limit):

@@ -28,8 +28,8 @@ from pipeinfer.steps.shape import AttentionShape
 # By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut
 # small, so that all of the GPU works for them; more are cut only where they are long.
 CUTS = (
-    (32, Cut(64, 32, 64, block=32, warps=2, stages=3, least_shared=64)),
-    (64, Cut(128, 32, 128, block=32, warps=1, stages=4, least_shared=64)),
+    (32, Cut(64, 32, 64, block=32, warps=2, stages=3)),
+    (64, Cut(128, 32, 128, block=32, warps=1, stages=4)),
     (384, Cut(128, 32, 256, block=32, warps=2, stages=3, tile=32, least_shared=128)),
 )
 MANY = Cut(128, 32, 1024, block=32, warps=2, stages=3, tile=32, least_shared=256)
@@ -130,4 +130,4 @@ class TritonDecodeKernel:
 
     def _seats(self, how: Cut) -> int:
         """Rows whose queries share a piece."""
-        return how.tile // self._group if self._group else 0
+        return how.seats(self._group) if self._group else 0

@@ -18,7 +18,6 @@ from pipeinfer.memory.runs import common_runs
 from pipeinfer.steps.step import (
     LAST_TOKEN,
     NOTHING,
-    CommonRuns,
     Delta,
     LogprobRows,
     ScoredChunk,
@@ -57,7 +56,7 @@ class StepBuilder:
         return self._last
 
     def _whole(self, epoch: int, applied: Applied) -> tuple[Step, np.ndarray]:
-        rows = applied.rows
+        rows, memory = applied.rows, self._memory
         order, decodes = _order(rows.counts)
         slots, samples = rows.slots[order], rows.samples[order]
         ends = rows.starts[order] + rows.counts[order]
@@ -70,22 +69,19 @@ class StepBuilder:
             starts=rows.starts[order],
             counts=rows.counts[order],
             samples=samples,
-            tokens=_tokens(rows, order, self._memory),
+            tokens=_tokens(rows, order, memory),
             fields=self._requests.fields(slots[last]),
             penalties=self._requests.penalties(slots[last]),
             delta=self._delta() if len(order) else NOTHING,
             logprobs=self._requests.logprobs(slots[last], ends[last]),
             prompts=tuple(self._prompts(rows, order)) if self._requests.scores else (),
             masked=self._requests.masked(slots[last]),
-            runs=self._runs(slots[:decodes]) if self._shares else None,
+            # Where steps go on with the same rows, these only get pages of their own.
+            runs=common_runs(memory.table, slots[:decodes], memory.page_size)
+            if self._shares
+            else None,
         )
         return step, order[last]
-
-    def _runs(self, decodes: np.ndarray) -> CommonRuns | None:
-        """Of decodes in these slots. Where steps go on with the same rows, these only get pages of
-        their own."""
-        found = common_runs(self._memory.table, decodes, self._memory.page_size)
-        return None if found is None else CommonRuns(*found)
 
     def _next(self, last: Step, applied: Applied) -> Step:
         """`last`, one token further."""

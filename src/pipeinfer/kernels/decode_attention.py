@@ -76,10 +76,8 @@ def _piece(
     for at in range(start, stop, BLOCK):
         following = _pages(indices, first, at + BLOCK, stop, PAGE, BLOCK)
         element = _elements(page, at, page_stride, token_stride, PAGE, BLOCK)
-        keys_at, values_at = (
-            k + element[None, :] + dim[:, None],
-            v + element[:, None] + dim[None, :],
-        )
+        keys_at = k + element[None, :] + dim[:, None]
+        values_at = v + element[:, None] + dim[None, :]
         if FULL:
             keys = widened(tl.load(keys_at), q.dtype)
             scores = tl.dot(q, keys, input_precision="ieee") * scale
@@ -370,8 +368,8 @@ def decode_attention(
 
     q as out, rows may be strided. k, v [pages, page_size, kv_heads, dim] alike; dim a power of two.
     Nothing is written for a row without keys. window: keys that a query sees, its own included; the
-    rows' pieces were cut with the same, and with the same runs, `cut.tile` // (heads / kv_heads) of
-    which share a piece. early: nothing that the kernel before writes is read before it has ended,
+    rows' pieces were cut with the same, and with the same runs, so many of which share a piece as
+    the cut has seats. early: nothing that the kernel before writes is read before it has ended,
     but for its pieces: False right after they were cut. sinks [heads]: each head's score of a key
     without a value, that every query sees. scales: of k and v in e4m3, which are multiplied as
     halves where q is bfloat16. float32 inside.
@@ -379,7 +377,7 @@ def decode_attention(
     (count, heads, dim), (page_size, kv_heads) = q.shape, k.shape[1:3]
     if count:
         group, runs = heads // kv_heads, rows.runs
-        seats = 0 if runs is None else cut.tile // group
+        seats = 0 if runs is None else cut.seats(group)
         _attend[(kv_heads, most_pieces(count, cut, seats))](
             q, as_seen(k), as_seen(v), out, scratch.sums, scratch.scales, scratch.shared_sums,
             scratch.shared_scales, scratch.arrived, rows.lengths, rows.indptr, rows.indices,

@@ -17,11 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
+from pipeinfer import packing
+
 WORDS = tl.constexpr(6)  # of a piece
 SPLIT = tl.constexpr(1 << 16)  # what one more split adds to the fourth word of a row's pieces
 MERGE_WORDS = tl.constexpr(5)
-PART = tl.constexpr(1 << 16)  # what the upper half of a word is multiplied with
-MOST_RUNS = 32  # in a step
+PART = tl.constexpr(packing.PART)
+MOST_RUNS = tl.constexpr(packing.MOST_RUNS)
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class Cut:
     stages: int
     tile: int = 0
     least_shared: int = 512
+
+    def seats(self, group: int) -> int:
+        """Rows that share a piece of a run, with `group` query heads to a KV head; 0: none."""
+        return self.tile // group
 
 
 @dataclass(frozen=True)
@@ -142,16 +148,13 @@ def _cut(
         rest = before + tl.sum(splits) + tl.arange(0, REST)
         room = rows + extra
         if SEATS > 0:
-            room += _MOST_RUNS + rows // SEATS
+            room += MOST_RUNS + rows // SEATS
         tl.store(pieces + rest * WORDS, tl.full((REST,), -1, tl.int32), mask=rest < room)
-
-
-_MOST_RUNS = tl.constexpr(MOST_RUNS)
 
 
 def most_pieces(rows: int, cut: Cut, seats: int = 0) -> int:
     """Of so many rows, of which `seats` share a piece of a run; 0: they have no runs."""
-    return rows + cut.extra + (MOST_RUNS + rows // seats if seats else 0)
+    return rows + cut.extra + (packing.MOST_RUNS + rows // seats if seats else 0)
 
 
 def room_for(pieces: int, device: torch.device) -> torch.Tensor:

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeinfer.memory.page_table import PageTable
+from pipeinfer.packing import MOST_RUNS, PART
+from pipeinfer.steps.step import CommonRuns
 
 LEAST = 256  # tokens: a shorter beginning is as fast read by each row for itself
-MOST = 32  # beginnings of a step; kernels have room for so many (kernels/decode_pieces.py)
 LEVELS = 8  # of beginnings within beginnings
-PART = 1 << 16  # upper and lower half of a word; no run has as many pages, no step as many rows
 
 
 class Group(NamedTuple):
@@ -65,11 +65,9 @@ def groups_of(pages: np.ndarray, least: int) -> list[Group]:
     return groups
 
 
-def common_runs(
-    table: PageTable, slots: np.ndarray, page_size: int
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """lines and seats of Step.runs for decodes in `slots` int32 [R]; None if nothing is worth it.
-    A row's run is what the prefix cache owns at most, so that tokens are left behind it.
+def common_runs(table: PageTable, slots: np.ndarray, page_size: int) -> CommonRuns | None:
+    """Step.runs of decodes in `slots` int32 [R]; None if nothing is worth it. A row's run is what
+    the prefix cache owns at most, so that tokens are left behind it.
     """
     least = max(-(-LEAST // page_size), 1)
     long = np.flatnonzero(table.shared[slots] >= least)
@@ -87,11 +85,11 @@ def common_runs(
     groups = groups_of(table.columns(slots[long], 0, width), least)
     groups.sort(key=lambda one: -one.saved)
     lines, seats = np.zeros((2, len(slots)), dtype=np.int32)
-    for group in groups[:MOST]:
+    for group in groups[:MOST_RUNS]:
         rows = long[group.rows]
         lines[rows] = int(rows[0]) * PART + group.pages
         seats[rows] = np.arange(len(rows)) * PART + len(rows)
-    return lines, seats
+    return CommonRuns(lines, seats)
 
 
 def _best(

@@ -216,9 +216,9 @@ class Sampled:
 class CommonRuns:
     """What the decodes of a step begin with in common, int32 [decodes] each.
 
-    lines: leader * 65536 + pages: the row's first pages, so many, are those of row `leader`, which
-    may be itself; 0 where it has none in common. seats: rank * 65536 + rows: the how manieth it is
-    of the rows with that leader, and how many they are, at least two.
+    lines: leader * PART + pages, PART as in packing.py: the row's first pages, so many, are those
+    of row `leader`, which may be itself; 0 where it has none in common. seats: rank * PART + rows:
+    the how manieth it is of the rows with that leader, and how many they are, at least two.
     """
 
     lines: np.ndarray
