@@ -32,9 +32,10 @@ def mixture(count: int, seed: int) -> list[Mixed]:
 
 
 def twins(kinds: int = 12, each: int = 3) -> list[Mixed]:
-    """Short prompts, each several times: sent at once, some are computed in the same step."""
+    """Short prompts of whole pages, each several times: as the last token of a prompt is computed
+    for each, so is its last page, and the cache gets pages that it has."""
     return [
-        Mixed("/v1/completions", {"prompt": f"{kind} " * 30, "max_tokens": 1, "temperature": 0})
+        Mixed("/v1/completions", {"prompt": [kind] * 96, "max_tokens": 1, "temperature": 0})
         for kind in range(100, 100 + kinds)
         for _ in range(each)
     ]

@@ -12,6 +12,7 @@ import msgspec
 
 from pipeinfer.gateway.health import Health, Row
 from pipeinfer.gateway.lately import QUANTILES
+from pipeinfer.passages.durations import MINUTE
 
 
 class StageShown(msgspec.Struct, frozen=True):
@@ -108,13 +109,14 @@ EDGES = (
 class _Grown:
     """The two heartbeats of a stage between which its rates are taken."""
 
-    __slots__ = ("before", "incarnation", "now", "seconds", "seen")
+    __slots__ = ("before", "incarnation", "now", "seconds", "seen", "step")
 
     def __init__(self) -> None:
         self.before: Mapping[str, float] = {}
         self.now: Mapping[str, float] = {}
         self.incarnation = 0
         self.seen = self.seconds = 0.0
+        self.step: tuple[float, float] | None = None  # an engine's, and when that was seen
 
     def look(self, row: Row) -> None:
         if row.seen is None or row.seen == self.seen:
@@ -123,6 +125,8 @@ class _Grown:
         self.seconds = row.seen - self.seen if same else 0.0
         self.before = self.now if same else row.stats
         self.now, self.incarnation, self.seen = row.stats, row.incarnation, row.seen
+        if steps := self.by("steps_total"):
+            self.step = self.by("busy_seconds") / steps, row.seen
 
     def by(self, name: str) -> float:
         return self.now.get(name, 0.0) - self.before.get(name, 0.0)
@@ -179,8 +183,8 @@ class Pictures:
 
     def _stage(self, row: Row, now: float, unix: float, seconds: float | None) -> StageShown:
         did, grown = DID[row.name], self._grown[row.stage]
-        if row.name == "engine" and grown.by("steps_total") > 0:
-            seconds = grown.by("busy_seconds") / grown.by("steps_total")
+        if row.name == "engine" and grown.step is not None and now - grown.step[1] <= MINUTE:
+            seconds = grown.step[0]
         elif row.name == "gateway" and row.stats.get("ttft_count"):
             seconds = row.stats["ttft_ms_p50"] / 1e3
         since = None if row.restarted is None else now - row.restarted

@@ -1,0 +1,37 @@
+"""An engine's latency is its last step's average, for a minute after it."""
+
+from __future__ import annotations
+
+from pipeinfer.gateway.health import Expected, Health
+from pipeinfer.gateway.monitor.picture import Pictures
+from pipeinfer.messages import Heartbeat
+
+STAGES = [Expected("gateway-0", "gateway"), Expected("engine-0-0", "engine")]
+
+
+def test_an_engines_steps_are_remembered_for_a_minute():
+    health = Health(STAGES)
+    pictures = Pictures(health)
+
+    def engine(now: float, steps: int, busy: float, incarnation: int = 1) -> float | None:
+        stats = {"steps_total": float(steps), "busy_seconds": busy}
+        health.beat(
+            Heartbeat("engine-0-0", "engine", 0, 0, 0, 1, incarnation, "ready", stats=stats), now
+        )
+        pictures.look()
+        return shown(now)
+
+    def shown(now: float) -> float | None:
+        figures = pictures.figures("ok", now, now, lambda stage: None)
+        [row] = [row for row in figures.stages if row.name == "engine"]
+        return row.latency_ms
+
+    assert engine(1, 0, 0.0) is None
+    assert engine(2, 10, 0.5) == 50
+    assert engine(3, 10, 0.5) == 50  # it rests
+    assert shown(62) == 50
+    assert shown(62.5) is None
+    assert engine(63, 12, 0.75) == 125
+    # A new process counts from nothing: what it did before it was heard was never seen.
+    assert engine(64, 3, 0.25, incarnation=9) == 125
+    assert engine(65, 4, 0.5, incarnation=9) == 250
