@@ -24,5 +24,13 @@ def test_large_heads_take_no_more_shared_memory_and_registers(rows):
     assert large.block >= 16 and large.least % large.block == 0
 
 
+@pytest.mark.parametrize("rows", [1, 20, 50, 100, 300, 1000])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_numbers_of_8_bits_take_no_more_shared_memory(dim, rows):
+    usual, narrow = cut(rows, 1, dim), cut(rows, 1, dim, narrow=True)
+    assert usual.block <= narrow.block <= 2 * usual.block
+    assert narrow.least % narrow.block == 0 and narrow.least_shared % narrow.block == 0
+
+
 def test_every_head_size_of_the_hybrid_backend_is_one_that_the_kernel_takes():
     assert all(dim >= 16 and dim & (dim - 1) == 0 for dim in HEAD_DIMS["hybrid"])

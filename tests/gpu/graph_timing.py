@@ -5,25 +5,51 @@ from __future__ import annotations
 import argparse
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import NamedTuple
 
 import torch
 
+from pipeinfer.attention import triton_decode
+from pipeinfer.kernels.e4m3 import E4M3
+
+
+class Asked(NamedTuple):
+    """What is timed: query heads, KV heads, and pages of which dtype."""
+
+    heads: int
+    kv_heads: int
+    pages: torch.dtype
+
+    def random(self, size):
+        """Keys and values of that size."""
+        return [torch.randn(size, device="cuda", dtype=torch.bfloat16).to(self.pages) for _ in "kv"]
+
+    def cut(self, rows):
+        """How heads of 128 are cut."""
+        return triton_decode.cut(rows, self.kv_heads, 128, self.pages == E4M3)
+
+    def floor_us(self, tokens):
+        """What an H200 takes to read so many."""
+        return tokens * self.kv_heads * 128 * 2 * self.pages.itemsize / 4.3e12 * 1e6
+
 
 def asked(warm, reads):
-    """(query heads, KV heads, whether only cuts that are taken are timed) of the command line of a
-    tool that times decode attention. Else warm((heads, kv_heads, read)) compiles for each of the
-    ways to read, all at once, each in a process of its own.
+    """(what is asked for, whether only cuts that are taken are timed) of the command line of a tool
+    that times decode attention. Else warm((Asked, read)) compiles for each of the ways to read, all
+    at once, each in a process of its own.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--chosen", action="store_true", help="only with the cuts that are taken")
+    parser.add_argument("--fp8", action="store_true", help="keys and values in e4m3")
     options = parser.parse_args()
-    heads, kv_heads = options.heads, options.kv_heads
+    pages = E4M3 if options.fp8 else torch.bfloat16
+    what = Asked(options.heads, options.kv_heads, pages)
     if not options.chosen:
         with ProcessPoolExecutor(len(reads), get_context("spawn")) as pool:
-            list(pool.map(warm, [(heads, kv_heads, read) for read in reads]))
-    return heads, kv_heads, options.chosen
+            list(pool.map(warm, [(what, read) for read in reads]))
+    return what, options.chosen
 
 
 def each_us(call, operands, times):

@@ -44,10 +44,13 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("rows", [1, 40, 100, 300, 600])
 @pytest.mark.parametrize("dim", [128, 256])
-def test_every_cut_of_decode_rows_finds_shared_memory_and_is_right(dim, rows):
+@pytest.mark.parametrize("narrow", [False, True])
+def test_every_cut_of_decode_rows_finds_shared_memory_and_is_right(narrow, dim, rows):
     lengths = [(37 * row) % 900 + 1 for row in range(rows)]
     case = attention.Case(lengths, torch.bfloat16, heads=4, kv_heads=1, dim=dim, page=64)
-    how = cut(rows, 1, dim)
+    if narrow:
+        case.in_8_bits(attention.ONES)
+    how = cut(rows, 1, dim, narrow)
     case.pieces = room_for(most_pieces(rows, how), case.q.device)
     case.scratch = attention.Scratch(rows, len(case.pieces), (4, 1, dim), case.q.device)
     for window in (None, 512):

@@ -12,7 +12,6 @@ import random
 import torch
 from graph_timing import asked, each_us
 
-from pipeinfer.attention import triton_decode
 from pipeinfer.kernels.decode_attention import (
     DecodeRows,
     Scratch,
@@ -22,7 +21,6 @@ from pipeinfer.kernels.decode_attention import (
 from pipeinfer.kernels.decode_pieces import Cut, cut_rows, room_for
 
 LAYERS, PAGES, PAGE, DIM, TIMES = 6, 7000, 64, 128, 3
-BANDWIDTH = 4.3e12
 READS = ((64, 4, 2), (64, 4, 3), (64, 2, 3), (64, 8, 3), (32, 4, 3), (32, 4, 4), (32, 2, 3),
          (32, 2, 4), (32, 1, 4), (32, 1, 5), (16, 1, 5), (128, 4, 2), (128, 8, 2))  # fmt: skip
 CUTS = tuple(itertools.product((32, 64, 128, 256, 512), (128, 256, 512, 1024)))
@@ -42,11 +40,11 @@ def lengths_of(count, low, high):
 class Bench:
     """KV pages of six layers, and queries."""
 
-    def __init__(self, heads, kv_heads):
-        self.heads, self.kv_heads = heads, kv_heads
-        size = (LAYERS, PAGES, PAGE, kv_heads, DIM)
-        self.k, self.v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in "kv")
-        self.scratch = Scratch(256, 256 + 512, (heads, kv_heads, DIM), torch.device("cuda"))
+    def __init__(self, what):
+        self.heads, self.kv_heads = what.heads, what.kv_heads
+        self.k, self.v = what.random((LAYERS, PAGES, PAGE, self.kv_heads, DIM))
+        size = self.heads, self.kv_heads, DIM
+        self.scratch = Scratch(256, 256 + 512, size, torch.device("cuda"))
 
     def rows(self, lengths):
         pages = [-(-length // PAGE) for length in lengths]
@@ -79,9 +77,9 @@ class Bench:
 def warm(job):
     """Compiles, in a process of its own."""
     global PAGES
-    heads, kv_heads, (block, warps, stages) = job
+    what, (block, warps, stages) = job
     PAGES = 256
-    bench = Bench(heads, kv_heads)
+    bench = Bench(what)
     bench.time(bench.rows([100] * 64), Cut(64, 16, 128, block, warps, stages), check=False)
 
 
@@ -103,14 +101,14 @@ def compare(bench, lengths, what):
 
 
 def main():
-    heads, kv_heads, chosen = asked(warm, READS)
-    bench = Bench(heads, kv_heads)
+    asks, chosen = asked(warm, READS)
+    bench = Bench(asks)
     for count, low, high in SHAPES:
         lengths = lengths_of(count, low, high)
-        floor = sum(lengths) * kv_heads * DIM * 4 / BANDWIDTH * 1e6
-        what = f"heads {heads} rows {count} of {low}-{high}: floor {floor:.1f}"
+        floor = asks.floor_us(sum(lengths))
+        what = f"heads {asks.heads} rows {count} of {low}-{high}: floor {floor:.1f}"
         if chosen:
-            cut = triton_decode.cut(count, kv_heads, DIM)
+            cut = asks.cut(count)
             print(f"OWN  {what} own {bench.time(bench.rows(lengths), cut):.1f}", flush=True)
         else:
             compare(bench, lengths, what)

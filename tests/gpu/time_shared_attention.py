@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 from graph_timing import asked, each_us
 
-from pipeinfer.attention import triton_decode
 from pipeinfer.kernels.decode_attention import (
     DecodeRows,
     Scratch,
@@ -45,10 +44,9 @@ LOADS = ((256, 0, 0, 300, 1400), (256, 16, 3968, 80, 400), (256, 1, 8000, 100, 4
 class Bench:
     """KV pages of six layers."""
 
-    def __init__(self, heads, kv_heads, pages=PAGES):
-        self.heads = heads, kv_heads, DIM
-        size = (LAYERS, pages, PAGE, kv_heads, DIM)
-        self.k, self.v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    def __init__(self, what, pages=PAGES):
+        self.heads = what.heads, what.kv_heads, DIM
+        self.k, self.v = what.random((LAYERS, pages, PAGE, what.kv_heads, DIM))
         self.pages = pages
         self.wanted = {}
 
@@ -118,28 +116,28 @@ class Bench:
 
 def warm(job):
     """Compiles, in a process of its own."""
-    heads, kv_heads, read = job
+    what, read = job
     cut = Cut(128, 32, 1024, read[1], read[2], read[3], read[0])
-    Bench(heads, kv_heads, 1200).time((64, 1, 512, 80, 100), cut, True, False)
+    Bench(what, 1200).time((64, 1, 512, 80, 100), cut, True, False)
 
 
-def floor_us(load, kv_heads, shares):
+def floor_us(load, what, shares):
     count, groups, common, low, high = load
     tokens = count * (low + high) / 2 + common * (groups if shares else count if groups else 0)
-    return tokens * kv_heads * DIM * 4 / 4.3e12 * 1e6
+    return what.floor_us(tokens)
 
 
 def main():
-    heads, kv_heads, chosen = asked(warm, READS)
-    bench = Bench(heads, kv_heads)
+    what, chosen = asked(warm, READS)
+    bench = Bench(what)
     for load in LOADS:
-        now = triton_decode.cut(load[0], kv_heads, DIM)
+        now = what.cut(load[0])
         ways = [now] if chosen else [
             replace(now, tile=tile, block=block, warps=warps, stages=stages)
             for tile, block, warps, stages in READS
         ]  # fmt: skip
-        print(f"heads {heads} {load}: floor {floor_us(load, kv_heads, False):.0f}, shared "
-              f"{floor_us(load, kv_heads, True):.0f}; now {bench.time(load, now, False, True):.1f}",
+        print(f"heads {what.heads} {load}: floor {floor_us(load, what, False):.0f}, shared "
+              f"{floor_us(load, what, True):.0f}; now {bench.time(load, now, False, True):.1f}",
               flush=True)  # fmt: skip
         for cut in ways:
             apart = bench.time(load, cut, False, False)

@@ -128,13 +128,13 @@ def test_scores():
 def decode(rows: int, dim: int, pages: str = HALF, tile: int = 0, group: int = 4) -> Any:
     """The kernel of so many decodes; with a tile, where they have beginnings in common."""
     types = dict.fromkeys(("q", "out", "sinks"), HALF)
-    types |= {"k": pages, "v": pages, "v_scale": "fp32"}
+    types |= dict.fromkeys(("k", "v"), "*i16" if pages == EIGHTH else pages) | {"v_scale": "fp32"}
     types |= dict.fromkeys(("arrived", "lengths", "indptr", "indices", "pieces"), "*i32")
     types |= {"scratch": "*fp32", "scales": "*fp32", "scale": "fp32", "window": "i32"}
     types |= dict.fromkeys(("q_stride", "page_stride", "token_stride"), "i32")
     types |= dict.fromkeys(("shared", "shared_scales"), "*fp32")
     types |= dict.fromkeys(("members", "merges"), "*i32")
-    how = cut(rows, 1, dim)
+    how = cut(rows, 1, dim, pages == EIGHTH)
     constants = {
         "KV_HEADS": 1, "GROUP": group, "DIM": dim, "PAGE": 64, "BLOCK": how.block,
         "SPLITS": how.splits, "TILE": 16, "WINDOWED": not tile, "SINKS": True, "EARLY": True,
@@ -151,10 +151,12 @@ def test_decodes_with_large_heads_find_shared_memory(rows):
     assert large < 1.25 * usual < 100_000
 
 
-def test_decodes_over_pages_of_8_bits_convert_them_as_the_gpu_does_in_less_shared_memory():
-    narrow, usual = decode(300, 128, EIGHTH), decode(300, 128)
+@pytest.mark.parametrize("rows", [1, 50, 300])
+def test_decodes_over_pages_of_8_bits_convert_them_as_the_gpu_does_and_read_no_single_bytes(rows):
+    narrow, usual = decode(rows, 128, EIGHTH), decode(rows, 128)
     assert "f16x2.e4m3x2" in narrow.asm["ptx"] and "e4m3" not in usual.asm["ptx"]
-    assert narrow.metadata.shared < usual.metadata.shared
+    assert "ldmatrix" in narrow.asm["ptx"] and "ld.shared.b8" not in narrow.asm["ptx"]
+    assert narrow.metadata.shared < 1.1 * usual.metadata.shared
 
 
 @pytest.mark.parametrize(("pages", "group"), [(HALF, 2), (HALF, 5), (EIGHTH, 2)])

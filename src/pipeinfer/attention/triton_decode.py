@@ -22,6 +22,7 @@ from pipeinfer.kernels.decode_pieces import (
     room_for,
     room_for_runs,
 )
+from pipeinfer.kernels.e4m3 import E4M3
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
@@ -49,9 +50,13 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def cut(rows: int, kv_heads: int, dim: int) -> Cut:
-    """How so many rows are cut, with heads of `dim`."""
+def cut(rows: int, kv_heads: int, dim: int, narrow: bool = False) -> Cut:
+    """How so many rows are cut, with heads of `dim`. narrow: pages hold numbers of 8 bits, of which
+    a program with more than a warp reads twice as many tokens at a time: they take the same shared
+    memory, and half the steps."""
     found = next((cut for most, cut in CUTS if rows * kv_heads <= most), MANY)
+    if narrow and found.warps > 1:
+        found = replace(found, block=2 * found.block)
     if dim <= MEASURED_DIM:
         return found
     # Half the tokens, twice the threads: a program takes the same shared memory and registers, and
@@ -75,11 +80,9 @@ class TritonDecodeKernel:
 
     def bind(self, pool: KVPool, most_rows: int) -> None:
         """Makes room for what pieces of rows leave for each other."""
-        self._k = pool.k
-        self._v = pool.v
-        self._scales = pool.scales
+        self._pool = pool
         sizes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in self._shapes}
-        cuts = [(count, cut(count, self._kv_heads, self._dim)) for count in range(1, most_rows + 1)]
+        cuts = [(count, self._cut(count)) for count in range(1, most_rows + 1)]
         most = max(most_pieces(count, how, self._seats(how)) for count, how in cuts)
         # Pieces of runs are the first of all: at least as many others are left as there are rows.
         runs = max(most_pieces(count, how, self._seats(how)) - count for count, how in cuts)
@@ -94,7 +97,7 @@ class TritonDecodeKernel:
         """Views only."""
         lengths, indptr = rows.device.lengths[begin:end], rows.device.kv_indptr[begin : end + 1]
         lines, seats, runs = rows.device.lines, rows.device.seats, None
-        shares = self._seats(cut(end - begin, self._kv_heads, self._dim)) > 0
+        shares = self._seats(self._cut(end - begin)) > 0
         if shares and lines is not None and seats is not None:
             runs = Runs(lines[begin:end], seats[begin:end], *self._runs)
         windows = {
@@ -106,17 +109,17 @@ class TritonDecodeKernel:
         return Plan(windows, early=end == len(rows.device.lengths))
 
     def run(self, layer: int, q: torch.Tensor, out: torch.Tensor, plan: Plan) -> None:
-        shape = self._shapes[layer]
+        shape, pool = self._shapes[layer], self._pool
         size = shape.num_heads, shape.num_kv_heads, shape.head_dim
         window, first = shape.sliding_window, layer in self._first
-        rows, how = plan.windows[window], cut(len(q), self._kv_heads, self._dim)
+        rows, how = plan.windows[window], self._cut(len(q))
         if first:
-            page_size = self._k[layer].shape[1]
-            cut_rows(rows.lengths, rows.pieces, how, window, rows.runs, self._seats(how), page_size)
+            seats, page_size = self._seats(how), pool.page_size
+            cut_rows(rows.lengths, rows.pieces, how, window, rows.runs, seats, page_size)
         decode_attention(
             q,
-            self._k[layer],
-            self._v[layer],
+            pool.k[layer],
+            pool.v[layer],
             rows,
             shape.scale,
             out,
@@ -125,8 +128,11 @@ class TritonDecodeKernel:
             window,
             early=plan.early and not first,
             sinks=shape.sinks,
-            scales=self._scales[layer],
+            scales=pool.scales[layer],
         )
+
+    def _cut(self, rows: int) -> Cut:
+        return cut(rows, self._kv_heads, self._dim, self._pool.k[0].dtype == E4M3)
 
     def _seats(self, how: Cut) -> int:
         """Rows whose queries share a piece."""

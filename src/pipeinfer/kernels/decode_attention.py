@@ -25,7 +25,7 @@ from pipeinfer.kernels.decode_pieces import MERGE_WORDS, SPLIT, WORDS, Cut, Runs
 from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.prefetch import LINE, prefetch
-from pipeinfer.kernels.triton_e4m3 import as_seen, widened
+from pipeinfer.kernels.triton_e4m3 import halves, in_pairs
 
 TILE = 16  # query rows that tensor cores multiply at least
 LOG2E = math.log2(math.e)
@@ -62,55 +62,84 @@ def _elements(page, at, page_stride, token_stride, PAGE: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _piece(
-    q, k, v, indices, first, start, stop, low, scale, page_stride, token_stride,
+    q, odd, k, v, indices, first, start, stop, low, scale, page_stride, token_stride,
     DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    WINDOWED: tl.constexpr, FULL: tl.constexpr,
+    WINDOWED: tl.constexpr, FULL: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """(greatest score, sum of weights, weighted sum [TILE, DIM]) over tokens start .. stop - 1,
-    without those before `low`. FULL: they are whole blocks."""
-    dim = tl.arange(0, DIM)
+    without those before `low`. FULL: they are whole blocks. q, odd: see _queries."""
+    column = tl.arange(0, DIM // 2 if NARROW else DIM)
     most = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
-    sums = tl.zeros((TILE, DIM), tl.float32)
+    sums = tl.zeros((TILE, DIM // 2 if NARROW else DIM), tl.float32)
+    odd_sums = sums
     page = _pages(indices, first, start, stop, PAGE, BLOCK)
     for at in range(start, stop, BLOCK):
         following = _pages(indices, first, at + BLOCK, stop, PAGE, BLOCK)
         element = _elements(page, at, page_stride, token_stride, PAGE, BLOCK)
-        keys_at = k + element[None, :] + dim[:, None]
-        values_at = v + element[:, None] + dim[None, :]
+        keys_at = k + element[None, :] + column[:, None]
+        values_at = v + element[:, None] + column[None, :]
         if FULL:
-            keys = widened(tl.load(keys_at), q.dtype)
-            scores = tl.dot(q, keys, input_precision="ieee") * scale
-            values = widened(tl.load(values_at), q.dtype)
+            scores = _scores(q, odd, tl.load(keys_at), NARROW) * scale
+            values = tl.load(values_at)
         else:
             token = at + tl.arange(0, BLOCK)
             inside = token < stop
             if WINDOWED:
                 inside = inside & (token >= low)
-            keys = widened(tl.load(keys_at, mask=inside[None, :], other=0.0), q.dtype)
-            scores = tl.dot(q, keys, input_precision="ieee") * scale
+            keys = tl.load(keys_at, mask=inside[None, :], other=0)
+            scores = _scores(q, odd, keys, NARROW) * scale
             scores = tl.where(inside[None, :], scores, float("-inf"))
-            values = widened(tl.load(values_at, mask=inside[:, None], other=0.0), q.dtype)
+            values = tl.load(values_at, mask=inside[:, None], other=0)
         higher = tl.maximum(most, tl.max(scores, axis=1))
         weights = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(most - higher)
         total = total * fade + tl.sum(weights, axis=1)
-        sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None],
-                      input_precision="ieee")  # fmt: skip
+        weights = weights.to(q.dtype)
+        if NARROW:
+            even_values, odd_values = halves(values)
+            sums = tl.dot(weights, even_values.to(q.dtype), sums * fade[:, None],
+                          input_precision="ieee")  # fmt: skip
+            odd_sums = tl.dot(weights, odd_values.to(q.dtype), odd_sums * fade[:, None],
+                              input_precision="ieee")  # fmt: skip
+        else:
+            sums = tl.dot(weights, values, sums * fade[:, None], input_precision="ieee")
         most, page = higher, following
+    if NARROW:
+        sums = tl.interleave(sums, odd_sums)
     return most, total, sums
 
 
 @triton.jit
-def _as_multiplied(queries, scale, NARROW: tl.constexpr):
-    """Queries in the dtype of the product, and what is left of `scale` for its scores. Numbers of 8
-    bits become halves in one instruction, bfloat16 in four, and either holds them exactly; queries
-    in bfloat16 are scaled before, so that they have room.
+def _scores(q, odd, keys, NARROW: tl.constexpr):
+    """Of queries and keys, float32 [TILE, tokens]."""
+    if NARROW:
+        even_keys, odd_keys = halves(keys)
+        scores = tl.dot(q, even_keys.to(q.dtype), input_precision="ieee")
+        scores = tl.dot(odd, odd_keys.to(q.dtype), scores, input_precision="ieee")
+    else:
+        scores = tl.dot(q, keys, input_precision="ieee")
+    return scores
+
+
+@triton.jit
+def _queries(at, real, scale, DIM: tl.constexpr, NARROW: tl.constexpr):
+    """Queries [TILE, DIM] that begin `at`, as they are multiplied, and what is left of `scale` for
+    their scores. NARROW: their even numbers and their odd ones, since keys come in pairs. Either
+    way there are two, of which the second counts only then.
+
+    Numbers of 8 bits become halves in one instruction, bfloat16 in four, and either holds them
+    exactly; queries in bfloat16 are scaled before, so that they have room.
     """
+    STEP: tl.constexpr = 2 if NARROW else 1
+    places = at[:, None] + (tl.arange(0, DIM // STEP) * STEP)[None, :]
+    queries = tl.load(places, mask=real[:, None], other=0.0)
+    odd = tl.load(places + 1, mask=real[:, None], other=0.0) if NARROW else queries
     if NARROW and queries.dtype == tl.bfloat16:
         queries = (queries.to(tl.float32) * scale).to(tl.float16)
+        odd = (odd.to(tl.float32) * scale).to(tl.float16)
         scale = 1.0
-    return queries, scale
+    return queries, odd, scale
 
 
 @triton.jit
@@ -212,10 +241,12 @@ def _attend(
 ):  # fmt: skip
     """Program (KV head, piece). The last of a row's pieces that ends merges all.
 
-    NARROW: pages hold e4m3, values to be multiplied by v_scale; `scale` has that of the keys.
+    NARROW: pages hold pairs of e4m3, values to be multiplied by v_scale; `scale` has that of the
+    keys.
     SHARED: queries that a piece of a run is for; 0: rows have no runs.
     """
     head, piece = tl.program_id(0), tl.program_id(1)
+    of_head = head * (DIM // 2 if NARROW else DIM)  # in pages
     words = pieces + piece * WORDS
     row = tl.load(words).to(tl.int64)
     if row < 0:
@@ -226,26 +257,26 @@ def _attend(
     low = tl.load(lengths + row) - window if WINDOWED else 0
     if EARLY:
         page = _pages(indices, begin, start, stop, PAGE, BLOCK)
-        element = _elements(page, start, page_stride, token_stride, PAGE, BLOCK) + head * DIM
-        _ahead(k, v, element, DIM, NARROW)
+        element = _elements(page, start, page_stride, token_stride, PAGE, BLOCK)
+        _ahead(k + of_head, v + of_head, element, DIM // 2 if NARROW else DIM)
         gdc_wait()  # for the query, and for the key and value of this step
         gdc_launch_dependents()
     if SHARED > 0 and rows > 0:
-        _of_run(q, k, v, out, scratch, scales, shared, shared_scales, arrived, indices,
-                members + tl.load(words + 4), merges, sinks, head, piece, rows, begin, start, stop,
-                scale, v_scale, q_stride, page_stride, token_stride, KV_HEADS, GROUP, DIM, PAGE,
-                BLOCK, SPLITS, SHARED, SINKS, NARROW)  # fmt: skip
+        _of_run(q, k + of_head, v + of_head, out, scratch, scales, shared, shared_scales, arrived,
+                indices, members + tl.load(words + 4), merges, sinks, head, piece, rows, begin,
+                start, stop, scale, v_scale, q_stride, page_stride, token_stride, KV_HEADS, GROUP,
+                DIM, PAGE, BLOCK, SPLITS, SHARED, SINKS, NARROW)  # fmt: skip
     else:
         dim, query = tl.arange(0, DIM), tl.arange(0, TILE)
         heads, real = (head * GROUP + query)[:, None] * DIM + dim[None, :], query < GROUP
         first, every = cut % SPLIT, cut // SPLIT
         if SHARED > 0:
             every = tl.load(merges + row * MERGE_WORDS)
-        queries = tl.load(q + row * q_stride + heads, mask=real[:, None], other=0.0)
-        queries, scale = _as_multiplied(queries, scale, NARROW)
-        most, total, sums = _piece(queries, k + head * DIM, v + head * DIM, indices, begin, start,
+        queries_at = q + row * q_stride + (head * GROUP + query) * DIM
+        queries, odd, scale = _queries(queries_at, real, scale, DIM, NARROW)
+        most, total, sums = _piece(queries, odd, k + of_head, v + of_head, indices, begin, start,
                                    stop, low, scale, page_stride, token_stride, DIM, PAGE, BLOCK,
-                                   TILE, WINDOWED, False)  # fmt: skip
+                                   TILE, WINDOWED, False, NARROW)  # fmt: skip
         if NARROW:
             sums *= v_scale
         target = out + row * (KV_HEADS * GROUP * DIM)
@@ -278,17 +309,17 @@ def _of_run(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr,
     NARROW: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a run, for the queries of its first `rows` members, side by side."""
+    """A piece of a run, for the queries of its first `rows` members, side by side. k, v: of the
+    head."""
     dim, query = tl.arange(0, DIM), tl.arange(0, TILE)
     member = query // GROUP
     real = member < rows
     row = tl.load(members + member, mask=real, other=0).to(tl.int64)
-    heads = (head * GROUP + query % GROUP)[:, None] * DIM + dim[None, :]
-    queries = tl.load(q + row[:, None] * q_stride + heads, mask=real[:, None], other=0.0)
-    queries, scale = _as_multiplied(queries, scale, NARROW)
-    most, total, sums = _piece(queries, k + head * DIM, v + head * DIM, indices, begin, start, stop,
-                               0, scale, page_stride, token_stride, DIM, PAGE, BLOCK, TILE,
-                               False, PAGE % BLOCK == 0)  # fmt: skip
+    queries_at = q + row * q_stride + (head * GROUP + query % GROUP) * DIM
+    queries, odd, scale = _queries(queries_at, real, scale, DIM, NARROW)
+    most, total, sums = _piece(queries, odd, k, v, indices, begin, start, stop, 0, scale,
+                               page_stride, token_stride, DIM, PAGE, BLOCK, TILE, False,
+                               PAGE % BLOCK == 0, NARROW)  # fmt: skip
     if NARROW:
         sums *= v_scale
     at = (piece * KV_HEADS + head) * TILE + query
@@ -317,11 +348,10 @@ def _leave(sums_at, scales_at, most, total, sums, real):
 
 
 @triton.jit
-def _ahead(k, v, element, DIM: tl.constexpr, NARROW: tl.constexpr):
+def _ahead(k, v, element, COLUMNS: tl.constexpr):
     """Asks for the first keys and values, all but the newest of which are there for long."""
-    SIZE: tl.constexpr = 2 * LINE if NARROW else LINE
-    LINES: tl.constexpr = (DIM + SIZE - 1) // SIZE
-    line = tl.arange(0, LINES) * SIZE
+    LINES: tl.constexpr = (COLUMNS + LINE - 1) // LINE
+    line = tl.arange(0, LINES) * LINE
     prefetch(k + element[:, None] + line[None, :])
     prefetch(v + element[:, None] + line[None, :])
 
@@ -366,7 +396,8 @@ def decode_attention(
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v of each row's last token: `out` [R, heads, dim], which is returned.
 
-    q as out, rows may be strided. k, v [pages, page_size, kv_heads, dim] alike; dim a power of two.
+    q as out, rows may be strided. k, v [pages, page_size, kv_heads, dim] alike; dim a power of two,
+    in e4m3 of at least 32.
     Nothing is written for a row without keys. window: keys that a query sees, its own included; the
     rows' pieces were cut with the same, and with the same runs, so many of which share a piece as
     the cut has seats. early: nothing that the kernel before writes is read before it has ended,
@@ -375,18 +406,19 @@ def decode_attention(
     halves where q is bfloat16. float32 inside.
     """
     (count, heads, dim), (page_size, kv_heads) = q.shape, k.shape[1:3]
+    k, v, narrow = in_pairs(k), in_pairs(v), k.dtype == E4M3
     if count:
         group, runs = heads // kv_heads, rows.runs
         seats = 0 if runs is None else cut.seats(group)
         _attend[(kv_heads, most_pieces(count, cut, seats))](
-            q, as_seen(k), as_seen(v), out, scratch.sums, scratch.scales, scratch.shared_sums,
+            q, k, v, out, scratch.sums, scratch.scales, scratch.shared_sums,
             scratch.shared_scales, scratch.arrived, rows.lengths, rows.indptr, rows.indices,
             rows.pieces, runs and runs.members, runs and runs.merges, sinks,
             scale * scales.k * LOG2E, scales.v, window or 2**30, q.stride(0), k.stride(0),
             k.stride(1), KV_HEADS=kv_heads, GROUP=group, DIM=dim, PAGE=page_size, BLOCK=cut.block,
             SPLITS=cut.splits, TILE=max(TILE, triton.next_power_of_2(group)),
             SHARED=cut.tile if seats else 0, WINDOWED=window is not None, SINKS=sinks is not None,
-            NARROW=k.dtype == E4M3, num_warps=cut.warps, num_stages=cut.stages,
+            NARROW=narrow, num_warps=cut.warps, num_stages=cut.stages,
             **(early_launch(q.device) if early else {"EARLY": False}),
         )  # fmt: skip
     return out

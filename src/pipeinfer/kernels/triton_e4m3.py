@@ -15,12 +15,19 @@ import triton
 import triton.language as tl
 
 from pipeinfer.kernels.e4m3 import E4M3
+from pipeinfer.kernels.interpreted import INTERPRETED
 
 
 def as_seen(cache: torch.Tensor) -> torch.Tensor:
     """A cache as kernels are to be given it: e4m3 on the CPU as bytes, all else as it is."""
     bits = cache.dtype == E4M3 and cache.device.type == "cpu"
     return cache.view(torch.uint8) if bits else cache
+
+
+def in_pairs(cache: torch.Tensor) -> torch.Tensor:
+    """A cache as it is, but two neighbours of e4m3 as one int16, for `halves`: what is read by 16
+    bits can be turned about on the way out of shared memory."""
+    return cache.view(torch.int16) if cache.dtype == E4M3 else cache
 
 
 @triton.jit
@@ -70,3 +77,19 @@ def widened(stored, kind: tl.constexpr):
     elif stored.dtype == tl.float8e4nv:
         stored = stored.to(kind)
     return stored
+
+
+@triton.jit
+def halves(pairs):
+    """(the first, the second) of each of `pairs`, int16 that hold two of e4m3, as float16."""
+    if INTERPRETED:
+        first = widened((pairs & 0xFF).to(tl.uint8), tl.float16)
+        second = widened((pairs >> 8 & 0xFF).to(tl.uint8), tl.float16)
+    else:
+        # Two pairs at a time: the instruction takes two neighbours to two.
+        first, second = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;"
+            " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return first, second

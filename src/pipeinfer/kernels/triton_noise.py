@@ -12,12 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pipeinfer.kernels.interpreted import INTERPRETED
+
 # Words and uniforms are bit for bit those of noise.py. The Gumbel variates are made with the
 # device's quick logarithm and differ from noise.py by at most 6e-6: less than the rounding of a
 # score of 64 or more, so a different token needs two scores that close.
-
-
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # decided when triton is imported
 
 
 @triton.jit
@@ -60,7 +59,7 @@ def uniform(word):
 @triton.jit
 def _log2(x):
     """The device's quick logarithm of normal numbers: absolute error 2^-22 near 1."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return tl.log2(x)
     else:
         return tl.inline_asm_elementwise(
