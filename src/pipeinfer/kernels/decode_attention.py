@@ -131,8 +131,8 @@ def _queries(at, real, scale, DIM: tl.constexpr, NARROW: tl.constexpr):
     Numbers of 8 bits become halves in one instruction, bfloat16 in four, and either holds them
     exactly; queries in bfloat16 are scaled before, so that they have room.
     """
-    STEP: tl.constexpr = 2 if NARROW else 1
-    places = at[:, None] + (tl.arange(0, DIM // STEP) * STEP)[None, :]
+    COLUMNS: tl.constexpr = DIM // 2 if NARROW else DIM
+    places = at[:, None] + (tl.arange(0, COLUMNS) * (DIM // COLUMNS))[None, :]
     queries = tl.load(places, mask=real[:, None], other=0.0)
     odd = tl.load(places + 1, mask=real[:, None], other=0.0) if NARROW else queries
     if NARROW and queries.dtype == tl.bfloat16:

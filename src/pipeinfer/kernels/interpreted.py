@@ -3,6 +3,8 @@
 It knows no instruction of a GPU, so kernels that name one have another way there.
 """
 
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import triton
