@@ -1,18 +1,17 @@
 """Times products of few rows with every tile that could be good, beside torch's; a tool.
 
-`python tests/gpu/time_skinny.py [SECONDS]` prints, for each shape and number of rows, the best
-tiles in microseconds. One graph holds a product with each of many weights, so that none is in the
-L2 cache.
+Prints, for each shape and number of rows, the best tiles in microseconds. One graph holds a product
+with each of many weights, so that none is in the L2 cache.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import multiprocessing
 import os
 import random
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -33,14 +32,25 @@ MODELS = {  # hidden, rows of QKV, columns of the output projection, intermediat
     "14B/2": (5120, 3584, 2560, 8704),
     "32B/4": (5120, 2560, 2048, 6400),
 }
-ROWS = {"1": (1, 16), "32": (32, 32), "64": (64, 64), "128": (128, 64), "128b": (128, 128)}
+# Rows, and those of a tile.
+ROWS = {"1": (1, 16), "32": (32, 32), "64": (64, 64), "128": (128, 64), "128b": (128, 128),
+        "192": (192, 64), "256": (256, 64), "256b": (256, 128)}  # fmt: skip
 BYTES_PER_US = 4.3e6
 MORE_THAN_L2 = 150e6
 EACH = 16
 
 
-def products():
-    for name, (hidden, qkv, inner, inter) in MODELS.items():
+def asked():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no shape later")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--rows", default=",".join(ROWS))
+    return parser.parse_args()
+
+
+def products(models):
+    for name in models.split(","):
+        hidden, qkv, inner, inter = MODELS[name]
         yield name, "qkv", PRODUCT, qkv, hidden
         yield name, "out", SPLIT, hidden, inner
         yield name, "gate-up", GATED, inter, hidden
@@ -54,9 +64,9 @@ def tiles(kind, width, depth, rows, height):
     ):
         programs = width // columns * splits * -(-rows // height)
         shared = stages * step * 2 * (height + columns * (2 if kind == GATED else 1))
-        fits = 24_000 <= shared <= 200_000 and columns * height <= 64 * 128
+        fits = 24_000 <= shared <= 200_000 and columns * height <= 64 * 32 * warps
         divides = depth % (splits * step) == 0 and width % columns == 0
-        if divides and fits and 90 <= programs <= 700 and (splits == 1 or kind == SPLIT):
+        if divides and fits and 60 <= programs <= 700 and (splits == 1 or kind == SPLIT):
             found.append(Tile(height, columns, step, splits, warps, stages))
     random.Random(f"{kind}{width}{depth}{rows}").shuffle(found)
     return found[:EACH]
@@ -101,11 +111,12 @@ def check(job):
 
 
 def main():
-    begin, limit = time.monotonic(), float(sys.argv[1]) if len(sys.argv) > 1 else 1e9
+    options, begin = asked(), time.monotonic()
+    sizes = {label: ROWS[label] for label in options.rows.split(",")}
     jobs = [
         (kind, width, depth, rows, tile)
-        for _, _, kind, width, depth in products()
-        for rows, height in ROWS.values()
+        for _, _, kind, width, depth in products(options.models)
+        for rows, height in sizes.values()
         for tile in tiles(kind, width, depth, rows, height)
     ]
     jobs = list(dict.fromkeys(jobs))
@@ -119,9 +130,9 @@ def main():
         if job not in good:
             print("WRONG", job, error, flush=True)
     with (Path(os.environ.get("OUT", ".")) / "skinny.jsonl").open("w") as lines:
-        for name, part, kind, width, depth in products():
-            for label, (rows, height) in ROWS.items():
-                if time.monotonic() - begin < limit:
+        for name, part, kind, width, depth in products(options.models):
+            for label, (rows, height) in sizes.items():
+                if time.monotonic() - begin < options.seconds:
                     show(good, lines, name, part, kind, width, depth, label, rows, height)
 
 
