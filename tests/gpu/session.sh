@@ -3,7 +3,7 @@
 #
 #   OUT=folder tests/gpu/session.sh [PART=SECONDS ...]
 #
-# Without arguments every part runs, each under its own limit; with them, those named. What must be
+# Without arguments every part with a limit runs; with them, those named. What must be
 # right runs side by side first, what is timed runs alone afterwards. A line or a few for each part
 # on stdout; in OUT at most eight files: the parts' JSON, the profile, and session.log with the rest.
 set -u
@@ -16,9 +16,10 @@ shape=(--config qwen3-0.6b --device cuda --log-level warning)
 tests=("$python" -m pytest -o addopts= -q -s -p no:cacheprovider -W ignore)
 
 declare -A limit=([parity]=300 [kernel_tests]=200 [formats]=200 [fp8_kv]=300 [api]=240 [foreign]=240 [soak]=120 [memcheck]=150 [offline]=60
-                  [single]=50 [single_14b]=90 [storm]=70 [startup]=60 [profile]=45 [kernels]=80)
+                  [single]=50 [single_14b]=90 [storm]=70 [startup]=60 [profile]=45 [kernels]=80
+                  [attention]=0 [products]=0)
 beside=(parity kernel_tests formats fp8_kv api foreign soak memcheck)
-alone=(offline single single_14b storm startup profile kernels)
+alone=(offline single single_14b storm startup profile kernels attention products)
 if [ $# -gt 0 ]; then
   declare -A asked=()
   for word in "$@"; do asked[${word%%=*}]=${word#*=}; done
@@ -70,6 +71,13 @@ run_profile() {
   "$python" tools/bench offline "${shape[@]}" --requests 64 --output-tokens 60:80 --profile 20 \
     --profile-dir "$logs/profile" && gzip -c "$logs"/profile/*.json > "$out/profile.json.gz"
 }
+run_attention() {
+  for pages in "" --fp8; do
+    "$python" tests/gpu/time_decode_attention.py --chosen $pages
+    "$python" tests/gpu/time_shared_attention.py --chosen $pages
+  done
+}
+run_products() { "$python" tests/gpu/time_skinny.py --models 0.6B --rows "${ROWS:-192,256,256b}"; }
 run_kernels() { "$python" tests/gpu/time_kernels.py sampling; }
 
 one() {  # a part under its limit; what is worth reading of it
@@ -82,7 +90,7 @@ one() {  # a part under its limit; what is worth reading of it
   local code=$?
   echo "PART $name: code $code, $((SECONDS - began)) s"
   [ $code -eq 0 ] || tail -n 4 "$logs/$name.log" | cut -c1-300
-  grep -aE '^(PARITY|FLIPS|FP8KV|FOREIGN|SOAK|FAILED|ERROR|E  |=+ .*(ERROR|Invalid|SUMMARY)|error|[0-9]+ (passed|failed))|passed|tokens/s|efficiency|engine idle|host|^  (plan|pack|upload|attention|forward|sample|result)|decode steps|itl|ttft|times the calm|floor|ready|first token' \
+  grep -aE '^(PARITY|FLIPS|FP8KV|FOREIGN|SOAK|OWN|heads|  \(|[0-9.]+B(/[0-9])? |FAILED|ERROR|E  |=+ .*(ERROR|Invalid|SUMMARY)|error|[0-9]+ (passed|failed))|passed|tokens/s|efficiency|engine idle|host|^  (plan|pack|upload|attention|forward|sample|result)|decode steps|itl|ttft|times the calm|floor|ready|first token' \
     "$logs/$name.log" | cut -c1-200 | tail -"${2:-40}"
 }
 

@@ -31,7 +31,8 @@ from pipeinfer.packing import PART
 
 LAYERS, PAGES, PAGE, DIM, TIMES = 6, 7000, 64, 128, 3
 # (tile, block, warps, stages)
-READS = ((0, 32, 2, 3), (32, 32, 2, 3), (16, 32, 2, 3), (64, 32, 4, 3), (64, 64, 4, 2))
+READS = ((0, 32, 2, 3), (32, 32, 2, 3), (16, 32, 2, 3), (32, 64, 2, 2), (32, 64, 2, 3),
+         (64, 32, 4, 3), (64, 64, 4, 2))  # fmt: skip
 # (rows, groups, tokens in common, tokens of its own from .. to)
 LOADS = ((256, 0, 0, 300, 1400), (256, 16, 3968, 80, 400), (256, 1, 8000, 100, 400),
          (256, 1, 256, 100, 400), (128, 0, 0, 300, 1400), (64, 0, 0, 300, 1400),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output-tokens", type=Span.parse, default=Span(100, 1024), metavar="LOW:HIGH")
     add("--stream-tokens", type=int, default=512, help="of the one stream behind 128; 0: none")
     add("--rounds", type=int, default=1, help="of all formats in turn")
+    add("--repeats", type=int, default=1, help="of what is measured, by each server")
     add("--flops", type=float, default=0.0, help="of the machine in bfloat16, for the efficiency")
     add("--bandwidth", type=float, default=0.0, help="of its memory, bytes per second")
 
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
         for number in range(options.rounds):
             for name in options.formats:
                 folder = Path(temporary) / f"{number}-{name}"
-                for what, value in _measured(options, settings, FORMATS[name], folder).items():
+                for what, value in _measured(options, settings, FORMATS[name], folder):
                     found[name][what].append(value)
                     print(f"{name:12} {what:14} {value:10.2f}", flush=True)
     return {
@@ -78,25 +79,24 @@ def run(options: argparse.Namespace, settings: Mapping[str, Any]) -> dict[str, A
 
 def _measured(
     options: argparse.Namespace, settings: Mapping[str, Any], which: Format, folder: Path
-) -> dict[str, float]:
+) -> Iterator[tuple[str, float]]:
     config = shapes.shape(options.config)
     stored = {} if which.stored is None else {"quantization_config": dict(which.stored)}
     shapes.write_folder(folder, {**config, **stored})
     chosen = {"load_format": "dummy", **settings, **which.settings, "model": str(folder)}
     highest = highest_id(chosen)
-    found = {}
     with LLM(**chosen) as llm:
         batch.measure(llm, workload.uniform(16, Span(16, 64), Span(4, 8), highest, -1), 0.6)
-        if options.requests:
-            spans = options.prompt_tokens, options.output_tokens
-            work = workload.uniform(options.requests, *spans, highest, 0)
-            seconds = batch.measure(llm, work, 0.6).seconds
-            found["tokens_per_s"] = work.output_tokens / seconds
-            if options.flops and options.bandwidth:
-                found["efficiency"] = efficiency(options, chosen, work, seconds)["efficiency"]
-        if options.stream_tokens:
-            length = Span(options.stream_tokens, options.stream_tokens)
-            alone = workload.uniform(1, Span(128, 128), length, highest, 1)
-            seconds = batch.measure(llm, alone, 0.6).seconds
-            found["stream_ms"] = 1e3 * seconds / options.stream_tokens
-    return found
+        for turn in range(options.repeats):
+            if options.requests:
+                spans = options.prompt_tokens, options.output_tokens
+                work = workload.uniform(options.requests, *spans, highest, 2 * turn)
+                seconds = batch.measure(llm, work, 0.6).seconds
+                yield "tokens_per_s", work.output_tokens / seconds
+                if options.flops and options.bandwidth:
+                    yield "efficiency", efficiency(options, chosen, work, seconds)["efficiency"]
+            if options.stream_tokens:
+                length = Span(options.stream_tokens, options.stream_tokens)
+                alone = workload.uniform(1, Span(128, 128), length, highest, 2 * turn + 1)
+                seconds = batch.measure(llm, alone, 0.6).seconds
+                yield "stream_ms", 1e3 * seconds / options.stream_tokens
