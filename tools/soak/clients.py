@@ -67,7 +67,8 @@ class Clients:
             try:
                 answer = await self._lines.ask(asked)
             except (OSError, TimeoutError, EOFError, wire.Failed) as error:
-                self.wrong.append(f"{asked.kind}: {error!r}")
+                name = asked.kind if asked.case is None else asked.case.name
+                self.wrong.append(f"{name}: {error!r}")
                 self.counts["lost"] += 1
             else:
                 self.counts.update(counted(asked, answer))
