@@ -29,6 +29,7 @@ CHEAP = (
     "stop strings beyond the bound", "17 stop strings", "broken gzip", "malformed requests",
     "half-closed", "dropped connections",
 )  # fmt: skip
+LAST = b'"priority": 2147483647'  # whose client waits while any other does
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,13 @@ def bad() -> tuple[Asked, ...]:
 
 @cache
 def hostile() -> tuple[Asked, ...]:
-    """Each request of the cheap hostile cases."""
+    """Each request of the cheap hostile cases that is answered however much others ask for."""
     chosen = [case for case in CASES if case.name in CHEAP]
     assert len(chosen) == len(CHEAP), "a case has another name now"
-    return tuple(
-        Asked("hostile", content, case=case) for case in chosen for content in case.build()
-    )
+    contents = [(case, content) for case in chosen for content in case.build()]
+    served = [(case, content) for case, content in contents if LAST not in content]
+    assert len(served) == len(contents) - 1, "it is written in another way now"
+    return tuple(Asked("hostile", content, case=case) for case, content in served)
 
 
 def _post(path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> bytes:
