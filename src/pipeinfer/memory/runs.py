@@ -59,7 +59,7 @@ def groups_of(pages: np.ndarray, least: int) -> list[Group]:
         if size == 1:
             continue
         if number in again:
-            groups += _best(pages, rows, least, LEVELS)[0]
+            groups += _nested(pages, rows)
         else:
             groups.append(Group(rows, int(common[number])))
     return groups
@@ -92,38 +92,88 @@ def common_runs(table: PageTable, slots: np.ndarray, page_size: int) -> CommonRu
     return CommonRuns(lines, seats)
 
 
-def _best(
-    pages: np.ndarray, rows: np.ndarray, depth: int, levels: int
-) -> tuple[list[Group], np.ndarray]:
-    """Groups of `rows`, which have their first `depth` pages in common, and the rows in none; looks
-    at so many `levels` of beginnings within beginnings."""
-    block = pages[rows, depth:]
-    same = (block == block[0]).all(axis=0)
-    common = depth + (len(same) if same.all() else int(same.argmin()))
-    if common == pages.shape[1] or levels == 0:
-        return [Group(rows, common)], rows[:0]
-    order = np.argsort(pages[rows, common], kind="stable")
-    column = pages[rows[order], common]
-    begins = np.flatnonzero(np.concatenate(([True], column[1:] != column[:-1])))
-    sizes = np.diff(begins, append=len(column))
-    alone = rows[order[begins[sizes == 1]]]
-    if len(alone) == len(rows):
-        return [Group(rows, common)], alone[:0]
-    groups, left, joined = list[Group](), [alone], [alone]
-    several = sizes > 1
-    for begin, size in zip(begins[several].tolist(), sizes[several].tolist(), strict=True):
-        mine = rows[order[begin : begin + size]]
-        apart, others = _best(pages, mine, common, levels - 1)
-        groups += apart
-        left.append(others)
-        # A part joins the others where that saves more than what it has in common by itself.
-        if (len(mine) - len(others)) * common > sum(one.saved for one in apart):
-            joined.append(mine)
+class _Beginning(NamedTuple):
+    """Rows that have their first `pages` pages in common: those of `longer` beginnings, and those
+    `alone` with what follows."""
+
+    pages: int
+    alone: list[int]
+    longer: list[_Beginning]
+
+
+def _nested(pages: np.ndarray, rows: np.ndarray) -> list[Group]:
+    """Groups of `rows`, which begin alike, where some have more in common."""
+    width, block = pages.shape[1], np.ascontiguousarray(pages[rows])
+    # In the order of their bytes, any in which those that begin alike lie side by side.
+    order = block.view(f"S{width * block.itemsize}")[:, 0].argsort(kind="stable")
+    differs = block[order[1:]] != block[order[:-1]]
+    common = np.full(len(differs), width)
+    ends = differs.any(axis=1)
+    common[ends] = differs[ends].argmax(axis=1)
+    groups = list[Group]()
+    _choose(_tree(rows[order].tolist(), common.tolist()), 0, {}, groups)
+    return groups
+
+
+def _tree(rows: list[int], common: list[int]) -> _Beginning:
+    """The beginning that all `rows` have; rows that begin alike lie side by side, and have so many
+    pages in `common` with the next one."""
+    open_ = list[_Beginning]()  # each within the one before
+    before = -1
+    for row, after in zip(rows, [*common, -1], strict=True):
+        if after > before:
+            open_.append(_Beginning(after, [row], []))
         else:
-            joined.append(others)
-    together = np.sort(np.concatenate(joined))
-    kept = [one for one in groups if not np.isin(one.rows[0], together)]
-    saved = sum(one.saved for one in kept) + (len(together) - 1) * common
-    if len(together) > 1 and saved > sum(one.saved for one in groups):
-        return [*kept, Group(together, common)], rows[:0]
-    return groups, np.concatenate(left)
+            open_[-1].alone.append(row)
+        while len(open_) > 1 and open_[-2].pages >= after:
+            open_[-2].longer.append(open_.pop())
+        if 0 <= after < open_[-1].pages:
+            open_.append(_Beginning(after, [], [open_.pop()]))
+        before = after
+    [root] = open_
+    return _cut(root, LEVELS)
+
+
+def _cut(of: _Beginning, levels: int) -> _Beginning:
+    """The same without what is deeper than so many `levels` of beginnings within beginnings."""
+    if levels:
+        return of._replace(longer=[_cut(one, levels - 1) for one in of.longer])
+    rows, rest = [*of.alone], [*of.longer]
+    while rest:
+        one = rest.pop()
+        rows += one.alone
+        rest += one.longer
+    return _Beginning(of.pages, rows, [])
+
+
+def _worth(of: _Beginning, price: int, known: dict[tuple[int, int], tuple[int, int]]) -> int:
+    """Of the best choice of groups: the pages that they save, and `price` for each row in none,
+    which is what it saves in a group of a shorter beginning. known: by a beginning's id and the
+    price, what it is worth without a group of this beginning and with one.
+
+    Such a group saves all of the beginning for each row but one, so to it rows of longer ones may
+    be worth that much; and whoever joins it joins no shorter one.
+    """
+    found = known.get((id(of), price))
+    if found is None:
+        apart = price * len(of.alone) + sum(_worth(one, price, known) for one in of.longer)
+        joined = of.pages * (len(of.alone) - 1)
+        joined += sum(_worth(one, of.pages, known) for one in of.longer)
+        found = known[id(of), price] = apart, joined
+    return max(found)
+
+
+def _choose(
+    of: _Beginning, price: int, known: dict[tuple[int, int], tuple[int, int]], groups: list[Group]
+) -> list[int]:
+    """Adds the best choice to `groups`; the rows in none."""
+    _worth(of, price, known)
+    apart, joined = known[id(of), price]
+    together = joined > apart
+    rows = [*of.alone]
+    for one in of.longer:
+        rows += _choose(one, of.pages if together else price, known, groups)
+    if not together:
+        return rows
+    groups.append(Group(np.array(sorted(rows)), of.pages))
+    return []
