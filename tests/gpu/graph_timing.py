@@ -12,6 +12,8 @@ import torch
 from pipeinfer.attention import triton_decode
 from pipeinfer.kernels.e4m3 import E4M3
 
+DIM = 128  # of heads
+
 
 class Asked(NamedTuple):
     """What is timed: query heads, KV heads, and pages of which dtype."""
@@ -25,12 +27,12 @@ class Asked(NamedTuple):
         return [torch.randn(size, device="cuda", dtype=torch.bfloat16).to(self.pages) for _ in "kv"]
 
     def cut(self, rows):
-        """How heads of 128 are cut."""
-        return triton_decode.cut(rows, self.kv_heads, 128, self.pages == E4M3)
+        """How so many are cut."""
+        return triton_decode.cut(rows, self.kv_heads, DIM, self.pages == E4M3)
 
     def floor_us(self, tokens):
         """What an H200 takes to read so many."""
-        return tokens * self.kv_heads * 128 * 2 * self.pages.itemsize / 4.3e12 * 1e6
+        return tokens * self.kv_heads * DIM * 2 * self.pages.itemsize / 4.3e12 * 1e6
 
 
 def asked(warm, reads):

@@ -3,9 +3,9 @@
 #
 #   OUT=folder tests/gpu/session.sh [PART=SECONDS ...]
 #
-# Without arguments every part with a limit runs; with them, those named. What must be
-# right runs side by side first, what is timed runs alone afterwards. A line or a few for each part
-# on stdout; in OUT at most eight files: the parts' JSON, the profile, and session.log with the rest.
+# Without arguments every part with a limit runs; with them, those named. What must be right runs side
+# by side first, what is timed runs alone afterwards. A line or a few for each part on stdout; in OUT
+# at most eight files: the parts' JSON, the profile, and session.log with the rest.
 set -u
 cd "$(dirname "$0")/../.." || exit
 python=${PYTHON:-python3}

@@ -10,7 +10,7 @@ import itertools
 import random
 
 import torch
-from graph_timing import asked, each_us
+from graph_timing import DIM, asked, each_us
 
 from pipeinfer.kernels.decode_attention import (
     DecodeRows,
@@ -20,7 +20,7 @@ from pipeinfer.kernels.decode_attention import (
 )
 from pipeinfer.kernels.decode_pieces import Cut, cut_rows, room_for
 
-LAYERS, PAGES, PAGE, DIM, TIMES = 6, 7000, 64, 128, 3
+LAYERS, PAGES, PAGE, TIMES = 6, 7000, 64, 3
 READS = ((64, 4, 2), (64, 4, 3), (64, 2, 3), (64, 8, 3), (32, 4, 3), (32, 4, 4), (32, 2, 3),
          (32, 2, 4), (32, 1, 4), (32, 1, 5), (16, 1, 5), (128, 4, 2), (128, 8, 2))  # fmt: skip
 CUTS = tuple(itertools.product((32, 64, 128, 256, 512), (128, 256, 512, 1024)))

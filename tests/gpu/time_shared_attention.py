@@ -11,7 +11,7 @@ import random
 from dataclasses import replace
 
 import torch
-from graph_timing import asked, each_us
+from graph_timing import DIM, asked, each_us
 
 from pipeinfer.kernels.decode_attention import (
     DecodeRows,
@@ -29,7 +29,7 @@ from pipeinfer.kernels.decode_pieces import (
 )
 from pipeinfer.packing import PART
 
-LAYERS, PAGES, PAGE, DIM, TIMES = 6, 7000, 64, 128, 3
+LAYERS, PAGES, PAGE, TIMES = 6, 7000, 64, 3
 # (tile, block, warps, stages)
 READS = ((0, 32, 2, 3), (32, 32, 2, 3), (16, 32, 2, 3), (32, 64, 2, 2), (32, 64, 2, 3),
          (64, 32, 4, 3), (64, 64, 4, 2))  # fmt: skip

@@ -68,10 +68,11 @@ def _piece(
 ):  # fmt: skip
     """(greatest score, sum of weights, weighted sum [TILE, DIM]) over tokens start .. stop - 1,
     without those before `low`. FULL: they are whole blocks. q, odd: see _queries."""
-    column = tl.arange(0, DIM // 2 if NARROW else DIM)
+    COLUMNS: tl.constexpr = DIM // 2 if NARROW else DIM
+    column = tl.arange(0, COLUMNS)
     most = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
-    sums = tl.zeros((TILE, DIM // 2 if NARROW else DIM), tl.float32)
+    sums = tl.zeros((TILE, COLUMNS), tl.float32)
     odd_sums = sums
     page = _pages(indices, first, start, stop, PAGE, BLOCK)
     for at in range(start, stop, BLOCK):
@@ -246,7 +247,8 @@ def _attend(
     SHARED: queries that a piece of a run is for; 0: rows have no runs.
     """
     head, piece = tl.program_id(0), tl.program_id(1)
-    of_head = head * (DIM // 2 if NARROW else DIM)  # in pages
+    COLUMNS: tl.constexpr = DIM // 2 if NARROW else DIM
+    of_head = head * COLUMNS  # in pages
     words = pieces + piece * WORDS
     row = tl.load(words).to(tl.int64)
     if row < 0:
@@ -258,7 +260,7 @@ def _attend(
     if EARLY:
         page = _pages(indices, begin, start, stop, PAGE, BLOCK)
         element = _elements(page, start, page_stride, token_stride, PAGE, BLOCK)
-        _ahead(k + of_head, v + of_head, element, DIM // 2 if NARROW else DIM)
+        _ahead(k + of_head, v + of_head, element, COLUMNS)
         gdc_wait()  # for the query, and for the key and value of this step
         gdc_launch_dependents()
     if SHARED > 0 and rows > 0:

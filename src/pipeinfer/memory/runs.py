@@ -39,11 +39,9 @@ def groups_of(pages: np.ndarray, least: int) -> list[Group]:
     # All that begin alike at once: by the page at which the shortest run would end.
     order = np.argsort(pages[:, least - 1], kind="stable")
     block = pages[order]
-    differs = block[1:] != block[:-1]
-    begins = np.flatnonzero(np.concatenate(([True], differs[:, least - 1])))
+    begins = np.flatnonzero(np.diff(block[:, least - 1], prepend=-1))
     sizes = np.diff(begins, append=len(order))
-    apart = np.full(len(order), pages.shape[1])
-    apart[:-1] = np.where(differs.any(axis=1), differs.argmax(axis=1), pages.shape[1])
+    apart = _in_common(block)
     apart[begins[1:] - 1] = pages.shape[1]  # between two beginnings
     common = np.minimum.reduceat(apart, begins)
     following = np.minimum(np.repeat(common, sizes), pages.shape[1] - 1)
@@ -106,13 +104,18 @@ def _nested(pages: np.ndarray, rows: np.ndarray) -> list[Group]:
     width, block = pages.shape[1], np.ascontiguousarray(pages[rows])
     # In the order of their bytes, any in which those that begin alike lie side by side.
     order = block.view(f"S{width * block.itemsize}")[:, 0].argsort(kind="stable")
-    differs = block[order[1:]] != block[order[:-1]]
-    common = np.full(len(differs), width)
-    ends = differs.any(axis=1)
-    common[ends] = differs[ends].argmax(axis=1)
     groups = list[Group]()
-    _choose(_tree(rows[order].tolist(), common.tolist()), 0, {}, groups)
+    _choose(_tree(rows[order].tolist(), _in_common(block[order])[:-1].tolist()), 0, {}, groups)
     return groups
+
+
+def _in_common(block: np.ndarray) -> np.ndarray:
+    """int64 [R]: how many first pages each row of `block` has in common with the next one; of the
+    last all."""
+    differs = block[1:] != block[:-1]
+    common = np.full(len(block), block.shape[1])
+    common[:-1] = np.where(differs.any(axis=1), differs.argmax(axis=1), block.shape[1])
+    return common
 
 
 def _tree(rows: list[int], common: list[int]) -> _Beginning:

@@ -125,7 +125,7 @@ class _Grown:
         self.seconds = row.seen - self.seen if same else 0.0
         self.before = self.now if same else row.stats
         self.now, self.incarnation, self.seen = row.stats, row.incarnation, row.seen
-        if steps := self.by("steps_total"):
+        if (steps := self.by("steps_total")) > 0:
             self.step = self.by("busy_seconds") / steps, row.seen
 
     def by(self, name: str) -> float:
