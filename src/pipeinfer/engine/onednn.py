@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 # oneDNN makes a kernel for each number of rows of each shape of weights, up to half a MB, and keeps
-# the last 1,024: an engine whose steps differ grew for hours. With 128 it is as fast; see
-# docs/benchmarks.md.
+# the last 1,024. With 128 an engine is as fast and some 100 MiB smaller; see docs/benchmarks.md.
 KEPT = 128
 NAME = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 
