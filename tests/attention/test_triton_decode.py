@@ -26,7 +26,7 @@ def test_large_heads_take_no_more_shared_memory_and_registers(rows):
 
 @pytest.mark.parametrize("rows", [1, 20, 50, 100, 300, 1000])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_numbers_of_8_bits_take_no_more_shared_memory(dim, rows):
+def test_blocks_of_8_bits_have_twice_the_tokens_at_most_and_cut_rows_evenly(dim, rows):
     usual, narrow = cut(rows, 1, dim), cut(rows, 1, dim, narrow=True)
     assert usual.block <= narrow.block <= 2 * usual.block
     assert narrow.least % narrow.block == 0 and narrow.least_shared % narrow.block == 0
