@@ -49,8 +49,10 @@ def build(context: StageContext) -> Stage:
     ordinal = context.topology.gpu(identity.id)
     with start.phase("imports"):
         libraries = preload_torch(None if settings.device == "cpu" else ordinal)
-        masks = _masks(settings, folder)
-        libraries.join()
+        try:
+            masks = _masks(settings, folder)
+        finally:  # a process that ends amid such loading is ended by a signal
+            libraries.join()
 
         from pipeinfer.engine.core import EngineCore
         from pipeinfer.engine.loading import AS_THE_MODEL, choose, load_engine
