@@ -30,9 +30,9 @@ from pipeinfer.kernels.decode_pieces import (
 from pipeinfer.packing import PART
 
 LAYERS, PAGES, PAGE, TIMES = 6, 7000, 64, 3
-# (tile, block, warps, stages, block and stages of runs)
-READS = ((0, 32, 2, 3, 0, 0), (32, 32, 2, 3, 0, 0), (32, 32, 2, 3, 64, 2), (32, 32, 2, 3, 64, 3),
-         (32, 64, 2, 2, 0, 0), (64, 32, 4, 3, 64, 2), (64, 64, 4, 2, 0, 0))  # fmt: skip
+# (tile, block, warps, stages)
+READS = ((0, 32, 2, 3), (32, 32, 2, 3), (16, 32, 2, 3), (32, 64, 2, 2), (32, 64, 2, 3),
+         (64, 32, 4, 3), (64, 64, 4, 2))  # fmt: skip
 # (rows, groups, tokens in common, tokens of its own from .. to)
 LOADS = ((256, 0, 0, 300, 1400), (256, 16, 3968, 80, 400), (256, 1, 8000, 100, 400),
          (256, 1, 256, 100, 400), (128, 0, 0, 300, 1400), (64, 0, 0, 300, 1400),
@@ -118,14 +118,8 @@ class Bench:
 def warm(job):
     """Compiles, in a process of its own."""
     what, read = job
-    cut = taken(Cut(128, 32, 1024, 32, 2, 3), read)
+    cut = Cut(128, 32, 1024, read[1], read[2], read[3], read[0])
     Bench(what, 1200).time((64, 1, 512, 80, 100), cut, True, False)
-
-
-def taken(cut, read):
-    """The same cut, read in one of READS' ways."""
-    names = "tile", "block", "warps", "stages", "run_block", "run_stages"
-    return replace(cut, **dict(zip(names, read, strict=True)))
 
 
 def floor_us(load, what, shares):
@@ -139,14 +133,17 @@ def main():
     bench = Bench(what)
     for load in LOADS:
         now = what.cut(load[0])
-        ways = [now] if chosen else [taken(now, read) for read in READS]
+        ways = [now] if chosen else [
+            replace(now, tile=tile, block=block, warps=warps, stages=stages)
+            for tile, block, warps, stages in READS
+        ]  # fmt: skip
         print(f"heads {what.heads} {load}: floor {floor_us(load, what, False):.0f}, shared "
               f"{floor_us(load, what, True):.0f}; now {bench.time(load, now, False, True):.1f}",
               flush=True)  # fmt: skip
         for cut in ways:
             apart = bench.time(load, cut, False, False)
             once = f"{bench.time(load, cut, True, True):.1f}" if load[1] and cut.tile else "-"
-            name = (cut.tile, cut.block, cut.warps, cut.stages, cut.run_block, cut.run_stages)
+            name = (cut.tile, cut.block, cut.warps, cut.stages)
             print(f"  {name}: {apart:.1f}, shared {once}, cut {bench.cutting(load, cut):.1f}",
                   flush=True)  # fmt: skip
 

@@ -32,8 +32,7 @@ class Cut:
     each, and not below `least` tokens. `block` tokens of a piece are read at a time.
 
     tile: queries, of several rows, that a piece of a run is read for; 0: each row reads for itself.
-    Runs are not cut below `least_shared` tokens, of which `run_block` are read at a time, in so
-    many stages; 0: as others.
+    Runs are not cut below `least_shared` tokens.
     """
 
     extra: int
@@ -44,13 +43,6 @@ class Cut:
     stages: int
     tile: int = 0
     least_shared: int = 512
-    run_block: int = 0
-    run_stages: int = 0
-
-    @property
-    def of_runs(self) -> tuple[int, int]:
-        """Block and stages of what rows share."""
-        return max(self.run_block, self.block), self.run_stages or self.stages
 
     def seats(self, group: int) -> int:
         """Rows that share a piece of a run, with `group` query heads to a KV head; 0: none."""
@@ -92,7 +84,7 @@ def _of(one, row, values):
 def _cut(
     lengths, pieces, lines, seats, members, merges, rows, extra, least, least_shared, window,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-    PAGE: tl.constexpr, SEATS: tl.constexpr, RUN_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, SEATS: tl.constexpr,
 ):  # fmt: skip
     """Program (row): each finds the place of its own pieces by what it knows of all rows.
 
@@ -107,8 +99,7 @@ def _cut(
         many = tl.where((begin > 0) & (leader == row), seat % PART, 0)
         tiles = tl.cdiv(many, SEATS)
         most = tl.cdiv(tl.sum(length - begin) + tl.sum(tiles * begin), extra)
-        most_each = tl.maximum(most, least_shared)
-        part = tl.maximum(_size(begin, most_each, SPLITS, RUN_BLOCK), RUN_BLOCK)
+        part = tl.maximum(_size(begin, tl.maximum(most, least_shared), SPLITS, BLOCK), BLOCK)
         parts = tl.where(many > 0, tl.cdiv(begin, part), 0)
         before = tl.sum(tiles * parts)  # pieces of runs stand before all others
     else:
@@ -207,7 +198,7 @@ def cut_rows(
             lengths, pieces, *shared, rows, cut.extra, cut.least, cut.least_shared,
             window or 2**30, ROWS=triton.next_power_of_2(rows), SPLITS=cut.splits, BLOCK=cut.block,
             REST=triton.next_power_of_2(most_pieces(rows, cut, seats)), PAGE=page_size,
-            SEATS=0 if runs is None else seats, RUN_BLOCK=cut.of_runs[0], num_warps=4,
+            SEATS=0 if runs is None else seats, num_warps=4,
         )  # fmt: skip
 
 
