@@ -56,7 +56,7 @@ def test_a_process_is_as_old_as_it_is(tmp_path):
 
 def test_torch_is_there_before_it_is_imported_and_can_be_imported_then():
     program = """
-from pipeinfer.engine.preload import preload_torch
+from pipeinfer.runtime.torch_libraries import preload_torch
 preload_torch(0).join()
 maps = open("/proc/self/maps").read()
 assert "libtorch_cpu.so" in maps and "libtorch_python.so" not in maps

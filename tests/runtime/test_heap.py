@@ -53,3 +53,47 @@ def test_large_pieces_lie_apart_where_a_stage_seldom_makes_one(
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) == (0 if name == "engine" else 1)
+
+
+# Large pieces among small ones that stay, the last of which is at the heap's end; then all large
+# ones are free. What a process has of them still is told, before and after a look.
+HOLES = """
+import ctypes, time
+from pipeinfer.runtime.heap import give_back_regularly
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+libc.mallopt(-3, 1 << 30)  # nothing is mapped for itself
+
+def resident():
+    status = open("/proc/self/status").read()
+    return int(status.partition("RssAnon:")[2].split()[0]) >> 10
+
+large, small = [], []
+for _ in range(100):
+    large.append(libc.malloc(1 << 20))
+    ctypes.memset(large[-1], 1, 1 << 20)
+    small.append(libc.malloc(100))
+full = resident()
+for piece in large:
+    libc.free(piece)
+kept = full - resident()
+ended = give_back_regularly(0.01)
+began = time.monotonic()
+while full - resident() < 80 and time.monotonic() - began < 30:
+    time.sleep(0.01)
+ended.set()
+print(kept, full - resident())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_holes_between_small_pieces_are_given_back():
+    ran = subprocess.run(
+        [sys.executable, "-c", HOLES], env=servers.environment(), capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    before, after = map(int, ran.stdout.split())
+    assert before < 20 and after >= 80
