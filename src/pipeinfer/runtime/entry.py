@@ -27,7 +27,7 @@ from pipeinfer.runtime.deployment import deployed
 from pipeinfer.runtime.door import WAIT, opened
 from pipeinfer.runtime.group_fault import end_on_group_fault
 from pipeinfer.runtime.hangup import on_hangup
-from pipeinfer.runtime.heap import give_back_regularly, keep_large_apart
+from pipeinfer.runtime.heap import keep_large_apart
 from pipeinfer.runtime.logs import complain, set_up_logging
 from pipeinfer.runtime.report import reporter
 from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
@@ -65,9 +65,7 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
         print(f"error: {error}", file=sys.stderr)
         return MISCONFIGURED
     set_up_logging(settings, identity.id)
-    if identity.name == "engine":  # it makes large arrays all the time
-        give_back_regularly()
-    else:
+    if identity.name != "engine":  # it makes large arrays all the time
         keep_large_apart()
     if options.wait_fd is not None:
         builder(identity.name)  # its modules are loaded meanwhile

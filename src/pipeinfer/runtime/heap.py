@@ -6,11 +6,9 @@ Knows glibc. With another library nothing is changed.
 from __future__ import annotations
 
 import ctypes
-import threading
 
 MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 LARGE = 128 << 10  # bytes, glibc's own first value
-EVERY = 60.0  # seconds
 
 
 def keep_large_apart() -> None:
@@ -25,23 +23,3 @@ def keep_large_apart() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(MMAP_THRESHOLD, LARGE)
-
-
-def give_back_regularly(every: float = EVERY) -> threading.Event:
-    """Has a thread give the system back what is free among small pieces, every so many seconds,
-    until the event is set.
-
-    For processes that make large pieces all the time, and small ones that stay between them: glibc
-    gives back only what is free at the end of a heap. A look takes milliseconds, without Python's
-    lock.
-    """
-    ended = threading.Event()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-
-    def work() -> None:
-        while not ended.wait(every):
-            trim(0)
-
-    if trim is not None:
-        threading.Thread(target=work, name="heap", daemon=True).start()
-    return ended
