@@ -66,3 +66,10 @@ import torch
 assert torch.ones(2, 2).mm(torch.ones(2, 2)).sum() == 8
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_an_engine_that_cannot_start_waits_for_its_libraries_and_says_what_is_wrong(tmp_path):
+    """Not ended by a signal, which a process is that ends amid loading."""
+    command = [sys.executable, "-m", "pipeinfer.runtime", "engine", "--topology", "none.toml"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and ended.stderr.startswith("error: ")
