@@ -26,10 +26,10 @@ from pipeinfer.kernels.e4m3 import E4M3
 from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
-# By the number of programs that rows and KV heads make: measured on an H200, registers on an H100.
-# Few rows are cut small, so that all of the GPU works for them; more are cut only where they are
-# long. With all the registers that reading for several rows wants, four of many programs run at
-# once. Five, with 168, are faster where contexts are short; six, slower where they are long.
+# By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut
+# small, so that all of the GPU works for them; more are cut only where they are long. With all the
+# registers that reading for several rows wants, four of many programs run at once, with 168 five (on
+# an H100): faster, above all where contexts are short. With six, long ones are read more slowly.
 CUTS = (
     (32, Cut(64, 32, 64, block=32, warps=2, stages=3)),
     (64, Cut(128, 32, 128, block=32, warps=1, stages=4)),
