@@ -30,8 +30,8 @@ from pipeinfer.kernels.decode_pieces import (
 from pipeinfer.packing import PART
 
 LAYERS, PAGES, PAGE, TIMES = 6, 7000, 64, 3
-# (tile, warps, registers of a thread)
-READS = (0, 2, None), (16, 2, None), (32, 2, None), (32, 2, 200), (32, 2, 168), (64, 4, None)
+# (tile, stages of runs, registers of a thread)
+READS = (0, 0, None), (32, 0, None), (32, 2, None), (32, 0, 168), (32, 2, 200), (32, 2, 168)
 # (rows, groups, tokens in common, tokens of its own from .. to)
 LOADS = ((256, 0, 0, 10, 60), (64, 0, 0, 10, 60), (16, 0, 0, 10, 60), (256, 0, 0, 300, 1400),
          (256, 16, 3968, 80, 400), (256, 1, 8000, 100, 400),
@@ -124,8 +124,8 @@ def warm(job):
 
 def taken(cut, read):
     """The same cut, read in one of READS' ways."""
-    tile, warps, registers = read
-    return replace(cut, tile=tile, warps=warps, registers=registers)
+    tile, stages, registers = read
+    return replace(cut, tile=tile, run_stages=stages, registers=registers)
 
 
 def floor_us(load, what, shares):
@@ -146,7 +146,7 @@ def main():
         for cut in ways:
             apart = bench.time(load, cut, False, False)
             once = f"{bench.time(load, cut, True, True):.1f}" if load[1] and cut.tile else "-"
-            name = (cut.tile, cut.warps, cut.registers)
+            name = (cut.tile, cut.run_stages, cut.registers)
             print(f"  {name}: {apart:.1f}, shared {once}, cut {bench.cutting(load, cut):.1f}",
                   flush=True)  # fmt: skip
 

@@ -27,15 +27,16 @@ from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
 # By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut
-# small, so that all of the GPU works for them; more are cut only where they are long. With all the
-# registers that reading for several rows wants, four of many programs run at once, with 168 five (on
-# an H100): faster, above all where contexts are short. With six, long ones are read more slowly.
+# small, so that all of the GPU works for them; more are cut only where they are long. Programs that
+# could read for several rows have no more registers and shared memory than others: with all that
+# the compiler wants, two thirds as many ran at once, and a layer took 3.5 us longer.
+MANY = Cut(128, 32, 1024, block=32, warps=2, stages=3, tile=32, least_shared=256, run_stages=2,
+           registers=168)  # fmt: skip
 CUTS = (
     (32, Cut(64, 32, 64, block=32, warps=2, stages=3)),
     (64, Cut(128, 32, 128, block=32, warps=1, stages=4)),
-    (384, Cut(128, 32, 256, block=32, warps=2, stages=3, tile=32, least_shared=128)),
+    (384, replace(MANY, least=256, least_shared=128)),
 )
-MANY = Cut(128, 32, 1024, block=32, warps=2, stages=3, tile=32, least_shared=256, registers=168)
 MEASURED_DIM = 128  # the largest head for which that was
 
 
@@ -55,10 +56,10 @@ class Plan:
 def cut(rows: int, kv_heads: int, dim: int, narrow: bool = False) -> Cut:
     """How so many rows are cut, with heads of `dim`. narrow: pages hold numbers of 8 bits, of which
     a program with more than a warp reads twice as many tokens at a time: they take 3 % more shared
-    memory, and half the steps. Fewer registers were not measured for them."""
+    memory, and half the steps."""
     found = next((cut for most, cut in CUTS if rows * kv_heads <= most), MANY)
     if narrow and found.warps > 1:
-        found = replace(found, block=2 * found.block, registers=None)
+        found = replace(found, block=2 * found.block)
     if dim <= MEASURED_DIM:
         return found
     # Half the tokens, twice the threads: a program takes the same shared memory and registers, and
