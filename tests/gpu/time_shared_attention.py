@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 from graph_timing import DIM, asked, each_us
 
-from pipeinfer.attention.triton_decode import MANY
 from pipeinfer.kernels.decode_attention import (
     DecodeRows,
     Scratch,
@@ -21,6 +20,7 @@ from pipeinfer.kernels.decode_attention import (
     decode_attention_reference,
 )
 from pipeinfer.kernels.decode_pieces import (
+    Cut,
     Runs,
     cut_rows,
     most_pieces,
@@ -30,11 +30,11 @@ from pipeinfer.kernels.decode_pieces import (
 from pipeinfer.packing import PART
 
 LAYERS, PAGES, PAGE, TIMES = 6, 7000, 64, 3
-# (tile, stages of runs, registers of a thread)
-READS = (0, 0, None), (32, 0, None), (32, 2, None), (32, 0, 168), (32, 2, 200), (32, 2, 168)
+# (tile, block, warps, stages)
+READS = ((0, 32, 2, 3), (32, 32, 2, 3), (16, 32, 2, 3), (32, 64, 2, 2), (32, 64, 2, 3),
+         (64, 32, 4, 3), (64, 64, 4, 2))  # fmt: skip
 # (rows, groups, tokens in common, tokens of its own from .. to)
-LOADS = ((256, 0, 0, 10, 60), (64, 0, 0, 10, 60), (16, 0, 0, 10, 60), (256, 0, 0, 300, 1400),
-         (256, 16, 3968, 80, 400), (256, 1, 8000, 100, 400),
+LOADS = ((256, 0, 0, 300, 1400), (256, 16, 3968, 80, 400), (256, 1, 8000, 100, 400),
          (256, 1, 256, 100, 400), (128, 0, 0, 300, 1400), (64, 0, 0, 300, 1400),
          (64, 4, 1984, 80, 400), (32, 0, 0, 300, 1400), (32, 1, 1984, 80, 400),
          (256, 32, 512, 300, 1000), (16, 0, 0, 300, 1400), (16, 1, 3968, 80, 400),
@@ -118,14 +118,8 @@ class Bench:
 def warm(job):
     """Compiles, in a process of its own."""
     what, read = job
-    cut = taken(MANY, read)
+    cut = Cut(128, 32, 1024, read[1], read[2], read[3], read[0])
     Bench(what, 1200).time((64, 1, 512, 80, 100), cut, True, False)
-
-
-def taken(cut, read):
-    """The same cut, read in one of READS' ways."""
-    tile, stages, registers = read
-    return replace(cut, tile=tile, run_stages=stages, registers=registers)
 
 
 def floor_us(load, what, shares):
@@ -139,14 +133,17 @@ def main():
     bench = Bench(what)
     for load in LOADS:
         now = what.cut(load[0])
-        ways = [now] if chosen else [taken(now, read) for read in READS]
+        ways = [now] if chosen else [
+            replace(now, tile=tile, block=block, warps=warps, stages=stages)
+            for tile, block, warps, stages in READS
+        ]  # fmt: skip
         print(f"heads {what.heads} {load}: floor {floor_us(load, what, False):.0f}, shared "
               f"{floor_us(load, what, True):.0f}; now {bench.time(load, now, False, True):.1f}",
               flush=True)  # fmt: skip
         for cut in ways:
             apart = bench.time(load, cut, False, False)
             once = f"{bench.time(load, cut, True, True):.1f}" if load[1] and cut.tile else "-"
-            name = (cut.tile, cut.run_stages, cut.registers)
+            name = (cut.tile, cut.block, cut.warps, cut.stages)
             print(f"  {name}: {apart:.1f}, shared {once}, cut {bench.cutting(load, cut):.1f}",
                   flush=True)  # fmt: skip
 

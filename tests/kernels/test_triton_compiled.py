@@ -138,8 +138,7 @@ def decode(rows: int, dim: int, pages: str = HALF, tile: int = 0, group: int = 4
     constants = {
         "KV_HEADS": 1, "GROUP": group, "DIM": dim, "PAGE": 64, "BLOCK": how.block,
         "SPLITS": how.splits, "TILE": 16, "WINDOWED": not tile, "SINKS": True, "EARLY": True,
-        "NARROW": pages == EIGHTH, "SHARED": tile, "STAGES": how.stages,
-        "RUN_STAGES": how.run_stages or how.stages,
+        "NARROW": pages == EIGHTH, "SHARED": tile,
     }  # fmt: skip
     return compiled(
         decode_attention._attend, types, constants, num_warps=how.warps, num_stages=how.stages

@@ -27,16 +27,13 @@ from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
 # By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut
-# small, so that all of the GPU works for them; more are cut only where they are long. Programs that
-# could read for several rows have no more registers and shared memory than others: with all that
-# the compiler wants, two thirds as many ran at once, and a layer took 3.5 us longer.
-MANY = Cut(128, 32, 1024, block=32, warps=2, stages=3, tile=32, least_shared=256, run_stages=2,
-           registers=168)  # fmt: skip
+# small, so that all of the GPU works for them; more are cut only where they are long.
 CUTS = (
     (32, Cut(64, 32, 64, block=32, warps=2, stages=3)),
     (64, Cut(128, 32, 128, block=32, warps=1, stages=4)),
-    (384, replace(MANY, least=256, least_shared=128)),
+    (384, Cut(128, 32, 256, block=32, warps=2, stages=3, tile=32, least_shared=128)),
 )
+MANY = Cut(128, 32, 1024, block=32, warps=2, stages=3, tile=32, least_shared=256)
 MEASURED_DIM = 128  # the largest head for which that was
 
 
@@ -64,9 +61,7 @@ def cut(rows: int, kv_heads: int, dim: int, narrow: bool = False) -> Cut:
         return found
     # Half the tokens, twice the threads: a program takes the same shared memory and registers, and
     # has none for queries of several rows.
-    return replace(
-        found, block=max(found.block // 2, TILE), warps=2 * found.warps, tile=0, registers=None
-    )
+    return replace(found, block=max(found.block // 2, TILE), warps=2 * found.warps, tile=0)
 
 
 class TritonDecodeKernel:

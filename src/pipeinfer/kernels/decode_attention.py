@@ -64,7 +64,7 @@ def _elements(page, at, page_stride, token_stride, PAGE: tl.constexpr, BLOCK: tl
 def _piece(
     q, odd, k, v, indices, first, start, stop, low, scale, page_stride, token_stride,
     DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    WINDOWED: tl.constexpr, FULL: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr, FULL: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """(greatest score, sum of weights, weighted sum [TILE, DIM]) over tokens start .. stop - 1,
     without those before `low`. FULL: they are whole blocks. q, odd: see _queries."""
@@ -75,7 +75,7 @@ def _piece(
     sums = tl.zeros((TILE, COLUMNS), tl.float32)
     odd_sums = sums
     page = _pages(indices, first, start, stop, PAGE, BLOCK)
-    for at in tl.range(start, stop, BLOCK, num_stages=STAGES):
+    for at in range(start, stop, BLOCK):
         following = _pages(indices, first, at + BLOCK, stop, PAGE, BLOCK)
         element = _elements(page, at, page_stride, token_stride, PAGE, BLOCK)
         keys_at = k + element[None, :] + column[:, None]
@@ -238,8 +238,7 @@ def _attend(
     members, merges, sinks, scale, v_scale, window, q_stride, page_stride, token_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, SHARED: tl.constexpr,
-    WINDOWED: tl.constexpr, SINKS: tl.constexpr, NARROW: tl.constexpr, STAGES: tl.constexpr,
-    RUN_STAGES: tl.constexpr, EARLY: tl.constexpr,
+    WINDOWED: tl.constexpr, SINKS: tl.constexpr, NARROW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, piece). The last of a row's pieces that ends merges all.
 
@@ -268,7 +267,7 @@ def _attend(
         _of_run(q, k + of_head, v + of_head, out, scratch, scales, shared, shared_scales, arrived,
                 indices, members + tl.load(words + 4), merges, sinks, head, piece, rows, begin,
                 start, stop, scale, v_scale, q_stride, page_stride, token_stride, KV_HEADS, GROUP,
-                DIM, PAGE, BLOCK, SPLITS, SHARED, SINKS, NARROW, RUN_STAGES)  # fmt: skip
+                DIM, PAGE, BLOCK, SPLITS, SHARED, SINKS, NARROW)  # fmt: skip
     else:
         dim, query = tl.arange(0, DIM), tl.arange(0, TILE)
         heads, real = (head * GROUP + query)[:, None] * DIM + dim[None, :], query < GROUP
@@ -279,7 +278,7 @@ def _attend(
         queries, odd, scale = _queries(queries_at, real, scale, DIM, NARROW)
         most, total, sums = _piece(queries, odd, k + of_head, v + of_head, indices, begin, start,
                                    stop, low, scale, page_stride, token_stride, DIM, PAGE, BLOCK,
-                                   TILE, WINDOWED, False, NARROW, STAGES)  # fmt: skip
+                                   TILE, WINDOWED, False, NARROW)  # fmt: skip
         if NARROW:
             sums *= v_scale
         target = out + row * (KV_HEADS * GROUP * DIM)
@@ -310,7 +309,7 @@ def _of_run(
     head, piece, rows, begin, start, stop, scale, v_scale, q_stride, page_stride, token_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr,
-    NARROW: tl.constexpr, STAGES: tl.constexpr,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
     """A piece of a run, for the queries of its first `rows` members, side by side. k, v: of the
     head."""
@@ -322,7 +321,7 @@ def _of_run(
     queries, odd, scale = _queries(queries_at, real, scale, DIM, NARROW)
     most, total, sums = _piece(queries, odd, k, v, indices, begin, start, stop, 0, scale,
                                page_stride, token_stride, DIM, PAGE, BLOCK, TILE, False,
-                               PAGE % BLOCK == 0, NARROW, STAGES)  # fmt: skip
+                               PAGE % BLOCK == 0, NARROW)  # fmt: skip
     if NARROW:
         sums *= v_scale
     at = (piece * KV_HEADS + head) * TILE + query
@@ -421,8 +420,7 @@ def decode_attention(
             k.stride(1), KV_HEADS=kv_heads, GROUP=group, DIM=dim, PAGE=page_size, BLOCK=cut.block,
             SPLITS=cut.splits, TILE=max(TILE, triton.next_power_of_2(group)),
             SHARED=cut.tile if seats else 0, WINDOWED=window is not None, SINKS=sinks is not None,
-            NARROW=narrow, STAGES=cut.stages, RUN_STAGES=cut.run_stages or cut.stages,
-            num_warps=cut.warps, num_stages=cut.stages, maxnreg=cut.registers,
+            NARROW=narrow, num_warps=cut.warps, num_stages=cut.stages,
             **(early_launch(q.device) if early else {"EARLY": False}),
         )  # fmt: skip
     return out

@@ -32,8 +32,7 @@ class Cut:
     each, and not below `least` tokens. `block` tokens of a piece are read at a time.
 
     tile: queries, of several rows, that a piece of a run is read for; 0: each row reads for itself.
-    Runs are not cut below `least_shared` tokens, and read in `run_stages`; 0: in as many as others.
-    registers: of a thread at most, None: as many as the compiler wants.
+    Runs are not cut below `least_shared` tokens.
     """
 
     extra: int
@@ -44,8 +43,6 @@ class Cut:
     stages: int
     tile: int = 0
     least_shared: int = 512
-    run_stages: int = 0
-    registers: int | None = None
 
     def seats(self, group: int) -> int:
         """Rows that share a piece of a run, with `group` query heads to a KV head; 0: none."""
