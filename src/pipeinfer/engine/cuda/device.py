@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pipeinfer.engine.cuda.lent import lent
 from pipeinfer.engine.device import Replay, Tensors, Work, nothing
 
 # Calls before a capture: lazy initialisation must not be captured. Most of it is of the first.
@@ -116,7 +117,8 @@ class CudaDevice:
         finally:
             graph.capture_end()
         graph.replay()  # the first brings it to the device: a millisecond, of nobody's step here
-        return Replay(graph.replay, tensors)
+        # What is captured next may use the same memory.
+        return Replay(graph.replay, tuple(map(lent, tensors)))
 
     def seconds(self, work: Work, times: int) -> float:
         """Less often if it takes long: what disturbs it takes as long as always."""
