@@ -27,6 +27,7 @@ from pipeinfer.attention.paged import PagedKind  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
 from pipeinfer.distributed.collectives import join  # noqa: E402
 from pipeinfer.engine import building, loading, step_times  # noqa: E402
+from pipeinfer.engine.device import HostDevice, Replay  # noqa: E402
 from pipeinfer.engine.machine import HostMachine  # noqa: E402
 from pipeinfer.engine.rooms import Room  # noqa: E402
 from pipeinfer.engine.runner import Runner  # noqa: E402
@@ -107,11 +108,36 @@ KINDS = {
 }
 
 
+class LendingDevice(HostDevice):
+    """As a GPU, where graphs leave their results in the same memory: what one has left is gone when
+    another one runs, or is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left: list[torch.Tensor] = []
+
+    def capture(self, body):
+        made = super().capture(body)
+
+        def again() -> None:
+            self._forget()
+            made.again()
+
+        self._forget()
+        self._left += made.tensors
+        return Replay(again, made.tensors)
+
+    def _forget(self) -> None:
+        for tensor in self._left:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+
+
 class InterpretedMachine(HostMachine):
-    """The host with a GPU's kernels."""
+    """The host with a GPU's kernels, and what graphs leave as there."""
 
     def __init__(self) -> None:
         super().__init__(threads=1, ranks=1)
+        self.device = LendingDevice()
         self.kernels = by_triton
 
 

@@ -56,7 +56,8 @@ class Mark(Protocol):
 
 @dataclass(frozen=True)
 class Replay:
-    """Captured work: `again` queues it, into the same `tensors`, from the addresses it has read."""
+    """Captured work: `again` queues it, into the same `tensors`, from the addresses it has read.
+    They hold it until other captured work of the device is queued, or captured."""
 
     again: Work
     tensors: Tensors

@@ -28,7 +28,8 @@ REPLAYS = 8
 
 @dataclass(frozen=True)
 class Captured:
-    """One size; `logits` and `drawn` are what it leaves behind until the next replay of any."""
+    """One size; `logits` and `drawn` are what it leaves behind until the next replay, or capture,
+    of any."""
 
     cut: Cut
     replay: Work
