@@ -15,11 +15,11 @@ from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.control import Prefix
 from pipeinfer.engine.onednn import keep_few_kernels
 from pipeinfer.engine.openmp import spin_briefly
+from pipeinfer.engine.preload import preload_torch
 from pipeinfer.engine.start import Start, process_age
 from pipeinfer.messages import PROTOCOL, Hello
 from pipeinfer.packing import pack
 from pipeinfer.runtime.stage import Stage, StageContext
-from pipeinfer.runtime.torch_libraries import preload_torch
 from pipeinfer.version import __version__
 
 if TYPE_CHECKING:

@@ -24,11 +24,11 @@ LIBRARIES = (
 WAKE = "cudaSetDevice", "cudaFree"  # what the first call of the latter does is make a context
 
 
-def preload_torch(gpu: int | None = None) -> threading.Thread:
+def preload_torch(gpu: int | None) -> threading.Thread:
     """A running thread that loads them, and then wakes GPU number `gpu` where there is one; None:
     none is wanted. To be waited for before torch is imported, and before the process ends: amid
-    such loading it would be ended by a signal. May be called again: each library is loaded once.
-    """
+    such loading it would be ended by a signal. What the libraries read of the environment as they
+    are loaded, such as how long OpenMP spins, must stand there before."""
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does before it wakes one
     thread = threading.Thread(target=_load, args=(gpu,), name="libraries", daemon=True)
     thread.start()
