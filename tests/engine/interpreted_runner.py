@@ -26,7 +26,8 @@ from pipeinfer.attention.interface import Traits  # noqa: E402
 from pipeinfer.attention.paged import PagedKind  # noqa: E402
 from pipeinfer.attention.torch_backend import TorchBackend  # noqa: E402
 from pipeinfer.distributed.collectives import join  # noqa: E402
-from pipeinfer.engine import building, loading, step_times  # noqa: E402
+from pipeinfer.engine import building, graphs, loading, rooms, step_times  # noqa: E402
+from pipeinfer.engine.artificial import alike_decodes  # noqa: E402
 from pipeinfer.engine.device import HostDevice, Replay  # noqa: E402
 from pipeinfer.engine.machine import HostMachine  # noqa: E402
 from pipeinfer.engine.rooms import Room  # noqa: E402
@@ -142,9 +143,9 @@ class InterpretedMachine(HostMachine):
 
 
 def ladder(tokens, rows, decodes, mixed) -> tuple[Room, ...]:
-    rooms = [Room(tokens, *kind) for tokens in SIZES for kind in MIXED]
+    usual = [Room(tokens, *kind) for tokens in SIZES for kind in MIXED]
     # Room for fewer decodes than any other has: all numbers of tokens are measured yet.
-    return tuple(sorted([*rooms, Room(SIZES[0], 1, 2)])) if decodes else ()
+    return tuple(sorted([*usual, Room(SIZES[0], 1, 2)])) if decodes else ()
 
 
 def checked(work):
@@ -160,6 +161,7 @@ def checked(work):
 
 hurry()
 runs.LEAST = 16  # tokens: prompts here are short
+rooms.SHARING = graphs.SHARING = 2
 FEW = Cut(8, 4, 64, block=16, warps=4, stages=2, tile=16, least_shared=16)
 triton_decode.cut = lambda *_: FEW
 step_times.REPLAYS = 1
@@ -190,9 +192,9 @@ def served(folder: str, collectives=None, reads="hybrid", late=False, **changes)
     return cores
 
 
-def alike(folder: str, **changes) -> tuple[dict[str, list[int]], int]:
-    """What requests give that begin alike, by our own decode attention; and the number of steps in
-    which their beginning is read once."""
+def alike(folder: str, **changes) -> tuple[dict[str, list[int]], int, int]:
+    """What requests give that begin alike, by our own decode attention; the number of steps in
+    which their beginning is read once, and of those that took a graph which does so."""
     global READS
     READS = "own decodes"
     settings = Settings(
@@ -200,9 +202,17 @@ def alike(folder: str, **changes) -> tuple[dict[str, list[int]], int]:
         cuda_graph_max_batch=3, **changes,
     )  # fmt: skip
     cores = GpuCores(Path(folder), settings, budget=24, keep=False)
+    captured = cores.loaded.runner._graphs
+    fitting, taken = captured.fitting, []
+    captured.fitting = lambda step: taken.append(fitting(step)) or taken[-1]
+    for prompts in range(2):  # as a GPU is warmed up
+        drawn = cores.loaded.runner.run(alike_decodes(2, prompts, 16))
+        assert len(drawn.ids) == 2 + prompts
+    taken.clear()
     found = run_alike(cores)
     cores.loaded.runner.device.close()
-    return found, cores.sharing
+    sharing = [one for one in taken if one is not None and one.cut.room.shares]
+    return found, cores.sharing, len(sharing)
 
 
 def rank(folder: str, address: str, rank: str, size: str) -> dict[str, Any]:

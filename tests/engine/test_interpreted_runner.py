@@ -131,9 +131,10 @@ def test_what_rows_begin_with_in_common_is_read_once_to_the_same_tokens(found, f
     from cores import Cores
 
     cores = Cores(folder, Settings(kv_pages=40, page_size=16, max_running=3), budget=24)
-    tokens, sharing = found[way]
+    tokens, sharing, by_graph = found[way]
     assert tokens == run_alike(cores)
     assert len(tokens) == 4 and sharing >= 2
+    assert by_graph == (sharing if way == "alike" else 0)
 
 
 def test_graphs_that_were_left_are_captured_between_steps(found):

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from pipeinfer.attention.interface import Traits
 from pipeinfer.engine.arrays import StepArrays
-from pipeinfer.engine.artificial import deep_decodes
+from pipeinfer.engine.artificial import alike_decodes, deep_decodes
 from pipeinfer.engine.device import HostDevice
 from pipeinfer.engine.fields import FIELDS
 from pipeinfer.engine.graphs import Graphs, alone
 from pipeinfer.engine.rooms import (
+    SHARING,
     LargestStep,
     Packer,
     Room,
@@ -27,6 +28,7 @@ from pipeinfer.engine.rooms import (
     layout,
     mixed_ladder,
     parted,
+    sharing,
 )
 from pipeinfer.engine.slot_state import SlotState
 from pipeinfer.engine.step_times import Frame, amid_prompts
@@ -325,6 +327,56 @@ def test_a_step_takes_the_smallest_graph_that_holds_it_and_none_that_is_far_larg
     assert fitting(1030) is None, "a third would be padding"
     assert [fitting(*[1] * rows) for rows in (1, 2, 4, 5)] == [alone(rows) for rows in (1, 4, 4, 8)]
     assert fitting(*[1] * 9) is None
+
+
+def test_decodes_that_share_what_they_read_take_graphs_of_their_own():
+    graphs = Graphs(HostDevice())
+    graphs.mixed, graphs.decodes = mixed_ladder(2048, 256, 256, 512), decode_ladder(256)
+    usual = [*graphs.mixed, *map(alone, graphs.decodes)]
+    graphs.sharing = tuple(sorted(sharing(usual)))
+    graphs._captured = {room: room for room in (*usual, *graphs.sharing)}
+
+    def fitting(decodes, prompts=0, shares=True):
+        step = alike_decodes(decodes, prompts, 16)
+        return graphs.fitting(step if shares else replace(step, runs=None))
+
+    assert fitting(130) == Room(192, 192, 0, shares=True)
+    assert fitting(130, shares=False) == Room(136, 136, 0)
+    assert fitting(SHARING) == Room(16, 16, 0, shares=True)
+    assert fitting(SHARING - 1) == alone(8), "so few read as fast each for itself"
+    assert fitting(60, 30) == Room(128, 64, 32, shares=True)
+    assert fitting(65, 30) == Room(128, 96, 32, shares=True), "as many decodes as it has room for"
+    assert fitting(65, 30, shares=False) == Room(128, 96, 32)
+    graphs.sharing = ()
+    assert fitting(130) == Room(136, 136, 0), "until those are captured, each reads for itself"
+
+
+def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
+    usual = [*map(alone, decode_ladder(200)), *mixed_ladder(4096, 200, 200, 4096)]
+    few = sharing(usual)
+    assert all(room.shares and room.decodes >= SHARING for room in few)
+    assert not {replace(room, shares=False) for room in few} - set(usual)
+    assert len(few) < len(usual) / 2
+    decodes = [room.decodes for room in few if not room.prefills]
+    assert decodes == [16, 24, 32, 48, 64, 96, 128, 192, 200]
+    # Of each number of tokens with decodes, one as large as any.
+    for room in usual:
+        if room.prefills and room.decodes >= SHARING:
+            same = [other for other in few if other.tokens == room.tokens and other.prefills]
+            assert max(other.decodes for other in same) >= room.decodes
+    first, left = parted([*usual, *few])
+    assert (first, sorted(left)) == (parted(usual)[0], sorted([*parted(usual)[1], *few]))
+    alone_left = sum(not room.prefills for room in parted(usual)[1])
+    assert set(left[alone_left:][: len(few)]) == set(few), "behind decodes alone"
+
+
+@given(st.integers(1, 9), st.integers(0, 3), st.sampled_from([1, 16]))
+def test_decodes_that_are_alike_read_the_dummy_and_write_to_it(rows, prompts, page_size):
+    step = alike_decodes(rows, prompts, page_size)
+    assert not pages_of(step, page_size).any() and step.decodes == rows
+    assert (step.starts[:rows] == page_size).all() and len(step.slots) == rows + prompts
+    assert step.runs.lines.tolist() == [1] * rows, "one page, of row 0"
+    assert step.runs.seats.tolist() == [rank << 16 | rows for rank in range(rows)]
 
 
 @given(st.integers(1, 9), st.integers(0, 6), st.sampled_from([1, 16]))

@@ -31,7 +31,7 @@ class Cut:
 
     pairs, count: what changes in the slots' state. sampling: what samplers are handed of the S
     entries, by name. last: int64 [S], tokens with logits; None if all have, in order. lines, seats:
-    as in RowArrays.
+    as in RowArrays, in rooms that share.
     """
 
     room: Room
@@ -43,8 +43,8 @@ class Cut:
     expanded: Expanded
     sampling: dict[str, torch.Tensor]
     last: torch.Tensor | None
-    lines: torch.Tensor
-    seats: torch.Tensor
+    lines: torch.Tensor | None
+    seats: torch.Tensor | None
 
     @property
     def padding(self) -> int:
@@ -143,8 +143,8 @@ class StepArrays:
             expanded,
             sampling,
             None if every else expanded.last,
-            words[at.lines : at.lines + room.rows],
-            words[at.seats : at.seats + room.rows],
+            words[at.lines : at.lines + room.rows] if room.shares else None,
+            words[at.seats : at.seats + room.rows] if room.shares else None,
         )
 
     def expand(self, cut: Cut) -> None:

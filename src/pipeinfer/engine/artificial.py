@@ -7,11 +7,13 @@ Knows arrays of a step; no device and no request.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from pipeinfer.engine.fields import filled
-from pipeinfer.steps.step import Delta, Step
+from pipeinfer.packing import PART
+from pipeinfer.steps.step import CommonRuns, Delta, Step
 
 USUAL = {"temperature": 1.0}  # as most requests have it
 
@@ -54,6 +56,15 @@ def deep_decodes(rows: int, pages: int, page_size: int) -> Step:
     """Decodes after `pages` full pages each, every row's own and none of them the dummy."""
     starts = np.full(rows, pages * page_size, dtype=np.int32)
     return artificial_step(np.ones(rows, dtype=np.int32), page_size, starts, own=True)
+
+
+def alike_decodes(rows: int, prompts: int, page_size: int) -> Step:
+    """Decodes that all begin with the dummy page, beside so many prompts of two tokens."""
+    counts = np.array([1] * rows + [2] * prompts, dtype=np.int32)
+    starts = np.where(counts > 1, 0, page_size).astype(np.int32)
+    ranks, one_page = np.arange(rows, dtype=np.int32), np.ones(rows, dtype=np.int32)
+    step = artificial_step(counts, page_size, starts)
+    return replace(step, runs=CommonRuns(one_page, ranks * PART + rows))
 
 
 def deep_prompts(decodes: int, prompts: Sequence[int], before: int, page_size: int) -> Step:

@@ -19,7 +19,7 @@ import torch
 from pipeinfer.attention.interface import Plan
 from pipeinfer.engine.arrays import Cut
 from pipeinfer.engine.device import Device, Work
-from pipeinfer.engine.rooms import MOST_PADDING, PADDING_SHARE, Room
+from pipeinfer.engine.rooms import MOST_PADDING, PADDING_SHARE, SHARING, Room
 from pipeinfer.steps.step import Step
 
 SMALL = 8
@@ -43,13 +43,15 @@ Body = Callable[[Cut, Plan], tuple[torch.Tensor, torch.Tensor]]
 
 class Graphs:
     """Of a device, by room. decodes: numbers of decode rows that have a graph, mixed: rooms with
-    prompts that have one; both ascend. left: rooms that get one later, the next one first.
+    prompts that have one; sharing: rooms that have one of their own for decodes that share. All
+    ascend. left: rooms that get one later, the next one first.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self.decodes: tuple[int, ...] = ()
         self.mixed: tuple[Room, ...] = ()
+        self.sharing: tuple[Room, ...] = ()
         self.left: list[Room] = []
         self._captured: dict[Room, Captured] = {}
 
@@ -69,7 +71,8 @@ class Graphs:
     @property
     def planned(self) -> tuple[Room, ...]:
         """As `mixed`, with those that get a graph later."""
-        return tuple(sorted({*self.mixed, *(room for room in self.left if room.prefills)}))
+        later = (room for room in self.left if room.prefills and not room.shares)
+        return tuple(sorted({*self.mixed, *later}))
 
     def like(self, room: Room, step: Step) -> Room | None:
         """`room`, or while that has no graph, the smallest that has one, for as many tokens and for
@@ -80,13 +83,17 @@ class Graphs:
         return next((other for other in same if other.holds(step)), None)
 
     def fitting(self, step: Step) -> Captured | None:
-        """The smallest for the step; None if there is none, or it is far larger."""
+        """The smallest for the step; None if there is none, or it is far larger. Where decodes
+        share, one in which they do; if there is none, each reads for itself."""
+        if step.runs is not None and step.decodes >= SHARING:
+            room = next((room for room in self.sharing if room.holds(step)), None)
+            if room is not None and not _far_larger(room, len(step.tokens)):
+                return self[room]
         if step.decodes == len(step.slots):
             at = bisect_left(self.decodes, step.decodes)
             return None if at == len(self.decodes) else self[alone(self.decodes[at])]
-        tokens = len(step.tokens)
         for room in self.mixed:
-            if room.tokens - tokens > max(MOST_PADDING, room.tokens // PADDING_SHARE):
+            if _far_larger(room, len(step.tokens)):
                 return None
             if room.holds(step):
                 return self[room]
@@ -108,8 +115,10 @@ class Graphs:
             self._captured[room] = Captured(cut, made.again, *made.tensors)
             progress()
         every = sorted(self._captured)
-        self.decodes = tuple(room.decodes for room in every if not room.prefills)
-        self.mixed = tuple(room for room in every if room.prefills)
+        usual = [room for room in every if not room.shares]
+        self.decodes = tuple(room.decodes for room in usual if not room.prefills)
+        self.mixed = tuple(room for room in usual if room.prefills)
+        self.sharing = tuple(room for room in every if room.shares)
 
     def drop_slower_small_ones(self, prepare: Callable[[Room], object]) -> None:
         """Forgets small numbers of decodes that take longer than the next one: for very few rows,
@@ -125,6 +134,11 @@ class Graphs:
             if seconds[size] > best:
                 del self._captured[alone(size)]
         self.decodes = tuple(size for size in self.decodes if alone(size) in self._captured)
+
+
+def _far_larger(room: Room, tokens: int) -> bool:
+    """Whether a step of so many tokens would be padded too much."""
+    return room.tokens - tokens > max(MOST_PADDING, room.tokens // PADDING_SHARE)
 
 
 def alone(decodes: int) -> Room:

@@ -8,7 +8,7 @@ loops over rows: this is the hot path of the engine's host. Knows no device and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ STEP = 8
 FEW, SOME = 8, 32  # prompts in a step: alone, and beside decodes
 PROMPT, MANY = 64, 128  # in large steps, one for so many tokens, up to so many prompts
 DECODES = 64  # the smallest class of decode rows beside prompts, each other has twice as many
+SHARING = 9  # decodes that share what they read, at least
 LARGE = 1024  # tokens of a step: beyond it rows that are not there cost nothing, and one class does
 MOST_PADDING = 128  # tokens, or
 PADDING_SHARE = 4  # that part of a room's
@@ -32,11 +33,13 @@ NONE = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, order=True)
 class Room:
-    """For `tokens` of all rows, for `decodes` rows of one token and `prefills` of more."""
+    """For `tokens` of all rows, for `decodes` rows of one token and `prefills` of more. shares:
+    what decodes begin with in common is read once, by kernels that others need not take."""
 
     tokens: int
     decodes: int
     prefills: int
+    shares: bool = False
 
     @property
     def rows(self) -> int:
@@ -46,7 +49,8 @@ class Room:
     @classmethod
     def of(cls, step: Step) -> Room:
         """What the step needs."""
-        return cls(len(step.tokens), step.decodes, len(step.slots) - step.decodes)
+        shares = step.runs is not None
+        return cls(len(step.tokens), step.decodes, len(step.slots) - step.decodes, shares)
 
     def holds(self, step: Step) -> bool:
         """Whether it is large enough, and for steps of that kind."""
@@ -111,25 +115,45 @@ def parted(rooms: Sequence[Room]) -> tuple[list[Room], list[Room]]:
     alone, powers of two, one and a half times those, and the most; of each number of tokens with
     prompts, the one for most rows, which holds those for fewer.
     """
-    alone = sorted(room for room in rooms if not room.prefills)
-    first = [room for room in alone if _rough(room.decodes)]
-    first += [room for room in alone[-1:] if room not in first]
-    largest: dict[int, Room] = {}
-    for room in rooms:
-        if room.prefills and room.rows > largest.get(room.tokens, NO_ROOM).rows:
-            largest[room.tokens] = room
-    first += largest.values()
+    first = [*_few_alone(rooms), *_largest(rooms)]
     there = set(first)
     return first, sorted((room for room in rooms if room not in there), key=_worth)
+
+
+def sharing(rooms: Sequence[Room]) -> list[Room]:
+    """Of `rooms`, none of which shares, those that are wanted a second time for steps that do: as
+    many decodes alone as are there first, and beside prompts the smallest class and the largest.
+    """
+    beside = {room for room in rooms if room.prefills and room.decodes == DECODES}
+    beside |= {room for room in _largest(rooms) if room.decodes}
+    enough = [room for room in (*_few_alone(rooms), *sorted(beside)) if room.decodes >= SHARING]
+    return [replace(room, shares=True) for room in enough]
+
+
+def _few_alone(rooms: Sequence[Room]) -> list[Room]:
+    alone = sorted(room for room in rooms if not (room.prefills or room.shares))
+    few = [room for room in alone if _rough(room.decodes)]
+    return few + [room for room in alone[-1:] if room not in few]
+
+
+def _largest(rooms: Sequence[Room]) -> list[Room]:
+    """Of each number of tokens with prompts, the one for most rows."""
+    largest: dict[int, Room] = {}
+    for room in rooms:
+        most = largest.get(room.tokens, NO_ROOM).rows
+        if room.prefills and not room.shares and room.rows > most:
+            largest[room.tokens] = room
+    return list(largest.values())
 
 
 def _rough(size: int) -> bool:
     return size // (size & -size) in (1, 3)
 
 
-def _worth(room: Room) -> tuple[bool, Room]:
-    """Steps of decodes alone are the most frequent ones, and small ones gain most."""
-    return room.prefills > 0, room
+def _worth(room: Room) -> tuple[bool, bool, Room]:
+    """Steps of decodes alone are the most frequent ones, and small ones gain most; what is read
+    once saves more than a graph of the right size."""
+    return room.prefills > 0 and not room.shares, room.shares, room
 
 
 def unaided(most_tokens: int, most_rows: int) -> tuple[Room, ...]:

@@ -28,7 +28,7 @@ from pipeinfer.engine.mirror import Mirror
 from pipeinfer.engine.penalties import Penalties
 from pipeinfer.engine.phases import Phases
 from pipeinfer.engine.requests import MOST_EDITS
-from pipeinfer.engine.rooms import LargestStep, Room, parted
+from pipeinfer.engine.rooms import LargestStep, Room, parted, sharing
 from pipeinfer.engine.sampling import NONE, Sampler, truncated
 from pipeinfer.engine.scores import Scores, StepScores
 from pipeinfer.engine.slot_state import SlotState
@@ -160,8 +160,8 @@ class Runner:
     @property
     def graph_sizes(self) -> tuple[int, ...]:
         """Numbers of decode rows that have a graph, or get one later."""
-        left = (room.decodes for room in self._graphs.left if not room.prefills)
-        return tuple(sorted({*self._graphs.decodes, *left}))
+        left = (room for room in self._graphs.left if not (room.prefills or room.shares))
+        return tuple(sorted({*self._graphs.decodes, *(room.decodes for room in left)}))
 
     @property
     def shares(self) -> bool:
@@ -397,6 +397,7 @@ class Runner:
             return
         mixed = mixed if traits.captures_prefill else ()
         rooms: Sequence[Room] = [*map(alone, sizes), *mixed]
+        rooms += sharing(rooms) if self.shares else []
         first, left = parted(rooms) if later else (rooms, [])
         graphs, count = Graphs(self.device), _counter(len(rooms), progress)
 

@@ -14,10 +14,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from pipeinfer.engine.artificial import artificial_step
+from pipeinfer.engine.artificial import alike_decodes, artificial_step
 from pipeinfer.engine.cuda.device import CudaDevice
 from pipeinfer.engine.machine import Built
-from pipeinfer.engine.rooms import LargestStep
+from pipeinfer.engine.rooms import SHARING, LargestStep
 from pipeinfer.engine.runner import Runner
 from pipeinfer.kernels import by_triton
 from pipeinfer.kernels.interface import Kernels
@@ -58,6 +58,11 @@ class CudaMachine:
             runner.run(largest)
         runner.run(artificial_step(np.ones(min(rows, 3), dtype=np.int32), page_size))
         runner.run(artificial_step(np.ones(1, dtype=np.int32), page_size, top_k=LARGE_TOP_K))
+        if runner.shares and rows > SHARING:  # each doubling of rows is cut by a kernel of its own
+            doubled = (1 << power for power in range(SHARING.bit_length(), rows.bit_length()))
+            for many in sorted({*doubled, rows}):
+                runner.run(alike_decodes(many, 0, page_size))
+            runner.run(alike_decodes(SHARING, 1, page_size))
 
     def free_for_pages(self, fraction: float) -> int:
         """`fraction` of the GPU's memory less all that is, and was, in use: to be asked when the
