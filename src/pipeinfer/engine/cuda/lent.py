@@ -16,19 +16,24 @@ log = logging.getLogger(__name__)
 WORDS = {1: "|i1", 2: "<i2", 4: "<i4"}  # by bytes: bfloat16 has no name there
 
 
-class _Place:
-    """An address, as https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html wants
-    it."""
+def place(tensor: torch.Tensor) -> dict[str, Any]:
+    """Where its numbers are, as integers of their size. Source:
+    https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
+    size = tensor.itemsize
+    return {
+        "shape": tuple(tensor.shape),
+        "strides": tuple(stride * size for stride in tensor.stride()),
+        "typestr": WORDS[size],
+        "data": (tensor.data_ptr(), False),
+        "version": 2,
+    }
+
+
+class _Lent:
+    """What torch makes a tensor of; it keeps nothing but this."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        size = tensor.itemsize
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * size for stride in tensor.stride()),
-            "typestr": WORDS[size],
-            "data": (tensor.data_ptr(), False),
-            "version": 2,
-        }
+        self.__cuda_array_interface__ = place(tensor)
 
 
 def lent(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,7 +42,7 @@ def lent(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.numel() or tensor.itemsize not in WORDS:
         return tensor
     try:
-        found = torch.as_tensor(_Place(tensor), device=tensor.device).view(tensor.dtype)
+        found = torch.as_tensor(_Lent(tensor), device=tensor.device).view(tensor.dtype)
     except (RuntimeError, TypeError, ValueError) as error:
         log.warning("CUDA graphs keep more memory than they need: %s", error)
         return tensor
