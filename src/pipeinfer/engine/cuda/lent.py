@@ -7,7 +7,6 @@ graphs would hold logits of some hundred MB each. Knows addresses; no graph.
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ log = logging.getLogger(__name__)
 WORDS = {1: "|i1", 2: "<i2", 4: "<i4"}  # by bytes: bfloat16 has no name there
 
 
-def place(tensor: torch.Tensor) -> dict[str, Any]:
+def place(tensor: torch.Tensor) -> dict[str, object]:
     """Where its numbers are, as integers of their size. Source:
     https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
     size = tensor.itemsize
