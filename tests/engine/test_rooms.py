@@ -365,9 +365,45 @@ def test_of_graphs_in_which_decodes_share_there_are_few_and_they_come_late():
             same = [other for other in few if other.tokens == room.tokens and other.prefills]
             assert max(other.decodes for other in same) >= room.decodes
     first, left = parted([*usual, *few])
-    assert (first, sorted(left)) == (parted(usual)[0], sorted([*parted(usual)[1], *few]))
-    alone_left = sum(not room.prefills for room in parted(usual)[1])
-    assert set(left[alone_left:][: len(few)]) == set(few), "behind decodes alone"
+    assert sorted([*first, *left]) == sorted([*usual, *few])
+    assert [replace(room, shares=False) for room in first] == parted(usual)[0], "as many at once"
+    assert [room for room in first if room.shares] == [room for room in first if twin(room) in few]
+    rest = [room for room in left if room.shares]
+    alone_left = sum(not room.prefills for room in left)
+    assert left[alone_left:][: len(rest)] == rest, "behind decodes alone"
+
+
+def twin(room: Room) -> Room:
+    return replace(room, shares=True)
+
+
+def test_until_others_are_there_every_step_takes_graphs_in_which_decodes_share():
+    graphs = Graphs(HostDevice())
+    usual = [*map(alone, decode_ladder(64)), *mixed_ladder(512, 64, 64, 512)]
+    first, left = parted([*usual, *sharing(usual)])
+
+    def captured(rooms):
+        graphs.capture(rooms, lambda room: (room, None), lambda *_: (torch.ones(1),) * 2, int)
+
+    def fitting(decodes, prompts, shares):
+        step = alike_decodes(decodes, prompts, 16)
+        return graphs.fitting(step if shares else replace(step, runs=None)).cut
+
+    captured(first)
+    assert set(graphs.decodes) == {1, 2, 4, 8, 16, 24, 32, 48, 64}
+    assert all(room.shares == (room.decodes >= SHARING) for room in graphs.mixed)
+    for shares in (False, True):
+        assert fitting(40, 0, shares) == Room(48, 48, 0, shares=True)
+        assert fitting(20, 20, shares) == Room(128, 64, 32, shares=True)
+        assert fitting(4, 0, shares) == alone(4)
+    step = replace(alike_decodes(48, 0, 16), runs=None)
+    assert graphs.like(alone(48), step) == Room(48, 48, 0, shares=True)
+    captured(left)
+    assert not any(room.shares for room in graphs.mixed)
+    assert graphs.decodes == decode_ladder(64) and graphs.like(alone(48), step) == alone(48)
+    for shares in (False, True):
+        assert fitting(40, 0, shares) == Room(48 if shares else 40, 48 if shares else 40, 0, shares)
+        assert fitting(20, 20, shares) == Room(128, 64, 32, shares)
 
 
 @given(st.integers(1, 9), st.integers(0, 3), st.sampled_from([1, 16]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -43,8 +43,8 @@ Body = Callable[[Cut, Plan], tuple[torch.Tensor, torch.Tensor]]
 
 class Graphs:
     """Of a device, by room. decodes: numbers of decode rows that have a graph, mixed: rooms with
-    prompts that have one; sharing: rooms that have one of their own for decodes that share. All
-    ascend. left: rooms that get one later, the next one first.
+    prompts that have one, either of which share only where no other is there; sharing: all rooms
+    for decodes that share. All ascend. left: rooms that get one later, the next one first.
     """
 
     def __init__(self, device: Device) -> None:
@@ -77,8 +77,9 @@ class Graphs:
     def like(self, room: Room, step: Step) -> Room | None:
         """`room`, or while that has no graph, the smallest that has one, for as many tokens and for
         the step."""
-        if room in self:
-            return room
+        for there in (room, replace(room, shares=True)):
+            if there in self:
+                return there
         same = (other for other in self.mixed if other.tokens == room.tokens)
         return next((other for other in same if other.holds(step)), None)
 
@@ -91,13 +92,18 @@ class Graphs:
                 return self[room]
         if step.decodes == len(step.slots):
             at = bisect_left(self.decodes, step.decodes)
-            return None if at == len(self.decodes) else self[alone(self.decodes[at])]
+            return None if at == len(self.decodes) else self._alone(self.decodes[at])
         for room in self.mixed:
             if _far_larger(room, len(step.tokens)):
                 return None
             if room.holds(step):
                 return self[room]
         return None
+
+    def _alone(self, decodes: int) -> Captured:
+        """Of so many, which have one."""
+        room = alone(decodes)
+        return self[room if room in self else replace(room, shares=True)]
 
     def capture(
         self,
@@ -115,9 +121,11 @@ class Graphs:
             self._captured[room] = Captured(cut, made.again, *made.tensors)
             progress()
         every = sorted(self._captured)
-        usual = [room for room in every if not room.shares]
-        self.decodes = tuple(room.decodes for room in usual if not room.prefills)
-        self.mixed = tuple(room for room in usual if room.prefills)
+        self.decodes = tuple(sorted({room.decodes for room in every if not room.prefills}))
+        mixed = (room for room in every if room.prefills)
+        self.mixed = tuple(
+            room for room in mixed if not (room.shares and replace(room, shares=False) in self)
+        )
         self.sharing = tuple(room for room in every if room.shares)
 
     def drop_slower_small_ones(self, prepare: Callable[[Room], object]) -> None:

@@ -113,9 +113,14 @@ def parted(rooms: Sequence[Room]) -> tuple[list[Room], list[Room]]:
     """`rooms` of graphs as those that must be there first, so that every step finds one that is not
     much larger, and the others in the order in which they are worth it. First come, of decodes
     alone, powers of two, one and a half times those, and the most; of each number of tokens with
-    prompts, the one for most rows, which holds those for fewer.
+    prompts, the one for most rows, which holds those for fewer. Where one of those has a twin that
+    shares, the twin comes first, since it serves every step.
     """
-    first = [*_few_alone(rooms), *_largest(rooms)]
+    every = set(rooms)
+    first = [
+        twin if (twin := replace(room, shares=True)) in every else room
+        for room in (*_few_alone(rooms), *_largest(rooms))
+    ]
     there = set(first)
     return first, sorted((room for room in rooms if room not in there), key=_worth)
 
@@ -152,7 +157,7 @@ def _rough(size: int) -> bool:
 
 def _worth(room: Room) -> tuple[bool, bool, Room]:
     """Steps of decodes alone are the most frequent ones, and small ones gain most; what is read
-    once saves more than a graph of the right size."""
+    once saves more than prompts' graphs of the right size."""
     return room.prefills > 0 and not room.shares, room.shares, room
 
 

@@ -160,8 +160,8 @@ class Runner:
     @property
     def graph_sizes(self) -> tuple[int, ...]:
         """Numbers of decode rows that have a graph, or get one later."""
-        left = (room for room in self._graphs.left if not (room.prefills or room.shares))
-        return tuple(sorted({*self._graphs.decodes, *(room.decodes for room in left)}))
+        left = (room.decodes for room in self._graphs.left if not room.prefills)
+        return tuple(sorted({*self._graphs.decodes, *left}))
 
     @property
     def shares(self) -> bool:

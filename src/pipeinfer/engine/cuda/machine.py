@@ -61,6 +61,7 @@ class CudaMachine:
         if runner.shares and rows > SHARING:  # each doubling of rows is cut by a kernel of its own
             doubled = (1 << power for power in range(SHARING.bit_length(), rows.bit_length()))
             for many in sorted({*doubled, rows}):
+                runner.run(artificial_step(np.ones(many, dtype=np.int32), page_size))
                 runner.run(alike_decodes(many, 0, page_size))
             runner.run(alike_decodes(SHARING, 1, page_size))
 
