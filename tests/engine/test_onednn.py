@@ -12,9 +12,6 @@ import torch
 
 from pipeinfer.engine.onednn import KEPT, NAMES, keep_few_kernels
 
-pytestmark = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available(), reason="torch without oneDNN"
-)
 SHOW = """
 import os, sys
 from pipeinfer.engine.onednn import KEPT, keep_few_kernels
@@ -45,6 +42,7 @@ def resident(told: str) -> int:
     return int(re.findall(r"RssAnon:\s+(\d+) kB", told)[0])
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 def test_the_latest_kernels_only_are_kept():
     few, every = shown("few"), shown("all")
     *_, first, last = few.split("rows ")

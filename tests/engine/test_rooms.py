@@ -377,19 +377,31 @@ def twin(room: Room) -> Room:
     return replace(room, shares=True)
 
 
+def captured(graphs: Graphs, rooms: list[Room]) -> None:
+    graphs.capture(rooms, lambda room: (room, None), lambda *_: (torch.ones(1),) * 2, int)
+
+
+def test_only_small_numbers_of_decodes_may_turn_out_slower():
+    graphs = Graphs(HostDevice())
+    usual = [*map(alone, decode_ladder(64)), *mixed_ladder(512, 64, 64, 512)]
+    first, _ = parted([*usual, *sharing(usual)])
+    captured(graphs, first)
+    mixed = graphs.mixed
+    graphs.drop_slower_small_ones(lambda room: None)
+    assert graphs.decodes[-6:] == (8, 16, 24, 32, 48, 64) and graphs.mixed == mixed
+    assert graphs.fitting(replace(alike_decodes(40, 0, 16), runs=None)) is not None
+
+
 def test_until_others_are_there_every_step_takes_graphs_in_which_decodes_share():
     graphs = Graphs(HostDevice())
     usual = [*map(alone, decode_ladder(64)), *mixed_ladder(512, 64, 64, 512)]
     first, left = parted([*usual, *sharing(usual)])
 
-    def captured(rooms):
-        graphs.capture(rooms, lambda room: (room, None), lambda *_: (torch.ones(1),) * 2, int)
-
     def fitting(decodes, prompts, shares):
         step = alike_decodes(decodes, prompts, 16)
         return graphs.fitting(step if shares else replace(step, runs=None)).cut
 
-    captured(first)
+    captured(graphs, first)
     assert set(graphs.decodes) == {1, 2, 4, 8, 16, 24, 32, 48, 64}
     assert all(room.shares == (room.decodes >= SHARING) for room in graphs.mixed)
     for shares in (False, True):
@@ -398,7 +410,7 @@ def test_until_others_are_there_every_step_takes_graphs_in_which_decodes_share()
         assert fitting(4, 0, shares) == alone(4)
     step = replace(alike_decodes(48, 0, 16), runs=None)
     assert graphs.like(alone(48), step) == Room(48, 48, 0, shares=True)
-    captured(left)
+    captured(graphs, left)
     assert not any(room.shares for room in graphs.mixed)
     assert graphs.decodes == decode_ladder(64) and graphs.like(alone(48), step) == alone(48)
     for shares in (False, True):

@@ -77,9 +77,9 @@ class Graphs:
     def like(self, room: Room, step: Step) -> Room | None:
         """`room`, or while that has no graph, the smallest that has one, for as many tokens and for
         the step."""
-        for there in (room, replace(room, shares=True)):
-            if there in self:
-                return there
+        there = self._either(room)
+        if there in self:
+            return there
         same = (other for other in self.mixed if other.tokens == room.tokens)
         return next((other for other in same if other.holds(step)), None)
 
@@ -92,7 +92,7 @@ class Graphs:
                 return self[room]
         if step.decodes == len(step.slots):
             at = bisect_left(self.decodes, step.decodes)
-            return None if at == len(self.decodes) else self._alone(self.decodes[at])
+            return None if at == len(self.decodes) else self[self._either(alone(self.decodes[at]))]
         for room in self.mixed:
             if _far_larger(room, len(step.tokens)):
                 return None
@@ -100,10 +100,9 @@ class Graphs:
                 return self[room]
         return None
 
-    def _alone(self, decodes: int) -> Captured:
-        """Of so many, which have one."""
-        room = alone(decodes)
-        return self[room if room in self else replace(room, shares=True)]
+    def _either(self, room: Room) -> Room:
+        """`room`, or where that has no graph, the one of that size whose decodes share."""
+        return room if room in self else replace(room, shares=True)
 
     def capture(
         self,
@@ -120,12 +119,14 @@ class Graphs:
             made = self._device.capture(partial(body, cut, plan))
             self._captured[room] = Captured(cut, made.again, *made.tensors)
             progress()
+        self._list()
+
+    def _list(self) -> None:
+        """What was captured, by kind."""
         every = sorted(self._captured)
         self.decodes = tuple(sorted({room.decodes for room in every if not room.prefills}))
-        mixed = (room for room in every if room.prefills)
-        self.mixed = tuple(
-            room for room in mixed if not (room.shares and replace(room, shares=False) in self)
-        )
+        mixed = {self._either(replace(room, shares=False)) for room in every if room.prefills}
+        self.mixed = tuple(sorted(mixed))
         self.sharing = tuple(room for room in every if room.shares)
 
     def drop_slower_small_ones(self, prepare: Callable[[Room], object]) -> None:
@@ -141,7 +142,7 @@ class Graphs:
             best = min(seconds[other] for other in small if other >= larger)
             if seconds[size] > best:
                 del self._captured[alone(size)]
-        self.decodes = tuple(size for size in self.decodes if alone(size) in self._captured)
+        self._list()
 
 
 def _far_larger(room: Room, tokens: int) -> bool:

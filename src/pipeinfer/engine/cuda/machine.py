@@ -58,11 +58,13 @@ class CudaMachine:
             runner.run(largest)
         runner.run(artificial_step(np.ones(min(rows, 3), dtype=np.int32), page_size))
         runner.run(artificial_step(np.ones(1, dtype=np.int32), page_size, top_k=LARGE_TOP_K))
-        if runner.shares and rows > SHARING:  # each doubling of rows is cut by a kernel of its own
+        if runner.shares and rows > SHARING:
+            # Graphs in which decodes share are captured at once, the others later, and each
+            # doubling of rows is cut by a kernel of its own, which must be there by then.
             doubled = (1 << power for power in range(SHARING.bit_length(), rows.bit_length()))
             for many in sorted({*doubled, rows}):
                 runner.run(artificial_step(np.ones(many, dtype=np.int32), page_size))
-                runner.run(alike_decodes(many, 0, page_size))
+            runner.run(alike_decodes(rows, 0, page_size))
             runner.run(alike_decodes(SHARING, 1, page_size))
 
     def free_for_pages(self, fraction: float) -> int:
