@@ -70,3 +70,22 @@ def test_kernels_that_start_early_read_nothing_too_early():
             query, case.k, case.v, case.rows(), case.scale, out, case.scratch, cut, early=True
         )
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("groups", [[(range(32), 640)], [(range(0, 32, 2), 320)], []])
+def test_two_launches_that_start_early_wait_for_what_they_need(groups):
+    """And what comes behind them waits for both: here they come again, with what they gave."""
+    lengths, kinds = [700, 720, 1000, 664] * 8, {"heads": 16, "kv_heads": 8, "dim": 128, "page": 64}
+    groups = [(list(rows), tokens) for rows, tokens in groups]
+    case = attention.SharedCase(lengths, groups, attention.APART, dtype=torch.bfloat16, **kinds)
+    expected = case.run_shared()
+    again = case.attend(torch.empty_like(expected), q=expected)
+    out, last = torch.empty_like(case.q), torch.empty_like(case.q)
+    for _ in range(50):
+        out.zero_()
+        query = torch.zeros_like(case.q)
+        query.copy_(case.q)  # the kernel before
+        case.attend(out, q=query, early=True)
+        case.attend(last, q=out, early=True)
+        assert torch.equal(out, expected)
+        assert torch.equal(last, again)

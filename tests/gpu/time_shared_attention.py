@@ -21,6 +21,7 @@ from pipeinfer.kernels.decode_attention import (
 )
 from pipeinfer.kernels.decode_pieces import (
     Cut,
+    Reads,
     Runs,
     cut_rows,
     most_pieces,
@@ -30,9 +31,15 @@ from pipeinfer.kernels.decode_pieces import (
 from pipeinfer.packing import PART
 
 LAYERS, PAGES, PAGE, TIMES = 6, 7000, 64, 3
-# (tile, block, warps, stages)
-READS = ((0, 32, 2, 3), (32, 32, 2, 3), (16, 32, 2, 3), (32, 64, 2, 2), (32, 64, 2, 3),
-         (64, 32, 4, 3), (64, 64, 4, 2))  # fmt: skip
+OWN = Reads(32, 2, 3)
+# How pieces of rows are read, and for so many queries those of runs, by a launch of their own or
+# with the others.
+READS = (
+    (OWN, 0, None), (OWN, 32, None), (OWN, 32, Reads(64, 2, 3)),
+    (OWN, 64, Reads(32, 4, 3)), (OWN, 64, Reads(64, 4, 2)), (OWN, 64, Reads(64, 4, 3)),
+    (OWN, 64, Reads(128, 4, 2)),
+    (OWN, 128, Reads(64, 8, 2)), (OWN, 128, Reads(64, 8, 3)), (OWN, 128, Reads(128, 8, 2)),
+)  # fmt: skip
 # (rows, groups, tokens in common, tokens of its own from .. to)
 LOADS = ((256, 0, 0, 300, 1400), (256, 16, 3968, 80, 400), (256, 1, 8000, 100, 400),
          (256, 1, 256, 100, 400), (128, 0, 0, 300, 1400), (64, 0, 0, 300, 1400),
@@ -118,7 +125,8 @@ class Bench:
 def warm(job):
     """Compiles, in a process of its own."""
     what, read = job
-    cut = Cut(128, 32, 1024, read[1], read[2], read[3], read[0])
+    reads, tile, of_runs = read
+    cut = Cut(128, 32, 1024, reads, tile, of_runs=of_runs)
     Bench(what, 1200).time((64, 1, 512, 80, 100), cut, True, False)
 
 
@@ -134,8 +142,8 @@ def main():
     for load in LOADS:
         now = what.cut(load[0])
         ways = [now] if chosen else [
-            replace(now, tile=tile, block=block, warps=warps, stages=stages)
-            for tile, block, warps, stages in READS
+            replace(now, reads=reads, tile=tile, of_runs=of_runs)
+            for reads, tile, of_runs in READS
         ]  # fmt: skip
         print(f"heads {what.heads} {load}: floor {floor_us(load, what, False):.0f}, shared "
               f"{floor_us(load, what, True):.0f}; now {bench.time(load, now, False, True):.1f}",
@@ -143,7 +151,7 @@ def main():
         for cut in ways:
             apart = bench.time(load, cut, False, False)
             once = f"{bench.time(load, cut, True, True):.1f}" if load[1] and cut.tile else "-"
-            name = (cut.tile, cut.block, cut.warps, cut.stages)
+            name = f"{tuple(cut.reads)}, {cut.tile} {tuple(cut.of_runs or ())}"
             print(f"  {name}: {apart:.1f}, shared {once}, cut {bench.cutting(load, cut):.1f}",
                   flush=True)  # fmt: skip
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from pipeinfer.kernels.decode_attention import (
 )
 from pipeinfer.kernels.decode_pieces import (
     Cut,
+    Reads,
     Runs,
     cut_rows,
     cut_rows_reference,
@@ -28,8 +31,8 @@ from pipeinfer.memory.pool import KVPool
 from pipeinfer.packing import MOST_RUNS, PART
 from pipeinfer.steps.shape import AttentionShape
 
-WHOLE = Cut(extra=4, splits=1, least=16, block=16, warps=4, stages=2)
-SPLITS = Cut(extra=32, splits=4, least=16, block=16, warps=4, stages=2)
+WHOLE = Cut(extra=4, splits=1, least=16, reads=Reads(16, 4, 2))
+SPLITS = Cut(extra=32, splits=4, least=16, reads=Reads(16, 4, 2))
 LENGTHS = [1, 16, 17, 100, 33]
 
 
@@ -81,8 +84,8 @@ class Case:
     [
         WHOLE,
         SPLITS,
-        Cut(extra=3, splits=32, least=16, block=16, warps=4, stages=2),
-        Cut(extra=64, splits=2, least=64, block=32, warps=4, stages=2),
+        Cut(extra=3, splits=32, least=16, reads=Reads(16, 4, 2)),
+        Cut(extra=64, splits=2, least=64, reads=Reads(32, 4, 2)),
     ],
 )
 @pytest.mark.parametrize("window", [None, 1, 40])
@@ -102,7 +105,7 @@ def test_rows_are_cut_as_by_the_reference(lengths, window, cut):
     assert all(row == -1 for row, *_ in found[len(expected) :])
     for row, length in enumerate(lengths):  # every key of the window, once
         mine = [(start, stop) for its, start, stop, _, _ in expected if its == row]
-        begin = max(length - (window or length), 0) // cut.block * cut.block
+        begin = max(length - (window or length), 0) // cut.reads.block * cut.reads.block
         covered = [token for start, stop in mine for token in range(start, stop)]
         assert covered == list(range(begin, length))
 
@@ -284,10 +287,10 @@ class SharedCase(Case):
     def cut_rows(self):
         cut_rows(self.lengths, self.pieces, self.cut, None, self.runs, self.seats, self.page)
 
-    def attend(self, out, sinks=None):
+    def attend(self, out, sinks=None, q=None, early=False):
         return decode_attention(
-            self.q, self.k, self.v, self.rows(), self.scale, out, self.scratch, self.cut,
-            early=False, sinks=sinks, scales=self.scales,
+            self.q if q is None else q, self.k, self.v, self.rows(), self.scale, out, self.scratch,
+            self.cut, early=early, sinks=sinks, scales=self.scales,
         )  # fmt: skip
 
     def run_shared(self, sinks=None):
@@ -295,8 +298,9 @@ class SharedCase(Case):
         return self.attend(torch.full_like(self.q, float("nan")), sinks)
 
 
-TILED = Cut(extra=8, splits=4, least=64, block=16, warps=4, stages=2, tile=16, least_shared=32)
-WIDE = Cut(extra=32, splits=16, least=16, block=32, warps=4, stages=2, tile=64, least_shared=16)
+TILED = Cut(extra=8, splits=4, least=64, reads=Reads(16, 4, 2), tile=16, least_shared=32)
+WIDE = Cut(extra=32, splits=16, least=16, reads=Reads(32, 4, 2), tile=64, least_shared=16)
+APART = replace(WIDE, of_runs=Reads(64, 4, 2))  # in two launches
 SHARING = [
     ([70, 90, 33], [([0, 1], 64)]),
     ([70, 5, 90, 0, 49, 130], [([0, 2, 5], 64), ([1], 0), ([4], 48)]),
@@ -306,7 +310,7 @@ SHARING = [
 ]
 
 
-@pytest.mark.parametrize("cut", [TILED, WIDE])
+@pytest.mark.parametrize("cut", [TILED, WIDE, APART])
 @pytest.mark.parametrize(("lengths", "groups"), SHARING)
 def test_every_key_of_a_row_lies_in_its_own_pieces_or_in_those_of_its_run(lengths, groups, cut):
     case = SharedCase(lengths, groups, cut)
@@ -340,7 +344,7 @@ def test_as_many_runs_as_may_be_find_room():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-@pytest.mark.parametrize("cut", [TILED, WIDE])
+@pytest.mark.parametrize("cut", [TILED, WIDE, APART])
 @pytest.mark.parametrize(("lengths", "groups"), SHARING)
 def test_rows_with_a_common_beginning_attend_as_rows_alone_do(lengths, groups, cut, dtype):
     case = SharedCase(lengths, groups, cut, dtype=dtype)
@@ -360,7 +364,7 @@ def test_groups_of_heads_need_not_fill_a_tile(heads, kv_heads, dim, page):
     assert relative_error(case.run_shared(), case.expected()) < 3e-6
 
 
-@pytest.mark.parametrize("cut", [TILED, WIDE])
+@pytest.mark.parametrize("cut", [TILED, WIDE, APART])
 def test_whoever_comes_last_merges(cut):
     """Here the pieces of runs do, which come first else."""
     case = SharedCase([100] * 20 + [300, 3, 280], [([*range(20)], 96), ([20, 22], 256)], cut)

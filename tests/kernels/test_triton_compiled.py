@@ -136,12 +136,16 @@ def decode(rows: int, dim: int, pages: str = HALF, tile: int = 0, group: int = 4
     types |= dict.fromkeys(("members", "merges"), "*i32")
     how = cut(rows, 1, dim, pages == EIGHTH)
     constants = {
-        "KV_HEADS": 1, "GROUP": group, "DIM": dim, "PAGE": 64, "BLOCK": how.block,
+        "KV_HEADS": 1, "GROUP": group, "DIM": dim, "PAGE": 64, "BLOCK": how.reads.block,
         "SPLITS": how.splits, "TILE": 16, "WINDOWED": not tile, "SINKS": True, "EARLY": True,
-        "NARROW": pages == EIGHTH, "SHARED": tile,
+        "NARROW": pages == EIGHTH, "SHARED": tile, "PIECES": 0,
     }  # fmt: skip
     return compiled(
-        decode_attention._attend, types, constants, num_warps=how.warps, num_stages=how.stages
+        decode_attention._attend,
+        types,
+        constants,
+        num_warps=how.reads.warps,
+        num_stages=how.reads.stages,
     )
 
 

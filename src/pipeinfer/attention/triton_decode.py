@@ -16,6 +16,7 @@ from pipeinfer.attention.rows import PagedRows
 from pipeinfer.kernels.decode_attention import TILE, DecodeRows, Scratch, decode_attention
 from pipeinfer.kernels.decode_pieces import (
     Cut,
+    Reads,
     Runs,
     cut_rows,
     most_pieces,
@@ -29,11 +30,11 @@ from pipeinfer.steps.shape import AttentionShape
 # By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut
 # small, so that all of the GPU works for them; more are cut only where they are long.
 CUTS = (
-    (32, Cut(64, 32, 64, block=32, warps=2, stages=3)),
-    (64, Cut(128, 32, 128, block=32, warps=1, stages=4)),
-    (384, Cut(128, 32, 256, block=32, warps=2, stages=3, tile=32, least_shared=128)),
+    (32, Cut(64, 32, 64, Reads(block=32, warps=2, stages=3))),
+    (64, Cut(128, 32, 128, Reads(block=32, warps=1, stages=4))),
+    (384, Cut(128, 32, 256, Reads(block=32, warps=2, stages=3), tile=32, least_shared=128)),
 )
-MANY = Cut(128, 32, 1024, block=32, warps=2, stages=3, tile=32, least_shared=256)
+MANY = Cut(128, 32, 1024, Reads(block=32, warps=2, stages=3), tile=32, least_shared=256)
 MEASURED_DIM = 128  # the largest head for which that was
 
 
@@ -55,13 +56,15 @@ def cut(rows: int, kv_heads: int, dim: int, narrow: bool = False) -> Cut:
     a program with more than a warp reads twice as many tokens at a time: they take 3 % more shared
     memory, and half the steps."""
     found = next((cut for most, cut in CUTS if rows * kv_heads <= most), MANY)
-    if narrow and found.warps > 1:
-        found = replace(found, block=2 * found.block)
+    reads = found.reads
+    if narrow and reads.warps > 1:
+        reads = reads._replace(block=2 * reads.block)
     if dim <= MEASURED_DIM:
-        return found
+        return replace(found, reads=reads)
     # Half the tokens, twice the threads: a program takes the same shared memory and registers, and
     # has none for queries of several rows.
-    return replace(found, block=max(found.block // 2, TILE), warps=2 * found.warps, tile=0)
+    reads = reads._replace(block=max(reads.block // 2, TILE), warps=2 * reads.warps)
+    return replace(found, reads=reads, tile=0)
 
 
 class TritonDecodeKernel:

@@ -10,6 +10,7 @@ Knows rows and pages; no request and no graph. Sources: https://arxiv.org/abs/22
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 # pyright: reportPossiblyUnboundVariable=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -29,6 +30,9 @@ from pipeinfer.kernels.triton_e4m3 import halves, in_pairs
 
 TILE = 16  # query rows that tensor cores multiply at least
 LOG2E = math.log2(math.e)
+# Which pieces a launch works off. Launched after each other on a stream, those of runs first, the
+# second begins while the first still ends, and ends after it.
+EVERY, OF_RUNS, OF_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def _elements(page, at, page_stride, token_stride, PAGE: tl.constexpr, BLOCK: tl
 def _piece(
     q, odd, k, v, indices, first, start, stop, low, scale, page_stride, token_stride,
     DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    WINDOWED: tl.constexpr, FULL: tl.constexpr, NARROW: tl.constexpr,
+    WINDOWED: tl.constexpr, FULL: tl.constexpr, NARROW: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """(greatest score, sum of weights, weighted sum [TILE, DIM]) over tokens start .. stop - 1,
     without those before `low`. FULL: they are whole blocks. q, odd: see _queries."""
@@ -81,17 +85,18 @@ def _piece(
         keys_at = k + element[None, :] + column[:, None]
         values_at = v + element[:, None] + column[None, :]
         if FULL:
-            scores = _scores(q, odd, tl.load(keys_at), NARROW) * scale
-            values = tl.load(values_at)
+            keys = tl.load(keys_at, cache_modifier=CACHE)
+            scores = _scores(q, odd, keys, NARROW) * scale
+            values = tl.load(values_at, cache_modifier=CACHE)
         else:
             token = at + tl.arange(0, BLOCK)
             inside = token < stop
             if WINDOWED:
                 inside = inside & (token >= low)
-            keys = tl.load(keys_at, mask=inside[None, :], other=0)
+            keys = tl.load(keys_at, mask=inside[None, :], other=0, cache_modifier=CACHE)
             scores = _scores(q, odd, keys, NARROW) * scale
             scores = tl.where(inside[None, :], scores, float("-inf"))
-            values = tl.load(values_at, mask=inside[:, None], other=0)
+            values = tl.load(values_at, mask=inside[:, None], other=0, cache_modifier=CACHE)
         higher = tl.maximum(most, tl.max(scores, axis=1))
         weights = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(most - higher)
@@ -124,7 +129,9 @@ def _scores(q, odd, keys, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _queries(at, real, scale, DIM: tl.constexpr, NARROW: tl.constexpr):
+def _queries(
+    at, real, scale, DIM: tl.constexpr, NARROW: tl.constexpr, CACHE: tl.constexpr
+):  # fmt: skip
     """Queries [TILE, DIM] that begin `at`, as they are multiplied, and what is left of `scale` for
     their scores. NARROW: their even numbers and their odd ones, since keys come in pairs. Either
     way there are two, of which the second counts only then.
@@ -134,8 +141,10 @@ def _queries(at, real, scale, DIM: tl.constexpr, NARROW: tl.constexpr):
     """
     COLUMNS: tl.constexpr = DIM // 2 if NARROW else DIM
     places = at[:, None] + (tl.arange(0, COLUMNS) * (DIM // COLUMNS))[None, :]
-    queries = tl.load(places, mask=real[:, None], other=0.0)
-    odd = tl.load(places + 1, mask=real[:, None], other=0.0) if NARROW else queries
+    queries = tl.load(places, mask=real[:, None], other=0.0, cache_modifier=CACHE)
+    odd = queries
+    if NARROW:
+        odd = tl.load(places + 1, mask=real[:, None], other=0.0, cache_modifier=CACHE)
     if NARROW and queries.dtype == tl.bfloat16:
         queries = (queries.to(tl.float32) * scale).to(tl.float16)
         odd = (odd.to(tl.float32) * scale).to(tl.float16)
@@ -239,31 +248,49 @@ def _attend(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, SHARED: tl.constexpr,
     WINDOWED: tl.constexpr, SINKS: tl.constexpr, NARROW: tl.constexpr, EARLY: tl.constexpr,
+    PIECES: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head, piece). The last of a row's pieces that ends merges all.
 
     NARROW: pages hold pairs of e4m3, values to be multiplied by v_scale; `scale` has that of the
     keys.
-    SHARED: queries that a piece of a run is for; 0: rows have no runs.
+    SHARED: queries that a piece of a run is for; 0: rows have no runs. PIECES: which are this
+    launch's. Where they are early, that of the runs has waited for the kernel before in full, and
+    that of the rows waits for it when it ends: so what comes next waits for both.
     """
     head, piece = tl.program_id(0), tl.program_id(1)
     COLUMNS: tl.constexpr = DIM // 2 if NARROW else DIM
     of_head = head * COLUMNS  # in pages
     words = pieces + piece * WORDS
     row = tl.load(words).to(tl.int64)
-    if row < 0:
+    rows = tl.load(words + 5) if SHARED > 0 else 0
+    other = row < 0
+    if PIECES == OF_RUNS:
+        other = other | (rows == 0)
+    elif PIECES == OF_ROWS:
+        other = other | (rows > 0)
+    if other:
+        # Some program of such a launch must have waited, even if nothing is to be done.
+        if EARLY and PIECES != EVERY and piece == tl.num_programs(1) - 1:
+            gdc_wait()
         return
     start, stop, cut = tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
-    rows = tl.load(words + 5) if SHARED > 0 else 0
     begin = tl.load(indptr + row)
     low = tl.load(lengths + row) - window if WINDOWED else 0
     if EARLY:
-        page = _pages(indices, begin, start, stop, PAGE, BLOCK)
-        element = _elements(page, start, page_stride, token_stride, PAGE, BLOCK)
-        _ahead(k + of_head, v + of_head, element, COLUMNS)
-        gdc_wait()  # for the query, and for the key and value of this step
+        if PIECES != OF_ROWS:
+            page = _pages(indices, begin, start, stop, PAGE, BLOCK)
+            element = _elements(page, start, page_stride, token_stride, PAGE, BLOCK)
+            _ahead(k + of_head, v + of_head, element, COLUMNS)
+            gdc_wait()  # for the query, and for the key and value of this step
         gdc_launch_dependents()
-    if SHARED > 0 and rows > 0:
+    # What a launch has not waited for itself is read past the nearest cache.
+    CACHE: tl.constexpr = ".cg" if EARLY and PIECES == OF_ROWS else ""
+    if PIECES == EVERY and SHARED > 0:
+        of_run = rows > 0
+    else:
+        of_run: tl.constexpr = PIECES == OF_RUNS
+    if of_run:
         _of_run(q, k + of_head, v + of_head, out, scratch, scales, shared, shared_scales, arrived,
                 indices, members + tl.load(words + 4), merges, sinks, head, piece, rows, begin,
                 start, stop, scale, v_scale, q_stride, page_stride, token_stride, KV_HEADS, GROUP,
@@ -275,10 +302,10 @@ def _attend(
         if SHARED > 0:
             every = tl.load(merges + row * MERGE_WORDS)
         queries_at = q + row * q_stride + (head * GROUP + query) * DIM
-        queries, odd, scale = _queries(queries_at, real, scale, DIM, NARROW)
+        queries, odd, scale = _queries(queries_at, real, scale, DIM, NARROW, CACHE)
         most, total, sums = _piece(queries, odd, k + of_head, v + of_head, indices, begin, start,
                                    stop, low, scale, page_stride, token_stride, DIM, PAGE, BLOCK,
-                                   TILE, WINDOWED, False, NARROW)  # fmt: skip
+                                   TILE, WINDOWED, False, NARROW, CACHE)  # fmt: skip
         if NARROW:
             sums *= v_scale
         target = out + row * (KV_HEADS * GROUP * DIM)
@@ -301,6 +328,8 @@ def _attend(
                 else:
                     _merge(target + head * GROUP * DIM, scratch, scales, sinks, first, every, head,
                            KV_HEADS, GROUP, DIM, SPLITS, SINKS)  # fmt: skip
+    if EARLY and PIECES == OF_ROWS:
+        gdc_wait()
 
 
 @triton.jit
@@ -318,10 +347,10 @@ def _of_run(
     real = member < rows
     row = tl.load(members + member, mask=real, other=0).to(tl.int64)
     queries_at = q + row * q_stride + (head * GROUP + query % GROUP) * DIM
-    queries, odd, scale = _queries(queries_at, real, scale, DIM, NARROW)
+    queries, odd, scale = _queries(queries_at, real, scale, DIM, NARROW, "")
     most, total, sums = _piece(queries, odd, k, v, indices, begin, start, stop, 0, scale,
                                page_stride, token_stride, DIM, PAGE, BLOCK, TILE, False,
-                               PAGE % BLOCK == 0, NARROW)  # fmt: skip
+                               PAGE % BLOCK == 0, NARROW, "")  # fmt: skip
     if NARROW:
         sums *= v_scale
     at = (piece * KV_HEADS + head) * TILE + query
@@ -412,17 +441,23 @@ def decode_attention(
     if count:
         group, runs = heads // kv_heads, rows.runs
         seats = 0 if runs is None else cut.seats(group)
-        _attend[(kv_heads, most_pieces(count, cut, seats))](
-            q, k, v, out, scratch.sums, scratch.scales, scratch.shared_sums,
-            scratch.shared_scales, scratch.arrived, rows.lengths, rows.indptr, rows.indices,
-            rows.pieces, runs and runs.members, runs and runs.merges, sinks,
-            scale * scales.k * LOG2E, scales.v, window or 2**30, q.stride(0), k.stride(0),
-            k.stride(1), KV_HEADS=kv_heads, GROUP=group, DIM=dim, PAGE=page_size, BLOCK=cut.block,
-            SPLITS=cut.splits, TILE=max(TILE, triton.next_power_of_2(group)),
-            SHARED=cut.tile if seats else 0, WINDOWED=window is not None, SINKS=sinks is not None,
-            NARROW=narrow, num_warps=cut.warps, num_stages=cut.stages,
-            **(early_launch(q.device) if early else {"EARLY": False}),
-        )  # fmt: skip
+        pieces = most_pieces(count, cut, seats)
+        launches = [(EVERY, pieces, cut.reads)]
+        if seats and cut.of_runs is not None:
+            launches = [(OF_RUNS, pieces - count, cut.of_runs), (OF_ROWS, pieces, cut.reads)]
+        for which, most, reads in launches:
+            _attend[(kv_heads, most)](
+                q, k, v, out, scratch.sums, scratch.scales, scratch.shared_sums,
+                scratch.shared_scales, scratch.arrived, rows.lengths, rows.indptr, rows.indices,
+                rows.pieces, runs and runs.members, runs and runs.merges, sinks,
+                scale * scales.k * LOG2E, scales.v, window or 2**30, q.stride(0), k.stride(0),
+                k.stride(1), KV_HEADS=kv_heads, GROUP=group, DIM=dim, PAGE=page_size,
+                BLOCK=reads.block, SPLITS=cut.splits,
+                TILE=max(TILE, triton.next_power_of_2(group)), SHARED=cut.tile if seats else 0,
+                WINDOWED=window is not None, SINKS=sinks is not None, NARROW=narrow, PIECES=which,
+                num_warps=reads.warps, num_stages=reads.stages,
+                **(early_launch(q.device) if early else {"EARLY": False}),
+            )  # fmt: skip
     return out
 
 

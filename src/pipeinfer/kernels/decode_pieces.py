@@ -12,6 +12,7 @@ Knows lengths and runs; neither queries nor keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,23 +27,31 @@ PART = tl.constexpr(packing.PART)
 MOST_RUNS = tl.constexpr(packing.MOST_RUNS)
 
 
+class Reads(NamedTuple):
+    """How a program reads a piece: `block` tokens at a time, so many of which are on their way."""
+
+    block: int
+    warps: int
+    stages: int
+
+
 @dataclass(frozen=True)
 class Cut:
     """How rows are cut: into at most `extra` pieces more than there are rows, into at most `splits`
-    each, and not below `least` tokens. `block` tokens of a piece are read at a time.
+    each, and not below `least` tokens.
 
     tile: queries, of several rows, that a piece of a run is read for; 0: each row reads for itself.
-    Runs are not cut below `least_shared` tokens.
+    Runs are not cut below `least_shared` tokens. of_runs: how their pieces are read, by a launch of
+    their own; None: as those of rows, by the same.
     """
 
     extra: int
     splits: int
     least: int
-    block: int
-    warps: int
-    stages: int
+    reads: Reads
     tile: int = 0
     least_shared: int = 512
+    of_runs: Reads | None = None
 
     def seats(self, group: int) -> int:
         """Rows that share a piece of a run, with `group` query heads to a KV head; 0: none."""
@@ -83,8 +92,8 @@ def _of(one, row, values):
 @triton.jit
 def _cut(
     lengths, pieces, lines, seats, members, merges, rows, extra, least, least_shared, window,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-    PAGE: tl.constexpr, SEATS: tl.constexpr,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, RUN_BLOCK: tl.constexpr,
+    REST: tl.constexpr, PAGE: tl.constexpr, SEATS: tl.constexpr,
 ):  # fmt: skip
     """Program (row): each finds the place of its own pieces by what it knows of all rows.
 
@@ -99,7 +108,8 @@ def _cut(
         many = tl.where((begin > 0) & (leader == row), seat % PART, 0)
         tiles = tl.cdiv(many, SEATS)
         most = tl.cdiv(tl.sum(length - begin) + tl.sum(tiles * begin), extra)
-        part = tl.maximum(_size(begin, tl.maximum(most, least_shared), SPLITS, BLOCK), BLOCK)
+        part = _size(begin, tl.maximum(most, least_shared), SPLITS, RUN_BLOCK)
+        part = tl.maximum(part, RUN_BLOCK)
         parts = tl.where(many > 0, tl.cdiv(begin, part), 0)
         before = tl.sum(tiles * parts)  # pieces of runs stand before all others
     else:
@@ -191,12 +201,13 @@ def cut_rows(
     """
     rows = len(lengths)
     if rows:
-        shared = (None,) * 4
+        shared, block = (None,) * 4, cut.reads.block
         if runs is not None:
             shared = runs.lines, runs.seats, runs.members, runs.merges
         _cut[(rows,)](
             lengths, pieces, *shared, rows, cut.extra, cut.least, cut.least_shared,
-            window or 2**30, ROWS=triton.next_power_of_2(rows), SPLITS=cut.splits, BLOCK=cut.block,
+            window or 2**30, ROWS=triton.next_power_of_2(rows), SPLITS=cut.splits, BLOCK=block,
+            RUN_BLOCK=block if cut.of_runs is None else cut.of_runs.block,
             REST=triton.next_power_of_2(most_pieces(rows, cut, seats)), PAGE=page_size,
             SEATS=0 if runs is None else seats, num_warps=4,
         )  # fmt: skip
@@ -209,7 +220,7 @@ def cut_rows_reference(
     in order, in plain Python."""
     spans = []
     for row, length in enumerate(lengths.tolist()):
-        begin = max(length - (window or 2**30), 0) // cut.block * cut.block
+        begin = max(length - (window or 2**30), 0) // cut.reads.block * cut.reads.block
         spans.append((row, begin, length))
     share = max(cut.least, -(-sum(length - begin for _, begin, length in spans) // cut.extra))
     rows = []
@@ -217,7 +228,7 @@ def cut_rows_reference(
         tokens = length - begin
         if tokens:
             splits = -(-tokens // max(share, -(-tokens // cut.splits)))
-            size = -(-tokens // (splits * cut.block)) * cut.block
+            size = -(-tokens // (splits * cut.reads.block)) * cut.reads.block
             rows.append((size, row, begin, length))
     found: list[tuple[int, int, int, int, int]] = []
     for size, row, begin, length in sorted(rows, key=lambda one: (-one[0], one[1])):
