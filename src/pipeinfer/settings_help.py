@@ -258,7 +258,8 @@ GROUPS: dict[str, dict[str, Told]] = {
         "max_running": Told(
             "N",
             "requests that run at a time",
-            more="The number of slots. The limit in effect is also at most `--max-step-tokens`.",
+            more="The number of slots. The limit in effect is also at most `--max-step-tokens`. On "
+            "a GPU, raise `--cuda-graph-max-batch` with it.",
         ),
         "max_step_tokens": Told(
             "N",

@@ -14,6 +14,7 @@ from kept_logits import logits_of
 from pipeinfer.engine import machine
 from pipeinfer.engine.host_memory import available_bytes
 from pipeinfer.engine.loading import choose, load_engine
+from pipeinfer.engine.runner import Runner
 from pipeinfer.models import loading as checkpoint_files
 from pipeinfer.settings import ConfigurationError, Settings
 
@@ -104,6 +105,16 @@ def test_pages_are_no_more_than_all_requests_can_fill(folder):
     engine = load_engine(Settings(max_running=3, max_model_len=100), folder)
     assert engine.pages == 1 + 3 * 7
     assert (engine.max_slots, engine.max_model_len) == (3, 100)
+
+
+@pytest.mark.parametrize(("most", "said"), [(8, "16 is for"), (16, None), (0, None)])
+def test_more_requests_than_graphs_have_room_for_is_said(folder, monkeypatch, caplog, most, said):
+    asked = []
+    monkeypatch.setattr(Runner, "capture", lambda runner, sizes, *_, **kinds: asked.append(sizes))
+    monkeypatch.setattr(Runner, "graph_sizes", property(lambda runner: asked[0]))
+    load_engine(Settings(kv_pages=8, max_running=16, cuda_graph_max_batch=most), folder)
+    found = [line.message for line in caplog.records if "cuda-graph-max-batch" in line.message]
+    assert [line.endswith(said) for line in found] == ([True] if said else [])
 
 
 def test_pages_follow_free_memory_and_are_capped(folder, monkeypatch):

@@ -142,6 +142,12 @@ def _capture(
             raise
         reason = str(error).strip().splitlines()[0]
         log.warning("no CUDA graphs, every step runs kernel by kernel: %s", reason)
+    if sizes and runner.graph_sizes and sizes[-1] < largest.rows:
+        log.warning(
+            "steps with more than %d decodes run kernel by kernel, several times slower: there may "
+            "be %d, which --cuda-graph-max-batch %d is for",
+            sizes[-1], largest.rows, largest.rows,
+        )  # fmt: skip
 
 
 def _pages(settings: Settings, shape: Shape, machine: Machine, page_bytes: int) -> int:
