@@ -31,14 +31,15 @@ from pipeinfer.kernels.decode_pieces import (
 from pipeinfer.packing import PART
 
 LAYERS, PAGES, PAGE, TIMES = 6, 7000, 64, 3
-OWN = Reads(32, 2, 3)
-# How pieces of rows are read, and for so many queries those of runs, by a launch of their own or
-# with the others.
+# How what rows have in common is read: for so many queries at a time, by the launch of all others
+# or by one of its own, and in how many parts.
 READS = (
-    (OWN, 0, None), (OWN, 32, None), (OWN, 32, Reads(64, 2, 3)),
-    (OWN, 64, Reads(32, 4, 3)), (OWN, 64, Reads(64, 4, 2)), (OWN, 64, Reads(64, 4, 3)),
-    (OWN, 64, Reads(128, 4, 2)),
-    (OWN, 128, Reads(64, 8, 2)), (OWN, 128, Reads(64, 8, 3)), (OWN, 128, Reads(128, 8, 2)),
+    {}, {"tile": 32, "parts": 64}, {"tile": 32, "parts": 128},
+    *({"tile": 64, "of_runs": Reads(32, 4, 3), "parts": parts} for parts in (8, 16, 32)),
+    *({"tile": 64, "of_runs": Reads(64, 4, 2), "parts": parts} for parts in (16, 32)),
+    *({"tile": 64, "of_runs": Reads(64, 4, 3), "parts": parts} for parts in (16, 32)),
+    *({"tile": 128, "of_runs": Reads(32, 8, 3), "parts": parts} for parts in (8, 16)),
+    {"tile": 128, "of_runs": Reads(64, 8, 2), "parts": 16},
 )  # fmt: skip
 # (rows, groups, tokens in common, tokens of its own from .. to)
 LOADS = ((256, 0, 0, 300, 1400), (256, 16, 3968, 80, 400), (256, 1, 8000, 100, 400),
@@ -92,7 +93,7 @@ class Bench:
         most = most_pieces(many, cut, in_tile)
         pieces = room_for(most, torch.device("cuda"))
         rows = DecodeRows(lengths, sizes, indices, pieces, runs)
-        scratch = Scratch(many, most, self.heads, torch.device("cuda"), most - many, cut.tile)
+        scratch = Scratch(many, most, self.heads, torch.device("cuda"), most, cut.tile)
         cut_rows(lengths, pieces, cut, None, runs, in_tile, PAGE)
         q = torch.randn(many, self.heads[0], DIM, device="cuda", dtype=torch.bfloat16)
         out = torch.empty_like(q)
@@ -125,8 +126,7 @@ class Bench:
 def warm(job):
     """Compiles, in a process of its own."""
     what, read = job
-    reads, tile, of_runs = read
-    cut = Cut(128, 32, 1024, reads, tile, of_runs=of_runs)
+    cut = replace(Cut(128, 32, 1024, Reads(32, 2, 3)), **read)
     Bench(what, 1200).time((64, 1, 512, 80, 100), cut, True, False)
 
 
@@ -142,8 +142,7 @@ def main():
     for load in LOADS:
         now = what.cut(load[0])
         ways = [now] if chosen else [
-            replace(now, reads=reads, tile=tile, of_runs=of_runs)
-            for reads, tile, of_runs in READS
+            replace(now, **{"tile": 0, "of_runs": None, **read}) for read in READS
         ]  # fmt: skip
         print(f"heads {what.heads} {load}: floor {floor_us(load, what, False):.0f}, shared "
               f"{floor_us(load, what, True):.0f}; now {bench.time(load, now, False, True):.1f}",
@@ -151,7 +150,7 @@ def main():
         for cut in ways:
             apart = bench.time(load, cut, False, False)
             once = f"{bench.time(load, cut, True, True):.1f}" if load[1] and cut.tile else "-"
-            name = f"{tuple(cut.reads)}, {cut.tile} {tuple(cut.of_runs or ())}"
+            name = cut.tile, tuple(cut.of_runs or ()), cut.parts
             print(f"  {name}: {apart:.1f}, shared {once}, cut {bench.cutting(load, cut):.1f}",
                   flush=True)  # fmt: skip
 

@@ -19,6 +19,7 @@ from pipeinfer.kernels.decode_pieces import (
     Reads,
     Runs,
     cut_rows,
+    most_of_runs,
     most_pieces,
     room_for,
     room_for_runs,
@@ -32,9 +33,9 @@ from pipeinfer.steps.shape import AttentionShape
 CUTS = (
     (32, Cut(64, 32, 64, Reads(block=32, warps=2, stages=3))),
     (64, Cut(128, 32, 128, Reads(block=32, warps=1, stages=4))),
-    (384, Cut(128, 32, 256, Reads(block=32, warps=2, stages=3), tile=32, least_shared=128)),
+    (384, Cut(128, 32, 256, Reads(block=32, warps=2, stages=3), tile=32)),
 )
-MANY = Cut(128, 32, 1024, Reads(block=32, warps=2, stages=3), tile=32, least_shared=256)
+MANY = Cut(128, 32, 1024, Reads(block=32, warps=2, stages=3), tile=32)
 MEASURED_DIM = 128  # the largest head for which that was
 
 
@@ -87,8 +88,7 @@ class TritonDecodeKernel:
         sizes = {(s.num_heads, s.num_kv_heads, s.head_dim) for s in self._shapes}
         cuts = [(count, self._cut(count)) for count in range(1, most_rows + 1)]
         most = max(most_pieces(count, how, self._seats(how)) for count, how in cuts)
-        # Pieces of runs are the first of all: at least as many others are left as there are rows.
-        runs = max(most_pieces(count, how, self._seats(how)) - count for count, how in cuts)
+        runs = max(most_of_runs(count, how, self._seats(how)) for count, how in cuts)
         tile = max(how.tile if self._group else 0 for _, how in cuts)
         self._scratch = {
             size: Scratch(most_rows, most, size, self._device, runs, tile) for size in sizes

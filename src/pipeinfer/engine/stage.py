@@ -5,6 +5,7 @@ Everything heavy is imported here, inside `build`, so that the process shows its
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -15,7 +16,7 @@ from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.control import Prefix
 from pipeinfer.engine.onednn import keep_few_kernels
 from pipeinfer.engine.openmp import spin_briefly
-from pipeinfer.engine.preload import preload_torch
+from pipeinfer.engine.preload import preload_kernels, preload_torch
 from pipeinfer.engine.start import Start, process_age
 from pipeinfer.messages import PROTOCOL, Hello
 from pipeinfer.packing import pack
@@ -53,12 +54,16 @@ def build(context: StageContext) -> Stage:
             masks = _masks(settings, folder)
         finally:
             libraries.join()
-
-        from pipeinfer.engine.core import EngineCore
-        from pipeinfer.engine.loading import AS_THE_MODEL, choose, load_engine
-        from pipeinfer.engine.profile import StepProfile, profile_path
-        from pipeinfer.memory.manager import MemoryManager
-
+        if settings.device != "cpu":
+            libraries = preload_kernels(ordinal)
+        try:
+            from pipeinfer.engine.core import EngineCore
+            from pipeinfer.engine.loading import AS_THE_MODEL, choose, load_engine
+            from pipeinfer.engine.profile import StepProfile, profile_path
+            from pipeinfer.memory.manager import MemoryManager
+        finally:
+            libraries.join()
+        gc.freeze()  # modules stay: those who look for garbage meanwhile need not look at them
     profile = profile_path(settings, identity.id)
     with start.phase("checks"):
         choices = choose(settings, folder, identity.rank, ordinal)

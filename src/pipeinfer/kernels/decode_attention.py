@@ -22,7 +22,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pipeinfer.kernels.decode_pieces import MERGE_WORDS, SPLIT, WORDS, Cut, Runs, most_pieces
+from pipeinfer.kernels.decode_pieces import (
+    MERGE_WORDS,
+    SPLIT,
+    WORDS,
+    Cut,
+    Runs,
+    most_of_runs,
+    most_pieces,
+)
 from pipeinfer.kernels.e4m3 import E4M3, ONES, Scales
 from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.prefetch import LINE, prefetch
@@ -444,7 +452,8 @@ def decode_attention(
         pieces = most_pieces(count, cut, seats)
         launches = [(EVERY, pieces, cut.reads)]
         if seats and cut.of_runs is not None:
-            launches = [(OF_RUNS, pieces - count, cut.of_runs), (OF_ROWS, pieces, cut.reads)]
+            runs_alone = most_of_runs(count, cut, seats)
+            launches = [(OF_RUNS, runs_alone, cut.of_runs), (OF_ROWS, pieces, cut.reads)]
         for which, most, reads in launches:
             _attend[(kv_heads, most)](
                 q, k, v, out, scratch.sums, scratch.scales, scratch.shared_sums,

@@ -41,8 +41,9 @@ class Cut:
     each, and not below `least` tokens.
 
     tile: queries, of several rows, that a piece of a run is read for; 0: each row reads for itself.
-    Runs are not cut below `least_shared` tokens. of_runs: how their pieces are read, by a launch of
-    their own; None: as those of rows, by the same.
+    Runs are cut into at most `parts` pieces more than there are such tiles, and not below
+    `least_shared` tokens. of_runs: how these are read, by a launch of their own; None: as those of
+    rows, by the same.
     """
 
     extra: int
@@ -50,7 +51,8 @@ class Cut:
     least: int
     reads: Reads
     tile: int = 0
-    least_shared: int = 512
+    parts: int = 64
+    least_shared: int = 128
     of_runs: Reads | None = None
 
     def seats(self, group: int) -> int:
@@ -91,7 +93,8 @@ def _of(one, row, values):
 
 @triton.jit
 def _cut(
-    lengths, pieces, lines, seats, members, merges, rows, extra, least, least_shared, window,
+    lengths, pieces, lines, seats, members, merges, rows, extra, least, most_parts, least_shared,
+    window,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, RUN_BLOCK: tl.constexpr,
     REST: tl.constexpr, PAGE: tl.constexpr, SEATS: tl.constexpr,
 ):  # fmt: skip
@@ -107,16 +110,16 @@ def _cut(
         seat = tl.load(seats + row, mask=row < rows, other=0)
         many = tl.where((begin > 0) & (leader == row), seat % PART, 0)
         tiles = tl.cdiv(many, SEATS)
-        most = tl.cdiv(tl.sum(length - begin) + tl.sum(tiles * begin), extra)
+        most = tl.cdiv(tl.sum(tiles * begin), most_parts)
         part = _size(begin, tl.maximum(most, least_shared), SPLITS, RUN_BLOCK)
         part = tl.maximum(part, RUN_BLOCK)
         parts = tl.where(many > 0, tl.cdiv(begin, part), 0)
         before = tl.sum(tiles * parts)  # pieces of runs stand before all others
     else:
         begin = tl.maximum(length - window, 0) // BLOCK * BLOCK
-        most = tl.cdiv(tl.sum(length - begin), extra)
         before = 0
     tokens = length - begin
+    most = tl.cdiv(tl.sum(tokens), extra)
     size = _size(tokens, tl.maximum(most, least), SPLITS, BLOCK)
     splits = tl.cdiv(tokens, tl.maximum(size, BLOCK))
     its_size, its_splits = _of(one, row, size), _of(one, row, splits)
@@ -158,13 +161,18 @@ def _cut(
         rest = before + tl.sum(splits) + tl.arange(0, REST)
         room = rows + extra
         if SEATS > 0:
-            room += MOST_RUNS + rows // SEATS
+            room += most_parts + MOST_RUNS + rows // SEATS
         tl.store(pieces + rest * WORDS, tl.full((REST,), -1, tl.int32), mask=rest < room)
 
 
 def most_pieces(rows: int, cut: Cut, seats: int = 0) -> int:
     """Of so many rows, of which `seats` share a piece of a run; 0: they have no runs."""
-    return rows + cut.extra + (packing.MOST_RUNS + rows // seats if seats else 0)
+    return rows + cut.extra + most_of_runs(rows, cut, seats)
+
+
+def most_of_runs(rows: int, cut: Cut, seats: int) -> int:
+    """Pieces of runs, which stand before all others."""
+    return cut.parts + packing.MOST_RUNS + rows // seats if seats else 0
 
 
 def room_for(pieces: int, device: torch.device) -> torch.Tensor:
@@ -205,7 +213,7 @@ def cut_rows(
         if runs is not None:
             shared = runs.lines, runs.seats, runs.members, runs.merges
         _cut[(rows,)](
-            lengths, pieces, *shared, rows, cut.extra, cut.least, cut.least_shared,
+            lengths, pieces, *shared, rows, cut.extra, cut.least, cut.parts, cut.least_shared,
             window or 2**30, ROWS=triton.next_power_of_2(rows), SPLITS=cut.splits, BLOCK=block,
             RUN_BLOCK=block if cut.of_runs is None else cut.of_runs.block,
             REST=triton.next_power_of_2(most_pieces(rows, cut, seats)), PAGE=page_size,
