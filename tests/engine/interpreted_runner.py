@@ -33,7 +33,7 @@ from pipeinfer.engine.machine import HostMachine  # noqa: E402
 from pipeinfer.engine.rooms import Room  # noqa: E402
 from pipeinfer.engine.runner import Runner  # noqa: E402
 from pipeinfer.kernels import by_triton  # noqa: E402
-from pipeinfer.kernels.decode_pieces import Cut  # noqa: E402
+from pipeinfer.kernels.decode_pieces import Cut, Reads  # noqa: E402
 from pipeinfer.memory import runs  # noqa: E402
 from pipeinfer.settings import Settings  # noqa: E402
 from quick_interpreter import hurry  # noqa: E402
@@ -162,7 +162,8 @@ def checked(work):
 hurry()
 runs.LEAST = 16  # tokens: prompts here are short
 rooms.SHARING = graphs.SHARING = 2
-FEW = Cut(8, 4, 64, block=16, warps=4, stages=2, tile=16, least_shared=16)
+READ = Reads(block=16, warps=4, stages=2)
+FEW = Cut(8, 4, 64, READ, tile=16, least_shared=16, of_runs=READ)
 triton_decode.cut = lambda *_: FEW
 step_times.REPLAYS = 1
 loading.machine = lambda device, settings, ordinal: InterpretedMachine()

@@ -125,8 +125,11 @@ def test_scores():
         assert compiled(kernel, types, given).asm["ptx"]
 
 
-def decode(rows: int, dim: int, pages: str = HALF, tile: int = 0, group: int = 4) -> Any:
-    """The kernel of so many decodes; with a tile, where they have beginnings in common."""
+def decode(
+    rows: int, dim: int, pages: str = HALF, shared: bool = False, group: int = 4, which: int = 0
+) -> Any:
+    """The kernel of so many decodes; shared: where they have beginnings in common, the launch for
+    those (1), for the rest (2) or for both (0)."""
     types = dict.fromkeys(("q", "out", "sinks"), HALF)
     types |= dict.fromkeys(("k", "v"), "*i16" if pages == EIGHTH else pages) | {"v_scale": "fp32"}
     types |= dict.fromkeys(("arrived", "lengths", "indptr", "indices", "pieces"), "*i32")
@@ -135,17 +138,19 @@ def decode(rows: int, dim: int, pages: str = HALF, tile: int = 0, group: int = 4
     types |= dict.fromkeys(("shared", "shared_scales"), "*fp32")
     types |= dict.fromkeys(("members", "merges"), "*i32")
     how = cut(rows, 1, dim, pages == EIGHTH)
+    tile, reads = how.tile if shared else 0, how.of_runs if which == 1 else how.reads
+    assert reads is not None
     constants = {
-        "KV_HEADS": 1, "GROUP": group, "DIM": dim, "PAGE": 64, "BLOCK": how.reads.block,
-        "SPLITS": how.splits, "TILE": 16, "WINDOWED": not tile, "SINKS": True, "EARLY": True,
-        "NARROW": pages == EIGHTH, "SHARED": tile, "PIECES": 0,
+        "KV_HEADS": 1, "GROUP": group, "DIM": dim, "PAGE": 64, "BLOCK": reads.block,
+        "SPLITS": how.splits, "TILE": 16, "WINDOWED": not shared, "SINKS": True, "EARLY": True,
+        "NARROW": pages == EIGHTH, "SHARED": tile, "PIECES": which,
     }  # fmt: skip
     return compiled(
         decode_attention._attend,
         types,
         constants,
-        num_warps=how.reads.warps,
-        num_stages=how.reads.stages,
+        num_warps=reads.warps,
+        num_stages=reads.stages,
     )
 
 
@@ -163,13 +168,20 @@ def test_decodes_over_pages_of_8_bits_convert_them_as_the_gpu_does_and_read_no_s
     assert narrow.metadata.shared < 1.1 * usual.metadata.shared
 
 
-@pytest.mark.parametrize(("pages", "group"), [(HALF, 2), (HALF, 5), (EIGHTH, 2)])
-def test_decodes_with_a_common_beginning_leave_room_for_others_beside_them(pages, group):
+@pytest.mark.parametrize(("rows", "pages"), [(300, EIGHTH), (1000, EIGHTH), (300, HALF)])
+def test_decodes_with_a_common_beginning_leave_room_for_others_beside_them(rows, pages):
     """Four programs on a multiprocessor, as without."""
-    how = cut(300, 1, 128)
-    assert how.tile
-    made = decode(300, 128, pages, how.tile, group)
-    assert made.metadata.shared < 227 * 1024 // 4
+    how = cut(rows, 1, 128, pages == EIGHTH)
+    assert how.tile and how.of_runs is None
+    assert decode(rows, 128, pages, shared=True, group=2).metadata.shared < 227 * 1024 // 4
+
+
+@pytest.mark.parametrize("group", [2, 5])
+def test_a_launch_for_common_beginnings_multiplies_by_warp_groups_two_on_a_multiprocessor(group):
+    runs, rest = (decode(1000, 128, shared=True, group=group, which=one) for one in (1, 2))
+    assert "wgmma" in runs.asm["ptx"] and "wgmma" not in rest.asm["ptx"]
+    assert runs.metadata.shared < 227 * 1024 // 2 - 1024
+    assert rest.metadata.shared < 227 * 1024 // 5
 
 
 @pytest.mark.parametrize("scales", [skinny.BY_ROW.value, skinny.BY_BLOCK.value])

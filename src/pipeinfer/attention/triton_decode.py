@@ -29,13 +29,15 @@ from pipeinfer.memory.pool import KVPool
 from pipeinfer.steps.shape import AttentionShape
 
 # By the number of programs that rows and KV heads make: measured on an H200. Few rows are cut
-# small, so that all of the GPU works for them; more are cut only where they are long.
+# small, so that all of the GPU works for them; more are cut only where they are long. What many
+# rows begin with in common is for two warp groups a multiprocessor (RUNS, of all KV heads).
 CUTS = (
     (32, Cut(64, 32, 64, Reads(block=32, warps=2, stages=3))),
     (64, Cut(128, 32, 128, Reads(block=32, warps=1, stages=4))),
     (384, Cut(128, 32, 256, Reads(block=32, warps=2, stages=3), tile=32)),
 )
-MANY = Cut(128, 32, 1024, Reads(block=32, warps=2, stages=3), tile=32)
+MANY = Cut(128, 32, 1024, Reads(block=32, warps=2, stages=3), tile=32, least_shared=256)
+OF_RUNS, RUNS = Reads(block=64, warps=4, stages=3), 256
 MEASURED_DIM = 128  # the largest head for which that was
 
 
@@ -60,12 +62,15 @@ def cut(rows: int, kv_heads: int, dim: int, narrow: bool = False) -> Cut:
     reads = found.reads
     if narrow and reads.warps > 1:
         reads = reads._replace(block=2 * reads.block)
+    elif found is MANY:
+        parts = max(RUNS // kv_heads, 1)
+        found = replace(found, tile=64, of_runs=OF_RUNS, parts=parts, least_shared=512)
     if dim <= MEASURED_DIM:
         return replace(found, reads=reads)
     # Half the tokens, twice the threads: a program takes the same shared memory and registers, and
     # has none for queries of several rows.
     reads = reads._replace(block=max(reads.block // 2, TILE), warps=2 * reads.warps)
-    return replace(found, reads=reads, tile=0)
+    return replace(found, reads=reads, tile=0, of_runs=None)
 
 
 class TritonDecodeKernel:
