@@ -93,9 +93,10 @@ def _piece(
         keys_at = k + element[None, :] + column[:, None]
         values_at = v + element[:, None] + column[None, :]
         if FULL:
-            keys = tl.load(keys_at, cache_modifier=CACHE)
-            scores = _scores(q, odd, keys, NARROW) * scale
+            scores = _scores(q, odd, tl.load(keys_at, cache_modifier=CACHE), NARROW)
             values = tl.load(values_at, cache_modifier=CACHE)
+            higher = tl.maximum(most, tl.max(scores, axis=1) * scale)
+            weights = tl.exp2(scores * scale - higher[:, None])  # scaled as they are subtracted
         else:
             token = at + tl.arange(0, BLOCK)
             inside = token < stop
@@ -105,8 +106,8 @@ def _piece(
             scores = _scores(q, odd, keys, NARROW) * scale
             scores = tl.where(inside[None, :], scores, float("-inf"))
             values = tl.load(values_at, mask=inside[:, None], other=0, cache_modifier=CACHE)
-        higher = tl.maximum(most, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - higher[:, None])
+            higher = tl.maximum(most, tl.max(scores, axis=1))
+            weights = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(most - higher)
         total = total * fade + tl.sum(weights, axis=1)
         weights = weights.to(q.dtype)
