@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from pipeinfer.engine.preload import kernel_libraries, preload_kernels
 from pipeinfer.engine.start import PHASES, Start, process_age
 from pipeinfer.statistics_help import START
 
@@ -67,20 +66,3 @@ import torch
 assert torch.ones(2, 2).mm(torch.ones(2, 2)).sum() == 8
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
-@pytest.mark.parametrize(("capability", "operations"), [((9, 0), "sm90"), ((8, 9), "sm100")])
-def test_of_the_kernels_those_of_the_gpu_are_loaded_and_its_attention(
-    tmp_path, capability, operations
-):
-    names = {"sm90/common_ops.abi3.so", "sm100/common_ops.abi3.so", "flash_ops.abi3.so", "a.so"}
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    found = [str(path.relative_to(tmp_path)) for path in kernel_libraries(tmp_path, capability)]
-    assert found == [f"{operations}/common_ops.abi3.so", "flash_ops.abi3.so"]
-    assert kernel_libraries(tmp_path / "none", capability) == []
-
-
-def test_without_kernels_and_a_gpu_nothing_is_loaded():
-    preload_kernels(0).join()

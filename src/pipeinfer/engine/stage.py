@@ -16,7 +16,7 @@ from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.control import Prefix
 from pipeinfer.engine.onednn import keep_few_kernels
 from pipeinfer.engine.openmp import spin_briefly
-from pipeinfer.engine.preload import preload_kernels, preload_torch
+from pipeinfer.engine.preload import preload_torch
 from pipeinfer.engine.start import Start, process_age
 from pipeinfer.messages import PROTOCOL, Hello
 from pipeinfer.packing import pack
@@ -54,15 +54,12 @@ def build(context: StageContext) -> Stage:
             masks = _masks(settings, folder)
         finally:
             libraries.join()
-        if settings.device != "cpu":
-            libraries = preload_kernels(ordinal)
-        try:
-            from pipeinfer.engine.core import EngineCore
-            from pipeinfer.engine.loading import AS_THE_MODEL, choose, load_engine
-            from pipeinfer.engine.profile import StepProfile, profile_path
-            from pipeinfer.memory.manager import MemoryManager
-        finally:
-            libraries.join()
+
+        from pipeinfer.engine.core import EngineCore
+        from pipeinfer.engine.loading import AS_THE_MODEL, choose, load_engine
+        from pipeinfer.engine.profile import StepProfile, profile_path
+        from pipeinfer.memory.manager import MemoryManager
+
         gc.freeze()  # modules stay: those who look for garbage meanwhile need not look at them
     profile = profile_path(settings, identity.id)
     with start.phase("checks"):

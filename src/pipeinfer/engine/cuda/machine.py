@@ -49,12 +49,9 @@ class CudaMachine:
         self.where = torch.device("cuda", ordinal)
         self.device = CudaDevice(self.where)
         self.kernels: Kernels = by_triton
-        self._libraries = [
-            threading.Thread(target=self._load, args=(load,), name="libraries", daemon=True)
-            for load in (_find_compiled, self._multiply)
-        ]
-        for thread in self._libraries:
-            thread.start()
+        # Beside the weights.
+        self._hashing = threading.Thread(target=_hash_triton, name="hash", daemon=True)
+        self._hashing.start()
 
     def build(self, work: Callable[[], Built]) -> Built:
         """On the caller's thread, which also launches steps."""
@@ -62,8 +59,7 @@ class CudaMachine:
 
     def warm_up(self, runner: Runner, most_tokens: int) -> None:
         """Runs the largest step, and small ones of each kind: kernels are compiled and loaded."""
-        for thread in self._libraries:
-            thread.join()
+        self._hashing.join()
         page_size, rows = runner.pool.page_size, runner.largest.rows
         largest = largest_step(runner.largest, page_size, most_tokens)
         for _ in range(2):  # the first one also allocates what stays
@@ -79,19 +75,6 @@ class CudaMachine:
             runner.run(alike_decodes(rows, 0, page_size))
             runner.run(alike_decodes(SHARING, 1, page_size))
 
-    def _load(self, load: Callable[[], object]) -> None:
-        """Beside the weights; what goes wrong is said by the first step that needs it."""
-        try:
-            load()
-        except Exception as error:
-            log.debug("%s is left to the first step: %s", load.__name__, error)
-
-    def _multiply(self) -> None:
-        """So that torch's library for that is there, with its memory on the device's stream."""
-        with torch.cuda.device(self.where), torch.cuda.stream(self.device.stream):
-            some = torch.zeros(16, 16, dtype=torch.bfloat16, device=self.where)
-            torch.mm(some, some)
-
     def free_for_pages(self, fraction: float) -> int:
         """`fraction` of the GPU's memory less all that is, and was, in use: to be asked when the
         warm-up's pool is gone."""
@@ -104,11 +87,15 @@ class CudaMachine:
         return int(total * fraction) - (total - free) - transient
 
 
-def _find_compiled() -> None:
-    """What triton finds its compiled kernels by is a hash over all of itself, made once."""
-    from triton.runtime.cache import triton_key  # pyright: ignore[reportMissingTypeStubs]
-
-    triton_key()
+def _hash_triton() -> None:
+    """Triton finds compiled kernels by a hash over all of itself, which it makes once, when the
+    first is asked for: half a second in which others can run."""
+    try:
+        from triton.runtime.cache import triton_key  # pyright: ignore[reportMissingTypeStubs]
+    except ImportError as error:  # no part of what triton promises
+        log.debug("triton's hash is left to the first kernel: %s", error)
+    else:
+        triton_key()
 
 
 def largest_step(largest: LargestStep, page_size: int, max_model_len: int) -> Step:
