@@ -60,7 +60,8 @@ def build(context: StageContext) -> Stage:
         from pipeinfer.engine.profile import StepProfile, profile_path
         from pipeinfer.memory.manager import MemoryManager
 
-        gc.freeze()  # modules stay: those who look for garbage meanwhile need not look at them
+        if not settings.in_process:  # modules stay: no search for garbage meanwhile looks at them
+            gc.freeze()
     profile = profile_path(settings, identity.id)
     with start.phase("checks"):
         choices = choose(settings, folder, identity.rank, ordinal)
