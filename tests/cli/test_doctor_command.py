@@ -10,7 +10,11 @@ import sys
 import pytest
 
 from checkpoints import make_checkpoint
+from pipeinfer.cli import doctor
 from pipeinfer.cli.main import main
+from pipeinfer.messages import Heartbeat
+from pipeinfer.settings import Settings
+from pipeinfer.topology import topology as topologies
 from servers import environment
 
 
@@ -79,3 +83,22 @@ def test_a_long_folder_for_temporary_files_is_in_the_way(capsys, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 90)
     assert main(["doctor", "--port", "0", "--device", "cpu"]) == 1
     assert re.search(r"^bad +sockets .*TMPDIR", capsys.readouterr().out, re.M)
+
+
+def test_a_scheduler_that_still_starts_beside_it_is_no_reason_to_fail(monkeypatch, tmp_path):
+    """Its heartbeats say nothing yet of what was measured."""
+    topology = topologies.local(Settings(), f"ipc://{tmp_path}/")
+    said = {"target_step_tokens": 512.0, "target_prompt_rate": 1e4}
+
+    def hear(stats):
+        def listen(caller, health, seconds, enough):
+            beat = Heartbeat("scheduler-0", "scheduler", 0, 0, 0, 7, 1, "starting", "", stats)
+            health.beat(beat, 1.0)
+            assert enough(beat) == bool(stats)
+
+        monkeypatch.setattr(doctor, "listen", listen)
+        return list(doctor._targets(topology))
+
+    assert hear({}) == []
+    [(kind, name, text)] = hear(said)
+    assert (kind, name) == ("note", "targets") and text.startswith("scheduler-0: ")

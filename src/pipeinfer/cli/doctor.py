@@ -22,7 +22,7 @@ from pipeinfer import settings as config
 from pipeinfer.bus.caller import Caller
 from pipeinfer.cli.serve import add_model
 from pipeinfer.cli.top import listen
-from pipeinfer.gateway.health import Expected, Health
+from pipeinfer.gateway.health import Expected, Health, Row
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.find import PREFIX, running_servers
 from pipeinfer.runtime.local import prepare
@@ -163,17 +163,22 @@ def _steps(settings: Settings) -> Finding:
 
 def _targets(topology: Topology) -> Iterator[Finding]:
     """What the targets for steps allow the groups of a running server, as their engines measured
-    at their start."""
+    at their start; nothing of those that still start, or have ended."""
     health = Health([Expected(stage, "scheduler") for stage in topology.ids("scheduler")])
     rows = health.rows.values()
     with Caller(topology, zmq.Context.instance()) as caller:
         for stage in health.rows:
             caller.listen(stage)
-        listen(caller, health, HEARD, lambda beat: all(row.seen is not None for row in rows))
+        listen(caller, health, HEARD, lambda beat: all(map(_measured, rows)))
     for row in rows:
-        if row.seen is not None:
+        if _measured(row):
             tokens, rate = row.stats["target_step_tokens"], row.stats["target_prompt_rate"]
             yield "note", "targets", f"{row.stage}: {measured(tokens, rate)}"
+
+
+def _measured(row: Row) -> bool:
+    """Whether its heartbeat says so: one that still starts says nothing yet."""
+    return "target_step_tokens" in row.stats
 
 
 def _sockets(settings: Settings) -> Finding:
