@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pipeinfer.attention.registry import HEAD_DIMS
-from pipeinfer.attention.triton_decode import CUTS, MANY, RUNS, cut
+from pipeinfer.attention.triton_decode import CUTS, MANY, OF_RUNS, RUNS, cut
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
@@ -13,7 +15,8 @@ def test_fewer_programs_are_cut_smaller(kv_heads):
     most = CUTS[-1][0]
     assert cut(1, kv_heads, 128) == CUTS[0][1]
     assert cut(most // kv_heads, kv_heads, 128) == CUTS[-1][1]
-    assert cut(most // kv_heads + 1, kv_heads, 64, narrow=True).least == MANY.least
+    many = replace(MANY, tile=64, of_runs=OF_RUNS, parts=RUNS // kv_heads, least_shared=512)
+    assert cut(most // kv_heads + 1, kv_heads, 64) == many
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4, 8])

@@ -39,7 +39,7 @@ READS = (
     *({"tile": 64, "of_runs": Reads(64, 4, 2), "parts": parts} for parts in (16, 32)),
     *({"tile": 64, "of_runs": Reads(64, 4, 3), "parts": parts} for parts in (16, 32)),
     *({"tile": 128, "of_runs": Reads(32, 8, 3), "parts": parts} for parts in (8, 16)),
-    {"tile": 128, "of_runs": Reads(64, 8, 2), "parts": 16},
+    *({"tile": 128, "of_runs": Reads(64, 8, stages), "parts": 16} for stages in (2, 3)),
 )  # fmt: skip
 # (rows, groups, tokens in common, tokens of its own from .. to)
 LOADS = ((256, 0, 0, 300, 1400), (256, 16, 3968, 80, 400), (256, 1, 8000, 100, 400),

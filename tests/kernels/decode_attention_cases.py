@@ -22,6 +22,7 @@ from pipeinfer.kernels.decode_pieces import (
     Runs,
     cut_rows,
     cut_rows_reference,
+    most_of_runs,
     most_pieces,
     room_for,
     room_for_runs,
@@ -300,7 +301,7 @@ class SharedCase(Case):
 
 TILED = Cut(extra=8, splits=4, least=64, reads=Reads(16, 4, 2), tile=16, least_shared=32)
 WIDE = Cut(extra=32, splits=16, least=16, reads=Reads(32, 4, 2), tile=64, least_shared=16)
-APART = replace(WIDE, of_runs=Reads(64, 4, 2))  # in two launches
+APART = replace(WIDE, of_runs=Reads(64, 4, 2), parts=2)  # in two launches
 SHARING = [
     ([70, 90, 33], [([0, 1], 64)]),
     ([70, 5, 90, 0, 49, 130], [([0, 2, 5], 64), ([1], 0), ([4], 48)]),
@@ -320,6 +321,9 @@ def test_every_key_of_a_row_lies_in_its_own_pieces_or_in_those_of_its_run(length
     found = {row: [] for row in range(len(lengths))}
     pieces = case.pieces.tolist()
     real = [piece for piece in pieces if piece[0] >= 0]
+    of_runs = [piece for piece in real if piece[5]]
+    assert real[: len(of_runs)] == of_runs
+    assert len(of_runs) <= most_of_runs(len(lengths), cut, case.seats), "what a launch reaches"
     assert pieces[: len(real)] == real and all(piece[0] == -1 for piece in pieces[len(real) :])
     for number, (row, start, stop, split, begin, count) in enumerate(real):
         rows = members[begin : begin + count] if count else [row]
