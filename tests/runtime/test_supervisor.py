@@ -171,7 +171,7 @@ async def test_sighup_is_passed_on_to_the_gateway_alone_and_not_before_it_can_ta
             words = (sys.executable, str(script), str(note), child.identity.name)
             child.command = Command(words)
         task = asyncio.create_task(supervisor.run())
-        await until(lambda: note.exists() and "gateway begun" in note.read_text(), 60)
+        await until(lambda: note.exists() and note.read_text().count("begun") == 2, 60)
         supervisor.reload()
         (tmp_path / "go").touch()
         await until(lambda: "gateway reads again" in note.read_text(), 60)
