@@ -120,10 +120,11 @@ def test_a_step_on_a_terminal_counts_seconds_and_can_be_interrupted(tmp_path):
         start_new_session=True, env={**environment(), "TMPDIR": str(tmp_path)},
     ) as process:  # fmt: skip
         os.close(ours)
-        said = b""
-        while b"1 s" not in said:
+        said, counted = b"", list[int]()
+        while len(counted) < 3:
             said += os.read(terminal, 100)
-        assert said.startswith(b"\rwaiting ... 0 s")
+            counted = [int(each) for each in re.findall(rb"\rwaiting \.\.\. (\d+) s", said)]
+        assert counted == sorted(counted) and counted[0] < counted[-1]
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(20) in (130, -signal.SIGINT)
     deadline = time.monotonic() + 20
