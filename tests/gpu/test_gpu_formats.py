@@ -169,17 +169,22 @@ def test_experts_in_a_format_are_the_plain_ones(form, tokens):
     weights, chosen = torch.rand(tokens, 16, device="cuda").topk(4)
     expected = plain.grouped(x, weights, chosen).float()
     got = kept.grouped(x, weights, chosen).float()
-    # Plain weights were rounded to bfloat16 once more than those that are scaled in float32.
-    assert (got - expected).norm() < 2 * BOUNDS["4"] * expected.norm()
+    bound = BOUNDS["fp8"] if stays else 2 * BOUNDS["4"]  # which round to bfloat16 once more
+    assert (got - expected).norm() < bound * expected.norm()
     unsummed = kept.unsummed(x, weights, chosen)
     assert unsummed.shape == (4, tokens, DEPTH)
-    assert (unsummed.float().sum(0) - expected).norm() < 2 * BOUNDS["4"] * expected.norm()
+    assert (unsummed.float().sum(0) - expected).norm() < bound * expected.norm()
+    assert (kept.rounding is not None) == stays
+    if kept.rounding is not None:
+        rows = kept.rounding.rows(x)
+        assert rows.plain is x and torch.equal(kept.grouped(rows, weights, chosen).float(), got)
 
 
 @torch.inference_mode()
 def test_experts_in_blocks_that_do_not_divide_become_plain():
     made = GatedExperts(DEPTH, 192, 4, placement(FORMATS["fp8 rows"]))
     assert made.down.scale is not None, "of rows, all multiples of 16 do"
+    assert made.rounding is None, "but their rows are not rounded"
     made = GatedExperts(DEPTH, 192, 4, placement(FORMATS["fp8 blocks"]))
     assert made.down.scale is None
 

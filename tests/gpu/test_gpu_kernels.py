@@ -12,6 +12,7 @@ pytest.register_assert_rewrite(
     "kernels.expand_cases",
     "kernels.gumbel_cases",
     "kernels.moe_cases",
+    "kernels.moe_e4m3_cases",
     "kernels.offers_cases",
     "kernels.scores_cases",
     "kernels.norm_cases",
@@ -29,6 +30,7 @@ from kernels.expand_cases import *  # noqa: E402, F403
 from kernels.formats_cases import *  # noqa: E402, F403
 from kernels.gumbel_cases import *  # noqa: E402, F403
 from kernels.moe_cases import *  # noqa: E402, F403
+from kernels.moe_e4m3_cases import *  # noqa: E402, F403
 from kernels.norm_cases import *  # noqa: E402, F403
 from kernels.offers_cases import *  # noqa: E402, F403
 from kernels.scores_cases import *  # noqa: E402, F403

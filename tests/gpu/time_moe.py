@@ -22,13 +22,19 @@ from pathlib import Path
 import torch
 from graph_timing import each_us
 
-from pipeinfer.kernels.moe import experts_mlp, gated_products, weighted_products
+from pipeinfer.kernels import moe_e4m3
+from pipeinfer.kernels.moe import experts_mlp, gated_products, sums, weighted_products
 from pipeinfer.kernels.moe_align import align
-from pipeinfer.kernels.moe_tiles import EIGHT_BITS, PLAIN, Cut, Tiles, tiles
+from pipeinfer.kernels.moe_e4m3 import MIDDLE, Matrices, Rows, rounded_by_pair
+from pipeinfer.kernels.moe_tiles import EIGHT_BITS, PLAIN, ROUNDED, Cut, Tiles, rounded_tiles, tiles
+from pipeinfer.kernels.rounding import round_parts
 
 HIDDEN, INTER, EXPERTS, TOP_K = 2048, 768, 128, 8
 GATE_UP, DOWN = "gate_up", "down"
-BF16, BLOCKS = "bf16", "fp8 blocks"
+BF16, BLOCKS, ROWS = "bf16", "fp8 blocks", "fp8 rows"  # the last: what they multiply is rounded
+FORMS = BF16, BLOCKS, ROWS
+TABLES = {BF16: PLAIN, BLOCKS: EIGHT_BITS, ROWS: ROUNDED}
+ERRORS = {BF16: 0.006, BLOCKS: 0.006, ROWS: 0.05}
 # The most telling first, for a limit that is too short.
 TOKENS = (256, 64, 1024, 16, 8192, 1, 128, 512, 32, 4, 2048, 2, 8, 4096)
 BYTES_PER_US = 4.3e6
@@ -47,23 +53,27 @@ def heights(tokens):
 
 def cuts(kind, form, rows):
     """Those in use, and a fixed choice of what has room and uses tensor cores well."""
-    table = PLAIN if form == BF16 else EIGHT_BITS
-    used = [getattr(shape, kind) for _, shape in table if shape.rows == rows]
+    used = [getattr(shape, kind) for _, shape in TABLES[form] if shape.rows == rows]
     both, nbytes = 2 if kind == GATE_UP else 1, 2 if form == BF16 else 1
     found = []
     for columns, depth, warps, stages, turned in itertools.product(
         (32, 64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5), (False, True)
     ):
-        shared = stages * depth * (2 * rows + both * nbytes * columns)
+        shared = stages * depth * ((1 if form == ROWS else 2) * rows + both * nbytes * columns)
         sums = both * rows * columns / (32 * warps)  # registers of a thread
-        full = columns if turned else rows  # what tensor cores divide among groups of four warps
+        first = 2 * columns if form == ROWS and both == 2 else columns
+        full = first if turned else rows  # what tensor cores divide among groups of four warps
         if turned and full < 16 * warps:
             continue
         if not turned and rows >= 64 and full < 16 * warps and columns < 128:
             continue
         if form == BLOCKS and (columns > SIDE or depth > SIDE):
             continue
-        if 30_000 <= shared <= 200_000 and 4 <= sums <= 128:
+        if form == ROWS and (columns not in (64, 128) or depth != (SIDE if both == 2 else MIDDLE)):
+            continue
+        if form == ROWS and not turned and rows < 64:  # no tensor cores for e4m3 are so narrow
+            continue
+        if (12_000 if form == ROWS else 30_000) <= shared <= 200_000 and 4 <= sums <= 128:
             found.append(Cut(columns, depth, warps, stages, turned))
     random.Random(f"{kind}{form}{rows}").shuffle(found)
     return list(dict.fromkeys(used + found))[:EACH]
@@ -73,6 +83,9 @@ def in_form(form, weight):
     """(weight as stored, scales or None)"""
     if form == BF16:
         return weight, None
+    if form == ROWS:
+        scale = weight.abs().amax(2, keepdim=True).float() / 448
+        return (weight / scale).to(torch.float8_e4m3fn), scale
     blocks = weight.unflatten(2, (-1, SIDE)).unflatten(1, (-1, SIDE)).float()
     scale = blocks.abs().amax((2, 4)) / 448
     rounded = (blocks / scale[:, :, None, :, None]).to(torch.float8_e4m3fn)
@@ -82,8 +95,9 @@ def in_form(form, weight):
 def decoded(weight, scale):
     if scale is None:
         return weight.float()
-    wide = scale.repeat_interleave(SIDE, 1).repeat_interleave(SIDE, 2)
-    return weight.float() * wide
+    if scale.shape[1] < weight.shape[1]:
+        scale = scale.repeat_interleave(SIDE, 1).repeat_interleave(SIDE, 2)
+    return weight.float() * scale
 
 
 def randn(*shape):
@@ -111,21 +125,38 @@ def shape(rows, gate_up=None, down=None):
 
 def run(kind, stack, rows, cut, operand):
     x, middle, weights, plans = operand
+    tile = shape(rows, cut)
+    if isinstance(x, Rows):
+        if kind == GATE_UP:
+            return moe_e4m3.gated_products(x, Matrices(*stack[kind]), plans[rows], TOP_K, tile)
+        down = Matrices(*stack[kind])
+        return moe_e4m3.weighted_products(middle, down, weights, plans[rows], tile)
     if kind == GATE_UP:
-        return gated_products(x, *stack[kind], plans[rows], TOP_K, shape(rows, cut))
-    return weighted_products(middle, *stack[kind], weights, plans[rows], shape(rows, cut))
+        return gated_products(x, *stack[kind], plans[rows], TOP_K, tile)
+    return weighted_products(middle, *stack[kind], weights, plans[rows], tile)
 
 
-def operand(tokens, experts, rows):
+def operand(form, tokens, experts, rows):
     """Tokens, what is between the products, weights, and the order for each number of rows."""
     weights, chosen = routed(tokens, experts)
     plans = {height: align(chosen, experts, height) for height in rows}
-    return (randn(tokens, HIDDEN), randn(tokens * TOP_K, INTER), weights, plans), chosen
+    x, middle = randn(tokens, HIDDEN), randn(tokens * TOP_K, INTER)
+    if form == ROWS:
+        x, middle = Rows(*round_parts(x, SIDE)), Rows(*round_parts(middle, MIDDLE))
+    return (x, middle, weights, plans), chosen
+
+
+def plain(rows):
+    """As bfloat16."""
+    if not isinstance(rows, Rows):
+        return rows
+    part = rows.values.shape[1] // rows.scale.shape[1]
+    return (rows.values.float() * rows.scale.repeat_interleave(part, 1)).bfloat16()
 
 
 def wanted(kind, stack, given, chosen):
     x, middle, weights, _ = given
-    values = decoded(*stack[kind])
+    x, middle, values = plain(x), plain(middle), decoded(*stack[kind])
     by_pair = (x.repeat_interleave(TOP_K, 0) if kind == GATE_UP else middle).float()
     flat = chosen.flatten()
     out = torch.empty(len(flat), values.shape[1], device="cuda")
@@ -144,8 +175,8 @@ def check(job):
     try:
         torch.manual_seed(0)
         stack = stacks(form, FEW_EXPERTS)
-        given, chosen = operand(2 * rows + 10, FEW_EXPERTS, [rows])
-        got = run(kind, stack, rows, cut, given).float()
+        given, chosen = operand(form, 2 * rows + 10, FEW_EXPERTS, [rows])
+        got = plain(run(kind, stack, rows, cut, given)).float()
         want = wanted(kind, stack, given, chosen)
         return job, float((got - want).norm() / want.norm())
     except Exception as error:
@@ -159,14 +190,14 @@ def checked():
     jobs = [
         (kind, form, height, cut)
         for height in rows
-        for form in (BF16, BLOCKS)
+        for form in FORMS
         for kind in (GATE_UP, DOWN)
         for cut in cuts(kind, form, height)
     ]
     workers = min(15, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         found = list(pool.map(check, jobs, chunksize=2))
-    good = {job for job, error in found if isinstance(error, float) and error < 0.006}
+    good = {job for job, error in found if isinstance(error, float) and error < ERRORS[job[1]]}
     took = time.monotonic() - begin
     print(f"{len(good)} of {len(jobs)} tiles are right, {took:.0f} s", flush=True)
     for job, error in found:
@@ -187,7 +218,7 @@ def floors(tokens, form, operands, kind):
 def show(good, lines, form, stack, tokens):
     count = 8 if tokens <= 128 else 4 if tokens <= 1024 else 2
     rows = heights(tokens)
-    operands = [operand(tokens, EXPERTS, rows) for _ in range(count)]
+    operands = [operand(form, tokens, EXPERTS, rows) for _ in range(count)]
     given = [one for one, _ in operands]
     best = {}
     for kind in (GATE_UP, DOWN):
@@ -210,22 +241,27 @@ def show(good, lines, form, stack, tokens):
 
 def layers(form, stack, tokens, operands, best):
     """Whole layers: with the best tiles of each height, and with those in use."""
-    shapes = {"in use": tiles(tokens * TOP_K, EXPERTS, 16 if form == BF16 else 8)}
+    pairs = tokens * TOP_K
+    used = rounded_tiles(pairs, EXPERTS) if form == ROWS else None
+    shapes = {"in use": used or tiles(pairs, EXPERTS, 16 if form == BF16 else 8)}
     for height in heights(tokens):
         found = [next((c for _, h, c in best[k] if h == height), None) for k in (GATE_UP, DOWN)]
         if None not in found:
             shapes[str(height)] = Tiles(height, *found)
     (gate_up, gate_up_scale), (down, down_scale) = stack[GATE_UP], stack[DOWN]
+
+    def whole(one, shape):
+        (x, _, weights, _), chosen = one
+        if form == ROWS:
+            matrices = Matrices(gate_up, gate_up_scale), Matrices(down, down_scale)
+            by_pair = rounded_by_pair(x, *matrices, weights, chosen, shape=shape)
+            return sums(by_pair, chosen, None, EXPERTS)
+        scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
+        return experts_mlp(x, gate_up, down, weights, chosen, shape, **scales)
+
     times = {
-        name: each_us(
-            lambda one, shape=shape: experts_mlp(
-                one[0][0], gate_up, down, one[0][2], one[1], shape,
-                gate_up_scale=gate_up_scale, down_scale=down_scale,
-            ),
-            operands, 1,
-        )
-        for name, shape in shapes.items()
-    }  # fmt: skip
+        name: each_us(partial(whole, shape=shape), operands, 1) for name, shape in shapes.items()
+    }
     text = ", ".join(f"{name} {us:.1f}" for name, us in times.items())
     quickest = min(times, key=lambda name: times[name])
     print(f"{form}, {tokens} tokens, experts: {text}; {quickest}: {shapes[quickest]}", flush=True)
@@ -234,9 +270,9 @@ def layers(form, stack, tokens, operands, best):
 def main():
     begin, limit = time.monotonic(), float(sys.argv[1]) if len(sys.argv) > 1 else 1e9
     good = checked()
-    stack = {form: stacks(form, EXPERTS) for form in (BF16, BLOCKS)}
+    stack = {form: stacks(form, EXPERTS) for form in FORMS}
     with (Path(os.environ.get("OUT", ".")) / "moe.jsonl").open("w") as lines:
-        for tokens, form in itertools.product(TOKENS, (BF16, BLOCKS)):
+        for tokens, form in itertools.product(TOKENS, FORMS):
             if time.monotonic() - begin < limit:
                 show(good, lines, form, stack[form], tokens)
     print(f"{time.monotonic() - begin:.0f} s", flush=True)

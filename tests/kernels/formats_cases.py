@@ -9,7 +9,7 @@ from kernels.triton_cases import HALVES, INTERPRETED, TOLERANCE, randn, relative
 from pipeinfer.kernels import fp8_blocks, int4, rounding
 from pipeinfer.kernels.int4_layout import decoded, packed, spread
 from pipeinfer.kernels.int4_tiles import Cut
-from pipeinfer.kernels.norm import rounded_norm, rounded_norm_reference
+from pipeinfer.kernels.norm import rms_norm, rounded_norm, rounded_norm_reference
 
 DTYPES = [torch.float32, *HALVES]
 
@@ -61,6 +61,10 @@ def test_a_norm_may_end_in_rounded_rows(offset, dtype, part):
     )
     almost(got, expected)
     assert rounded_norm(x[:0], weight, 1e-6)[0].shape == (0, 384)
+    plain, expected = torch.empty_like(x), rms_norm(x, weight, 1e-6)
+    kept, alone = rounded_norm(x, weight, 1e-6, plain=plain), rounded_norm(x, weight, 1e-6)
+    assert torch.equal(plain, expected)
+    assert torch.equal(kept[0].float(), alone[0].float()) and torch.equal(kept[1], alone[1])
 
 
 @pytest.mark.parametrize("rows", [3, 65, 140])

@@ -26,6 +26,7 @@ from pipeinfer.kernels import (
     int4,
     moe,
     moe_align,
+    moe_e4m3,
     norm,
     rounding,
     scores,
@@ -33,7 +34,7 @@ from pipeinfer.kernels import (
     softmax_choice,
     store,
 )
-from pipeinfer.kernels.moe_tiles import EIGHT_BITS, FOUR_BITS, PLAIN, Cut
+from pipeinfer.kernels.moe_tiles import EIGHT_BITS, FOUR_BITS, PLAIN, ROUNDED, Cut
 from pipeinfer.params import LONGEST_BAD
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -65,12 +66,16 @@ def test_norms(offset):
     types |= {"eps": "fp32", "x_stride": "i32", "partial_stride": "i32"}
     constants = {"SIZE": 640, "BLOCK": 1024, "PARTIALS": 1, "ADD": True, "EARLY": True}
     constants |= {"OFFSET": offset, "MOST": 448.0, "LEAST_SCALE": 1e-12}
-    usual = constants | {"PART": 0, "out_scale": None}
+    alone = {"plain": None, "KEEPS": False}
+    usual = constants | alone | {"PART": 0, "out_scale": None}
     assert compiled(norm._norm, types, usual, num_warps=8).asm["ptx"]
     types |= {"out": EIGHTH, "out_scale": "*fp32"}
     for part in (640, 128):
-        made = compiled(norm._norm, types, constants | {"PART": part}, num_warps=8)
+        made = compiled(norm._norm, types, constants | alone | {"PART": part}, num_warps=8)
         assert CONVERTED in made.asm["ptx"]
+    kept = constants | {"KEEPS": True, "PART": 128}
+    made = compiled(norm._norm, types | {"plain": HALF}, kept, num_warps=8)
+    assert CONVERTED in made.asm["ptx"]
 
 
 @pytest.mark.parametrize("values", [False, True])
@@ -295,6 +300,31 @@ def test_experts_of_every_tile_that_may_be_chosen(shape, scales):
         assert "cvt.bf16.f16" not in made.asm["ptx"], "16 values a cycle"
 
 
+@pytest.mark.parametrize("shape", [shape for _, shape in ROUNDED])
+@pytest.mark.parametrize("blocks", [0, 16])
+def test_experts_and_rows_in_8_bits_of_every_tile_that_may_be_chosen(shape, blocks):
+    whole = dict.fromkeys(("x", "hidden", "weight"), EIGHTH)
+    whole |= dict.fromkeys(("x_scale", "hidden_scale", "scale", "out_scale"), "*fp32")
+    whole |= dict.fromkeys(("pairs", "experts", "used"), "*i32")
+    whole |= dict.fromkeys(("size", "row_blocks", "held"), "i32")
+    for kernel, each in ((moe_e4m3._gate_up, shape.gate_up), (moe_e4m3._down, shape.down)):
+        gated = kernel is moe_e4m3._gate_up
+        whole |= {"out": EIGHTH if gated else HALF, "factors": HALF}
+        constants = {
+            "TOP_K": 8, "HIDDEN": 2048, "INTER": 768, "ROWS": shape.rows, "COLUMNS": each.columns,
+            "DEPTH": each.depth, "TURNED": each.turned, "BLOCKS": blocks if gated else blocks and 6,
+            "PART": moe_e4m3.MIDDLE, "GROUP": 8, "MOST": 448.0, "LEAST_SCALE": 1e-12, "EARLY": True,
+        }  # fmt: skip
+        names = kernel.arg_names
+        types = {name: whole[name] for name in names if name in whole}
+        given = {name: constants[name] for name in names if name in constants}
+        made = compiled(kernel, types, given, num_warps=each.warps, num_stages=each.stages)
+        assert made.metadata.shared < 227 * 1024
+        assert "wgmma.mma_async.sync.aligned.m64" in made.asm["ptx"]
+        assert ".e4m3.e4m3" in made.asm["ptx"], "nothing is widened"
+        assert (CONVERTED in made.asm["ptx"]) == gated, "rounded where it is made"
+
+
 BOUNDED = [(shape, moe.UNSCALED.value) for _, shape in PLAIN]
 BOUNDED += [(shape, moe.MXFP4.value) for _, shape in FOUR_BITS]
 
@@ -322,4 +352,5 @@ def test_sums_of_a_tokens_pairs():
     types |= {"eps": "fp32", "x_stride": "i32", "partial_stride": "i32"}
     constants = {"SIZE": 2048, "BLOCK": 2048, "PARTIALS": 8, "ADD": True, "OFFSET": 0.0}
     constants |= {"out_scale": None, "PART": 0, "MOST": 0.0, "LEAST_SCALE": 0.0}
+    constants |= {"plain": None, "KEEPS": False}
     assert compiled(norm._norm, types, constants | {"EARLY": True}, num_warps=16).asm["ptx"]

@@ -21,6 +21,7 @@ AREAS = (
     "offers",
     "scores",
     "moe",
+    "moe_e4m3",
     "norm",
     "skinny",
     "softmax_choice",

@@ -56,7 +56,7 @@ class Bounded:
 
 
 @triton.jit
-def _tile(row_blocks, column_blocks, GROUP: tl.constexpr):
+def tile_of(row_blocks, column_blocks, GROUP: tl.constexpr):
     """(row block, column block) of this program; GROUP row blocks share columns in the L2 cache."""
     program = tl.program_id(0)
     band = program // (GROUP * column_blocks)
@@ -135,7 +135,7 @@ def _gate_up(
     tl.static_assert((SCALES != BY_BLOCK and SCALES != MXFP4) or SIDE % DEPTH == 0)
     rows_first: tl.constexpr = TURNED == 0
     EACH: tl.constexpr = 2 if SCALES == MXFP4 else 1  # weights in an element
-    block, part = _tile(row_blocks, tl.cdiv(INTER, COLUMNS), GROUP)
+    block, part = tile_of(row_blocks, tl.cdiv(INTER, COLUMNS), GROUP)
     if EARLY:
         gdc_wait()  # for tokens and their order
         gdc_launch_dependents()
@@ -178,7 +178,7 @@ def _gate_up(
 
 
 @triton.jit
-def _ahead(
+def ahead(
     weight, experts, used, block, column, held, HIDDEN: tl.constexpr, INTER: tl.constexpr,
     ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -210,10 +210,10 @@ def _down(
     rows_first: tl.constexpr = TURNED == 0
     EACH: tl.constexpr = 2 if SCALES == MXFP4 else 1  # weights in an element
     deep: tl.constexpr = INTER // EACH
-    block, part = _tile(row_blocks, tl.cdiv(HIDDEN, COLUMNS), GROUP)
+    block, part = tile_of(row_blocks, tl.cdiv(HIDDEN, COLUMNS), GROUP)
     column, depth = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     if EARLY:
-        _ahead(weight, experts, used, block, column, held, HIDDEN, deep, ROWS, DEPTH // EACH)
+        ahead(weight, experts, used, block, column, held, HIDDEN, deep, ROWS, DEPTH // EACH)
         gdc_wait()  # for gate and up
         gdc_launch_dependents()
     if block * ROWS >= tl.load(used):
@@ -298,7 +298,7 @@ def experts_mlp(
         x, gate_up, down, weights, chosen, shape, first, of, gate_up_scale, down_scale, bounded
     )
     num_experts = down.shape[0]
-    return _sums(by_pair, chosen.contiguous(), first if num_experts < of else None, num_experts)
+    return sums(by_pair, chosen.contiguous(), first if num_experts < of else None, num_experts)
 
 
 def experts_by_pair(
@@ -424,10 +424,9 @@ def _scaled(weight: torch.Tensor, scale: torch.Tensor | None) -> dict[str, int]:
     return {"SCALES": BY_BLOCK.value, "BLOCKS": scale.shape[2]}
 
 
-def _sums(
-    by_pair: torch.Tensor, chosen: torch.Tensor, first: int | None, held: int
-) -> torch.Tensor:
-    """[T, hidden] of `by_pair` [T, top_k, hidden]; with `first`, of the held experts only."""
+def sums(by_pair: torch.Tensor, chosen: torch.Tensor, first: int | None, held: int) -> torch.Tensor:
+    """[T, hidden] of `by_pair` [T, top_k, hidden]; with `first`, of the held experts only. chosen
+    [T, top_k] is contiguous."""
     tokens, top_k, hidden = by_pair.shape
     out = by_pair.new_empty(tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))

@@ -63,12 +63,27 @@ EIGHT_BITS: tuple[tuple[float, Tiles], ...] = (
     (128, Tiles(64, Cut(64, 64, 4, 3, turned=True), Cut(128, 64, 8, 4))),
     (MANY, Tiles(128, Cut(64, 64, 4, 3), Cut(64, 64, 4, 4, turned=True))),
 )
-
+# Of weights and rows in e4m3, not measured yet; a depth is of what shares a scale in a row.
+ROUNDED: tuple[tuple[float, Tiles], ...] = (
+    (0.5, Tiles(16, Cut(64, 128, 4, 4, turned=True), Cut(64, 64, 4, 6, turned=True))),
+    (16, Tiles(16, Cut(64, 128, 4, 4, turned=True), Cut(128, 64, 4, 5, turned=True))),
+    (32, Tiles(32, Cut(64, 128, 4, 4, turned=True), Cut(128, 64, 4, 4, turned=True))),
+    (128, Tiles(64, Cut(64, 128, 4, 3, turned=True), Cut(128, 64, 4, 4, turned=True))),
+    (MANY, Tiles(128, Cut(64, 128, 8, 3), Cut(128, 64, 8, 4))),
+)
 
 BY_BITS = {16: PLAIN, 8: EIGHT_BITS, 4: FOUR_BITS}
 
 
 def tiles(pairs: int, num_experts: int, bits: int = 16) -> Tiles:
     """For so many pairs of all experts together; bits: of a weight, 16 for more."""
-    mean = pairs / num_experts
-    return next(found for most, found in BY_BITS[bits] if mean <= most)
+    return _chosen(BY_BITS[bits], pairs / num_experts)
+
+
+def rounded_tiles(pairs: int, num_experts: int) -> Tiles:
+    """The same, where rows are e4m3 like weights."""
+    return _chosen(ROUNDED, pairs / num_experts)
+
+
+def _chosen(table: tuple[tuple[float, Tiles], ...], mean: float) -> Tiles:
+    return next(found for most, found in table if mean <= most)

@@ -25,12 +25,14 @@ THREAD = 4  # values of a vector that a thread has, at most
 
 @triton.jit
 def _norm(
-    x, residual, weight, out, out_scale, eps, x_stride, partial_stride, SIZE: tl.constexpr,
+    x, residual, weight, out, out_scale, plain, eps, x_stride, partial_stride, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, PARTIALS: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
-    PART: tl.constexpr, MOST: tl.constexpr, LEAST_SCALE: tl.constexpr, EARLY: tl.constexpr,
+    PART: tl.constexpr, MOST: tl.constexpr, LEAST_SCALE: tl.constexpr, KEEPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row. EARLY: it starts while the kernel before it ends, and lets the next do the same.
-    PART: values of out, in e4m3, that share an out_scale; 0: out is not rounded to e4m3."""
+    PART: values of out, in e4m3, that share an out_scale; 0: out is not rounded to e4m3. KEEPS:
+    plain, too, gets the result."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < SIZE
@@ -54,6 +56,8 @@ def _norm(
     normed = value * scale * factor
     if PART:
         store_rounded(normed, out, out_scale, row, SIZE, PART, BLOCK, MOST, LEAST_SCALE)
+        if KEEPS:
+            tl.store(plain + row * SIZE + lane, normed, mask=inside)
     else:
         tl.store(out + row * SIZE + lane, normed, mask=inside)
 
@@ -85,12 +89,14 @@ def rounded_norm(
     residual: torch.Tensor | None = None,
     offset: float = 0.0,
     part: int = 0,
+    plain: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `rms_norm`, or as `sum_norm` for x float32 [P, T, size]: (e4m3 [T, size], float32 scales
-    [T, size / part]), rounded once; part 0: a scale a row."""
+    [T, size / part]), rounded once; part 0: a scale a row. plain: [T, size], contiguous, where the
+    norm itself is wanted, too."""
     room = Room.on(x.device, *x.shape[-2:], part)
     values, scale = room.targets
-    _launch(x, residual, weight, values, eps, _block(x) | room.options, offset, scale)
+    _launch(x, residual, weight, values, eps, _block(x) | room.options, offset, scale, plain)
     return room.filled
 
 
@@ -125,13 +131,15 @@ def _launch(
     options: dict[str, Any],
     offset: float = 0.0,
     scale: torch.Tensor | None = None,
+    plain: torch.Tensor | None = None,
 ) -> None:
     """x: one [T, size], or [P, T, size]."""
     tokens, partials = x.shape[-2], x.shape[0] if x.dim() == 3 else 1
     if tokens:
         _norm[(tokens,)](
-            x, residual, weight, out, scale, eps, x.stride(-2), x.stride(0), PARTIALS=partials,
-            ADD=residual is not None, OFFSET=offset, **options,
+            x, residual, weight, out, scale, plain, eps, x.stride(-2), x.stride(0),
+            PARTIALS=partials, ADD=residual is not None, OFFSET=offset, KEEPS=plain is not None,
+            **options,
         )  # fmt: skip
 
 

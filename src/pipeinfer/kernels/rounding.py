@@ -72,6 +72,24 @@ def store_rounded(
 
 
 @triton.jit
+def store_tile(
+    values, out, scale, row, real, begin, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    PART: tl.constexpr, MOST: tl.constexpr, LEAST_SCALE: tl.constexpr,
+):  # fmt: skip
+    """float32 `values` [ROWS, COLUMNS], of those `row` [ROWS] of out and scale that are `real`, as
+    `store_rounded` has them, the columns from `begin` on, a multiple of PART."""
+    ROWS: tl.constexpr = values.shape[0]
+    parts: tl.constexpr = COLUMNS // PART
+    by_part = tl.reshape(values, (ROWS, parts, PART))
+    found = _scale_of(tl.max(tl.abs(by_part), axis=2), MOST, LEAST_SCALE)
+    at = scale + row[:, None] * (SIZE // PART) + begin // PART + tl.arange(0, parts)[None, :]
+    tl.store(at, found, mask=real[:, None])
+    scaled = tl.reshape(by_part * tl.math.div_rn(1.0, found)[:, :, None], (ROWS, COLUMNS))
+    at = out + row[:, None] * SIZE + begin + tl.arange(0, COLUMNS)[None, :]
+    tl.store(at, nearest(scaled, out.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
 def _values(x, lane, SIZE: tl.constexpr, GATED: tl.constexpr):
     """float32 values of a row at x; GATED: SwiGLU of 2 SIZE of them, gate first."""
     inside = lane < SIZE

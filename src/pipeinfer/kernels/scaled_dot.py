@@ -62,6 +62,15 @@ def scaled_dot(a, w, total, at, ROWS_FIRST: tl.constexpr, SCALES: tl.constexpr, 
 
 
 @triton.jit
+def rounded_dot(a, w, ROWS_FIRST: tl.constexpr):
+    """float32 of a [ROWS, DEPTH] @ w [COLUMNS, DEPTH].T, both e4m3, or its transpose; without their
+    scales. Tensor cores sum it all, at 14 bits or more."""
+    if a.dtype == tl.uint8:  # in the interpreter
+        a, w = widened(a, tl.float32), widened(w, tl.float32)
+    return dot(a, w, nothing(a.shape[0], w.shape[0], ROWS_FIRST), ROWS_FIRST)
+
+
+@triton.jit
 def _mxfp4_dot(a, w, words, first, total, ROWS_FIRST: tl.constexpr):
     """Exact but for the sum: two bits and a power of two are numbers of 16 bits. Exponents that
     stand for NaN are not looked for."""
@@ -75,6 +84,12 @@ def _mxfp4_dot(a, w, words, first, total, ROWS_FIRST: tl.constexpr):
         a = tl.trans(a)
         total = tl.dot_scaled(w, exponents, "e2m1", a, None, kind, total, fast_math=True)
     return total
+
+
+@triton.jit
+def along_rows(vector, ROWS_FIRST: tl.constexpr):
+    """A vector [ROWS] so that it broadcasts to a sum."""
+    return vector[:, None] if ROWS_FIRST else vector[None, :]
 
 
 @triton.jit

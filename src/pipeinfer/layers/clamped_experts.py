@@ -20,6 +20,8 @@ class ClampedExperts:
     """Experts (experts.py): (up + 1) * gate * sigmoid(slope * gate), gate at most `limit`, up
     within it on both sides. One by one only where their matrices are plain."""
 
+    rounding = None
+
     def __init__(
         self,
         hidden_size: int,

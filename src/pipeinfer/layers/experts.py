@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from pipeinfer.kernels.e4m3 import E4M3
+from pipeinfer.kernels.fp8 import SIDE
 from pipeinfer.layers.mlp import silu_and_multiply
 from pipeinfer.layers.placement import Placement, Shard, Source
+from pipeinfer.layers.rounded import RowRounding, Rows
 from pipeinfer.layers.stack import Stack
 
 if TYPE_CHECKING:
     from pipeinfer.kernels.moe import Bounded
 
-Grouped = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Grouped = Callable[[Rows, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,13 @@ class Experts(Protocol):
 
     grouped: the weighted sums by kernels from (x [T, hidden], weights, chosen), where there are
     such. unsummed: [top_k, T, hidden], what they are the sums of, where all experts are held.
+    rounding: as a Weight's (matrix.py), for these two.
     """
 
     held: Held
+
+    @property
+    def rounding(self) -> RowRounding | None: ...
 
     @property
     def grouped(self) -> Grouped | None: ...
@@ -116,6 +123,41 @@ class Stacked:
         return x, gate_up, down, weights, experts, *where, gate_up_scale, down_scale, self.bounded
 
 
+@dataclass(frozen=True)
+class RoundedStack:
+    """The same in FP8, where rows are rounded to that, too. Sizes are whole blocks of 128."""
+
+    gate_up: Stack
+    down: Stack
+    first: int
+    of: int
+    rounding: RowRounding
+
+    def summed(self, x: Rows, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """As Experts' `grouped`."""
+        from pipeinfer.kernels.moe import sums
+
+        by_pair, held = self._by_pair(x, weights, experts), len(self.down.weight)
+        return sums(by_pair, experts.contiguous(), self.first if held < self.of else None, held)
+
+    def unsummed(self, x: Rows, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """As Experts' `unsummed`."""
+        return self._by_pair(x, weights, experts).transpose(0, 1)
+
+    def _by_pair(self, x: Rows, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        from pipeinfer.kernels import moe_e4m3
+
+        rows = x if x.dtype == E4M3 else self.rounding.rows(x)
+        gate_up, down = (
+            moe_e4m3.Matrices(one.weight, one.scale)  # type: ignore[arg-type]
+            for one in (self.gate_up, self.down)
+        )
+        taken = moe_e4m3.Rows(rows.values, rows.scale)
+        return moe_e4m3.rounded_by_pair(
+            taken, gate_up, down, weights, experts, (self.first, self.of)
+        )
+
+
 class GatedExperts:
     """SwiGLU blocks without biases."""
 
@@ -132,6 +174,13 @@ class GatedExperts:
         self.down = Stack(placement, down, (count, hidden_size, share))
         self._of = num_experts
         self._on_gpu = placement.device.type == "cuda"
+        kept = self.gate_up.scale is not None and self.down.scale is not None
+        whole = hidden_size % SIDE == 0 and share % SIDE == 0
+        self._rounding = RowRounding(SIDE, keeps=True) if kept and whole else None
+
+    @property
+    def rounding(self) -> RowRounding | None:
+        return self._rounding
 
     @property
     def grouped(self) -> Grouped | None:
@@ -143,7 +192,10 @@ class GatedExperts:
             return None
         return self._stacked().unsummed
 
-    def _stacked(self) -> Stacked:
+    def _stacked(self) -> Stacked | RoundedStack:
+        if self._rounding is not None:
+            where = self.held.first, self._of
+            return RoundedStack(self.gate_up, self.down, *where, self._rounding)
         gate_up, down = ((one.weight, one.scale) for one in (self.gate_up, self.down))
         return Stacked(gate_up, down, self.held.first, self._of)
 

@@ -15,6 +15,7 @@ from pipeinfer.layers.experts import Experts
 from pipeinfer.layers.mlp import GatedMLP
 from pipeinfer.layers.partial_sum import PartialSum
 from pipeinfer.layers.placement import Placement, Source
+from pipeinfer.layers.rounded import RowRounding, Rows, plain_rows
 from pipeinfer.layers.routing import Router, Sigmoids
 from pipeinfer.layers.skinny import skinny_products
 
@@ -52,8 +53,6 @@ class SparseMLP:
     """[T, hidden] to [T, hidden]: the weighted sum of the experts that `router` chooses, plus what
     `shared` gives."""
 
-    rounding = None
-
     def __init__(
         self,
         router: Router,
@@ -68,18 +67,24 @@ class SparseMLP:
         defers = placement.alone and placement.defers_sums and shared is None
         self._summing = skinny_products(placement.device, placement.dtype) if defers else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
+    @property
+    def rounding(self) -> RowRounding | None:
+        """See Weight (matrix.py)."""
+        return self._experts.rounding
+
+    def __call__(self, x: Rows) -> torch.Tensor | PartialSum:
+        plain = plain_rows(x)
         unsummed = None if self._summing is None else self._experts.unsummed
         if self._summing is not None and unsummed is not None:
-            return PartialSum(unsummed(x, *self._router(x)), self._summing)
+            return PartialSum(unsummed(x, *self._router(plain)), self._summing)
         share = self._share(x)
         if self._shared is not None:
-            share += self._shared.share(x)
+            share += self._shared.share(plain)
         return self._placement.later(share)
 
-    def _share(self, x: torch.Tensor) -> torch.Tensor:
+    def _share(self, x: Rows) -> torch.Tensor:
         """What this rank's experts add to the sum, [T, hidden]."""
-        weights, experts = self._router(x)
+        weights, experts = self._router(plain_rows(x))
         grouped = self._experts.grouped
         if grouped is not None:
             return grouped(x, weights, experts)

@@ -11,13 +11,19 @@ from typing import Any
 
 import torch
 
+from pipeinfer.kernels.e4m3 import E4M3
+
 
 @dataclass(frozen=True)
 class RoundedRows:
-    """e4m3 [T, n], and the float32 scales of its rows, [T, 1], or of parts of them, [T, parts]."""
+    """e4m3 [T, n], and the float32 scales of its rows, [T, 1], or of parts of them, [T, parts].
+
+    plain: the rows as they were, where somebody beside the weight reads them.
+    """
 
     values: torch.Tensor
     scale: torch.Tensor
+    plain: torch.Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -34,14 +40,19 @@ class RoundedRows:
 Rows = Any
 
 
-class RowRounding:
-    """How a weight wants its rows rounded. part: values that share a scale, 0: all of a row. Needs
-    triton."""
+def plain_rows(x: Rows) -> torch.Tensor:
+    """Rows as they were; those that are rounded have to have kept them."""
+    return x.plain if x.dtype == E4M3 else x
 
-    def __init__(self, part: int = 0) -> None:
+
+class RowRounding:
+    """How a weight wants its rows rounded. part: values that share a scale, 0: all of a row; keeps:
+    norms and rows, as they were, too. Needs triton."""
+
+    def __init__(self, part: int = 0, keeps: bool = False) -> None:
         from pipeinfer.kernels import norm, rounding
 
-        self._part = part
+        self._part, self._keeps = part, keeps
         self._norm = norm.rounded_norm
         self._gated = rounding.round_gated
         self._rows = rounding.round_parts
@@ -56,7 +67,9 @@ class RowRounding:
     ) -> RoundedRows:
         """RMSNorm of x [T, n], or of the sum of x [P, T, n], plus `residual`, which becomes that
         sum; `offset` is added to the weight."""
-        return RoundedRows(*self._norm(x, weight, eps, residual, offset, self._part))
+        plain = weight.new_empty(x.shape[-2:]) if self._keeps else None
+        rounded = self._norm(x, weight, eps, residual, offset, self._part, plain)
+        return RoundedRows(*rounded, plain)
 
     def gated(self, merged: torch.Tensor) -> RoundedRows:
         """SwiGLU of [T, 2 n], gate first."""
@@ -64,4 +77,4 @@ class RowRounding:
 
     def rows(self, x: torch.Tensor) -> RoundedRows:
         """x [T, n] itself."""
-        return RoundedRows(*self._rows(x, self._part))
+        return RoundedRows(*self._rows(x, self._part), x if self._keeps else None)

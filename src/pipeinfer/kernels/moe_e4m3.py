@@ -1,0 +1,241 @@
+"""The experts of a mixture where both operands of a product are FP8 (e4m3), which the tensor cores
+of a Hopper multiply as they are: no weight is widened.
+
+Needs triton. Knows tokens, chosen experts and stacked weights; no router and no layer. Source:
+https://arxiv.org/abs/2412.19437, 3.3.2.
+"""
+
+# Triton compiles the functions under triton.jit; to a type checker they are not what they seem.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pipeinfer.kernels import fp8
+from pipeinfer.kernels.e4m3 import MOST
+from pipeinfer.kernels.early import early_launch
+from pipeinfer.kernels.fp8 import LEAST_SCALE
+from pipeinfer.kernels.moe import ahead, tile_of
+from pipeinfer.kernels.moe_align import Alignment, align
+from pipeinfer.kernels.moe_tiles import Tiles, rounded_tiles
+from pipeinfer.kernels.rounding import Room, round_parts_reference, store_tile
+from pipeinfer.kernels.scaled_dot import SIDE, along_columns, along_rows, nothing, rounded_dot
+from pipeinfer.kernels.triton_e4m3 import as_seen
+
+# [tokens] -gate and up, SwiGLU-> [pairs, intermediate] -down, times weight-> [pairs, hidden]
+# Tokens have a scale for each SIDE of their values, what is between the products one for each
+# MIDDLE, so that tiles of so few columns can round it. A product of so many values is a sum of the
+# tensor cores; these are scaled and added in float32, in order. Tiles change nothing of that, so a
+# token's result is always the same.
+MIDDLE = 64
+
+
+@dataclass(frozen=True)
+class Rows:
+    """values: e4m3 [rows, n]; scale: float32 [rows, n / PART], of so many values each; both
+    contiguous."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """values: e4m3 [experts, rows, columns]; scale: float32, [experts, rows, 1], or of blocks of
+    128 x 128, [experts, rows / 128, columns / 128]; both contiguous."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def blocks(self) -> int:
+        """With a scale of their own, in a row; 0 where rows have one."""
+        return 0 if self.scale.shape[1] == self.values.shape[1] else self.scale.shape[2]
+
+
+@triton.jit
+def _swiglu(both, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS] of gate and up side by side."""
+    gate, up = tl.split(tl.permute(tl.reshape(both, (ROWS, 2, COLUMNS)), (0, 2, 1)))
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit(do_not_specialize=["size", "row_blocks"])
+def _gate_up(
+    x, x_scale, weight, scale, out, out_scale, pairs, experts, used, size, row_blocks,
+    TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TURNED: tl.constexpr, BLOCKS: tl.constexpr,
+    PART: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr, LEAST_SCALE: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """out[pair] = swiglu(x[token] @ gate.T, x[token] @ up.T), for a tile of pairs and columns.
+    x_scale [tokens, HIDDEN / DEPTH]; out_scale [pairs, INTER / PART]; scale [experts, 2 INTER], or
+    [experts, 2 INTER / SIDE, BLOCKS]."""
+    rows_first: tl.constexpr = TURNED == 0
+    parts: tl.constexpr = HIDDEN // DEPTH
+    ups: tl.constexpr = INTER // SIDE * BLOCKS  # scales of gate, before those of up
+    block, part = tile_of(row_blocks, INTER // COLUMNS, GROUP)
+    if EARLY:
+        gdc_wait()  # for tokens and their order
+        gdc_launch_dependents()
+    if block * ROWS >= tl.load(used):
+        return
+    pair = tl.load(pairs + block * ROWS + tl.arange(0, ROWS))
+    real = pair < size
+    expert = tl.load(experts + block).to(tl.int64)
+    token, depth = pair // TOP_K, tl.arange(0, DEPTH)
+    both = tl.arange(0, 2 * COLUMNS)  # columns of gate, and the same of up
+    column = both // COLUMNS * INTER + part * COLUMNS + both % COLUMNS
+    left = x + token.to(tl.int64)[:, None] * HIDDEN + depth[None, :]
+    right = weight + expert * (2 * INTER * HIDDEN) + column[:, None] * HIDDEN + depth[None, :]
+    total = nothing(ROWS, 2 * COLUMNS, rows_first)
+    of_row = tl.load(x_scale + token * parts, mask=real, other=0.0)
+    by_block = scale + expert * (2 * ups) + part * COLUMNS // SIDE * BLOCKS
+    for step in range(parts):
+        factor = along_rows(of_row, rows_first)
+        next = real & (step + 1 < parts)  # asked for a step ahead
+        of_row = tl.load(x_scale + token * parts + step + 1, mask=next, other=0.0)
+        a = tl.load(left + step * DEPTH, mask=real[:, None], other=0.0)
+        if BLOCKS > 0:
+            at = by_block + step * DEPTH // SIDE
+            of_block = tl.where(both < COLUMNS, tl.load(at), tl.load(at + ups))
+            factor *= along_columns(of_block, rows_first)
+        total += rounded_dot(a, tl.load(right + step * DEPTH), rows_first) * factor
+    if BLOCKS == 0:
+        total *= along_columns(tl.load(scale + expert * (2 * INTER) + column), rows_first)
+    value = _swiglu(tl.trans(total) if TURNED else total, ROWS, COLUMNS)
+    store_tile(
+        value, out, out_scale, pair.to(tl.int64), real, part * COLUMNS, INTER, COLUMNS, PART, MOST,
+        LEAST_SCALE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["size", "row_blocks", "held"])
+def _down(
+    hidden, hidden_scale, weight, scale, factors, out, pairs, experts, used, size, row_blocks, held,
+    HIDDEN: tl.constexpr, INTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, TURNED: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """out[pair] = factors[pair] * (hidden[pair] @ weight.T) for one tile of pairs, columns.
+    hidden_scale [pairs, INTER / DEPTH]; scale [experts, HIDDEN], or [experts, HIDDEN / SIDE,
+    BLOCKS]; held: experts."""
+    rows_first: tl.constexpr = TURNED == 0
+    parts: tl.constexpr = INTER // DEPTH
+    block, part = tile_of(row_blocks, HIDDEN // COLUMNS, GROUP)
+    column, depth = part * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
+    if EARLY:
+        ahead(weight, experts, used, block, column, held, HIDDEN, INTER, ROWS, DEPTH)
+        gdc_wait()  # for gate and up
+        gdc_launch_dependents()
+    if block * ROWS >= tl.load(used):
+        return
+    pair = tl.load(pairs + block * ROWS + tl.arange(0, ROWS))
+    real = pair < size
+    expert, row = tl.load(experts + block).to(tl.int64), pair.to(tl.int64)
+    left = hidden + row[:, None] * INTER + depth[None, :]
+    right = weight + expert * (HIDDEN * INTER) + column[:, None] * INTER + depth[None, :]
+    by_block = scale + expert * (HIDDEN // SIDE * BLOCKS) + part * COLUMNS // SIDE * BLOCKS
+    total = nothing(ROWS, COLUMNS, rows_first)
+    of_row = tl.load(hidden_scale + pair * parts, mask=real, other=0.0)
+    for step in range(parts):
+        factor = along_rows(of_row, rows_first)
+        next = real & (step + 1 < parts)  # asked for a step ahead
+        of_row = tl.load(hidden_scale + pair * parts + step + 1, mask=next, other=0.0)
+        a = tl.load(left + step * DEPTH, mask=real[:, None], other=0.0)
+        w = tl.load(right + step * DEPTH)
+        if BLOCKS > 0:
+            factor *= tl.load(by_block + step * DEPTH // SIDE)
+        total += rounded_dot(a, w, rows_first) * factor
+    if BLOCKS == 0:
+        total *= along_columns(tl.load(scale + expert * HIDDEN + column), rows_first)
+    if TURNED:
+        total = tl.trans(total)
+    total *= tl.load(factors + pair, mask=real, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + row[:, None] * HIDDEN + column[None, :], total, mask=real[:, None])
+
+
+def rounded_by_pair(
+    x: Rows,
+    gate_up: Matrices,
+    down: Matrices,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    span: tuple[int, int] = (0, 0),
+    shape: Tiles | None = None,
+) -> torch.Tensor:
+    """bfloat16 [T, top_k, hidden], for `moe.sums`: each token's experts, times their weights.
+
+    x [T, hidden], 128 to a scale; gate_up [experts, 2 n, hidden], gate first; down [experts,
+    hidden, n]; hidden and n are multiples of 128. weights, any float dtype, and chosen int, [T,
+    top_k]. span: (the first expert that is given, of how many; 0: these are all); pairs of others
+    are not written.
+    """
+    (tokens, hidden), top_k = x.values.shape, chosen.shape[1]
+    num_experts, (first, of) = len(down.values), span
+    if tokens == 0:
+        return x.scale.new_empty(0, top_k, hidden, dtype=torch.bfloat16)
+    tile = shape or rounded_tiles(chosen.numel(), of or num_experts)
+    plan = align(chosen, num_experts, tile.rows, first)
+    middle = gated_products(x, gate_up, plan, top_k, tile)
+    by_pair = weighted_products(middle, down, weights.contiguous(), plan, tile)
+    return by_pair.view(tokens, top_k, hidden)
+
+
+def gated_products(
+    x: Rows, weight: Matrices, plan: Alignment, top_k: int, tile: Tiles, part: int = MIDDLE
+) -> Rows:
+    """[T * top_k, n], `part` to a scale: SwiGLU of each pair's token, by its expert; plan in blocks
+    of tile.rows."""
+    (tokens, hidden), inter, cut = x.values.shape, weight.values.shape[1] // 2, tile.gate_up
+    pairs, blocks = tokens * top_k, plan.experts.shape[0]
+    room = Room.on(x.values.device, pairs, inter, part)
+    _gate_up[(blocks * (inter // cut.columns),)](
+        as_seen(x.values), x.scale, as_seen(weight.values), weight.scale, *room.targets,
+        plan.pairs, plan.experts, plan.used, pairs, blocks, TOP_K=top_k, HIDDEN=hidden, INTER=inter,
+        ROWS=plan.block, COLUMNS=cut.columns, DEPTH=cut.depth, TURNED=cut.turned,
+        BLOCKS=weight.blocks, PART=part, GROUP=tile.group, MOST=MOST, LEAST_SCALE=LEAST_SCALE,
+        num_warps=cut.warps, num_stages=cut.stages, **early_launch(x.values.device),
+    )  # fmt: skip
+    return Rows(*room.filled)
+
+
+def weighted_products(
+    x: Rows, weight: Matrices, factors: torch.Tensor, plan: Alignment, tile: Tiles
+) -> torch.Tensor:
+    """bfloat16 [pairs, hidden]: factors[pair], contiguous, times the product of x[pair] [pairs, n]
+    with its expert's matrix; a scale to tile.down.depth values of x."""
+    (pairs, inter), (held, hidden, _) = x.values.shape, weight.values.shape
+    cut, blocks = tile.down, plan.experts.shape[0]
+    out = torch.empty(pairs, hidden, dtype=torch.bfloat16, device=x.values.device)
+    _down[(blocks * (hidden // cut.columns),)](
+        as_seen(x.values), x.scale, as_seen(weight.values), weight.scale, factors, out,
+        plan.pairs, plan.experts, plan.used, pairs, blocks, held, HIDDEN=hidden, INTER=inter,
+        ROWS=plan.block, COLUMNS=cut.columns, DEPTH=cut.depth, TURNED=cut.turned,
+        BLOCKS=weight.blocks, GROUP=tile.group, num_warps=cut.warps, num_stages=cut.stages,
+        **early_launch(x.values.device),
+    )  # fmt: skip
+    return out
+
+
+def rounded_by_pair_reference(
+    x: Rows, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+) -> torch.Tensor:
+    """The same in plain torch, float32, of matrices as the numbers that they stand for."""
+    rows = x.values.float() * x.scale.repeat_interleave(fp8.SIDE, 1)
+    out = rows.new_zeros(*chosen.shape, rows.shape[1])
+    for expert in chosen.unique().tolist():
+        token, choice = torch.nonzero(chosen == expert, as_tuple=True)
+        gate, up = (rows[token] @ gate_up[expert].T).chunk(2, dim=-1)
+        middle, scale = round_parts_reference(torch.nn.functional.silu(gate) * up, MIDDLE)
+        wide = middle.float() * scale.repeat_interleave(MIDDLE, 1)
+        out[token, choice] = wide @ down[expert].T * weights[token, choice, None].float()
+    return out
