@@ -87,8 +87,8 @@ KINDS: Sequence[Kind] = (
         227 * 1024,
         run="bfloat16 and float16, heads of 64 and 128, FP8 and 4 bits, FP8 KV, "
         "models of transformers",
-        missing="heads of 256, FP8 KV with flashinfer but for heads of 64, MXFP4 in 4 bits, experts "
-        "in FP8",
+        missing="heads of 256, FP8 KV with flashinfer but for heads of 64, MXFP4 in 4 bits, "
+        "experts in FP8",
     ),
     Kind((10, 0), "B200", 227 * 1024),
 )

@@ -33,13 +33,12 @@ from pipeinfer.kernels.triton_e4m3 import as_seen
 # [tokens] -gate and up, SwiGLU-> [pairs, intermediate] -down, times weight-> [pairs, hidden]
 # Tokens have a scale for each SIDE of their values, what is between the products one for each
 # MIDDLE, so that tiles of so few columns can round it. A product of so many values is a sum of the
-# tensor cores; these are scaled and added in float32, in order. Tiles change nothing of that, so a
-# token's result is always the same.
+# tensor cores; these are scaled and added in float32, in order. No atomics.
 MIDDLE = 64
 
 
 @dataclass(frozen=True)
-class Rows:
+class ScaledRows:
     """values: e4m3 [rows, n]; scale: float32 [rows, n / PART], of so many values each; both
     contiguous."""
 
@@ -48,7 +47,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Matrices:
+class ScaledMatrices:
     """values: e4m3 [experts, rows, columns]; scale: float32, [experts, rows, 1], or of blocks of
     128 x 128, [experts, rows / 128, columns / 128]; both contiguous."""
 
@@ -101,8 +100,8 @@ def _gate_up(
     by_block = scale + expert * (2 * ups) + part * COLUMNS // SIDE * BLOCKS
     for step in range(parts):
         factor = along_rows(of_row, rows_first)
-        next = real & (step + 1 < parts)  # asked for a step ahead
-        of_row = tl.load(x_scale + token * parts + step + 1, mask=next, other=0.0)
+        more = real & (step + 1 < parts)  # asked for a step ahead
+        of_row = tl.load(x_scale + token * parts + step + 1, mask=more, other=0.0)
         a = tl.load(left + step * DEPTH, mask=real[:, None], other=0.0)
         if BLOCKS > 0:
             at = by_block + step * DEPTH // SIDE
@@ -148,8 +147,8 @@ def _down(
     of_row = tl.load(hidden_scale + pair * parts, mask=real, other=0.0)
     for step in range(parts):
         factor = along_rows(of_row, rows_first)
-        next = real & (step + 1 < parts)  # asked for a step ahead
-        of_row = tl.load(hidden_scale + pair * parts + step + 1, mask=next, other=0.0)
+        more = real & (step + 1 < parts)  # asked for a step ahead
+        of_row = tl.load(hidden_scale + pair * parts + step + 1, mask=more, other=0.0)
         a = tl.load(left + step * DEPTH, mask=real[:, None], other=0.0)
         w = tl.load(right + step * DEPTH)
         if BLOCKS > 0:
@@ -164,9 +163,9 @@ def _down(
 
 
 def rounded_by_pair(
-    x: Rows,
-    gate_up: Matrices,
-    down: Matrices,
+    x: ScaledRows,
+    gate_up: ScaledMatrices,
+    down: ScaledMatrices,
     weights: torch.Tensor,
     chosen: torch.Tensor,
     span: tuple[int, int] = (0, 0),
@@ -191,8 +190,13 @@ def rounded_by_pair(
 
 
 def gated_products(
-    x: Rows, weight: Matrices, plan: Alignment, top_k: int, tile: Tiles, part: int = MIDDLE
-) -> Rows:
+    x: ScaledRows,
+    weight: ScaledMatrices,
+    plan: Alignment,
+    top_k: int,
+    tile: Tiles,
+    part: int = MIDDLE,
+) -> ScaledRows:
     """[T * top_k, n], `part` to a scale: SwiGLU of each pair's token, by its expert; plan in blocks
     of tile.rows."""
     (tokens, hidden), inter, cut = x.values.shape, weight.values.shape[1] // 2, tile.gate_up
@@ -205,11 +209,11 @@ def gated_products(
         BLOCKS=weight.blocks, PART=part, GROUP=tile.group, MOST=MOST, LEAST_SCALE=LEAST_SCALE,
         num_warps=cut.warps, num_stages=cut.stages, **early_launch(x.values.device),
     )  # fmt: skip
-    return Rows(*room.filled)
+    return ScaledRows(*room.filled)
 
 
 def weighted_products(
-    x: Rows, weight: Matrices, factors: torch.Tensor, plan: Alignment, tile: Tiles
+    x: ScaledRows, weight: ScaledMatrices, factors: torch.Tensor, plan: Alignment, tile: Tiles
 ) -> torch.Tensor:
     """bfloat16 [pairs, hidden]: factors[pair], contiguous, times the product of x[pair] [pairs, n]
     with its expert's matrix; a scale to tile.down.depth values of x."""
@@ -227,7 +231,11 @@ def weighted_products(
 
 
 def rounded_by_pair_reference(
-    x: Rows, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+    x: ScaledRows,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
 ) -> torch.Tensor:
     """The same in plain torch, float32, of matrices as the numbers that they stand for."""
     rows = x.values.float() * x.scale.repeat_interleave(fp8.SIDE, 1)

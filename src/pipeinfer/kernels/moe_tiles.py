@@ -68,7 +68,7 @@ ROUNDED: tuple[tuple[float, Tiles], ...] = (
     (0.5, Tiles(16, Cut(64, 128, 4, 4, turned=True), Cut(64, 64, 4, 6, turned=True))),
     (16, Tiles(16, Cut(64, 128, 4, 4, turned=True), Cut(128, 64, 4, 5, turned=True))),
     (32, Tiles(32, Cut(64, 128, 4, 4, turned=True), Cut(128, 64, 4, 4, turned=True))),
-    (128, Tiles(64, Cut(64, 128, 4, 3, turned=True), Cut(128, 64, 4, 4, turned=True))),
+    (128, Tiles(64, Cut(64, 128, 4, 3), Cut(128, 64, 4, 4))),
     (MANY, Tiles(128, Cut(64, 128, 8, 3), Cut(128, 64, 8, 4))),
 )
 

@@ -149,10 +149,10 @@ class RoundedStack:
 
         rows = x if x.dtype == E4M3 else self.rounding.rows(x)
         gate_up, down = (
-            moe_e4m3.Matrices(one.weight, one.scale)  # type: ignore[arg-type]
+            moe_e4m3.ScaledMatrices(one.weight, one.scale)  # type: ignore[arg-type]
             for one in (self.gate_up, self.down)
         )
-        taken = moe_e4m3.Rows(rows.values, rows.scale)
+        taken = moe_e4m3.ScaledRows(rows.values, rows.scale)
         return moe_e4m3.rounded_by_pair(
             taken, gate_up, down, weights, experts, (self.first, self.of)
         )
