@@ -169,7 +169,8 @@ def test_experts_in_a_format_are_the_plain_ones(form, tokens):
     weights, chosen = torch.rand(tokens, 16, device="cuda").topk(4)
     expected = plain.grouped(x, weights, chosen).float()
     got = kept.grouped(x, weights, chosen).float()
-    bound = BOUNDS["fp8"] if stays else 2 * BOUNDS["4"]  # which round to bfloat16 once more
+    # Rows are rounded twice in FP8; 4 bits become bfloat16 first.
+    bound = 1.3 * BOUNDS["fp8"] if stays else 2 * BOUNDS["4"]
     assert (got - expected).norm() < bound * expected.norm()
     unsummed = kept.unsummed(x, weights, chosen)
     assert unsummed.shape == (4, tokens, DEPTH)

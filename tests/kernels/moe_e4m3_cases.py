@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kernels.moe_cases import in_8_bits, routed
-from kernels.triton_cases import DEVICE, randn, relative_error
+from kernels.triton_cases import DEVICE, HALVES, INTERPRETED, randn, relative_error
+from pipeinfer.checkpoint.quantization import Fp8, Quantization
 from pipeinfer.kernels.fp8 import SIDE
 from pipeinfer.kernels.moe import experts_mlp_reference, sums
 from pipeinfer.kernels.moe_e4m3 import (
@@ -18,6 +19,12 @@ from pipeinfer.kernels.moe_e4m3 import (
 )
 from pipeinfer.kernels.moe_tiles import ROUNDED, Cut, Tiles
 from pipeinfer.kernels.rounding import round_parts
+from pipeinfer.layers import fp8_products
+from pipeinfer.layers.experts import GatedExperts
+from pipeinfer.layers.moe import SparseMLP
+from pipeinfer.layers.norm import RMSNorm
+from pipeinfer.layers.placement import Placement, Shard
+from pipeinfer.layers.routing import SoftmaxRouter
 
 # What is between the products may be rounded to the other of two neighbours.
 ERROR = 8e-3
@@ -89,3 +96,37 @@ def test_large_values_beside_small_ones_and_zeros_are_rounded_by_their_own_part(
     assert rounded_by_pair(
         ScaledRows(rows.values[:0], rows.scale[:0]), gate_up, down, weights[:0], chosen[:0]
     ).shape == (0, 2, SIDE)
+
+
+def layer(form, dtype, decoded):
+    """(a norm, a mixture behind it, its experts), the same numbers for all kinds."""
+    quantization = Quantization("any", form, decoded=decoded)
+    at = Placement(Shard(), dtype, torch.device(DEVICE), quantization=quantization)
+    experts, router = GatedExperts(256, SIDE, 8, at), SoftmaxRouter(256, 8, 2, True, at)
+    norm = RMSNorm("norm", 256, 1e-6, at)
+    for number, source in enumerate(experts.sources("")):
+        full = randn(number, *source.shape) * source.dummy
+        full = full.abs() if "scale" in source.name else full
+        source.target.copy_(full[source.slices])
+    router.matrix.weight.copy_(randn(98, 8, 256) / 4)
+    norm.weight.copy_(randn(99, 256).abs())
+    return norm, SparseMLP(router, experts, at), experts
+
+
+@pytest.mark.parametrize("form", [Fp8(), Fp8("weight_scale_inv", "block", (128, 128))])
+@torch.inference_mode()
+def test_a_mixture_takes_rows_as_the_norm_before_it_rounds_them(form, monkeypatch):
+    if INTERPRETED:
+        monkeypatch.setattr(fp8_products, "products_on", lambda _: object())
+    norm, mixture, experts = layer(form, HALVES[-1], False)
+    experts._on_gpu = True
+    plain_norm, plain, plain_experts = layer(form, torch.float32, True)
+    plain_experts.pack()
+    x, residual = randn(1, 9, 256), randn(2, 9, 256)
+    expected = plain(plain_norm.add(x.clone(), residual.clone(), plain.rounding)[0])
+    x, residual = x.to(HALVES[-1]), residual.to(HALVES[-1])
+    rows, _ = norm.add(x.clone(), residual.clone(), mixture.rounding)
+    assert rows.values.dtype == torch.float8_e4m3fn and rows.plain.dtype == HALVES[-1]
+    assert relative_error(mixture(rows), expected) < 0.06
+    rows, _ = norm.add(x.clone(), residual.clone())
+    assert relative_error(mixture(rows), expected) < 0.06
