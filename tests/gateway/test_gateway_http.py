@@ -151,7 +151,7 @@ async def test_one_failed_prompt_of_several_fails_the_request_and_aborts_the_res
 ) -> None:
     with pytest.raises(openai.BadRequestError):
         await gateway.client().completions.create(model="test", prompt=["hang", "refuse"])
-    abort = await asyncio.wait_for(gateway.pipeline.aborts.get(), 5)
+    abort = await asyncio.wait_for(gateway.pipeline.aborts.get(), 60)
     assert abort.request_id.endswith("-0") and gateway.core.idle()
 
 
@@ -187,7 +187,7 @@ async def test_a_client_that_leaves_is_noticed_at_once(
         await asyncio.sleep(0.001)
     assert not gateway.core.idle()
     writer.close()
-    abort = await asyncio.wait_for(gateway.pipeline.aborts.get(), 5)
+    abort = await asyncio.wait_for(gateway.pipeline.aborts.get(), 60)
     assert abort.request_id == gateway.pipeline.submits[0].request_id
     assert gateway.core.idle()
 
@@ -199,7 +199,7 @@ async def test_a_cancelled_stream_of_the_official_client_is_aborted(gateway: Gat
     async for _ in stream:
         break
     await stream.close()
-    await asyncio.wait_for(gateway.pipeline.aborts.get(), 5)
+    await asyncio.wait_for(gateway.pipeline.aborts.get(), 60)
     assert gateway.core.idle()
 
 
@@ -216,7 +216,7 @@ async def test_a_client_that_never_reads_is_hung_up(gateway: Gateway) -> None:
         await asyncio.sleep(0)
         if gateway.core.idle():
             break
-    await asyncio.wait_for(gateway.pipeline.aborts.get(), 5)
+    await asyncio.wait_for(gateway.pipeline.aborts.get(), 60)
     assert gateway.core.idle()
     writer.close()
 
@@ -227,7 +227,7 @@ async def test_http_1_0_streams_without_chunked_framing(gateway: Gateway) -> Non
     body = b'{"prompt": "a b", "stream": true}'
     head = f"POST /v1/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
-    raw = await asyncio.wait_for(reader.read(), 5)
+    raw = await asyncio.wait_for(reader.read(), 60)
     headers, _, content = raw.partition(b"\r\n\r\n")
     assert b"chunked" not in headers.lower()
     assert content.startswith(b"data: {") and content.endswith(b"data: [DONE]\n\n")
@@ -280,7 +280,7 @@ async def test_limits_of_body_and_queue(start_gateway: StartGateway) -> None:
         await client.completions.create(model="test", prompt="x")
     assert limited.value.response.headers["retry-after"] == "1"
     waiting.cancel()
-    await asyncio.wait_for(gateway.pipeline.aborts.get(), 5)
+    await asyncio.wait_for(gateway.pipeline.aborts.get(), 60)
     assert await client.completions.create(model="test", prompt="x")
 
 

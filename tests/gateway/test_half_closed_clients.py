@@ -14,7 +14,7 @@ from pipeinfer.messages import TextRow
 from pipeinfer.packing import pack
 from waiting import until
 
-AT_ONCE = 0.2  # seconds
+AT_ONCE = 0.8  # seconds: less than the next probe would take
 
 
 def finish(gateway: Gateway, text: str, offset: int = 0) -> None:

@@ -10,6 +10,7 @@ import re
 import time
 import tracemalloc
 import zlib
+from typing import Any
 
 import httpx
 import pytest
@@ -183,7 +184,7 @@ async def test_malformed_chunks_are_a_400_also_of_a_body_that_nobody_wanted(
         )
         await asyncio.sleep(0.05)
         client.send(b"nonsense\r\n")
-        found = answers(await client.all(5))
+        found = answers(await client.all(60))
         assert found[0][0] == expected
         await client.close()
     quiet(caplog)
@@ -195,7 +196,7 @@ async def test_a_declared_length_beyond_the_bound_is_refused_before_a_byte_comes
     gateway = await start_gateway(max_body_mib=1)
     client = await RawClient.connect(gateway)
     client.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1048577\r\n\r\n")
-    head = await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), 2)
+    head = await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), 60)
     assert head.startswith(b"HTTP/1.1 413 ")
     await client.close()
 
@@ -244,7 +245,7 @@ async def test_heads_that_do_not_end_and_idle_connections_are_closed(
     begun.send(b"GET /health HTTP/1.1\r\nHo")
     ends = {}
     for name, client in (("begun", begun), ("fresh", fresh), ("kept", kept)):
-        await client.all(5)
+        await client.all(60)
         ends[name] = time.monotonic() - started
     assert ends["begun"] < 1.4 < ends["kept"], "the second had its time"
     assert not gateway.core.idle(), "one with a request stays, however long it takes"
@@ -268,9 +269,9 @@ async def test_beyond_the_bound_idle_connections_make_room_and_busy_ones_do_not(
         busy[-1].send(post({"prompt": "hang"}))
         await until(lambda: len(gateway.pipeline.submits) == 2 + i)  # noqa: B023
     for client in (*idle, used):
-        assert await client.all(2) == b""
+        assert await client.all(60) == b""
     refused = await RawClient.connect(gateway)
-    [(status, headers, body)] = answers(await refused.all(2))
+    [(status, headers, body)] = answers(await refused.all(60))
     assert (status, headers["retry-after"]) == (503, "1")
     assert json.loads(body)["error"]["code"] == "too_many_connections"
     assert len(gateway.pipeline.gone) == 0, "those with a request are not touched"
@@ -285,19 +286,29 @@ async def test_together_large_bodies_are_bounded_and_small_ones_pass(
     start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies, "TOGETHER", 2**21)
+    taken, fill = list[bodies.Bodies](), bodies.Bodies._fill
+
+    async def noted(self: bodies.Bodies, *args: Any) -> None:
+        taken.append(self)
+        await fill(self, *args)
+
+    monkeypatch.setattr(bodies.Bodies, "_fill", noted)
     gateway = await start_gateway(max_body_mib=1)
     whole = post({"prompt": "a " + " " * (2**20 - 100)})
-    held = [await RawClient.connect(gateway) for _ in range(3)]
-    for client in held[:2]:
+    held = [await RawClient.connect(gateway) for _ in range(2)]
+    for client in held:
         client.send(whole[:-1])
-    await asyncio.sleep(0.2)
-    held[2].send(whole)
-    head = await asyncio.wait_for(held[2].reader.readuntil(b"\r\n\r\n"), 2)
+    read = len(whole.partition(b"\r\n\r\n")[2]) - 1 - bodies.SMALL
+    await until(lambda: taken and taken[0]._held == 2 * read)
+    third = await RawClient.connect(gateway)
+    third.send(whole)
+    head = await asyncio.wait_for(third.reader.readuntil(b"\r\n\r\n"), 60)
+    await third.close()
     assert head.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1" in head
     small = await gateway.client().completions.create(model="test", prompt="a b")
     assert small.choices[0].text == "a b "
     held[0].send(whole[-1:])
-    head = await asyncio.wait_for(held[0].reader.readuntil(b"\r\n\r\n"), 2)
+    head = await asyncio.wait_for(held[0].reader.readuntil(b"\r\n\r\n"), 60)
     assert head.startswith(b"HTTP/1.1 200 ")
     async with httpx.AsyncClient() as http:  # its room is free again
         url = f"{gateway.url}/v1/completions"
