@@ -25,7 +25,7 @@ from graph_timing import each_us
 from pipeinfer.kernels import moe_e4m3
 from pipeinfer.kernels.moe import experts_mlp, gated_products, sums, weighted_products
 from pipeinfer.kernels.moe_align import align
-from pipeinfer.kernels.moe_e4m3 import MIDDLE, ScaledMatrices, ScaledRows, rounded_by_pair
+from pipeinfer.kernels.moe_e4m3 import MIDDLE, rounded_by_pair
 from pipeinfer.kernels.moe_tiles import EIGHT_BITS, PLAIN, ROUNDED, Cut, Tiles, rounded_tiles, tiles
 from pipeinfer.kernels.rounding import round_parts
 
@@ -126,11 +126,10 @@ def shape(rows, gate_up=None, down=None):
 def run(kind, stack, rows, cut, operand):
     x, middle, weights, plans = operand
     tile = shape(rows, cut)
-    if isinstance(x, ScaledRows):
-        weight = ScaledMatrices(*stack[kind])
+    if isinstance(x, tuple):
         if kind == GATE_UP:
-            return moe_e4m3.gated_products(x, weight, plans[rows], TOP_K, tile)
-        return moe_e4m3.weighted_products(middle, weight, weights, plans[rows], tile)
+            return moe_e4m3.gated_products(x, stack[kind], plans[rows], TOP_K, tile)
+        return moe_e4m3.weighted_products(middle, stack[kind], weights, plans[rows], tile)
     if kind == GATE_UP:
         return gated_products(x, *stack[kind], plans[rows], TOP_K, tile)
     return weighted_products(middle, *stack[kind], weights, plans[rows], tile)
@@ -142,16 +141,17 @@ def operand(form, tokens, experts, rows):
     plans = {height: align(chosen, experts, height) for height in rows}
     x, middle = randn(tokens, HIDDEN), randn(tokens * TOP_K, INTER)
     if form == ROWS:
-        x, middle = ScaledRows(*round_parts(x, SIDE)), ScaledRows(*round_parts(middle, MIDDLE))
+        x, middle = round_parts(x, SIDE), round_parts(middle, MIDDLE)
     return (x, middle, weights, plans), chosen
 
 
 def plain(rows):
     """As bfloat16."""
-    if not isinstance(rows, ScaledRows):
+    if not isinstance(rows, tuple):
         return rows
-    part = rows.values.shape[1] // rows.scale.shape[1]
-    return (rows.values.float() * rows.scale.repeat_interleave(part, 1)).bfloat16()
+    values, scale = rows
+    part = values.shape[1] // scale.shape[1]
+    return (values.float() * scale.repeat_interleave(part, 1)).bfloat16()
 
 
 def wanted(kind, stack, given, chosen):
@@ -253,8 +253,7 @@ def layers(form, stack, tokens, operands, best):
     def whole(one, shape):
         (x, _, weights, _), chosen = one
         if form == ROWS:
-            matrices = ScaledMatrices(gate_up, gate_up_scale), ScaledMatrices(down, down_scale)
-            by_pair = rounded_by_pair(x, *matrices, weights, chosen, shape=shape)
+            by_pair = rounded_by_pair(x, stack[GATE_UP], stack[DOWN], weights, chosen, shape=shape)
             return sums(by_pair, chosen, None, EXPERTS)
         scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
         return experts_mlp(x, gate_up, down, weights, chosen, shape, **scales)

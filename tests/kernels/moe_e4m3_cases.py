@@ -12,8 +12,6 @@ from pipeinfer.kernels.fp8 import SIDE
 from pipeinfer.kernels.moe import experts_mlp_reference, sums
 from pipeinfer.kernels.moe_e4m3 import (
     MIDDLE,
-    ScaledMatrices,
-    ScaledRows,
     rounded_by_pair,
     rounded_by_pair_reference,
 )
@@ -35,11 +33,11 @@ TURNED = Tiles(16, Cut(128, SIDE, 4, 2, turned=True), Cut(64, MIDDLE, 4, 2, turn
 def operands(tokens, hidden, inter, blocks, experts=4, top_k=2):
     """(what the kernel takes, the same for the reference)"""
     x = randn(1, tokens, hidden, dtype=torch.float16) * torch.linspace(0.1, 9, hidden).to(DEVICE)
-    rows = ScaledRows(*round_parts(x.half(), SIDE))
+    rows = round_parts(x.half(), SIDE)
     gate_up, gate_up_scale, plain = in_8_bits(randn(2, experts, 2 * inter, hidden) / 40, blocks)
     down, down_scale, plain_down = in_8_bits(randn(3, experts, hidden, inter) / 8, blocks)
     weights, chosen = routed(tokens, experts, top_k)
-    matrices = ScaledMatrices(gate_up, gate_up_scale), ScaledMatrices(down, down_scale)
+    matrices = (gate_up, gate_up_scale), (down, down_scale)
     return (rows, *matrices, weights, chosen), (rows, plain, plain_down, weights, chosen)
 
 
@@ -56,7 +54,7 @@ def test_rows_and_experts_in_8_bits_are_those_of_the_reference(
     expected = rounded_by_pair_reference(*wanted)
     assert got.dtype == torch.bfloat16 and relative_error(got, expected) < ERROR
     rows, plain, plain_down, weights, chosen = wanted
-    x = rows.values.float() * rows.scale.repeat_interleave(SIDE, 1)
+    x = rows[0].float() * rows[1].repeat_interleave(SIDE, 1)
     exact = experts_mlp_reference(x, plain, plain_down, weights, chosen)
     summed = sums(got, chosen, None, 4)
     assert relative_error(summed.float(), exact) < 0.04, "no more than rounding costs"
@@ -73,7 +71,7 @@ def test_a_token_in_8_bits_gets_the_same_result_in_any_batch():
     (rows, gate_up, down, weights, chosen), _ = operands(20, 128, 128, True)
     together = rounded_by_pair(rows, gate_up, down, weights, chosen, shape=SMALL)
     some = slice(5, 9)
-    few = ScaledRows(rows.values[some], rows.scale[some])
+    few = [one[some] for one in rows]
     alone = rounded_by_pair(few, gate_up, down, weights[some], chosen[some], shape=SMALL)
     assert torch.equal(alone, together[some])
 
@@ -83,18 +81,18 @@ def test_experts_in_8_bits_of_several_ranks_add_up_to_all():
     expected = rounded_by_pair_reference(*wanted).sum(1)
     total = torch.zeros_like(expected)
     for a, b in [(0, 3), (3, 8)]:
-        part = [ScaledMatrices(one.values[a:b], one.scale[a:b]) for one in (gate_up, down)]
+        part = [[each[a:b] for each in one] for one in (gate_up, down)]
         by_pair = rounded_by_pair(rows, *part, weights, chosen, (a, 8), SMALL)
         total += sums(by_pair, chosen, a, b - a).float()
     assert relative_error(total, expected) < 2 * ERROR
 
 
-def test_large_values_beside_small_ones_and_zeros_are_rounded_by_their_own_part():
-    rows = ScaledRows(*round_parts(torch.zeros(3, SIDE, dtype=torch.float16, device=DEVICE), SIDE))
+def test_rows_of_zeros_and_none_in_8_bits_give_as_much():
+    rows = round_parts(torch.zeros(3, SIDE, dtype=torch.float16, device=DEVICE), SIDE)
     _, gate_up, down, weights, chosen = operands(3, SIDE, SIDE, True)[0]
     assert not rounded_by_pair(rows, gate_up, down, weights, chosen, shape=SMALL).any()
     assert rounded_by_pair(
-        ScaledRows(rows.values[:0], rows.scale[:0]), gate_up, down, weights[:0], chosen[:0]
+        [one[:0] for one in rows], gate_up, down, weights[:0], chosen[:0]
     ).shape == (0, 2, SIDE)
 
 

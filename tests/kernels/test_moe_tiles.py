@@ -34,8 +34,8 @@ def test_tiles_of_fewer_bits_stay_within_what_shares_a_scale():
             assert SIDE % cut.columns == SIDE % cut.depth == 0
     for _, shape in ROUNDED:
         assert shape.gate_up.columns % MIDDLE == SIDE % shape.gate_up.columns == 0
-        assert shape.gate_up.depth == SIDE == shape.down.columns or shape.down.columns == SIDE // 2
-        assert shape.down.depth == MIDDLE
+        assert shape.gate_up.depth == SIDE and shape.down.depth == MIDDLE
+        assert shape.down.columns in (SIDE // 2, SIDE)
 
 
 @given(st.integers(1, 100_000), st.integers(1, 512), st.sampled_from(sorted(BY_BITS)))

@@ -350,7 +350,7 @@ def gated_products(
         x, *_seen(weight, scale, bias), out, plan.pairs, plan.experts, plan.used, out.shape[0],
         x.stride(0), blocks, TOP_K=top_k, HIDDEN=hidden, INTER=inter, ROWS=plan.block,
         **scaled, GROUP=tile.group, BIASED=bias is not None, SLOPE=slope,
-        LIMIT=limit, **_options(cut), **early_launch(x.device),
+        LIMIT=limit, **of_cut(cut), **early_launch(x.device),
     )  # fmt: skip
     return out
 
@@ -376,12 +376,12 @@ def weighted_products(
     _down[(blocks * triton.cdiv(hidden, cut.columns),)](
         x, *_seen(weight, scale, bias), factors, out, plan.pairs, plan.experts, plan.used, size,
         blocks, held, HIDDEN=hidden, INTER=inter, ROWS=plan.block, **scaled,
-        GROUP=tile.group, BIASED=bias is not None, **_options(cut), **early_launch(x.device),
+        GROUP=tile.group, BIASED=bias is not None, **of_cut(cut), **early_launch(x.device),
     )  # fmt: skip
     return out
 
 
-def _options(cut: Cut) -> dict[str, int]:
+def of_cut(cut: Cut) -> dict[str, int]:
     """The options of one product."""
     options = {"COLUMNS": cut.columns, "DEPTH": cut.depth, "TURNED": cut.turned}
     return options | {"num_warps": cut.warps, "num_stages": cut.stages}

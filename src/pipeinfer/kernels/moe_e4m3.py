@@ -12,8 +12,6 @@ https://arxiv.org/abs/2412.19437, 3.3.2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -23,9 +21,9 @@ from pipeinfer.kernels import fp8
 from pipeinfer.kernels.e4m3 import MOST
 from pipeinfer.kernels.early import early_launch
 from pipeinfer.kernels.fp8 import LEAST_SCALE
-from pipeinfer.kernels.moe import ahead, tile_of
+from pipeinfer.kernels.moe import ahead, of_cut, tile_of
 from pipeinfer.kernels.moe_align import Alignment, align
-from pipeinfer.kernels.moe_tiles import Tiles, rounded_tiles
+from pipeinfer.kernels.moe_tiles import Cut, Tiles, rounded_tiles
 from pipeinfer.kernels.rounding import Room, round_parts_reference, store_tile
 from pipeinfer.kernels.scaled_dot import SIDE, along_columns, along_rows, nothing, rounded_dot
 from pipeinfer.kernels.triton_e4m3 import as_seen
@@ -37,27 +35,10 @@ from pipeinfer.kernels.triton_e4m3 import as_seen
 MIDDLE = 64
 
 
-@dataclass(frozen=True)
-class ScaledRows:
-    """values: e4m3 [rows, n]; scale: float32 [rows, n / PART], of so many values each; both
-    contiguous."""
-
-    values: torch.Tensor
-    scale: torch.Tensor
-
-
-@dataclass(frozen=True)
-class ScaledMatrices:
-    """values: e4m3 [experts, rows, columns]; scale: float32, [experts, rows, 1], or of blocks of
-    128 x 128, [experts, rows / 128, columns / 128]; both contiguous."""
-
-    values: torch.Tensor
-    scale: torch.Tensor
-
-    @property
-    def blocks(self) -> int:
-        """With a scale of their own, in a row; 0 where rows have one."""
-        return 0 if self.scale.shape[1] == self.values.shape[1] else self.scale.shape[2]
+# Values in e4m3 and their scales, float32; both contiguous. Of rows [rows, n]: [rows, parts]. Of
+# matrices [experts, rows, columns]: [experts, rows, 1], or of blocks of 128 x 128, [experts,
+# rows / 128, columns / 128].
+Scaled = tuple[torch.Tensor, torch.Tensor]
 
 
 @triton.jit
@@ -163,9 +144,9 @@ def _down(
 
 
 def rounded_by_pair(
-    x: ScaledRows,
-    gate_up: ScaledMatrices,
-    down: ScaledMatrices,
+    x: Scaled,
+    gate_up: Scaled,
+    down: Scaled,
     weights: torch.Tensor,
     chosen: torch.Tensor,
     span: tuple[int, int] = (0, 0),
@@ -178,10 +159,10 @@ def rounded_by_pair(
     top_k]. span: (the first expert that is given, of how many; 0: these are all); pairs of others
     are not written.
     """
-    (tokens, hidden), top_k = x.values.shape, chosen.shape[1]
-    num_experts, (first, of) = len(down.values), span
+    (tokens, hidden), top_k = x[0].shape, chosen.shape[1]
+    num_experts, (first, of) = len(down[0]), span
     if tokens == 0:
-        return x.scale.new_empty(0, top_k, hidden, dtype=torch.bfloat16)
+        return x[1].new_empty(0, top_k, hidden, dtype=torch.bfloat16)
     tile = shape or rounded_tiles(chosen.numel(), of or num_experts)
     plan = align(chosen, num_experts, tile.rows, first)
     middle = gated_products(x, gate_up, plan, top_k, tile)
@@ -189,56 +170,57 @@ def rounded_by_pair(
     return by_pair.view(tokens, top_k, hidden)
 
 
-def gated_products(
-    x: ScaledRows,
-    weight: ScaledMatrices,
-    plan: Alignment,
-    top_k: int,
-    tile: Tiles,
-    part: int = MIDDLE,
-) -> ScaledRows:
-    """[T * top_k, n], `part` to a scale: SwiGLU of each pair's token, by its expert; plan in blocks
+def gated_products(x: Scaled, matrices: Scaled, plan: Alignment, top_k: int, tile: Tiles) -> Scaled:
+    """[T * top_k, n], MIDDLE to a scale: SwiGLU of each pair's token, by its expert; plan in blocks
     of tile.rows."""
-    (tokens, hidden), inter, cut = x.values.shape, weight.values.shape[1] // 2, tile.gate_up
+    (values, scale), weight = x, matrices[0]
+    (tokens, hidden), inter, cut = values.shape, weight.shape[1] // 2, tile.gate_up
     pairs, blocks = tokens * top_k, plan.experts.shape[0]
-    room = Room.on(x.values.device, pairs, inter, part)
+    room = Room.on(values.device, pairs, inter, MIDDLE)
     _gate_up[(blocks * (inter // cut.columns),)](
-        as_seen(x.values), x.scale, as_seen(weight.values), weight.scale, *room.targets,
-        plan.pairs, plan.experts, plan.used, pairs, blocks, TOP_K=top_k, HIDDEN=hidden, INTER=inter,
-        ROWS=plan.block, COLUMNS=cut.columns, DEPTH=cut.depth, TURNED=cut.turned,
-        BLOCKS=weight.blocks, PART=part, GROUP=tile.group, MOST=MOST, LEAST_SCALE=LEAST_SCALE,
-        num_warps=cut.warps, num_stages=cut.stages, **early_launch(x.values.device),
+        as_seen(values), scale, as_seen(weight), matrices[1], *room.targets, plan.pairs,
+        plan.experts, plan.used, pairs, blocks, TOP_K=top_k, HIDDEN=hidden, INTER=inter,
+        PART=MIDDLE, MOST=MOST, LEAST_SCALE=LEAST_SCALE,
+        **_options(matrices, plan, cut, tile.group),
     )  # fmt: skip
-    return ScaledRows(*room.filled)
+    return room.filled
 
 
 def weighted_products(
-    x: ScaledRows, weight: ScaledMatrices, factors: torch.Tensor, plan: Alignment, tile: Tiles
+    x: Scaled, matrices: Scaled, factors: torch.Tensor, plan: Alignment, tile: Tiles
 ) -> torch.Tensor:
     """bfloat16 [pairs, hidden]: factors[pair], contiguous, times the product of x[pair] [pairs, n]
     with its expert's matrix; a scale to tile.down.depth values of x."""
-    (pairs, inter), (held, hidden, _) = x.values.shape, weight.values.shape
+    (values, scale), weight = x, matrices[0]
+    (pairs, inter), (held, hidden, _) = values.shape, weight.shape
     cut, blocks = tile.down, plan.experts.shape[0]
-    out = torch.empty(pairs, hidden, dtype=torch.bfloat16, device=x.values.device)
+    out = torch.empty(pairs, hidden, dtype=torch.bfloat16, device=values.device)
     _down[(blocks * (hidden // cut.columns),)](
-        as_seen(x.values), x.scale, as_seen(weight.values), weight.scale, factors, out,
-        plan.pairs, plan.experts, plan.used, pairs, blocks, held, HIDDEN=hidden, INTER=inter,
-        ROWS=plan.block, COLUMNS=cut.columns, DEPTH=cut.depth, TURNED=cut.turned,
-        BLOCKS=weight.blocks, GROUP=tile.group, num_warps=cut.warps, num_stages=cut.stages,
-        **early_launch(x.values.device),
+        as_seen(values), scale, as_seen(weight), matrices[1], factors, out, plan.pairs,
+        plan.experts, plan.used, pairs, blocks, held, HIDDEN=hidden, INTER=inter,
+        **_options(matrices, plan, cut, tile.group),
     )  # fmt: skip
     return out
 
 
+def _options(matrices: Scaled, plan: Alignment, cut: Cut, group: int) -> dict[str, int]:
+    """What both products are launched with. BLOCKS: with a scale of their own, in a row of a
+    matrix; 0 where rows have one."""
+    weight, scale = matrices
+    by_row = scale.shape[1] == weight.shape[1]
+    options = {"ROWS": plan.block, "GROUP": group, "BLOCKS": 0 if by_row else scale.shape[2]}
+    return options | of_cut(cut) | early_launch(weight.device)
+
+
 def rounded_by_pair_reference(
-    x: ScaledRows,
+    x: Scaled,
     gate_up: torch.Tensor,
     down: torch.Tensor,
     weights: torch.Tensor,
     chosen: torch.Tensor,
 ) -> torch.Tensor:
     """The same in plain torch, float32, of matrices as the numbers that they stand for."""
-    rows = x.values.float() * x.scale.repeat_interleave(fp8.SIDE, 1)
+    rows = x[0].float() * x[1].repeat_interleave(fp8.SIDE, 1)
     out = rows.new_zeros(*chosen.shape, rows.shape[1])
     for expert in chosen.unique().tolist():
         token, choice = torch.nonzero(chosen == expert, as_tuple=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from pipeinfer.layers.stack import Stack
 
 if TYPE_CHECKING:
     from pipeinfer.kernels.moe import Bounded
+    from pipeinfer.kernels.moe_e4m3 import Scaled
 
 Grouped = Callable[[Rows, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -127,8 +128,8 @@ class Stacked:
 class RoundedStack:
     """The same in FP8, where rows are rounded to that, too. Sizes are whole blocks of 128."""
 
-    gate_up: Stack
-    down: Stack
+    gate_up: Scaled
+    down: Scaled
     first: int
     of: int
     rounding: RowRounding
@@ -137,7 +138,7 @@ class RoundedStack:
         """As Experts' `grouped`."""
         from pipeinfer.kernels.moe import sums
 
-        by_pair, held = self._by_pair(x, weights, experts), len(self.down.weight)
+        by_pair, held = self._by_pair(x, weights, experts), len(self.down[0])
         return sums(by_pair, experts.contiguous(), self.first if held < self.of else None, held)
 
     def unsummed(self, x: Rows, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
@@ -145,17 +146,11 @@ class RoundedStack:
         return self._by_pair(x, weights, experts).transpose(0, 1)
 
     def _by_pair(self, x: Rows, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        from pipeinfer.kernels import moe_e4m3
+        from pipeinfer.kernels.moe_e4m3 import rounded_by_pair
 
         rows = x if x.dtype == E4M3 else self.rounding.rows(x)
-        gate_up, down = (
-            moe_e4m3.ScaledMatrices(one.weight, one.scale)  # type: ignore[arg-type]
-            for one in (self.gate_up, self.down)
-        )
-        taken = moe_e4m3.ScaledRows(rows.values, rows.scale)
-        return moe_e4m3.rounded_by_pair(
-            taken, gate_up, down, weights, experts, (self.first, self.of)
-        )
+        taken, span = (rows.values, rows.scale), (self.first, self.of)
+        return rounded_by_pair(taken, self.gate_up, self.down, weights, experts, span)
 
 
 class GatedExperts:
@@ -176,11 +171,7 @@ class GatedExperts:
         self._on_gpu = placement.device.type == "cuda"
         kept = self.gate_up.scale is not None and self.down.scale is not None
         whole = hidden_size % SIDE == 0 and share % SIDE == 0
-        self._rounding = RowRounding(SIDE, keeps=True) if kept and whole else None
-
-    @property
-    def rounding(self) -> RowRounding | None:
-        return self._rounding
+        self.rounding = RowRounding(SIDE, keeps=True) if kept and whole else None
 
     @property
     def grouped(self) -> Grouped | None:
@@ -193,11 +184,11 @@ class GatedExperts:
         return self._stacked().unsummed
 
     def _stacked(self) -> Stacked | RoundedStack:
-        if self._rounding is not None:
-            where = self.held.first, self._of
-            return RoundedStack(self.gate_up, self.down, *where, self._rounding)
         gate_up, down = ((one.weight, one.scale) for one in (self.gate_up, self.down))
-        return Stacked(gate_up, down, self.held.first, self._of)
+        where = self.held.first, self._of
+        if self.rounding is None:
+            return Stacked(gate_up, down, *where)
+        return RoundedStack(cast("Scaled", gate_up), cast("Scaled", down), *where, self.rounding)
 
     def __call__(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
         return one_by_one(x, counts, [self._expert(index) for index in range(self.held.count)])
