@@ -1,7 +1,7 @@
 """Times the products of a mixture with every tile that could be good; a tool.
 
-`python tests/gpu/time_moe.py [SECONDS]` prints, for each format and number of tokens, the best
-tiles in microseconds of both products at the shape of Qwen3-30B-A3B, and what a whole layer of
+`python tests/gpu/time_moe.py [SECONDS [FORM ...]]` prints, for each form and number of tokens, the
+best tiles in microseconds of both products at the shape of Qwen3-30B-A3B, and what a whole layer of
 experts takes with them and with those of kernels/moe_tiles.py. One graph holds several routings, so
 that little is in the L2 cache. $OUT/moe.jsonl has every time.
 """
@@ -183,14 +183,14 @@ def check(job):
         return job, repr(error)[:100]
 
 
-def checked():
+def checked(forms):
     """The candidates that compute what they should."""
     begin = time.monotonic()
     rows = sorted({height for tokens in TOKENS for height in heights(tokens)})
     jobs = [
         (kind, form, height, cut)
         for height in rows
-        for form in FORMS
+        for form in forms
         for kind in (GATE_UP, DOWN)
         for cut in cuts(kind, form, height)
     ]
@@ -268,10 +268,11 @@ def layers(form, stack, tokens, operands, best):
 
 def main():
     begin, limit = time.monotonic(), float(sys.argv[1]) if len(sys.argv) > 1 else 1e9
-    good = checked()
-    stack = {form: stacks(form, EXPERTS) for form in FORMS}
+    forms = sys.argv[2:] or FORMS
+    good = checked(forms)
+    stack = {form: stacks(form, EXPERTS) for form in forms}
     with (Path(os.environ.get("OUT", ".")) / "moe.jsonl").open("w") as lines:
-        for tokens, form in itertools.product(TOKENS, FORMS):
+        for tokens, form in itertools.product(TOKENS, forms):
             if time.monotonic() - begin < limit:
                 show(good, lines, form, stack[form], tokens)
     print(f"{time.monotonic() - begin:.0f} s", flush=True)
