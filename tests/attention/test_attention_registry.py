@@ -160,6 +160,22 @@ def test_packages_are_imported_beside_and_one_that_cannot_be_is_left_to_the_back
     registry.import_packages("torch").join(60)
 
 
+def test_a_package_that_a_backend_does_without_is_not_imported_for_it(monkeypatch, tmp_path):
+    (tmp_path / "norms_of_others.py").write_text("")
+    (tmp_path / "kernels_with_norms.py").write_text(
+        "try:\n    import norms_of_others\n    own = False\nexcept ImportError:\n    own = True\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(registry.IMPORTED, "fa3", ("kernels_with_norms",))
+    for without, own in (("norms_of_others", True), ("", False), ("norms_of_others", False)):
+        monkeypatch.setitem(registry.WITHOUT, "fa3", without)
+        registry.import_packages("fa3").join(60)
+        assert sys.modules.pop("kernels_with_norms").own == own
+        # Whoever asks for it later finds it; and one that was there before is not taken away.
+        assert ("norms_of_others" in sys.modules) == (not own)
+    del sys.modules["norms_of_others"]
+
+
 def test_what_is_imported_beforehand_is_of_the_packages_that_a_backend_needs():
     assert registry.IMPORTED.keys() == registry.PACKAGES.keys()
     for name, modules in registry.IMPORTED.items():

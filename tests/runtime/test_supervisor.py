@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from pipeinfer.runtime.child import Child, Command
-from pipeinfer.runtime.entry import FAILED, MISCONFIGURED, ORDERLY
+from pipeinfer.runtime.exit_codes import FAILED, MISCONFIGURED, ORDERLY
 from pipeinfer.runtime.report import DESCRIPTOR, LETTERS, Reporter, Reports, reporter
 from pipeinfer.runtime.supervisor import RESTARTS, Supervisor
 from pipeinfer.settings import Settings

@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,6 +44,9 @@ IMPORTED = {
     "fa3": ("sgl_kernel.flash_attn",),
     "hybrid": ("sgl_kernel.flash_attn",),
 }
+# Backends that do without a package which those look for: sgl_kernel would take a second to import
+# all of FlashInfer, for norms and samplers that it has itself.
+WITHOUT = {"fa3": "flashinfer", "hybrid": "flashinfer"}
 HALVES = ("bfloat16", "float16")
 HEAD_DIMS = {"flashinfer": (64, 128, 256), "fa3": (64, 96, 128, 192, 256), "hybrid": (64, 128, 256)}
 # Head sizes for which a backend is chosen by itself, the fastest first. With heads of 256, hybrid
@@ -178,19 +183,33 @@ def resolve_page_size(name: str, page_size: int) -> int:
 
 
 def import_packages(name: str) -> threading.Thread:
-    """A running thread that imports what backend `name` needs of packages. What goes wrong is said
-    by whoever imports it then."""
+    """A running thread that imports what backend `name` needs of packages, and nothing of those
+    that it does without. What goes wrong is said by whoever imports it then."""
 
     def work() -> None:
-        for module in IMPORTED.get(name, ()):
-            try:
-                importlib.import_module(module)
-            except Exception as error:
-                log.debug("%s is left to who needs it: %s", module, error)
+        with _hidden(WITHOUT.get(name, "")):
+            for module in IMPORTED.get(name, ()):
+                try:
+                    importlib.import_module(module)
+                except Exception as error:
+                    log.debug("%s is left to who needs it: %s", module, error)
 
     thread = threading.Thread(target=work, name="kernels", daemon=True)
     thread.start()
     return thread
+
+
+@contextmanager
+def _hidden(package: str) -> Generator[None]:
+    """Who looks for `package` meanwhile finds none, unless it was imported before. "": all do."""
+    if not package or package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # pyright: ignore[reportArgumentType]  # as the import system has it
+    try:
+        yield
+    finally:
+        del sys.modules[package]
 
 
 def create(name: str, shapes: Sequence[AttentionShape], device: torch.device) -> Attention:

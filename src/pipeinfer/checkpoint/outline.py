@@ -13,7 +13,7 @@ from pipeinfer.checkpoint.architectures import ARCHITECTURES
 from pipeinfer.checkpoint.config import ModelConfig, read_config, read_dtype
 from pipeinfer.checkpoint.fields import Fields, read_json
 from pipeinfer.checkpoint.quantization import read_quantization
-from pipeinfer.gguf.documents import is_gguf
+from pipeinfer.gguf.filename import is_gguf
 from pipeinfer.settings import ConfigurationError
 
 # What configurations call the most tokens of a sequence.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeinfer.demo import demo_path
-from pipeinfer.gguf.documents import is_gguf
+from pipeinfer.gguf.filename import is_gguf
 from pipeinfer.settings import DEMO, ConfigurationError
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]

@@ -10,16 +10,19 @@ import asyncio
 import logging
 import signal
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import uvloop
 import zmq
 
 from pipeinfer import settings as config
 from pipeinfer.runtime.hangup import on_hangup
-from pipeinfer.runtime.inprocess import InProcess
 from pipeinfer.runtime.local import check_port, local_stages, prepare
 from pipeinfer.runtime.logs import set_up_logging
 from pipeinfer.runtime.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from pipeinfer.runtime.inprocess import InProcess
 
 log = logging.getLogger(__name__)
 

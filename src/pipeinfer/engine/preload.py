@@ -1,17 +1,22 @@
 """Loads torch's libraries from disk, and wakes a GPU, while Python does something else.
 
 `import torch` and its first look at a GPU hold the interpreter meanwhile: seconds, with a GPU's
-kernels. Knows where libraries lie; what fails here is left to the import.
+kernels. Knows where libraries lie, and what they read of the environment; what fails here is left
+to the import.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib.util
 import logging
 import os
 import threading
 from pathlib import Path
+
+from pipeinfer.engine.onednn import keep_few_kernels
+from pipeinfer.engine.openmp import spin_briefly
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +29,17 @@ LIBRARIES = (
 WAKE = "cudaSetDevice", "cudaFree"  # what the first call of the latter does is make a context
 
 
+def begin_early() -> None:
+    """Has them loaded while the process imports what every stage has: for its first lines."""
+    atexit.register(preload_torch(None).join)
+
+
 def preload_torch(gpu: int | None) -> threading.Thread:
-    """A running thread that loads them, and then wakes GPU number `gpu` where there is one; None:
-    none is wanted. To be waited for before torch is imported, and before the process ends: amid
-    such loading it would be ended by a signal. What the libraries read of the environment as they
-    are loaded, such as how long OpenMP spins, must stand there before."""
+    """A running thread that loads them, unless they are there, and then wakes GPU number `gpu`
+    where there is one; None: none is wanted. To be waited for before torch is imported, and before
+    the process ends: amid such loading it would be ended by a signal."""
+    spin_briefly(os.environ)
+    keep_few_kernels(os.environ)
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does before it wakes one
     thread = threading.Thread(target=_load, args=(gpu,), name="libraries", daemon=True)
     thread.start()

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.control import Prefix
-from pipeinfer.engine.onednn import keep_few_kernels
-from pipeinfer.engine.openmp import spin_briefly
 from pipeinfer.engine.preload import preload_torch
 from pipeinfer.engine.start import Start, process_age
 from pipeinfer.messages import PROTOCOL, Hello
@@ -45,8 +43,6 @@ def build(context: StageContext) -> Stage:
     start = Start(graphs.show)
     start.took("process", process_age())
     folder = resolve_model(settings.model, settings.revision)
-    spin_briefly(os.environ)
-    keep_few_kernels(os.environ)
     ordinal = context.topology.gpu(identity.id)
     with start.phase("imports"):
         libraries = preload_torch(None if settings.device == "cpu" else ordinal)

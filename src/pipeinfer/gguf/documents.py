@@ -19,13 +19,7 @@ from pipeinfer.settings import ConfigurationError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SUFFIX = ".gguf"
 Made = TypeVar("Made")
-
-
-def is_gguf(checkpoint: Path) -> bool:
-    """Whether a checkpoint is such a file; by its name, so that nobody reads it for that."""
-    return checkpoint.suffix.lower() == SUFFIX
 
 
 def document(path: Path, name: str) -> JsonObject | None:

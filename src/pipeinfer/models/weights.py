@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from pipeinfer.checkpoint.safetensors import StoredTensor, read_headers
 from pipeinfer.checkpoint.spellings import respelled
-from pipeinfer.gguf.documents import is_gguf
+from pipeinfer.gguf.filename import is_gguf
 from pipeinfer.gguf.header import read_header
 from pipeinfer.gguf.names import Packed, packed_tensors
 from pipeinfer.gguf.quantization import BLOCKS

@@ -21,7 +21,7 @@ from pipeinfer.gateway.stage import TICK
 from pipeinfer.gateway.tracing import Traces
 from pipeinfer.offline.driver import OfflineDriver, Sink
 from pipeinfer.runtime import wakefulness
-from pipeinfer.runtime.entry import MISCONFIGURED
+from pipeinfer.runtime.exit_codes import MISCONFIGURED
 from pipeinfer.runtime.inprocess import InProcess
 from pipeinfer.runtime.local import local_stages
 from pipeinfer.runtime.shell import Shell

@@ -25,6 +25,7 @@ from pipeinfer.bus.room import make_room
 from pipeinfer.runtime.claim import Claim, claim
 from pipeinfer.runtime.deployment import deployed
 from pipeinfer.runtime.door import WAIT, opened
+from pipeinfer.runtime.exit_codes import FAILED, MISCONFIGURED, ORDERLY
 from pipeinfer.runtime.group_fault import end_on_group_fault
 from pipeinfer.runtime.hangup import on_hangup
 from pipeinfer.runtime.heap import keep_large_apart
@@ -37,7 +38,6 @@ from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Identity, Topology
 
-ORDERLY, FAILED, MISCONFIGURED = 0, 1, 2
 PARENT_CHECK = 0.5  # seconds
 # Messages and requests form no cycles. With the default threshold the collector walks all of them
 # many times a second, which at 1,024 requests more than doubles a step of the scheduler.

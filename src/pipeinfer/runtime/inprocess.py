@@ -10,7 +10,8 @@ import logging
 
 import zmq
 
-from pipeinfer.runtime.entry import ORDERLY, run_shell
+from pipeinfer.runtime.entry import run_shell
+from pipeinfer.runtime.exit_codes import ORDERLY
 from pipeinfer.runtime.shell import Shell
 from pipeinfer.settings import Settings
 from pipeinfer.topology.topology import Identity, Topology

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -21,11 +22,13 @@ from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.runtime import listening, spans
 from pipeinfer.runtime.deployment import STAGES, deployed
 from pipeinfer.runtime.find import PREFIX, TOPOLOGY, alive
-from pipeinfer.runtime.inprocess import InProcess
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.settings import DEMO, ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Topology
+
+if TYPE_CHECKING:
+    from pipeinfer.runtime.inprocess import InProcess
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ def local_stages(
         topology = _topology(settings, "inproc://")
         if topology.keyed:
             raise ConfigurationError("--in-process is one process, each stage's keys are its own")
+        from pipeinfer.runtime.inprocess import InProcess  # all that stages are made of
+
         identities = [e.identity for e in topology.entries if e.name != without]
         yield LocalStages(InProcess(settings, topology, identities, context), topology)
         return

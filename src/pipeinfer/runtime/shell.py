@@ -26,7 +26,7 @@ from pipeinfer.messages import GroupFault, Heartbeat, Message, RankStatus, Recov
 from pipeinfer.runtime.fence import Fence
 from pipeinfer.runtime.logs import about
 from pipeinfer.runtime.observer import StageObserver
-from pipeinfer.runtime.stage import TAKES, TAKES_NOT, Stage, StageContext, builder
+from pipeinfer.runtime.stage import LEAVE, TAKES, TAKES_NOT, Stage, StageContext, builder
 from pipeinfer.runtime.tap import Tap
 from pipeinfer.runtime.unsent import UnsentMessages
 from pipeinfer.settings import ConfigurationError, Settings
@@ -34,7 +34,6 @@ from pipeinfer.topology.topology import Identity, Topology
 
 log = logging.getLogger(__name__)
 
-LEAVE = 10.0  # seconds that a stage has to hand on what is in hand
 LEAVE_CHECK = 0.005  # seconds; its successor, and every stream, waits for its end
 
 

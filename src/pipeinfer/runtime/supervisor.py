@@ -20,7 +20,7 @@ from pipeinfer.messages import GroupFault, Heartbeat, Message
 from pipeinfer.runtime.child import Child, cause
 from pipeinfer.runtime.deployment import SECRET
 from pipeinfer.runtime.door import Door
-from pipeinfer.runtime.entry import FAILED, MISCONFIGURED, ORDERLY
+from pipeinfer.runtime.exit_codes import FAILED, MISCONFIGURED, ORDERLY
 from pipeinfer.runtime.swap import Swaps
 from pipeinfer.settings import PREFIX, Settings, to_environment
 from pipeinfer.topology.topology import Identity, Topology

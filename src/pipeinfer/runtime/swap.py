@@ -23,7 +23,7 @@ from pipeinfer.control import CHANNEL, Swap, SwapState
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import Heartbeat, Message
 from pipeinfer.runtime.child import Child, Command, cause
-from pipeinfer.runtime.shell import LEAVE
+from pipeinfer.runtime.stage import LEAVE
 from pipeinfer.topology.topology import Identity, Topology
 
 log = logging.getLogger(__name__)

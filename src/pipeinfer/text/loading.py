@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from pipeinfer.gguf.documents import is_gguf
 from pipeinfer.gguf.documents import tokenizer as gguf_tokenizer
+from pipeinfer.gguf.filename import is_gguf
 from pipeinfer.json_values import JsonObject, JsonValue
 from pipeinfer.settings import ConfigurationError
 
