@@ -15,6 +15,7 @@ import os
 import threading
 from pathlib import Path
 
+from pipeinfer.engine.cuda.triton_hash import hashing
 from pipeinfer.engine.onednn import keep_few_kernels
 from pipeinfer.engine.openmp import spin_briefly
 
@@ -35,9 +36,10 @@ def begin_early() -> None:
 
 
 def preload_torch(gpu: int | None) -> threading.Thread:
-    """A running thread that loads them, unless they are there, and then wakes GPU number `gpu`
-    where there is one; None: none is wanted. To be waited for before torch is imported, and before
-    the process ends: amid such loading it would be ended by a signal."""
+    """A running thread that loads them, unless they are there, then wakes GPU number `gpu` where
+    there is one, and has Triton's hash made for it; None: none is wanted. To be waited for before
+    torch is imported, and before the process ends: amid such loading it would be ended by a signal.
+    """
     spin_briefly(os.environ)
     keep_few_kernels(os.environ)
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does before it wakes one
@@ -62,3 +64,5 @@ def _load(gpu: int | None) -> None:
         here.cudaFree.argtypes = (ctypes.c_void_p,)
         error = here.cudaSetDevice(gpu) or here.cudaFree(None)
         log.debug("GPU %d: %s", gpu, f"error {error}" if error else "awake")
+        if not error:
+            hashing()

@@ -1,4 +1,7 @@
-"""Which checkpoints are GGUF files. Knows names only, for whoever needs nothing else of them."""
+"""Which checkpoints are GGUF files.
+
+Knows names only, for whoever needs nothing else of them.
+"""
 
 from __future__ import annotations
 

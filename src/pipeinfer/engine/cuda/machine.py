@@ -7,9 +7,7 @@ Knows bytes and artificial steps; no request and no model.
 from __future__ import annotations
 
 import gc
-import logging
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,6 +16,7 @@ import torch
 
 from pipeinfer.engine.artificial import alike_decodes, artificial_step
 from pipeinfer.engine.cuda.device import CudaDevice
+from pipeinfer.engine.cuda.triton_hash import hashing
 from pipeinfer.engine.machine import Built
 from pipeinfer.engine.rooms import SHARING, LargestStep
 from pipeinfer.engine.runner import Runner
@@ -25,8 +24,6 @@ from pipeinfer.kernels import by_triton
 from pipeinfer.kernels.interface import Kernels
 from pipeinfer.params import MOST_LOGPROBS
 from pipeinfer.steps.step import LogprobRows, Step
-
-log = logging.getLogger(__name__)
 
 GPU_STEP_TOKENS = 8192
 LARGE_TOP_K = 20
@@ -49,9 +46,7 @@ class CudaMachine:
         self.where = torch.device("cuda", ordinal)
         self.device = CudaDevice(self.where)
         self.kernels: Kernels = by_triton
-        # Beside the weights.
-        self._hashing = threading.Thread(target=_hash_triton, name="hash", daemon=True)
-        self._hashing.start()
+        hashing()
 
     def build(self, work: Callable[[], Built]) -> Built:
         """On the caller's thread, which also launches steps."""
@@ -59,7 +54,7 @@ class CudaMachine:
 
     def warm_up(self, runner: Runner, most_tokens: int) -> None:
         """Runs the largest step, and small ones of each kind: kernels are compiled and loaded."""
-        self._hashing.join()
+        hashing().join()
         page_size, rows = runner.pool.page_size, runner.largest.rows
         largest = largest_step(runner.largest, page_size, most_tokens)
         for _ in range(2):  # the first one also allocates what stays
@@ -85,17 +80,6 @@ class CudaMachine:
         free, total = torch.cuda.mem_get_info()
         transient = peak - torch.cuda.memory_reserved()
         return int(total * fraction) - (total - free) - transient
-
-
-def _hash_triton() -> None:
-    """Triton finds compiled kernels by a hash over all of itself, which it makes once, when the
-    first is asked for: half a second in which others can run."""
-    try:
-        from triton.runtime.cache import triton_key  # pyright: ignore[reportMissingTypeStubs]
-    except ImportError as error:  # no part of what triton promises
-        log.debug("triton's hash is left to the first kernel: %s", error)
-    else:
-        triton_key()
 
 
 def largest_step(largest: LargestStep, page_size: int, max_model_len: int) -> Step:
