@@ -63,9 +63,9 @@ EIGHT_BITS: tuple[tuple[float, Tiles], ...] = (
     (128, Tiles(64, Cut(64, 64, 4, 3, turned=True), Cut(128, 64, 8, 4))),
     (MANY, Tiles(128, Cut(64, 64, 4, 3), Cut(64, 64, 4, 4, turned=True))),
 )
-# Of weights and rows in e4m3, from an H100; a depth is of what shares a scale in a row.
+# Of weights and rows in e4m3; a depth is of what shares a scale in a row.
 ROUNDED: tuple[tuple[float, Tiles], ...] = (
-    (4, Tiles(16, Cut(64, 128, 4, 5, turned=True), Cut(64, 64, 4, 6, turned=True))),
+    (8, Tiles(16, Cut(64, 128, 4, 5, turned=True), Cut(64, 64, 4, 6, turned=True))),
     (16, Tiles(32, Cut(64, 128, 4, 5, turned=True), Cut(64, 64, 4, 5, turned=True))),
     (32, Tiles(64, Cut(64, 128, 4, 4), Cut(64, 64, 4, 5))),
     (64, Tiles(64, Cut(64, 128, 4, 4), Cut(128, 64, 4, 5))),
