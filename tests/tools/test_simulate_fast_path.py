@@ -20,6 +20,7 @@ NOISY = msgspec.structs.replace(
     MODEL,
     bubble=(0.0, 0.0, 3e-4),
     outbound=(1e-4, 2e-4, 9e-3),
+    outbound_row=3e-5,
     noise=Noise(
         scatter=(Scatter(0.0, (0.7, 0.9, 1.4)), Scatter(1.2e-3, (0.8, 1.1))),
         mixed=(Scatter(0.0, (0.95, 1.05)),),

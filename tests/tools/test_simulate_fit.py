@@ -164,6 +164,16 @@ def test_delays_are_those_of_every_request_and_step(recorded):
     assert sum(delays.bubble(engine)) < sum(delays.turnaround(engine))
 
 
+def test_what_each_row_of_a_message_takes_is_told_from_what_all_take():
+    source = np.random.default_rng(0)
+    rows = source.integers(1, 256, 500)
+    rest = source.uniform(1e-3, 2e-3, 500)
+    rate, found = delays.by_row([list(zip(rows, rest + 1e-5 * rows, strict=True))])
+    assert rate == pytest.approx(1e-5, rel=0.05)
+    assert found == pytest.approx(np.linspace(1e-3, 2e-3, len(found)), abs=1e-4)
+    assert delays.by_row([]) == (0.0, ())
+
+
 def test_a_recording_is_compared_with_its_simulation(recorded, tmp_path):
     """Same machine, same requests: counts are equal, and times as near as 60 steps can be."""
     model, out = tmp_path / "model.json", tmp_path / "result.json"

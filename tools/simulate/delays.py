@@ -12,6 +12,7 @@ import numpy as np
 from pipeinfer.messages import Plan, Result, Submit, Text, Tokens, Work
 from replay.recording import Recording
 from simulate import measured
+from simulate.fitting import nonnegative
 
 QUANTILES = 100
 BYTES = 4  # of a slot in a plan
@@ -25,6 +26,15 @@ def quantiles(parts: Iterable[Sequence[float]]) -> tuple[float, ...]:
         return ()
     middles = (np.arange(QUANTILES) + 0.5) / QUANTILES
     return tuple(np.quantile(every, middles).round(6).tolist())
+
+
+def by_row(parts: Iterable[Sequence[tuple[int, float]]]) -> tuple[float, tuple[float, ...]]:
+    """(seconds for each row, quantiles of what is left without them) of (rows, seconds)."""
+    every = np.array([one for part in parts for one in part]).reshape(-1, 2)
+    rows, seconds = every.T
+    line = np.stack([np.ones(len(every)), rows], axis=1)
+    rate = float(nonnegative(line, seconds)[1]) if len(every) else 0.0
+    return rate, quantiles([np.maximum(seconds - rate * rows, 0.0).tolist()])
 
 
 def inbound(found: Sequence[Recording]) -> list[float]:
@@ -83,23 +93,23 @@ def _launches(engine: Recording) -> tuple[dict[tuple[int, int], float], ...]:
     return launches, ends
 
 
-def outbound(found: Sequence[Recording]) -> list[float]:
-    """Seconds from the ends of steps until a gateway had their text.
+def outbound(found: Sequence[Recording]) -> list[tuple[int, float]]:
+    """Rows of text of steps, and seconds from a step's end until a gateway had it.
 
     Only of steps that ended when the text of the one before had arrived: what waits behind other
     messages does not show how long a message takes."""
     ends, arrived = _ends(found), _arrivals(found)
-    delays: list[float] = []
+    delays: list[tuple[int, float]] = []
     for recording in found:
         if recording.identity.name != "scheduler":
             continue
         before = 0.0
-        for end, token in _sends(recording, ends):
+        for end, rows, token in _sends(recording, ends):
             seen = arrived.get(token)
             if seen is None:
                 continue
             if end >= before:
-                delays.append(max(seen - end, 0.0))
+                delays.append((rows, max(seen - end, 0.0)))
             before = max(before, seen)
     return delays
 
@@ -117,10 +127,10 @@ def _ends(found: Sequence[Recording]) -> dict[tuple[int, int, int], float]:
 
 def _sends(
     recording: Recording, ends: dict[tuple[int, int, int], float]
-) -> list[tuple[float, tuple[str, int]]]:
-    """Of each step whose tokens a scheduler sent: when it ended, and one token of it as (request,
-    place among its outputs)."""
-    sends: list[tuple[float, tuple[str, int]]] = []
+) -> list[tuple[float, int, tuple[str, int]]]:
+    """Of each step whose tokens a scheduler sent: when it ended, its rows, and one token of it as
+    (request, place among its outputs)."""
+    sends: list[tuple[float, int, tuple[str, int]]] = []
     end: float | None = None
     for entry in recording.entries:
         message = entry.message
@@ -128,7 +138,7 @@ def _sends(
             end = ends.get((recording.identity.group, message.epoch, message.number))
         elif isinstance(message, Tokens) and end is not None:
             rows = [row for row in message.rows if row.ids]
-            sends += [(end, (row.request_id, row.offset)) for row in rows[:1]]
+            sends += [(end, len(rows), (row.request_id, row.offset)) for row in rows[:1]]
             end = None
     return sends
 

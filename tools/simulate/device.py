@@ -20,7 +20,7 @@ class Device:
     def __init__(self, model: StepModel, seed: int = 0) -> None:
         self._seconds = model.seconds
         self._turnaround, self._bubble = model.turnaround or (0.0,), model.bubble or (0.0,)
-        self._outbound = model.outbound or (0.0,)
+        self._outbound, self._outbound_row = model.outbound or (0.0,), model.outbound_row
         source = random.Random(seed)
         self._random, self._factor = source.random, Draws(model.noise, source).factor
         self.free_at = self.seen_at = 0.0
@@ -37,7 +37,7 @@ class Device:
         waits = self._turnaround if self.free_at <= now else self._bubble
         begin = max(self.free_at, now) + waits[int(chance() * len(waits))]
         self.free_at = begin + seconds
-        delay = outbound[int(chance() * len(outbound))]
+        delay = outbound[int(chance() * len(outbound))] + self._outbound_row * decodes
         # What was sent before arrives before.
         self.seen_at = max(self.seen_at, self.free_at + delay)
         return self.free_at

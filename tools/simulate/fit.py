@@ -37,6 +37,7 @@ def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, 
     if len(steps) < FEWEST:
         raise ConfigurationError(f"{len(steps)} steps are too few for a model, {FEWEST} is least")
     model = fitting.fit(steps)
+    outbound_row, outbound = delays.by_row(map(delays.outbound, runs))
     model = msgspec.structs.replace(
         model,
         noise=noise_fit.noise(
@@ -47,7 +48,8 @@ def run(options: argparse.Namespace, _settings: Mapping[str, Any]) -> dict[str, 
         turnaround=delays.quantiles(map(delays.turnaround, engines)),
         bubble=delays.quantiles(map(delays.bubble, engines)),
         inbound=delays.quantiles(map(delays.inbound, runs)),
-        outbound=delays.quantiles(map(delays.outbound, runs)),
+        outbound=outbound,
+        outbound_row=outbound_row,
         source=options.source,
     )
     step_model.save(options.out, model)

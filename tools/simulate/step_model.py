@@ -28,7 +28,8 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
     that was planned only then. bubble: from the end of a step to the start of the next, which was
     planned while it ran; 0 where the device found it in time. inbound: from a client to the
     scheduler. outbound: from the end of a step to the client, if nothing before it is still under
-    way. Equally likely seconds of each, () for none.
+    way, but for outbound_row, which each decode of the step takes. Equally likely seconds of each,
+    () for none.
     """
 
     fixed: float
@@ -42,6 +43,7 @@ class StepModel(msgspec.Struct, frozen=True, kw_only=True):
     bubble: tuple[float, ...] = ()
     inbound: tuple[float, ...] = ()
     outbound: tuple[float, ...] = ()
+    outbound_row: float = 0.0
     schema: str = SCHEMA
     source: str = ""
 
