@@ -168,7 +168,7 @@ def test_a_simulation_knows_the_targets_once_engines_measure_their_steps(simulat
     assert seconds["targets"] < seconds["short"] < seconds["none"], seconds
     assert seconds["targets"] * 1.3 < seconds["none"]
     assert found["targets"]["itl_ms"]["p90"] < 26 and found["short"]["itl_ms"]["p90"] < 9
-    assert found["none"]["itl_ms"]["p90"] < 6
+    assert found["none"]["itl_ms"]["p90"] < 0.75 * found["short"]["itl_ms"]["p90"]
 
 
 def test_what_the_targets_allow_is_a_table_and_a_picture(tmp_path):
