@@ -2,10 +2,6 @@
 
 import sys
 
-from pipeinfer.engine.preload import begin_early
-
-begin_early()  # before the modules that all stages have
-
-from pipeinfer.runtime.entry import main  # noqa: E402
+from pipeinfer.runtime.entry import main
 
 sys.exit(main(stage="engine"))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from pipeinfer.engine.openmp import SPINS
 from pipeinfer.engine.start import PHASES, Start, process_age
 from pipeinfer.statistics_help import START
 
@@ -68,36 +66,3 @@ import torch
 assert torch.ones(2, 2).mm(torch.ones(2, 2)).sum() == 8
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
-# What loads them is waited for at exit, so that whoever looks then sees them, or never will.
-BEGIN = """
-import atexit, os, runpy, sys
-found = lambda: print("libtorch_cpu.so" in open("/proc/self/maps").read(), "torch" in sys.modules,
-                      os.environ.get("GOMP_SPINCOUNT"))
-atexit.register(found)
-sys.argv = [sys.argv[1], *sys.argv[2:], "--topology", "nowhere.toml"]
-if sys.argv[0].endswith(".py"):
-    runpy.run_path(sys.argv[0], run_name="__main__")
-else:
-    runpy.run_module(sys.argv[0], run_name="__main__")
-"""
-STAGES = Path(__file__).parent.parent.parent / "stages"
-
-
-@pytest.mark.parametrize(
-    ("words", "loaded"),
-    [
-        (["pipeinfer.runtime", "engine"], True),
-        (["pipeinfer.runtime", "scheduler"], False),
-        ([str(STAGES / "engine.py")], True),
-        ([str(STAGES / "scheduler.py")], False),
-    ],
-)
-def test_an_engines_process_loads_torchs_libraries_from_its_first_moment(words, loaded):
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN, *words], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 2 and "nowhere.toml" in done.stderr
-    spins = str(SPINS) if loaded else None
-    assert done.stdout.split() == [str(loaded), "False", str(spins)]

@@ -7,7 +7,6 @@ to the import.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import importlib.util
 import logging
@@ -30,16 +29,10 @@ LIBRARIES = (
 WAKE = "cudaSetDevice", "cudaFree"  # what the first call of the latter does is make a context
 
 
-def begin_early() -> None:
-    """Has them loaded while the process imports what every stage has: for its first lines."""
-    atexit.register(preload_torch(None).join)
-
-
 def preload_torch(gpu: int | None) -> threading.Thread:
-    """A running thread that loads them, unless they are there, then wakes GPU number `gpu` where
-    there is one, and has Triton's hash made for it; None: none is wanted. To be waited for before
-    torch is imported, and before the process ends: amid such loading it would be ended by a signal.
-    """
+    """A running thread that loads them, then wakes GPU number `gpu` where there is one, and has
+    Triton's hash made for it; None: none is wanted. To be waited for before torch is imported, and
+    before the process ends: amid such loading it would be ended by a signal."""
     spin_briefly(os.environ)
     keep_few_kernels(os.environ)
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as torch does before it wakes one
