@@ -85,10 +85,9 @@ KINDS: Sequence[Kind] = (
         (9, 0),
         "H100, H200",
         227 * 1024,
-        run="bfloat16 and float16, heads of 64 and 128, FP8 and 4 bits, FP8 KV, "
-        "models of transformers",
-        missing="heads of 256, FP8 KV with flashinfer but for heads of 64, MXFP4 in 4 bits, "
-        "experts in FP8",
+        run="bfloat16 and float16, heads of 64 and 128, with flashinfer 256, FP8 and 4 bits, "
+        "FP8 KV, models of transformers",
+        missing="other heads of 256, FP8 KV with flashinfer but for heads of 64",
     ),
     Kind((10, 0), "B200", 227 * 1024),
 )
