@@ -71,6 +71,7 @@ def gpu(**changes):
         ({"capability": (8, 9)}, "flashinfer"),
         ({"capability": (10, 0)}, "flashinfer"),
         ({"installed": frozenset({"flashinfer"})}, "flashinfer"),
+        ({"installed": frozenset({"sgl_kernel"})}, "hybrid"),
         ({"installed": frozenset()}, "torch"),
         ({"dtype": "float32"}, "torch"),
         ({"head_dim": 80}, "torch"),

@@ -36,7 +36,7 @@ BACKENDS = {
 PACKAGES = {
     "flashinfer": ("flashinfer",),
     "fa3": ("sgl_kernel",),
-    "hybrid": ("flashinfer", "sgl_kernel"),
+    "hybrid": ("sgl_kernel",),
 }
 # What of them is imported when a backend is made: seconds, which may pass before.
 IMPORTED = {
