@@ -66,3 +66,16 @@ import torch
 assert torch.ones(2, 2).mm(torch.ones(2, 2)).sum() == 8
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_tritons_hash_is_made_once_and_without_torch():
+    program = """
+import sys
+from pipeinfer.engine.cuda.triton_hash import hashing
+making = hashing()
+making.join()
+assert hashing() is making and "torch" not in sys.modules
+from triton.runtime.cache import triton_key
+assert triton_key.cache_info().currsize == 1
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
