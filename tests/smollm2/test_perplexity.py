@@ -128,8 +128,9 @@ def test_text_is_about_as_likely_with_keys_and_values_in_8_bits(references, narr
 
 
 def test_text_is_about_as_likely_with_weights_in_8_bits(references, rounded, windows):
-    ours = torch.cat([likelihoods(rounded, windows[at], at * WINDOW) for at in NARROW])
-    exact = torch.cat([references[at] for at in NARROW])
+    """Over all windows, since of single ones perplexity is up to 1.9 % higher, by chance."""
+    ours = torch.cat([likelihoods(rounded, ids, at * WINDOW) for at, ids in enumerate(windows)])
+    exact = torch.cat(references)
     more = math.exp(exact.mean() - ours.mean()) - 1  # perplexity
     assert 1e-6 < abs(more) < 1e-2, more
     assert (ours - exact).abs().max() > 1e-2, "rounding shows"

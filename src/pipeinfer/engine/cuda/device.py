@@ -19,7 +19,7 @@ from pipeinfer.engine.device import Replay, Tensors, Work, nothing
 
 # Calls before a capture: lazy initialisation must not be captured. Most of it is of the first.
 FIRST_TRIES, TRIES = 2, 1
-LONG = 0.02  # seconds that are measured of any work
+LONG = 0.05  # seconds that are measured of any work
 MARKS = 16  # more than are under way, two a step; an end is also read for the mark after it
 
 
