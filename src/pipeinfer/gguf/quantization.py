@@ -5,10 +5,7 @@ The arithmetic is the gguf package's, imported when weights are read. Knows no t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
 # How the format numbers its types.
 TYPES = {
@@ -28,7 +25,6 @@ BLOCKS = {
 
 def decode(kind: str, raw: np.ndarray) -> np.ndarray:
     """uint8 [rows, bytes of whole blocks] to float32 [rows, values]."""
-    import numpy as np
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 

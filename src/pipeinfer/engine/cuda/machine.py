@@ -46,7 +46,6 @@ class CudaMachine:
         self.where = torch.device("cuda", ordinal)
         self.device = CudaDevice(self.where)
         self.kernels: Kernels = by_triton
-        hashing()
 
     def build(self, work: Callable[[], Built]) -> Built:
         """On the caller's thread, which also launches steps."""
