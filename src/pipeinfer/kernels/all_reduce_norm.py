@@ -57,32 +57,37 @@ def _announce(peers, arrivals, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _wait(peers, arrivals, rank, target, RANKS: tl.constexpr):
-    address = peers[0]
-    for index in tl.static_range(1, RANKS):
-        address = tl.where(rank == index, peers[index], address)
-    mine = (address + arrivals + tl.program_id(0) * SPACING).to(tl.pointer_type(tl.int32))
+def _wait(peers, arrivals, target, RANK: tl.constexpr):
+    mine = (peers[RANK] + arrivals + tl.program_id(0) * SPACING).to(tl.pointer_type(tl.int32))
     while tl.atomic_add(mine, 0, sem="acquire", scope="sys") - target < 0:
         pass
     tl.debug_barrier()  # what one thread has acquired holds for all
 
 
+# Each rank reads and writes beginning with the next one, itself last: if all began with the same
+# one, they would wait for its link while the others' are idle.
+
+
 @triton.jit
-def _sum(peers, partials, at, inside, residual, BLOCK: tl.constexpr, RANKS: tl.constexpr):
+def _sum(peers, partials, at, inside, own, BLOCK: tl.constexpr, RANK: tl.constexpr,
+         RANKS: tl.constexpr):  # fmt: skip
+    parts = ()
+    for turn in tl.static_range(RANKS):
+        source = peers[(RANK + 1 + turn) % RANKS] + partials
+        source = tl.multiple_of(source.to(tl.pointer_type(own.dtype)), 16) + at
+        parts += (tl.load(source, mask=inside, other=0.0, cache_modifier=".cg"),)
     # In the order of ranks on all of them: sums are equal bit by bit.
     total = tl.zeros((BLOCK,), tl.float32)
     for index in tl.static_range(RANKS):
-        source = (peers[index] + partials).to(tl.pointer_type(residual.dtype.element_ty))
-        source = tl.multiple_of(source, 16) + at
-        partial = tl.load(source, mask=inside, other=0.0, cache_modifier=".cg")
-        total += partial.to(tl.float32)
-    return total + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        total += parts[(index + RANKS - RANK - 1) % RANKS].to(tl.float32)
+    return total + own.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["rank", "rows", "partials", "results", "arrivals"])
-def _all_reduce_norm(peers, rank, partials, results, arrivals, counts, residual, weight, out, rows,
-                     eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr,
-                     TWO_SHOTS: tl.constexpr, BARRIERS: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["rows", "partials", "results", "arrivals"])
+def _all_reduce_norm(peers, partials, results, arrivals, counts, residual, weight, out, rows,
+                     eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr,
+                     RANKS: tl.constexpr, TWO_SHOTS: tl.constexpr,
+                     BARRIERS: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     inside = lane < SIZE
@@ -90,14 +95,18 @@ def _all_reduce_norm(peers, rank, partials, results, arrivals, counts, residual,
         _announce(peers, arrivals, RANKS)
     target = tl.load(counts + program) + RANKS
     scales = tl.load(weight + lane, mask=inside, other=0.0).to(tl.float32)
-    if BARRIERS:
-        _wait(peers, arrivals, rank, target, RANKS)
     # Row r is that of rank r % RANKS in two shots; in one shot every rank computes every row.
-    first = program * RANKS + rank if TWO_SHOTS else program
+    first = program * RANKS + RANK if TWO_SHOTS else program
     step = tl.num_programs(0) * (RANKS if TWO_SHOTS else 1)
+    # What this rank alone has is read while it waits.
+    own = tl.load(residual + tl.minimum(first, rows - 1) * SIZE + lane, mask=inside, other=0.0)
+    if BARRIERS:
+        _wait(peers, arrivals, target, RANK)
     for row in range(first, rows, step):
         at = row * SIZE + lane
-        total = _sum(peers, partials, at, inside, residual, BLOCK, RANKS)
+        total = _sum(peers, partials, at, inside, own, BLOCK, RANK, RANKS)
+        following = tl.minimum(row + step, rows - 1) * SIZE + lane
+        own = tl.load(residual + following, mask=inside, other=0.0)
         rounded = total.to(residual.dtype.element_ty)
         tl.store(residual + at, rounded, mask=inside)
         # The norm is of the sum as it is stored: what a later layer will add to.
@@ -105,8 +114,9 @@ def _all_reduce_norm(peers, rank, partials, results, arrivals, counts, residual,
         scale = tl.rsqrt(tl.sum(total * total, axis=0) / SIZE + eps)
         normed = (total * scale * scales).to(residual.dtype.element_ty)
         if TWO_SHOTS:
-            for index in tl.static_range(RANKS):
-                theirs = (peers[index] + results).to(tl.pointer_type(normed.dtype))
+            for turn in tl.static_range(RANKS):
+                theirs = peers[(RANK + 1 + turn) % RANKS] + results
+                theirs = theirs.to(tl.pointer_type(normed.dtype))
                 tl.store(tl.multiple_of(theirs, 16) + at, normed, mask=inside)
         else:
             tl.store(out + at, normed, mask=inside)
@@ -115,7 +125,7 @@ def _all_reduce_norm(peers, rank, partials, results, arrivals, counts, residual,
             tl.debug_barrier()  # all threads have written before one says so
             _announce(peers, arrivals, RANKS)
             target += RANKS
-            _wait(peers, arrivals, rank, target, RANKS)
+            _wait(peers, arrivals, target, RANK)
         tl.store(counts + program, target)
 
 
@@ -146,25 +156,26 @@ def all_reduce_norm(
     programs = min(rows if results is None else -(-rows // ranks), PROGRAMS)
     if rows:
         _all_reduce_norm[(programs,)](
-            shared.addresses, shared.rank, partials, results or 0, shared.arrivals, shared.counts,
-            residual, weight, out, rows, eps, **_constants(size, ranks, results, barriers),
+            shared.addresses, partials, results or 0, shared.arrivals, shared.counts,
+            residual, weight, out, rows, eps, **_constants(shared, size, results, barriers),
         )  # fmt: skip
 
 
 def compile_all_reduce_norm(shared: Shared, vectors: torch.Tensor, results: int | None) -> None:
     """Compiles it for `vectors` [T, size] and ranks that wait for each other; nothing runs."""
-    constants = _constants(vectors.shape[1], len(shared.addresses), results, True)
+    constants = _constants(shared, vectors.shape[1], results, True)
     _all_reduce_norm.warmup(
-        shared.addresses, shared.rank, 0, 0, shared.arrivals, shared.counts, vectors, vectors,
+        shared.addresses, 0, 0, shared.arrivals, shared.counts, vectors, vectors,
         vectors, len(vectors), 1e-6, grid=(1,), **constants,
     )  # fmt: skip
 
 
-def _constants(size: int, ranks: int, results: int | None, barriers: bool) -> dict[str, object]:
+def _constants(shared: Shared, size: int, results: int | None, barriers: bool) -> dict[str, object]:
     block = triton.next_power_of_2(size)
     return {
-        "SIZE": size, "BLOCK": block, "RANKS": ranks, "TWO_SHOTS": results is not None,
-        "BARRIERS": barriers, "num_warps": min(max(block // 512, 1), 16),
+        "SIZE": size, "BLOCK": block, "RANK": shared.rank, "RANKS": len(shared.addresses),
+        "TWO_SHOTS": results is not None, "BARRIERS": barriers,
+        "num_warps": min(max(block // 512, 1), 16),
     }  # fmt: skip
 
 
