@@ -1,13 +1,14 @@
-"""What one measurement took too long does not keep steps of that size from being made."""
+"""What one measurement took too long does not keep steps of that size from being made; what is not
+measured is near to what would be."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.engine.step_times import without_outliers
+from pipeinfer.engine.step_times import filled, without_outliers
 from pipeinfer.step_budget import Targets, mixed_budget
-from pipeinfer.step_cost import Prompt, StepCost
+from pipeinfer.step_cost import TOKENS, Prompt, StepCost
 
 MS, US = 10**9, 10**6
 # Of Qwen3-14B on an H200: tokens, and what a step of them took; then for 1,000 tokens before.
@@ -40,3 +41,50 @@ def test_prices_only_fall_and_no_size_costs_more_than_a_larger_one(prices):
     found = [price for *_, price in without_outliers(sizes)]
     assert found == sorted(found)
     assert all(new == min(prices[at:]) for at, new in enumerate(found))
+
+
+# Of Qwen3-0.6B on an H200, of prompts of at most 32,768 tokens.
+EACH = (
+    (2048, 5_054_000_000, 598_000), (3072, 7_605_000_000, 1_041_000),
+    (4096, 10_196_000_000, 1_221_000), (6144, 16_797_000_000, 2_220_000),
+    (8192, 24_574_000_000, 2_613_000),
+)  # fmt: skip
+
+
+def test_what_is_not_measured_is_near_to_what_a_gpu_took():
+    every = [size[0] for size in EACH]
+    found = filled([EACH[0], EACH[-1]], every, 32_768)
+    assert [size[0] for size in found] == every
+    assert found[0] == EACH[0] and found[-1] == EACH[-1]
+    for (_, time, more), (_, took, deep) in zip(found, EACH, strict=True):
+        assert abs(time / took - 1) < 0.03 and abs(more / deep - 1) < 0.15
+
+
+@given(
+    st.integers(0, 10**9),
+    st.integers(0, 10**6),
+    st.integers(0, 10**3),
+    st.sampled_from([1000, 2048, 4096, 10_000]),
+    st.lists(st.sampled_from(TOKENS), min_size=2, unique=True),
+    st.data(),
+)
+def test_steps_between_those_that_were_measured_lie_on_a_curve(
+    fixed, each, pair, longest, sizes, data
+):
+    """A GPU whose steps take so long, and that long for each token and for each pair of tokens."""
+    sizes = sorted(sizes)
+
+    def step(tokens):
+        more = pair * tokens if tokens < longest else 0
+        time = fixed + each * tokens + pair * tokens * min(tokens, longest) // 2
+        return tokens, time, more
+
+    inner = st.sets(st.sampled_from(sizes[1:-1])) if sizes[1:-1] else st.just(set[int]())
+    known = sorted({sizes[0], sizes[-1], *data.draw(inner)})
+    found = filled([step(tokens) for tokens in known], sizes, longest)
+    assert [size[0] for size in found] == sizes
+    for size in found:
+        if sizes[0] < longest or size[0] in known:  # else nobody knows what pairs cost
+            assert abs(size[1] - step(size[0])[1]) <= 2 + size[1] // 10**9, (size, step(size[0]))
+        times = [step(end)[1] for end in (known[0], known[-1])]
+        assert times[0] - 2 <= size[1] <= times[1] + 2

@@ -37,3 +37,51 @@ def test_graphs_leave_their_results_in_one_place_and_each_its_own():
     for number in (*range(GRAPHS), 0):
         device.run(made[number].again)
         assert torch.equal(made[number].tensors[0], source * number)
+
+
+def test_what_a_body_makes_once_is_not_made_by_replays():
+    device = CudaDevice(torch.device("cuda", 0))
+    source = torch.ones(ROWS, device="cuda")
+    counts: dict[int, torch.Tensor] = {}
+    made = []
+
+    def body(size):
+        if size not in counts:
+            counts[size] = torch.zeros(size, device="cuda")
+        counts[size].add_(source[:size])
+        return (source[:size] * 2,)
+
+    def capture():
+        for size in (ROWS, ROWS // 2, ROWS // 4):  # the first is tried before
+            made.append(device.capture(lambda size=size: body(size)))
+
+    device.run(capture)
+    for size, replay in zip(counts, made, strict=True):
+        before = counts[size].clone()
+        for _ in range(3):
+            device.run(replay.again)
+        assert torch.equal(counts[size], before + 3), size
+        assert torch.equal(replay.tensors[0], torch.full_like(source[:size], 2))
+
+
+def test_a_capture_that_fails_at_a_first_call_is_made_after_it():
+    device = CudaDevice(torch.device("cuda", 0))
+    source = torch.ones(ROWS, device="cuda")
+    met: set[int] = set()
+    made = []
+
+    def body(size):
+        if size not in met:
+            met.add(size)
+            if len(met) > 1:
+                torch.cuda.synchronize()  # which nobody may while a stream is captured
+        return (source[:size] * 2,)
+
+    def capture():
+        for size in (ROWS, ROWS // 2, ROWS // 4):
+            made.append(device.capture(lambda size=size: body(size)))
+
+    device.run(capture)
+    for replay in made:
+        device.run(replay.again)
+        assert torch.equal(replay.tensors[0], torch.full_like(replay.tensors[0], 2))

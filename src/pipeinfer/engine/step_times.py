@@ -19,6 +19,7 @@ REPLAYS = 3
 ROWS = frozenset((1, 8, 16, 32, 64, 96, 128, 192))  # of decodes alone, and as many as there may be
 CONTEXT = 1024  # tokens before each decode where their price is measured
 DEPTH = 2048  # tokens of a prompt before those that are measured
+FULL = 2048  # tokens of a step, beyond which its time grows evenly: only the largest is measured
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def step_cost(
         step = deep_decodes(rows, deep, frame.page_size)
         return round(of_decodes(rows, step) * PER_SECOND)
 
-    together = without_outliers(_with_prompts(beside, longest, frame, of_prompts))
+    prompts = without_outliers(_with_prompts(beside, longest, frame, of_prompts))
+    together = filled(prompts, [size.tokens for size in beside], longest)
     measured = [some for some in rows if some in ROWS or some == rows[-1]]
     shallow = {some: alone(some, 0) for some in measured}
     many = max((some for some in measured if some <= DECODES), default=measured[0])
@@ -99,17 +101,54 @@ def _with_prompts(
     frame: Frame,
     seconds: Callable[[Room, Step], float],
 ) -> list[tuple[int, int, int]]:
-    """StepCost.mixed of these sizes; of each number of tokens, the one with the fewest decodes."""
+    """StepCost.mixed of these sizes up to FULL tokens, and of the largest; of each number of
+    tokens, the one with the fewest decodes."""
 
     def amid(size: Room, depth: int) -> int:
         return round(seconds(size, amid_prompts(size, longest, depth, frame)) * PER_SECOND)
 
     found: list[tuple[int, int, int]] = []
+    most = max(size.tokens for size in sizes)
     for tokens, size in sorted({size.tokens: size for size in reversed(sizes)}.items()):
+        if FULL < tokens < most:
+            continue
         begun, depth = amid(size, 0), max(min(DEPTH, longest - tokens), 0)
         more = max(amid(size, depth) - begun, 0) // depth if depth else 0
         found.append((tokens, begun, more))
     return found
+
+
+def filled(
+    sizes: Sequence[tuple[int, int, int]], every: Sequence[int], longest: int
+) -> list[tuple[int, int, int]]:
+    """`sizes` (tokens, time, more) ascending, and between them what others of `every` number of
+    tokens come to; `longest`: tokens of a prompt at most.
+
+    Of a step's time, pairs of a prompt's tokens grow with its square, at a price that `more` tells:
+    it is that of as many pairs as there are tokens. What is left lies on a line.
+    """
+    found = {size[0]: size for size in sizes}
+    for tokens in every:
+        if tokens in found:
+            continue
+        low = max(size for size in sizes if size[0] < tokens)
+        high = min(size for size in sizes if size[0] > tokens)
+        share = (tokens - low[0]) / (high[0] - low[0])
+        # A prompt that may not be longer was measured without depth.
+        prices = low[2] / low[0], (high[2] or low[2] * high[0] / low[0]) / high[0]
+        ends = [
+            time - price * _pairs(size, longest)
+            for (size, time, _), price in zip((low, high), prices, strict=True)
+        ]
+        price, rest = (a + share * (b - a) for a, b in (prices, ends))
+        time = round(rest + price * _pairs(tokens, longest))
+        found[tokens] = tokens, time, round(low[2] + share * (high[2] - low[2]))
+    return sorted(found.values())
+
+
+def _pairs(tokens: int, longest: int) -> float:
+    """Of tokens of one prompt, in a step of so many, of prompts that are as long as they may be."""
+    return tokens * min(tokens, longest) / 2
 
 
 def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
