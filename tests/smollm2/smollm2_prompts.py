@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 NAME = "smollm2"  # of the model, over HTTP
-ROOT = Path(__file__).resolve().parents[2]
 
 PLACES = (
     "France", "Japan", "Egypt", "Canada", "Brazil", "India", "Kenya", "Norway", "Peru", "Greece",
@@ -53,11 +50,6 @@ TURN_TOKENS = 16
 
 HAY = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 HAY_TIMES = 159  # on either side of the needle; 22 tokens each
-
-
-def docs() -> str:
-    """The project's own pages, one after the other."""
-    return "\n\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
 
 
 def needle(key: int) -> str:

@@ -20,7 +20,7 @@ Shots = Literal[0, 1, 2]
 # By the number of ranks: bytes up to which one shot is the faster. There every rank reads the
 # parts of all others; in two it reads its share of them and writes as much, but waits twice. For
 # two ranks both move as many bytes. Measured for 2 and 4 H200.
-ONE_SHOT = {2: MOST_BYTES, 4: 384 * 2**10, 8: 128 * 2**10}
+ONE_SHOT = {2: MOST_BYTES, 4: 256 * 2**10, 8: 128 * 2**10}
 
 # In every rank's region: [ parts, even calls | parts, odd calls | norms of two shots | arrivals ]
 RESULTS = 2 * MOST_BYTES

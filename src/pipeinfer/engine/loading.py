@@ -269,7 +269,7 @@ def machine(device: str, settings: Settings, ordinal: int) -> Machine:
     if device == "cuda":
         from pipeinfer.engine.cuda.machine import CudaMachine  # which needs triton
 
-        return CudaMachine(ordinal, settings.threads, settings.tp)
+        return CudaMachine(ordinal, settings.threads)
     return HostMachine(settings.threads, settings.tp)
 
 

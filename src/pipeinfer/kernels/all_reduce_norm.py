@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-PROGRAMS = 256  # at the most, so that two of 512 threads on each of 132 processors are all of them
+PROGRAMS = 256  # at the most: two on each of 132 multiprocessors have room for them
 SPACING = tl.constexpr(32)  # bytes from one program's arrivals to the next one's
 ARRIVALS_BYTES = PROGRAMS * SPACING.value
 
@@ -175,7 +175,7 @@ def _constants(shared: Shared, size: int, results: int | None, barriers: bool) -
     return {
         "SIZE": size, "BLOCK": block, "RANK": shared.rank, "RANKS": len(shared.addresses),
         "TWO_SHOTS": results is not None, "BARRIERS": barriers,
-        "num_warps": min(max(block // 512, 1), 16),
+        "num_warps": min(max(block // 1024, 1), 16),
     }  # fmt: skip
 
 

@@ -17,7 +17,8 @@ import torch
 from pipeinfer.engine.cuda.lent import lent
 from pipeinfer.engine.device import Replay, Tensors, Work, nothing
 
-FIRST_TRIES = 2  # calls before the first capture: most of what is done once is done there
+# Calls before a capture: lazy initialisation must not be captured. Most of it is of the first.
+FIRST_TRIES, TRIES = 2, 1
 LONG = 0.05  # seconds that are measured of any work
 MARKS = 16  # more than are under way, two a step; an end is also read for the mark after it
 
@@ -70,9 +71,7 @@ class CudaMark:
 class CudaDevice:
     """See engine/device.py. What `work` raises is raised by `submit`: it could not be queued."""
 
-    def __init__(self, device: torch.device, ranks: int = 1) -> None:
-        """`ranks`: that compute together. Nobody knows what their library does for the first time,
-        and one of them alone cannot begin again."""
+    def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
         self._events = [
             tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(MARKS)
@@ -81,7 +80,6 @@ class CudaDevice:
         self._last: torch.cuda.Event | None = None
         self._asked: deque[tuple[CudaMark, Callable[[], None]]] = deque()
         self._asking = False
-        self._tries = 1 if ranks > 1 else 0  # before each other capture
         self._memory: Any = None  # of all that is captured
 
     def submit(self, work: Work, prepare: Work = nothing) -> CudaMark:
@@ -105,35 +103,10 @@ class CudaDevice:
 
     def capture(self, body: Callable[[], Tensors]) -> Replay:
         """As a CUDA graph."""
-        tries = self._tries if self._memory else FIRST_TRIES
-        self._try(body, tries)
-        self._memory = self._memory or torch.cuda.graph_pool_handle()
-        before = self._kept()
-        try:
-            made = self._captured(body)
-        except RuntimeError:
-            if tries:
-                raise
-            self._try(body, 1)  # what must not be captured may be of the first call alone
-            made = self._captured(body)
-        if self._kept() > before:
-            # Something that was made for later calls lies in the graphs' memory now, as the first
-            # replay left it. Another graph finds it there, and does not make it in each replay.
-            made = self._captured(body)
-        return made
-
-    def _try(self, body: Callable[[], Tensors], times: int) -> None:
-        for _ in range(times):
+        for _ in range(TRIES if self._memory else FIRST_TRIES):
             body()
         self.stream.synchronize()
-
-    def _kept(self) -> int:
-        """How many pieces of the graphs' memory somebody holds."""
-        segments: Any = torch.cuda.memory_snapshot(self._memory)  # pyright: ignore[reportUnknownMemberType]
-        states = [block["state"] for segment in segments for block in segment["blocks"]]
-        return states.count("active_allocated")
-
-    def _captured(self, body: Callable[[], Tensors]) -> Replay:
+        self._memory = self._memory or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Not by torch.cuda.graph, which gives all cached memory back to the driver each time: the
         # next call would ask for it again. Of this thread alone: NCCL has one of its own, which

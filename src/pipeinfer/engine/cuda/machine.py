@@ -35,16 +35,16 @@ class CudaMachine:
 
     step_tokens = GPU_STEP_TOKENS
 
-    def __init__(self, ordinal: int, threads: int, ranks: int) -> None:
+    def __init__(self, ordinal: int, threads: int) -> None:
         """Makes GPU `ordinal` the current one, and sets how long Python lets a thread run;
-        `threads` of torch on the host, if not 0. ranks: that compute together."""
+        `threads` of torch on the host, if not 0."""
         if threads:
             torch.set_num_threads(threads)
         # The thread that launches steps must not wait 5 ms, the default, for another one of Python.
         sys.setswitchinterval(SWITCH_SECONDS)
         torch.cuda.set_device(ordinal)
         self.where = torch.device("cuda", ordinal)
-        self.device = CudaDevice(self.where, ranks)
+        self.device = CudaDevice(self.where)
         self.kernels: Kernels = by_triton
 
     def build(self, work: Callable[[], Built]) -> Built:
