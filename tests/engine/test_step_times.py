@@ -57,7 +57,7 @@ def test_what_is_not_measured_is_near_to_what_a_gpu_took():
     assert [size[0] for size in found] == every
     assert found[0] == EACH[0] and found[-1] == EACH[-1]
     for (_, time, more), (_, took, deep) in zip(found, EACH, strict=True):
-        assert abs(time / took - 1) < 0.03 and abs(more / deep - 1) < 0.15
+        assert abs(time / took - 1) < 0.015 and abs(more / deep - 1) < 0.15
 
 
 @given(

@@ -124,8 +124,9 @@ def filled(
     """`sizes` (tokens, time, more) ascending, and between them what others of `every` number of
     tokens come to; `longest`: tokens of a prompt at most.
 
-    Of a step's time, pairs of a prompt's tokens grow with its square, at a price that `more` tells:
-    it is that of as many pairs as there are tokens. What is left lies on a line.
+    Of a step's time, pairs of a prompt's tokens grow with its square. `more` tells their price, as
+    that of as many pairs as there are tokens: that of the smaller step, since a larger one's may be
+    measured too long. What is left lies on a line.
     """
     found = {size[0]: size for size in sizes}
     for tokens in every:
@@ -134,14 +135,9 @@ def filled(
         low = max(size for size in sizes if size[0] < tokens)
         high = min(size for size in sizes if size[0] > tokens)
         share = (tokens - low[0]) / (high[0] - low[0])
-        # A prompt that may not be longer was measured without depth.
-        prices = low[2] / low[0], (high[2] or low[2] * high[0] / low[0]) / high[0]
-        ends = [
-            time - price * _pairs(size, longest)
-            for (size, time, _), price in zip((low, high), prices, strict=True)
-        ]
-        price, rest = (a + share * (b - a) for a, b in (prices, ends))
-        time = round(rest + price * _pairs(tokens, longest))
+        price = low[2] / low[0]
+        first, last = (time - price * _pairs(size, longest) for size, time, _ in (low, high))
+        time = round(first + share * (last - first) + price * _pairs(tokens, longest))
         found[tokens] = tokens, time, round(low[2] + share * (high[2] - low[2]))
     return sorted(found.values())
 

@@ -64,8 +64,8 @@ def _wait(peers, arrivals, target, RANK: tl.constexpr):
     tl.debug_barrier()  # what one thread has acquired holds for all
 
 
-# Each rank reads and writes beginning with the next one, itself last: if all began with the same
-# one, they would wait for its link while the others' are idle.
+# Each rank reads and writes beginning with the next one, itself last, so that no rank's link is the
+# first of all.
 
 
 @triton.jit
