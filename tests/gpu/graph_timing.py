@@ -16,11 +16,17 @@ DIM = 128  # of heads
 
 
 class Asked(NamedTuple):
-    """What is timed: query heads, KV heads, and pages of which dtype."""
+    """What is timed: query heads, KV heads, pages of which dtype, and numbers of rows, if not all
+    that a tool has."""
 
     heads: int
     kv_heads: int
     pages: torch.dtype
+    rows: tuple[int, ...] = ()
+
+    def wants(self, rows):
+        """Whether so many rows are asked for."""
+        return not self.rows or rows in self.rows
 
     def random(self, size):
         """Keys and values of that size."""
@@ -45,9 +51,10 @@ def asked(warm, reads):
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--chosen", action="store_true", help="only with the cuts that are taken")
     parser.add_argument("--fp8", action="store_true", help="keys and values in e4m3")
+    parser.add_argument("--rows", type=int, nargs="*", default=[], help="of what shapes; all")
     options = parser.parse_args()
     pages = E4M3 if options.fp8 else torch.bfloat16
-    what = Asked(options.heads, options.kv_heads, pages)
+    what = Asked(options.heads, options.kv_heads, pages, tuple(options.rows))
     if not options.chosen:
         with ProcessPoolExecutor(len(reads), get_context("spawn")) as pool:
             list(pool.map(warm, [(what, read) for read in reads]))
