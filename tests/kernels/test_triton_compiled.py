@@ -131,7 +131,13 @@ def test_scores():
 
 
 def decode(
-    rows: int, dim: int, pages: str = HALF, shared: bool = False, group: int = 4, which: int = 0
+    rows: int,
+    dim: int,
+    pages: str = HALF,
+    shared: bool = False,
+    group: int = 4,
+    which: int = 0,
+    kv_heads: int = 1,
 ) -> Any:
     """The kernel of so many decodes; shared: where they have beginnings in common, the launch for
     those (1), for the rest (2) or for both (0)."""
@@ -142,11 +148,11 @@ def decode(
     types |= dict.fromkeys(("q_stride", "page_stride", "token_stride"), "i32")
     types |= dict.fromkeys(("shared", "shared_scales"), "*fp32")
     types |= dict.fromkeys(("members", "merges"), "*i32")
-    how = cut(rows, 1, dim, pages == EIGHTH)
+    how = cut(rows, kv_heads, dim, pages == EIGHTH)
     tile, reads = how.tile if shared else 0, how.of_runs if which == 1 else how.reads
     assert reads is not None
     constants = {
-        "KV_HEADS": 1, "GROUP": group, "DIM": dim, "PAGE": 64, "BLOCK": reads.block,
+        "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "PAGE": 64, "BLOCK": reads.block,
         "SPLITS": how.splits, "TILE": 16, "WINDOWED": not shared, "SINKS": True, "EARLY": True,
         "NARROW": pages == EIGHTH, "SHARED": tile, "PIECES": which,
     }  # fmt: skip
@@ -181,11 +187,16 @@ def test_decodes_with_a_common_beginning_leave_room_for_others_beside_them(pages
     assert decode(300, 128, pages, shared=True, group=group).metadata.shared < 227 * 1024 // 4
 
 
-def test_a_launch_for_common_beginnings_multiplies_by_warp_groups_two_on_a_multiprocessor():
-    runs, rest = (decode(1000, 128, shared=True, group=5, which=one) for one in (1, 2))
+@pytest.mark.parametrize(("kv_heads", "programs"), [(8, 5), (2, 3)])
+def test_a_launch_for_common_beginnings_multiplies_by_warp_groups_two_on_a_multiprocessor(
+    kv_heads, programs
+):
+    runs, rest = (
+        decode(1000, 128, shared=True, group=5, which=one, kv_heads=kv_heads) for one in (1, 2)
+    )
     assert "wgmma" in runs.asm["ptx"] and "wgmma" not in rest.asm["ptx"]
     assert runs.metadata.shared < 227 * 1024 // 2 - 1024
-    assert rest.metadata.shared < 227 * 1024 // 5
+    assert rest.metadata.shared < 227 * 1024 // programs
 
 
 @pytest.mark.parametrize("scales", [skinny.BY_ROW.value, skinny.BY_BLOCK.value])
