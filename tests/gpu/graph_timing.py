@@ -24,9 +24,9 @@ class Asked(NamedTuple):
     pages: torch.dtype
     rows: tuple[int, ...] = ()
 
-    def wants(self, rows):
-        """Whether so many rows are asked for."""
-        return not self.rows or rows in self.rows
+    def among(self, shapes):
+        """Those of `shapes`, which begin with numbers of rows, that are asked for."""
+        return [shape for shape in shapes if not self.rows or shape[0] in self.rows]
 
     def random(self, size):
         """Keys and values of that size."""

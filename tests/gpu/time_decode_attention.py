@@ -104,9 +104,7 @@ def compare(bench, lengths, what):
 def main():
     asks, chosen = asked(warm, READS)
     bench = Bench(asks)
-    for count, low, high in SHAPES:
-        if not asks.wants(count):
-            continue
+    for count, low, high in asks.among(SHAPES):
         lengths = lengths_of(count, low, high)
         floor = asks.floor_us(sum(lengths))
         what = f"heads {asks.heads} rows {count} of {low}-{high}: floor {floor:.1f}"

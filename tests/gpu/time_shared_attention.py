@@ -139,7 +139,7 @@ def floor_us(load, what, shares):
 def main():
     what, chosen = asked(warm, READS)
     bench = Bench(what)
-    for load in (load for load in LOADS if what.wants(load[0])):
+    for load in what.among(LOADS):
         now = what.cut(load[0])
         ways = [now] if chosen else [
             replace(now, **{"tile": 0, "of_runs": None, **read}) for read in READS

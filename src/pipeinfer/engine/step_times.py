@@ -84,8 +84,8 @@ def step_cost(
         step = deep_decodes(rows, deep, frame.page_size)
         return round(of_decodes(rows, step) * PER_SECOND)
 
-    prompts = without_outliers(_with_prompts(beside, longest, frame, of_prompts))
-    together = filled(prompts, [size.tokens for size in beside], longest)
+    timed = _with_prompts(beside, longest, frame, of_prompts)
+    together = without_outliers(filled(timed, [size.tokens for size in beside], longest))
     measured = [some for some in rows if some in ROWS or some == rows[-1]]
     shallow = {some: alone(some, 0) for some in measured}
     many = max((some for some in measured if some <= DECODES), default=measured[0])
@@ -108,9 +108,8 @@ def _with_prompts(
         return round(seconds(size, amid_prompts(size, longest, depth, frame)) * PER_SECOND)
 
     found: list[tuple[int, int, int]] = []
-    most = max(size.tokens for size in sizes)
     for tokens, size in sorted({size.tokens: size for size in reversed(sizes)}.items()):
-        if FULL < tokens < most:
+        if FULL < tokens < sizes[-1].tokens:
             continue
         begun, depth = amid(size, 0), max(min(DEPTH, longest - tokens), 0)
         more = max(amid(size, depth) - begun, 0) // depth if depth else 0
@@ -126,7 +125,7 @@ def filled(
 
     Of a step's time, pairs of a prompt's tokens grow with its square. `more` tells their price, as
     that of as many pairs as there are tokens: that of the smaller step, since a larger one's may be
-    measured too long. What is left lies on a line.
+    measured too long, or its prompts may not be longer. What is left lies on a line.
     """
     found = {size[0]: size for size in sizes}
     for tokens in every:
@@ -143,8 +142,13 @@ def filled(
 
 
 def _pairs(tokens: int, longest: int) -> float:
-    """Of tokens of one prompt, in a step of so many, of prompts that are as long as they may be."""
-    return tokens * min(tokens, longest) / 2
+    """Of tokens of one prompt, in a step of so many by `amid_prompts`."""
+    return tokens * tokens / _prompts(tokens, longest) / 2
+
+
+def _prompts(tokens: int, longest: int) -> int:
+    """As few as it takes."""
+    return -(-tokens // longest)
 
 
 def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -165,7 +169,7 @@ def amid_prompts(size: Room, longest: int, depth: int, frame: Frame) -> Step:
     """A step of `size` tokens, with as few prompts as it takes, each after `depth` tokens;
     `longest`: tokens of a row at most.
     """
-    prompts = -(-size.tokens // longest)
+    prompts = _prompts(size.tokens, longest)
     decodes = max(size.decodes - prompts, 0)
     each, rest = divmod(size.tokens - decodes, prompts)
     counts = [each + (prompt < rest) for prompt in range(prompts)]
