@@ -1,7 +1,8 @@
 """How many tokens of prompts a step holds in which requests decode.
 
 So few that the streams hardly notice, while prompts need not wait for it. The more of them wait,
-the longer a step may take, up to a target: then prompts are computed at the GPU's rate.
+the longer a step may take, up to a target: then prompts are computed at the GPU's rate. Or, where
+nobody waits for single tokens, as many as cost least.
 """
 
 from __future__ import annotations
@@ -73,6 +74,25 @@ class MixedBudget:
             return spared
         wanted = self._in_time(self.cost, rows, context, waiting)
         return max(spared, wanted - rows)
+
+    def cheapest(self, rows: int, context: int, waiting: Sequence[Prompt], left: int) -> int:
+        """Tokens of prompts that cost least each, at least FEWEST if there are as many; `waiting`:
+        all prompts that have room. left: steps that the longest of the decodes may still take, 0 if
+        more prompts wait than have room. Where nothing was measured, as `prompts`.
+
+        A token costs what the step takes longer than its decodes are worth. If all prompts will be
+        computed beside decodes that run anyway, that is what these take alone. Else steps should
+        be full: then each is worth what it takes among the most that there may be.
+        """
+        if self.cost is None:
+            return self.prompts(rows, context, waiting)
+        sizes = [(tokens - rows, time) for tokens, time in self.cost.steps(rows, 0, waiting)]
+        every, alone = sum([prompt.tokens for prompt in waiting]), self.cost.alone(rows)
+        found = _cheapest(sizes, every, alone)
+        if every > found * left:
+            most, time = self.cost.decodes[-1]
+            found = _cheapest(sizes, every, min(rows * time // most, alone))
+        return found
 
     def allows(self, rows: int = STREAMS, context: int = STREAMS * CONTEXT) -> tuple[int, float]:
         """(tokens, prompt tokens a second) of the longest steps within the target of streams, for
@@ -153,6 +173,14 @@ def _spared(cost: StepCost, rows: int, context: int, depth: int) -> int:
         # take hardly longer than those.
         most = max(most, cost.like(rows + FEWEST, SLOWER))
     return cost.worthwhile(most, rows, ROOM, WORTH) - rows
+
+
+def _cheapest(sizes: Sequence[tuple[int, int]], every: int, worth: int) -> int:
+    """Of `sizes` (tokens of prompts, time), of which `every` one token is there."""
+    enough = [size for size in sizes if size[0] >= min(FEWEST, every)]
+    if not enough:
+        return FEWEST
+    return min(enough, key=lambda size: (size[1] - worth) / min(size[0], every))[0]
 
 
 def most_tokens(asked: int, budget: int) -> int:

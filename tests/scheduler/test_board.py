@@ -74,7 +74,7 @@ def test_prompts_get_what_the_decodes_can_bear():
         asked.append((list(rows), list(prompts)))
         return 5
 
-    step = board([decode, prompt], beside=Beside(beside))
+    step = board([decode, prompt], beside=Beside(beside, beside))
     step.decode_all()
     step.spare_decodes()
     step.continue_prompts()
@@ -92,7 +92,7 @@ def ahead(name: str, arrival: int, known: int) -> Request:
 def jumped(requests: list[Request], spare: int, **options) -> list[int]:
     """How many tokens each of them gets, where others can bear so many."""
     some = {one.id: one for one in requests if one.ahead > 1}
-    step = board(requests, beside=Beside(lambda *_: spare, some), **options)
+    step = board(requests, beside=Beside(lambda *_: spare, lambda *_: spare, some), **options)
     step.decode_all()
     assert [request for request, _ in step.rows] == requests
     assert [step.jumps(*row) for row in step.rows] == [count > 1 for _, count in step.rows]
@@ -109,7 +109,7 @@ def test_jumps_are_as_long_as_the_others_can_bear_and_the_first_comes_first():
 
 def test_jumps_leave_prompts_half_of_what_others_can_bear():
     runs = [ahead("a", 0, 30), running("prompt", 1, 60, 20)]
-    step = board(runs, beside=Beside(lambda *_: 16, {"a": runs[0]}))
+    step = board(runs, beside=Beside(lambda *_: 16, lambda *_: 16, {"a": runs[0]}))
     step.decode_all()
     step.spare_decodes()
     step.continue_prompts()
@@ -119,7 +119,8 @@ def test_jumps_leave_prompts_half_of_what_others_can_bear():
 def test_a_queue_that_nobody_can_leave_takes_nothing_from_jumps():
     """All slots are taken."""
     runs = [ahead("a", 0, 30)]
-    pages, beside = Allowance(Credits(SIZE, 100)), Beside(lambda *_: 16, {"a": runs[0]})
+    pages, sixteen = Allowance(Credits(SIZE, 100)), (lambda *_: 16)
+    beside = Beside(sixteen, sixteen, {"a": runs[0]})
     full = Board(runs, waiting(9), pages, 0, BUDGET, False, beside)
     full.decode_all()
     assert full.rows == [(runs[0], 1 + 16)]
@@ -138,7 +139,9 @@ def test_not_more_jump_than_graphs_have_room_for():
 
 @pytest.mark.parametrize("runs", [[], [running("prompt", 0, 200, 20)]])
 def test_where_nobody_decodes_nobody_is_asked_what_decodes_can_bear(runs):
-    step = board(runs, queue=waiting(9), beside=Beside(lambda *_: pytest.fail("asked")))
+    step = board(
+        runs, queue=waiting(9), beside=Beside(lambda *_: pytest.fail("asked"), lambda *_: 0)
+    )
     step.decode_all()
     step.spare_decodes()
     step.continue_prompts()

@@ -22,20 +22,27 @@ from pipeinfer.params import SamplingParams
 
 NO_TARGETS = {"itl_target": 0.0, "ttft_target": 0.0}
 # Nobody waits for single tokens of a batch; and a batch does not pause, for graphs to be captured.
-FOR_BATCHES = {**NO_TARGETS, "all_graphs_first": True}
+FOR_BATCHES = {**NO_TARGETS, "policy": "throughput", "all_graphs_first": True}
+
+
+def for_batches(settings: Mapping[str, object]) -> dict[str, object]:
+    """`settings` over the defaults of a batch. Who gives a target for steps wants a policy that
+    heeds it."""
+    targets = any(settings.get(name) for name in NO_TARGETS)
+    return FOR_BATCHES | ({"policy": "mixed"} if targets else {}) | dict(settings)
 
 
 class LLM:
     """A model, loaded when the constructor returns.
 
     `model`: a folder, a hub id, or nothing for the bundled demo model. `settings`: the flags of
-    `pipeinfer serve` with underscores, but for targets of steps and late graphs, which are not for
-    batches. Raises ConfigurationError if it cannot be loaded. The processes behind it end
-    with close(), with the `with` block, or with the interpreter.
+    `pipeinfer serve` with underscores; its defaults are no targets of steps, no late graphs, and
+    the policy `throughput`. Raises ConfigurationError if it cannot be loaded. The processes behind
+    it end with close(), with the `with` block, or with the interpreter.
     """
 
     def __init__(self, model: str = "", **settings: object) -> None:
-        self._llm = AsyncLLM(model, **(FOR_BATCHES | settings))
+        self._llm = AsyncLLM(model, **for_batches(settings))
         self._thread = LoopThread()
         # Runs once: on close(), when nobody holds the LLM any more, or when the interpreter ends.
         self._end = weakref.finalize(self, _end, self._llm, self._thread, os.getpid())

@@ -24,10 +24,11 @@ JUMPS_PART = 2
 @dataclass(frozen=True)
 class Beside:
     """What may go beside decodes. tokens: how many tokens of prompts beside these decodes, where
-    these requests are half-computed. ahead: requests of which more ids are known than steps in
-    flight compute, by id."""
+    these requests are half-computed; cheapest: the same where nobody waits for single tokens.
+    ahead: requests of which more ids are known than steps in flight compute, by id."""
 
     tokens: Callable[[list[Row], list[Request]], int]
+    cheapest: Callable[[list[Row], list[Request]], int]
     ahead: Mapping[str, Request] = field(default_factory=dict[str, Request])
 
 
@@ -117,9 +118,20 @@ class Board:
         """After decode_all: prompts get what they need, as far as the decodes can bear it, and
         never nothing, however many requests run. See step_budget.py.
         """
-        if self.rows and self._beside is not None and (self._prompts or self._admissible()):
+        if self._beside is not None:
+            self._leave(self._beside.tokens)
+
+    def spend_least(self) -> None:
+        """After decode_all: prompts get as many tokens as cost least each, however long the decodes
+        wait for it. See step_budget.py."""
+        if self._beside is not None:
+            self._leave(self._beside.cheapest)
+
+    def _leave(self, tokens: Callable[[list[Row], list[Request]], int]) -> None:
+        """To prompts, if there are some, what `tokens` says may go beside the decodes."""
+        if self.rows and (self._prompts or self._admissible()):
             jumped = sum([count for _, count in self.rows]) - len(self.rows)
-            spare = self._beside.tokens(self.rows, self._prompts)
+            spare = tokens(self.rows, self._prompts)
             self._budget = min(self._budget, max(spare - jumped, 1))
 
     def continue_prompts(self) -> None:

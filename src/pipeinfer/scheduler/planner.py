@@ -205,7 +205,11 @@ class Planner:
             free_slots=slots.free,
             budget=self._budget,
             nothing_in_flight=not len(self._flights),
-            beside=Beside(partial(self._beside, now), slots.jumping() if slots.ahead else {}),
+            beside=Beside(
+                partial(self._beside, now),
+                partial(self._cheapest, now),
+                slots.jumping() if slots.ahead else {},
+            ),
         )
         if not self._compose(board):
             return None
@@ -225,11 +229,20 @@ class Planner:
 
     def _beside(self, now: float, decodes: list[Row], prompts: list[Request]) -> int:
         """Tokens of prompts that go with these decodes; `prompts` are half-computed."""
-        waiting = [Prompt(r.known - r.projected, r.projected, now - r.since) for r in prompts]
+        waiting = _half_computed(prompts, now)
         if self._mixed_budget.looks_ahead:
             waiting += self._coming(now)
         context = self._slots.context(decodes)
         return self._mixed_budget.prompts(len(decodes), context, waiting)
+
+    def _cheapest(self, now: float, decodes: list[Row], prompts: list[Request]) -> int:
+        """The same, of those that cost least."""
+        left = 0
+        if len(self._queue) + self._queue.held <= self._slots.free:
+            left = max([r.max_total - r.projected for r, _ in decodes], default=0)
+        waiting = _half_computed(prompts, now) + self._coming(now)
+        context = self._slots.context(decodes)
+        return self._mixed_budget.cheapest(len(decodes), context, waiting, left)
 
     def _coming(self, now: float) -> list[Prompt]:
         """The queue; of what is far behind only the mean length is known, and no age."""
@@ -316,3 +329,8 @@ class Planner:
         request.deferrals = 0
         self._queue.push(request)
         self.counts["preemptions"] += 1
+
+
+def _half_computed(prompts: Iterable[Request], now: float) -> list[Prompt]:
+    """What is left of prompts that hold a slot."""
+    return [Prompt(r.known - r.projected, r.projected, now - r.since) for r in prompts]

@@ -15,6 +15,7 @@ POLICIES = {
     "mixed": "pipeinfer.scheduler.policies.mixed:Mixed",
     "prefill-first": "pipeinfer.scheduler.policies.prefill_first:PrefillFirst",
     "decode-first": "pipeinfer.scheduler.policies.decode_first:DecodeFirst",
+    "throughput": "pipeinfer.scheduler.policies.throughput:Throughput",
 }
 
 
