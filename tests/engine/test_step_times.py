@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.engine.step_times import filled, without_outliers
+from pipeinfer.engine.step_times import filled, priced, without_outliers
 from pipeinfer.step_budget import Targets, mixed_budget
 from pipeinfer.step_cost import TOKENS, Prompt, StepCost
 
@@ -41,6 +41,16 @@ def test_prices_only_fall_and_no_size_costs_more_than_a_larger_one(prices):
     found = [price for *_, price in without_outliers(sizes)]
     assert found == sorted(found)
     assert all(new == min(prices[at:]) for at, new in enumerate(found))
+
+
+def test_sizes_that_no_prompt_is_deep_in_have_the_price_of_others_by_the_token():
+    """Else the largest would have none, and with it all others."""
+    sizes = [(512, 9, None), (1024, 10, 300), (2048, 20, 620), (4096, 40, None), (8192, 80, None)]
+    found = priced(sizes)
+    assert [size[:2] for size in found] == [size[:2] for size in sizes]
+    assert [more for *_, more in found] == [155, 300, 620, 1240, 2480]
+    assert without_outliers(found) == found
+    assert [more for *_, more in priced([(64, 5, None), (128, 6, None)])] == [0, 0]
 
 
 # Of Qwen3-0.6B on an H200, of prompts of at most 32,768 tokens.

@@ -18,7 +18,7 @@ from pipeinfer.steps.step import Step
 REPLAYS = 3
 ROWS = frozenset((1, 8, 16, 32, 64, 96, 128, 192))  # of decodes alone, and as many as there may be
 CONTEXT = 1024  # tokens before each decode where their price is measured
-DEPTH = 2048  # tokens of a prompt before those that are measured
+DEPTH, LEAST_DEPTH = 2048, 512  # tokens of a prompt before those that are measured
 FULL = 2048  # tokens of a step, beyond which its time grows evenly: only the largest is measured
 
 
@@ -84,7 +84,7 @@ def step_cost(
         step = deep_decodes(rows, deep, frame.page_size)
         return round(of_decodes(rows, step) * PER_SECOND)
 
-    timed = _with_prompts(beside, longest, frame, of_prompts)
+    timed = priced(_with_prompts(beside, longest, frame, of_prompts))
     together = without_outliers(filled(timed, [size.tokens for size in beside], longest))
     measured = [some for some in rows if some in ROWS or some == rows[-1]]
     shallow = {some: alone(some, 0) for some in measured}
@@ -100,21 +100,31 @@ def _with_prompts(
     longest: int,
     frame: Frame,
     seconds: Callable[[Room, Step], float],
-) -> list[tuple[int, int, int]]:
+) -> list[tuple[int, int, int | None]]:
     """StepCost.mixed of these sizes up to FULL tokens, and of the largest; of each number of
-    tokens, the one with the fewest decodes."""
+    tokens, the one with the fewest decodes. None where a prompt cannot be deep."""
 
     def amid(size: Room, depth: int) -> int:
         return round(seconds(size, amid_prompts(size, longest, depth, frame)) * PER_SECOND)
 
-    found: list[tuple[int, int, int]] = []
+    found: list[tuple[int, int, int | None]] = []
     for tokens, size in sorted({size.tokens: size for size in reversed(sizes)}.items()):
         if FULL < tokens < sizes[-1].tokens:
             continue
-        begun, depth = amid(size, 0), max(min(DEPTH, longest - tokens), 0)
-        more = max(amid(size, depth) - begun, 0) // depth if depth else 0
-        found.append((tokens, begun, more))
+        begun, depth = amid(size, 0), min(DEPTH, longest - tokens)
+        deep = depth >= LEAST_DEPTH
+        found.append((tokens, begun, max(amid(size, depth) - begun, 0) // depth if deep else None))
     return found
+
+
+def priced(sizes: Sequence[tuple[int, int, int | None]]) -> list[tuple[int, int, int]]:
+    """`sizes` (tokens, time, more), ascending. Where `more` is None it is, by the token, that of
+    the largest size that has one; 0 if none has."""
+    last, most = next(((size, more) for size, _, more in sizes[::-1] if more is not None), (1, 0))
+    return [
+        (tokens, time, most * tokens // last if more is None else more)
+        for tokens, time, more in sizes
+    ]
 
 
 def filled(

@@ -1,0 +1,115 @@
+"""What a step that decodes holds of prompts, where nobody waits: the policy `throughput`."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_mixed_budget import LARGE, SMALL, US, Composed, Watched, costs, linear
+
+from pipeinfer.offline.synchronous import for_batches
+from pipeinfer.scheduler.core import SchedulerOptions
+from pipeinfer.step_budget import FEWEST, mixed_budget
+from pipeinfer.step_cost import Prompt, StepCost
+
+waiting = st.lists(
+    st.builds(Prompt, st.integers(1, 3000), st.integers(0, 2000)), min_size=1, max_size=9
+)
+
+
+def prices(cost: StepCost, rows: int, prompts: list[Prompt], worth: float) -> dict[int, float]:
+    """{tokens of prompts: picoseconds for each}, by going through the prompts token by token, each
+    of which sees those before it and half of itself."""
+    before = [at + 0.5 for p in prompts for at in range(p.before, p.before + p.tokens)]
+    found: dict[int, float] = {}
+    for tokens, time, more in cost.mixed:
+        held = min(tokens - rows, len(before))
+        if held < min(FEWEST, len(before)):
+            continue
+        # Measured with all tokens of one prompt.
+        pairs = sum(before[:held]) - tokens * tokens / 2
+        found[tokens - rows] = (time + more * pairs / tokens - worth) / held
+        if held == len(before):
+            break
+    return found
+
+
+@settings(deadline=None)
+@given(costs, st.integers(1, 256), st.integers(0, 10**6), waiting, st.integers(0, 300))
+def test_a_token_of_a_prompt_costs_as_little_as_in_any_size(cost, rows, context, prompts, left):
+    every = sum(prompt.tokens for prompt in prompts)
+    alone = max(time for size, time in cost.decodes if size <= rows)
+    most, full = cost.decodes[-1]
+    most_more = max(more for _, _, more in cost.mixed) + 1  # pairs are counted in whole ones
+
+    def cheapest(found: int, worth: float) -> bool:
+        known = prices(cost, rows, prompts, worth)
+        if not known:
+            return found == FEWEST
+        close = len(prompts) * most_more + 1e-9 * max(map(abs, known.values()))
+        return found in known and known[found] <= min(known.values()) + close
+
+    found = mixed_budget(0, 8192, cost).cheapest(rows, context, prompts, left)
+    beside = cheapest(found, alone) and every <= found * left
+    assert beside or cheapest(found, min(alone, rows * full / most))
+
+
+@pytest.mark.parametrize(
+    ("rows", "left", "prompts"),
+    [
+        # All prompts go beside 1,000 steps that there will be anyway: up to 256 tokens cost little.
+        (10, 1000, 256 - 10), (90, 1000, 256 - 90), (128, 1000, 256 - 128),
+        # That is too little beside more of them.
+        (200, 1000, 384 - 200), (250, 1000, 768 - 250),
+        # Others wait for a slot: the more decodes there are, the less is lost beside few prompts.
+        (8, 0, 1024 - 8), (64, 0, 1024 - 64), (90, 0, 768 - 90), (250, 0, 768 - 250),
+    ],
+)  # fmt: skip
+def test_prompts_of_a_large_model_go_where_weights_are_read_anyway(rows, left, prompts):
+    found = mixed_budget(0, 8192, LARGE).cheapest(rows, rows * 700, [Prompt(500)] * 40, left)
+    assert found == prompts
+
+
+def test_what_does_not_fit_into_the_steps_that_are_left_is_computed_in_full_ones():
+    budget = mixed_budget(0, 8192, LARGE)
+    prompts = [Prompt(500)] * 40
+    assert budget.cheapest(128, 0, prompts, left=157) == 128  # 20,096 tokens beside them
+    assert budget.cheapest(128, 0, prompts, left=156) == 768 - 128
+
+
+def test_where_nothing_was_measured_it_is_as_many_as_ever():
+    for asked, cost in ((0, None), (300, SMALL)):
+        budget = mixed_budget(asked, 2048, cost)
+        one = budget.prompts(7, 700, [Prompt(1000)])
+        assert budget.cheapest(7, 700, [Prompt(1000)], 100) == one
+
+
+def batch(policy: str, slots: int, requests: int, prompt: int, outputs: int) -> list[Composed]:
+    """The plans of a batch with equal requests, whose prompts differ."""
+    options = SchedulerOptions(policy, 2, slots, 1024)
+    pipeline = Watched(options, linear(900 * US, US // 2, 42 * US // 10, 27_000))
+    for number in range(requests):
+        pipeline.submit([5 + number] + [5] * (prompt - 1), outputs, min_tokens=outputs)
+    pipeline.run()
+    assert all(client.finish for client in pipeline.clients.values())
+    return pipeline.plans
+
+
+def test_a_batch_of_short_answers_is_over_after_fewer_and_fuller_steps():
+    fast, steady = batch("throughput", 8, 40, 300, 4), batch("mixed", 8, 40, 300, 4)
+    for plans in (fast, steady):
+        assert sum(plan.prompts for plan in plans) == 40 * 300
+    assert len(fast) < 0.8 * len(steady)
+    beside = [plan.prompts for plan in fast if plan.decodes and plan.prompts]
+    assert max(beside) > max(plan.prompts for plan in steady if plan.decodes)
+
+
+def test_a_batch_has_that_policy_unless_its_user_asks_for_another_or_for_targets():
+    assert for_batches({"seed": 3}) == {
+        "itl_target": 0.0, "ttft_target": 0.0, "policy": "throughput", "all_graphs_first": True,
+        "seed": 3,
+    }  # fmt: skip
+    assert for_batches({"policy": "prefill-first"})["policy"] == "prefill-first"
+    assert for_batches({"itl_target": 0.02})["policy"] == "mixed"
+    assert for_batches({"itl_target": 0})["policy"] == "throughput"
+    assert for_batches({"itl_target": 0.02, "policy": "throughput"})["policy"] == "throughput"
