@@ -329,6 +329,24 @@ def test_a_step_takes_the_smallest_graph_that_holds_it_and_none_that_is_far_larg
     assert fitting(*[1] * 9) is None
 
 
+def test_steps_take_larger_graphs_than_they_need_where_those_are_faster():
+    graphs = Graphs(HostDevice())
+    graphs.mixed = mixed_ladder(2048, 256, 256, 2048)
+    graphs._captured = {room: room for room in graphs.mixed}
+
+    def tokens(count: int) -> int | None:
+        step = Step(0, 0, 0, *[np.zeros(1, np.int32)] * 2, np.array([count], np.int32),
+                    np.ones(1, bool), np.zeros(count, np.int32), {})  # fmt: skip
+        room = graphs.fitting(step)
+        return None if room is None else room.tokens
+
+    asked = 256, 257, 320, 321, 385, 448, 449, 513, 600
+    assert [tokens(count) for count in asked] == [256, 320, 320, 384, 448, 448, 512, 640, 640]
+    graphs.slow = frozenset((320, 448, 640))
+    found = [tokens(count) for count in asked]
+    assert found == [256, 384, 384, 384, 512, 512, 512, 640, 768], "768 is far larger than 513"
+
+
 def test_decodes_that_share_what_they_read_take_graphs_of_their_own():
     graphs = Graphs(HostDevice())
     graphs.mixed, graphs.decodes = mixed_ladder(2048, 256, 256, 512), decode_ladder(256)

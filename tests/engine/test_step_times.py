@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.engine.step_times import filled, priced, without_outliers
+from pipeinfer.engine.step_times import SLOWER, filled, padded, priced, without_outliers
 from pipeinfer.step_budget import Targets, mixed_budget
 from pipeinfer.step_cost import TOKENS, Prompt, StepCost
 
@@ -41,6 +41,34 @@ def test_prices_only_fall_and_no_size_costs_more_than_a_larger_one(prices):
     found = [price for *_, price in without_outliers(sizes)]
     assert found == sorted(found)
     assert all(new == min(prices[at:]) for at, new in enumerate(found))
+
+
+def test_steps_that_take_longer_than_larger_ones_are_padded_to_those():
+    """Of Qwen3-14B on an H100."""
+    times = {256: 13.8, 320: 20.2, 384: 17.0, 448: 28.9, 512: 21.4, 640: 30.0, 768: 30.6}
+    decodes = ((1, 10 * MS),)
+    cost = StepCost(decodes, tuple((n, round(t * MS), n) for n, t in times.items()), 64_000)
+    found, slow = padded(cost)
+    assert slow == {320, 448}
+    assert (found.decodes, found.kv_token) == (cost.decodes, cost.kv_token)
+    assert found.mixed == tuple(
+        (n, round({320: 17.0, 448: 21.4}.get(n, t) * MS), n) for n, t in times.items()
+    )
+
+
+@given(st.lists(st.integers(10**6, 10**10), min_size=1, max_size=20))
+def test_no_step_takes_much_longer_than_a_larger_one_and_the_largest_stays(times):
+    sizes = tuple((64 * (at + 1), time, 0) for at, time in enumerate(times))
+    cost = StepCost(((1, 1),), sizes)
+    found, slow = padded(cost)
+    assert sizes[-1][0] not in slow and padded(found) == (found, frozenset())
+    for at, ((tokens, time, _), (_, new, _)) in enumerate(zip(sizes, found.mixed, strict=True)):
+        least = min(times[at:])
+        assert new == (
+            time if tokens not in slow else min(new for _, new, _ in found.mixed[at + 1 :])
+        )
+        assert least <= new and new * 100 <= least * SLOWER + 100
+        assert (tokens in slow) == (time != new)
 
 
 def test_sizes_that_no_prompt_is_deep_in_have_the_price_of_others_by_the_token():

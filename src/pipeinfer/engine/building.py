@@ -89,7 +89,7 @@ def build_runner(
         with start.phase("graphs"):
             _capture(runner, settings, largest, model, start)
     with start.phase("step_times"):
-        runner.measure()
+        runner.measure(choose=settings.tp == 1)
     if runner.step_cost is not None:
         _tell(runner.step_cost, settings, tokens)
     return runner

@@ -44,7 +44,8 @@ Body = Callable[[Cut, Plan], tuple[torch.Tensor, torch.Tensor]]
 class Graphs:
     """Of a device, by room. decodes: numbers of decode rows that have a graph, mixed: rooms with
     prompts that have one, either of which share only where no other is there; sharing: all rooms
-    for decodes that share. All ascend. left: rooms that get one later, the next one first.
+    for decodes that share. All ascend. left: rooms that get one later, the next one first. slow:
+    tokens of mixed rooms whose steps take the next larger one's graph, if that has room for them.
     """
 
     def __init__(self, device: Device) -> None:
@@ -53,6 +54,7 @@ class Graphs:
         self.mixed: tuple[Room, ...] = ()
         self.sharing: tuple[Room, ...] = ()
         self.left: list[Room] = []
+        self.slow: frozenset[int] = frozenset()
         self._captured: dict[Room, Captured] = {}
 
     def __getitem__(self, room: Room) -> Captured:
@@ -93,12 +95,15 @@ class Graphs:
         if step.decodes == len(step.slots):
             at = bisect_left(self.decodes, step.decodes)
             return None if at == len(self.decodes) else self[self._either(alone(self.decodes[at]))]
+        slow: Room | None = None
         for room in self.mixed:
             if _far_larger(room, len(step.tokens)):
-                return None
+                break
             if room.holds(step):
-                return self[room]
-        return None
+                if room.tokens not in self.slow:
+                    return self[room]
+                slow = slow or room
+        return None if slow is None else self[slow]
 
     def _either(self, room: Room) -> Room:
         """`room`, or where that has no graph, the one of that size whose decodes share."""

@@ -437,8 +437,11 @@ class Runner:
         """None comes any more."""
         self._graphs.left.clear()
 
-    def measure(self) -> None:
-        """Finds out `step_cost`, once all graphs there are to be are captured."""
+    def measure(self, choose: bool = False) -> None:
+        """Finds out `step_cost`, once all graphs there are to be are captured.
+
+        choose: as in `capture`, of steps with prompts.
+        """
         if not self._backend.traits.captures_decode:
             return
         largest, frame = self.largest, step_times.Frame(self.largest.pages, self.pool.page_size)
@@ -450,6 +453,8 @@ class Runner:
             self._replayed,
             self._seconds,
         )
+        if choose and self._graphs.mixed and self.step_cost is not None:
+            self.step_cost, self._graphs.slow = step_times.padded(self.step_cost)
 
     def _seconds(self, step: Step) -> float:
         """What the device takes for it, without a graph."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from pipeinfer.engine.artificial import deep_decodes, deep_prompts
 from pipeinfer.engine.graphs import Graphs, alone
 from pipeinfer.engine.rooms import DECODES, Room, unaided
@@ -19,6 +21,7 @@ REPLAYS = 3
 ROWS = frozenset((1, 8, 16, 32, 64, 96, 128, 192))  # of decodes alone, and as many as there may be
 CONTEXT = 1024  # tokens before each decode where their price is measured
 DEPTH, LEAST_DEPTH = 2048, 512  # tokens of a prompt before those that are measured
+SLOWER = 102  # percent of a larger step's time from which on a step is called slow
 FULL = 2048  # tokens of a step, beyond which its time grows evenly: only the largest is measured
 
 
@@ -159,6 +162,21 @@ def _pairs(tokens: int, longest: int) -> float:
 def _prompts(tokens: int, longest: int) -> int:
     """As few as it takes."""
     return -(-tokens // longest)
+
+
+def padded(cost: StepCost) -> tuple[StepCost, frozenset[int]]:
+    """`cost` where steps with prompts that take longer than larger ones are padded to those, and
+    the tokens of such steps: libraries do not choose as good a kernel for each number of rows."""
+    sizes: list[tuple[int, int, int]] = []
+    slow: set[int] = set()
+    least = cost.mixed[-1][1]
+    for tokens, time, more in reversed(cost.mixed):
+        if time > least * SLOWER // 100:
+            slow.add(tokens)
+            time = least
+        least = min(least, time)
+        sizes.append((tokens, time, more))
+    return replace(cost, mixed=tuple(sizes[::-1])), frozenset(slow)
 
 
 def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
