@@ -305,7 +305,7 @@ SGLANG: dict[str, tuple[Flag, ...]] = {
         _instead(
             "--schedule-policy",
             "--policy",
-            "It is mixed, prefill-first, decode-first, or a class of your own.",
+            "It is mixed, throughput, prefill-first, decode-first, or a class of your own.",
         ),
         _always(
             "--enable-priority-scheduling --schedule-low-priority-values-first",

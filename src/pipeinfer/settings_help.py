@@ -81,8 +81,7 @@ is chosen. `python tools/simulate targets --plot FILE` draws the same for other 
 The engine measures at its start how long steps take, and logs what the target allows. \
 `pipeinfer_target_step_tokens` and `pipeinfer_target_prompt_tokens_per_second` of `/metrics` and \
 `pipeinfer doctor` say the same. On a CPU nothing is measured, and `--mixed-step-tokens` limits \
-steps. `LLM` has no targets, because nobody waits for single tokens of a batch; `AsyncLLM` has \
-both."""
+steps. `LLM` has no targets, because nobody waits for single tokens of a batch."""
 
 # {group: {setting: what is said of it}}, in the order of the reference.
 GROUPS: dict[str, dict[str, Told]] = {
@@ -251,9 +250,10 @@ GROUPS: dict[str, dict[str, Told]] = {
     "scheduling": {
         "policy": Told(
             "NAME",
-            "mixed, prefill-first, decode-first, or module:Class",
-            more="How prompts and decodes share a step: `mixed`, `prefill-first`, `decode-first`, "
-            "or [a class of your own](architecture.md).",
+            "mixed, throughput, prefill-first, decode-first, or module:Class",
+            more="How prompts and decodes share a step: `mixed`, `throughput`, `prefill-first`, "
+            "`decode-first`, or [a class of your own](architecture.md). `LLM` takes `throughput`, "
+            "unless it is given a target.",
         ),
         "max_running": Told(
             "N",

@@ -165,7 +165,7 @@ class Story(Simulation):
         random = Random(seed)
         groups, tp = random.choice([(1, 1), (1, 1), (2, 1), (1, 2)])
         super().__init__(
-            random, random.choice(["mixed", "prefill-first", "decode-first"]),
+            random, random.choice(["mixed", "throughput", "prefill-first", "decode-first"]),
             random.choice([1, 2, 2, 4]), groups, pages=random.choice([12, 14, 16, 20, 60]), tp=tp,
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ STOPS = st.lists(st.sampled_from(["a", "th", "é", "你", "q.", "\ufffd"]), max_
 class Machine(RuleBasedStateMachine):
     @initialize(
         seed=MANY_SEEDS,
-        policy=st.sampled_from(["mixed", "prefill-first", "decode-first"]),
+        policy=st.sampled_from(["mixed", "throughput", "prefill-first", "decode-first"]),
         depth=st.sampled_from([1, 2]),
         groups=st.sampled_from([1, 1, 2]),
         gateway_deaths=st.sampled_from([0, 0, 0, 1, 2]),

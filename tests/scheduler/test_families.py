@@ -17,7 +17,7 @@ from pipeinfer.scheduler.queue import WaitingQueue
 from pipeinfer.scheduler.request import Request, from_work
 
 PROMPT = 5
-WAYS = (["mixed", "prefill-first", "decode-first"], [1, 2, 4])
+WAYS = (["mixed", "throughput", "prefill-first", "decode-first"], [1, 2, 4])
 
 
 def member(arrival: int, leader: str) -> Request:

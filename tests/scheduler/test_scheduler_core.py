@@ -137,7 +137,7 @@ def pipeline(
 
 class Machine(RuleBasedStateMachine):
     @initialize(
-        policy=st.sampled_from(["mixed", "prefill-first", "decode-first"]),
+        policy=st.sampled_from(["mixed", "throughput", "prefill-first", "decode-first"]),
         depth=st.sampled_from([1, 2]),
         pages=st.sampled_from([12, 30, 200]),
         page_size=st.sampled_from([1, 4]),
@@ -223,7 +223,7 @@ Machine.TestCase.settings = settings(
 TestAnythingInAnyOrder = Machine.TestCase
 
 
-@pytest.mark.parametrize("policy", ["mixed", "prefill-first", "decode-first"])
+@pytest.mark.parametrize("policy", ["mixed", "throughput", "prefill-first", "decode-first"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_nothing_is_deferred_without_a_cache(policy, depth):
     """Without hits the credits are exact, so the engine never has to say no."""

@@ -31,7 +31,7 @@ def deployments(draw) -> Deployment:
         max_running=draw(st.integers(1, 12)),
         max_step_tokens=draw(st.sampled_from((8, 32, 256))),
         mixed_step_tokens=draw(st.sampled_from((0, 8, 20))),
-        policy=draw(st.sampled_from(("mixed", "prefill-first", "decode-first"))),
+        policy=draw(st.sampled_from(("mixed", "throughput", "prefill-first", "decode-first"))),
         overlap_depth=draw(st.integers(1, 3)),
         cache=draw(st.sampled_from(("radix", "naive"))),
         step_cost=draw(st.sampled_from((None, COST))),
