@@ -6,7 +6,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.engine.step_times import SLOWER, filled, padded, priced, without_outliers
+from pipeinfer.engine.building import all_find
+from pipeinfer.engine.step_times import SLOWER, filled, padded, priced, slow, without_outliers
 from pipeinfer.step_budget import Targets, mixed_budget
 from pipeinfer.step_cost import TOKENS, Prompt, StepCost
 
@@ -48,8 +49,8 @@ def test_steps_that_take_longer_than_larger_ones_are_padded_to_those():
     times = {256: 13.8, 320: 20.2, 384: 17.0, 448: 28.9, 512: 21.4, 640: 30.0, 768: 30.6}
     decodes = ((1, 10 * MS),)
     cost = StepCost(decodes, tuple((n, round(t * MS), n) for n, t in times.items()), 64_000)
-    found, slow = padded(cost)
-    assert slow == {320, 448}
+    assert slow(cost) == {320, 448}
+    found = padded(cost, slow(cost))
     assert (found.decodes, found.kv_token) == (cost.decodes, cost.kv_token)
     assert found.mixed == tuple(
         (n, round({320: 17.0, 448: 21.4}.get(n, t) * MS), n) for n, t in times.items()
@@ -60,15 +61,28 @@ def test_steps_that_take_longer_than_larger_ones_are_padded_to_those():
 def test_no_step_takes_much_longer_than_a_larger_one_and_the_largest_stays(times):
     sizes = tuple((64 * (at + 1), time, 0) for at, time in enumerate(times))
     cost = StepCost(((1, 1),), sizes)
-    found, slow = padded(cost)
-    assert sizes[-1][0] not in slow and padded(found) == (found, frozenset())
+    few = slow(cost)
+    found = padded(cost, few)
+    assert sizes[-1][0] not in few and slow(found) == frozenset()
     for at, ((tokens, time, _), (_, new, _)) in enumerate(zip(sizes, found.mixed, strict=True)):
-        least = min(times[at:])
-        assert new == (
-            time if tokens not in slow else min(new for _, new, _ in found.mixed[at + 1 :])
-        )
-        assert least <= new and new * 100 <= least * SLOWER + 100
-        assert (tokens in slow) == (time != new)
+        assert new == (found.mixed[at + 1][1] if tokens in few else time)
+        assert new <= time and new * 100 <= min(times[at:]) * SLOWER + 100
+        assert (tokens in few) == (new < time)
+
+
+def test_ranks_leave_out_only_what_all_of_them_find_slow():
+    finds = [{320, 448}, {320, 640}, {320, 448, 640}]
+
+    asked = iter(TOKENS)
+
+    def smallest(value: int) -> int:
+        """As the first rank hears it."""
+        tokens = next(asked)
+        assert value == (tokens in finds[0])
+        return min(tokens in others for others in finds)
+
+    assert all_find(smallest, finds[0]) == {320}
+    assert all_find(int, finds[0]) == {320, 448}
 
 
 def test_sizes_that_no_prompt_is_deep_in_have_the_price_of_others_by_the_token():

@@ -6,7 +6,9 @@ Knows settings and shapes; no message, no process and no kind of machine.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Container
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -23,7 +25,7 @@ from pipeinfer.memory.pool import KVPool, Shift
 from pipeinfer.models.interface import Model
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.step_budget import Targets, mixed_budget, most_tokens, said
-from pipeinfer.step_cost import StepCost
+from pipeinfer.step_cost import TOKENS, StepCost
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ def build_runner(
         with start.phase("graphs"):
             _capture(runner, settings, largest, model, start)
     with start.phase("step_times"):
-        runner.measure(choose=settings.tp == 1)
+        runner.measure(partial(all_find, int if collectives is None else collectives.smallest))
     if runner.step_cost is not None:
         _tell(runner.step_cost, settings, tokens)
     return runner
@@ -102,6 +104,11 @@ def _shifts(model: Model, shape: Shape, machine: Machine) -> tuple[Shift, ...] |
     found: list[tuple[Shift, ...]] = []
     machine.device.run(lambda: found.append(key_shifts(model, shape.max_model_len, machine.where)))
     return found[0]
+
+
+def all_find(least: Callable[[int], int], slow: Container[int]) -> frozenset[int]:
+    """Of numbers of tokens, those that every rank has in `slow`; least: of what all ranks say."""
+    return frozenset(tokens for tokens in TOKENS if least(tokens in slow))
 
 
 def _agreed(collectives: TorchCollectives, pages: int) -> int:

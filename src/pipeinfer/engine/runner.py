@@ -7,7 +7,7 @@ Knows arrays of a step; no plan of the scheduler, no request, no policy and no k
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -437,10 +437,11 @@ class Runner:
         """None comes any more."""
         self._graphs.left.clear()
 
-    def measure(self, choose: bool = False) -> None:
+    def measure(self, agreed: Callable[[Container[int]], frozenset[int]]) -> None:
         """Finds out `step_cost`, once all graphs there are to be are captured.
 
-        choose: as in `capture`, of steps with prompts.
+        agreed: of numbers of tokens whose steps should take a larger graph, those for which all
+        ranks find so.
         """
         if not self._backend.traits.captures_decode:
             return
@@ -453,8 +454,10 @@ class Runner:
             self._replayed,
             self._seconds,
         )
-        if choose and self._graphs.mixed and self.step_cost is not None:
-            self.step_cost, self._graphs.slow = step_times.padded(self.step_cost)
+        cost, graphs = self.step_cost, self._graphs
+        if cost is not None and graphs.mixed:
+            graphs.slow = agreed(step_times.slow(cost))
+            self.step_cost = step_times.padded(cost, graphs.slow)
 
     def _seconds(self, step: Step) -> float:
         """What the device takes for it, without a graph."""

@@ -6,7 +6,7 @@ Knows sizes and arrays of steps; no request, and not what the times are for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -21,7 +21,7 @@ REPLAYS = 3
 ROWS = frozenset((1, 8, 16, 32, 64, 96, 128, 192))  # of decodes alone, and as many as there may be
 CONTEXT = 1024  # tokens before each decode where their price is measured
 DEPTH, LEAST_DEPTH = 2048, 512  # tokens of a prompt before those that are measured
-SLOWER = 102  # percent of a larger step's time from which on a step is called slow
+SLOWER = 105  # percent of a larger step's time from which on a step is called slow
 FULL = 2048  # tokens of a step, beyond which its time grows evenly: only the largest is measured
 
 
@@ -164,19 +164,24 @@ def _prompts(tokens: int, longest: int) -> int:
     return -(-tokens // longest)
 
 
-def padded(cost: StepCost) -> tuple[StepCost, frozenset[int]]:
-    """`cost` where steps with prompts that take longer than larger ones are padded to those, and
-    the tokens of such steps: libraries do not choose as good a kernel for each number of rows."""
-    sizes: list[tuple[int, int, int]] = []
-    slow: set[int] = set()
+def slow(cost: StepCost) -> frozenset[int]:
+    """Tokens of steps with prompts that take longer than larger ones: libraries do not choose as
+    good a kernel for each number of rows."""
+    found: set[int] = set()
     least = cost.mixed[-1][1]
-    for tokens, time, more in reversed(cost.mixed):
+    for tokens, time, _ in reversed(cost.mixed):
         if time > least * SLOWER // 100:
-            slow.add(tokens)
-            time = least
+            found.add(tokens)
         least = min(least, time)
-        sizes.append((tokens, time, more))
-    return replace(cost, mixed=tuple(sizes[::-1])), frozenset(slow)
+    return frozenset(found)
+
+
+def padded(cost: StepCost, few: Container[int]) -> StepCost:
+    """`cost` where steps of so many tokens, not the most, are padded to the next larger size."""
+    sizes: list[tuple[int, int, int]] = []
+    for tokens, time, more in reversed(cost.mixed):
+        sizes.append((tokens, sizes[-1][1] if tokens in few else time, more))
+    return replace(cost, mixed=tuple(sizes[::-1]))
 
 
 def without_outliers(sizes: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
