@@ -77,8 +77,8 @@ class MixedBudget:
 
     def cheapest(self, rows: int, context: int, waiting: Sequence[Prompt], left: int) -> int:
         """Tokens of prompts that cost least each, at least FEWEST if there are as many; `waiting`:
-        all prompts that have room. left: steps that the longest of the decodes may still take, 0 if
-        more prompts wait than have room. Where nothing was measured, as `prompts`.
+        all prompts that have room. left: steps that the longest of the decodes will still take, 0
+        if more prompts wait than have room. Where nothing was measured, as `prompts`.
 
         A token costs what the step takes longer than its decodes are worth. If all prompts will be
         computed beside decodes that run anyway, that is what these take alone. Else steps should

@@ -7,8 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_mixed_budget import LARGE, SMALL, US, Composed, Watched, costs, linear
 
+from pipeinfer.messages import Work
 from pipeinfer.offline.synchronous import for_batches
+from pipeinfer.packing import pack
+from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.core import SchedulerOptions
+from pipeinfer.scheduler.request import Request, from_work
+from pipeinfer.scheduler.slots import Slots
 from pipeinfer.step_budget import FEWEST, mixed_budget
 from pipeinfer.step_cost import Prompt, StepCost
 
@@ -113,3 +118,36 @@ def test_a_batch_has_that_policy_unless_its_user_asks_for_another_or_for_targets
     assert for_batches({"itl_target": 0.02})["policy"] == "mixed"
     assert for_batches({"itl_target": 0})["policy"] == "throughput"
     assert for_batches({"itl_target": 0.02, "policy": "throughput"})["policy"] == "throughput"
+
+
+def ended(slots: Slots, prompt: int, most: int, outputs: int, ignore_eos: bool = False) -> None:
+    """A request of so many outputs at most has ended after some of them."""
+    one = decoding("ended", prompt, most, ignore_eos)
+    one.outputs.extend(range(outputs))
+    slots.running[one.id] = one
+    one.move("over")
+    slots.release(one)
+
+
+def decoding(name: str, prompt: int, most: int, ignore_eos: bool = False) -> Request:
+    """One whose prompt is computed, and that may have `most` outputs."""
+    params = SamplingParams(max_tokens=most, ignore_eos=ignore_eos)
+    one = from_work(Work(name, 1, 0, 0, pack([5] * prompt), params, 0), 0, 0.0)
+    one.phase = "running"
+    one.told = one.known = one.computed = one.projected = prompt
+    one.max_total = prompt + most
+    return one
+
+
+def test_how_long_decodes_go_on_is_guessed_by_those_that_ended():
+    slots = Slots()
+    rows = [(decoding("a", 20, 1000), 1), (decoding("b", 20, 300), 1)]
+    assert slots.left(rows) == 1000 and slots.left([]) == 0
+    for _ in range(100):
+        ended(slots, 30, 400, 40)
+    assert slots.left(rows) == pytest.approx(100, abs=2), "a tenth of what they may have"
+    sure = (decoding("c", 20, 250, ignore_eos=True), 1)
+    assert slots.left([*rows, sure]) == 250
+    guessed = slots.left(rows)
+    ended(slots, 30, 400, 400, ignore_eos=True)
+    assert slots.left(rows) == guessed, "the model had no part in their lengths"

@@ -12,6 +12,8 @@ from pipeinfer.packing import pack
 from pipeinfer.scheduler.credits import Credits
 from pipeinfer.scheduler.request import Request
 
+LATELY = 16  # requests that ended, of which it is remembered how long they got
+
 
 class Slots:
     """Slots of one epoch.
@@ -31,6 +33,9 @@ class Slots:
         self._free: list[int] = []
         self._releases: list[Release] = []
         self._resets = False
+        self._lasted = (
+            1.0  # of the outputs that they might have had, those that requests had lately
+        )
 
     def begin(self, count: int, credits: Credits) -> None:
         """An epoch begins with `count` empty slots."""
@@ -78,6 +83,17 @@ class Slots:
         """Tokens that come before those of the rows, once the steps in flight are done."""
         return sum([request.projected for request, _ in rows])
 
+    def left(self, rows: Iterable[tuple[Request, int]]) -> int:
+        """Steps that the longest of these decodes may still take. Of what `max_tokens` leaves it,
+        as much as requests took lately, unless the model cannot end it."""
+        most = sure = 0
+        for request, _ in rows:
+            steps = request.max_total - request.projected
+            most = max(most, steps)
+            if request.work.params.ignore_eos:
+                sure = max(sure, steps)
+        return max(sure, round(most * self._lasted))
+
     def release(self, request: Request, count_pages: bool = True) -> None:
         """Takes the slot back with the next plan; what was computed may stay in the prefix cache,
         as far as it was confirmed. A prompt that nothing was sampled from before its client left
@@ -91,6 +107,9 @@ class Slots:
         )
         if count_pages:
             self.released_pages += max(self.credits.between(request.hit, request.computed), 0)
+        if request.phase == "over" and not request.work.params.ignore_eos:
+            lasted = len(request.outputs) / max(request.max_total - request.prompt_len, 1)
+            self._lasted += (lasted - self._lasted) / LATELY
         request.leave()
 
     def jumping(self) -> dict[str, Request]:
