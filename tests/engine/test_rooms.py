@@ -365,6 +365,9 @@ def test_decodes_that_share_what_they_read_take_graphs_of_their_own():
     assert fitting(60, 30) == Room(128, 64, 32, shares=True)
     assert fitting(65, 30) == Room(128, 96, 32, shares=True), "as many decodes as it has room for"
     assert fitting(65, 30, shares=False) == Room(128, 96, 32)
+    graphs.slow = frozenset((128,))
+    assert fitting(60, 30) == Room(192, 64, 32, shares=True)
+    assert fitting(128) == Room(128, 128, 0, shares=True), "which has no prompts"
     graphs.sharing = ()
     assert fitting(130) == Room(136, 136, 0), "until those are captured, each reads for itself"
 

@@ -45,7 +45,7 @@ class Graphs:
     """Of a device, by room. decodes: numbers of decode rows that have a graph, mixed: rooms with
     prompts that have one, either of which share only where no other is there; sharing: all rooms
     for decodes that share. All ascend. left: rooms that get one later, the next one first. slow:
-    tokens of mixed rooms whose steps take the next larger one's graph, if that has room for them.
+    tokens of rooms with prompts whose steps take the next larger one's graph, if it fits them.
     """
 
     def __init__(self, device: Device) -> None:
@@ -89,21 +89,27 @@ class Graphs:
         """The smallest for the step; None if there is none, or it is far larger. Where decodes
         share, one in which they do; if there is none, each reads for itself."""
         if step.runs is not None and step.decodes >= SHARING:
-            room = next((room for room in self.sharing if room.holds(step)), None)
-            if room is not None and not _far_larger(room, len(step.tokens)):
+            room = self._smallest(self.sharing, step)
+            if room is not None:
                 return self[room]
         if step.decodes == len(step.slots):
             at = bisect_left(self.decodes, step.decodes)
             return None if at == len(self.decodes) else self[self._either(alone(self.decodes[at]))]
+        room = self._smallest(self.mixed, step)
+        return None if room is None else self[room]
+
+    def _smallest(self, rooms: Sequence[Room], step: Step) -> Room | None:
+        """Of `rooms`, ascending, the first for the step that is not slow, or else the first; None
+        if there is none, or it is far larger."""
         slow: Room | None = None
-        for room in self.mixed:
+        for room in rooms:
             if _far_larger(room, len(step.tokens)):
                 break
             if room.holds(step):
-                if room.tokens not in self.slow:
-                    return self[room]
+                if not room.prefills or room.tokens not in self.slow:
+                    return room
                 slow = slow or room
-        return None if slow is None else self[slow]
+        return slow
 
     def _either(self, room: Room) -> Room:
         """`room`, or where that has no graph, the one of that size whose decodes share."""

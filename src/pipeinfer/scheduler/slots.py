@@ -33,9 +33,7 @@ class Slots:
         self._free: list[int] = []
         self._releases: list[Release] = []
         self._resets = False
-        self._lasted = (
-            1.0  # of the outputs that they might have had, those that requests had lately
-        )
+        self._lasted = 1.0  # share of the outputs they might have had that requests had lately
 
     def begin(self, count: int, credits: Credits) -> None:
         """An epoch begins with `count` empty slots."""
