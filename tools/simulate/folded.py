@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Sequence
 
 from pipeinfer.messages import GroupStatus
-from pipeinfer.scheduler import policies
 from pipeinfer.scheduler.lengths import TooLong, max_total
 from pipeinfer.scheduler.options import DEFAULT_STEP_TOKENS
 from pipeinfer.scheduler.planner import DEFERRALS, Planner
@@ -26,6 +25,9 @@ from simulate.tally import Tally
 
 # With nothing to admit and no prompt half-computed, a step of these is decode_all() and no more.
 PLAIN = frozenset({"mixed", "prefill-first"})
+# These never ask how long a decode goes on, so that one may stand for another. Of a policy of
+# somebody's own it is not known.
+ALIKE = PLAIN | {"decode-first"}
 
 
 class FoldedGroup:
@@ -52,10 +54,12 @@ class FoldedGroup:
         self._depth = options.overlap_depth
         self._budget = options.max_step_tokens or DEFAULT_STEP_TOKENS
         self._plain = options.policy in PLAIN
-        # Of a policy of somebody's own it is not known whom it looks at.
-        known = options.policy in policies.POLICIES
         self._folding = Folding(
-            self._seats.running, self._in_flight, deployment.page_size, self._depth, known
+            self._seats.running,
+            self._in_flight,
+            deployment.page_size,
+            self._depth,
+            enabled=options.policy in ALIKE,
         )
         self._cohort = self._folding.cohort
 

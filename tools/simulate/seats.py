@@ -156,6 +156,10 @@ class Seats:
         """Of all decodes: the folded ones are in every step that has any."""
         return sum([request.projected for request, _ in rows]) + self.running.unseen
 
+    def left(self, rows: Iterable[tuple[Request, int]]) -> int:
+        """Here every request ignores the model's end."""
+        return max([request.max_total - request.projected for request, _ in rows], default=0)
+
     def release(self, request: Request, count_pages: bool = True) -> None:
         seat = self.running.seats.pop(request.id)
         self.running.hot.remove(seat)
