@@ -24,17 +24,19 @@ from pipeinfer.kernels import skinny
 from pipeinfer.kernels.skinny_tiles import Tile
 
 PRODUCT, GATED, SPLIT = "product", "gated", "split"
-MODELS = {  # hidden, rows of QKV, columns of the output projection, intermediate
+# Hidden, rows of QKV, columns of the output projection, intermediate; after "/", ranks.
+MODELS = {
     "0.6B": (1024, 4096, 2048, 3072),
     "4B": (2560, 6144, 4096, 9728),
     "8B": (4096, 6144, 4096, 12288),
     "14B": (5120, 7168, 5120, 17408),
     "14B/2": (5120, 3584, 2560, 8704),
+    "14B/4": (5120, 1792, 1280, 4352),
     "32B/4": (5120, 2560, 2048, 6400),
 }
 # Rows, and those of a tile.
 ROWS = {"1": (1, 16), "32": (32, 32), "64": (64, 64), "128": (128, 64), "128b": (128, 128),
-        "192": (192, 64), "256": (256, 64), "256b": (256, 128)}  # fmt: skip
+        "192": (192, 64), "256": (256, 64), "256b": (256, 128), "384b": (384, 128)}  # fmt: skip
 BYTES_PER_US = 4.3e6
 MORE_THAN_L2 = 150e6
 EACH = 16
@@ -51,10 +53,11 @@ def asked():
 def products(models):
     for name in models.split(","):
         hidden, qkv, inner, inter = MODELS[name]
+        summed = PRODUCT if "/" in name else SPLIT  # ranks add up whole products
         yield name, "qkv", PRODUCT, qkv, hidden
-        yield name, "out", SPLIT, hidden, inner
+        yield name, "out", summed, hidden, inner
         yield name, "gate-up", GATED, inter, hidden
-        yield name, "down", SPLIT, hidden, inter
+        yield name, "down", summed, hidden, inter
 
 
 def tiles(kind, width, depth, rows, height):
