@@ -77,7 +77,7 @@ class MixedBudget:
 
     def cheapest(self, rows: int, context: int, waiting: Sequence[Prompt], left: int) -> int:
         """Tokens of prompts that cost least each, at least FEWEST if there are as many; `waiting`:
-        all prompts that have room. left: steps that the longest of the decodes will still take, 0
+        all prompts that wait. left: steps that the longest of the decodes will still take, 0
         if more prompts wait than have room. Where nothing was measured, as `prompts`.
 
         A token costs what the step takes longer than its decodes are worth. If all prompts will be

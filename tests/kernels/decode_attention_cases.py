@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
 
-from kernels.triton_cases import (
-    DEVICE,
-    HALVES,
-    INTERPRETED,
-    TOLERANCE,
-    randn,
-    relative_error,
-)
+from kernels.triton_cases import DEVICE, HALVES, TOLERANCE, randn, relative_error
 from pipeinfer.attention.rows import PagedRows, RowArrays
 from pipeinfer.attention.triton_decode import TritonDecodeKernel
 from pipeinfer.kernels.decode_attention import (
@@ -355,15 +347,8 @@ def test_as_many_runs_as_may_be_find_room():
     assert relative_error(case.run_shared(), case.expected()) < 3e-6
 
 
-# The interpreter computes halves in one way, whatever the cut.
-HALVED = [TILED] if INTERPRETED else [TILED, WIDE, APART]
-CUTS_AND_DTYPES = [
-    *product([TILED, WIDE, APART], [torch.float32]),
-    *product(HALVED, HALVES),
-]
-
-
-@pytest.mark.parametrize(("cut", "dtype"), CUTS_AND_DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("cut", [TILED, WIDE, APART])
 @pytest.mark.parametrize(("lengths", "groups"), SHARING)
 def test_rows_with_a_common_beginning_attend_as_rows_alone_do(lengths, groups, cut, dtype):
     case = SharedCase(lengths, groups, cut, dtype=dtype)
