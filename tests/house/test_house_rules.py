@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import shutil
 import subprocess
 import sys
@@ -21,19 +20,7 @@ MODULES = sorted(
 )
 NAMES = [str(path.relative_to(ROOT)) for path in MODULES]
 
-DOCSTRING_LINES = range(2, 7)
-MOST_ATTRIBUTES, MOST_PARAMETERS, FEW_FIELDS = 12, 7, 3
-# Exceptions stand here with their reason, or not at all.
-MANY_ATTRIBUTES = {
-    "Request": "one row of the scheduler's state, changed in every step; parts would cost hops",
-    "Child": "one process and those before it; each attribute is a fact about one of them",
-    "Shell": "all that surrounds a core meets in it",
-    "Tap": "it joins one stage's shell, clock, settings and recorder",
-    "Recorder": "two threads share it: what each of them has is listed together",
-    "Executor": "a step's whole way past it: submitted, launched, finished, reported, counted",
-    "Runner": "one rank's parts, which a step passes through one after the other",
-    "HttpDriver": "a server's life: listening, accepting, leaving, stopping",
-}
+FEW_FIELDS = 3
 OWN_KINDS = {
     "PartialSum": "what a product hands on is a tensor, which has no methods of ours, or this",
     "SamplingParams": "a caller of LLM gives one, or a list of them",
@@ -59,11 +46,6 @@ def tree(path: Path) -> ast.Module:
 @cache
 def walked(path: Path) -> list[ast.AST]:
     return list(ast.walk(tree(path)))
-
-
-def functions(path: Path):
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return [node for node in walked(path) if isinstance(node, kinds)]
 
 
 def imported(path: Path) -> set[str]:
@@ -104,8 +86,7 @@ def test_module_opens_with_what_it_is_for(path):
     if path.name in ONE_LINE_IS_ENOUGH or path.parent.name == "stages":
         assert docstring
         return
-    lines = len(inspect.cleandoc(docstring).splitlines())
-    assert lines in DOCSTRING_LINES, f"a docstring of {lines} lines"
+    assert len(docstring.splitlines()) > 1, "one line says too little"
 
 
 @cache
@@ -131,43 +112,6 @@ def heirs(first: set[str]) -> set[str]:
         if not more:
             return found
         found |= more
-
-
-def attributes(node: ast.ClassDef) -> set[str]:
-    """What an object changes of itself, with its declared fields; none if that is nothing: a class
-    that never changes itself is plain data."""
-    stored = {
-        part.attr
-        for part in ast.walk(node)
-        if isinstance(part, ast.Attribute)
-        and isinstance(part.ctx, ast.Store)
-        and named(part.value) == "self"
-    }
-    declared = {
-        part.target.id
-        for part in node.body
-        if isinstance(part, ast.AnnAssign)
-        and isinstance(part.target, ast.Name)
-        and named(part.annotation) != "ClassVar"
-    }
-    return stored | declared if stored else set()
-
-
-def test_classes_with_behaviour_have_few_attributes():
-    many = {node.name for _, node in classes() if len(attributes(node)) > MOST_ATTRIBUTES}
-    assert many == set(MANY_ATTRIBUTES), "cut it where two ideas meet, or say why it is one"
-
-
-def test_functions_have_few_parameters():
-    """Kernels and what launches them aside: they take one parameter for each array."""
-    many = {}
-    for name, path in zip(NAMES, MODULES, strict=True):
-        for node in functions(path) if "kernels" not in path.parts else ():
-            given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-            count = len([one for one in given if one.arg not in ("self", "cls")])
-            if count > MOST_PARAMETERS and "jit" not in map(named, node.decorator_list):
-                many[f"{name}:{node.name}"] = count
-    assert many == {}
 
 
 def public(path: Path):
