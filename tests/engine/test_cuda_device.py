@@ -102,6 +102,25 @@ async def test_who_is_called_may_submit_and_one_question_a_turn_is_enough(device
     await iterations(2)
 
 
+async def test_the_next_mark_is_asked_for_after_one_whose_call_has_raised(device):
+    loop, seen, raised = asyncio.get_running_loop(), [], []
+    loop.set_exception_handler(lambda _, context: raised.append(context["exception"]))
+    error = ValueError("what was called")
+
+    def fail() -> None:
+        raise error
+
+    for call in (fail, lambda: seen.append(1)):
+        device.submit(lambda: None).then(loop, call)
+    for number in range(3):
+        end(device, number) if number < 2 else device.submit(lambda: None).then(loop, fail)
+        await iterations(3)
+    assert seen == [1] and raised == [error]
+    end(device, 2)
+    await iterations(3)
+    assert raised == [error, error], "and whoever comes later is called, too"
+
+
 def test_times_are_those_between_the_streams_events_and_stay_when_events_are_used_again(device):
     marks = []
     for number in range(2 * module.MARKS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -12,11 +13,14 @@ from single_steps import Row, build_step
 
 from kept_logits import logits_of
 from pipeinfer.engine import machine
+from pipeinfer.engine.artificial import allow_all, largest_step
 from pipeinfer.engine.host_memory import available_bytes
 from pipeinfer.engine.loading import choose, load_engine
 from pipeinfer.engine.runner import Runner
+from pipeinfer.engine.sampling import truncated
 from pipeinfer.models import loading as checkpoint_files
 from pipeinfer.settings import ConfigurationError, Settings
+from pipeinfer.steps.step import Step
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +124,32 @@ def test_more_requests_than_graphs_have_room_for_is_said(folder, monkeypatch, ca
 def test_pages_follow_free_memory_and_are_capped(folder, monkeypatch):
     page_bytes = 2 * 2 * 2 * 16 * 16 * 4  # K and V, layers, heads, head_dim, tokens, float32
     monkeypatch.setattr(machine, "available_bytes", lambda: 1000 * page_bytes)
-    assert load_engine(Settings(memory_fraction=0.5), folder).pages == 500
+    loaded = load_engine(Settings(memory_fraction=0.5), folder)
+    sampling = loaded.runner.sampling_bytes
+    assert sampling == 2 * 256 * 264 * 4, "counts and float32 logits, of all slots and ids"
+    assert loaded.pages == (500 * page_bytes - sampling) // page_bytes
     monkeypatch.setattr(machine, "MOST_HOST_BYTES", 50 * page_bytes)
     assert load_engine(Settings(), folder).pages == 50
     monkeypatch.setattr(machine, "available_bytes", lambda: page_bytes)
     with pytest.raises(ConfigurationError, match="no memory for KV pages"):
         load_engine(Settings(), folder)
+
+
+def test_the_step_that_memory_is_measured_with_asks_for_all_that_sampling_can_do(folder):
+    """What only a request asked for would be allocated beside a pool that has taken the rest."""
+    runner = load_engine(Settings(kv_pages=8, max_running=4, max_step_tokens=32), folder).runner
+    step = largest_step(runner.largest, 16, 24)
+    optional = {field.name for field in fields(Step) if field.default in (None, ())}
+    missing = {name for name in optional if not getattr(step, name)}
+    # Chunks of prompts are scored a few tokens at a time; common beginnings need no memory.
+    assert missing == {"prompts", "runs"}
+    assert len(step.tokens) == 32 and step.samples.sum() == len(step.penalties.rows) == 4
+    assert truncated(step.fields).tolist() == [0, 1, 2, 3]
+    launched = runner.launch(step)
+    launched.finish(allow_all)
+    sampled = launched.take()
+    assert runner._state.biased.all()
+    assert sampled.counts.tolist() == [1] * 4 and len(sampled.logprobs) > 0
 
 
 def test_available_memory_respects_the_control_group(tmp_path):

@@ -259,6 +259,25 @@ async def test_masks_that_cannot_be_made_are_the_steps_own_error():
     assert [(await reports.all.get())[:2] for _ in range(2)] == [(13, "fill of 13"), (14, [14])]
 
 
+async def test_ids_that_no_grammar_can_take_are_the_steps_own_error_and_later_steps_go_on():
+    class Refusing(Filled):
+        def take(self, step, sampled):
+            if step.number == 0:
+                raise ValueError("take of 0")
+            return super().take(step, sampled)
+
+    runner, reports = MaskedRunner(), Reports()
+    executor = Executor(runner, reports.done, reports.error, masks=Refusing(runner.log))
+    for number in range(3):
+        executor.submit(masked(number))
+    for number in range(3):
+        runner.end(number)
+        expected = (0, "take of 0") if number == 0 else (number, [number])
+        assert (await reports.all.get())[:2] == expected
+    assert executor.steps == 2 and executor.unreported == 0
+    executor.close()
+
+
 async def test_a_step_behind_one_that_is_not_finished_counts():
     runner, reports = MaskedRunner(), Reports()
     executor = Executor(runner, reports.done, reports.error, masks=Filled(runner.log))

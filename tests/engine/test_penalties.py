@@ -16,16 +16,12 @@ factors = st.tuples(st.sampled_from((0.5, 1.0, 1.3)), *[st.sampled_from((-2.0, 0
 
 
 def seen(penalties, logits, rows, entries, ids):
-    """The logits from which it samples `ids`."""
-    given_logits = []
-
-    def sample(logits):
-        given_logits.append(logits)
-        return torch.from_numpy(drawn)
-
+    """The logits from which `ids` are sampled, which it then counts."""
+    changed = logits.to(torch.float32, copy=True)
+    said = penalties.apply(changed, rows, entries)
     drawn = np.stack((ids >= 0, np.maximum(ids, 0)), axis=1).astype(np.int64)
-    assert penalties.sampled(logits, rows, sample, entries).tolist() == drawn.tolist()
-    return given_logits[0]
+    penalties.count(torch.from_numpy(drawn), *said)
+    return changed
 
 
 def expected(logits, prompt, output, repetition, frequency, presence):
@@ -43,8 +39,9 @@ def expected(logits, prompt, output, repetition, frequency, presence):
 @given(st.data(), st.integers(1, VOCAB - 1))
 def test_rows_change_by_what_their_own_requests_have_said(data, split):
     """On one rank with all ids and on two with a part each, step by step."""
-    whole = Penalties(SLOTS, "cpu")
-    parts = [Penalties(SLOTS, "cpu", first) for first in (0, split)]
+    whole = Penalties(SLOTS, range(VOCAB), "cpu")
+    halves = range(split), range(split, VOCAB)
+    parts = [Penalties(SLOTS, ids, "cpu") for ids in halves]
     said = {}
     random = np.random.default_rng(0)
     for _ in range(data.draw(st.integers(1, 5))):
@@ -66,26 +63,28 @@ def test_rows_change_by_what_their_own_requests_have_said(data, split):
             prompt, output, how = said[slot]
             wanted[entries[row]] = expected(logits[entries[row]], prompt, output, *how)
         np.testing.assert_allclose(changed.numpy(), wanted, rtol=1e-6, atol=1e-6)
-        assert (given_logits.numpy() == logits).all()
-        ends = (slice(0, split), slice(split, None))
-        halves = [
-            seen(part, given_logits[:, end], rows, entries, sampled)
-            for part, end in zip(parts, ends, strict=True)
-        ]
-        assert torch.equal(torch.cat(halves, 1), changed)
+        padding = torch.full((len(logits), 2), float("nan"))
+        for part, own in zip(parts, halves, strict=True):
+            mine = torch.cat((given_logits[:, own.start : own.stop], padding), 1)
+            found = seen(part, mine, rows, entries, sampled)
+            assert torch.equal(found[:, : len(own)], changed[:, own.start : own.stop])
+            assert found[:, len(own) :].isnan().all(), "padding is nobody's"
         for row, slot in enumerate(slots.tolist()):
             said[slot][1].append(int(sampled[entries[row]]))
 
 
-def test_steps_without_penalties_are_not_touched_and_cost_no_memory():
-    penalties = Penalties(SLOTS, "cpu")
-    logits = torch.randn(3, VOCAB)
-    assert seen(penalties, logits, None, None, np.zeros(3, np.int64)) is logits
-    assert penalties._counts is None
+def test_all_memory_is_there_before_any_request_asks():
+    penalties = Penalties(SLOTS, range(5, VOCAB), "cpu")
+    assert penalties.bytes == SLOTS * (VOCAB - 5) * 4
+    before = penalties._counts.data_ptr()
+    every = np.arange(SLOTS)
+    rows = PenaltyRows(every, every, np.full((SLOTS, 3), 1.5, np.float32))
+    seen(penalties, torch.zeros(SLOTS, VOCAB - 5), rows, None, every)
+    assert (penalties._counts.data_ptr(), penalties.bytes) == (before, SLOTS * (VOCAB - 5) * 4)
 
 
 def test_an_impossible_id_stays_impossible_and_many_rows_are_as_few():
-    penalties, count = Penalties(100, "cpu"), 100
+    penalties, count = Penalties(100, range(VOCAB), "cpu"), 100
     new = tuple(Said(slot, np.array([0, 1]), np.array([1], np.int32)) for slot in range(count))
     every = np.arange(count)
     rows = PenaltyRows(every, every, np.full((count, 3), [1.3, 0.5, 0.5], np.float32), new)

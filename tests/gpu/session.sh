@@ -42,7 +42,8 @@ run_kernel_tests() { shared 4 tests/gpu/test_gpu_kernels.py; }
 run_formats() { shared 2 tests/gpu/test_gpu_formats.py; }
 run_fp8_kv() { shared 3 tests/gpu/test_fp8_kv_on_gpu.py; }
 run_foreign() { shared 2 tests/gpu/test_foreign_on_gpu.py; }
-run_api() { shared 4 tests/gpu/test_gpu_masks.py tests/gpu/test_bad_rows.py tests/gpu/test_gpu_logprobs.py; }
+run_api() { shared 4 tests/gpu/test_gpu_masks.py tests/gpu/test_bad_rows.py tests/gpu/test_gpu_logprobs.py \
+  tests/gpu/test_gpu_memory.py; }
 run_soak() { "$python" tests/gpu/soak.py --seconds 45 --json "$out/soak.json"; }
 run_memcheck() { PYTHON=$python tests/gpu/memcheck.sh; }
 run_offline() {
@@ -90,7 +91,7 @@ one() {  # a part under its limit; what is worth reading of it
   local code=$?
   echo "PART $name: code $code, $((SECONDS - began)) s"
   [ $code -eq 0 ] || tail -n 4 "$logs/$name.log" | cut -c1-300
-  grep -aE '^(PARITY|FLIPS|FP8KV|FOREIGN|SOAK|OWN|heads|  \(|[0-9.]+B(/[0-9])? |FAILED|ERROR|E  |=+ .*(ERROR|Invalid|SUMMARY)|error|[0-9]+ (passed|failed))|passed|tokens/s|efficiency|engine idle|host|^  (plan|pack|upload|attention|forward|sample|result)|decode steps|itl|ttft|times the calm|floor|ready|first token' \
+  grep -aE '^(PARITY|FLIPS|FP8KV|FOREIGN|MEMORY|SOAK|OWN|heads|  \(|[0-9.]+B(/[0-9])? |FAILED|ERROR|E  |=+ .*(ERROR|Invalid|SUMMARY)|error|[0-9]+ (passed|failed))|passed|tokens/s|efficiency|engine idle|host|^  (plan|pack|upload|attention|forward|sample|result)|decode steps|itl|ttft|times the calm|floor|ready|first token' \
     "$logs/$name.log" | cut -c1-200 | tail -"${2:-40}"
 }
 

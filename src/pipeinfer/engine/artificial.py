@@ -12,10 +12,21 @@ from dataclasses import replace
 import numpy as np
 
 from pipeinfer.engine.fields import filled
+from pipeinfer.engine.rooms import LargestStep
 from pipeinfer.packing import PART
-from pipeinfer.steps.step import CommonRuns, Delta, Step
+from pipeinfer.params import MOST_LOGPROBS
+from pipeinfer.steps.step import (
+    CommonRuns,
+    Delta,
+    Edits,
+    LogprobRows,
+    MaskRows,
+    PenaltyRows,
+    Step,
+)
 
 USUAL = {"temperature": 1.0}  # as most requests have it
+LARGE_TOP_K = 20
 
 
 def artificial_step(
@@ -50,6 +61,35 @@ def artificial_step(
         fields=values,
         delta=Delta(slot, column.astype(np.int32), pages, admitted=slots, fields=values),
     )
+
+
+def largest_step(largest: LargestStep, page_size: int, max_model_len: int) -> Step:
+    """All rows and all tokens; everything lies in the dummy page. Every row samples, and asks for
+    all that sampling can be asked for: so its kernels are loaded then, and its memory is known. To
+    be finished with `allow_all`."""
+    rows = min(largest.rows, largest.tokens)
+    counts = np.ones(rows, dtype=np.int32)
+    left = largest.tokens - rows
+    for row in range(rows - 1, -1, -1):
+        counts[row] += min(left, max_model_len - 1)
+        left -= int(counts[row]) - 1
+    step = artificial_step(counts, page_size, top_k=LARGE_TOP_K, top_p=0.9, min_p=0.01)
+    every, most = np.arange(rows), np.full(rows, MOST_LOGPROBS, dtype=np.int32)
+    nothing, raised = np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.float32)
+    edits = tuple(Edits(slot, nothing, raised, nothing) for slot in range(rows))
+    return replace(
+        step,
+        delta=replace(step.delta, edits=edits),
+        penalties=PenaltyRows(every, every, np.full((rows, 3), 1.5, dtype=np.float32)),
+        logprobs=LogprobRows(every, most, suppressed=True),
+        masked=MaskRows(every, step.slots),
+    )
+
+
+def allow_all(words: np.ndarray) -> dict[int, str]:
+    """Masks int32 [N, W] that forbid nothing."""
+    words.fill(-1)
+    return {}
 
 
 def deep_decodes(rows: int, pages: int, page_size: int) -> Step:

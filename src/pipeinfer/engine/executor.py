@@ -192,14 +192,14 @@ class Executor:
             step, launched = self._launched.popleft()
             try:
                 sampled = launched.take()
+                if self._masks is not None:
+                    sampled = self._masks.take(step, sampled)
             except Exception as error:  # a fault of a kernel shows only here
                 self._on_error(step, error)
                 continue
             self.steps += 1
             self.busy_seconds += launched.mark.busy
             self.idle_seconds += launched.mark.idle
-            if self._masks is not None:
-                sampled = self._masks.take(step, sampled)
             self._on_done(step, sampled, launched.mark.busy)
         self._finish()
         self._go_on()

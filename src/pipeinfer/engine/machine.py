@@ -76,6 +76,7 @@ class HostMachine:
         self.kernels: Kernels = host
         self.where = torch.device("cpu")
         self._ranks = ranks
+        self._sampling_bytes = 0
 
     def build(self, work: Callable[[], Built]) -> Built:
         """On the thread that computes steps. OpenMP has a team of threads for each thread that ever
@@ -86,7 +87,9 @@ class HostMachine:
         return built[0]
 
     def warm_up(self, runner: Runner, most_tokens: int) -> None:
-        """Nothing is compiled here."""
+        """Nothing is compiled here; what sampling takes is noted."""
+        self._sampling_bytes = runner.sampling_bytes
 
     def free_for_pages(self, fraction: float) -> int:
-        return min(int(available_bytes() // self._ranks * fraction), MOST_HOST_BYTES)
+        share = int(available_bytes() // self._ranks * fraction)
+        return min(share - self._sampling_bytes, MOST_HOST_BYTES)

@@ -7,8 +7,6 @@ count the output alone (https://arxiv.org/abs/1909.05858, section 4.1, and OpenA
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
@@ -20,51 +18,45 @@ IN_PROMPT, IN_OUTPUT = 1, 2  # of a count: the lowest bit, and all others
 
 
 class Penalties:
-    """Of one rank, whose logits are those of ids from `first_id` on.
+    """Of one rank, which has the logits of `ids`: int32 counts [slots, ids], allocated at once,
+    because all memory that is free later is given to KV pages."""
 
-    Nothing is allocated before the first request that asks for one; then 4 bytes for each slot and
-    id of this rank.
-    """
+    def __init__(self, slots: int, ids: range, device: torch.device | str) -> None:
+        self._first_id = ids.start
+        self._counts = torch.zeros((slots, len(ids)), dtype=torch.int32, device=device)
 
-    def __init__(self, slots: int, device: torch.device | str, first_id: int = 0) -> None:
-        self._slots = slots
-        self._device = torch.device(device)
-        self._first_id = first_id
-        self._counts: torch.Tensor | None = None
+    @property
+    def bytes(self) -> int:
+        """What the counts take."""
+        return self._counts.nbytes
 
-    def sampled(
-        self,
-        logits: torch.Tensor,
-        rows: PenaltyRows | None,
-        sample: Callable[[torch.Tensor], torch.Tensor],
-        entries: np.ndarray | None = None,
-    ) -> torch.Tensor:
-        """int64 [R, 2], what `sample` draws from `logits` [R, ids]: from a copy in float32 where
-        there are penalties, and what it draws is counted.
+    def apply(
+        self, logits: torch.Tensor, rows: PenaltyRows, entries: np.ndarray | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Changes logits float32 [R, ids and padding] in place, by what was said so far. Returns
+        int64 [N] each: which of them are those of `rows`, and their slots.
 
         entries: int64 [S], which row of logits belongs to each row that samples; None: the same.
         """
-        if rows is None:
-            return sample(logits)
-        if self._counts is None:
-            shape = self._slots, logits.shape[1]
-            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
         for said in rows.new:
             self._begin(said, self._counts[said.slot])
         at = self._tensor(rows.rows if entries is None else entries[rows.rows])
         slots, factors = self._tensor(rows.slots), self._tensor(rows.factors)
-        logits = logits.to(torch.float32, copy=True)
+        logits = logits[:, : self._counts.shape[1]]
         for begin in range(0, len(at), AT_ONCE):
             part = slice(begin, begin + AT_ONCE)
             before, seen = logits[at[part]], self._counts[slots[part]]
             logits[at[part]] = penalized(before, seen, factors[part])
-        drawn = sample(logits)
-        many, ids = drawn.to(self._device)[at].unbind(1)
+        return at, slots
+
+    def count(self, drawn: torch.Tensor, at: torch.Tensor, slots: torch.Tensor) -> None:
+        """Those rows of `drawn` int64 [R, 2], how many tokens each gave and which, are said now;
+        at, slots: as `apply` has returned them."""
+        many, ids = drawn.to(self._counts.device)[at].unbind(1)
         column = ids - self._first_id
         held = (many > 0) & (column >= 0) & (column < self._counts.shape[1])
         column = torch.where(held, column, 0)
         self._counts[slots, column] += IN_OUTPUT * held.int()  # no slot stands twice
-        return drawn
 
     def _begin(self, said: Said, counts: torch.Tensor) -> None:
         """Sets `counts` int32 [ids] to those of one request."""
@@ -79,7 +71,7 @@ class Penalties:
         return self._tensor(column[(column >= 0) & (column < width)])
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return tensor_of(array).to(self._device)
+        return tensor_of(array).to(self._counts.device)
 
 
 def penalized(logits: torch.Tensor, counts: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,8 @@ class Runner:
         self._sampler = sampler
         self._kernels = kernels
         where = pool.device
-        self._penalties = Penalties(largest.rows, where, sampler.first_id)
+        ids = range(model.vocabulary.start, model.vocabulary.stop)
+        self._penalties = Penalties(largest.rows, ids, where)
         self._state = SlotState(largest.rows, largest.pages, MOST_EDITS, where)
         self._mirror = Mirror(largest.rows)  # for attention that plans on the host
         self._arrays = StepArrays(
@@ -167,6 +168,12 @@ class Runner:
     def shares(self) -> bool:
         """Whether steps are to say what decodes begin with in common."""
         return self._backend.traits.shares
+
+    @property
+    def sampling_bytes(self) -> int:
+        """What sampling takes beside the model's logits: the counts of penalties, and a copy of the
+        logits of all rows in float32, which is as large."""
+        return 2 * self._penalties.bytes
 
     def bind(self, pool: KVPool) -> None:
         """The pool of later steps; graphs must be captured after this."""
@@ -361,16 +368,17 @@ class Runner:
         alike = step.penalties is None and not len(truncated) and not packed.biased
         if captured is not None and alike and step.masked is None:
             return captured.drawn
-        if packed.biased:
+        if packed.biased or step.penalties is not None:
             logits = logits.to(torch.float32, copy=True)
+        if packed.biased:
             self._edit(logits, cut, values=True)
+        said = self._penalties.apply(logits, step.penalties, entries) if step.penalties else None
+        last_token = self._state.by_slot.last_token
         truncated = truncated if entries is None else entries[truncated]
-
-        def sample(logits: torch.Tensor) -> torch.Tensor:
-            last_token = self._state.by_slot.last_token
-            return self._sampler.sample(logits, cut.sampling, last_token, truncated)
-
-        return self._penalties.sampled(logits, step.penalties, sample, entries)
+        drawn = self._sampler.sample(logits, cut.sampling, last_token, truncated)
+        if said is not None:
+            self._penalties.count(drawn, *said)
+        return drawn
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor | None:
         """A copy for who looks at logits; there when the step has ended."""

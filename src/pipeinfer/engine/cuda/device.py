@@ -148,9 +148,12 @@ class CudaDevice:
             loop.call_soon(self._ask, loop)
 
     def _ask(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Calls whom it can, and asks again in the loop's next iteration while anybody waits."""
-        while self._asked and self._asked[0][0].ready:
-            self._asked.popleft()[1]()  # which may ask for the next one
-        self._asking = len(self._asked) > 0
-        if self._asking:
-            loop.call_soon(self._ask, loop)
+        """Calls whom it can, and asks again in the loop's next iteration while anybody waits, also
+        if one that was called raises: the loop's exception handler gets that."""
+        try:
+            while self._asked and self._asked[0][0].ready:
+                self._asked.popleft()[1]()  # which may ask for the next one
+        finally:
+            self._asking = len(self._asked) > 0
+            if self._asking:
+                loop.call_soon(self._ask, loop)

@@ -9,24 +9,26 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
 
-from pipeinfer.engine.artificial import alike_decodes, artificial_step
+from pipeinfer.engine.artificial import (
+    LARGE_TOP_K,
+    alike_decodes,
+    allow_all,
+    artificial_step,
+    largest_step,
+)
 from pipeinfer.engine.cuda.device import CudaDevice
 from pipeinfer.engine.cuda.triton_hash import hashing
 from pipeinfer.engine.machine import Built
-from pipeinfer.engine.rooms import SHARING, LargestStep
+from pipeinfer.engine.rooms import SHARING
 from pipeinfer.engine.runner import Runner
 from pipeinfer.kernels import by_triton
 from pipeinfer.kernels.interface import Kernels
-from pipeinfer.params import MOST_LOGPROBS
-from pipeinfer.steps.step import LogprobRows, Step
 
 GPU_STEP_TOKENS = 8192
-LARGE_TOP_K = 20
 SWITCH_SECONDS = 2e-4
 
 
@@ -57,7 +59,9 @@ class CudaMachine:
         page_size, rows = runner.pool.page_size, runner.largest.rows
         largest = largest_step(runner.largest, page_size, most_tokens)
         for _ in range(2):  # the first one also allocates what stays
-            runner.run(largest)
+            launched = runner.launch(largest)
+            launched.finish(allow_all)
+            launched.take()
         runner.run(artificial_step(np.ones(min(rows, 3), dtype=np.int32), page_size))
         runner.run(artificial_step(np.ones(1, dtype=np.int32), page_size, top_k=LARGE_TOP_K))
         if runner.shares and rows > SHARING:
@@ -79,17 +83,3 @@ class CudaMachine:
         free, total = torch.cuda.mem_get_info()
         transient = peak - torch.cuda.memory_reserved()
         return int(total * fraction) - (total - free) - transient
-
-
-def largest_step(largest: LargestStep, page_size: int, max_model_len: int) -> Step:
-    """All rows and all tokens; everything lies in the dummy page, every row samples, with
-    log-probs: their kernels are loaded then, and their memory known."""
-    rows = min(largest.rows, largest.tokens)
-    counts = np.ones(rows, dtype=np.int32)
-    left = largest.tokens - rows
-    for row in range(rows - 1, -1, -1):
-        counts[row] += min(left, max_model_len - 1)
-        left -= int(counts[row]) - 1
-    most = np.full(rows, MOST_LOGPROBS, dtype=np.int32)
-    wanted = LogprobRows(np.arange(rows), most, suppressed=True)
-    return replace(artificial_step(counts, page_size), logprobs=wanted)
