@@ -126,7 +126,7 @@ def test_cached_tokens_are_those_of_the_first_admission_however_early_it_was_tak
 ):
     policy = TakesBack()
     monkeypatch.setattr(policies, "create", lambda _name: policy)
-    p = pipeline(pages=200, slots=4, budget=64)
+    p = pipeline(pages=200, slots=4, budget=64, overtakes=lambda _results: 0)
     p.deliver()
     p.deliver()
     first = p.submit([7] * 6, 30)

@@ -217,8 +217,7 @@ class Board:
         count = min(self._budget, request.known - request.projected)
         need = self.pages.between(request.projected, request.projected + count)
         if need > self.pages.left:
-            fits = max(self.pages.left, 0) * self.pages.page_size
-            count = min(count, fits - request.projected % self.pages.page_size)
+            count = min(count, self.pages.room(request.projected))
         if count <= 0 and self._desperate and not self.rows:
             victim = self._victim()
             if victim is not None and victim is not request:

@@ -54,9 +54,9 @@ class Slots:
         return lost
 
     def report(self, told: Admitted | Result) -> None:
-        """The engine's pages, as it told them after one of the plans."""
-        self.credits.report(told.number, told.free, told.evictable)
-        self.evicted = told.evicted
+        """The engine's pages, as it told them after one of the plans; the latest plan's count."""
+        if self.credits.report(told.number, told.free, told.evictable):
+            self.evicted = told.evicted
 
     @property
     def free(self) -> int:
