@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from random import Random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler_core import pipeline
 
+from pipeinfer.messages import Admitted
 from pipeinfer.scheduler.credits import Allowance, Credits
+from pipeinfer.scheduler.slots import Slots
 
 POLICIES = ["mixed", "throughput", "prefill-first", "decode-first"]
 
@@ -33,3 +33,65 @@ def test_nothing_is_deferred_without_a_cache(policy, depth, pages, budget, chanc
             p.deliver()
     p.settle()
     assert p.engine.deferred == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    policy=st.sampled_from(POLICIES),
+    depth=st.integers(1, 3),
+    common=st.sampled_from([1, 64]),
+    chance=st.randoms(use_true_random=False),
+)
+def test_where_there_is_room_for_all_nothing_is_deferred_and_nobody_is_taken_back(
+    policy, depth, common, chance
+):
+    """With a cache, in which half of them find their beginnings."""
+    longest, many = 30 + 20, 12
+    pages = many * -(-longest // 4)
+    overtakes = partial(chance.randint, 0)
+    p = pipeline(policy, depth, pages, slots=many, common=common, overtakes=overtakes)
+    for i in range(many):
+        own = chance.randint(1, 15)
+        p.submit([1] * chance.choice((0, 15)) + [2 + i] * own, 20)
+        for _ in range(chance.randint(0, 4)):
+            p.deliver()
+    p.settle()
+    assert (p.engine.deferred, p.core.counts["preemptions"]) == (0, 0)
+
+
+def test_what_a_later_plan_left_stands_when_an_earlier_one_reports():
+    credits = Credits(page_size=4, pages=20)
+    for number in range(3):
+        credits.plan(number, 5)
+    assert credits.report(1, free=10, evictable=0)
+    assert credits.available == 10 - 5
+    assert not credits.report(0, free=15, evictable=0)
+    assert credits.available == 10 - 5
+    assert credits.report(1, free=10, evictable=0), "the same plan says the same twice"
+    assert credits.report(2, free=3, evictable=1)
+    assert credits.available == 4
+
+
+def test_pages_that_the_cache_has_lost_never_become_fewer_within_an_epoch():
+    slots = Slots()
+    slots.begin(8, Credits(4, 20))
+    for number, evicted, expected in ((1, 7, 7), (0, 3, 7), (2, 9, 9)):
+        slots.report(admitted(number, evicted))
+        assert slots.evicted == expected
+    slots.begin(8, Credits(4, 20))
+    slots.report(admitted(0, 1))
+    assert slots.evicted == 1, "another epoch, whose plans begin at 0 again"
+
+
+def admitted(number: int, evicted: int) -> Admitted:
+    return Admitted(
+        epoch=1, number=number, slots=b"", cached=b"", free=5, evictable=0, evicted=evicted
+    )
+
+
+@given(start=st.integers(0, 40), left=st.integers(0, 9), size=st.integers(1, 8))
+def test_room_is_as_many_tokens_as_the_pages_that_are_left_can_take(start, left, size):
+    credits = Credits(size, left)
+    room = Allowance(credits).room(start)
+    assert credits.between(start, start + room) <= left
+    assert credits.between(start, start + room + 1) == left + 1
