@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler_core import pipeline
 
-from pipeinfer.messages import Admitted
 from pipeinfer.scheduler.credits import Allowance, Credits
-from pipeinfer.scheduler.slots import Slots
 
 POLICIES = ["mixed", "throughput", "prefill-first", "decode-first"]
 
@@ -70,23 +68,6 @@ def test_what_a_later_plan_left_stands_when_an_earlier_one_reports():
     assert credits.report(1, free=10, evictable=0), "the same plan says the same twice"
     assert credits.report(2, free=3, evictable=1)
     assert credits.available == 4
-
-
-def test_pages_that_the_cache_has_lost_never_become_fewer_within_an_epoch():
-    slots = Slots()
-    slots.begin(8, Credits(4, 20))
-    for number, evicted, expected in ((1, 7, 7), (0, 3, 7), (2, 9, 9)):
-        slots.report(admitted(number, evicted))
-        assert slots.evicted == expected
-    slots.begin(8, Credits(4, 20))
-    slots.report(admitted(0, 1))
-    assert slots.evicted == 1, "another epoch, whose plans begin at 0 again"
-
-
-def admitted(number: int, evicted: int) -> Admitted:
-    return Admitted(
-        epoch=1, number=number, slots=b"", cached=b"", free=5, evictable=0, evicted=evicted
-    )
 
 
 @given(start=st.integers(0, 40), left=st.integers(0, 9), size=st.integers(1, 8))

@@ -50,7 +50,7 @@ class Slots:
         self.running.clear()
         self.ahead.clear()
         self._releases.clear()
-        self.released_pages = 0
+        self.released_pages = self.evicted = 0
         return lost
 
     def report(self, told: Admitted | Result) -> None:

@@ -41,9 +41,10 @@ class GroupWatch:
         self._groups: dict[int, _Known] = {}
 
     def hear(self, told: GroupStatus, now: float) -> Report | None:
-        """The group's report; None for a late word of a scheduler before. `now`: monotonic s."""
+        """The group's report; None for a late word of a scheduler, or of an epoch, before. `now`:
+        monotonic s."""
         known = self._groups.get(told.group)
-        if known is not None and told.incarnation < known.told.incarnation:
+        if known is not None and _when(told) < _when(known.told):
             return None
         known = self._groups[told.group] = _Known(told, now)
         return known.report
@@ -77,3 +78,7 @@ class GroupWatch:
     def deserted(self) -> list[int]:
         """All such groups."""
         return sorted(group for group, known in self._groups.items() if known.deserted)
+
+
+def _when(told: GroupStatus) -> tuple[int, int]:
+    return told.incarnation, told.epoch
