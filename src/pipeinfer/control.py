@@ -11,7 +11,7 @@ from typing import Any, Literal, Union
 
 import msgspec
 
-from pipeinfer.messages import Message
+from pipeinfer.messages import Int32s, Message
 
 CHANNEL = "control"
 
@@ -146,7 +146,7 @@ class Prefix(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
     ends: int
     held: int
-    first: bytes
+    first: Int32s
 
 
 class Prefixes(Message, frozen=True):

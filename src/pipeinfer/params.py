@@ -40,6 +40,8 @@ MOST_LOGPROBS = 20  # alternatives: OpenAI's for chats, vLLM's for all
 
 # How much is kept of each token follows from it, so no frame may say more.
 Alternatives = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
+# An id, or a number of something: what the device's int32 can say.
+Number = Annotated[int, msgspec.Meta(ge=0, le=MOST_INT)]
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -86,25 +88,25 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
+    max_tokens: Number | None = 16
+    min_tokens: Number = 0
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Number, ...] = ()
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[Number, float] = {}
     logprobs: Alternatives | None = None
     prompt_logprobs: Alternatives | None = None
     structured_outputs: StructuredOutputs | None = None
     n: int = 1
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: tuple[Number, ...] | None = None
     bad_words: tuple[str, ...] = ()
     truncate_prompt_tokens: int | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Number | None = None
 
 
 class InvalidParameter(ValueError):

@@ -49,7 +49,7 @@ from pipeinfer.scheduler.announcer import Announcer
 from pipeinfer.scheduler.awake import AwakeClock
 from pipeinfer.scheduler.ends import ENDS, Ending
 from pipeinfer.scheduler.epochs import Epochs, Torn
-from pipeinfer.scheduler.flights import BAD_LOGITS, OutOfOrder, Overdue
+from pipeinfer.scheduler.flights import BAD_LOGITS, Impossible, Overdue
 from pipeinfer.scheduler.ledger import Ledger
 from pipeinfer.scheduler.lengths import TooLong, max_total
 from pipeinfer.scheduler.live import Live
@@ -415,9 +415,13 @@ class SchedulerCore:
             else:
                 self._refuse(request, 400, told.error, "structured_outputs")
 
-    def _on_admitted(self, admitted: Admitted, _now: float) -> None:
-        if self._epochs.running and admitted.epoch == self._epochs.epoch:
+    def _on_admitted(self, admitted: Admitted, now: float) -> None:
+        if not self._epochs.running or admitted.epoch != self._epochs.epoch:
+            return
+        try:
             self._aboard.admitted(admitted)
+        except Impossible as error:
+            self._end_epoch(str(error), now, blameless=True)
 
     def _on_result(self, result: Result, now: float) -> None:
         if not self._epochs.running or result.epoch != self._epochs.epoch:
@@ -428,7 +432,7 @@ class SchedulerCore:
                     self._stumble(request, trouble)
                 else:
                     self._accept(request, tokens, logprobs)
-        except (OutOfOrder, Disagreement) as error:
+        except (Impossible, Disagreement) as error:
             self._end_epoch(str(error), now, blameless=True)  # who answers has not crashed
 
     def _on_digests(self, digests: Digests, now: float) -> None:
@@ -445,7 +449,7 @@ class SchedulerCore:
             request = self._aboard.flights.scored(scores)
             if request is not None and request.score(scores.first, scores.logprobs):
                 self._outbox.add(self._outbox.prompt(request, scores.first))
-        except (OutOfOrder, ValueError) as error:
+        except (Impossible, ValueError) as error:
             self._end_epoch(str(error), now, blameless=True)
 
     def _stumble(self, request: Request, trouble: str) -> None:

@@ -93,7 +93,7 @@ class Preparation:
 
     def answered(self, told: Prepared) -> list[Request]:
         """A rank has it, or cannot have it: those that need not wait any more."""
-        if told.rank >= len(self._processes) or self._processes[told.rank] != told.incarnation:
+        if (told.rank, told.incarnation) not in enumerate(self._processes):
             return []
         one = self._asked.get(told.request_id)
         if one is None:

@@ -210,10 +210,15 @@ class Request:
 
     def score(self, first: int, raw: bytes) -> int:
         """Takes scores of prompt tokens from position `first` on; returns how many are new.
-        ValueError if some before them are missing."""
-        known = self.scored
+        ValueError if some before them are missing, or they are no prompt's."""
+        known, size = self.scored, self.prompt_score_size
         if first > known:
             raise ValueError(f"log-probs from token {first} on, where {known} are known")
+        if not size or len(raw) % size or first < 0 or first + len(raw) // size > self.prompt_len:
+            raise ValueError(
+                f"{len(raw)} bytes of log-probs from token {first} on, of {size} bytes for each of "
+                f"{self.prompt_len} tokens"
+            )
         self.prompt_logprobs += raw[(known - first) * self.prompt_score_size :]
         return self.scored - known
 
