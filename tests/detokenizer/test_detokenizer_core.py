@@ -281,6 +281,15 @@ def test_an_aborted_request_is_forgotten_unless_a_later_attempt_runs(bench: Benc
     assert not bench.rows
 
 
+def test_an_abort_of_an_earlier_attempt_forgets_no_later_one_that_has_ended(bench: Bench) -> None:
+    bench.open(attempt=2)
+    bench.row(bench.ids("hello"), finish="length")
+    bench.say(Abort("r", 1))
+    assert [told.attempt for told in bench.delivered()] == [2]
+    bench.say(Abort("r", 2))
+    assert bench.delivered() == []
+
+
 def test_a_restarted_scheduler_is_told_all_ids_of_its_groups_requests(bench: Bench) -> None:
     ids = bench.ids("the quick brown fox")
     bench.open("a", attempt=2)
