@@ -46,6 +46,7 @@ def test_a_planted_fault_is_found_and_its_input_shows_it_again(name, tmp_path):
 
 
 def test_each_target_but_cores_has_a_planted_fault():
+    """Its faults are found within a test's own process: test_fuzz_running.py."""
     assert {PLANTS[name].target for name in CHOSEN} == set(TARGETS) - {"cores"}
 
 
