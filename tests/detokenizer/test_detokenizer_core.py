@@ -251,6 +251,12 @@ def test_ids_that_cannot_be_decoded_fail_their_request_alone(bench: Bench) -> No
     assert bench.core.stats()["failed_total"] == 1
 
 
+def test_a_context_with_ids_that_are_no_tokens_ends_nothing(bench: Bench) -> None:
+    bench.say(Open("r", 1, 0, SamplingParams(), pack([-5, 1, -(2**31)])))
+    bench.row(bench.ids("hello"), finish="length")
+    assert (bench.text, bench.last.finish) == ("hello", "length")
+
+
 def test_an_error_of_the_scheduler_reaches_the_client(bench: Bench) -> None:
     bench.open()
     bench.row([], finish="error", error="the prompt does not fit")

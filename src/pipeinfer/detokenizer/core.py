@@ -104,7 +104,7 @@ class DetokenizerCore:
             self._ended.pop(event.request_id, None)
             self._counts["aborted"] += over is None and known is not None
             self._counts["opened"] += 1
-            context = unpack(event.context_ids).tolist()
+            context = [token for token in unpack(event.context_ids).tolist() if token >= 0]
             decoder = self._decoders.open(context, event.params.skip_special_tokens)
             scores = scores_of(event.params, self._decoders)
             self._streams[event.request_id] = Stream(event, decoder, scores)
