@@ -6,6 +6,7 @@ import signal
 
 import msgspec
 import pytest
+from costly_grammars import AMBIGUOUS, HONEST, growing
 from vocabulary import SETUP
 
 from pipeinfer import pipes
@@ -87,6 +88,35 @@ def test_what_trips_a_limit_at_its_first_choice_is_refused_by_name():
         assert tried.ended == 0
     finally:
         tried.kill()
+
+
+COSTLY = {
+    "of the parser": (AMBIGUOUS, "too much work"),
+    "of the lexer": (growing("a"), "too much work"),
+    "of more than a row may have": (
+        json.dumps(
+            {
+                "type": "object",
+                "properties": {f"k{n}": {"type": "integer"} for n in range(1500)},
+                "additionalProperties": False,
+            }
+        ),
+        "items",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_grammar_whose_masks_cost_too_much_is_refused_by_name(usual, name):
+    text, says = COSTLY[name]
+    spec = {"json" if text.startswith("{") else "grammar": text}
+    before = usual.ended
+    assert says in verdict(usual, **spec) and usual.ended == before
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_a_large_grammar_that_costs_little_is_served(usual, name):
+    assert verdict(usual, **HONEST[name]) == ""
 
 
 def test_one_that_takes_long_is_refused_once_and_remembered(usual):

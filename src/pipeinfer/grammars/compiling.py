@@ -6,6 +6,7 @@ end the process or take minutes: compile it in another one first (trial.py).
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 
@@ -30,19 +31,24 @@ JSON_OPTIONS: JsonObject = {
     "lenient": False,
 }
 _LOG_NOTHING = 0
+# Of the parser, in one mask: 30 ms where rows of them are as long as they may be. Schemas with 300
+# optional keys take 1,400.
+MOST_ITEMS = 10_000
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # letters that mean something in a regex
 
 
 def limits() -> LLParserLimits:
-    """Of every matcher; the library's own defaults, written down because a replay depends on them.
-    Errors say nothing of the state, which would be a client's text in a log."""
+    """Of every matcher, written down because a replay depends on them; the library's own defaults,
+    but for the items of one mask, of which it has 50,000. Errors tell the state (work.py), which
+    has a client's text: `complaint` leaves it out."""
     return LLParserLimits(
         max_items_in_row=2000,
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
-        step_max_items=50_000,
+        step_max_items=MOST_ITEMS,
         max_lexer_states=250_000,
         max_grammar_size=500_000,
-        verbose_errors=False,
+        verbose_errors=True,
     )
 
 
@@ -123,8 +129,8 @@ class Grammar:
 
 
 def complaint(matcher: LLMatcher) -> str:
-    """What is wrong with it, in a line: what follows says that there could be more."""
-    return matcher.get_error().partition("\n<non-verbose")[0].strip() or "the grammar failed"
+    """What is wrong with it, without the state, which follows."""
+    return matcher.get_error().partition("\n<state>")[0].strip() or "the grammar failed"
 
 
 def _definition(spec: StructuredOutputs) -> str:
@@ -135,8 +141,9 @@ def _definition(spec: StructuredOutputs) -> str:
     if form == "regex":
         return LLMatcher.grammar_from_regex(spec.regex or "")
     if form == "choice":
-        texts = " | ".join(msgspec.json.encode(text).decode() for text in spec.choice or ())
-        return LLMatcher.grammar_from_lark(f"start: {texts}")
+        # One expression: the parser has an item for each alternative, in each mask.
+        texts = (_SPECIAL.sub(r"\\\g<0>", text) for text in spec.choice or ())
+        return LLMatcher.grammar_from_regex("|".join(texts))
     return LLMatcher.grammar_from_lark(with_options(as_lark(spec.grammar or ""), JSON_OPTIONS))
 
 

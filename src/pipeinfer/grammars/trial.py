@@ -1,7 +1,8 @@
 """Compiles grammars of strangers in a process that may die of them; also `python -m` of that one.
 
 The compiler cannot be cancelled, and a small text can overflow its stack. So a grammar is tried
-here, with less time, memory and stack than an engine has, and what was found is remembered.
+here, with less time, memory and stack than an engine has, and what was found is remembered. What
+its masks cost is found out, too, by counts: every trial of it says the same.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import select
 import subprocess
 import threading
 from collections import OrderedDict
-from typing import BinaryIO, cast
+from random import Random
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import msgspec
 import numpy as np
@@ -20,14 +22,22 @@ from pipeinfer import pipes
 from pipeinfer.grammars.bounds import GrammarError, check
 from pipeinfer.params import StructuredOutputs
 
-# A choice of 10,000 texts takes 0.3 s and 5,000 optional keys take 4 s; what needs more is refused.
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
+
+    from pipeinfer.grammars.compiling import Grammar
+
+# 5,000 optional keys take 4 s; what needs more is refused.
 SECONDS = 5.0
 START_SECONDS = 60.0  # to import and to build the vocabulary, 4 s for 262,000 tokens
 # Bytes of address space; with 264 tokens and a chain of 5,900 rules it takes 320 MB.
 MEMORY = 2 * 1024**3
 REMEMBERED = 1024  # verdicts
 STACK = 32 * 1024 * 1024  # bytes; half of what an engine's thread has (compiling.py)
-AHEAD = 4  # tokens that a trial goes while there is no choice; a count may force thousands
+WALK = 24  # tokens that a trial goes, each drawn of those that are allowed
+# Units of work (work.py) that a token of it may cost on average: 4 ms of each step in which a row
+# has the grammar. Schemas with 300 optional keys take 300, a choice of 10,000 texts takes 100.
+MOST_UNITS = 4_000
 TRIES = 2  # processes that may end over a grammar: one may have been killed by somebody else
 
 
@@ -126,12 +136,37 @@ def _at_end(fd: int) -> bool:
     return bool(select.select([fd], [], [], 0)[0])
 
 
+def walked(grammar: Grammar, executor: LLExecutor) -> str:
+    """What is wrong with the grammar's masks, or with what they cost, along one walk; "" if nothing
+    is."""
+    from pipeinfer.grammars.masks import GrammarSource, fill_all
+    from pipeinfer.grammars.work import work_of
+
+    source, chance = GrammarSource(grammar), Random(0)
+    words = np.zeros((1, grammar.vocabulary.words), dtype=np.int32)
+    begun = work_of(grammar.matcher())
+    for _ in range(WALK):
+        [said] = fill_all(executor, [source], words)
+        matcher = source.matcher
+        if said or matcher is None:
+            return said
+        units = work_of(matcher).since(begun).units
+        if units > WALK * MOST_UNITS:
+            return f"its masks take too much work: more than {MOST_UNITS} units a token"
+        goes_on = (words & grammar.vocabulary.no_end).view(np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(goes_on, bitorder="little"))
+        if not len(allowed):
+            return ""
+        if said := source.feed([int(chance.choice(allowed))]):
+            return said
+    return ""
+
+
 def main() -> None:
     """Serves until stdin ends, also while it compiles."""
     from llguidance import LLExecutor
 
     from pipeinfer.grammars.compiling import Grammar, Vocabulary
-    from pipeinfer.grammars.masks import GrammarSource, fill_all
 
     frames, answers = pipes.served()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -139,19 +174,13 @@ def main() -> None:
     setup = msgspec.msgpack.decode(frames.get(), type=Setup)
     threading.stack_size(setup.stack)
     vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.ends, setup.known)
-    words, executor = np.zeros((1, vocabulary.words), dtype=np.int32), LLExecutor(1)
+    executor = LLExecutor(1)
     pipes.write(answers, b"")
 
     def tried(spec: StructuredOutputs) -> None:
         said = "it does not compile"  # also for a panic of the compiler, which passes by
         try:
-            source = GrammarSource(Grammar(vocabulary, spec))
-            for _ in range(AHEAD):  # some trip a limit where there is first anything to choose
-                [said] = fill_all(executor, [source], words)
-                allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-                if said or len(allowed) > 1:
-                    break
-                source.feed(allowed.tolist())
+            said = walked(Grammar(vocabulary, spec), executor)
         except (GrammarError, ValueError) as error:
             said = str(error) or said
         finally:
