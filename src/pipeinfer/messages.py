@@ -264,7 +264,9 @@ class Result(Message, frozen=True):
     again). `free`, `evictable`, `evicted`: as in Admitted. `digest`: running hash of decisions.
     `bad`: int32 bytes, slots whose logits were not finite: such a row has produced nothing.
     `logprobs`: scores of the ids whose requests ask for them, in the ids' order. `refused`: slots
-    whose grammar allows nothing, with the reason: such a row has produced nothing either."""
+    whose grammar allows nothing, with the reason: such a row has produced nothing either.
+    `mask_units`: slots of which it was found out what a mask costs, in units of work
+    (grammars/work.py): those where that is much, or no longer is."""
 
     epoch: int
     number: int
@@ -281,6 +283,7 @@ class Result(Message, frozen=True):
     evicted: int = 0
     logprobs: bytes = b""
     refused: dict[int, str] = {}
+    mask_units: dict[int, int] = {}
 
 
 class PromptScores(Message, frozen=True):

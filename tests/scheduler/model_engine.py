@@ -30,6 +30,9 @@ from pipeinfer.params import StructuredOutputs
 from pipeinfer.step_cost import StepCost
 
 VOCABULARY = 50
+COSTLY = StructuredOutputs(regex="b")  # the grammar whose masks cost UNITS, each
+CHANGING = StructuredOutputs(regex="a")  # that whose masks cost as much now and then
+UNITS = 30_000
 
 
 class Panic(AssertionError):
@@ -186,6 +189,7 @@ class ModelEngine:
                 Admitted(plan.epoch, plan.number, pack(slots), cached, self.free, self.evictable)
             )
         starts, counts, produced, deferred = zip(*done, strict=True) if done else ((),) * 4
+        sampled = [slot for (slot, _), (*_, ids, _) in zip(rows, done, strict=True) if ids]
         self.outbox.append(
             Result(
                 plan.epoch,
@@ -199,8 +203,17 @@ class ModelEngine:
                 self.free,
                 self.evictable,
                 0,
+                mask_units={slot: n for slot in sampled if (n := self._mask_units(slot)) >= 0},
             )
         )
+
+    def _mask_units(self, number: int) -> int:
+        """-1: that is no news."""
+        slot = self.slots[number]
+        spec = slot.admit.params.structured_outputs
+        if spec == COSTLY or (spec == CHANGING and len(slot.tokens) % 7 == 0):
+            return UNITS
+        return 500 if spec == CHANGING else -1
 
     def _prefixes(self, tokens: list[int], count: int) -> list[tuple[int, ...]]:
         size = self.page_size

@@ -457,6 +457,7 @@ def _result(plan: _InFlight, done: StepDone) -> Result:
         evicted=applied.evicted,
         logprobs=logprobs,
         refused={int(rows.slots[sampled[row]]): why for row, why in done.refused.items()},
+        mask_units={int(rows.slots[sampled[row]]): n for row, n in done.mask_units.items()},
     )
 
 

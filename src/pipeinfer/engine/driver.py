@@ -163,4 +163,5 @@ def step_done(step: Step, sampled: Sampled, seconds: float = 0.0) -> StepDone:
         logprobs=sampled.logprobs,
         prompts=sampled.prompts,
         refused=dict(sampled.refused),
+        mask_units=dict(sampled.mask_units),
     )

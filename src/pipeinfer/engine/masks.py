@@ -2,11 +2,16 @@
 
 All of it can be built again from what a step says of its new rows. Called step by step, in the
 order of steps, on the event loop. Knows steps and grammars; no device and no torch.
+
+What a row's masks cost is counted where a step's took long, for the first one, now and then, and
+each time while it is much. It goes out with the result: who plans gives costly rows turns.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 from llguidance import LLExecutor
@@ -23,10 +28,24 @@ from pipeinfer.grammars.masks import (
     source_of,
 )
 from pipeinfer.grammars.store import GrammarStore
+from pipeinfer.grammars.work import Work, work_of
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.steps.step import Constrained, MaskRows, Sampled, Step
 
 MOST_THREADS = 8  # that fill masks: more of them wait for each other
+SLOW = 0.005  # seconds of a step's masks after which it is counted which rows they were of
+EVERY = 16  # masks of a row; then it is counted in any case, because its lexer grows by them
+COSTLY = 1_000  # units of a mask, from which on it is told, and until it was told that it is less
+
+
+@dataclass
+class _Cost:
+    """Of one row. counted: all when it was counted last, for `masks` masks since then. units: of a
+    mask, as it was told."""
+
+    counted: Work
+    masks: int = 0
+    units: int = COSTLY  # so that the first one is counted and told
 
 
 class Masks:
@@ -41,6 +60,8 @@ class Masks:
         self._lanes = threads if alone else 1
         self._sources: dict[int, RowSource] = {}
         self._grammars: dict[int, tuple[StructuredOutputs, Grammar]] = {}
+        self._costs: dict[int, _Cost] = {}
+        self._seconds = 0.0  # that the masks of the step have taken so far
 
     def prepare(self, spec: StructuredOutputs, then: Callable[[str], None]) -> None:
         """See GrammarStore."""
@@ -54,6 +75,7 @@ class Masks:
         """The masks of the step's masked rows into `words` int32 [N, W]. Returns the rows that
         sample, by number, for which nothing is allowed, with the reason."""
         assert step.masked is not None
+        begun = time.perf_counter()
         self._leave(step)
         for new in step.masked.new:
             self._sources[new.slot] = self._row(new)
@@ -64,6 +86,7 @@ class Masks:
         for slot, why in zip(slots, troubles, strict=True):
             if why and slot in self._grammars:
                 self._store.renew(*self._grammars[slot])
+        self._seconds = time.perf_counter() - begun
         rows = step.masked.rows.tolist()
         return {row: why for row, why in zip(rows, troubles, strict=True) if why}
 
@@ -74,13 +97,34 @@ class Masks:
             if self._sources:
                 self._leave(step)
             return sampled
+        begun = time.perf_counter()
         forced: dict[int, list[int]] = {}
         for row, slot, ids in _given(step.masked, sampled):
             source = self._sources[slot]
             # What is wrong with them is said of the next mask.
             if ids and not source.feed(ids) and (more := source.force()):
                 forced[row] = more
+        self._seconds += time.perf_counter() - begun
+        if units := self._counted(step.masked):
+            sampled = replace(sampled, mask_units=units)
         return sampled.followed_by(forced) if forced else sampled
+
+    def _counted(self, masked: MaskRows) -> dict[int, int]:
+        """What a mask costs, of the rows of which it is to be told."""
+        told: dict[int, int] = {}
+        slow = self._seconds > SLOW
+        for row, slot in zip(masked.rows.tolist(), masked.slots.tolist(), strict=True):
+            cost, matcher = self._costs.get(slot), self._sources[slot].matcher
+            if cost is None or matcher is None:
+                continue
+            cost.masks += 1
+            if slow or cost.units >= COSTLY or cost.masks >= EVERY:
+                counted = work_of(matcher)
+                units = max(counted.since(cost.counted).units, 0) // cost.masks
+                if units >= COSTLY or cost.units >= COSTLY:
+                    told[row] = units
+                cost.counted, cost.masks, cost.units = counted, 0, units
+        return told
 
     def close(self) -> None:
         """No step follows."""
@@ -91,6 +135,7 @@ class Masks:
         for slot in step.delta.admitted.tolist():
             self._sources.pop(slot, None)
             self._grammars.pop(slot, None)
+            self._costs.pop(slot, None)
 
     def _row(self, new: Constrained) -> RowSource:
         try:
@@ -113,7 +158,10 @@ class Masks:
         self._grammars[new.slot] = new.spec, grammar
         if sum(one is grammar for _, one in self._grammars.values()) > 1:
             self._store.widen(grammar, self._lanes)
-        return source_of(grammar, new.output.tolist(), new.tail.tolist(), new.slot)
+        source = source_of(grammar, new.output.tolist(), new.tail.tolist(), new.slot)
+        matcher = source.matcher
+        self._costs[new.slot] = _Cost(work_of(grammar.matcher() if matcher is None else matcher))
+        return source
 
 
 def _given(masked: MaskRows, sampled: Sampled) -> list[tuple[int, int, list[int]]]:

@@ -31,18 +31,20 @@ JSON_OPTIONS: JsonObject = {
     "lenient": False,
 }
 _LOG_NOTHING = 0
-# Of the parser, in one mask: 30 ms where rows of them are as long as they may be. Schemas with 300
-# optional keys take 1,400.
-MOST_ITEMS = 10_000
+# Of the parser, in one mask, and in a row of it, which takes the square: together 40 ms at most for
+# a mask and the token behind it. The library has 50,000 and 2,000. An object with n optional keys
+# takes 4 n in a row.
+MOST_ITEMS = 5_000
+MOST_IN_ROW = 1_400
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # letters that mean something in a regex
 
 
 def limits() -> LLParserLimits:
     """Of every matcher, written down because a replay depends on them; the library's own defaults,
-    but for the items of one mask, of which it has 50,000. Errors tell the state (work.py), which
+    but for the parser's items. Errors tell the state (work.py), which
     has a client's text: `complaint` leaves it out."""
     return LLParserLimits(
-        max_items_in_row=2000,
+        max_items_in_row=MOST_IN_ROW,
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
         step_max_items=MOST_ITEMS,

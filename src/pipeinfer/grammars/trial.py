@@ -35,9 +35,11 @@ MEMORY = 2 * 1024**3
 REMEMBERED = 1024  # verdicts
 STACK = 32 * 1024 * 1024  # bytes; half of what an engine's thread has (compiling.py)
 WALK = 24  # tokens that a trial goes, each drawn of those that are allowed
-# Units of work (work.py) that a token of it may cost on average: 4 ms of each step in which a row
-# has the grammar. Schemas with 300 optional keys take 300, a choice of 10,000 texts takes 100.
+# What a token of it may cost on average (work.py). In units: 4 ms of each step in which a row has
+# the grammar; an honest one takes up to 700, with a vocabulary of 262,000 up to 2,200. In fuel of
+# the lexer, which grows by half a MB for so much: an honest one takes up to 7,000.
 MOST_UNITS = 4_000
+MOST_FUEL = 16_000
 TRIES = 2  # processes that may end over a grammar: one may have been killed by somebody else
 
 
@@ -150,9 +152,9 @@ def walked(grammar: Grammar, executor: LLExecutor) -> str:
         matcher = source.matcher
         if said or matcher is None:
             return said
-        units = work_of(matcher).since(begun).units
-        if units > WALK * MOST_UNITS:
-            return f"its masks take too much work: more than {MOST_UNITS} units a token"
+        cost = work_of(matcher).since(begun)
+        if cost.units > WALK * MOST_UNITS or cost.fuel > WALK * MOST_FUEL:
+            return "its masks take too much work: it is too ambiguous, or counts too far"
         goes_on = (words & grammar.vocabulary.no_end).view(np.uint8)
         allowed = np.flatnonzero(np.unpackbits(goes_on, bitorder="little"))
         if not len(allowed):

@@ -131,6 +131,8 @@ class Flights:
             if request.phase == "running":
                 request.confirm(end)
                 request.deferrals = request.deferrals + 1 if slot in deferred else 0
+                if result.mask_units:
+                    request.mask_units = result.mask_units.get(slot, request.mask_units)
                 if slot in bad:  # one that waits to be admitted again is computed again
                     yield request, [], b"", BAD_LOGITS
                 elif slot in result.refused:

@@ -1,7 +1,8 @@
 """Grammars that engines compile before a request that needs one is admitted.
 
-Such a request waits apart, and holds nobody up. Engines compile what they lack at its admission,
-too, but would keep everybody waiting then. Knows requests; no grammar and no queue.
+Such a request waits apart, and holds nobody up; so does one whose masks cost much, until there is
+room for it. Engines compile what they lack at its admission, too, but would keep everybody waiting
+then. Knows requests; no grammar and no queue.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 
 from pipeinfer.messages import Prepare, Prepared
 from pipeinfer.params import StructuredOutputs
+from pipeinfer.scheduler.mask_budget import MaskBudget
 from pipeinfer.scheduler.request import Request
 
 AGAIN = 1.0  # seconds after which engines are asked anew: a subscription may have been late
@@ -29,9 +31,10 @@ class Asked:
 
 
 class Preparation:
-    """Of one group of `tp` ranks."""
+    """Of one group of `tp` ranks. mask_budget: what their steps may spend on masks."""
 
     def __init__(self, tp: int) -> None:
+        self.mask_budget = MaskBudget()
         self._tp = tp
         self._processes: tuple[int, ...] = ()
         self._known: OrderedDict[StructuredOutputs, None] = OrderedDict()
@@ -39,7 +42,8 @@ class Preparation:
 
     def __len__(self) -> int:
         """Requests that wait."""
-        return sum(len(one.waiting) for one in self._asked.values())
+        asked = sum(len(one.waiting) for one in self._asked.values())
+        return asked + len(self.mask_budget)
 
     def begin(self, processes: Sequence[int]) -> None:
         """An epoch begins, on engines of these incarnations; new ones know nothing."""
@@ -53,9 +57,10 @@ class Preparation:
 
     def hold(self, request: Request) -> bool:
         """Whether `request`, which wants to run, has to wait; then it is held."""
-        if not self.lacks(request):
+        if not self.lacks(request) and not self.mask_budget.hold(request):
             return False
-        request.move("preparing")
+        if request.phase != "preparing":  # for its turn, when the engines were others
+            request.move("preparing")
         return True
 
     def lacks(self, request: Request) -> bool:
@@ -77,6 +82,7 @@ class Preparation:
 
     def forget(self, request: Request) -> None:
         """`request` is over; unknown ones are fine."""
+        self.mask_budget.forget(request)
         for key, one in self._asked.items():
             if request in one.waiting:
                 one.waiting.remove(request)

@@ -37,6 +37,8 @@ class Request:
     were bad, so that nobody may reuse what was computed of it.
     logprobs, prompt_logprobs: scores of its outputs, and of its prompt's tokens so far; of
     score_size and prompt_score_size bytes each, 0 where they are not asked for.
+    mask_units: what a mask of it costs, as engines found out last, -1 before. mask_turn: the plan
+    in which it had one last, counted by MaskBudget.
     """
 
     work: Work
@@ -68,6 +70,8 @@ class Request:
     prompt_logprobs: bytearray = field(default_factory=bytearray)
     behind: Request | None = None
     common: int = 0
+    mask_units: int = -1
+    mask_turn: int = 0
 
     @property
     def id(self) -> str:

@@ -173,6 +173,8 @@ class Sampled:
     refused: rows whose grammar allowed nothing, each with the reason; they gave none either.
     logprobs: scores (pipeinfer/logprobs.py) of the ids of rows that ask for them, row after row.
     prompts: those of each of the step's `prompts`.
+    mask_units: what a mask of a row costs, in units of work (grammars/work.py), where it was found
+    out anew and is much, or was.
     """
 
     counts: np.ndarray
@@ -181,6 +183,7 @@ class Sampled:
     logprobs: bytes = b""
     prompts: tuple[bytes, ...] = ()
     refused: Mapping[int, str] = field(default_factory=dict[int, str])
+    mask_units: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @classmethod
     def of(cls, drawn: np.ndarray, refused: Mapping[int, str] | None = None) -> Sampled:
