@@ -1,4 +1,4 @@
-"""Rows whose masks cost much have turns; nobody else waits for them, and they all come to an end."""
+"""Rows whose masks cost much have turns; nobody else waits for them, and all come to an end."""
 
 from __future__ import annotations
 
