@@ -50,6 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tool_parser: str = "auto"  # gateway/reading/registry.py
     reasoning_parser: str = "auto"
     grammar_backend: Literal["llguidance", "none"] = "llguidance"
+    grammar_cache_mib: Positive = 512  # of each engine
     revision: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

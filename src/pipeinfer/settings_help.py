@@ -123,6 +123,13 @@ GROUPS: dict[str, dict[str, Told]] = {
             more="With `none`, requests that ask for a form are refused, and engines start a "
             "second or two sooner with large vocabularies.",
         ),
+        "grammar_cache_mib": Told(
+            "MIB",
+            "memory for compiled grammars of each engine, in MiB",
+            more="An estimate, by what compiling them and finding their masks cost, which rather "
+            "counts too much. Grammars that nobody uses are forgotten, the oldest first. Where "
+            "those in use take all of it, requests with another one are refused.",
+        ),
         "reasoning_parser": Told(
             "NAME",
             "how thoughts are told apart: a parser, none; auto: by template",

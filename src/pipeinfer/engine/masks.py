@@ -10,7 +10,7 @@ each time while it is much. It goes out with the result: who plans gives costly 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,6 +37,9 @@ SLOW = 0.005  # seconds of a step's masks after which it is counted which rows t
 EVERY = 16  # masks of a row; then it is counted in any case, because its lexer grows by them
 COSTLY = 1_000  # units of a mask, from which on it is told, and until it was told that it is less
 
+# Of a step of an epoch that is over: nobody wants to know what it gives.
+GONE = RowSource(NoSource("its request is gone"), 0)
+
 
 @dataclass
 class _Cost:
@@ -59,12 +62,15 @@ class Masks:
         self._executor = LLExecutor(threads)
         self._lanes = threads if alone else 1
         self._sources: dict[int, RowSource] = {}
-        self._grammars: dict[int, tuple[StructuredOutputs, Grammar]] = {}
+        self._grammars: dict[int, Grammar] = {}
         self._costs: dict[int, _Cost] = {}
         self._seconds = 0.0  # that the masks of the step have taken so far
 
-    def prepare(self, spec: StructuredOutputs, then: Callable[[str], None]) -> None:
-        """See GrammarStore."""
+    def prepare(
+        self, spec: StructuredOutputs, then: Callable[[str], None], released: Sequence[int] = ()
+    ) -> None:
+        """See GrammarStore; in `released` slots there are no requests any more."""
+        self._release(released)
         self._store.prepare(spec, then)
 
     def wait(self) -> None:
@@ -82,10 +88,10 @@ class Masks:
         for told in step.masked.extended:
             self._sources[told.slot].told(told.first, told.ids.tolist())
         slots = step.masked.slots.tolist()
-        troubles = fill_all(self._executor, [self._sources[slot] for slot in slots], words)
+        troubles = fill_all(self._executor, [self._sources.get(s, GONE) for s in slots], words)
         for slot, why in zip(slots, troubles, strict=True):
             if why and slot in self._grammars:
-                self._store.renew(*self._grammars[slot])
+                self._store.renew(self._grammars[slot])
         self._seconds = time.perf_counter() - begun
         rows = step.masked.rows.tolist()
         return {row: why for row, why in zip(rows, troubles, strict=True) if why}
@@ -100,7 +106,7 @@ class Masks:
         begun = time.perf_counter()
         forced: dict[int, list[int]] = {}
         for row, slot, ids in _given(step.masked, sampled):
-            source = self._sources[slot]
+            source = self._sources.get(slot, GONE)
             # What is wrong with them is said of the next mask.
             if ids and not source.feed(ids) and (more := source.force()):
                 forced[row] = more
@@ -114,17 +120,29 @@ class Masks:
         told: dict[int, int] = {}
         slow = self._seconds > SLOW
         for row, slot in zip(masked.rows.tolist(), masked.slots.tolist(), strict=True):
-            cost, matcher = self._costs.get(slot), self._sources[slot].matcher
+            cost, source = self._costs.get(slot), self._sources.get(slot, GONE)
+            matcher = source.matcher
             if cost is None or matcher is None:
                 continue
             cost.masks += 1
             if slow or cost.units >= COSTLY or cost.masks >= EVERY:
                 counted = work_of(matcher)
-                units = max(counted.since(cost.counted).units, 0) // cost.masks
+                since = counted.since(cost.counted)
+                if since.fuel > 0:  # below 0: it has moved to another lexer
+                    self._store.grown(self._grammars[slot], since.fuel)
+                units = max(since.units, 0) // cost.masks
                 if units >= COSTLY or cost.units >= COSTLY:
                     told[row] = units
                 cost.counted, cost.masks, cost.units = counted, 0, units
         return told
+
+    def _release(self, slots: Iterable[int]) -> None:
+        """Those of requests that are gone."""
+        for slot in slots:
+            self._sources.pop(slot, None)
+            self._costs.pop(slot, None)
+            if grammar := self._grammars.pop(slot, None):
+                grammar.users -= 1
 
     def close(self) -> None:
         """No step follows."""
@@ -132,10 +150,8 @@ class Masks:
 
     def _leave(self, step: Step) -> None:
         """Slots that have new requests."""
-        for slot in step.delta.admitted.tolist():
-            self._sources.pop(slot, None)
-            self._grammars.pop(slot, None)
-            self._costs.pop(slot, None)
+        self._release(step.delta.released)
+        self._release(step.delta.admitted.tolist())
 
     def _row(self, new: Constrained) -> RowSource:
         try:
@@ -155,8 +171,9 @@ class Masks:
         if new.spec is None:
             return FreeSource(self._store.vocabulary())
         grammar = self._store.grammar(new.spec)
-        self._grammars[new.slot] = new.spec, grammar
-        if sum(one is grammar for _, one in self._grammars.values()) > 1:
+        self._grammars[new.slot] = grammar
+        grammar.users += 1
+        if grammar.users > 1:
             self._store.widen(grammar, self._lanes)
         source = source_of(grammar, new.output.tolist(), new.tail.tolist(), new.slot)
         matcher = source.matcher

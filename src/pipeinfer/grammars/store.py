@@ -1,7 +1,9 @@
 """Compiled grammars of one engine: made on a thread of their own, kept as long as they are used.
 
-The thread has the stack that compiling needs, and the vocabulary is built there. Knows no row, no
-step and no request.
+The thread has the stack that compiling needs, and the vocabulary is built there. All grammars
+together take a bounded number of bytes, by counts (compiling.py): those that nobody uses go, oldest
+first, those that have grown are renewed, and where that is not enough no other one is taken. Knows
+no row, no step and no request.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from pipeinfer.params import StructuredOutputs
 
 log = logging.getLogger(__name__)
 
-# Twice as many as a scheduler counts on (scheduler/preparation.py); a few hundred kB each.
-KEPT = 256
+KEPT = 256  # grammars: twice as many as a scheduler counts on (scheduler/preparation.py)
+MOST_BYTES = 512 << 20  # of all of them
+PART = 8  # one that takes more than such a part of them is renewed
+FULL = "the grammars in use leave no memory for another one; try again later"
 
 # What takes longer to compile, in seconds, has one lane: others wait for the thread. And so many
 # lanes more than one, of all grammars together.
@@ -34,18 +38,20 @@ Job = Callable[[], None]
 
 
 class GrammarStore:
-    """May be asked from any thread. `setup` is called on the thread that compiles, at once."""
+    """May be asked from any thread. `setup` is called on the thread that compiles, at once.
+    `most_bytes`: of all grammars that are kept or used."""
 
-    def __init__(self, setup: Callable[[], Setup], kept: int = KEPT) -> None:
+    def __init__(self, setup: Callable[[], Setup], most_bytes: int = MOST_BYTES) -> None:
         self._setup = setup
-        self._kept = kept
+        self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._known: OrderedDict[StructuredOutputs, Future[Grammar]] = OrderedDict()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._built = threading.Event()
         self._vocabulary: Vocabulary | None = None
         self._trouble = ""
-        self._renewing: set[StructuredOutputs] = set()
+        self._live: weakref.WeakSet[Grammar] = weakref.WeakSet()
+        self._renewing: weakref.WeakSet[Grammar] = weakref.WeakSet()
         self._widened: weakref.WeakSet[Grammar] = weakref.WeakSet()
         _with_stack(self._work)
 
@@ -62,22 +68,30 @@ class GrammarStore:
         """Waits for it if need be. Raises GrammarError."""
         return self._asked(spec).result()
 
-    def renew(self, spec: StructuredOutputs, worn: Grammar) -> None:
-        """`worn` has tripped a limit. Matchers share with the grammar what its lexer has found out,
-        of which there is a limit, too: it is compiled again, and takes its place when it is there.
+    @property
+    def bytes(self) -> int:
+        """What the grammars take that are kept or used, by counts."""
+        with self._lock:
+            return sum(one.bytes for one in self._live)
+
+    def renew(self, worn: Grammar) -> None:
+        """`worn` has tripped a limit, or grown too large. Matchers share with the grammar what its
+        lexer has found out, of which there is a limit, too: it is compiled again in the background.
         If it cannot be, it stays: a request that begins with it may yet end before the limit.
         """
         with self._lock:
-            known = self._known.get(spec)
-            at_hand = known is not None and known.done() and known.exception() is None
-            if known is None or not at_hand or known.result() is not worn:
+            if worn in self._renewing:
                 return
-            if spec in self._renewing:
-                return
-            self._renewing.add(spec)
-        fresh: Future[Grammar] = Future()
-        fresh.add_done_callback(lambda one: self._replace(spec, one))
-        self._jobs.put(partial(self._compile, spec, fresh))
+            self._renewing.add(worn)
+        self._jobs.put(partial(self._renew, worn))
+
+    def grown(self, grammar: Grammar, fuel: int) -> None:
+        """Masks of it have cost so much fuel of its lexers, which are larger now."""
+        grammar.grow(fuel)
+        if grammar.worn and grammar.bytes > self._most_bytes // PART:
+            self.renew(grammar)
+        with self._lock:
+            self._make_room()
 
     def widen(self, grammar: Grammar, lanes: int) -> None:
         """Several rows use it now: in the background it gets up to so many lanes, if it compiles
@@ -87,11 +101,31 @@ class GrammarStore:
                 self._widened.add(grammar)
             self._jobs.put(partial(self._widen, grammar, lanes))
 
-    def _replace(self, spec: StructuredOutputs, fresh: Future[Grammar]) -> None:
+    def _renew(self, worn: Grammar) -> None:
+        try:
+            worn.renew()
+        except BaseException:  # a panic of the compiler is no Exception; why is a client's text
+            log.warning("a grammar that is worn out cannot be compiled again")
         with self._lock:
-            self._renewing.discard(spec)
-            if spec in self._known and fresh.exception() is None:
-                self._known[spec] = fresh
+            self._renewing.discard(worn)
+
+    def _make_room(self) -> bool:
+        """Forgets what nobody uses, the oldest first, until the others fit; whether they do. Where
+        they do not, the largest one that has grown is renewed."""
+        left = sum(one.bytes for one in self._live) - self._most_bytes
+        for spec, asked in list(self._known.items())[:-1]:  # the last one is about to be used
+            if left <= 0:
+                break
+            if asked.done() and asked.exception() is None and not asked.result().users:
+                left -= asked.result().bytes
+                del self._known[spec]
+        if left > 0:
+            worn = [one for one in self._live if one.worn and one not in self._renewing]
+            if worn:
+                largest = max(worn, key=lambda one: one.bytes)
+                self._renewing.add(largest)
+                self._jobs.put(partial(self._renew, largest))
+        return left <= 0
 
     def vocabulary(self) -> Vocabulary:
         """Waits for it if need be. Raises GrammarError where there is none."""
@@ -111,7 +145,7 @@ class GrammarStore:
                 found = self._known[spec] = Future()
                 self._jobs.put(partial(self._compile, spec, found))
             self._known.move_to_end(spec)
-            while len(self._known) > self._kept:
+            while len(self._known) > KEPT:
                 self._known.popitem(last=False)
         return found
 
@@ -127,9 +161,19 @@ class GrammarStore:
 
     def _compile(self, spec: StructuredOutputs, asked: Future[Grammar]) -> None:
         try:
-            asked.set_result(Grammar(self.vocabulary(), spec))
-        except BaseException as error:  # a panic of the compiler is no Exception
+            made = Grammar(self.vocabulary(), spec)
+        except BaseException as error:  # as above
             asked.set_exception(GrammarError(str(error) or "it does not compile"))
+            return
+        with self._lock:
+            self._live.add(made)
+            fits = self._make_room()
+            if not fits and self._known.get(spec) is asked:
+                del self._known[spec]  # there may be room when it is asked for again
+        if fits:
+            asked.set_result(made)
+        else:
+            asked.set_exception(GrammarError(FULL))
 
     def _widen(self, grammar: Grammar, lanes: int) -> None:
         """One lane more, and the next one behind what waits meanwhile."""

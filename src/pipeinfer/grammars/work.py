@@ -17,9 +17,6 @@ PER_ITEM = 2.0  # of the parser
 PER_FUEL = 1 / 40  # of the lexer
 PER_NODE = 1 / 250  # of the tree of all tokens
 
-# Bytes that a lexer grows by with each of its fuel. Most take 4 to 25.
-FUEL_BYTES = 32
-
 _NO_TOKEN = 1 << 30  # whatever the vocabulary
 _STATISTICS = re.compile(r'\nParser: \{\n((?:  "\w+": \d+,?\n)+)\}')
 _COUNT = re.compile(r'"(\w+)": (\d+)')

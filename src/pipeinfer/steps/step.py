@@ -149,7 +149,8 @@ class Delta:
 
     pages: int32 [n], which from now on stand in columns `columns` [n] of the page table's rows
     `slots` [n]. admitted: int32 [a], slots with new requests, whose `fields` [a] these are, by
-    name; `edits` are those of them that have any. cleared: int32, pages to be zeroed.
+    name; `edits` are those of them that have any. cleared: int32, pages to be zeroed. released:
+    slots whose requests had a grammar and are gone; some may have new ones.
     """
 
     slots: np.ndarray = field(default_factory=lambda: _NONE)
@@ -159,6 +160,7 @@ class Delta:
     fields: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     edits: tuple[Edits, ...] = ()
     cleared: np.ndarray = field(default_factory=lambda: _NONE)
+    released: tuple[int, ...] = ()
 
 
 NOTHING = Delta()
