@@ -1,10 +1,8 @@
 """What requests with a grammar may sample next: one source of masks for each slot that has one.
 
 All of it can be built again from what a step says of its new rows. Called step by step, in the
-order of steps, on the event loop. Knows steps and grammars; no device and no torch.
-
-What a row's masks cost is counted where a step's took long, for the first one, now and then, and
-each time while it is much. It goes out with the result: who plans gives costly rows turns.
+order of steps, on the event loop. What masks cost is counted now and then, and goes out with the
+result: costly rows get turns. Knows steps and grammars; no device and no torch.
 """
 
 from __future__ import annotations
