@@ -126,9 +126,7 @@ GROUPS: dict[str, dict[str, Told]] = {
         "grammar_cache_mib": Told(
             "MIB",
             "memory for compiled grammars of each engine, in MiB",
-            more="An estimate, by what compiling them and finding their masks cost, which rather "
-            "counts too much. Grammars that nobody uses are forgotten, the oldest first. Where "
-            "those in use take all of it, requests with another one are refused.",
+            more="An estimate. Where grammars in use take all of it, others are refused.",
         ),
         "reasoning_parser": Told(
             "NAME",
