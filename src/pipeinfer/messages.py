@@ -39,6 +39,7 @@ class Submit(Message, frozen=True):
     `return_prompt_ids`, `return_prompt_text`: Accepted brings the prompt's ids, or its text.
     `only_encode`: that is all that is wanted, and no group hears of it. `choices`: which of it are
     wanted; each is a request of its own from the tokenizer on, and `seed` is that of the first.
+    `client`: who asks, as FairQueue takes it, in hashes (gateway/client_names.py).
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class Submit(Message, frozen=True):
     return_prompt_text: bool = False
     only_encode: bool = False
     choices: Choices = (0,)
+    client: str = ""
 
 
 class Abort(Message, frozen=True):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from pipeinfer.gateway.client_names import ClientNames
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta, Failed, Started
 from pipeinfer.gateway.keys import Keys
@@ -95,6 +96,7 @@ class Admission:
         self._clock = clock
         self._keys = Keys()
         self._clients: dict[str, Client] = {}
+        self._names = ClientNames()
         if keys:
             self.replace(keys)
         else:
@@ -173,6 +175,12 @@ class Admission:
     def metered(self, request: web.Request, sink: Sink) -> Sink:
         """`sink`, with its tokens taken from the client's as they become known."""
         return _Metered(sink, request[VISIT], self._clock)
+
+    def client(self, request: web.Request) -> str:
+        """Whom the pipeline takes its sender for; see ClientNames."""
+        if self.keyed:
+            return self._names.of_key(request[VISIT].client.name)
+        return self._names.of_connection(request)
 
     async def say_limits(self, request: web.Request, response: web.StreamResponse) -> None:
         """Puts the client's limits, where it has any, into the headers of a response."""

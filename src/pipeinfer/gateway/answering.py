@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from pipeinfer.gateway.bodies import Bodies
 from pipeinfer.gateway.errors import ApiError
@@ -51,13 +52,16 @@ class Answering:
         admission.widen(request, job.prompts, job.choices)
         # Whatever still runs is hung up at the end, also when the handler is cancelled because the
         # client is gone.
-        async with self.service.port.opened(job.calls, admission.metered(request, sink)):
+        client = admission.client(request)
+        calls = (replace(call, client=client) for call in job.calls)
+        async with self.service.port.opened(calls, admission.metered(request, sink)):
             return await sink.respond(request)
 
     async def encoded(self, request: web.Request, call: Call) -> Started:
         """What the tokenizer says of a prompt that is only to be encoded."""
         sink = Encoded()
         admission = self.service.admission
+        call = replace(call, client=admission.client(request))
         async with self.service.port.opened([call], admission.metered(request, sink)):
             return await sink.prompt()
 

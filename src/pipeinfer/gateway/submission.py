@@ -53,6 +53,7 @@ def _submit(call: Call, gateway: int, seed: int, trace: str) -> Submit:
         return_prompt_text=call.return_prompt_text,
         only_encode=call.only_encode,
         choices=tuple(range(call.params.n)),
+        client=call.client,
     )
 
 

@@ -16,7 +16,6 @@ import numpy as np
 from pipeinfer.choices import choice_id, choice_ids, choice_seed
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
-from pipeinfer.grammars.bounds import letters
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -44,11 +43,13 @@ from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.ledger import Entry, Ledger
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
 from pipeinfer.tokenizer.routing import Report, Router
+from pipeinfer.tokenizer.verdicts import digest
 
 DETOKENIZER = 0  # there is one so far; a request stays with the one that it was given
 # Bytes of text up to which a prompt is encoded at once. That takes 2 to 3 ms for most texts of this
 # length and 8 ms for the worst (one-letter words); everything else waits meanwhile.
 AT_ONCE = 8 * 1024
+TOGETHER = 8 * AT_ONCE  # and so many of all prompts that waited for one grammar
 GRAMMAR = "structured_outputs"  # the field that a grammar is refused by
 
 
@@ -115,6 +116,13 @@ class TokenizerCore:
             return None if waiting is None else waiting.submit
         return msgspec.structs.replace(waiting.submit, request_id=request_id, choices=(0,))
 
+    def untried(self, request_id: str, attempt: int) -> Submit | None:
+        """For the driver: the request whose grammar it was told to try, while it has no verdict and
+        somebody wants one."""
+        waiting = self._encoding.get(request_id, attempt)
+        untried = waiting is not None and waiting.untried
+        return self.encoding(request_id, attempt) if untried else None
+
     def _on_submit(self, event: Submit, _now: float) -> list[Send]:
         unknown = None if self._left else self._unknown(event)
         if unknown is None:
@@ -130,15 +138,16 @@ class TokenizerCore:
             return self._reject(event, error)
         spec = None if event.only_encode else event.params.structured_outputs
         if spec is not None:
-            verdict = self._encoding.verdicts.get(spec)
-            if verdict is None:
-                self._encoding.put(LongPrompt(event, alone))
-                return [Send(LOCAL, "", Try(first_choice(event), event.attempt, letters(spec)))]
-            if verdict:
-                return self._refuse_all(event, 400, verdict, GRAMMAR)
+            grammar = digest(spec)
+            refusal = self._encoding.verdicts.get(grammar)
+            if refusal is None:
+                self._encoding.put(LongPrompt(event, alone, grammar))
+                return [Send(LOCAL, "", Try(first_choice(event), event.attempt, event.client))]
+            if refusal:
+                return self._refuse_all(event, 400, refusal, GRAMMAR)
         if weight > AT_ONCE:
             self._encoding.put(LongPrompt(event, alone))
-            return [Send(LOCAL, "", Encode(first_choice(event), event.attempt, weight))]
+            return [_elsewhere(first_choice(event), event, weight)]
         return self._encode(event, alone)
 
     def _encode(self, event: Submit, alone: bool) -> list[Send]:
@@ -152,20 +161,29 @@ class TokenizerCore:
         return self._refuse_all(event, error.status, str(error), error.param, error.code)
 
     def _on_tried(self, event: Tried, _now: float) -> list[Send]:
-        waiting = self._encoding.get(event.request_id, event.attempt)
-        if waiting is None:
-            return []  # it has ended meanwhile, or is the successor's
-        submit, spec = waiting.submit, waiting.submit.params.structured_outputs
-        if event.status in (0, 400) and spec is not None:
-            self._encoding.judge(spec, event.message)
-        if event.status:
-            self._encoding.encoded(event.request_id)
-            return self._refuse_all(submit, event.status, event.message, GRAMMAR)
-        weight = self._encoder.weigh(submit)  # which it has passed
-        if weight > AT_ONCE:
-            return [Send(LOCAL, "", Encode(event.request_id, event.attempt, weight))]
-        self._encoding.encoded(event.request_id)
-        return self._encode(submit, waiting.alone)
+        """The verdict holds for all that wait for one on this grammar."""
+        if event.grammar and event.status in (0, 400):
+            # Also where who asked for it has left, who may come again.
+            self._encoding.verdicts.put(event.grammar, event.message)
+            names = self._encoding.untried(event.grammar)
+        else:
+            names = [event.request_id] * (self.untried(event.request_id, event.attempt) is not None)
+        out: list[Send] = []
+        here = 0
+        for name in names:
+            waiting = self._encoding.tried(name)
+            submit = waiting.submit
+            weight = 0 if event.status else self._encoder.weigh(submit)  # which it has passed
+            here += weight
+            if weight > (AT_ONCE if here <= TOGETHER else 0):
+                out.append(_elsewhere(name, submit, weight))
+                continue
+            self._encoding.encoded(name)
+            if event.status:
+                out += self._refuse_all(submit, event.status, event.message, GRAMMAR)
+            else:
+                out += self._encode(submit, waiting.alone)
+        return out
 
     def _unknown(self, event: Submit) -> Submit | None:
         """`event` with the choices that are not known here yet; None if all are."""
@@ -442,6 +460,10 @@ class TokenizerCore:
         Leave: _on_leave,
         Unsent: _on_unsent,
     }
+
+
+def _elsewhere(name: str, submit: Submit, weight: int) -> Send:
+    return Send(LOCAL, "", Encode(name, submit.attempt, weight, submit.client))
 
 
 def _names(event: Submit) -> list[str]:

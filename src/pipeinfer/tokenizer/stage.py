@@ -33,7 +33,7 @@ def build(context: StageContext) -> Stage:
     groups = settings.dp > 1
     listens = (*((stage, "group") for stage in topology.ids("scheduler")), *deaths(topology))
     lanes = Lanes(folder, settings, core.encoding)
-    trials = Trials(built.vocabulary, core.encoding, built.without)
+    trials = Trials(built.vocabulary, core.untried, built.without)
     return Stage(core, TokenizerDriver(lanes, trials), listens=listens if groups else ())
 
 
