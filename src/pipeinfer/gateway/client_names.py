@@ -30,14 +30,18 @@ class ClientNames:
         """The host, and behind a slash its connection."""
         transport = request.transport
         peer = None if transport is None else transport.get_extra_info("peername")
-        host, connection = self._hash(_host(request.remote or "")), self._hash(repr(peer).encode())
-        return f"{host}/{connection}"
+        return self.of_peer(request.remote or "", peer)
+
+    def of_peer(self, address: str, peer: object) -> str:
+        """As above; `peer`: by which connections of `address` differ."""
+        return f"{self._hash(host_of(address))}/{self._hash(repr(peer).encode())}"
 
     def _hash(self, name: bytes) -> str:
         return blake2b(name, key=self._secret, digest_size=8).hexdigest()
 
 
-def _host(address: str) -> bytes:
+def host_of(address: str) -> bytes:
+    """What all addresses of its host have in common."""
     try:
         known = ip_address(address.partition("%")[0])
     except ValueError:
