@@ -27,7 +27,7 @@ def test_what_one_client_sends_is_taken_in_its_order() -> None:
 
 def test_clients_take_turns_however_much_one_sends() -> None:
     queue = FairQueue[str]()
-    for n in range(100):
+    for _ in range(100):
         queue.put("many", 1, "many")
     queue.put("few", 1, "few")
     assert "few" in taken(queue, 2)
@@ -43,7 +43,7 @@ def test_hosts_take_turns_however_many_connections_one_opens() -> None:
 
 def test_connections_of_a_host_take_turns() -> None:
     queue = FairQueue[str]()
-    for n in range(100):
+    for _ in range(100):
         queue.put("proxy/hostile", 1, "hostile")
     queue.put("proxy/honest", 1, "honest")
     assert "honest" in taken(queue, 2)

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from vocabulary import SETUP
-from waiting import until
 
 from pipeinfer import pipes
 from pipeinfer.grammars import compiling, trial
 from pipeinfer.grammars.trial import Task, TooSlow, Trial
 from pipeinfer.params import StructuredOutputs
+from waiting import until
 
 SMALL = {"json": '{"type": "integer"}'}
 SLOW = {"json": '{"type": "integer", "multipleOf": 999983}'}  # 9 s, which nothing can cancel
