@@ -22,7 +22,7 @@ class FairQueue(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._hosts = _Flows[str]()
+        self._hosts: _Flows[str] = _Flows()  # called so, it is plain data: a snapshot takes it
         self._clients: dict[str, _Flows[T]] = {}  # of each host that waits
 
     def __len__(self) -> int:
@@ -32,7 +32,7 @@ class FairQueue(Generic[T]):
         """`item` waits. `weight`: about what it will cost, at least 1."""
         host = client.partition("/")[0]
         self._hosts.put(host, weight, host)  # a turn; which of its items has it is decided then
-        self._clients.setdefault(host, _Flows[T]()).put(client, weight, item)
+        self._clients.setdefault(host, _Flows()).put(client, weight, item)
 
     def take(self) -> T:
         """The next item, which waits no more. IndexError where there is none."""

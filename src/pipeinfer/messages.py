@@ -94,7 +94,8 @@ class Work(Message, frozen=True):
     """A tokenized request. `eos_ids`: ids that end it by themselves (empty under ignore_eos).
     `leader`: of requests that belong together, the first one's id, there as well; they have one
     prompt, which one of them computes first. Else empty. `banned`: sequences of ids that its output
-    must not have, as `params.bad_words` are spelled."""
+    must not have, as `params.bad_words` are spelled. `client`: as in Submit. `slow_grammar`: the
+    grammar takes long to compile."""
 
     request_id: str
     attempt: int
@@ -110,6 +111,8 @@ class Work(Message, frozen=True):
     trace: str = ""
     leader: str = ""
     banned: tuple[tuple[int, ...], ...] = ()
+    client: str = ""
+    slow_grammar: bool = False
 
 
 class HandOver(Message, frozen=True):
@@ -175,10 +178,12 @@ class Extend(Message, frozen=True):
 
 class Prepare(Message, frozen=True):
     """Requests wait for the grammar `spec`, the first of them `request_id`: compile it, and answer
-    Prepared. Sent until all ranks have answered."""
+    Prepared. Sent until all ranks have answered. `slow`: that takes long, and others do not wait
+    for it; of these one is asked for at a time."""
 
     request_id: str
     spec: StructuredOutputs
+    slow: bool = False
 
 
 class Plan(Message, frozen=True):

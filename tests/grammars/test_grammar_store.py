@@ -1,6 +1,7 @@
 """A grammar is compiled once; one that is worn is replaced by one that compiles."""
 
 import itertools
+import queue
 import threading
 
 import numpy as np
@@ -36,6 +37,24 @@ def settled(store):
 
 def test_what_is_asked_for_twice_is_compiled_once(store):
     assert store.grammar(SPEC) is store.grammar(SPEC)
+
+
+def test_what_takes_long_holds_up_nothing_that_does_not(store, monkeypatch):
+    go, said = threading.Event(), queue.SimpleQueue()
+    slow = StructuredOutputs(regex="slow")
+
+    def compiled(vocabulary, spec):
+        assert spec != slow or go.wait(30)
+        return Grammar(vocabulary, spec)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stores, "Grammar", compiled)
+        store.prepare(slow, lambda why: said.put(("slow", why)), slow=True)
+        settled(store)
+        store.prepare(SPEC, lambda why: said.put(("quick", why)))
+        assert said.get(timeout=30) == ("quick", "")
+        go.set()
+        assert said.get(timeout=30) == ("slow", "")
 
 
 def test_a_worn_grammar_is_replaced_once_however_often_it_is_said(store):

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipeinfer.demo import demo_path
@@ -55,6 +56,19 @@ def test_a_grammar_is_tried_before_the_request_goes_on_and_then_never_again(core
     assert [type(message) for message in passed] == [Accepted, Work]
     assert [type(message) for message in sent(core, asking("two"))] == [Accepted, Work]
     assert core.idle()
+
+
+def test_engines_are_told_what_takes_long_to_compile_also_of_later_requests(core) -> None:
+    sent(core, asking("one", client="c"))
+    sent(core, asking("quick", "b"))
+    slow = msgspec.structs.replace(tried("one"), slow=True)
+    works = [m for m in (*sent(core, slow), *sent(core, asking("two"))) if isinstance(m, Work)]
+    assert [(w.request_id, w.client, w.slow_grammar) for w in works] == [
+        ("one", "c", True),
+        ("two", "", True),
+    ]
+    [quick] = [m for m in sent(core, tried("quick", "b")) if isinstance(m, Work)]
+    assert not quick.slow_grammar
 
 
 def test_what_does_not_compile_is_refused_and_so_is_whoever_asks_for_it_later(core) -> None:
@@ -184,6 +198,7 @@ async def test_what_takes_long_holds_nobody_up_whoever_sends_it() -> None:
     late = harness.fed[2]
     assert late.status == 400 and "longer than 0.5 s" in late.message
     assert late.grammar == digest(slow(int(late.request_id.removeprefix("slow"))))
+    assert (late.slow, verdicts["good"].slow) == (True, False)
     assert harness.trials.stats()["trials_ended_total"] > 1
     async with asyncio.timeout(5):
         await harness.trials.stop()

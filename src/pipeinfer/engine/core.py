@@ -56,10 +56,12 @@ class Compute(Message, frozen=True):
 
 
 class Compile(Message, frozen=True):
-    """To the device: have the grammar `spec` ready, then report it by Compiled(request_id)."""
+    """To the device: have the grammar `spec` ready, then report it by Compiled(request_id). `slow`:
+    as in Prepare."""
 
     request_id: str
     spec: StructuredOutputs
+    slow: bool = False
 
 
 class Capture(Message, frozen=True):
@@ -171,7 +173,7 @@ class EngineCore:
             case StepDone():
                 return self._step_done(event)
             case Prepare():
-                return [Send(LOCAL, "", Compile(request_id=event.request_id, spec=event.spec))]
+                return [Send(LOCAL, "", Compile(event.request_id, event.spec, event.slow))]
             case Compiled():
                 return [self._prepared(event)]
             case GraphDue():

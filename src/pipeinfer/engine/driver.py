@@ -34,11 +34,11 @@ StartExecutor = Callable[
 ]
 
 
-# Has a grammar compiled, and tells the other why it cannot be, or "".
-PrepareGrammar = Callable[[StructuredOutputs, Callable[[str], None]], None]
+# Has a grammar compiled, and tells the other why it cannot be, or ""; whether that takes long.
+PrepareGrammar = Callable[[StructuredOutputs, Callable[[str], None], bool], None]
 
 
-def nothing_to_prepare(spec: StructuredOutputs, then: Callable[[str], None]) -> None:
+def nothing_to_prepare(spec: StructuredOutputs, then: Callable[[str], None], slow: bool) -> None:
     """For engines without grammars."""
     then("this engine serves no grammars")
 
@@ -102,7 +102,7 @@ class DeviceDriver:
             with contextlib.suppress(RuntimeError):  # the stage has stopped meanwhile
                 loop.call_soon_threadsafe(self._tell, compiled)
 
-        self._prepare(message.spec, then)
+        self._prepare(message.spec, then, message.slow)
 
     def _tell(self, event: Message) -> None:
         assert self._feed is not None

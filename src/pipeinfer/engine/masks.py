@@ -42,9 +42,11 @@ class Masks:
         self._sources: dict[int, RowSource] = {}
         self._grammars: dict[int, tuple[StructuredOutputs, Grammar]] = {}
 
-    def prepare(self, spec: StructuredOutputs, then: Callable[[str], None]) -> None:
+    def prepare(
+        self, spec: StructuredOutputs, then: Callable[[str], None], slow: bool = False
+    ) -> None:
         """See GrammarStore."""
-        self._store.prepare(spec, then)
+        self._store.prepare(spec, then, slow)
 
     def wait(self) -> None:
         """See GrammarStore."""

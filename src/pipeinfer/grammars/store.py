@@ -30,6 +30,9 @@ KEPT = 256
 QUICK = 0.05
 MOST_LANES = 256
 
+# Of what took longer the compiling has a thread of its own.
+SLOW = 0.1
+
 Job = Callable[[], None]
 
 
@@ -42,21 +45,25 @@ class GrammarStore:
         self._lock = threading.Lock()
         self._known: OrderedDict[StructuredOutputs, Future[Grammar]] = OrderedDict()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._slow_jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._built = threading.Event()
         self._vocabulary: Vocabulary | None = None
         self._trouble = ""
         self._renewing: set[StructuredOutputs] = set()
         self._widened: weakref.WeakSet[Grammar] = weakref.WeakSet()
         _with_stack(self._work)
+        _with_stack(partial(_run, self._slow_jobs))
 
     def wait(self) -> None:
         """Until the vocabulary is there, which holds the interpreter while it is built."""
         self._built.wait()
 
-    def prepare(self, spec: StructuredOutputs, then: Callable[[str], None]) -> None:
+    def prepare(
+        self, spec: StructuredOutputs, then: Callable[[str], None], slow: bool = False
+    ) -> None:
         """Has it compiled; `then`, from another thread if it was not yet, is told why it cannot be,
-        or ""."""
-        self._asked(spec).add_done_callback(lambda one: then(_trouble(one)))
+        or "". `slow`: that takes long, and others must not wait for it."""
+        self._asked(spec, slow).add_done_callback(lambda one: then(_trouble(one)))
 
     def grammar(self, spec: StructuredOutputs) -> Grammar:
         """Waits for it if need be. Raises GrammarError."""
@@ -77,7 +84,7 @@ class GrammarStore:
             self._renewing.add(spec)
         fresh: Future[Grammar] = Future()
         fresh.add_done_callback(lambda one: self._replace(spec, one))
-        self._jobs.put(partial(self._compile, spec, fresh))
+        self._queue(worn.seconds > SLOW).put(partial(self._compile, spec, fresh))
 
     def widen(self, grammar: Grammar, lanes: int) -> None:
         """Several rows use it now: in the background it gets up to so many lanes, if it compiles
@@ -103,13 +110,17 @@ class GrammarStore:
     def close(self) -> None:
         """What is under way is left behind: nothing can cancel it."""
         self._jobs.put(None)
+        self._slow_jobs.put(None)
 
-    def _asked(self, spec: StructuredOutputs) -> Future[Grammar]:
+    def _queue(self, slow: bool) -> queue.SimpleQueue[Job | None]:
+        return self._slow_jobs if slow else self._jobs
+
+    def _asked(self, spec: StructuredOutputs, slow: bool = False) -> Future[Grammar]:
         with self._lock:
             found = self._known.get(spec)
             if found is None:
                 found = self._known[spec] = Future()
-                self._jobs.put(partial(self._compile, spec, found))
+                self._queue(slow).put(partial(self._compile, spec, found))
             self._known.move_to_end(spec)
             while len(self._known) > self._kept:
                 self._known.popitem(last=False)
@@ -122,8 +133,7 @@ class GrammarStore:
         except Exception as error:  # told to whoever asks for a grammar; nobody may ever
             self._trouble = f"this model serves no grammars: {error}"
         self._built.set()
-        while (job := self._jobs.get()) is not None:
-            job()
+        _run(self._jobs)
 
     def _compile(self, spec: StructuredOutputs, asked: Future[Grammar]) -> None:
         try:
@@ -144,6 +154,11 @@ class GrammarStore:
                 self._jobs.put(partial(self._widen, grammar, lanes))
                 return
         grammar.settled = True
+
+
+def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
 
 
 def _trouble(asked: Future[Grammar]) -> str:

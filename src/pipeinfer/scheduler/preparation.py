@@ -1,7 +1,8 @@
 """Grammars that engines compile before a request that needs one is admitted.
 
 Such a request waits apart, and holds nobody up. Engines compile what they lack at its admission,
-too, but would keep everybody waiting then. Knows requests; no grammar and no queue.
+too, but would keep everybody waiting then. Of grammars that take long they are asked for one at a
+time, and clients take turns. Knows requests; no grammar and no queue of those that may run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from pipeinfer.fair_queue import FairQueue
 from pipeinfer.messages import Prepare, Prepared
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.scheduler.request import Request
@@ -36,6 +38,9 @@ class Preparation:
         self._processes: tuple[int, ...] = ()
         self._known: OrderedDict[StructuredOutputs, None] = OrderedDict()
         self._asked: dict[str, Asked] = {}  # by the request that first wanted it
+        # Those that take long, which engines were not asked for.
+        self._slow: FairQueue[str] = FairQueue()
+        self._turn = ""  # the one for which they were
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -71,7 +76,10 @@ class Preparation:
                 if request not in one.waiting:
                     one.waiting.append(request)
                 return True
-        prepare = Prepare(request_id=request.id, spec=spec)
+        slow = request.work.slow_grammar
+        prepare = Prepare(request_id=request.id, spec=spec, slow=slow)
+        if slow:
+            self._slow.put(request.work.client, 1, request.id)
         self._asked[request.id] = Asked(prepare, [request])
         return True
 
@@ -86,8 +94,10 @@ class Preparation:
 
     def due(self, now: float) -> Iterator[Prepare]:
         """What engines are to be asked now."""
-        for one in self._asked.values():
-            if now - one.sent >= AGAIN:
+        while self._turn not in self._asked and len(self._slow):
+            self._turn = self._slow.take()
+        for key, one in self._asked.items():
+            if now - one.sent >= AGAIN and (key == self._turn or not one.prepare.slow):
                 one.sent = now
                 yield one.prepare
 

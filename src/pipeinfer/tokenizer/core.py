@@ -43,7 +43,7 @@ from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.ledger import Entry, Ledger
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
 from pipeinfer.tokenizer.routing import Report, Router
-from pipeinfer.tokenizer.verdicts import digest
+from pipeinfer.tokenizer.verdicts import Verdict, digest
 
 DETOKENIZER = 0  # there is one so far; a request stays with the one that it was given
 # Bytes of text up to which a prompt is encoded at once. That takes 2 to 3 ms for most texts of this
@@ -139,12 +139,12 @@ class TokenizerCore:
         spec = None if event.only_encode else event.params.structured_outputs
         if spec is not None:
             grammar = digest(spec)
-            refusal = self._encoding.verdicts.get(grammar)
-            if refusal is None:
+            verdict = self._encoding.verdicts.get(grammar)
+            if verdict is None:
                 self._encoding.put(LongPrompt(event, alone, grammar))
                 return [Send(LOCAL, "", Try(first_choice(event), event.attempt, event.client))]
-            if refusal:
-                return self._refuse_all(event, 400, refusal, GRAMMAR)
+            if verdict.refusal:
+                return self._refuse_all(event, 400, verdict.refusal, GRAMMAR)
         if weight > AT_ONCE:
             self._encoding.put(LongPrompt(event, alone))
             return [_elsewhere(first_choice(event), event, weight)]
@@ -164,7 +164,7 @@ class TokenizerCore:
         """The verdict holds for all that wait for one on this grammar."""
         if event.grammar and event.status in (0, 400):
             # Also where who asked for it has left, who may come again.
-            self._encoding.verdicts.put(event.grammar, event.message)
+            self._encoding.verdicts.put(event.grammar, Verdict(event.message, event.slow))
             names = self._encoding.untried(event.grammar)
         else:
             names = [event.request_id] * (self.untried(event.request_id, event.attempt) is not None)
@@ -289,6 +289,8 @@ class TokenizerCore:
         ]
 
     def _work(self, event: Submit, prompt_ids: bytes) -> Work:
+        spec = event.params.structured_outputs
+        verdict = None if spec is None else self._encoding.verdicts.get(digest(spec))
         return Work(
             request_id=event.request_id,
             attempt=event.attempt,
@@ -303,6 +305,8 @@ class TokenizerCore:
             cache_salt=event.cache_salt,
             trace=event.trace,
             banned=self._encoder.banned(event.params),
+            client=event.client,
+            slow_grammar=verdict is not None and verdict.slow,
         )
 
     def _on_unsent(self, event: Unsent, _now: float) -> list[Send]:

@@ -59,7 +59,7 @@ class Errands:
         self._make = make
         self._find = find
         self._places: list[_Place] = []
-        self._waiting = FairQueue[Encode | Try]()
+        self._waiting: FairQueue[Encode | Try] = FairQueue()
         self._feed: Feed | None = None
 
     @property

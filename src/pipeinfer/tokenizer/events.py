@@ -44,10 +44,12 @@ class Try(Message, frozen=True):
 
 class Tried(Message, frozen=True):
     """driver -> core: the grammar is served, or if `status` is not 0 why it is not. `grammar`: its
-    digest, of which that holds; empty if only this request is meant."""
+    digest, of which that holds; empty if only this request is meant. `slow`: it took so long to
+    compile that others must not wait for it."""
 
     request_id: str
     attempt: int
     status: int = 0
     message: str = ""
     grammar: bytes = b""
+    slow: bool = False

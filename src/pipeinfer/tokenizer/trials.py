@@ -55,7 +55,7 @@ class Trier:
             message = str(error)
         except (RuntimeError, OSError) as error:
             return Tried(name, attempt, 500, f"the grammar was not tried: {error}")
-        return Tried(name, attempt, 400 if message else 0, message, digest(spec))
+        return Tried(name, attempt, 400 if message else 0, message, digest(spec), self._last)
 
 
 class Trials:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from hashlib import blake2b
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,20 +22,27 @@ def digest(spec: StructuredOutputs) -> bytes:
     return blake2b(msgspec.msgpack.encode(spec), digest_size=16).digest()
 
 
+class Verdict(NamedTuple):
+    """`refusal`: why the grammar is refused, "" if it is served. `slow`: as in Tried."""
+
+    refusal: str = ""
+    slow: bool = False
+
+
 class Verdicts:
     """By digest."""
 
     def __init__(self) -> None:
-        self._refusals: OrderedDict[bytes, str] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
 
-    def get(self, known: bytes) -> str | None:
-        """Why the grammar is refused, "" if it is served; None if nobody knows."""
-        if known in self._refusals:
-            self._refusals.move_to_end(known)
-        return self._refusals.get(known)
+    def get(self, known: bytes) -> Verdict | None:
+        """None if nobody knows."""
+        if known in self._verdicts:
+            self._verdicts.move_to_end(known)
+        return self._verdicts.get(known)
 
-    def put(self, known: bytes, refusal: str) -> None:
+    def put(self, known: bytes, verdict: Verdict) -> None:
         """Remembers it."""
-        self._refusals[known] = refusal[:LONGEST]
-        if len(self._refusals) > REMEMBERED:
-            self._refusals.popitem(last=False)
+        self._verdicts[known] = Verdict(verdict.refusal[:LONGEST], verdict.slow)
+        if len(self._verdicts) > REMEMBERED:
+            self._verdicts.popitem(last=False)

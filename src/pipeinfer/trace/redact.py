@@ -22,9 +22,9 @@ from pipeinfer.trace.redact_state import redact_state
 
 FIELDS: dict[str, dict[str, str]] = {
     "Submit": {"params": "params", "text": "text", "prompt_ids": "ids", "chat": "list",
-               "template_arguments": "dict", "cache_salt": "salt", "client": "salt"},
+               "template_arguments": "dict", "cache_salt": "salt"},
     "Call": {"params": "params", "text": "text", "prompt_ids": "ids", "chat": "list",
-             "template_arguments": "dict", "cache_salt": "salt", "client": "salt"},
+             "template_arguments": "dict", "cache_salt": "salt"},
     "Work": {"params": "params", "prompt_ids": "ids", "eos_ids": "some", "cache_salt": "salt",
              "banned": "each some"},
     "Plan": {"releases": "nested", "admits": "nested"},
@@ -46,8 +46,6 @@ FIELDS: dict[str, dict[str, str]] = {
     "Accepted": {"prompt_ids": "ids", "prompt_text": "text"},
     "Encoded": {"prompt_ids": "ids", "message": "text"},
     "Tried": {"message": "text", "grammar": "digest"},
-    "Encode": {"client": "salt"},
-    "Try": {"client": "salt"},
     "Started": {"prompt_ids": "ids", "prompt_text": "text"},
     "Text": {"rows": "nested"},
     "TextRow": {"text": "text", "ids": "ids", "stop_reason": "one", "error": "text",
@@ -62,7 +60,8 @@ AS_THEY_ARE = {
     "Abort", "Done", "Begin", "Hello", "Ready", "Admitted", "Digests", "Fault", "Refused",
     "Prepared", "Compiled", "HandOver", "ResetCache", "CacheReset", "StopHit", "Heartbeat",
     "GroupStatus", "RankStatus", "Ended", "GroupFault",
-    "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "GraphDue", "Capture",
+    "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "GraphDue", "Capture", "Encode",
+    "Try",
     "StepFailed", "Hangup", "StatusChanged", "StepNote", "Unencoded",
     "Crash", "End",
 }  # fmt: skip
