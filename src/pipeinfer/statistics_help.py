@@ -89,7 +89,7 @@ STATISTICS: dict[str, dict[str, str]] = {
         "accepted_total": "requests passed on",
         "refused_total": "requests refused",
         "abandoned_total": "requests that ended before their prompt was encoded",
-        "trials_ended_total": "processes that grammars have cost: they took too long, or died",
+        "trials_ended_total": "trials of grammars that were ended, or died",
         "encoded_total": "requests of `/tokenize` and `/detokenize` that were answered",
         "prompt_tokens_total": "tokens of accepted prompts",
         "ledger": "unfinished requests, remembered with their group",
