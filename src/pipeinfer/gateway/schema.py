@@ -232,7 +232,7 @@ Request = TypeVar("Request", bound=Body)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-def surveyed(body: bytes, kind: type[Request]) -> Iterator[None]:
+def surveyed(body: bytes | bytearray, kind: type[Request]) -> Iterator[None]:
     """Checks the bounds of depth and size of a `body` of `kind`, a slice each time it is asked to
     go on; to be done before decode(). ApiError 400."""
     try:
