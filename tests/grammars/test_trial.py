@@ -1,5 +1,6 @@
 """A hostile grammar costs the process that tries it, or some seconds, and nobody else anything."""
 
+import asyncio
 import json
 import os
 import signal
@@ -117,6 +118,26 @@ def test_a_process_that_somebody_killed_is_started_again(usual):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert verdict(usual, regex="b") == ""
+
+
+async def test_a_process_that_somebody_kills_in_the_middle_says_nothing_of_the_grammar():
+    """It is started again, once: then there is no verdict, rather than a wrong one."""
+    tried = Trial(SETUP, seconds=60.0)
+    try:
+        assert verdict(tried, **SMALL) == ""
+        asked = asyncio.get_running_loop().run_in_executor(None, lambda: verdict(tried, **SLOW))
+        for _ in range(trial.TRIES):
+            await until(lambda: tried._process is not None)
+            pid = tried._process.pid
+            await until(lambda pid=pid: living_children(pid))
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda pid=pid: tried._process is None or tried._process.pid != pid)
+        with pytest.raises(RuntimeError, match="ended"):
+            await asked
+        assert tried.ended == 0
+        assert verdict(tried, **SMALL) == ""
+    finally:
+        tried.kill()
 
 
 def test_a_trial_has_less_stack_than_an_engine():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import signal
 import subprocess
 import threading
@@ -27,7 +28,7 @@ from pipeinfer.params import StructuredOutputs
 # Of processor time: no load of the machine refuses a grammar. A choice of 10,000 texts takes 0.3 s
 # and 5,000 optional keys take 4 s; what needs more is refused.
 SECONDS = 5.0
-WALL = 12  # times as long a trial may take on a machine that is busy with other things
+PATIENCE = 60.0  # seconds that are waited for, on a machine that is busy with other things
 START_SECONDS = 60.0  # to import and to build the vocabulary, 4 s for 262,000 tokens
 # Bytes of address space; with 264 tokens and a chain of 5,900 rules it takes 320 MB.
 MEMORY = 2 * 1024**3
@@ -56,7 +57,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """Of a trial. `refusal`: why the grammar is not served, "" if it is. `slow`, `died`: there is
-    no verdict, since its time was over or its process ended."""
+    no verdict, since its time was over or the copy ended."""
 
     refusal: str = ""
     slow: bool = False
@@ -91,15 +92,18 @@ class Trial:
         except GrammarError as error:
             return str(error)
         task = msgspec.msgpack.encode(Task(spec, self._seconds, self._niceness))
+        outcome = None
         for _ in range(TRIES):
             outcome = self._outcome(task)
+            if outcome is None:
+                continue
             if not outcome.died and not outcome.slow:
                 return outcome.refusal
-            if self._closed:
-                raise RuntimeError("the process that tries grammars has ended for good")
             self.ended += 1
             if outcome.slow:
                 raise TooSlow(f"it takes longer than {self._seconds:g} s to compile")
+        if outcome is None:  # which no grammar can do: it has a copy to end
+            raise RuntimeError("the process that tries grammars ended")
         return "it is too complex to compile"
 
     def kill(self) -> None:
@@ -117,16 +121,19 @@ class Trial:
         if process is not None:
             process.kill()
 
-    def _outcome(self, task: bytes) -> Outcome:
+    def _outcome(self, task: bytes) -> Outcome | None:
+        """None if the process ended. RuntimeError after PATIENCE."""
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
         pipes.write(cast(BinaryIO, process.stdin), task)
-        answer = pipes.read(process.stdout.fileno(), self._seconds * WALL)
+        answer = pipes.read(process.stdout.fileno(), PATIENCE)
         if answer is not None:
             return msgspec.msgpack.decode(answer, type=Outcome)
-        late = process.poll() is None
+        ended = bool(select.select([process.stdout.fileno()], [], [], 0)[0])
         self.kill()
-        return Outcome(slow=late, died=not late)
+        if not ended:
+            raise RuntimeError(f"there is no verdict after {PATIENCE:g} s")
+        return None
 
     def _running(self) -> subprocess.Popen[bytes]:
         """Raises RuntimeError if it does not start, which is no grammar's fault."""
