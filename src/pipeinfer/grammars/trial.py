@@ -28,7 +28,8 @@ from pipeinfer.params import StructuredOutputs
 # Of processor time: no load of the machine refuses a grammar. A choice of 10,000 texts takes 0.3 s
 # and 5,000 optional keys take 4 s; what needs more is refused.
 SECONDS = 5.0
-PATIENCE = 60.0  # seconds that are waited for, on a machine that is busy with other things
+# Seconds that are waited for: a machine that is busy with other things has little for slow trials.
+PATIENCE = 300.0
 START_SECONDS = 60.0  # to import and to build the vocabulary, 4 s for 262,000 tokens
 # Bytes of address space; with 264 tokens and a chain of 5,900 rules it takes 320 MB.
 MEMORY = 2 * 1024**3
