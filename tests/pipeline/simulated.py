@@ -49,6 +49,7 @@ from pipeinfer.tokenizer.events import Tried, Try
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.routing import Router
 from pipeinfer.tokenizer.templates import ChatTemplates
+from pipeinfer.tokenizer.verdicts import digest
 from scheduler.model_engine import expected_outputs
 
 EOS = (3, 11)
@@ -415,10 +416,12 @@ class Simulation:
         if isinstance(asked, Compile):
             self.feed(stage, process.core.compiled(asked))  # type: ignore[attr-defined]
             return
-        submit = process.core.encoding(asked.request_id, asked.attempt)  # type: ignore[attr-defined]
+        submit = process.core.untried(asked.request_id, asked.attempt)  # type: ignore[attr-defined]
         if submit is not None:
-            said = trial(submit.params.structured_outputs)
-            self.feed(stage, Tried(asked.request_id, asked.attempt, 400 if said else 0, said))
+            spec = submit.params.structured_outputs
+            said, known = trial(spec), digest(spec)
+            status, slow = 400 if said else 0, known[0] % 2 == 0
+            self.feed(stage, Tried(asked.request_id, asked.attempt, status, said, known, slow))
 
     def tick(self, seconds: float) -> bool:
         """Time passes, and every stage's timer fires."""
