@@ -43,6 +43,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tls_cert: str = ""
     tls_key: str = ""
     allowed_origins: str = ""
+    allowed_hosts: str = ""
     no_page: bool = False
     chat_template: str = ""
     control_tokens_in_messages: bool = False

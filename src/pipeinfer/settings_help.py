@@ -210,7 +210,18 @@ GROUPS: dict[str, dict[str, Told]] = {
             "ORIGINS",
             "web pages that may ask (CORS), with commas between, or *",
             "no page of another origin may ask",
-            "For example `https://chat.example.org,http://localhost:3000`.",
+            "For example `https://chat.example.org,http://localhost:3000`. Without keys requests "
+            "of other pages are refused with 403. With keys the key protects: other pages may send "
+            "one, but cannot read the answer.",
+        ),
+        "allowed_hosts": Told(
+            "NAMES",
+            "names with a dot by which clients may call the server, with commas between, or *",
+            "any name where keys are set; else none but the name in --host",
+            "For example `gateway.example.org`. IP addresses, `localhost` and names without a dot "
+            "pass anyway. Other names get 403, so that no web page reads answers by giving its own "
+            "name the server's address. `/health`, `/ping`, `/metrics` and `/version` answer by "
+            "any name. Where the setting is given, it holds with keys, too.",
         ),
         "no_page": Told(
             "",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 import socket
 import ssl
@@ -94,7 +93,7 @@ async def test_a_client_that_leaves_is_noticed_over_tls(
 
 def descriptors() -> int:
     """Of this process: both ends of what its clients have open to its gateway."""
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.control import CHANNEL
 from pipeinfer.gateway import keys, tls
 from pipeinfer.gateway.access import Access
-from pipeinfer.gateway.admission import Admission
+from pipeinfer.gateway.admission import Admission, guarded
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cors import read_origins
 from pipeinfer.gateway.defaults import sampling_defaults
@@ -30,6 +30,7 @@ from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.sight import Sight
 from pipeinfer.gateway.tls import Certificate
 from pipeinfer.gateway.tracing import Traces
+from pipeinfer.gateway.web_pages import WebPages, host_name, read_hosts
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import ConfigurationError, Settings
@@ -39,6 +40,7 @@ from pipeinfer.text.template_sources import read_tokenizer_config, template_sour
 
 log = logging.getLogger(__name__)
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 TICK = 0.1  # seconds; how late a timeout or a silent stage may be noticed
 
 
@@ -67,7 +69,7 @@ def build(context: StageContext) -> Stage:
         settings.model_name,
         _terms(settings, folder),
         admission,
-        read_origins(settings.allowed_origins),
+        _web_pages(settings, admission),
         settings.max_body_mib * 2**20,
         _context_length(settings, folder),
         sight=None if settings.no_page else Sight(context.topology.ids()),
@@ -121,6 +123,16 @@ def _keys(settings: Settings) -> Keys:
     if settings.api_key_file:
         return keys.read(settings.api_key_file, _limits(settings))
     return Keys()
+
+
+def _web_pages(settings: Settings, admission: Admission) -> WebPages:
+    """The name to listen on, where it is one, is the server's without being named again."""
+    hosts = read_hosts(settings.allowed_hosts)
+    if not admission.keyed and not hosts and settings.host not in LOOPBACK:
+        log.info("no API keys: clients that use a name with a dot need --allowed-hosts NAME")
+    named = hosts | {host_name(settings.host)}
+    origins = read_origins(settings.allowed_origins)
+    return WebPages(named, bool(hosts), origins, lambda: not admission.keyed, guarded)
 
 
 def _reload(settings: Settings, admission: Admission, certificate: Certificate | None) -> None:
