@@ -141,7 +141,8 @@ class ShowPrefixes(Message, frozen=True):
 
 class Prefix(msgspec.Struct, frozen=True, array_like=True):
     """A path of the prefix tree, from its root. `tokens`: its length; `ends`: cached sequences that
-    begin with it; `held`: requests that use it now; `first`: its first ids (int32 bytes)."""
+    begin with it; `held`: requests that use it now; `first`: its first ids (int32 bytes), none of a
+    salted one."""
 
     tokens: int
     ends: int

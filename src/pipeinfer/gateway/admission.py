@@ -6,10 +6,12 @@ Knows keys, limits and requests as HTTP sees them; what is asked is not its busi
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 import re
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -31,18 +33,21 @@ GUARDED = (
     "/reset_prefix_cache",
     "/monitor",
 )  # and all that is below
+# What proxies add. They may be on this host, and those who ask them elsewhere.
+FORWARDED = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-Ip")
 SLASHES = re.compile("/+")  # routes take several for one
 PREFIX = "x-ratelimit-"  # as OpenAI's servers call them
 
 
 class Client:
-    """What is kept of one key: its account and its counters."""
+    """What is kept of one key: its account, its counters, and whether it is an operator's."""
 
-    __slots__ = ("account", "name", "output", "prompt")
+    __slots__ = ("account", "admin", "name", "output", "prompt")
 
     def __init__(self, name: str, account: Account, metrics: Metrics) -> None:
         self.name = name
         self.account = account
+        self.admin = False
         self.prompt, self.output = metrics.key_counters(name)
 
     def use(self, counter: Tally, tokens: int, clock: Callable[[], float]) -> None:
@@ -50,6 +55,13 @@ class Client:
         counter.count += tokens
         if self.account.limits.tokens:
             self.account.use(tokens, clock())
+
+
+class Right(NamedTuple):
+    """Who asks. An `operator` may see what is others'."""
+
+    name: str
+    operator: bool
 
 
 class Usage:
@@ -82,16 +94,19 @@ VISIT = web.RequestKey("visit", Visit)
 
 
 class Admission:
-    """Checks keys and limits. `anonymous`: the limits where there is no key."""
+    """Checks keys and limits. `anonymous`: the limits where there is no key. `loopback`: whether
+    the server listens there alone, so that without keys whoever asks from there is its operator."""
 
     def __init__(
         self,
         keys: Keys,
         anonymous: Limits,
         metrics: Metrics,
+        loopback: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._metrics = metrics
+        self._loopback = loopback
         self._clock = clock
         self._keys = Keys()
         self._clients: dict[str, Client] = {}
@@ -106,10 +121,12 @@ class Admission:
         """Whether a key is needed."""
         return bool(self._keys)
 
-    @property
-    def shared(self) -> bool:
-        """Whether clients with different keys use the server."""
-        return len(self._keys) > 1
+    def right(self, request: web.Request) -> Right:
+        """As the keys are now: whatever is answered for long asks again and again. ApiError 401
+        where the request's key is none, or none any more."""
+        client = self._client(request)
+        keyless = not self._keys and self._loopback and _on_this_host(request)
+        return Right(client.name, client.admin or keyless)
 
     def replace(self, keys: Keys) -> None:
         """Other keys from now on. A name that stays keeps what it has used; requests of a key
@@ -122,6 +139,7 @@ class Admission:
             if client is None:
                 client = Client(key.name, Account(key.limits, now), self._metrics)
             client.account.limit(key.limits, now)
+            client.admin = key.admin
             self._clients[key.name] = client
 
     def middleware(self) -> Middleware:
@@ -208,6 +226,20 @@ class Admission:
 def guarded(path: str) -> bool:
     """Whether a key is needed for it, where there are keys."""
     return SLASHES.sub("/", path).startswith(GUARDED)
+
+
+def _on_this_host(request: web.Request) -> bool:
+    """Whether its client is, as far as it can be known."""
+    forwarded = any(name in request.headers for name in FORWARDED)
+    return not forwarded and is_loopback(request.remote or "")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether it is one, written as an IP address or as `localhost`."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address.lower() == "localhost"
 
 
 def _token(request: web.Request) -> str:

@@ -14,7 +14,7 @@ from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.control import CHANNEL
 from pipeinfer.gateway import keys, tls
 from pipeinfer.gateway.access import Access
-from pipeinfer.gateway.admission import Admission, guarded
+from pipeinfer.gateway.admission import Admission, guarded, is_loopback
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cors import read_origins
 from pipeinfer.gateway.defaults import sampling_defaults
@@ -40,7 +40,6 @@ from pipeinfer.text.template_sources import read_tokenizer_config, template_sour
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 TICK = 0.1  # seconds; how late a timeout or a silent stage may be noticed
 
 
@@ -61,7 +60,7 @@ def build(context: StageContext) -> Stage:
     targets = Targets(settings.itl_target, settings.ttft_target)
     metrics = Metrics(core.health, core.answering, targets)
     certificate = tls.certificate(settings)
-    admission = Admission(_keys(settings), _limits(settings), metrics)
+    admission = Admission(_keys(settings), _limits(settings), metrics, is_loopback(settings.host))
     service = Service(
         core,
         Port(metrics),
@@ -128,7 +127,7 @@ def _keys(settings: Settings) -> Keys:
 def _web_pages(settings: Settings, admission: Admission) -> WebPages:
     """The name to listen on, where it is one, is the server's without being named again."""
     hosts = read_hosts(settings.allowed_hosts)
-    if not admission.keyed and not hosts and settings.host not in LOOPBACK:
+    if not admission.keyed and not hosts and not is_loopback(settings.host):
         log.info("no API keys: clients that use a name with a dot need --allowed-hosts NAME")
     named = hosts | {host_name(settings.host)}
     origins = read_origins(settings.allowed_origins)
