@@ -47,12 +47,15 @@ bob   sha256:81b637d8fcd2c6da6359e6963113a1170de795e4b725b84d1e0b4cfd9ec58ce9 co
 
 - The name stands in metrics. It has at most 64 letters, digits and `._-`.
 - After the name comes the SHA-256 of the key.
+- `admin` marks an operator's key, which sees others' requests and the texts of cached prompts at \
+`/monitor`.
 - `concurrent`, `requests` and `tokens` are limits like the settings below. `requests` and \
 `tokens` count a minute. 0 is no limit. A limit that is not given is the setting's.
 - A file of one bare word is a key as it is, called `default`.
 - A file has at most 1,000 keys and 1 MiB, because each request is compared with all keys.
-- After SIGHUP a new key is let in. A key that is gone gets 401 from its next request on. What \
-runs goes on. A name that stays keeps what it has used of its minute, also with another key.
+- After SIGHUP a new key is let in. A key that is gone gets 401 from its next request on. \
+Answers that have begun go on; a feed of `/monitor` ends. A name that stays keeps what it has used \
+of its minute, also with another key.
 - A file that is broken, missing or empty changes nothing and is one error in the log."""
 
 TARGETS = """A step in which streams decode also computes a part of the prompts that wait. A \
