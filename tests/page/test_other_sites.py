@@ -10,7 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from conftest import EVIL
 from servers import Server
 
 BODY = json.dumps({"prompt": "count", "max_tokens": 2})
@@ -50,17 +49,17 @@ def site() -> Iterator[int]:
         thread.join()
 
 
-def test_pages_of_other_sites_have_no_use_of_a_server_without_keys(site, open_page):
+def test_pages_of_other_sites_have_no_use_of_a_server_without_keys(site, open_page, evil):
     with Server("--threads", "1", "--kv-pages", "300") as server:
         port = server.url.rsplit(":", 1)[1]
-        for origin in (EVIL, "127.0.0.1", "localhost"):
+        for origin in (evil, "127.0.0.1", "localhost"):
             page, statuses = open_page(f"http://{origin}:{site}/"), list[int]()
             page.on("response", lambda answer: statuses.append(answer.status))  # noqa: B023
-            for target in ("127.0.0.1", "localhost", EVIL):
+            for target in ("127.0.0.1", "localhost", evil):
                 page.evaluate(POSTS, [f"http://{target}:{port}/v1/completions", BODY])
             assert len(statuses) >= 9 and set(statuses) == {403}
-        page = open_page(f"http://{EVIL}:{site}/")
-        rebound = page.goto(f"http://{EVIL}:{port}/v1/models")
+        page = open_page(f"http://{evil}:{site}/")
+        rebound = page.goto(f"http://{evil}:{port}/v1/models")
         assert rebound.status == 403 and "--allowed-hosts" in rebound.text()
         assert server.metric("pipeinfer_prompt_tokens_total") == 0, "nothing reached the pipeline"
         page.goto(f"http://127.0.0.1:{site}/")
