@@ -7,7 +7,7 @@ HTTP, no tokenizer and no torch; names and defaults are those of vLLM's Sampling
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, Literal, TypeVar, cast
 
 import msgspec
 
@@ -78,7 +78,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     bad_words: texts that the output must not have: the last token of each spelling, with a space
     before it and without, is not sampled where the others are the output's last ones.
     truncate_prompt_tokens: so many of the prompt's last tokens are kept; -1: as many as leave room
-    for max_tokens, or for one; None keeps all.
+    for max_tokens, or for one; None keeps all. truncation_side: with "right" its first tokens are
+    kept instead.
     """
 
     temperature: float = 1.0
@@ -105,6 +106,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     bad_words: tuple[str, ...] = ()
     truncate_prompt_tokens: int | None = None
     thinking_token_budget: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
 
 
 class InvalidParameter(ValueError):
@@ -138,6 +140,9 @@ def normalized(params: SamplingParams) -> SamplingParams:
     _check_stops(params)
     if params.truncate_prompt_tokens not in (None, -1):
         _check_within("truncate_prompt_tokens", params.truncate_prompt_tokens or 0, 1, MOST_INT)
+    if params.truncation_side not in ("left", "right"):
+        message = f'truncation_side must be "left" or "right", not {params.truncation_side!r:.100}'
+        raise InvalidParameter("truncation_side", message)
     _check_biases(params.logit_bias)
     _check_allowed(params.allowed_token_ids)
     _check_words(params.bad_words)

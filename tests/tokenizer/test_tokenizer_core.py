@@ -203,6 +203,9 @@ def test_a_prompt_keeps_its_last_tokens_and_may_then_be_longer(
     assert of_text == ([A, B, B + 1] * 60)[-left:]
     chat = [{"role": "user", "content": text}]
     assert len(ids(work(core, submit(max_tokens=most, chat=chat, params=params)))) == left
+    params = {**params, "truncation_side": "right"}
+    found = ids(work(core, submit(max_tokens=most, prompt_ids=pack(long), params=params)))
+    assert found == long[:left]
 
 
 def test_ends_may_be_the_only_ids_that_are_allowed(core: TokenizerCore) -> None:
