@@ -1,10 +1,8 @@
 """The request classes of another server's HTTP API: by class the names of its fields, as JSON.
 
-    python tools/request_classes.py WHEEL
-
-writes tests/gateway/request_classes/vllm.json, or sglang.json, from a wheel of that server. Reads
-Python files without running them. Starts at the classes that are bodies, and follows their
-annotations to those within them.
+`python tools/request_classes.py WHEEL` writes tests/gateway/request_classes/vllm.json or
+sglang.json. Reads Python files without running them. Starts at the classes that are bodies, and
+follows their annotations to those within them.
 """
 
 from __future__ import annotations
