@@ -263,7 +263,7 @@ def test_an_answer_that_grows_is_read_again_only_from_its_last_block_on(feed, op
         read[many], grown, whole = page.evaluate(GROWN, [BLOCKS * many, 7])
         assert grown == whole
     assert read[40] < 2.5 * read[20]
-    one, grown, whole = page.evaluate(GROWN, [BLOCKS, 1])
+    _, grown, whole = page.evaluate(GROWN, [BLOCKS, 1])
     assert grown == whole and whole.count("<li>") >= 3
 
 
