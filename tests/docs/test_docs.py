@@ -127,7 +127,8 @@ def test_python_and_toml_blocks_are_valid(page):
 def known_flags() -> set[str]:
     settings = {"--" + name.replace("_", "-") for name in Settings.__struct_fields__}
     asked = {option for a in flags.parser("x", "")._actions for option in a.option_strings}
-    sources = [
+    sources = [ROOT / "tests/conftest.py"]
+    sources += [
         path
         for top in ("tools", "src", "stages", "tests/gpu", "tests/clients")
         for path in (ROOT / top).rglob("*.py")
