@@ -7,7 +7,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeinfer.gateway.pieces import Plain
@@ -229,6 +229,7 @@ MARKERS = st.sampled_from(
 )  # fmt: skip
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # of a machine that others use
 @given(
     st.sampled_from(sorted(TOOL_PARSERS)),
     st.sampled_from(["", "qwen3", "deepseek_r1"]),
