@@ -18,6 +18,7 @@ from pipeinfer.messages import (
     Done,
     Ended,
     Fault,
+    Fenced,
     GroupFault,
     GroupStatus,
     HandOver,
@@ -66,6 +67,6 @@ CHANNELS: dict[str, Any] = {
     "stops": StopHit,
     "text": Union[Accepted, Refused, CacheReset, Text],
     "telemetry": Heartbeat,
-    "group": Union[GroupStatus, RankStatus, Ended, GroupFault],
+    "group": Union[GroupStatus, RankStatus, Ended, Fenced, GroupFault],
     "recovery": Union[Recover, Recovered, Delivered],
 }

@@ -500,12 +500,23 @@ class RankStatus(Message, frozen=True):
 
 class Ended(Message, frozen=True):
     """Whoever starts `stage` says so until its successor is heard: the process `incarnation` has
-    ended. `at`: Unix time in ns; what began later has never met it."""
+    ended. `at`: of processes that the same one started, those with a greater number began later,
+    and have never met it."""
 
     stage: str
     incarnation: int
     at: int
     reason: str
+
+
+class Fenced(Message, frozen=True):
+    """any stage -> `stage`, again as long as it speaks: what process `incarnation` says is not
+    heard, because process `newest` was, `since` seconds ago for the first time."""
+
+    stage: str
+    incarnation: int
+    newest: int
+    since: float
 
 
 class GroupFault(Message, frozen=True):

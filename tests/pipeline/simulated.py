@@ -397,7 +397,7 @@ class Simulation:
             sender, incarnation, receiver = key = waiting[chosen]
             message = self.links[key].popleft()
             header = Header(PROTOCOL, sender, incarnation, 0, 0.0)
-            if self.processes[receiver].fence.passes(header):
+            if self.processes[receiver].fence.passes(header, self.now):
                 self.feed(receiver, message)
             return True
         chosen -= len(waiting)
