@@ -55,7 +55,7 @@ WAYS = {
     "text": "tokenizer and detokenizer to gateway",
     "telemetry": "every stage to whoever listens",
     "group": "who serves, who has ended, who must end: stages and supervisors to one another",
-    "recovery": "a new process and its neighbours",
+    "recovery": "a new process and its neighbours; who asks for what a lost group had",
 }
 
 CHANNELS: dict[str, Any] = {
@@ -68,5 +68,5 @@ CHANNELS: dict[str, Any] = {
     "text": Union[Accepted, Refused, CacheReset, Text],
     "telemetry": Heartbeat,
     "group": Union[GroupStatus, RankStatus, Ended, Fenced, GroupFault],
-    "recovery": Union[Recover, Recovered, Delivered],
+    "recovery": Union[Recover, Recovered, HandOver, Delivered],
 }

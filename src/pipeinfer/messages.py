@@ -112,10 +112,13 @@ class Work(Message, frozen=True):
 
 class HandOver(Message, frozen=True):
     """Another group is to go on with the request: a group that has it, and no engine, forgets it
-    and answers with Delivered. On the path of the Work, so that it cannot overtake it."""
+    and answers with Delivered. On the path of the Work, so that it cannot overtake it. If the
+    group is lost, the detokenizer answers `stage` with Delivered of the next attempt: from then on
+    it hears nothing that the group says of the request."""
 
     request_id: str
     attempt: int
+    stage: str = ""
 
 
 # ------------------------------------------------------------------------ plan: scheduler -> engine

@@ -296,6 +296,12 @@ GROUPS: dict[str, dict[str, Told]] = {
             more="Its process is killed and started again. Seconds in which the scheduler itself "
             "was stopped do not count.",
         ),
+        "host_loss": Told(
+            "SECONDS",
+            "seconds of silence after which a group's requests go on at another group",
+            more="What no other group can take, and what needs a lost tokenizer or detokenizer, "
+            "fails after ten times as long.",
+        ),
         "seed": Told(
             "N",
             "start of the seeds of requests that bring none",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeinfer.messages import Ended, GroupStatus, RankStatus, State, Work
 from pipeinfer.scheduler.announcer import Announcer
+from pipeinfer.scheduler.options import SchedulerOptions
 from pipeinfer.scheduler.ranks import SILENCE, Ranks
 
 
@@ -64,7 +65,7 @@ def test_one_that_has_ended_is_gone_however_long_nobody_starts_it():
 
 
 def test_tokenizers_are_told_at_a_change_and_twice_a_second():
-    announcer = Announcer(0, 1, 1)
+    announcer = Announcer(0, 1, SchedulerOptions())
 
     def told() -> GroupStatus:
         return GroupStatus(0, 1, "serves")

@@ -40,6 +40,7 @@ from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.apart import encoded
 from pipeinfer.tokenizer.core import AT_ONCE, TokenizerCore
 from pipeinfer.tokenizer.events import Encode, Encoded
+from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.lanes import CHAPTER, Lanes
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.routing import Router
@@ -61,7 +62,7 @@ def encoder(max_model_len: int = 100_000) -> PromptEncoder:
 
 def make(groups: int = 1, gateways: tuple[str, ...] = ()) -> TokenizerCore:
     router = Router("round-robin", groups)
-    return TokenizerCore(encoder(), router, groups, (), "tokenizer-0", 7, gateways)
+    return TokenizerCore(encoder(), router, GroupWatch(groups), (), "tokenizer-0", 7, gateways)
 
 
 def asked(core: TokenizerCore, event: Submit) -> Encode:
@@ -107,7 +108,7 @@ def test_short_prompts_and_token_ids_are_encoded_at_once() -> None:
 
 def test_what_cannot_fit_is_refused_by_its_length_alone() -> None:
     router = Router("round-robin", 1)
-    core = TokenizerCore(encoder(max_model_len=2048), router, 1, ())
+    core = TokenizerCore(encoder(max_model_len=2048), router, GroupWatch(), ())
     begun = time.thread_time()
     (send,) = core.handle(submit(text="a" * 5_000_000), 0.0)
     assert time.thread_time() - begun < 0.1

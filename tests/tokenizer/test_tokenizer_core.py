@@ -33,6 +33,7 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.core import TokenizerCore
+from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.routing import Router
 from pipeinfer.tokenizer.stage import build, make_core
@@ -273,7 +274,9 @@ def test_a_message_of_another_stage_is_an_error(core: TokenizerCore) -> None:
 
 def two_groups(gateways: tuple[str, ...] = ()) -> TokenizerCore:
     encoder = PromptEncoder(None, ChatTemplates({}, {}, str), vocab_size=10, max_model_len=100)
-    return TokenizerCore(encoder, Router("round-robin", 2), 2, (), "tokenizer-0", 7, gateways)
+    return TokenizerCore(
+        encoder, Router("round-robin", 2), GroupWatch(2), (), "tokenizer-0", 7, gateways
+    )
 
 
 def goes_to(core: TokenizerCore, event: Message) -> list[str]:

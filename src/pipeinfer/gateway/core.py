@@ -180,7 +180,7 @@ class GatewayCore:
         out: list[Send] = []
         for number in accepted.choices:
             record = self._records.get(choice_id(accepted.request_id, number))
-            if record is None or record.attempt != accepted.attempt:
+            if record is None or not record.hears(accepted.attempt):
                 continue
             moved = record.group >= 0  # another group took it over
             record.group = accepted.group
@@ -203,7 +203,7 @@ class GatewayCore:
 
     def _refused(self, refused: Refused, now: float) -> list[Send]:
         record = self._records.get(refused.request_id)
-        if record is None or record.attempt != refused.attempt:
+        if record is None or not record.hears(refused.attempt):
             return []
         self._complete(record, now)
         retry = RETRY_SOON if refused.status in (429, 503) else 0
@@ -232,7 +232,7 @@ class GatewayCore:
             record = records.get(row.request_id)
             if record is None:
                 self._unknown(row, out, now)
-            elif row.attempt != record.submit.attempt:
+            elif row.attempt != record.submit.attempt and not record.hears(row.attempt):
                 self._counts["late_rows"] += 1
             elif record.group < 0:  # not accepted yet
                 record.early.append(row)

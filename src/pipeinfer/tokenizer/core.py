@@ -13,6 +13,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from pipeinfer.beats import GIVE_UP
 from pipeinfer.choices import choice_id, choice_ids, choice_seed
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
@@ -55,8 +56,9 @@ GRAMMAR = "structured_outputs"  # the field that a grammar is refused by
 class TokenizerCore:
     """Encodes requests and sends each to one scheduler.
 
-    `eos_ids`: ids that end a request by themselves. `stage` and `incarnation`: of this process.
-    `gateways`: stages that are asked at the start for the requests of the process before this one.
+    `watch`: over its groups. `eos_ids`: ids that end a request by themselves. `stage` and
+    `incarnation`: of this process. `gateways`: stages that are asked at the start for the requests
+    of the process before this one.
     """
 
     __transient__ = ("_encoder",)  # no part of a snapshot: made of the checkpoint alone
@@ -65,7 +67,7 @@ class TokenizerCore:
         self,
         encoder: PromptEncoder,
         router: Router,
-        groups: int,
+        watch: GroupWatch,
         eos_ids: tuple[int, ...],
         stage: str = "tokenizer-0",
         incarnation: int = 0,
@@ -73,10 +75,9 @@ class TokenizerCore:
     ) -> None:
         self._encoder = encoder
         self._router = router
-        self._watch = GroupWatch(groups)
-        self._all_groups = tuple(range(groups))
+        self._watch = watch
         self._eos_ids = eos_ids
-        self._ledger = Ledger(self._all_groups)
+        self._ledger = Ledger(watch.groups)
         self._encoding = Encoding()
         self._roll_call = RollCall(stage, incarnation, gateways)
         self._draining = False
@@ -228,7 +229,7 @@ class TokenizerCore:
         if event.only_encode:
             self._counts["encoded"] += len(names)
             return [self._accepted(event, ids, -1)]
-        routed = event.group in self._all_groups
+        routed = event.group in self._watch.groups
         request = (names[0], ids, event.params.max_tokens, event.cache_salt)
         group = (
             self._router.sent(event.group, *request) if routed else self._router.choose(*request)
@@ -300,9 +301,12 @@ class TokenizerCore:
     def _on_abort(self, event: Abort, _now: float) -> list[Send]:
         self._router.ended(event.request_id)
         self._encoding.forget(event.request_id)
+        entry = self._ledger.get(event.request_id)
+        if entry is not None and entry.work.attempt > event.attempt:  # it has moved meanwhile
+            event = msgspec.structs.replace(event, attempt=entry.work.attempt)
         groups = self._ledger.forget(event.request_id)
         if groups is None:  # of a gateway that died, or one that only the last tokenizer knew
-            groups = self._all_groups
+            groups = self._watch.groups
         return [Send("work", f"scheduler-{to}", event) for to in groups]
 
     def _on_done(self, event: Done, _now: float) -> list[Send]:
@@ -316,7 +320,7 @@ class TokenizerCore:
                 # It was refused here; or, before the gateways have told all, it may run anywhere,
                 # as may one that they told of.
                 here = self._roll_call.complete and not returned
-                groups = () if here else self._all_groups
+                groups = () if here else self._watch.groups
             for group in groups:
                 ended.setdefault(group, []).append(request_id)
         return [Send("work", f"scheduler-{to}", Done(tuple(ids))) for to, ids in ended.items()]
@@ -325,7 +329,7 @@ class TokenizerCore:
         """To every group. Work that is sent later comes behind it; what is still being encoded
         is later work."""
         event = msgspec.structs.replace(event, detokenizer=DETOKENIZER)
-        return [Send("work", f"scheduler-{group}", event) for group in self._all_groups]
+        return [Send("work", f"scheduler-{group}", event) for group in self._watch.groups]
 
     # ----------------------------------------------------------------------------------- recovery
 
@@ -354,32 +358,60 @@ class TokenizerCore:
         """Asks groups without engines for their requests, while there is another to take them."""
         out: list[Send] = []
         for group in deserted if self._router.up else ():
-            if now < self._asked.get(group, float("-inf")) + REPEAT:
-                continue
-            self._asked[group] = now
-            for work in self._ledger.leaving(group):
-                asked = HandOver(work.request_id, work.attempt)
-                out.append(Send("work", f"scheduler-{group}", asked))
+            if self._is_due(group, now):
+                for work in self._ledger.leaving(group):
+                    asked = HandOver(work.request_id, work.attempt)
+                    out.append(Send("work", f"scheduler-{group}", asked))
         return out
 
+    def _leave_lost(self, now: float) -> list[Send]:
+        """The same for groups that cannot be asked: the detokenizer knows what they delivered. What
+        nobody takes fails in the end."""
+        out: list[Send] = []
+        for group, seconds in self._watch.lost(now):
+            over = seconds > GIVE_UP * self._watch.host_loss
+            if not (over or self._router.up) or not self._is_due(group, now):
+                continue
+            for work in self._ledger.leaving(group):
+                if over:
+                    why = f"scheduler-{group} has not been heard for {seconds:.0f} s"
+                    out += self._refuse(work, 503, why, code="host_lost")
+                    continue
+                asked = HandOver(work.request_id, work.attempt, self._roll_call.stage)
+                out.append(Send("recovery", f"detokenizer-{work.detokenizer}", asked))
+        return out
+
+    def _is_due(self, group: int, now: float) -> bool:
+        """Whether it is time to ask again for what the group has."""
+        due = now >= self._asked.get(group, float("-inf")) + REPEAT
+        if due:
+            self._asked[group] = now
+        return due
+
     def _on_delivered(self, event: Delivered, _now: float) -> list[Send]:
-        """A group has handed a request over, with its output so far."""
+        """A group has handed a request over, with its output so far; or a detokenizer has, as the
+        next attempt, and what its group still does is in vain."""
         entry = self._ledger.get(event.request_id)
-        if entry is None or entry.work.attempt != event.attempt:
+        if entry is None or event.attempt < entry.work.attempt:
             return []  # it has ended meanwhile, which was told to all groups
-        work, ids = entry.work, unpack(entry.work.prompt_ids)
+        ids = unpack(entry.work.prompt_ids)
+        work, left = entry.work, list[Send]()
+        if event.attempt > work.attempt:
+            gone = Abort(work.request_id, work.attempt, "another group goes on with it")
+            left.append(Send("work", f"scheduler-{entry.group}", gone))
         request = (event.request_id, ids, work.params.max_tokens, work.cache_salt)
         beside = self._ledger.beside(entry)
         self._router.ended(event.request_id)
         group = (
             self._router.choose(*request) if beside is None else self._router.sent(beside, *request)
         )
-        self._ledger.move(event.request_id, group)
+        work = self._ledger.move(event.request_id, group, event.attempt)
         self._counts["moved"] += 1
         accepted = Accepted(
             request_id=event.request_id, attempt=event.attempt, group=group, prompt_tokens=len(ids)
         )
         return [
+            *left,
             Send("recovery", f"scheduler-{group}", event),
             Send("work", f"scheduler-{group}", work),
             Send("text", f"gateway-{work.gateway}", accepted),
@@ -388,7 +420,7 @@ class TokenizerCore:
     # ------------------------------------------------------------------------------ time and stop
 
     def _on_group(self, event: GroupStatus, now: float) -> list[Send]:
-        if not 0 <= event.group < len(self._all_groups):
+        if not 0 <= event.group < len(self._watch.groups):
             return []
         return self._report(event.group, self._watch.hear(event, now), now)
 
@@ -407,9 +439,11 @@ class TokenizerCore:
         return self._take_over(now, [group] * self._watch.is_deserted(group))
 
     def _on_tick(self, _event: Tick, now: float) -> list[Send]:
+        self._watch.tick(now)
         for group, report in self._watch.silent(now):
             self._router.report(group, report)
-        return [*self._roll_call.ask(now), *self._take_over(now, self._watch.deserted())]
+        moved = [*self._take_over(now, self._watch.deserted()), *self._leave_lost(now)]
+        return [*self._roll_call.ask(now), *moved]
 
     def _on_drain(self, _event: Drain, _now: float) -> list[Send]:
         self._draining = True
