@@ -7,8 +7,10 @@ from gateway_pipeline import STAGES, heartbeat
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeinfer.beats import GIVE_UP
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.gateway.backlog import Backlog
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.deadlines import STALE
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
@@ -39,11 +41,16 @@ def row(text: str, byte: int, token: int, *, attempt: int = 1, **more: object) -
     return TextRow("r", attempt, text, byte, token, pack([token]), **more)  # type: ignore
 
 
+LIMITS = {"max_queue": None, "max_queue_tokens": 0}
+
+
 class Harness:
     """A core and what it said; `now` is the test's clock."""
 
     def __init__(self, ready: bool = True, **options: object) -> None:
-        self.core = GatewayCore(EXPECTED, **options)  # type: ignore[arg-type]
+        limits = [options.pop(name, most) for name, most in LIMITS.items()]
+        backlog = Backlog(*limits)  # type: ignore[arg-type]
+        self.core = GatewayCore(EXPECTED, backlog=backlog, **options)  # type: ignore[arg-type]
         self.now = 100.0
         self.introduction = self.do(Tick())
         if ready:
@@ -596,3 +603,35 @@ def test_a_prompt_that_is_only_encoded_ends_with_its_ids_also_if_a_tokenizer_die
     assert said[0].prompt_ids == b"ids" and said[1].finish == "stop"
     assert [s.message for s in answer if s.channel == "requests"] == [Done(("r",))]
     assert harness.core.idle() and not harness.do(Accepted("r", 1, -1, 3, b"ids"))
+
+
+def test_what_needs_a_stage_that_never_comes_back_fails_and_what_goes_on_without_it_does_not() -> (
+    None
+):
+    harness = Harness(host_loss=2.0)
+    harness.running("runs")
+    harness.do(Call("waits", PARAMS, text="x"))
+    for lost, ended in (("tokenizer-0", "waits"), ("detokenizer-0", "runs")):
+        began = harness.now
+        while harness.now < began + 5.0 + GIVE_UP * 2.0:  # silence, and what it may take to boot
+            assert harness.do(Tick()) == [] or harness.now < began + 6.0
+            harness.now += 0.5
+            for stage in STAGES:
+                if stage != lost:
+                    harness.do(heartbeat(stage))
+        harness.now += 1.0
+        abort, failed = harness.do(Tick())
+        assert abort.message == Abort(ended, 1, "host_lost")
+        message = f"{lost} is lost: silent for more than 5 s"
+        assert failed.message == Failed(ended, 503, message, code="host_lost")
+        harness.beat_all()
+    assert harness.core.idle()
+
+
+def test_a_restarted_tokenizer_is_told_the_attempt_at_which_a_request_has_arrived() -> None:
+    harness = Harness()
+    harness.running("r")
+    harness.do(Accepted("r", 3, 1, 1))
+    sends = harness.do(Recover("tokenizer-0", 9))
+    [told] = [send.message for send in sends if isinstance(send.message, Submit)]
+    assert (told.attempt, told.group) == (3, 1)

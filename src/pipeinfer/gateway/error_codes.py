@@ -50,6 +50,7 @@ CODES: dict[str, tuple[tuple[int, ...], str]] = {
     "not_implemented": ((501,), "The model cannot do this."),
     "too_many_pages": ((503,), "64 feeds of `/monitor/events` are open at this gateway."),
     "reset_unanswered": ((503,), "A group has not said that its cache is reset."),
+    "host_lost": ((503,), "A stage that it needs was silent for ten times `--host-loss`."),
     "starting": ((503,), "The server is not ready yet."),
     "draining": ((503,), "The server shuts down and takes no new requests."),
     "overloaded": ((503,), "Too many large bodies are being read."),

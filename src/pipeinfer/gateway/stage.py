@@ -15,6 +15,7 @@ from pipeinfer.control import CHANNEL
 from pipeinfer.gateway import keys, tls
 from pipeinfer.gateway.access import Access
 from pipeinfer.gateway.admission import Admission
+from pipeinfer.gateway.backlog import Backlog
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cors import read_origins
 from pipeinfer.gateway.defaults import sampling_defaults
@@ -51,10 +52,10 @@ def build(context: StageContext) -> Stage:
         expected_stages(context.topology),
         index=context.identity.index,
         seed=settings.seed,
-        max_queue=settings.max_queue,
+        backlog=Backlog(settings.max_queue, settings.max_queue_tokens),
         incarnation=context.incarnation,
-        max_queue_tokens=settings.max_queue_tokens,
         traces=traces,
+        host_loss=settings.host_loss,
     )
     targets = Targets(settings.itl_target, settings.ttft_target)
     metrics = Metrics(core.health, core.answering, targets)
