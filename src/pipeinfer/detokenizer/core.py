@@ -252,7 +252,7 @@ class DetokenizerCore:
             if name in self._ended or not self._roll_call.complete:
                 return []
             attempt = self._least[name] = max(attempt, self._least.get(name, 0))
-            told = Delivered(name, attempt, b"")
+            told = Delivered(request_id=name, attempt=attempt, ids=b"")
         else:
             if stream.attempt >= attempt and stream.group != NOBODY:
                 return []
