@@ -59,7 +59,7 @@ FIELDS: dict[str, dict[str, str]] = {
 AS_THEY_ARE = {
     "Abort", "Done", "Begin", "Hello", "Ready", "Admitted", "Digests", "Fault", "Refused",
     "Prepared", "Compiled", "HandOver", "ResetCache", "CacheReset", "StopHit", "Heartbeat",
-    "GroupStatus", "RankStatus", "Ended", "GroupFault",
+    "GroupStatus", "RankStatus", "Ended", "Fenced", "GroupFault",
     "Recover", "Recovered", "Tick", "Drain", "Leave", "NewEpoch", "GraphDue", "Capture", "Encode",
     "Try",
     "StepFailed", "Hangup", "StatusChanged", "StepNote", "Unencoded",
