@@ -15,6 +15,7 @@ import pytest
 
 from quick_rule import is_quick
 
+DRAW = ("gpu", "kernels", "layers")  # their tests draw numbers, as draws.py says
 TOGETHER = ("smollm2",)  # its tests share a model of transformers that takes long to load
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,12 +28,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_addoption(parser):
     text = "only test modules that start no process and load no model"
     parser.addoption("--quick", action="store_true", help=text)
+    text = "runs each test of random numbers so often, with others"
+    parser.addoption("--draws", type=int, default=1, help=text)
 
 
 def pytest_ignore_collect(collection_path, config):
     """Left out before they are imported: torch alone takes seconds."""
     module = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
     return True if config.getoption("quick") and module and not is_quick(collection_path) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    if pyfuncitem.path.parent.name not in DRAW:
+        return None
+    from draws import repeat
+
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    draws = pyfuncitem.config.getoption("draws")
+    repeat(lambda: pyfuncitem.obj(**given), pyfuncitem.nodeid, draws)
+    return True
 
 
 def pytest_collection_modifyitems(items):

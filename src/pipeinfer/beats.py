@@ -7,6 +7,9 @@ these must not spend their time on it. Knows numbers only.
 from __future__ import annotations
 
 HEARTBEAT = 0.5  # seconds
+# Times --host-loss: so long a lost host may come back to what nobody else can go on with. It may
+# have to boot, and to load a model.
+GIVE_UP = 10
 MOST = 100  # a second, of all stages together: each takes 0.2 ms where nothing else is to be done
 
 

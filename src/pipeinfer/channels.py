@@ -18,6 +18,7 @@ from pipeinfer.messages import (
     Done,
     Ended,
     Fault,
+    Fenced,
     GroupFault,
     GroupStatus,
     HandOver,
@@ -54,7 +55,7 @@ WAYS = {
     "text": "tokenizer and detokenizer to gateway",
     "telemetry": "every stage to whoever listens",
     "group": "who serves, who has ended, who must end: stages and supervisors to one another",
-    "recovery": "a new process and its neighbours",
+    "recovery": "a new process and its neighbours; who asks for what a lost group had",
 }
 
 CHANNELS: dict[str, Any] = {
@@ -66,6 +67,6 @@ CHANNELS: dict[str, Any] = {
     "stops": StopHit,
     "text": Union[Accepted, Refused, CacheReset, Text],
     "telemetry": Heartbeat,
-    "group": Union[GroupStatus, RankStatus, Ended, GroupFault],
-    "recovery": Union[Recover, Recovered, Delivered],
+    "group": Union[GroupStatus, RankStatus, Ended, Fenced, GroupFault],
+    "recovery": Union[Recover, Recovered, HandOver, Delivered],
 }

@@ -21,6 +21,11 @@ def choice_ids(request_id: str, numbers: Iterable[int]) -> list[str]:
     return [choice_id(request_id, number) for number in numbers]
 
 
+def request_of(choice: str) -> str:
+    """The request of which it is the id of a choice."""
+    return choice.partition("/")[0]
+
+
 def choice_seed(seed: int, number: int) -> int:
     """The seed of choice `number`, in 64 bits."""
     return (seed + number) & SEED_MASK

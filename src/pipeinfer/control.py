@@ -11,7 +11,7 @@ from typing import Any, Literal, Union
 
 import msgspec
 
-from pipeinfer.messages import Message
+from pipeinfer.messages import Int32s, Message
 
 CHANNEL = "control"
 
@@ -141,12 +141,13 @@ class ShowPrefixes(Message, frozen=True):
 
 class Prefix(msgspec.Struct, frozen=True, array_like=True):
     """A path of the prefix tree, from its root. `tokens`: its length; `ends`: cached sequences that
-    begin with it; `held`: requests that use it now; `first`: its first ids (int32 bytes)."""
+    begin with it; `held`: requests that use it now; `first`: its first ids (int32 bytes), none of a
+    salted one."""
 
     tokens: int
     ends: int
     held: int
-    first: bytes
+    first: Int32s
 
 
 class Prefixes(Message, frozen=True):

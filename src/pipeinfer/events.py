@@ -57,7 +57,7 @@ class StepDone(Message, frozen=True):
     sampled; `token_ids`, row after row; `bad`, those of these rows whose logits were not finite.
     `logprobs`, `prompts`: scores (pipeinfer/logprobs.py) of those ids whose rows ask for them, and
     of each of the chunks whose tokens are scored. `refused`: rows whose grammar allows nothing,
-    with the reason."""
+    with the reason. `mask_units`: what masks of rows cost, where that is news."""
 
     epoch: int
     number: int
@@ -68,3 +68,4 @@ class StepDone(Message, frozen=True):
     logprobs: bytes = b""
     prompts: tuple[bytes, ...] = ()
     refused: dict[int, str] = {}
+    mask_units: dict[int, int] = {}

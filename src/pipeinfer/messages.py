@@ -13,16 +13,25 @@ from typing import Annotated, Literal
 import msgspec
 
 from pipeinfer.json_values import JsonObject
-from pipeinfer.params import MOST_CHOICES, SamplingParams, StructuredOutputs
+from pipeinfer.params import MOST_CHOICES, MOST_INT, Number, SamplingParams, StructuredOutputs
 from pipeinfer.step_cost import StepCost
 
-PROTOCOL = 10
+PROTOCOL = 11
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 # Numbers of choices, from 0; choices.py says what the request of each is called.
 Choice = Annotated[int, msgspec.Meta(ge=0, lt=MOST_CHOICES)]
 Choices = Annotated[tuple[Choice, ...], msgspec.Meta(min_length=1, max_length=MOST_CHOICES)]
+
+# Arrays as raw little-endian bytes. Where one has no whole number of items the frame is not read.
+Int32s = Annotated[bytes, msgspec.Meta(extra={"item_bytes": 4})]
+UInt64s = Annotated[bytes, msgspec.Meta(extra={"item_bytes": 8})]
+
+# Of the memory of an engine: there is none without a page.
+Shape = Annotated[int, msgspec.Meta(ge=1, le=MOST_INT)]
+# What has happened so far, in an epoch of any length.
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -39,6 +48,7 @@ class Submit(Message, frozen=True):
     `return_prompt_ids`, `return_prompt_text`: Accepted brings the prompt's ids, or its text.
     `only_encode`: that is all that is wanted, and no group hears of it. `choices`: which of it are
     wanted; each is a request of its own from the tokenizer on, and `seed` is that of the first.
+    `client`: who asks, as FairQueue takes it, in hashes (gateway/client_names.py).
     """
 
     request_id: str
@@ -47,7 +57,7 @@ class Submit(Message, frozen=True):
     params: SamplingParams
     seed: int
     text: str | None = None
-    prompt_ids: bytes | None = None
+    prompt_ids: Int32s | None = None
     chat: list[JsonObject] | None = None
     template_arguments: JsonObject = {}
     add_special_tokens: bool = True
@@ -60,6 +70,7 @@ class Submit(Message, frozen=True):
     return_prompt_text: bool = False
     only_encode: bool = False
     choices: Choices = (0,)
+    client: str = ""
 
 
 class Abort(Message, frozen=True):
@@ -92,30 +103,36 @@ class Work(Message, frozen=True):
     """A tokenized request. `eos_ids`: ids that end it by themselves (empty under ignore_eos).
     `leader`: of requests that belong together, the first one's id, there as well; they have one
     prompt, which one of them computes first. Else empty. `banned`: sequences of ids that its output
-    must not have, as `params.bad_words` are spelled."""
+    must not have, as `params.bad_words` are spelled. `client`: as in Submit. `slow_grammar`: the
+    grammar takes long to compile."""
 
     request_id: str
     attempt: int
     gateway: int
     detokenizer: int
-    prompt_ids: bytes
+    prompt_ids: Int32s
     params: SamplingParams
     seed: int
-    eos_ids: tuple[int, ...] = ()
+    eos_ids: tuple[Number, ...] = ()
     priority: int = 0
     timeout: float = 0.0
     cache_salt: str = ""
     trace: str = ""
     leader: str = ""
-    banned: tuple[tuple[int, ...], ...] = ()
+    banned: tuple[tuple[Number, ...], ...] = ()
+    client: str = ""
+    slow_grammar: bool = False
 
 
 class HandOver(Message, frozen=True):
     """Another group is to go on with the request: a group that has it, and no engine, forgets it
-    and answers with Delivered. On the path of the Work, so that it cannot overtake it."""
+    and answers with Delivered. On the path of the Work, so that it cannot overtake it. If the
+    group is lost, the detokenizer answers `stage` with Delivered of the next attempt: from then on
+    it hears nothing that the group says of the request."""
 
     request_id: str
     attempt: int
+    stage: str = ""
 
 
 # ------------------------------------------------------------------------ plan: scheduler -> engine
@@ -135,9 +152,9 @@ class Release(Message, frozen=True):
     surplus token never. `output_ids`: confirmed ids sampled since the admission (int32 bytes).
     `forget`: its logits were bad; what the cache has of it goes, as far as it is nobody else's."""
 
-    slot: int
+    slot: Number
     keep: bool
-    output_ids: bytes = b""
+    output_ids: Int32s = b""
     forget: bool = False
 
 
@@ -149,17 +166,17 @@ class Admit(Message, frozen=True):
     `score_from`: log-probs of the prompt's tokens from that one on are wanted, so that what comes
     right before it is computed; -1: of none, or they are known. `banned`, `trace`: as Work's."""
 
-    slot: int
+    slot: Number
     request_id: str
-    token_ids: bytes
-    prompt_len: int
-    max_total: int
+    token_ids: Int32s
+    prompt_len: Number
+    max_total: Number
     params: SamplingParams
     seed: int
-    suppress: tuple[int, ...] = ()
+    suppress: tuple[Number, ...] = ()
     cache_salt: str = ""
-    score_from: int = -1
-    banned: tuple[tuple[int, ...], ...] = ()
+    score_from: Annotated[int, msgspec.Meta(ge=-1, le=MOST_INT)] = -1
+    banned: tuple[tuple[Number, ...], ...] = ()
     trace: str = ""
 
 
@@ -167,16 +184,18 @@ class Extend(Message, frozen=True):
     """What the request in `slot` was told goes on with `ids` (int32 bytes): confirmed outputs. Some
     may be sampled already; the others were forced by its grammar, and need no step each."""
 
-    slot: int
-    ids: bytes
+    slot: Number
+    ids: Int32s
 
 
 class Prepare(Message, frozen=True):
     """Requests wait for the grammar `spec`, the first of them `request_id`: compile it, and answer
-    Prepared. Sent until all ranks have answered."""
+    Prepared. Sent until all ranks have answered. `slow`: that takes long, and others do not wait
+    for it; of these one is asked for at a time."""
 
     request_id: str
     spec: StructuredOutputs
+    slow: bool = False
 
 
 class Plan(Message, frozen=True):
@@ -188,14 +207,14 @@ class Plan(Message, frozen=True):
     not yet computed, at most `count`; then it decodes from the id that the step before left."""
 
     epoch: int
-    number: int
+    number: Count
     releases: tuple[Release, ...]
     admits: tuple[Admit, ...]
-    slots: bytes
-    counts: bytes
+    slots: Int32s
+    counts: Int32s
     reset: bool = False
     extends: tuple[Extend, ...] = ()
-    shares: bytes = b""
+    shares: Int32s = b""
 
 
 # ---------------------------------------------------------------------- result: engine -> scheduler
@@ -208,17 +227,17 @@ class Hello(Message, frozen=True):
 
     protocol: int
     version: str
-    rank: int
-    tp: int
+    rank: Number
+    tp: Number
     incarnation: int
     model: str
-    page_size: int
-    pages: int
-    max_slots: int
-    max_model_len: int
+    page_size: Shape
+    pages: Shape
+    max_slots: Shape
+    max_model_len: Shape
     attention: str
-    graph_sizes: tuple[int, ...] = ()
-    step_tokens: int = 0
+    graph_sizes: tuple[Number, ...] = ()
+    step_tokens: Number = 0
     step_cost: StepCost | None = None
     kv_dtype: str = "auto"
 
@@ -227,15 +246,15 @@ class Ready(Message, frozen=True):
     """It is empty and hears plans: those of `epoch` may come. `steps`: of its device so far."""
 
     epoch: int
-    rank: int
+    rank: Number
     incarnation: int
-    steps: int = 0
+    steps: Count = 0
 
 
 class Prepared(Message, frozen=True):
     """The rank has what Prepare(request_id) asked for, or cannot have it because of `error`."""
 
-    rank: int
+    rank: Number
     incarnation: int
     request_id: str
     error: str = ""
@@ -247,12 +266,12 @@ class Admitted(Message, frozen=True):
     `evicted`: pages that the prefix cache has lost in this epoch."""
 
     epoch: int
-    number: int
-    slots: bytes
-    cached: bytes
-    free: int
-    evictable: int
-    evicted: int = 0
+    number: Count
+    slots: Int32s
+    cached: Int32s
+    free: Number
+    evictable: Number
+    evicted: Count = 0
 
 
 class Result(Message, frozen=True):
@@ -264,23 +283,26 @@ class Result(Message, frozen=True):
     again). `free`, `evictable`, `evicted`: as in Admitted. `digest`: running hash of decisions.
     `bad`: int32 bytes, slots whose logits were not finite: such a row has produced nothing.
     `logprobs`: scores of the ids whose requests ask for them, in the ids' order. `refused`: slots
-    whose grammar allows nothing, with the reason: such a row has produced nothing either."""
+    whose grammar allows nothing, with the reason: such a row has produced nothing either.
+    `mask_units`: slots of which it was found out what a mask costs, in units of work
+    (grammars/work.py): those where that is much, or no longer is."""
 
     epoch: int
-    number: int
-    slots: bytes
-    starts: bytes
-    counts: bytes
-    produced: bytes
-    token_ids: bytes
-    deferred: bytes
-    free: int
-    evictable: int
+    number: Count
+    slots: Int32s
+    starts: Int32s
+    counts: Int32s
+    produced: Int32s
+    token_ids: Int32s
+    deferred: Int32s
+    free: Number
+    evictable: Number
     digest: int
-    bad: bytes = b""
-    evicted: int = 0
+    bad: Int32s = b""
+    evicted: Count = 0
     logprobs: bytes = b""
     refused: dict[int, str] = {}
+    mask_units: dict[int, int] = {}
 
 
 class PromptScores(Message, frozen=True):
@@ -288,9 +310,9 @@ class PromptScores(Message, frozen=True):
     those from position `first` on of the request in `slot`. Comes before its Result."""
 
     epoch: int
-    number: int
-    slot: int
-    first: int
+    number: Count
+    slot: Number
+    first: Number
     logprobs: bytes
 
 
@@ -298,9 +320,9 @@ class Digests(Message, frozen=True):
     """A rank above 0 decided so: `values`, uint64 bytes, are the digests of plans `first` on."""
 
     epoch: int
-    rank: int
-    first: int
-    values: bytes
+    rank: Number
+    first: Count
+    values: UInt64s
 
 
 class Fault(Message, frozen=True):
@@ -323,7 +345,7 @@ class Open(Message, frozen=True):
     attempt: int
     gateway: int
     params: SamplingParams
-    context_ids: bytes
+    context_ids: Int32s
     trace: str = ""
     group: int = 0
 
@@ -334,12 +356,12 @@ class TokenRow(msgspec.Struct, frozen=True, array_like=True):
     `logprobs`: a score for each of `ids`, if the request asks for them."""
 
     request_id: str
-    offset: int
-    ids: bytes
+    offset: Number
+    ids: Int32s
     finish: FinishReason | None = None
     stop_token: int | None = None
     error: str = ""
-    cached_tokens: int = 0
+    cached_tokens: Number = 0
     logprobs: bytes = b""
 
 
@@ -350,8 +372,8 @@ class PromptTokens(Message, frozen=True):
 
     request_id: str
     attempt: int
-    first: int
-    ids: bytes
+    first: Number
+    ids: Int32s
     logprobs: bytes
     group: int = -1
 
@@ -389,7 +411,7 @@ class StopHit(Message, frozen=True):
 
     request_id: str
     attempt: int
-    length: int
+    length: Number
 
 
 # ---------------------------------------------------------- text: tokenizer, detokenizer -> gateway
@@ -402,8 +424,8 @@ class Accepted(Message, frozen=True):
     request_id: str
     attempt: int
     group: int
-    prompt_tokens: int
-    prompt_ids: bytes = b""
+    prompt_tokens: Number
+    prompt_ids: Int32s = b""
     prompt_text: str = ""
     choices: Choices = (0,)
 
@@ -415,8 +437,8 @@ class LogprobTexts(msgspec.Struct, frozen=True, array_like=True):
 
     scores: bytes
     texts: tuple[bytes, ...]
-    offsets: bytes
-    ids: bytes = b""
+    offsets: Int32s
+    ids: Int32s = b""
 
 
 class TextRow(msgspec.Struct, frozen=True, array_like=True):
@@ -431,7 +453,7 @@ class TextRow(msgspec.Struct, frozen=True, array_like=True):
     text: str
     byte_offset: int
     token_offset: int
-    ids: bytes
+    ids: Int32s
     finish: FinishReason | None = None
     stop_reason: str | int | None = None
     output_tokens: int = 0
@@ -500,12 +522,23 @@ class RankStatus(Message, frozen=True):
 
 class Ended(Message, frozen=True):
     """Whoever starts `stage` says so until its successor is heard: the process `incarnation` has
-    ended. `at`: Unix time in ns; what began later has never met it."""
+    ended. `at`: of processes that the same one started, those with a greater number began later,
+    and have never met it."""
 
     stage: str
     incarnation: int
     at: int
     reason: str
+
+
+class Fenced(Message, frozen=True):
+    """any stage -> `stage`, again as long as it speaks: what process `incarnation` says is not
+    heard, because process `newest` was, `since` seconds ago for the first time."""
+
+    stage: str
+    incarnation: int
+    newest: int
+    since: float
 
 
 class GroupFault(Message, frozen=True):
@@ -545,7 +578,7 @@ class Delivered(Message, frozen=True):
 
     request_id: str
     attempt: int
-    ids: bytes
+    ids: Int32s
     ended: bool = False
     finish: FinishReason | None = None
     error: str = ""

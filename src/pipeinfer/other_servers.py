@@ -360,7 +360,11 @@ SGLANG: dict[str, tuple[Flag, ...]] = {
         _same("--host", "127.0.0.1 by default."),
         _same("--port", "8000 by default, not 30000."),
         _same("--api-key", "One key. Several stand in `--api-key-file`, with limits of each."),
-        _none("--admin-api-key", "/reset_prefix_cache needs the API key."),
+        _none(
+            "--admin-api-key",
+            "/reset_prefix_cache needs the API key. `admin` in `--api-key-file` marks a key that "
+            "sees what others ask.",
+        ),
         _same("--chat-template", "A file. There are no built-in names."),
         _alias(
             "--tool-call-parser",

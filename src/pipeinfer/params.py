@@ -7,7 +7,7 @@ HTTP, no tokenizer and no torch; names and defaults are those of vLLM's Sampling
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, Literal, TypeVar, cast
 
 import msgspec
 
@@ -40,6 +40,8 @@ MOST_LOGPROBS = 20  # alternatives: OpenAI's for chats, vLLM's for all
 
 # How much is kept of each token follows from it, so no frame may say more.
 Alternatives = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)]
+# An id, or a number of something: what the device's int32 can say.
+Number = Annotated[int, msgspec.Meta(ge=0, le=MOST_INT)]
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -78,7 +80,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     bad_words: texts that the output must not have: the last token of each spelling, with a space
     before it and without, is not sampled where the others are the output's last ones.
     truncate_prompt_tokens: so many of the prompt's last tokens are kept; -1: as many as leave room
-    for max_tokens, or for one; None keeps all.
+    for max_tokens, or for one; None keeps all. truncation_side: with "right" its first tokens are
+    kept instead.
     """
 
     temperature: float = 1.0
@@ -86,25 +89,26 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
+    max_tokens: Number | None = 16
+    min_tokens: Number = 0
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[Number, ...] = ()
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[Number, float] = {}
     logprobs: Alternatives | None = None
     prompt_logprobs: Alternatives | None = None
     structured_outputs: StructuredOutputs | None = None
     n: int = 1
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: tuple[Number, ...] | None = None
     bad_words: tuple[str, ...] = ()
     truncate_prompt_tokens: int | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Number | None = None
+    truncation_side: Literal["left", "right"] = "left"
 
 
 class InvalidParameter(ValueError):
@@ -138,6 +142,9 @@ def normalized(params: SamplingParams) -> SamplingParams:
     _check_stops(params)
     if params.truncate_prompt_tokens not in (None, -1):
         _check_within("truncate_prompt_tokens", params.truncate_prompt_tokens or 0, 1, MOST_INT)
+    if params.truncation_side not in ("left", "right"):
+        message = f'truncation_side must be "left" or "right", not {params.truncation_side!r:.100}'
+        raise InvalidParameter("truncation_side", message)
     _check_biases(params.logit_bias)
     _check_allowed(params.allowed_token_ids)
     _check_words(params.bad_words)

@@ -43,6 +43,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tls_cert: str = ""
     tls_key: str = ""
     allowed_origins: str = ""
+    allowed_hosts: str = ""
     no_page: bool = False
     chat_template: str = ""
     control_tokens_in_messages: bool = False
@@ -50,6 +51,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tool_parser: str = "auto"  # gateway/reading/registry.py
     reasoning_parser: str = "auto"
     grammar_backend: Literal["llguidance", "none"] = "llguidance"
+    grammar_cache_mib: Positive = 512  # of each engine
     revision: str = ""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -97,6 +99,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stay_awake: Literal["auto", "always", "never"] = "auto"  # runtime/wakefulness.py
     drain_timeout: Annotated[float, Meta(ge=0)] = 30.0
     watchdog: Annotated[float, Meta(gt=0)] = 120.0  # seconds without a result that end an epoch
+    host_loss: Annotated[float, Meta(ge=1, le=3600)] = 20.0  # seconds of silence
     max_queue: Positive = 10_000  # requests that may wait before new ones get 429
     max_body_mib: Positive = 32
     max_prompts: Positive = 1024  # of one request

@@ -47,12 +47,15 @@ bob   sha256:81b637d8fcd2c6da6359e6963113a1170de795e4b725b84d1e0b4cfd9ec58ce9 co
 
 - The name stands in metrics. It has at most 64 letters, digits and `._-`.
 - After the name comes the SHA-256 of the key.
+- `admin` marks an operator's key, which sees others' requests and the texts of cached prompts at \
+`/monitor`.
 - `concurrent`, `requests` and `tokens` are limits like the settings below. `requests` and \
 `tokens` count a minute. 0 is no limit. A limit that is not given is the setting's.
 - A file of one bare word is a key as it is, called `default`.
 - A file has at most 1,000 keys and 1 MiB, because each request is compared with all keys.
-- After SIGHUP a new key is let in. A key that is gone gets 401 from its next request on. What \
-runs goes on. A name that stays keeps what it has used of its minute, also with another key.
+- After SIGHUP a new key is let in. A key that is gone gets 401 from its next request on. \
+Answers that have begun go on; a feed of `/monitor` ends. A name that stays keeps what it has used \
+of its minute, also with another key.
 - A file that is broken, missing or empty changes nothing and is one error in the log."""
 
 TARGETS = """A step in which streams decode also computes a part of the prompts that wait. A \
@@ -122,6 +125,11 @@ GROUPS: dict[str, dict[str, Told]] = {
             "what holds outputs to grammars, or none for nothing",
             more="With `none`, requests that ask for a form are refused, and engines start a "
             "second or two sooner with large vocabularies.",
+        ),
+        "grammar_cache_mib": Told(
+            "MIB",
+            "memory for compiled grammars of each engine, in MiB",
+            more="An estimate. Where grammars in use take all of it, others are refused.",
         ),
         "reasoning_parser": Told(
             "NAME",
@@ -210,7 +218,18 @@ GROUPS: dict[str, dict[str, Told]] = {
             "ORIGINS",
             "web pages that may ask (CORS), with commas between, or *",
             "no page of another origin may ask",
-            "For example `https://chat.example.org,http://localhost:3000`.",
+            "For example `https://chat.example.org,http://localhost:3000`. Without keys requests "
+            "of other pages are refused with 403. With keys the key protects: other pages may send "
+            "one, but cannot read the answer.",
+        ),
+        "allowed_hosts": Told(
+            "NAMES",
+            "names with a dot by which clients may call the server, with commas between, or *",
+            "any name where keys are set; else none but the name in --host",
+            "For example `gateway.example.org`. IP addresses, `localhost` and names without a dot "
+            "pass anyway. Other names get 403, so that no web page reads answers by giving its own "
+            "name the server's address. `/health`, `/ping`, `/metrics` and `/version` answer by "
+            "any name. Where the setting is given, it holds with keys, too.",
         ),
         "no_page": Told(
             "",
@@ -295,6 +314,12 @@ GROUPS: dict[str, dict[str, Told]] = {
             "seconds without a result after which an engine counts as hung",
             more="Its process is killed and started again. Seconds in which the scheduler itself "
             "was stopped do not count.",
+        ),
+        "host_loss": Told(
+            "SECONDS",
+            "seconds of silence after which a group's requests go on at another group",
+            more="What no other group can take, and what needs a lost tokenizer or detokenizer, "
+            "fails after ten times as long.",
         ),
         "seed": Told(
             "N",

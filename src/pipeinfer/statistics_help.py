@@ -65,6 +65,7 @@ STATISTICS: dict[str, dict[str, str]] = {
         "bad_frames": "frames dropped: they could not be read, or named a stage that there is not",
         "unsent_total": "messages that the stage could not send: nested too deeply, too large, or "
         "for a stage that there is not; their requests fail with 500",
+        "uptime_seconds": "seconds since this process began",
         "fenced": "frames dropped because a newer process had taken over their sender's stage",
         "repeated_frames_total": "frames sent once more because a connection had broken",
         "refused_handshakes_total": "connections of peers that have no right key",
@@ -89,7 +90,7 @@ STATISTICS: dict[str, dict[str, str]] = {
         "accepted_total": "requests passed on",
         "refused_total": "requests refused",
         "abandoned_total": "requests that ended before their prompt was encoded",
-        "trials_ended_total": "processes that grammars have cost: they took too long, or died",
+        "trials_ended_total": "trials of grammars that were ended, or died",
         "encoded_total": "requests of `/tokenize` and `/detokenize` that were answered",
         "prompt_tokens_total": "tokens of accepted prompts",
         "ledger": "unfinished requests, remembered with their group",

@@ -121,6 +121,38 @@ def test_what_comes_again_after_a_death_is_shown_once(bench: Bench) -> None:
     assert told.logprobs == b"".join(map(entry, ids))
 
 
+def test_a_row_that_was_seen_in_part_keeps_the_entries_of_its_new_tokens(bench: Bench) -> None:
+    ids = bench.ids("the quick brown fox")
+    assert len(set(ids)) == len(ids) > 3
+    bench.open(logprobs=MOST)
+    scored(bench, ids[:2])
+    scored(bench, ids[1:3], 1)
+    scored(bench, ids, 0, finish="length")
+    check(bench)
+    assert bench.token_ids == ids
+    (told,) = bench.delivered()
+    assert told.logprobs == b"".join(map(entry, ids))
+
+
+def test_entries_are_kept_once_where_the_end_completes_a_stop_string(bench: Bench) -> None:
+    """The tail of a character that never came whole is text like any other."""
+    ids = [*bench.ids("hello"), *bench.ids("€")[:1]]
+    bench.open(logprobs=MOST, stop=("\ufffd",))
+    scored(bench, ids[:1])
+    scored(bench, ids[1:], 1, finish="length")
+    check(bench)
+    assert bench.last.stop_reason == "\ufffd"
+    (told,) = bench.delivered()
+    assert told.logprobs == b"".join(map(entry, ids))
+
+
+def test_a_prompts_log_probs_are_those_of_the_attempt_that_asked(bench: Bench) -> None:
+    ids = bench.ids("the fox")
+    bench.open(attempt=2, prompt_logprobs=MOST)
+    prompt(bench, 0, ids)  # of the first attempt
+    assert not bench.rows
+
+
 def test_who_asks_for_none_gets_none(bench: Bench) -> None:
     bench.open()
     bench.row(bench.ids("ab"))

@@ -41,7 +41,8 @@ class Told:
 def test_the_pool_is_the_smallest_and_a_rank_with_more_says_so(rank, tmp_path, monkeypatch, caplog):
     make_checkpoint(tmp_path, "Qwen3ForCausalLM")
     mine, other = MEASURED[rank], MEASURED[1 - rank]
-    free = 2 * (mine + 1) * PAGE_BYTES  # both ranks share the host
+    # Both ranks share the host, and each needs for sampling: counts and float32 logits of 256 slots.
+    free = 2 * ((mine + 1) * PAGE_BYTES + 2 * 256 * 132 * 4)
     monkeypatch.setattr(machine, "available_bytes", lambda: free)
     settings = Settings(tp=2, memory_fraction=1.0)
     with caplog.at_level(logging.INFO, building.__name__):

@@ -13,6 +13,7 @@ from llguidance import LLExecutor
 from msgspec.structs import replace
 
 import pipeinfer.demo
+from grammars.costly_grammars import LATE
 from parity.cores import Cores
 from pipeinfer.engine.masks import Masks
 from pipeinfer.grammars import masks as grammar_masks
@@ -20,7 +21,9 @@ from pipeinfer.grammars.compiling import Grammar, Vocabulary
 from pipeinfer.grammars.masks import fill_all, source_of
 from pipeinfer.grammars.store import GrammarStore
 from pipeinfer.logprobs import scores
+from pipeinfer.messages import Result
 from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.scheduler.mask_budget import SHARE
 from pipeinfer.settings import Settings
 from pipeinfer.text.ends import grammar_setup
 
@@ -296,15 +299,35 @@ def test_a_grammar_that_has_worn_out_is_compiled_anew(loaded, masks):
     """What the lexer finds out is shared by all who use the grammar, and there is a limit to it."""
     spec = StructuredOutputs(regex="(" * 30 + "a" + "{1,30})" * 30)
     given = SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=spec)
-    before = masks._store.grammar(spec)
+    grammar = masks._store.grammar(spec)
     made = cores(loaded, masks)
     made.submit("worn", PROMPT, given, eos_ids=SETUP.ends)
     made.run()
     assert made.finished["worn"] == "error" and len(made.outputs["worn"]) > 0
     deadline = time.monotonic() + 60
-    while masks._store.grammar(spec) is before:
+    while not grammar.generation:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     made.submit("next", PROMPT, given, eos_ids=SETUP.ends)
     made.run()
     assert made.outputs["next"] == made.outputs["worn"]
+
+
+def test_results_tell_rows_whose_masks_cost_much(loaded, masks):
+    """By counts; nobody else is told of."""
+    made, told = cores(loaded, masks), []
+    handle = made.scheduler.handle
+
+    def watch(message, now):
+        if isinstance(message, Result):
+            told.extend(message.mask_units.values())
+        return handle(message, now)
+
+    made.scheduler.handle = watch
+    spec = StructuredOutputs(grammar=LATE)
+    costly = SamplingParams(max_tokens=9, logit_bias={90: 100.0}, structured_outputs=spec)
+    made.submit("costly", PROMPT, costly, eos_ids=SETUP.ends)
+    made.submit("free", PROMPT, params("free", 0.0, ignore_eos=True), eos_ids=SETUP.ends)
+    made.run()
+    assert max(told) > 3 * SHARE, told
+    assert len(made.outputs["costly"]) >= 5

@@ -24,14 +24,14 @@ def digest(text: str) -> str:
 def test_a_file_gives_named_keys_each_with_its_own_limits_over_the_defaults() -> None:
     found = keys.parse(
         f"# who may ask\n\nalice sha256:{digest('a')}\n"
-        f"bob\tsha256:{digest('b')} concurrent=2 tokens=0 # he has paid\n",
+        f"bob\tsha256:{digest('b')} concurrent=2 admin tokens=0 # he has paid\n",
         DEFAULTS,
     )
     limits = {key.name: key.limits for key in found}
     assert limits == {"alice": DEFAULTS, "bob": Limits(2, 30, 0)}
     for text, name in (("a", "alice"), ("b", "bob")):
         key = found.find(text.encode())
-        assert key is not None and key.name == name
+        assert key is not None and (key.name, key.admin) == (name, name == "bob")
     assert found.find(b"c") is None and found.find(b"") is None
     assert found.find(digest("a").encode()) is None, "the hash is not the key"
 
@@ -55,6 +55,8 @@ def test_one_bare_word_is_a_plain_key() -> None:
         (f"a sha256:{digest('a')} tokens=SECRET", 1, "word 3"),
         (f"a sha256:{digest('a')} tokens=1 tokens=2", 1, "twice"),
         (f"a sha256:{digest('a')} tokens=-1", 1, "word 3"),
+        (f"a sha256:{digest('a')} tokens=1 admin=1", 1, "word 4"),
+        (f"a sha256:{digest('a')} admin admin", 1, "twice"),
         (f"a sha256:{digest('a')} speed=1", 1, "word 3"),
         (f"a sha256:{digest('a')}\na sha256:{digest('b')}", 2, "stands above"),
         (f"a sha256:{digest('a')}\nb sha256:{digest('a')}", 2, "key of a line above"),
@@ -122,6 +124,10 @@ def test_the_command_makes_a_key_that_its_line_lets_in(capsys: pytest.CaptureFix
         found = keys.parse(out, DEFAULTS).find(key.encode())
         assert found is not None and (found.name, found.limits) == ("alice", Limits(0, 60, 300))
         made.add(key)
-    assert len(made) == 2
+    assert len(made) == 2 and not found.admin
+    assert main(["api-key", "root", "--admin", "--tokens", "9"]) == 0
+    out, err = capsys.readouterr()
+    [root] = keys.parse(out, DEFAULTS)
+    assert root.admin and root.limits == Limits(3, 30, 9)
     assert main(["api-key", "a b"]) == 2
     assert keys.parse(out, DEFAULTS) and str(found.digest) not in repr(found)

@@ -7,8 +7,10 @@ from gateway_pipeline import STAGES, heartbeat
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeinfer.beats import GIVE_UP
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick
+from pipeinfer.gateway.backlog import Backlog
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.deadlines import STALE
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, StatusChanged
@@ -39,11 +41,16 @@ def row(text: str, byte: int, token: int, *, attempt: int = 1, **more: object) -
     return TextRow("r", attempt, text, byte, token, pack([token]), **more)  # type: ignore
 
 
+LIMITS = {"max_queue": None, "max_queue_tokens": 0}
+
+
 class Harness:
     """A core and what it said; `now` is the test's clock."""
 
     def __init__(self, ready: bool = True, **options: object) -> None:
-        self.core = GatewayCore(EXPECTED, **options)  # type: ignore[arg-type]
+        limits = [options.pop(name, most) for name, most in LIMITS.items()]
+        backlog = Backlog(*limits)  # type: ignore[arg-type]
+        self.core = GatewayCore(EXPECTED, backlog=backlog, **options)  # type: ignore[arg-type]
         self.now = 100.0
         self.introduction = self.do(Tick())
         if ready:
@@ -198,7 +205,7 @@ def test_a_request_of_a_dead_gateway_is_aborted_once() -> None:
 def test_refusal_and_error_reach_the_client_and_need_no_abort() -> None:
     harness = Harness()
     harness.do(Call("r", PARAMS, text="x"))
-    assert harness.do(Refused("r", 2, 0, 400, "of another attempt")) == []
+    assert harness.do(Refused("r", 0, 0, 400, "of another attempt")) == []
     failed, done = harness.do(Refused("r", 1, 0, 400, "too long", "prompt", "code"))
     assert failed.message == Failed("r", 400, "too long", "prompt", "code")
     assert done == Send("requests", "tokenizer-0", Done(("r",)))
@@ -524,34 +531,36 @@ def test_a_request_id_in_use_is_a_broken_invariant() -> None:
 def repeated_rows(draw: st.DrawFn) -> tuple[list[str], list[TextRow]]:
     """Pieces of text, one for each token, and rows that show them with repeats and overlaps.
 
-    No row starts past what the rows before it showed; text lags behind its tokens at random. Rows
-    of other attempts, with other text, are strewn in.
+    No row starts past what the rows before it showed; text lags behind its tokens at random. From
+    some row on they are of the next attempt. Rows of earlier ones, with other text, are strewn in.
     """
     pieces = draw(st.lists(st.text(max_size=4), min_size=1, max_size=12))
     end = len(pieces)
     starts = [len("".join(pieces[:i]).encode()) for i in range(end + 1)]
     rows: list[TextRow] = []
     text_at = id_at = 0
+    attempt = 1
     for _ in range(draw(st.integers(0, 15))):
-        if draw(st.booleans()):
-            where = draw(st.integers(0, 40))
-            rows.append(row("stale", where, where, attempt=draw(st.sampled_from([0, 2]))))
+        attempt = max(attempt, draw(st.sampled_from([1, 1, 1, 2])))
         text_from, id_from = draw(st.integers(0, text_at)), draw(st.integers(0, id_at))
         text_to, id_to = draw(st.integers(text_from, end)), draw(st.integers(id_from, end))
-        rows.append(_range(pieces, starts, text_from, text_to, id_from, id_to))
+        rows.append(_range(pieces, starts, text_from, text_to, id_from, id_to, attempt))
+        if draw(st.booleans()):
+            where = draw(st.integers(0, 40))
+            rows.append(row("stale", where, where, attempt=attempt - 1))
         text_at, id_at = max(text_at, text_to), max(id_at, id_to)
     text_from, id_from = draw(st.integers(0, text_at)), draw(st.integers(0, id_at))
-    rows.append(_range(pieces, starts, text_from, end, id_from, end, finish="stop"))
+    rows.append(_range(pieces, starts, text_from, end, id_from, end, attempt, finish="stop"))
     return pieces, rows
 
 
 def _range(
     pieces: list[str], starts: list[int], text_from: int, text_to: int, id_from: int, id_to: int,
-    **more: object,
+    attempt: int, **more: object,
 ) -> TextRow:  # fmt: skip
     text = "".join(pieces[text_from:text_to])
     ids = pack(range(id_from, id_to))
-    return TextRow("r", 1, text, starts[text_from], id_from, ids, **more)  # type: ignore
+    return TextRow("r", attempt, text, starts[text_from], id_from, ids, **more)  # type: ignore
 
 
 @given(repeated_rows(), st.data())
@@ -567,7 +576,7 @@ def test_no_byte_and_no_token_is_shown_twice_or_skipped(
         if i == accepted_at:
             shown += harness.local(Accepted("r", 1, 0, 1))
         shown += harness.local(Text((one,)))
-    shown += harness.local(Accepted("r", 1, 0, 1))
+    shown += harness.local(Accepted("r", rows[-1].attempt, 1, 1))
     assert isinstance(shown[0], Started)
     deltas = [delta for delta in shown[1:] if isinstance(delta, Delta)]
     assert len(deltas) == len(shown) - 1
@@ -594,3 +603,35 @@ def test_a_prompt_that_is_only_encoded_ends_with_its_ids_also_if_a_tokenizer_die
     assert said[0].prompt_ids == b"ids" and said[1].finish == "stop"
     assert [s.message for s in answer if s.channel == "requests"] == [Done(("r",))]
     assert harness.core.idle() and not harness.do(Accepted("r", 1, -1, 3, b"ids"))
+
+
+def test_what_needs_a_stage_that_never_comes_back_fails_and_what_goes_on_without_it_does_not() -> (
+    None
+):
+    harness = Harness(host_loss=2.0)
+    harness.running("runs")
+    harness.do(Call("waits", PARAMS, text="x"))
+    for lost, ended in (("tokenizer-0", "waits"), ("detokenizer-0", "runs")):
+        began = harness.now
+        while harness.now < began + 5.0 + GIVE_UP * 2.0:  # silence, and what it may take to boot
+            assert harness.do(Tick()) == [] or harness.now < began + 6.0
+            harness.now += 0.5
+            for stage in STAGES:
+                if stage != lost:
+                    harness.do(heartbeat(stage))
+        harness.now += 1.0
+        abort, failed = harness.do(Tick())
+        assert abort.message == Abort(ended, 1, "host_lost")
+        message = f"{lost} is lost: silent for more than 5 s"
+        assert failed.message == Failed(ended, 503, message, code="host_lost")
+        harness.beat_all()
+    assert harness.core.idle()
+
+
+def test_a_restarted_tokenizer_is_told_the_attempt_at_which_a_request_has_arrived() -> None:
+    harness = Harness()
+    harness.running("r")
+    harness.do(Accepted("r", 3, 1, 1))
+    sends = harness.do(Recover("tokenizer-0", 9))
+    [told] = [send.message for send in sends if isinstance(send.message, Submit)]
+    assert (told.attempt, told.group) == (3, 1)

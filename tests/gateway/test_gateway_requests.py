@@ -9,19 +9,22 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.gateway.defaults import sampling_defaults
+from pipeinfer.gateway.dialects.messages_body import MessagesRequest
+from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.foreign_fields import HARMLESS, REFUSED
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import LOGGED_NAMES, Metrics
 from pipeinfer.gateway.requests import Terms, chat_job, completion_job
 from pipeinfer.gateway.schema import (
+    Body,
     ChatRequest,
     CompletionRequest,
     Request,
     decode,
     surveyed,
 )
+from pipeinfer.gateway.unsupported_fields import HARMLESS, REFUSED
 from pipeinfer.messages import Submit
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
@@ -120,6 +123,37 @@ def test_the_end_of_a_prompt_may_be_all_that_is_wanted_of_it() -> None:
             assert make(truncate_prompt_tokens=kept)[0].params.truncate_prompt_tokens == kept
         for wrong in (0, -2):
             assert refused(make, truncate_prompt_tokens=wrong).param == "truncate_prompt_tokens"
+        for side in ("left", "right"):
+            assert make(truncation_side=side)[0].params.truncation_side == side
+        assert refused(make, truncation_side="middle").param == "truncation_side"
+
+
+def test_every_pair_of_salt_and_extra_key_has_a_prefix_cache_of_its_own() -> None:
+    texts = ("", "a", "b", "ab", "1:a", "\0", "\x001:ab", "\x000:a")
+    for make in (chat, completion):
+        salts = {
+            make(cache_salt=salt, extra_key=extra)[0].cache_salt
+            for salt in texts
+            for extra in texts
+        }
+        assert len(salts) == len(texts) ** 2
+        assert make(cache_salt="a")[0].cache_salt == "a"
+        assert make(cache_salt="a", extra_key="")[0].cache_salt == "a"
+        assert make()[0].cache_salt == make(extra_key=None)[0].cache_salt == ""
+        assert refused(make, extra_key="x" * 1025).param == "extra_key"
+
+
+def test_thoughts_of_a_message_are_understood_by_both_of_their_names() -> None:
+    said = {"role": "assistant", "content": "b"}
+    for fields in (
+        {"reasoning": "t"},
+        {"reasoning_content": "t"},
+        {"reasoning": "u", "reasoning_content": "t"},
+    ):
+        [call] = chat(messages=[*HELLO, {**said, **fields}])
+        assert call.chat == [*HELLO, {**said, "reasoning_content": "t"}]
+    [call] = chat(messages=[*HELLO, {**said, "phase": "commentary"}])
+    assert call.chat == [*HELLO, {**said, "phase": "commentary"}]
 
 
 def test_max_tokens_defaults_to_all_that_fits_in_a_chat_and_16_otherwise() -> None:
@@ -397,14 +431,21 @@ def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("name", [n for n in REFUSED if n != "top_logprobs"])
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_built_is_refused_by_name_but_its_neutral_value_passes(name: str) -> None:
-    make = completion if name in ChatRequest.__struct_fields__ else chat
-    for neutral in (None, *REFUSED[name]):
-        assert make(**{name: neutral})
-    for asked in (3, ["x" * 100] * 100, {"a": [1]}):
-        error = refused(make, **{name: asked})
-        assert error.param == name and "not supported" in error.message
+    bodies: dict[type[Body], dict[str, object]] = {
+        ChatRequest: {"messages": HELLO}, CompletionRequest: {"prompt": "hello"},
+        ResponsesRequest: {"input": "hello"}, MessagesRequest: {"messages": HELLO, "max_tokens": 1},
+    }  # fmt: skip
+    lacking = [kind for kind in bodies if name not in kind.__struct_fields__]
+    assert lacking, "a field that all bodies have is refused nowhere"
+    for kind in lacking:
+        for neutral in (None, *REFUSED[name]):
+            assert read(json.dumps({**bodies[kind], name: neutral}).encode(), kind)
+        for asked in (3, ["x" * 100] * 100, {"a": [1]}):
+            body = json.dumps({**bodies[kind], name: asked}).encode()
+            error = refused(read, body=body, kind=kind)
+            assert error.param == name and "not supported" in error.message
 
 
 def test_a_number_that_no_float_holds_is_refused_where_nothing_is_built() -> None:

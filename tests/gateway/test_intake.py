@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import cast
 
 import pytest
 from aiohttp import web
@@ -96,3 +98,26 @@ async def test_many_large_bodies_at_once_are_all_answered(send: Answers) -> None
     answers = await asyncio.gather(*(send(body(3 * SMALL), 3 * SMALL) for _ in range(20)))
     statuses = [status for status, _ in answers]
     assert set(statuses) <= {200, 503} and statuses.count(200) >= 3
+
+
+class Whole:
+    """Bodies that are there; a request is its body."""
+
+    @asynccontextmanager
+    async def reading(self, request: bytearray) -> AsyncIterator[bytearray]:
+        yield request
+
+
+async def test_a_large_body_does_not_wait_for_larger_ones_that_came_before() -> None:
+    intake = Intake(cast(bodies.Bodies, Whole()), lambda names: None)
+    order: list[str] = []
+
+    async def take(name: str, size: int) -> None:
+        request = cast(web.Request, bytearray(body(size)))
+        taken = await intake.take(request, CompletionRequest)
+        assert len(taken.prompt) > size - 100
+        order.append(name)
+
+    huge = [take(f"huge{n}", 20 * SMALL) for n in range(3)]
+    await asyncio.gather(*huge, take("large", 2 * SMALL))
+    assert order == ["large", "huge0", "huge1", "huge2"]

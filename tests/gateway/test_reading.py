@@ -7,10 +7,11 @@ import json
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeinfer.gateway.reading.registry import TOOL_PARSERS, Reading, reading
+from pipeinfer.gateway.pieces import Plain
+from pipeinfer.gateway.reading.registry import PART, TOOL_PARSERS, InParts, Reading, reading
 from pipeinfer.gateway.shapes import Said
 from pipeinfer.settings import ConfigurationError
 
@@ -228,6 +229,7 @@ MARKERS = st.sampled_from(
 )  # fmt: skip
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # of a machine that others use
 @given(
     st.sampled_from(sorted(TOOL_PARSERS)),
     st.sampled_from(["", "qwen3", "deepseek_r1"]),
@@ -240,6 +242,53 @@ def test_any_text_is_read_the_same_however_it_is_cut(parser, reasoning, text, da
     ends = [0, *cuts, len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(ends)]
     assert _joined(read(settings, pieces)) == _joined(read(settings, [text]))
+
+
+CALL = '{"name": "f", "arguments": {}}'
+ENDLESS = [
+    ("", " "), ("", "\n<"), ("<think>", " "), ("<think>a", " "), ("<think>a</think>", " "),
+    ("a", " "), ("<tool_call>", " "), (f"<tool_call>{CALL}", "}"), (f"<tool_call>{CALL}", " "),
+    ("<tool_call><function=f>", " "), ("<tool_call><function=f", " "), (CALL, "}"), (CALL, ";"),
+    ("<|python_tag|>", " "), ("[TOOL_CALLS]", " "), ("[TOOL_CALLS][", ","), ("[TOOL_CALLS]f", " "),
+    (f"<tool_call>{CALL[:-2]}", "</tool_call>"), ("<tool_call><function=f><parameter=a>", "<"),
+    ("", "<tool_call>"), ("", "[TOOL_CALLS]"), ("[", "["), ("[TOOL_CALLS][", f"{CALL},"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("parser", sorted(TOOL_PARSERS))
+def test_what_a_reader_looks_at_again_stays_short_however_long_an_answer_is(parser):
+    """Else an answer of blanks or braces would take the square of its length, beside everybody's
+    events."""
+
+    def unread(reader):
+        inner = [getattr(reader, name, None) for name in ("_reader", "_behind")]
+        return len(getattr(reader, "_text", "")) + sum(map(unread, filter(None, inner)))
+
+    for reasoning in ("", "qwen3", "deepseek_r1"):
+        for begun, again in ENDLESS:
+            make = Reading(tools=parser, reasoning=reasoning).reader({"f": {}}, False, True)
+            assert make is not None
+            reader = make()
+            reader.read(begun)
+            for _ in range(600):
+                reader.read(again)
+                assert unread(reader) < 300, (reasoning, begun, again)
+
+
+def test_a_text_that_comes_at_once_is_read_in_parts():
+    class Seen(Plain):
+        def __init__(self):
+            self.most = 0
+
+        def read(self, text):
+            self.most = max(self.most, len(text))
+            return super().read(text)
+
+    seen, text = Seen(), "".join(map(str, range(3000)))
+    assert "".join(piece.text for piece in InParts(seen).read(text)) == text
+    assert seen.most == PART
+    make = Reading(tools="hermes").reader({"f": {}}, True, True)
+    assert make is not None and isinstance(make(), InParts)
 
 
 THOUGHTS = [

@@ -13,6 +13,8 @@ import pydantic
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 
+from pipeinfer.params import StructuredOutputs
+
 TEMPLATE = """{%- if tools %}{{ tools | tojson }} <tool_call>{% endif %}
 {%- for message in messages %}{{ message.content }}{% endfor %}
 {%- if add_generation_prompt %}answer:{% if enable_thinking is false %}<think></think>{% endif %}
@@ -144,6 +146,46 @@ async def test_max_tool_calls_counts_no_functions_and_comes_back(calling: Gatewa
     assert len(calls) == 2
 
 
+async def test_parameters_of_chats_work_here_too(gateway: Gateway) -> None:
+    fields: Any = {
+        "min_p": 0.1, "repetition_penalty": 1.5, "logit_bias": {"7": 1.0}, "stop": "zz",
+        "stop_token_ids": [9], "ignore_eos": True, "skip_special_tokens": False,
+        "include_stop_str_in_output": True, "structured_outputs": {"regex": "a+"},
+    }  # fmt: skip
+    answer = await raw(gateway, input="x", extra_key="k", cache_salt="s", **fields)
+    assert answer.status_code == 200, answer.text
+    submit = gateway.pipeline.submits[-1]
+    expected = {**fields, "logit_bias": {7: 1.0}, "stop": ("zz",), "stop_token_ids": (9,)}
+    del expected["structured_outputs"]
+    assert {name: getattr(submit.params, name) for name in expected} == expected
+    assert submit.params.structured_outputs == StructuredOutputs(regex="a+")
+    assert submit.cache_salt not in ("", "k", "s")
+
+
+async def test_thoughts_are_left_out_where_nobody_wants_them(calling: Gateway) -> None:
+    answer = await raw(calling, input=ALL, tools=[WEATHER], include_reasoning=False)
+    kinds = [item["type"] for item in answer.json()["output"]]
+    assert "reasoning" not in kinds and "message" in kinds
+
+
+async def test_ids_of_a_chat_are_those_that_its_answer_would_begin_with(calling: Gateway) -> None:
+    """/tokenize takes what a template is given, as vLLM's and SGLang's do."""
+    function = {key: WEATHER[key] for key in WEATHER if key != "type"}
+    chat = {
+        "messages": [{"role": "user", "content": "hi"}], "documents": [{"a": 1}],
+        "tools": [{"type": "function", "function": function}], "enable_thinking": False,
+        "reasoning_effort": "low", "chat_template": "x", "chat_template_kwargs": {"b": 2},
+    }  # fmt: skip
+    async with httpx.AsyncClient(base_url=calling.url, timeout=30) as client:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            assert (await client.post(path, json=chat)).status_code == 200
+    first, second = calling.pipeline.submits[-2:]
+    assert second.only_encode and not first.only_encode
+    assert first.template_arguments["tools"]
+    assert first.template_arguments == second.template_arguments
+    assert first.chat == second.chat
+
+
 async def test_a_conversation_with_calls_reaches_the_template_as_a_chats(calling: Gateway) -> None:
     call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
     items: Any = [
@@ -152,7 +194,7 @@ async def test_a_conversation_with_calls_reaches_the_template_as_a_chats(calling
         {"type": "reasoning", "id": "r", "summary": [], "content": [
             {"type": "reasoning_text", "text": "hm"}]},
         {"type": "message", "id": "m", "status": "completed", "role": "assistant", "content": [
-            {"type": "output_text", "text": "I ask.", "annotations": []}]},
+            {"type": "output_text", "text": "I ask.", "annotations": []}], "phase": "commentary"},
         call,
         {"type": "function_call_output", "call_id": "c1", "output": "42"},
         {"role": "user", "content": "thanks"},
@@ -167,6 +209,7 @@ async def test_a_conversation_with_calls_reaches_the_template_as_a_chats(calling
         {"role": "user", "content": "hi"},
         {
             "role": "assistant", "content": "I ask.", "reasoning_content": "hm",
+            "phase": "commentary",
             "tool_calls": [{"id": "c1", "type": "function", "function": function}],
         },
         {"role": "tool", "content": "42", "tool_call_id": "c1"},
@@ -236,8 +279,11 @@ async def test_bounds_of_bodies_are_those_of_chats(gateway: Gateway, path: str) 
 
 @pytest.mark.parametrize("path", ["responses", "messages"])
 async def test_a_client_that_leaves_ends_its_request(gateway: Gateway, path: str) -> None:
-    body = {"input": "pause it", "max_tokens": 9, "stream": True}
-    body["messages"] = [{"role": "user", "content": "pause it"}]
+    turns = [{"role": "user", "content": "pause it"}]
+    asked = {
+        "responses": {"input": "pause it"}, "messages": {"messages": turns, "max_tokens": 9},
+    }  # fmt: skip
+    body = {**asked[path], "stream": True}
     url = f"{gateway.url}/v1/{path}"
     async with httpx.AsyncClient() as client, client.stream("POST", url, json=body) as answer:
         assert answer.status_code == 200

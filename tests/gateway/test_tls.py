@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
+import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -16,6 +18,7 @@ from gateway_pipeline import Gateway, StartGateway
 from raw_http import RawClient, answers, post
 
 from certificates import make
+from pipeinfer.gateway import handshakes
 from pipeinfer.settings import ConfigurationError
 from waiting import until
 
@@ -86,6 +89,87 @@ async def test_a_client_that_leaves_is_noticed_over_tls(
     await until(lambda: gateway.pipeline.submits)
     await client.close()
     await asyncio.wait_for(gateway.pipeline.aborts.get(), 60)
+
+
+def descriptors() -> int:
+    """Of this process: both ends of what its clients have open to its gateway."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.fixture
+def few_connections(monkeypatch: pytest.MonkeyPatch) -> int:
+    most = 4
+    monkeypatch.setattr("pipeinfer.gateway.driver.most_connections", lambda: most)
+    return most
+
+
+async def test_connections_that_never_begin_their_handshake_count_and_make_room(
+    start_gateway: StartGateway, first: tuple[str, str], few_connections: int
+) -> None:
+    gateway = await start_gateway(tls_cert=first[0], tls_key=first[1])
+    before = descriptors()
+    silent = [await RawClient.connect(gateway) for _ in range(5 * few_connections)]
+    evicted, waiting = silent[:-few_connections], silent[-few_connections:]
+    for client in evicted:
+        assert await client.all(60) == b""
+    assert descriptors() <= before + len(silent) + few_connections + 2  # the loop's own
+    async with httpx.AsyncClient(verify=trusting(first[0])) as http:
+        metrics = (await http.get(f"{gateway.url}/metrics")).text
+        assert f"refused_connections_total {len(evicted) + 1}.0" in metrics
+        assert await waiting[0].all(60) == b"", "the oldest one made room for it"
+        assert not waiting[1].reader.at_eof()
+    for client in silent:
+        await client.close()
+
+
+async def test_a_handshake_that_does_not_end_is_ended(
+    start_gateway: StartGateway, first: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshakes, "LIMIT", 0.2)
+    gateway = await start_gateway(tls_cert=first[0], tls_key=first[1])
+    client = await RawClient.connect(gateway)
+    client.send(b"\x16\x03\x01\x02\x00\x01")  # as a handshake begins
+    with contextlib.suppress(ConnectionResetError):
+        assert await client.all(60) == b""
+    await client.close()
+
+
+async def test_requests_over_tls_keep_their_connections_and_one_more_is_closed(
+    start_gateway: StartGateway, first: tuple[str, str], few_connections: int
+) -> None:
+    gateway = await start_gateway(tls_cert=first[0], tls_key=first[1])
+    busy = []
+    for i in range(few_connections):
+        busy.append(await RawClient.connect(gateway, ssl=trusting(first[0])))
+        busy[-1].send(post({"prompt": "hang"}))
+        await until(lambda: len(gateway.pipeline.submits) == i + 1)  # noqa: B023
+    refused = await RawClient.connect(gateway)
+    assert await refused.all(60) == b""
+    assert not gateway.pipeline.gone
+    for client in (*busy, refused):
+        await client.close()
+
+
+async def test_an_idle_client_that_does_not_end_tls_holds_no_descriptor(
+    start_gateway: StartGateway, first: tuple[str, str], few_connections: int
+) -> None:
+    """Its connection made room; it reads nothing any more, and does its part in no end."""
+    gateway = await start_gateway(tls_cert=first[0], tls_key=first[1])
+
+    def connect() -> ssl.SSLSocket:
+        raw = socket.create_connection(("127.0.0.1", port(gateway)))
+        made = trusting(first[0]).wrap_socket(raw, server_hostname="127.0.0.1")
+        made.sendall(post({"prompt": "a"}))
+        while not made.recv(65536).endswith(b"}}}"):
+            pass
+        return made
+
+    held = [await asyncio.to_thread(connect) for _ in range(few_connections)]
+    full = descriptors()
+    rude = [await asyncio.to_thread(connect) for _ in range(2 * few_connections)]
+    await until(lambda: descriptors() == full + len(rude))
+    for rude_client in (*held, *rude):
+        rude_client.close()
 
 
 async def test_a_new_certificate_is_for_new_connections(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_cuda_parity import BACKENDS, cores, generate, prompts
 
+from draws import seeded
 from pipeinfer.attention import registry
 from pipeinfer.attention.rows import PagedRows, RowArrays, offsets
 from pipeinfer.kernels.e4m3 import E4M3, Scales, narrowed
@@ -28,7 +29,7 @@ def paged_rows(rows, device) -> tuple[PagedRows, torch.Tensor]:
     """Their arrays, as a step without a graph has them, and the pages int64 [rows, P]."""
     counts, lengths = (np.array(part, dtype=np.int32) for part in zip(*rows, strict=True))
     held = -(-lengths // PAGE)
-    width, order = int(held.max()), torch.randperm(int(held.sum()), generator=torch.manual_seed(5))
+    width, order = int(held.max()), torch.randperm(int(held.sum()), generator=seeded(5))
     table = torch.zeros(len(rows), width, dtype=torch.int32)
     starts = offsets(held)
     for row, count in enumerate(held):
@@ -74,7 +75,7 @@ def test_a_backend_reads_pages_of_8_bits_with_their_scales(backend, dim, window)
     rows, pages = paged_rows(ROWS, device)
     size = int(pages.max()) + 2
     pool = KVPool([shape], size, PAGE, torch.bfloat16, device, scales=[SCALES])
-    generator = torch.Generator(device).manual_seed(0)
+    generator = seeded(0, device)
 
     def random(*sizes):
         return torch.randn(*sizes, device=device, generator=generator)

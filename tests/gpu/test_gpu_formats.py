@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from draws import seeded
 from pipeinfer.checkpoint.quantization import Fp8, Int4, Mxfp4, Quantization
 from pipeinfer.layers.clamped_experts import ClampedExperts
 from pipeinfer.layers.decoded import Decoded
@@ -40,7 +41,7 @@ def placement(form, decoded=False):
 
 def fill(sources):
     for number, source in enumerate(sources):
-        generator = torch.Generator("cuda").manual_seed(number)
+        generator = seeded(number, "cuda")
         if source.stored == ("I32",):
             full = torch.empty(source.shape, dtype=torch.int32, device="cuda")
             full.random_(generator=generator)
@@ -218,6 +219,16 @@ SHARDS = {
 }
 
 
+def routed(tokens):
+    """Weights and numbers [tokens, 4] of 16 experts; the first token has two of either half, so
+    that each of two ranks has something to compute."""
+    weights, chosen = torch.rand(tokens, 16, device="cuda").topk(4)
+    chosen[0] = (
+        torch.rand(2, 8, device="cuda").topk(2)[1] + torch.tensor([[0], [8]]).cuda()
+    ).flatten()
+    return weights, chosen
+
+
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("tokens", [1, 16, 64, 300])
 @torch.inference_mode()
@@ -225,7 +236,7 @@ def test_experts_with_bounds_are_those_that_are_computed_one_by_one(shard, token
     at = Placement(SHARDS[shard], torch.bfloat16, torch.device("cuda"))
     made = clamped(at)
     x = torch.randn(tokens, DEPTH, device="cuda").bfloat16()
-    weights, chosen = torch.rand(tokens, 16, device="cuda").topk(4)
+    weights, chosen = routed(tokens)
     expected = one_by_one(made, x, weights, chosen)
     got = made.grouped(x, weights, chosen).float()
     assert (got - expected).norm() < 2 * BOUNDS["4"] * expected.norm()
@@ -246,7 +257,7 @@ def test_experts_with_bounds_in_mxfp4_are_the_plain_ones(shard, tokens):
     for stacks, dtype in ((kept, torch.uint8), (plain, torch.bfloat16)):
         assert stacks.gate_up.packed[0].dtype == stacks.down.packed[0].dtype == dtype
     x = torch.randn(tokens, DEPTH, device="cuda").bfloat16()
-    weights, chosen = torch.rand(tokens, 16, device="cuda").topk(4)
+    weights, chosen = routed(tokens)
     expected = one_by_one(plain, x, weights, chosen)
     got = kept.grouped(x, weights, chosen).float()
     assert (got - expected).norm() < 2 * BOUNDS["4"] * expected.norm()
@@ -259,7 +270,7 @@ def test_experts_with_bounds_in_mxfp4_are_the_plain_ones(shard, tokens):
 def test_a_graph_holds_experts_with_bounds(form):
     made = clamped(placement(form))
     x = torch.randn(8, DEPTH, device="cuda").bfloat16()
-    weights, chosen = torch.rand(8, 16, device="cuda").topk(4)
+    weights, chosen = routed(8)
     expected = made.grouped(x, weights, chosen)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

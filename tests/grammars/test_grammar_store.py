@@ -1,6 +1,8 @@
 """A grammar is compiled once; one that is worn is replaced by one that compiles."""
 
+import gc
 import itertools
+import queue
 import threading
 
 import numpy as np
@@ -38,31 +40,123 @@ def test_what_is_asked_for_twice_is_compiled_once(store):
     assert store.grammar(SPEC) is store.grammar(SPEC)
 
 
-def test_a_worn_grammar_is_replaced_once_however_often_it_is_said(store):
+def test_what_takes_long_holds_up_nothing_that_does_not(store, monkeypatch):
+    go, said = threading.Event(), queue.SimpleQueue()
+    slow = StructuredOutputs(regex="slow")
+
+    def compiled(vocabulary, spec):
+        assert spec != slow or go.wait(30)
+        return Grammar(vocabulary, spec)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stores, "Grammar", compiled)
+        store.prepare(slow, lambda why: said.put(("slow", why)), slow=True)
+        settled(store)
+        store.prepare(SPEC, lambda why: said.put(("quick", why)))
+        assert said.get(timeout=30) == ("quick", "")
+        go.set()
+        assert said.get(timeout=30) == ("slow", "")
+
+
+def test_a_worn_grammar_is_renewed_once_however_often_it_is_said(store):
     worn = store.grammar(SPEC)
+    gate = threading.Event()
+    store._jobs.put(gate.wait)
     for _ in range(3):
-        store.renew(SPEC, worn)
+        store.renew(worn)
+    gate.set()
     settled(store)
-    fresh = store.grammar(SPEC)
-    assert fresh is not worn
-    store.renew(SPEC, worn)  # who says so late began with the old one
-    assert store.grammar(SPEC) is fresh
+    assert worn.generation == 1 and store.grammar(SPEC) is worn
 
 
 def test_a_worn_grammar_stays_where_no_other_compiles(store, monkeypatch):
     worn = store.grammar(SPEC)
 
-    def no_more(vocabulary, spec):
+    def no_more(_):
         raise GrammarError("no memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(stores, "Grammar", no_more)
-        store.renew(SPEC, worn)
-        settled(store)
-    assert store.grammar(SPEC) is worn
-    store.renew(SPEC, worn)
+        patched.setattr(Grammar, "_compiled", no_more)
+        store.renew(worn)
+        done = threading.Event()
+        store._jobs.put(done.set)
+        assert done.wait(30)
+    assert worn.generation == 0
+    store.renew(worn)
     settled(store)
-    assert store.grammar(SPEC) is not worn, "it may be tried again"
+    assert worn.generation == 1, "it may be tried again"
+
+
+def test_rows_of_a_renewed_grammar_go_on_as_if_it_had_not_been():
+    spec = StructuredOutputs(regex="[ab]{3}-[0-9]{2,200}")
+    grammar, alone = Grammar(VOCABULARY, spec), GrammarSource(Grammar(VOCABULARY, spec))
+    row, executor = GrammarSource(grammar), LLExecutor(1)
+    for number, token in enumerate(ids_of("aba-" + "12345678" * 12)):
+        if number in (3, 90):
+            grammar.grow(1000)
+            grammar.renew()
+            assert not grammar.worn
+        words = np.zeros((2, VOCABULARY.words), dtype=np.int32)
+        assert fill_all(executor, [alone, row], words) == ["", ""]
+        assert (words[0] == words[1]).all()
+        assert row.feed([token]) == alone.feed([token]) == ""
+
+
+def distinct(number):
+    return StructuredOutputs(regex=f"[ab]{{3}}-{number}")
+
+
+def test_grammars_that_nobody_uses_go_when_bytes_run_short_the_oldest_first():
+    one = Grammar(VOCABULARY, distinct(0)).bytes
+    store = GrammarStore(lambda: SETUP, most_bytes=4 * one + one // 2)
+    try:
+        used = store.grammar(distinct(0))
+        used.users += 1
+        others = [store.grammar(distinct(n)) for n in range(1, 4)]
+        before = others[1]
+        others.clear()
+        for n in range(4, 40):
+            if n == 20:
+                assert store.grammar(distinct(0)) is used, "it is in use"
+            store.grammar(distinct(n))
+            gc.collect()
+            assert store.bytes <= 4 * one + one // 2 + before.bytes
+        assert store.grammar(distinct(0)) is used
+        assert store.grammar(distinct(2)) is not before
+    finally:
+        store.close()
+
+
+def test_where_those_in_use_take_all_no_other_is_taken_until_one_is_free():
+    one = Grammar(VOCABULARY, distinct(0)).bytes
+    store = GrammarStore(lambda: SETUP, most_bytes=2 * one + one // 2)
+    try:
+        used = [store.grammar(distinct(n)) for n in range(2)]
+        for grammar in used:
+            grammar.users += 1
+        for _ in range(2):
+            with pytest.raises(GrammarError, match="leave no memory"):
+                store.grammar(distinct(2))
+        used.pop().users -= 1
+        assert store.grammar(distinct(2)).bytes
+    finally:
+        store.close()
+
+
+def test_a_grammar_that_grows_is_renewed_before_it_takes_too_much():
+    one = Grammar(VOCABULARY, distinct(0)).bytes
+    store = GrammarStore(lambda: SETUP, most_bytes=stores.PART * one * 3)
+    try:
+        grammar = store.grammar(distinct(0))
+        grammar.users += 1
+        most = 0
+        for _ in range(50):
+            store.grown(grammar, one // 20)  # half as many bytes
+            most = max(most, grammar.bytes)
+            settled(store)
+        assert grammar.generation > 5 and most <= 4 * one
+    finally:
+        store.close()
 
 
 def test_what_does_not_compile_is_said_each_time(store):

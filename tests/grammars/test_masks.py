@@ -56,6 +56,17 @@ def test_a_complete_grammar_allows_its_ends_alone():
     assert set(allowed(row)) == set(ENDS)
 
 
+def test_a_choice_of_thousands_allows_them_and_nothing_else():
+    """Letters that mean something in a regular expression are letters."""
+    texts = ("a.b", "x|y", "\\d", "[a-z]", "a/b", "(?i)a", "é\n", *(f"{n}x" for n in range(4000)))
+    for text in (*texts[:7], "3999x"):
+        row = source(ids_of(text), choice=texts)
+        assert row.error == "" and set(allowed(row)) & set(ENDS)
+    for text in ("azb", "x", "7", "b", "A", "4000x"):
+        row = source(ids_of(text), choice=texts)
+        assert row.error or not set(allowed(row)) & set(ENDS)
+
+
 def test_ends_are_not_fed_to_the_matcher():
     row = source(json='{"type": "boolean"}')
     assert row.feed([*ids_of("true"), ENDS[0]]) == ""

@@ -1,24 +1,31 @@
 """A hostile grammar costs the process that tries it, or some seconds, and nobody else anything."""
 
+import asyncio
 import json
 import os
 import signal
+from pathlib import Path
 
 import msgspec
 import pytest
+from costly_grammars import AMBIGUOUS, HONEST, growing
 from vocabulary import SETUP
 
 from pipeinfer import pipes
 from pipeinfer.grammars import compiling, trial
-from pipeinfer.grammars.trial import Trial
+from pipeinfer.grammars.trial import Task, TooSlow, Trial
 from pipeinfer.params import StructuredOutputs
+from waiting import until
 
 SMALL = {"json": '{"type": "integer"}'}
 SLOW = {"json": '{"type": "integer", "multipleOf": 999983}'}  # 9 s, which nothing can cancel
 
 
 def verdict(tried, **spec):
-    return tried.verdict(StructuredOutputs(**spec))
+    try:
+        return tried.verdict(StructuredOutputs(**spec))
+    except TooSlow as error:
+        return str(error)
 
 
 def references(length):
@@ -89,12 +96,40 @@ def test_what_trips_a_limit_at_its_first_choice_is_refused_by_name():
         tried.kill()
 
 
-def test_one_that_takes_long_is_refused_once_and_remembered(usual):
+COSTLY = {
+    "of the parser": (AMBIGUOUS, "too much work"),
+    "of the lexer": (growing("a"), "too much work"),
+    "of more than a row may have": (
+        json.dumps(
+            {
+                "type": "object",
+                "properties": {f"k{n}": {"type": "integer"} for n in range(1500)},
+                "additionalProperties": False,
+            }
+        ),
+        "items",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_grammar_whose_masks_cost_too_much_is_refused_by_name(usual, name):
+    text, says = COSTLY[name]
+    spec = {"json" if text.startswith("{") else "grammar": text}
     before = usual.ended
-    said = verdict(usual, **SLOW)
-    assert "longer than 1 s" in said and usual.ended == before + 1
-    assert verdict(usual, **SLOW) == said and usual.ended == before + 1
+    assert says in verdict(usual, **spec) and usual.ended == before
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_a_large_grammar_that_costs_little_is_served(usual, name):
+    assert verdict(usual, **HONEST[name]) == ""
+
+
+def test_one_that_takes_long_is_ended_and_the_next_needs_no_other_process(usual):
     assert verdict(usual, **SMALL) == ""
+    before, process = usual.ended, usual._process.pid
+    assert "longer than 1 s" in verdict(usual, **SLOW) and usual.ended == before + 1
+    assert verdict(usual, **SMALL) == "" and usual._process.pid == process
 
 
 def test_one_that_overflows_the_stack_is_refused_and_the_next_is_tried():
@@ -115,6 +150,26 @@ def test_a_process_that_somebody_killed_is_started_again(usual):
     assert verdict(usual, regex="b") == ""
 
 
+async def test_a_process_that_somebody_kills_in_the_middle_says_nothing_of_the_grammar():
+    """It is started again, once: then there is no verdict, rather than a wrong one."""
+    tried = Trial(SETUP, seconds=60.0)
+    try:
+        assert verdict(tried, **SMALL) == ""
+        asked = asyncio.get_running_loop().run_in_executor(None, lambda: verdict(tried, **SLOW))
+        for _ in range(trial.TRIES):
+            await until(lambda: tried._process is not None)
+            pid = tried._process.pid
+            await until(lambda pid=pid: living_children(pid))
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda pid=pid: tried._process is None or tried._process.pid != pid)
+        with pytest.raises(RuntimeError, match="ended"):
+            await asked
+        assert tried.ended == 0
+        assert verdict(tried, **SMALL) == ""
+    finally:
+        tried.kill()
+
+
 def test_a_trial_has_less_stack_than_an_engine():
     assert trial.STACK < compiling.STACK
 
@@ -125,17 +180,35 @@ def test_too_large_a_grammar_starts_no_process():
     assert tried._process is None
 
 
-def test_a_process_ends_with_who_asked_it_also_while_it_compiles():
+async def test_a_process_ends_with_who_asked_it_also_while_it_compiles():
     tried = Trial(SETUP)
     try:
         assert verdict(tried, **SMALL) == ""
         process = tried._process
-        pipes.write(process.stdin, msgspec.msgpack.encode(StructuredOutputs(**SLOW)))
+        task = Task(StructuredOutputs(**SLOW), 60.0, 0)
+        pipes.write(process.stdin, msgspec.msgpack.encode(task))
+        await until(lambda: living_children(process.pid))
+        [copy] = living_children(process.pid)
         process.stdin.close()
         assert process.wait(5) == 0
+        await until(lambda: not living(copy))
     finally:
         tried._process.stdout.close()
         tried._process = None
+
+
+def living(pid):
+    """The process that started it; 0 where it has ended."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return 0
+    return 0 if state == "Z" else int(parent)
+
+
+def living_children(pid):
+    numbers = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [number for number in numbers if living(number) == pid]
 
 
 def test_whatever_a_translation_raises_is_an_answer(usual):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from draws import seeded
 from kernels.triton_cases import DEVICE, HALVES, TOLERANCE, randn, relative_error
 from pipeinfer.attention.rows import PagedRows, RowArrays
 from pipeinfer.attention.triton_decode import TritonDecodeKernel
@@ -43,7 +44,7 @@ class Case:
     def __init__(self, lengths, dtype=torch.float32, heads=4, kv_heads=2, dim=32, page=16):
         pages = [-(-length // page) for length in lengths]
         total = sum(pages) + 1
-        order = torch.randperm(total - 1, generator=torch.Generator().manual_seed(0)) + 1
+        order = torch.randperm(total - 1, generator=seeded(0)) + 1
         self.indices = order.to(torch.int32).to(DEVICE)
         starts = torch.tensor([0, *pages]).cumsum(0)
         self.indptr = starts.to(torch.int32).to(DEVICE)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from allpairspy import AllPairs
 
+from draws import numbers, seeded
 from kernels.expand_reference import expand_reference
 from kernels.triton_cases import DEVICE, randn
 from pipeinfer.kernels import by_triton, host
@@ -37,7 +38,7 @@ def ints(values) -> torch.Tensor:
 
 def given(counts, starts, entries, page_size, width=0, seed=0) -> tuple[Rows, BySlot]:
     """Rows of these counts, 0 for nobody's, and all that lies in the slots."""
-    choose = torch.Generator().manual_seed(seed)
+    choose = seeded(seed)
     longest = max(start + count for start, count in zip(starts, counts, strict=True))
     slots, width = len(counts) + 4, width or -(-longest // page_size) + 2
     chosen = torch.randperm(slots - 1, generator=choose)[: len(counts)].tolist()
@@ -127,7 +128,7 @@ def test_indices_never_leave_a_buffer_that_is_too_small(kernels):
 @pytest.mark.parametrize("count", [0, 1, 5, 2047, 2048])
 def test_words_are_written_where_the_first_pairs_say_and_nowhere_else(kernels, count):
     words = torch.full((5000,), FULL, dtype=torch.int32, device=DEVICE)
-    indices = torch.randperm(5000, generator=torch.Generator().manual_seed(count))[:2100]
+    indices = torch.randperm(5000, generator=seeded(count))[:2100]
     pairs = torch.stack((indices, 7 * indices), dim=1).int().view(-1).to(DEVICE)
     expected = words.cpu().clone()
     expected[indices[:count]] = 7 * indices[:count].int()
@@ -143,7 +144,7 @@ def test_words_are_written_where_the_first_pairs_say_and_nowhere_else(kernels, c
 def test_edits_change_the_logits_of_their_slots_rows_alone(kernels, dtype, added, first_id):
     slots, most, vocabulary = 5, 300, 400
     logits = randn(0, 4, vocabulary, dtype=dtype)
-    choose = torch.Generator().manual_seed(1)
+    choose = seeded(1)
     ids = torch.stack([torch.randperm(1000, generator=choose)[:most] for _ in range(slots)])
     values = 9 * torch.randn(slots, most, generator=choose)
     until = torch.randint(0, 200, (slots, most), generator=choose)
@@ -174,7 +175,7 @@ def test_edits_change_the_logits_of_their_slots_rows_alone(kernels, dtype, added
 def test_what_would_complete_a_banned_sequence_is_impossible(kernels, first_id, many):
     """Against the text of the rule, for outputs of two ids, with many sequences of each length."""
     recent, room, begin = 4, 8, 5
-    choose = np.random.default_rng(many)
+    choose = numbers(many)
     last = torch.zeros(many, dtype=torch.int64, device=DEVICE)
     bans = BansBySlot(
         torch.zeros(many, BAN_HEAD + recent + room + 1 + 40, dtype=torch.int32, device=DEVICE),
@@ -223,7 +224,7 @@ def test_what_would_complete_a_banned_sequence_is_impossible(kernels, first_id, 
 @pytest.mark.parametrize(("first_id", "bits"), [(0, 4096), (70, 4096), (4000, 4096), (0, 2080)])
 def test_a_mask_forbids_what_has_no_bit_in_its_rows_alone(kernels, dtype, first_id, bits):
     logits = randn(0, 5, 2100, dtype=dtype)
-    allowed = torch.rand(3, bits, generator=torch.Generator().manual_seed(1)) < 0.3
+    allowed = torch.rand(3, bits, generator=seeded(1)) < 0.3
     allowed[1], allowed[2] = False, True
     powers = torch.arange(32)
     words = (allowed.view(3, -1, 32).long() << powers).sum(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draws import seeded
 from kernels.triton_cases import HALVES, INTERPRETED, TOLERANCE, randn, relative_error
 from pipeinfer.kernels import fp8_blocks, int4, rounding
 from pipeinfer.kernels.int4_layout import decoded, packed, spread
@@ -81,7 +82,7 @@ def test_rows_and_weights_in_blocks_of_fp8(rows, biased):
 
 def in_4_bits(group, dtype=torch.float32):
     width, depth = 64, 512
-    source = torch.Generator().manual_seed(group)
+    source = seeded(group)
     numbers = torch.randint(0, 16, (width, depth), generator=source, dtype=torch.uint8)
     zero = torch.randint(0, 17, (width, depth // group), generator=source, dtype=torch.uint8)
     scale = (randn(4, width, depth // group).abs() / 20 + 0.01).to(dtype)

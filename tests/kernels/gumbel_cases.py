@@ -10,6 +10,7 @@ import triton.language as tl
 
 import drawn_ids
 from drawn_ids import NOTHING, ids_of
+from draws import numbers, seeded
 from kernels.triton_cases import DEVICE, randn
 from pipeinfer.kernels import gumbel as module
 from pipeinfer.kernels import noise, triton_noise
@@ -50,7 +51,7 @@ def _convert(words, uniforms, variates, COUNT: tl.constexpr):
 
 def parameters(rows: int, seed: int = 0, **values):
     """[temperature, top_k, top_p, min_p, seeds, positions] on the device; values broadcast."""
-    choose = np.random.default_rng(seed)
+    choose = numbers(seed)
     defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | values
     kinds = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
     columns = [np.broadcast_to(np.asarray(defaults[k], t), rows).copy() for k, t in kinds.items()]
@@ -81,7 +82,7 @@ def assert_all_agree(logits: torch.Tensor, knobs: list[torch.Tensor]) -> torch.T
 
 def mixed(rows: int, vocab: int, seed: int = 0) -> list[torch.Tensor]:
     """Parameters of all kinds, some rows with none."""
-    choose = np.random.default_rng(seed)
+    choose = numbers(seed)
     return parameters(
         rows,
         seed,
@@ -109,7 +110,7 @@ def test_words_are_those_of_the_reference_bit_for_bit_and_variates_almost():
 
 
 def test_uniforms_are_exact_and_variates_close_over_the_whole_range():
-    choose = np.random.default_rng(0)
+    choose = numbers(0)
     words = choose.integers(0, 2**32, 8192, dtype=np.int64) >> choose.integers(0, 32, 8192)
     words[:4] = 0, 1, 2**31, 2**32 - 1
     uniforms, variates = torch.empty(2, 8192, device=DEVICE)
@@ -225,7 +226,7 @@ def test_a_row_samples_the_same_alone_and_anywhere_in_a_batch():
     logits = randn(6, 16, 5000, dtype=torch.bfloat16)
     knobs = mixed(16, 5000, 5)
     together = sample(logits, *knobs)
-    order = torch.randperm(16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    order = torch.randperm(16, generator=seeded(1)).to(DEVICE)
     assert torch.equal(sample(logits[order], *[knob[order] for knob in knobs]), together[order])
     for row in (0, 7, 15):
         alone = sample(logits[row : row + 1], *[knob[row : row + 1] for knob in knobs])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draws import seeded
 from hadamard_matrix import matrix
 from kernels.triton_cases import DEVICE, TOLERANCE, randn, relative_error
 from pipeinfer.checkpoint.rope_config import RopeConfig
@@ -26,7 +27,7 @@ def inputs(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype)
     qkv = randn(0, tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     angles = randn(1, tokens, dim // 2) * 100
     pages = tokens // PAGE_SIZE + 3
-    order = torch.randperm((pages - 1) * PAGE_SIZE, generator=torch.Generator().manual_seed(2))
+    order = torch.randperm((pages - 1) * PAGE_SIZE, generator=seeded(2))
     places = (order[:tokens] + PAGE_SIZE).to(DEVICE)
     caches = randn(3, 2, pages, PAGE_SIZE, kv_heads, dim, dtype=dtype)
     return qkv, angles.cos(), angles.sin(), places, caches[0], caches[1]

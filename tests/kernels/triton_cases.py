@@ -10,6 +10,8 @@ import os
 
 import torch
 
+from draws import seeded
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     from quick_interpreter import hurry
@@ -22,8 +24,7 @@ HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+    return torch.randn(*shape, generator=seeded(seed)).to(dtype).to(DEVICE)
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -34,9 +35,10 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 # Relative error of a whole tensor between two that are rounded once: they differ in few last places
-# only. But the interpreter truncates to bfloat16 instead of rounding, which is 2^-8 at the worst.
+# only. But the interpreter truncates to bfloat16 instead of rounding, by 2^-8 at the worst, and a
+# kernel may do so twice.
 TOLERANCE = {
     torch.float32: 1e-6,
-    torch.bfloat16: 6e-3 if INTERPRETED else 1e-3,
+    torch.bfloat16: 8e-3 if INTERPRETED else 1e-3,
     torch.float16: 2e-4,
 }

@@ -65,6 +65,14 @@ def test_locks_are_told() -> None:
     assert held == {(0, 0): 1, (0, 0, 1, 1): 1, (0, 0, 2, 2): 0}
 
 
+def test_of_what_lies_under_a_salt_sizes_alone_are_told() -> None:
+    cache = filled([(0, 1), (0, 2)])
+    tokens = np.repeat(np.array([0, 1, 5], np.int32), PAGE)
+    cache.insert(tokens, np.arange(90, 93, dtype=np.int32), "a tenant's own", 9)
+    told = {one.tokens: one.first.tolist() for one in cache.largest(9, 9)}
+    assert told == {2: [0, 0], 4: told[4], 6: []} and len(told[4]) == 4
+
+
 def test_of_a_very_large_tree_a_part_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(radix, "MOST_SEEN", 10)
     cache = filled([(0, n) for n in range(1, 50)])

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+EVIL = "evil.example.org"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
+
+ARGUMENTS = ["--no-sandbox", f"--host-resolver-rules=MAP {EVIL} 127.0.0.1"]
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +28,17 @@ def browser():
     except FileNotFoundError as error:
         pytest.skip(f"the package playwright came without its driver: {error}")
     try:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield launched
         launched.close()
     finally:
         playwright.stop()
+
+
+@pytest.fixture
+def evil() -> str:
+    """A name of the web whose owner lets it lead to this host."""
+    return EVIL
 
 
 @pytest.fixture

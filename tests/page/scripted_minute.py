@@ -72,7 +72,7 @@ def timeline(name: str, began: float) -> dict[str, object]:
 def prefixes() -> dict[str, object]:
     """What the tree of one group holds."""
     listed = [
-        {"tokens": size, "held": held, "cache_salt": "", "ids": list(range(64)), "text": text}
+        {"tokens": size, "held": held, "ids": list(range(64)), "text": text}
         for size, held, text in zip((1536, 640, 208), (3, 1, 0), WORDS, strict=True)
     ]
     return {"groups": [{"group": 0, "prefixes": listed}]}

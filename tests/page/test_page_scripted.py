@@ -174,6 +174,99 @@ def test_thoughts_are_folded_and_markup_in_answers_is_text(feed, open_page):
     assert page.locator("#thread :is(img, script, i, b)").count() == 0
 
 
+MARKED = """async (texts) => {
+  const { marked } = await import("/page/marks.js");
+  return texts.map((text) => {
+    let steps = 0;
+    const counted = {
+      length: text.length,
+      charAt: (at) => { steps++; return text.charAt(at); },
+      slice: (from, to) => { steps += to - from; return text.slice(from, to); },
+    };
+    return { pieces: marked(text), steps: (marked(counted), steps) };
+  });
+}"""
+
+
+def test_marks_of_an_answer_are_found_in_time_that_grows_as_its_text_does(feed, open_page):
+    page = open_page(feed.url)
+    kinds = ["**a ", "*a ", "`a ", "``a ` ", "**a *b ", "a** ", "a* ", "**a** ", "* *", "***", "`"]
+    small = [kind * (4_000 // len(kind)) for kind in kinds]
+    large = [kind * (8_000 // len(kind)) for kind in kinds]
+    small.append("".join("`" * n + "a" for n in range(1, 90)))
+    large.append("".join("`" * n + "a" for n in range(1, 127)))
+    small.append("**a *b " * 300 + "c* d** " * 300)
+    large.append("**a *b " * 600 + "c* d** " * 600)
+    found = page.evaluate(MARKED, small + large)
+    for text, one, two in zip(small, found, found[len(small) :], strict=False):
+        assert two["steps"] < 2.2 * one["steps"] < 40 * len(text), text[:20]
+
+
+def test_marks_are_read_as_they_are_meant(feed, open_page):
+    page = open_page(feed.url)
+    texts = {
+        "**a** and **b**": [["strong", ["a"]], " and ", ["strong", ["b"]]],
+        "*a* and *b*.": [["em", ["a"]], " and ", ["em", ["b"]], "."],
+        "2 * 3 * 4 ** 5": ["2 * 3 * 4 ** 5"],
+        "a*b*c, *a **b** c*": ["a*b*c, ", ["em", ["a ", ["strong", ["b"]], " c"]]],
+        "**a *b* `c**`**": [["strong", ["a ", ["em", ["b"]], " `c"]], "`**"],
+        "``a`b`` `c": [["code", ["a`b"]], " `c"],
+        "**a": ["**a"],
+        "": [],
+    }
+    found = page.evaluate(MARKED, list(texts))
+    assert [one["pieces"] for one in found] == list(texts.values())
+
+
+GROWN = """async ([text, step]) => {
+  const { Prose } = await import("/page/prose.js");
+  const split = String.prototype.split, grown = new Prose(), whole = new Prose();
+  let read = 0;
+  String.prototype.split = function (...rest) {
+    read += this.length;
+    return split.apply(this, rest);
+  };
+  try {
+    for (let at = step; at < text.length + step; at += step) grown.set(text.slice(0, at));
+  } finally {
+    String.prototype.split = split;
+  }
+  whole.set(text);
+  return [read, grown.element.innerHTML, whole.element.innerHTML];
+}"""
+BLOCKS = """# Head
+A **bold
+1. word**
+
+  1. one
+two
+
+    - three
+ going on
+
+~~~js
+a
+
+b
+~~~ no end
+~~~
+- [ ] x
+~~~~
+open
+"""
+
+
+def test_an_answer_that_grows_is_read_again_only_from_its_last_block_on(feed, open_page):
+    page = open_page(feed.url)
+    read = {}
+    for many in (20, 40):
+        read[many], grown, whole = page.evaluate(GROWN, [BLOCKS * many, 7])
+        assert grown == whole
+    assert read[40] < 2.5 * read[20]
+    _, grown, whole = page.evaluate(GROWN, [BLOCKS, 1])
+    assert grown == whole and whole.count("<li>") >= 3
+
+
 def test_a_stream_that_breaks_off_says_so_and_keeps_what_came(feed, open_page):
     page = open_page(feed.url)
     chunk = json.dumps({"choices": [{"index": 0, "delta": {"content": "so far"}}]})

@@ -46,13 +46,16 @@ from pipeinfer.runtime.fence import Fence
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.events import Tried, Try
+from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.routing import Router
 from pipeinfer.tokenizer.templates import ChatTemplates
+from pipeinfer.tokenizer.verdicts import digest
 from scheduler.model_engine import expected_outputs
 
 EOS = (3, 11)
 VOCABULARY = 50
+HOST_LOSS = 20.0  # seconds
 # Letters, and bytes that are parts of characters of two, three and four bytes.
 BYTES = [*b"abcdefghijklmnopqrstuvwxyz .", *[0xC3, 0xA9, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x99, 0x82]]
 
@@ -203,6 +206,12 @@ class Process:
     shown: object = None  # the state that its latest heartbeat told
 
 
+def host_of(stage: str) -> str:
+    """Each group has one."""
+    name, group = stage.split()[0].split("-")[:2]
+    return f"group-{group}" if name in ("scheduler", "engine") else "front"
+
+
 def stages_of(groups: int, tp: int = 1) -> list[str]:
     """All stages' ids, of so many data-parallel groups of so many ranks."""
     front = ["gateway-0", "tokenizer-0", "detokenizer-0"]
@@ -225,9 +234,12 @@ class Simulation:
     ) -> None:
         self.random, self.moody, self.pages, self.tp = random, moody, pages, tp
         self.groups, self.stages = groups, stages_of(groups, tp)
-        self.options = SchedulerOptions(policy, depth, SLOTS, 24, tp=tp, watchdog=1e9)
+        self.options = SchedulerOptions(
+            policy, depth, SLOTS, 24, tp=tp, watchdog=1e9, groups=groups, host_loss=HOST_LOSS
+        )
         self.now = 0.0
         self.lives = 0
+        self.cut = ""  # the host that nobody else can reach; see host_of
         self.links: dict[tuple[str, int, str], deque[Message]] = {}
         self.clients: dict[str, Client] = {}
         self.processes: dict[str, Process] = {}
@@ -247,7 +259,8 @@ class Simulation:
         if name == "tokenizer":
             encoder = PromptEncoder(None, ChatTemplates({}, {}, str), 100, 10_000)
             router, gateways = Router("round-robin", self.groups), ["gateway-0"]
-            return TokenizerCore(encoder, router, self.groups, EOS, stage, incarnation, gateways)
+            watch = GroupWatch(self.groups, HOST_LOSS)
+            return TokenizerCore(encoder, router, watch, EOS, stage, incarnation, gateways)
         if name == "scheduler":
             peers = ["tokenizer-0"], ["detokenizer-0"]
             return SchedulerCore(self.options, int(number), incarnation, *peers)
@@ -385,7 +398,11 @@ class Simulation:
     def deliver(self) -> bool:
         """One message of a random queue, or the end of a step, a trial or a compilation; False if
         there is none."""
-        waiting = [key for key, queue in self.links.items() if queue and key[2] in self.processes]
+        waiting = [
+            key
+            for key, queue in self.links.items()
+            if queue and key[2] in self.processes and self._joined(key[0], key[2])
+        ]
         computing = [
             (stage, process.core.done)
             for stage, process in self.processes.items()
@@ -397,7 +414,7 @@ class Simulation:
             sender, incarnation, receiver = key = waiting[chosen]
             message = self.links[key].popleft()
             header = Header(PROTOCOL, sender, incarnation, 0, 0.0)
-            if self.processes[receiver].fence.passes(header):
+            if self.processes[receiver].fence.passes(header, self.now):
                 self.feed(receiver, message)
             return True
         chosen -= len(waiting)
@@ -408,6 +425,10 @@ class Simulation:
             self._answer(busy[chosen - len(computing)])
         return bool(computing or busy)
 
+    def _joined(self, one: str, other: str) -> bool:
+        """Whether there is a way between two stages; what is sent meanwhile waits for it."""
+        return self.cut not in (host_of(one), host_of(other)) or host_of(one) == host_of(other)
+
     def _answer(self, stage: str) -> None:
         """The end of a trial, or of a compilation: whichever comes first."""
         process = self.processes[stage]
@@ -415,10 +436,12 @@ class Simulation:
         if isinstance(asked, Compile):
             self.feed(stage, process.core.compiled(asked))  # type: ignore[attr-defined]
             return
-        submit = process.core.encoding(asked.request_id, asked.attempt)  # type: ignore[attr-defined]
+        submit = process.core.untried(asked.request_id, asked.attempt)  # type: ignore[attr-defined]
         if submit is not None:
-            said = trial(submit.params.structured_outputs)
-            self.feed(stage, Tried(asked.request_id, asked.attempt, 400 if said else 0, said))
+            spec = submit.params.structured_outputs
+            said, known = trial(spec), digest(spec)
+            status, slow = 400 if said else 0, known[0] % 2 == 0
+            self.feed(stage, Tried(asked.request_id, asked.attempt, status, said, known, slow))
 
     def tick(self, seconds: float) -> bool:
         """Time passes, and every stage's timer fires."""

@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import msgspec  # noqa: E402
-from simulated import Simulation  # noqa: E402
+from simulated import HOST_LOSS, Simulation, host_of  # noqa: E402
 from simulated_engine import PAGE_SIZE, POISON, EngineNode  # noqa: E402
 from simulated_grammars import DEAD, HUGE, WRONG, spec_of  # noqa: E402
 
@@ -45,8 +45,10 @@ EVENTS = (
     "held", "grammar", "grammar refused", "grammar that engines cannot have",
     "grammar that a new engine cannot have", "grammar without an end", "preparing",
     "death amid compiling", "end amid compiling", "preemption with a grammar", "jump",
-    "token that was forced before",
+    "token that was forced before", "loss of a host", "hand-over by the detokenizer",
+    "late word of a lost host",
 )  # fmt: skip
+TOKENIZER, DETOKENIZER = "tokenizer-0", "detokenizer-0"
 STEPS = 60  # of a story
 MOST = 25  # tokens of an answer
 # Grammars of whoever comes, with their lengths; most have none.
@@ -162,6 +164,7 @@ class Story(Simulation):
         self._watches: dict[tuple[str, int], Watch] = {}
         self._preparing: Counter[tuple[str, int]] = Counter()
         self._lying = False
+        self._told = 0  # the detokenizer that heard what a lost host had said
         random = Random(seed)
         groups, tp = random.choice([(1, 1), (1, 1), (2, 1), (1, 2)])
         super().__init__(
@@ -170,6 +173,9 @@ class Story(Simulation):
         )  # fmt: skip
 
     def heard(self, stage: str, event: Message, sends: list[Send]) -> None:
+        if stage == DETOKENIZER:
+            told = [send for send in sends if send.channel == "recovery" and send.to == TOKENIZER]
+            self.seen["hand-over by the detokenizer"] += isinstance(event, HandOver) and len(told)
         if stage.startswith("scheduler"):
             life = stage, self.processes[stage].incarnation
             stats = self.processes[stage].core.stats()  # type: ignore[attr-defined]
@@ -191,9 +197,11 @@ class Story(Simulation):
         happenings = (
             [self._submit] * 6 + [self._deliver] * 8 + [self._time_passes] * 2 + [self._die]
             + [self._leave, self._hang_up, self._follow_up, self._doubt, self.start_all]
+            + [self._cut, self._join]
         )  # fmt: skip
         for _ in range(STEPS):
             self.random.choice(happenings)()
+        self._outlive_cut()
         for _ in range(2):  # ranks that a late word condemned are complained of after five seconds
             self.run()
         self.check()
@@ -281,6 +289,39 @@ class Story(Simulation):
         if self.clients:
             self.hang_up(self.random.choice(sorted(self.clients)))
             self.seen["hang-up"] += 1
+
+    def _cut(self) -> None:
+        """A host is lost, or the way to it."""
+        if self.groups > 1 and not self.cut:
+            self.cut = f"group-{self.random.randrange(self.groups)}"
+            known = self.processes.get(DETOKENIZER)
+            whole = known is not None and known.core._roll_call.complete  # type: ignore[attr-defined]
+            self._told = known.incarnation if known is not None and whole else 0
+            self.seen["loss of a host"] += 1
+
+    def _join(self) -> None:
+        """It is back, soon or after everybody has gone on without it."""
+        if self.cut and self.random.random() < 0.5:
+            self._outlive_cut()
+        self.cut = ""
+
+    def _outlive_cut(self) -> None:
+        """All requests end without the host that is lost, if the others know what they had of it.
+        Its late words change nothing."""
+        if not self.cut:
+            return
+        for _ in range(int(HOST_LOSS) + 10):
+            self.start_all()
+            while self.deliver():
+                pass
+            self.tick(1.0)
+        if self.processes[DETOKENIZER].incarnation == self._told:
+            self.check()
+        late = [
+            link for link, queue in self.links.items() if queue and host_of(link[0]) == self.cut
+        ]
+        self.seen["late word of a lost host"] += len(late)
+        self.cut = ""
 
     def _doubt(self) -> None:
         """A rank's memory decides otherwise, as the next digests will say."""

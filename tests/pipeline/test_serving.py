@@ -104,6 +104,33 @@ def test_cache_salt_separates_prefix_caches(server):
     assert salted.usage.prompt_tokens_details.cached_tokens == 0
 
 
+def test_extra_keys_separate_prefix_caches_in_every_dialect(server):
+    question = copy_task(random.Random(15), 40)[0]
+    turns = [{"role": "user", "content": question}]
+    bodies = {
+        "chat/completions": ({"messages": turns}, ("prompt_tokens_details", "cached_tokens")),
+        "completions": ({"prompt": question}, ("prompt_tokens_details", "cached_tokens")),
+        "responses": ({"input": question}, ("input_tokens_details", "cached_tokens")),
+        "messages": ({"messages": turns}, ("cache_read_input_tokens",)),
+    }
+
+    def cached(path, **salts):
+        body, way = bodies[path]
+        most = "max_output_tokens" if path == "responses" else "max_tokens"
+        status, answer = server.post(f"/v1/{path}", {**body, most: 2, "temperature": 0, **salts})
+        assert status == 200, answer
+        found = answer["usage"]
+        for name in way:
+            found = found[name]
+        return found
+
+    for path in bodies:
+        tenants = [{"extra_key": f"{path} a"}, {"extra_key": f"{path} b"}]
+        tenants += [{**tenant, "cache_salt": "s"} for tenant in tenants]
+        assert [cached(path, **tenant) for tenant in tenants] == [0] * 4, path
+        assert all(cached(path, **tenant) >= 32 for tenant in tenants), path
+
+
 def test_nothing_of_before_is_found_behind_a_reset_of_the_prefix_cache(server):
     question = copy_task(random.Random(13), 40)[0]
     ask(server, question, max_tokens=2)
@@ -303,6 +330,10 @@ def test_texts_become_ids_and_ids_texts(server):
     _, rendered = server.post("/tokenize", {**chat, "add_generation_prompt": False})
     assert rendered["tokens"] == found["tokens"]
     _, opened = server.post("/tokenize", chat)
+    ours = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert server.post("/tokenize", {**chat, "chat_template": ours})[0] == 400  # as of a chat
+    counted = server.post("/tokenize", {**chat, "temperature": 0.5, "max_tokens": 9, "n": 3})
+    assert counted == (200, opened)
     assert (
         opened["tokens"][: found["count"]] == found["tokens"] and opened["count"] > found["count"]
     )

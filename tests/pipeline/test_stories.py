@@ -55,7 +55,7 @@ def test_without_surprises_there_are_pages_for_what_is_planned():
             assert plans <= WAVES * (25 + 2 * many), f"one after the other, in {plans} plans"
         preempted, deferred = preempted + seen["preemption"], deferred + seen["deferral"]
     assert preempted, "there were always enough"
-    assert deferred * 20 < preempted, f"{deferred} steps were promised pages that were not there"
+    assert not deferred, f"{deferred} steps were promised pages that were not there"
 
 
 class Quiet(Simulation):

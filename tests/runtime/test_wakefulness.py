@@ -86,12 +86,13 @@ def test_a_stages_process_does_what_is_set(setting, monkeypatch):
 
     class Ended(Shell):
         async def run(self):
-            given.append(self._patience)
+            given.append(self._process.patience)
 
     monkeypatch.setattr(entry, "Shell", Ended)
     topology = topologies.local(settings, "inproc://wakefulness-")
     options = argparse.Namespace(listen_fd=[], child=False)
-    asyncio.run(entry._run(settings, topology, Identity("scheduler"), options))
+    ties = entry.Ties(1, None, None)
+    asyncio.run(entry._run(settings, topology, Identity("scheduler"), options, ties))
     assert given == [PATIENCE if setting == "always" else 0.0]
 
 

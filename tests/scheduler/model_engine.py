@@ -8,7 +8,10 @@ that follow.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from random import Random
 
 from pipeinfer.messages import (
     PROTOCOL,
@@ -30,6 +33,9 @@ from pipeinfer.params import StructuredOutputs
 from pipeinfer.step_cost import StepCost
 
 VOCABULARY = 50
+COSTLY = StructuredOutputs(regex="b")  # the grammar whose masks cost UNITS, each
+CHANGING = StructuredOutputs(regex="a")  # that whose masks cost as much now and then
+UNITS = 30_000
 
 
 class Panic(AssertionError):
@@ -85,7 +91,11 @@ class Slot:
 
 
 class ModelEngine:
-    """Applies plans at once; `outbox` holds what it would send, in order."""
+    """Applies plans at once; `outbox` holds what it would send, in order.
+
+    What a plan admitted is known once the plan was applied, and results come when steps have ended:
+    at random Admitted(N) comes before results of plans before N, as many as are still to be sent.
+    """
 
     def __init__(
         self,
@@ -96,8 +106,12 @@ class ModelEngine:
         caching: bool,
         step_cost: StepCost | None = None,
         forces: int = 0,
+        overtakes: Callable[[int], int] | None = None,
     ) -> None:
-        """`forces`: of requests with a grammar up to so many tokens may be forced at a time."""
+        """`forces`: of requests with a grammar up to so many tokens may be forced at a time.
+        `overtakes`: of so many results that are to be sent, how many an Admitted comes before."""
+        by_chance = partial(Random(0).randint, 0)
+        self._overtakes = by_chance if overtakes is None else overtakes
         self.step_cost, self.forces = step_cost, forces
         self.pages, self.page_size, self.max_slots = pages, page_size, slots
         self.budget, self.caching = budget, caching
@@ -182,10 +196,12 @@ class ModelEngine:
         if plan.admits:
             slots = [admit.slot for admit in plan.admits]
             cached = pack([len(self.slots[slot].shared) * self.page_size for slot in slots])
-            self.outbox.append(
-                Admitted(plan.epoch, plan.number, pack(slots), cached, self.free, self.evictable)
+            admitted = Admitted(
+                plan.epoch, plan.number, pack(slots), cached, self.free, self.evictable
             )
+            self._admitted(admitted)
         starts, counts, produced, deferred = zip(*done, strict=True) if done else ((),) * 4
+        sampled = [slot for (slot, _), (*_, ids, _) in zip(rows, done, strict=True) if ids]
         self.outbox.append(
             Result(
                 plan.epoch,
@@ -199,8 +215,24 @@ class ModelEngine:
                 self.free,
                 self.evictable,
                 0,
+                mask_units={slot: n for slot in sampled if (n := self._mask_units(slot)) >= 0},
             )
         )
+
+    def _admitted(self, told: Admitted) -> None:
+        """Puts it before some of the results that are still to be sent, or behind all."""
+        results = 0
+        while results < len(self.outbox) and isinstance(self.outbox[-1 - results], Result):
+            results += 1
+        self.outbox.insert(len(self.outbox) - self._overtakes(results), told)
+
+    def _mask_units(self, number: int) -> int:
+        """-1: that is no news."""
+        slot = self.slots[number]
+        spec = slot.admit.params.structured_outputs
+        if spec == COSTLY or (spec == CHANGING and len(slot.tokens) % 7 == 0):
+            return UNITS
+        return 500 if spec == CHANGING else -1
 
     def _prefixes(self, tokens: list[int], count: int) -> list[tuple[int, ...]]:
         size = self.page_size

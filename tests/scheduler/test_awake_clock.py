@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_scheduler_core import pipeline
 
+from pipeinfer.awake import PAUSE, AwakeClock
 from pipeinfer.events import Tick
 from pipeinfer.messages import GroupFault
-from pipeinfer.scheduler.awake import PAUSE, AwakeClock
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 5, width=32)), max_size=40))

@@ -57,6 +57,14 @@ def test_a_prompt_waits_where_there_is_no_page():
     assert (short.rows, short.pages.taken) == ([(prompt, 2 * SIZE)], 2)
 
 
+@pytest.mark.parametrize("pages", [0, 1, 2])
+def test_a_prompt_in_the_middle_of_a_page_gets_the_rest_of_it_and_all_pages_that_are_left(pages):
+    prompt = running("prompt", 0, 40, 2 * SIZE + 1)
+    short = board([prompt], pages=pages)
+    short.continue_prompts()
+    assert (short.rows, short.pages.taken) == ([(prompt, SIZE - 1 + pages * SIZE)], pages)
+
+
 def test_where_nobody_says_how_many_prompts_get_all_that_is_left():
     decode, prompt = running("decode", 0, 8, 8), running("prompt", 1, 200, 20)
     step = board([decode, prompt])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from test_scheduler_core import Client, Pipeline, pipeline
 
@@ -17,9 +19,9 @@ from pipeinfer.scheduler.request import Request, from_work
 REGEX = StructuredOutputs(regex="a")
 
 
-def wants(name: str, spec: StructuredOutputs | None = REGEX) -> Request:
+def wants(name: str, spec: StructuredOutputs | None = REGEX, **more: Any) -> Request:
     params = SamplingParams(structured_outputs=spec)
-    return from_work(Work(name, 1, 0, 0, pack([1]), params, 0), 1, 0.0)
+    return from_work(Work(name, 1, 0, 0, pack([1]), params, 0, **more), 1, 0.0)
 
 
 def started(tp: int = 1) -> Preparation:
@@ -69,6 +71,40 @@ def test_new_processes_are_asked_anew_and_the_same_ones_are_not():
     made.begin((11,))
     assert made.hold(wants("again"))
     assert [one.request_id for one in made.due(0.1)] == ["other", "again"]
+
+
+def test_of_what_takes_long_one_is_asked_for_at_a_time_and_clients_take_turns():
+    made, now = started(), 0.0
+    for n, (client, slow) in enumerate([("many", True)] * 4 + [("few", True), ("many", False)]):
+        spec = StructuredOutputs(regex=f"a{{{n}}}")
+        assert made.hold(wants(f"{client}{n}", spec, client=client, slow_grammar=slow))
+
+    def asked() -> list[str]:
+        nonlocal now
+        now += preparation.AGAIN
+        return [one.request_id for one in made.due(now)]
+
+    assert asked() == ["many0", "many5"], "what is quick waits for nobody"
+    made.answered(Prepared(0, 10, "many5"))
+    order: list[str] = []
+    while names := asked():
+        order += names
+        made.answered(Prepared(0, 10, names[0]))
+    assert order.index("few4") <= 2
+    assert sorted(order) == ["few4", *(f"many{n}" for n in range(4))]
+
+
+def test_a_turn_of_who_has_left_is_nobodys():
+    made = started()
+    requests = [
+        wants(f"{n}", StructuredOutputs(regex="a" * n), slow_grammar=True) for n in range(1, 5)
+    ]
+    for request in requests:
+        made.hold(request)
+    assert [one.request_id for one in made.due(0.0)] == ["1"]
+    for request in requests[:3]:
+        made.forget(request)
+    assert [one.request_id for one in made.due(0.0)] == ["4"]
 
 
 def test_those_used_last_are_taken_to_be_there(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeinfer.messages import Ended, GroupStatus, RankStatus, State, Work
 from pipeinfer.scheduler.announcer import Announcer
+from pipeinfer.scheduler.options import SchedulerOptions
 from pipeinfer.scheduler.ranks import SILENCE, Ranks
 
 
@@ -55,6 +56,15 @@ def test_a_rank_that_falls_silent_is_noticed_and_comes_back():
     assert not ranks.silent
 
 
+def test_a_rank_that_is_silent_for_too_long_is_gone():
+    ranks = Ranks(host_loss=20.0)
+    ranks.hear(said(0, 5), 0.0)
+    assert not ranks.check(20.0) and not ranks.gone
+    assert ranks.check(20.1) and ranks.gone
+    ranks.hear(said(0, 5), 20.2)
+    assert not ranks.check(20.2) and not ranks.gone
+
+
 def test_one_that_has_ended_is_gone_however_long_nobody_starts_it():
     ranks = Ranks()
     ranks.hear(said(0, 5), 0.0)
@@ -64,7 +74,7 @@ def test_one_that_has_ended_is_gone_however_long_nobody_starts_it():
 
 
 def test_tokenizers_are_told_at_a_change_and_twice_a_second():
-    announcer = Announcer(0, 1, 1)
+    announcer = Announcer(0, 1, SchedulerOptions())
 
     def told() -> GroupStatus:
         return GroupStatus(0, 1, "serves")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.messages import Work
+from pipeinfer.logprobs import size
+from pipeinfer.messages import Delivered, Work
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler.request import UNKNOWN_OUTPUT, Request, from_work
@@ -138,3 +139,36 @@ def test_a_jump_without_pages_is_computed_later_like_a_prompt():
     one.confirm(11)
     one.confirm(11)
     assert (one.prefilling, one.projected, one.ahead) == (True, 11, 6)
+
+
+def scored_request(prompt: int = 4) -> Request:
+    """One that wants log-probs of its output and of its prompt, without alternatives."""
+    params = SamplingParams(max_tokens=8, logprobs=0, prompt_logprobs=0)
+    made = from_work(Work("r", 1, 0, 0, pack(range(prompt)), params, 0), 1, 0.0)
+    made.max_total = prompt + 8
+    return made
+
+
+def test_what_is_cut_off_takes_its_scores_with_it():
+    one, width = scored_request(), size(0)
+    one.accept([5, 6, 7], b"".join(bytes([n]) * width for n in (5, 6, 7)))
+    one.cut(2)
+    assert list(one.outputs) == [5, 6]
+    assert one.logprobs == bytes([5]) * width + bytes([6]) * width
+
+
+def test_of_what_was_delivered_and_what_is_known_the_longer_scores_of_the_prompt_stay():
+    """A detokenizer may have got less of them than another scheduler has told already."""
+    one, width = scored_request(), size(0)
+    assert one.scored == 1, "the first token has none, which is known"
+    whole = bytes(width) + bytes([9]) * 2 * width
+    for told in (whole, whole[: 2 * width], b""):
+        one.resume(Delivered("r", 1, pack([7]), logprobs=bytes(width), prompt_logprobs=told))
+        assert one.prompt_logprobs == whole and one.scored == 3
+
+
+def test_scores_of_a_prompt_that_overlap_what_is_known_count_once():
+    one, width = scored_request(), size(0)
+    assert one.score(1, bytes([1]) * 2 * width) == 2
+    assert one.score(2, bytes([2]) * 2 * width) == 1
+    assert one.prompt_logprobs == bytes(width) + bytes([1]) * 2 * width + bytes([2]) * width

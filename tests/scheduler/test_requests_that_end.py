@@ -6,10 +6,21 @@ import gc
 
 import msgspec
 import pytest
-from test_scheduler_core import Pipeline, pipeline
+from test_scheduler_core import STOPS, Client, Pipeline, pipeline
 
 from pipeinfer.events import Tick
-from pipeinfer.messages import Abort, Done, Plan, Refused, Release, Result, StopHit, Work
+from pipeinfer.messages import (
+    Abort,
+    Delivered,
+    Done,
+    HandOver,
+    Plan,
+    Refused,
+    Release,
+    Result,
+    StopHit,
+    Work,
+)
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.scheduler import policies
@@ -126,7 +137,7 @@ def test_cached_tokens_are_those_of_the_first_admission_however_early_it_was_tak
 ):
     policy = TakesBack()
     monkeypatch.setattr(policies, "create", lambda _name: policy)
-    p = pipeline(pages=200, slots=4, budget=64)
+    p = pipeline(pages=200, slots=4, budget=64, overtakes=lambda _results: 0)
     p.deliver()
     p.deliver()
     first = p.submit([7] * 6, 30)
@@ -260,3 +271,32 @@ def test_each_way_of_ending_is_counted_as_what_it_is():
         "handed_over": 0,
     }  # fmt: skip
     assert p.core.stats()["accepted_total"] == 8 and p.core.idle()
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        StopHit("r", 1, 1),
+        Abort("r", 1),
+        HandOver("r", 1),
+        Delivered("r", 1, pack([1, 2]), ended=True, finish="length"),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+@pytest.mark.parametrize("running", [True, False])
+def test_what_is_said_of_an_earlier_attempt_ends_no_later_one(late, running):
+    """A gateway has sent it again, and what was under way to the one before arrives."""
+    p = pipeline()
+    if running:
+        p.deliver()
+        p.deliver()
+    prompt = [5, 6, 7]
+    p.clients["r"] = Client(prompt, 20, 0)
+    params = SamplingParams(max_tokens=20)
+    for attempt in (1, 2):
+        p.feed(Work("r", attempt, 0, 0, pack(prompt), params, 0, eos_ids=STOPS))
+    while running and not p.clients["r"].outputs:
+        p.deliver()
+    p.feed(late)
+    assert p.core._live["r"].work.attempt == 2
+    p.settle()

@@ -284,12 +284,12 @@ def test_ids_of_requests_that_are_over_are_remembered_for_a_minute() -> None:
     ledger = Ledger((), ())
     for number in range(1_000):
         ledger.end(str(number), number * 1e-3)
-    assert all(ledger.settled(str(number)) for number in range(1_000))
+    assert all(ledger.settled(str(number), 1) for number in range(1_000))
     for number in range(1_000, 1_000 + REMEMBERED):
         ledger.end(str(number), 1.0)
-    assert not ledger.settled("0") and ledger.settled(str(999 + REMEMBERED))
+    assert not ledger.settled("0", 1) and ledger.settled(str(999 + REMEMBERED), 1)
     ledger.end("later", 1.0 + LATELY)
-    assert ledger.settled("later") and not ledger.settled(str(999 + REMEMBERED))
+    assert ledger.settled("later", 1) and not ledger.settled(str(999 + REMEMBERED), 1)
 
 
 def test_a_request_that_a_stop_string_ended_is_kept_up_to_its_cut() -> None:

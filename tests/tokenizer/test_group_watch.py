@@ -53,6 +53,15 @@ def test_a_report_is_what_the_scheduler_said():
     assert GroupWatch().hear(told, 0.0) == Report(True, 500, 1600, 112, 4, 5)
 
 
+def test_late_words_of_an_epoch_that_ended_do_not_count():
+    watch = GroupWatch()
+    assert watch.hear(said(0, epoch=4), 0.0)
+    assert watch.hear(said(0, "waits", epoch=3), 0.1) is None
+    assert up(watch.hear(said(0, epoch=4, tokens=7), 0.2))
+    assert watch.hear(said(0, incarnation=2, epoch=1), 0.3), "another process counts anew"
+    assert watch.hear(said(0, epoch=9), 0.4) is None
+
+
 def test_late_words_of_a_scheduler_that_ended_do_not_count():
     watch = GroupWatch()
     watch.hear(said(0, incarnation=5), 0.0)

@@ -40,7 +40,8 @@ from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.apart import encoded
 from pipeinfer.tokenizer.core import AT_ONCE, TokenizerCore
 from pipeinfer.tokenizer.events import Encode, Encoded
-from pipeinfer.tokenizer.lanes import CHAPTER, Lanes
+from pipeinfer.tokenizer.group_watch import GroupWatch
+from pipeinfer.tokenizer.lanes import BOOK, CHAPTER, Lanes
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.routing import Router
 from pipeinfer.tokenizer.stage import make_core
@@ -61,7 +62,7 @@ def encoder(max_model_len: int = 100_000) -> PromptEncoder:
 
 def make(groups: int = 1, gateways: tuple[str, ...] = ()) -> TokenizerCore:
     router = Router("round-robin", groups)
-    return TokenizerCore(encoder(), router, groups, (), "tokenizer-0", 7, gateways)
+    return TokenizerCore(encoder(), router, GroupWatch(groups), (), "tokenizer-0", 7, gateways)
 
 
 def asked(core: TokenizerCore, event: Submit) -> Encode:
@@ -107,7 +108,7 @@ def test_short_prompts_and_token_ids_are_encoded_at_once() -> None:
 
 def test_what_cannot_fit_is_refused_by_its_length_alone() -> None:
     router = Router("round-robin", 1)
-    core = TokenizerCore(encoder(max_model_len=2048), router, 1, ())
+    core = TokenizerCore(encoder(max_model_len=2048), router, GroupWatch(), ())
     begun = time.thread_time()
     (send,) = core.handle(submit(text="a" * 5_000_000), 0.0)
     assert time.thread_time() - begun < 0.1
@@ -286,9 +287,9 @@ class Harness:
         self.fed: list[Encoded] = []
         self.lanes = Lanes(folder, settings, lambda name, _: self.submits.get(name))
 
-    def ask(self, name: str, weight: int, **prompt: Any) -> None:
+    def ask(self, name: str, weight: int, client: str = "", **prompt: Any) -> None:
         self.submits[name] = submit(name, **prompt)
-        self.lanes.deliver(Encode(name, 1, weight))
+        self.lanes.deliver(Encode(name, 1, weight, client))
 
     def feed(self, event: Message) -> None:
         assert isinstance(event, Encoded)
@@ -330,13 +331,32 @@ async def test_lanes_give_the_ids_that_the_stage_would_give(lanes: Harness) -> N
 
 
 @with_lanes
-async def test_the_lightest_goes_first_and_chapters_never_wait_for_books(lanes: Harness) -> None:
-    lanes.ask("book", 30 * CHAPTER, text="word " * 1_000_000)
+async def test_clients_take_turns_and_no_lane_waits_for_another(lanes: Harness) -> None:
+    lanes.ask("library", BOOK + 1, text="word " * 1_000_000)
+    lanes.ask("book", BOOK, text=LONG)
     lanes.ask("warm", 1, text=SHORT)
-    for name, weight in (("c", 30_000), ("a", 10_000), ("gone", 5_000), ("b", 20_000)):
-        lanes.ask(name, weight, text=LONG)
+    for n in range(5):
+        lanes.ask(f"many{n}", 10_000, "key", text=LONG)
+    lanes.ask("gone", 5_000, "left", text=LONG)
+    lanes.ask("few", 20_000, "other", text=LONG)
     del lanes.submits["gone"]
-    assert await lanes.until(5) == ["warm", "a", "b", "c", "book"]
+    order = await lanes.until(9)
+    assert order.index("book") < order.index("library")
+    chapters = [name for name in order if name not in ("book", "library")]
+    assert chapters == ["warm", "many0", "many1", "few", "many2", "many3", "many4"]
+    assert order.index("many4") < order.index("library")
+
+
+@with_lanes
+async def test_one_larger_prompt_is_not_overtaken_for_ever(lanes: Harness) -> None:
+    """Light ones come again and again, each of a client that nobody has seen."""
+    lanes.ask("warm", 50_000, text=SHORT)
+    lanes.ask("heavy", 200_000, "honest", text=SHORT)
+    for n in range(20):
+        lanes.ask(f"light{n}", 50_000, f"new{n}", text=SHORT)
+        await lanes.until(n + 1)
+    order = await lanes.until(22)
+    assert order.index("heavy") <= 6, order
 
 
 @with_lanes

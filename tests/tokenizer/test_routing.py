@@ -127,6 +127,20 @@ def test_a_new_epoch_forgets_what_was_cached_and_evictions_forget_the_oldest():
     assert choose(router, "c", old) == 1
 
 
+def test_what_was_evicted_is_forgotten_once_however_reports_go_back_and_forth():
+    router = Router("prefix", 2)
+    old, new = prompt(0, 3 * BLOCK), prompt(1, 6 * BLOCK)
+    router.report(1, Report(up=False))
+    for name, ids in (("old", old), ("new", new)):
+        choose(router, name, ids)
+        router.ended(name)
+    for evicted in (3 * BLOCK, 0) * 3 + (3 * BLOCK,):  # those of `old`
+        router.report(0, Report(up=True, evicted=evicted))
+    router.report(0, Report(up=True, tokens=BLOCK, evicted=3 * BLOCK, requests=1))
+    router.report(1, Report(up=True))
+    assert choose(router, "again", new) == 0, "it is cached there"
+
+
 def test_a_request_that_an_earlier_process_sent_counts_where_it_is():
     router = Router("prefix", 2)
     ids = prompt(0, 3 * BLOCK)

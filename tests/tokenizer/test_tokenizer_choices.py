@@ -18,6 +18,7 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.encoding import Encoding, LongPrompt, first_choice
 from pipeinfer.tokenizer.events import Encoded
+from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.routing import Router
 from pipeinfer.tokenizer.templates import ChatTemplates
@@ -25,7 +26,7 @@ from pipeinfer.tokenizer.templates import ChatTemplates
 
 def make(groups: int = 1, routing: str = "round-robin") -> TokenizerCore:
     encoder = PromptEncoder(None, ChatTemplates({}, {}, str), 100, 1_000)
-    return TokenizerCore(encoder, Router(routing, groups), groups, ())
+    return TokenizerCore(encoder, Router(routing, groups), GroupWatch(groups), ())
 
 
 def submit(choices: tuple[int, ...] = (0, 1, 2), **fields: Any) -> Submit:

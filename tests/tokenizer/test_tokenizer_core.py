@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,16 @@ from tokenizer_folders import CHATML, write_json
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from pipeinfer.beats import GIVE_UP
 from pipeinfer.core import Send
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.messages import (
     Abort,
     Accepted,
+    Delivered,
     Done,
+    GroupStatus,
+    HandOver,
     Message,
     Recover,
     Recovered,
@@ -33,6 +38,7 @@ from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.core import TokenizerCore
+from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.prompts import PromptEncoder
 from pipeinfer.tokenizer.routing import Router
 from pipeinfer.tokenizer.stage import build, make_core
@@ -203,6 +209,9 @@ def test_a_prompt_keeps_its_last_tokens_and_may_then_be_longer(
     assert of_text == ([A, B, B + 1] * 60)[-left:]
     chat = [{"role": "user", "content": text}]
     assert len(ids(work(core, submit(max_tokens=most, chat=chat, params=params)))) == left
+    params = {**params, "truncation_side": "right"}
+    found = ids(work(core, submit(max_tokens=most, prompt_ids=pack(long), params=params)))
+    assert found == long[:left]
 
 
 def test_ends_may_be_the_only_ids_that_are_allowed(core: TokenizerCore) -> None:
@@ -271,9 +280,11 @@ def test_a_message_of_another_stage_is_an_error(core: TokenizerCore) -> None:
         core.handle(StopHit("r", 1, 1), 0.0)
 
 
-def two_groups(gateways: tuple[str, ...] = ()) -> TokenizerCore:
+def two_groups(gateways: tuple[str, ...] = (), host_loss: float = inf) -> TokenizerCore:
     encoder = PromptEncoder(None, ChatTemplates({}, {}, str), vocab_size=10, max_model_len=100)
-    return TokenizerCore(encoder, Router("round-robin", 2), 2, (), "tokenizer-0", 7, gateways)
+    return TokenizerCore(
+        encoder, Router("round-robin", 2), GroupWatch(2, host_loss), (), "tokenizer-0", 7, gateways
+    )
 
 
 def goes_to(core: TokenizerCore, event: Message) -> list[str]:
@@ -460,3 +471,79 @@ def test_ids_are_only_decoded(core: TokenizerCore) -> None:
     [told] = core.handle(asked, 0.0)
     assert isinstance(told.message, Accepted)
     assert (told.message.prompt_text, told.message.prompt_ids) == ("Hi 🙂", b"")
+
+
+class Hosts:
+    """A tokenizer with two groups, of which those in `up` are heard, and the time in seconds."""
+
+    def __init__(self) -> None:
+        self.core, self.now, self.up = two_groups(host_loss=5.0), 0.0, {0, 1}
+        self.at = 0.0
+
+    def wait(self, seconds: float) -> list[Send]:
+        said, until = [], self.now + seconds
+        while self.now < until:
+            self.now += 0.5
+            for group in self.up:
+                self.core.handle(GroupStatus(group, 1, "serves"), self.now)
+            said += self.core.handle(Tick(), self.now)
+        return said
+
+    def submit(self, *names: str) -> None:
+        for name in names:
+            self.core.handle(submit(name, prompt_ids=pack([1])), self.now)
+
+
+def test_requests_of_a_host_that_is_lost_go_on_at_another_group_as_the_next_attempt() -> None:
+    hosts = Hosts()
+    assert hosts.wait(1.0) == []
+    hosts.submit("a", "b")
+    hosts.up = {1}
+    assert hosts.wait(5.0) == []
+    asked = HandOver("a", 3, "tokenizer-0")
+    assert hosts.wait(1.0) == [Send("recovery", "detokenizer-0", asked)]
+    told = Delivered("a", 4, pack([7]))
+    sends = hosts.core.handle(told, hosts.now)
+    assert [(send.channel, send.to) for send in sends] == [
+        ("work", "scheduler-0"), ("recovery", "scheduler-1"), ("work", "scheduler-1"),
+        ("text", "gateway-1"),
+    ]  # fmt: skip
+    abort, delivered, work, accepted = (send.message for send in sends)
+    assert abort == Abort("a", 3, "another group goes on with it") and delivered == told
+    assert isinstance(work, Work) and isinstance(accepted, Accepted)
+    assert (work.attempt, accepted.attempt, accepted.group) == (4, 4, 1)
+    assert hosts.core.handle(told, hosts.now)[0] == sends[1], "told twice, nothing is aborted"
+    assert hosts.wait(3.0) == [], "nothing of it is left there"
+    sends = hosts.core.handle(Abort("a", 3), hosts.now)
+    assert {send.message.attempt for send in sends} == {4}, "its client hung up meanwhile"
+    assert {send.to for send in sends} == {"scheduler-0", "scheduler-1"}
+
+
+def test_requests_that_nobody_can_take_fail_when_their_host_does_not_come_back() -> None:
+    hosts = Hosts()
+    hosts.wait(1.0)
+    hosts.submit("a", "b")
+    hosts.up = set()
+    assert hosts.wait(GIVE_UP * 5.0) == []
+    refused = hosts.wait(1.0)
+    assert {(send.message.request_id, send.message.code) for send in refused} == {
+        ("a", "host_lost"), ("b", "host_lost")
+    }  # fmt: skip
+    assert {send.message.status for send in refused} == {503}
+
+
+def test_a_group_that_never_spoke_is_waited_for_as_long_as_one_that_was_lost() -> None:
+    hosts = Hosts()
+    hosts.up = {1}
+    hosts.submit("a", "b")
+    assert hosts.wait(5.0) == [] and hosts.core.stats()["groups_up"] == 2
+    assert [type(send.message) for send in hosts.wait(1.0)] == [HandOver]
+    assert hosts.core.stats()["groups_up"] == 1
+
+
+def test_a_tokenizer_that_was_stopped_finds_nobody_lost() -> None:
+    hosts = Hosts()
+    hosts.wait(1.0)
+    hosts.submit("a")
+    hosts.now += 3600.0
+    assert hosts.core.handle(Tick(), hosts.now) == [] and hosts.wait(3.0) == []

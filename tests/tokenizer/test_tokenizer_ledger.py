@@ -38,8 +38,8 @@ def test_the_end_goes_to_all_groups_that_may_have_something_of_it():
     known = ledger(*(Entry(work(name), 1) for name in "abc"))
     assert known.forget("a") == (1,)
     assert known.forget("a") is None and known.get("a") is None
-    known.move("b", 2)
-    assert list(known.of_group(2)) == [work("b")] and known.forget("b") == GROUPS
+    assert known.move("b", 2, 5) == work("b", 5)
+    assert list(known.of_group(2)) == [work("b", 5)] and known.forget("b") == GROUPS
     assert known.leaving(1) == [work("c")] and known.forget("c") == GROUPS
     assert len(known) == 0
 

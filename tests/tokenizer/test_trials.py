@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipeinfer.demo import demo_path
@@ -15,13 +16,17 @@ from pipeinfer.messages import Abort, Accepted, Message, Refused, Submit, Work
 from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.settings import Settings
 from pipeinfer.text.ends import grammar_setup
-from pipeinfer.tokenizer import encoding
-from pipeinfer.tokenizer.core import AT_ONCE, TokenizerCore
+from pipeinfer.tokenizer import verdicts
+from pipeinfer.tokenizer.core import AT_ONCE, TOGETHER, TokenizerCore
 from pipeinfer.tokenizer.events import Encode, Tried, Try
 from pipeinfer.tokenizer.stage import make_core
-from pipeinfer.tokenizer.trials import PROCESSES, Trials
+from pipeinfer.tokenizer.trials import QUICK, Trials
+from pipeinfer.tokenizer.verdicts import LONGEST, digest
 
-SLOW = StructuredOutputs(json=json.dumps({"type": "integer", "multipleOf": 999983}))
+
+def slow(number: int = 0) -> StructuredOutputs:
+    """What nobody has asked for before, and what takes 9 s."""
+    return StructuredOutputs(json=json.dumps({"multipleOf": 999_983 - number}))
 
 
 def asking(name: str, regex: str = "a", **fields: Any) -> Submit:
@@ -35,23 +40,40 @@ def core() -> TokenizerCore:
     return make_core(demo_path(), Settings())
 
 
+def tried(name: str, regex: str = "a", status: int = 0, message: str = "") -> Tried:
+    return Tried(name, 1, status, message, digest(StructuredOutputs(regex=regex)))
+
+
 def sent(core: TokenizerCore, event: Message) -> list[Message]:
     return [send.message for send in core.handle(event, 0.0)]
 
 
 def test_a_grammar_is_tried_before_the_request_goes_on_and_then_never_again(core) -> None:
-    assert sent(core, asking("one")) == [Try("one", 1, 1)]
+    assert sent(core, asking("one", client="c")) == [Try("one", 1, "c")]
     assert not core.idle()
     assert sent(core, asking("one")) == [], "the gateway says it again"
-    passed = sent(core, Tried("one", 1))
+    passed = sent(core, tried("one"))
     assert [type(message) for message in passed] == [Accepted, Work]
     assert [type(message) for message in sent(core, asking("two"))] == [Accepted, Work]
     assert core.idle()
 
 
+def test_engines_are_told_what_takes_long_to_compile_also_of_later_requests(core) -> None:
+    sent(core, asking("one", client="c"))
+    sent(core, asking("quick", "b"))
+    slow = msgspec.structs.replace(tried("one"), slow=True)
+    works = [m for m in (*sent(core, slow), *sent(core, asking("two"))) if isinstance(m, Work)]
+    assert [(w.request_id, w.client, w.slow_grammar) for w in works] == [
+        ("one", "c", True),
+        ("two", "", True),
+    ]
+    [quick] = [m for m in sent(core, tried("quick", "b")) if isinstance(m, Work)]
+    assert not quick.slow_grammar
+
+
 def test_what_does_not_compile_is_refused_and_so_is_whoever_asks_for_it_later(core) -> None:
-    assert sent(core, asking("one", "(a", choices=(0, 1)))[0] == Try("one", 1, 2)
-    refused = sent(core, Tried("one", 1, 400, "unclosed group"))
+    assert sent(core, asking("one", "(a", choices=(0, 1)))[0] == Try("one", 1)
+    refused = sent(core, tried("one", "(a", 400, "unclosed group"))
     assert [(r.request_id, r.status, r.param) for r in refused if isinstance(r, Refused)] == [
         ("one", 400, "structured_outputs"),
         ("one/1", 400, "structured_outputs"),
@@ -62,33 +84,76 @@ def test_what_does_not_compile_is_refused_and_so_is_whoever_asks_for_it_later(co
 
 def test_a_trial_that_could_not_be_made_says_nothing_of_the_grammar(core) -> None:
     sent(core, asking("one"))
+    sent(core, asking("beside"))
     [refused] = sent(core, Tried("one", 1, 500, "no process"))
-    assert isinstance(refused, Refused) and refused.status == 500
-    assert sent(core, asking("two")) == [Try("two", 1, 1)]
+    assert isinstance(refused, Refused) and (refused.request_id, refused.status) == ("one", 500)
+    assert core.untried("beside", 1) is not None
+    assert sent(core, asking("two")) == [Try("two", 1)]
 
 
 def test_a_long_prompt_is_encoded_when_its_grammar_has_passed(core) -> None:
     long = "x" * (AT_ONCE + 1)
-    assert sent(core, asking("one", text=long)) == [Try("one", 1, 1)]
-    [encode] = sent(core, Tried("one", 1))
-    assert isinstance(encode, Encode) and encode.request_id == "one"
+    assert sent(core, asking("one", text=long, client="c")) == [Try("one", 1, "c")]
+    [encode] = sent(core, tried("one"))
+    assert isinstance(encode, Encode) and (encode.request_id, encode.client) == ("one", "c")
+    assert core.encoding("one", 1) is not None and core.untried("one", 1) is None
 
 
-def test_whoever_left_meanwhile_is_not_passed_on(core) -> None:
-    sent(core, asking("one"))
+def test_whoever_left_meanwhile_is_not_passed_on_and_the_verdict_is_remembered(core) -> None:
+    sent(core, asking("one", "(a"))
     sent(core, Abort("one", 1))
-    assert core.encoding("one", 1) is None
-    assert sent(core, Tried("one", 1)) == []
-    assert sent(core, asking("two")) == [Try("two", 1, 1)], "nobody was there to remember it for"
+    assert core.untried("one", 1) is None
+    assert sent(core, tried("one", "(a", 400, "unclosed group")) == []
+    [refused] = sent(core, asking("two", "(a"))
+    assert isinstance(refused, Refused)
 
 
-def test_verdicts_are_remembered_up_to_a_number(core, monkeypatch) -> None:
-    monkeypatch.setattr(encoding, "REMEMBERED", 2)
+def test_one_verdict_is_for_all_that_wait_for_it_and_their_turns_are_dropped(core) -> None:
+    for name in ("one", "two", "three"):
+        sent(core, asking(name))
+    sent(core, asking("other", "b"))
+    passed = sent(core, tried("two"))
+    assert [m.request_id for m in passed if isinstance(m, Work)] == ["one", "two", "three"]
+    assert [core.untried(name, 1) for name in ("one", "two", "three")] == [None] * 3
+    assert core.untried("other", 1) is not None
+    assert sent(core, tried("one")) == [], "two processes tried it at the same time"
+
+
+def test_many_prompts_that_waited_for_one_grammar_hold_the_stage_up_no_longer_than_a_few(
+    core,
+) -> None:
+    text = "x " * (AT_ONCE // 20)
+    many = 3 * TOGETHER // len(text)
+    for n in range(many):
+        sent(core, asking(f"{n}", text=text))
+    passed = sent(core, tried("0"))
+    here = [m for m in passed if isinstance(m, Work)]
+    elsewhere = [m for m in passed if isinstance(m, Encode)]
+    assert len(here) + len(elsewhere) == many
+    assert 1 < len(here) <= TOGETHER // len(text)
+
+
+def test_a_thousand_new_grammars_push_no_verdict_out(core) -> None:
+    sent(core, asking("one", "(a"))
+    sent(core, tried("one", "(a", 400, "unclosed group"))
+    for n in range(1000):
+        sent(core, asking("other", f"b{n}"))
+        sent(core, tried("other", f"b{n}", 400, "it takes longer than 5 s to compile"))
+    [refused] = sent(core, asking("again", "(a"))
+    assert isinstance(refused, Refused) and refused.message == "unclosed group"
+
+
+def test_verdicts_are_remembered_up_to_a_number_and_a_length(core, monkeypatch) -> None:
+    monkeypatch.setattr(verdicts, "REMEMBERED", 2)
     for regex in ("a", "b", "c"):
         sent(core, asking(regex, regex))
-        sent(core, Tried(regex, 1))
+        sent(core, tried(regex, regex))
     found = [type(sent(core, asking("x" + regex, regex))[0]) for regex in ("c", "b", "a")]
     assert found == [Accepted, Accepted, Try]
+    sent(core, asking("long", "l"))
+    sent(core, tried("long", "l", 400, "quoted " * 1000))
+    [refused] = sent(core, asking("longer", "l"))
+    assert isinstance(refused, Refused) and len(refused.message) == LONGEST
 
 
 class Harness:
@@ -100,10 +165,10 @@ class Harness:
         setup = None if none else grammar_setup(demo_path())
         self.trials = Trials(setup, lambda name, _: self.submits.get(name), none, seconds)
 
-    def ask(self, name: str, spec: StructuredOutputs) -> None:
+    def ask(self, name: str, spec: StructuredOutputs, client: str = "") -> None:
         params = SamplingParams(structured_outputs=spec)
-        self.submits[name] = Submit(name, 1, 0, params, 0)
-        self.trials.deliver(Try(name, 1, len(name)))
+        self.submits[name] = Submit(name, 1, 0, params, 0, client=client)
+        self.trials.deliver(Try(name, 1, client))
 
     def feed(self, event: Message) -> None:
         assert isinstance(event, Tried)
@@ -115,29 +180,35 @@ class Harness:
                 await asyncio.sleep(0.005)
 
 
-async def test_one_that_takes_long_holds_nobody_up() -> None:
-    harness = Harness(seconds=2.0)
+async def test_what_takes_long_holds_nobody_up_whoever_sends_it() -> None:
+    """Each on a connection of its own, as if all were new."""
+    harness = Harness(seconds=0.5)
     await harness.trials.start(harness.feed)
-    for n in range(PROCESSES - 1):
-        harness.ask(f"slow{n}", SLOW)
-    for n in range(5):
-        harness.ask(f"{n}", StructuredOutputs(regex=f"a{{{n + 1}}}"))
-    harness.ask("bad", StructuredOutputs(regex="(a"))
-    await harness.until(lambda: len(harness.fed) == PROCESSES + 5)
-    await harness.trials.stop()
+    for n in range(6):
+        harness.ask(f"slow{n}", slow(n), f"host/x{n}")
+    harness.ask("good", StructuredOutputs(regex="a{3}"), "host/honest")
+    harness.ask("bad", StructuredOutputs(regex="(a"), "other/honest")
+    for n in range(6, 8):
+        harness.ask(f"slow{n}", slow(n), f"host/x{n}")
+    await harness.until(lambda: len(harness.fed) == 3)
     order = [one.request_id for one in harness.fed]
-    assert set(order[:6]) == {"0", "1", "2", "3", "4", "bad"}
-    verdicts = {one.request_id: (one.status, one.message) for one in harness.fed}
-    assert verdicts["3"] == (0, "") and verdicts["bad"][0] == 400
-    assert verdicts["slow0"][0] == 400 and "longer than 2 s" in verdicts["slow0"][1]
-    assert harness.trials.stats()["trials_ended_total"] == PROCESSES - 1
+    verdicts = {one.request_id: one for one in harness.fed}
+    assert set(order[:2]) == {"good", "bad"}, "before any that takes long has its verdict"
+    assert (verdicts["good"].status, verdicts["bad"].status) == (0, 400)
+    late = harness.fed[2]
+    assert late.status == 400 and "longer than 0.5 s" in late.message
+    assert late.grammar == digest(slow(int(late.request_id.removeprefix("slow"))))
+    assert (late.slow, verdicts["good"].slow) == (True, False)
+    assert harness.trials.stats()["trials_ended_total"] > 1
+    async with asyncio.timeout(5):
+        await harness.trials.stop()
 
 
 async def test_what_nobody_wants_any_more_is_not_tried_and_the_end_waits_for_nothing() -> None:
     harness = Harness()
     await harness.trials.start(harness.feed)
-    for n in range(PROCESSES):
-        harness.ask(f"slow{n}", SLOW)
+    for n in range(QUICK):
+        harness.ask(f"slow{n}", slow(n))
     harness.ask("gone", StructuredOutputs(regex="a"))
     del harness.submits["gone"]
     async with asyncio.timeout(5):

@@ -145,8 +145,11 @@ def test_fit_command_makes_a_model_of_a_recording(recorded, tmp_path):
     model = step_model.load(str(out))
     assert model.noise.scatter[0].above == model.noise.mixed[0].above == 0
     assert all(len(one.factors) == noise_fit.QUANTILES for one in model.noise.scatter)
-    for times in (model.turnaround, model.inbound, model.outbound):
+    for times in (model.turnaround, model.inbound):
         assert times == tuple(sorted(times)) and 0 < times[0] < times[-1] < 10
+    # On a busy machine all of it may be told as what each row takes.
+    assert model.outbound == tuple(sorted(model.outbound)) and 0 <= model.outbound[0]
+    assert 0 < model.outbound[-1] + model.outbound_row < 10
     assert 0 <= model.bubble[0] <= model.bubble[-1] < 10
     assert 0 < model.seconds(8, 400) < 10
 

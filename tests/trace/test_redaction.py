@@ -19,7 +19,7 @@ from pipeinfer.engine.core import StepFailed
 from pipeinfer.gateway import events as gateway
 from pipeinfer.messages import Message, PromptScores, Result, Submit, Work
 from pipeinfer.packing import pack, unpack
-from pipeinfer.params import SamplingParams
+from pipeinfer.params import SamplingParams, StructuredOutputs
 from pipeinfer.tokenizer import events as tokenizer
 from pipeinfer.trace import notes
 from pipeinfer.trace.permutation import Permutation
@@ -173,6 +173,20 @@ def test_end_of_sequence_keeps_its_id(recorded):
     for key in (KEY, secrets.token_hex(32)):
         how = redactor(key, "scheduler", model)
         assert eos and all(how.names.one(token) == token for token in eos)
+
+
+def test_turns_of_clients_whose_grammars_take_long_are_no_ids(recorded):
+    trace = recorded["scheduler"]
+    core = fresh(trace)
+    for n in range(3):
+        params = SamplingParams(structured_outputs=StructuredOutputs(regex="a" * n))
+        work = Work(f"r{n}", 1, 0, 0, pack([1]), params, 0, client="c", slow_grammar=True)
+        outputs(core, (0.0, work))
+    how = redactor(KEY, "scheduler", trace.header.settings["model"])
+    redacted = how.header(msgspec.structs.replace(trace.header, snapshot=snapshot(core)))
+    other = fresh(trace)
+    restore(other, redacted.snapshot)
+    assert other.stats()["preparing"] == 3
 
 
 def test_a_state_with_unknown_ids_is_refused(recorded):

@@ -149,6 +149,14 @@ LONG_CHAIN: dict[str, Any] = {
 }
 EXPLODING = "(" * 30 + "a" + "{1,30})" * 30
 RULES = "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(3000)) + 'r3000: "b"\n'
+# Each letter may go on, or begin, any of 600 rules; beside it one that begins so behind a Z alone,
+# which the trial of it hardly meets. And one that needs new states with each letter.
+NAMES = " | ".join(f"t{n}" for n in range(600))
+PARTS = "\n".join(f"t{n}: /[a-z]{{1,{n + 1}}}/ t{n * 7 % 600}?" for n in range(600))
+AMBIGUOUS = f"start: r+\nr: {NAMES}\n{PARTS}"
+LATE = f"start: /[^Z]*/ (/Z/ r+)?\nr: {NAMES}\n{PARTS}"
+COUNTS = "\n".join(f"T{n}: /[a-z]{{0,{n}}}x[a-z]{{0,{n}}}/" for n in range(400))
+GROWING = f"start: ({' | '.join(f'T{n}' for n in range(400))})+\n{COUNTS}"
 MANY_KEYS: dict[str, Any] = {
     "type": "object",
     "properties": {f"k{n}": {"type": "integer"} for n in range(1500)},
@@ -295,6 +303,12 @@ CASES: tuple[Case, ...] = (
     _case(
         "schemas that nobody knows yet",
         lambda: [chat(guided_regex=f"[a-c]{{{n}}}x") for n in range(1, 200)], "200",
+    ),
+    chats("an ambiguous grammar", "400", 8, guided_grammar=AMBIGUOUS),
+    chats("a grammar whose states grow", "400", 8, guided_grammar=GROWING),
+    chats(
+        "a grammar that is ambiguous later", "200 cut 500", 8,
+        guided_grammar=LATE, logit_bias={"90": 100}, max_tokens=30,
     ),
     chats("masks in every step", "200 cut", 16, guided_json=LIST_OF_TEXTS, max_tokens=500),
     chats("as many choices as may be", "200 cut", n=128, max_tokens=50, ignore_eos=True),

@@ -1,4 +1,4 @@
-"""The page of the fields of requests: from the bodies, field_help.py and foreign_fields.py.
+"""The page of the fields of requests: from the bodies, field_help.py and unsupported_fields.py.
 
 Chats and completions share most fields, which stand there once.
 """
@@ -15,14 +15,6 @@ from docs.markdown import page as page_of
 from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesRequest
 from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
 from pipeinfer.gateway.field_help import BY_BODY
-from pipeinfer.gateway.foreign_fields import (
-    HARMLESS,
-    INSTEAD,
-    MESSAGES_ALONE,
-    REFUSED_OF,
-    RESPONSES_ALONE,
-    Refusals,
-)
 from pipeinfer.gateway.schema import (
     Body,
     ChatRequest,
@@ -31,13 +23,23 @@ from pipeinfer.gateway.schema import (
     Generation,
     TokenizeRequest,
 )
+from pipeinfer.gateway.unsupported_fields import (
+    IGNORED,
+    INSTEAD,
+    MESSAGES_ALONE,
+    REFUSED_OF,
+    RESPONSES_ALONE,
+    Refusals,
+)
 
 INTRODUCTION = """Bodies are JSON objects. `null` is the same as not given. [The API](../api.md) \
 says how answers look, and [errors](errors.md) what is said of a wrong field."""
 REFUSED_SAID = """These fields change an answer in other servers and are not built. A value that \
 asks for nothing is taken: `null`, and the values in brackets. Any other value gets 400 with the \
 code `unsupported_parameter`. A field that only some bodies have is refused in the others."""
-IGNORED_SAID = """These fields change nothing here: {}.
+IGNORED_SAID = """These fields change nothing here:"""
+UNKNOWN_SAID = """`/tokenize` and `/v1/messages/count_tokens` also ignore fields that say how an \
+answer is chosen or shown.
 
 Whatever stands in no list of this page, a misspelt name perhaps, is ignored as well. Such fields \
 count in `pipeinfer_unknown_fields_total`, and the log names each once."""
@@ -79,13 +81,15 @@ def _refused() -> Iterator[str]:
     yield "## Refused"
     yield REFUSED_SAID
     yield bullets(
-        f"{who if who != 'others' else 'Others'}: {', '.join(_neutral(fields))}."
+        f"{who.replace('other', 'Other')}: {', '.join(_neutral(fields))}."
         for who, fields in REFUSED_OF.items()
     )
-    yield "The error names what to ask for in place of some:"
-    yield bullets(f"`{name}`: `{other}`" for name, other in INSTEAD.items())
+    yield "The error names what to ask for in place of some, the first that a body has:"
+    yield bullets(f"`{name}`: {codes(others)}" for name, others in INSTEAD.items())
     yield "## Ignored"
-    yield IGNORED_SAID.format(codes(sorted(HARMLESS)))
+    yield IGNORED_SAID
+    yield bullets(f"{why[0].upper()}{why[1:]}: {codes(names)}." for why, names in IGNORED.items())
+    yield UNKNOWN_SAID
 
 
 def _neutral(refused: Refusals) -> Iterator[str]:

@@ -12,8 +12,8 @@ import msgspec
 from msgspec import inspect
 
 from fuzz import examples, values
-from pipeinfer.gateway.foreign_fields import REFUSED
 from pipeinfer.gateway.schema import ChatRequest, CompletionRequest
+from pipeinfer.gateway.unsupported_fields import REFUSED
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 KINDS = {CHAT: ChatRequest, COMPLETION: CompletionRequest}

@@ -1,8 +1,9 @@
-"""Messages that are well typed and make no sense, a few in a row, to the core of a stage.
+"""Messages that are well typed and make no sense, to the core of a stage.
 
-An input names a stage and is a sequence of (channel, message). Whatever ids, stages and numbers
-they hold, a core takes them or drops them. Peers have keys and are of the same version, so what
-this finds is less urgent than what strangers reach.
+An input names a stage, to whose new core it gives a sequence of (channel, message); or it is a
+program for a scheduler and engines in a running epoch (running.py). Whatever ids, stages and
+numbers messages hold, a core takes them or drops them. Peers have keys and are of the same version,
+so what this finds is less urgent than what strangers reach.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ from __future__ import annotations
 import logging
 from random import Random
 
-from fuzz import mutation, wire_values
+from fuzz import mutation, radix, running, wire_values
 from pipeinfer.bus import frames
 from pipeinfer.bus.frames import Header
 from pipeinfer.core import Core
 from pipeinfer.events import Tick
 from pipeinfer.messages import PROTOCOL
-from pipeinfer.runtime.stage import TAKES, StageContext, builder
+from pipeinfer.runtime.stage import TAKES, TAKES_NOT, StageContext, builder
 from pipeinfer.settings import Settings
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Identity
 
 STAGES = ("gateway", "tokenizer", "scheduler", "detokenizer")
+RUNNING = len(STAGES)  # in place of a stage's number: a program
 MOST = 12  # messages of an input
+SHARE = 0.7  # of the inputs that are programs
 
 
 def make() -> Cores:
@@ -44,7 +47,8 @@ class Cores:
     instrumented = (
         "pipeinfer.gateway.core", "pipeinfer.tokenizer.core", "pipeinfer.scheduler.core",
         "pipeinfer.detokenizer.core", "pipeinfer.scheduler.epochs", "pipeinfer.scheduler.board",
-        "pipeinfer.tokenizer.prompts",
+        "pipeinfer.tokenizer.prompts", "pipeinfer.scheduler.flights", "pipeinfer.scheduler.request",
+        "pipeinfer.scheduler.planner", "pipeinfer.engine.core", "pipeinfer.memory.manager",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -53,8 +57,9 @@ class Cores:
             fresh(name)  # what is loaded at the first time is no part of an input
 
     def seeds(self) -> list[bytes]:
-        """For each stage one message of each kind."""
-        source, found = Random(2), []
+        """For each stage one message of each kind, and programs."""
+        source = Random(2)
+        found = [_program(source.randbytes(length)) for length in (20, 60, 120, 250, 500)]
         for number, name in enumerate(STAGES):
             pieces = [bytes([number])]
             for channel in TAKES[name]:
@@ -66,9 +71,12 @@ class Cores:
 
     def mutated(self, data: bytes, source: Random) -> bytes:
         """Another message in it, or one more."""
-        number = source.randrange(len(STAGES))
-        pieces = mutation.parts(data) or [bytes([number])]
-        number = (pieces[0] or b"\0")[0] % len(STAGES)
+        pieces = mutation.parts(data) or [b""]
+        number = (pieces[0] or b"\0")[0] % (RUNNING + 1)
+        if number == RUNNING:
+            return _program(radix.changed(b"".join(pieces[1:2]), source))
+        if source.random() < SHARE:
+            return _program(source.randbytes(source.randrange(radix.LONGEST)))
         if len(pieces) > 2 and source.random() < 0.5:
             at = source.randrange((len(pieces) - 1) // 2) * 2 + 2
             pieces[at] = wire_values.mutated(pieces[at], source)
@@ -79,11 +87,15 @@ class Cores:
         return mutation.joined(pieces[: 1 + 2 * MOST])
 
     def one(self, data: bytes) -> None:
-        """A fresh core takes the messages, each followed by a tick."""
+        """A fresh core takes the messages, each followed by a tick; or the program runs."""
         pieces = mutation.parts(data)
         if not pieces or not pieces[0]:
             return
-        name = STAGES[pieces[0][0] % len(STAGES)]
+        number = pieces[0][0] % (RUNNING + 1)
+        if number == RUNNING:
+            running.run(radix.Program(b"".join(pieces[1:2])))
+            return
+        name = STAGES[number]
         header = wire_values.encode(Header(PROTOCOL, "gateway-0", 1, 0, 0.0))
         core, now = None, 0.0
         for channel, body in zip(pieces[1::2], pieces[2::2], strict=False):
@@ -91,7 +103,7 @@ class Cores:
                 heard, _, message = frames.decode([channel, header, body])
             except frames.BadFrame:
                 continue
-            if heard in TAKES[name]:
+            if heard in TAKES[name] and not isinstance(message, TAKES_NOT.get(name, ())):
                 core = core or fresh(name)
                 now += 0.2
                 core.handle(message, now)
@@ -101,3 +113,8 @@ class Cores:
 
     def close(self) -> None:
         """Nothing was started."""
+
+
+def _program(data: bytes) -> bytes:
+    """An input that is one."""
+    return mutation.joined([bytes([RUNNING]), data])

@@ -115,4 +115,5 @@ _MAKERS: dict[type, Any] = {
     inspect.DictType: _dict,
     inspect.StructType: _struct,
     inspect.AnyType: _any,
+    inspect.Metadata: lambda info, source, depth: drawn(info.type, source, depth),
 }

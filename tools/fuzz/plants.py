@@ -156,6 +156,42 @@ def _one_too_many() -> None:
     MemoryManager._release, MemoryManager._share = releasing, sharing
 
 
+def _credits_go_back() -> None:
+    """cores: pages are as many as was said last, whichever plan it was said of."""
+    from pipeinfer.scheduler.credits import Credits
+
+    really = Credits.report
+
+    def report(self: Any, number: int, free: int, evictable: int) -> bool:
+        self._number = -1
+        return really(self, number, free, evictable)
+
+    Credits.report = report
+
+
+def _lost_page() -> None:
+    """cores: the rest of a page that a prompt has begun is counted as if it were taken."""
+    from pipeinfer.scheduler.credits import Allowance
+
+    def room(self: Allowance, start: int) -> int:
+        return max(self.left, 0) * self.page_size - start % self.page_size
+
+    Allowance.room = room
+
+
+def _ragged_result() -> None:
+    """cores: rows of a result are taken for those of its plan."""
+    from pipeinfer.bus import frames
+    from pipeinfer.packing import unpack
+    from pipeinfer.scheduler import flights
+
+    def checked(_flight: Any, result: Any) -> list[int]:
+        return (unpack(result.starts) + unpack(result.counts)).tolist()
+
+    frames._checks.clear()
+    flights._checked = checked
+
+
 @dataclass(frozen=True)
 class Plant:
     """`found`: what stands in the signature of the finding that it is found by."""
@@ -175,6 +211,9 @@ PLANTS: dict[str, Plant] = {
     "error-by-hand": Plant("http", _error_by_hand, "JSONDecodeError"),
     "split-forgets-locks": Plant("radix", _split_forgets_locks, "memory/radix.py"),
     "one-too-many": Plant("radix", _one_too_many, "reads page"),
+    "credits-go-back": Plant("cores", _credits_go_back, "a row was deferred"),
+    "lost-page": Plant("cores", _lost_page, "to nobody"),
+    "ragged-result": Plant("cores", _ragged_result, "ValueError at"),
 }
 
 

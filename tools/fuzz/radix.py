@@ -52,18 +52,7 @@ class Radix:
 
     def mutated(self, data: bytes, source: Random) -> bytes:
         """One operation more, once more, or another."""
-        changed = bytearray(data or b"\0")
-        at, size = source.randrange(len(changed)), source.choice((1, 3, 8, 24))
-        kind = source.randrange(4)
-        if kind == 0:
-            changed += source.randbytes(size)
-        elif kind == 1:
-            changed[at:at] = changed[at : at + size]
-        elif kind == 2:
-            changed[at : at + size] = source.randbytes(size)
-        else:
-            del changed[at : at + size]
-        return bytes(changed[: LONGEST + 1]) or b"\0"
+        return changed(data, source)
 
     def one(self, data: bytes) -> None:
         """Runs the program."""
@@ -73,3 +62,19 @@ class Radix:
 
     def close(self) -> None:
         """Nothing was started."""
+
+
+def changed(data: bytes, source: Random) -> bytes:
+    """A program with one operation more, once more, or another; its first byte is its kind."""
+    changed = bytearray(data or b"\0")
+    at, size = source.randrange(len(changed)), source.choice((1, 3, 8, 24))
+    kind = source.randrange(4)
+    if kind == 0:
+        changed += source.randbytes(size)
+    elif kind == 1:
+        changed[at:at] = changed[at : at + size]
+    elif kind == 2:
+        changed[at : at + size] = source.randbytes(size)
+    else:
+        del changed[at : at + size]
+    return bytes(changed[: LONGEST + 1]) or b"\0"

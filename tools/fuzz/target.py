@@ -11,7 +11,7 @@ from typing import Protocol
 
 TARGETS = {
     "frames": "frames and the reader: whatever a peer sends, it is read or dropped and counted",
-    "cores": "messages that are well typed and make no sense, to the cores of four stages",
+    "cores": "messages that make no sense, to new cores, and to scheduler and engines that run",
     "traces": "trace files: read, or UnreadableTrace, or RestoreError, in bounded memory",
     "checkpoint": "headers of weights and number formats: loaded, or one clear error, soon",
     "http": "a gateway: no 500, errors in their form, and the next client is answered",

@@ -23,7 +23,7 @@ from replay.codes import EQUAL
 from replay.mixture import Mixed, mixture, twins
 
 # Few pages, so that requests must be preempted; the largest request still fits.
-DEFAULTS = {"kv_pages": 64, "page_size": 16, "threads": 1, "dtype": "float32", "device": "cpu"}
+DEFAULTS = {"kv_pages": 40, "page_size": 16, "threads": 1, "dtype": "float32", "device": "cpu"}
 FAILED = 1
 
 

@@ -1,7 +1,7 @@
 """Messages to frames and back: [channel, header, body], typed by channel, MessagePack throughout.
 
-Knows no sockets. A frame that does not decode raises BadFrame, which names channel and sender; a
-message that has no frame raises Unencodable.
+Knows no sockets. A frame that does not decode, or whose arrays do not hold together, raises
+BadFrame, which names channel and sender; a message that has no frame raises Unencodable.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from pipeinfer import control
-from pipeinfer.bus import links
+from pipeinfer.bus import links, packed
 from pipeinfer.channels import CHANNELS
 from pipeinfer.messages import PROTOCOL, Message
 
@@ -39,14 +39,9 @@ TELEMETRY_BYTES = 1 << 20  # the same for a heartbeat or an answer on `control`:
 
 _encode = msgspec.msgpack.Encoder().encode
 _header = msgspec.msgpack.Decoder(Header).decode
-_decoders = {
-    name: msgspec.msgpack.Decoder(types)
-    for name, types in {
-        **CHANNELS,
-        control.CHANNEL: control.CONTROL,
-        links.CHANNEL: links.LINK,
-    }.items()
-}
+_types = {**CHANNELS, control.CHANNEL: control.CONTROL, links.CHANNEL: links.LINK}
+_decoders = {name: msgspec.msgpack.Decoder(types) for name, types in _types.items()}
+_checks = packed.checks(_types.values())
 
 
 class BadFrame(ValueError):
@@ -89,6 +84,11 @@ def decode(parts: list[bytes]) -> tuple[str, Header, Message]:
             f"this process {PROTOCOL}"
         )
     try:
-        return channel, header, decoder.decode(parts[2])
+        message = decoder.decode(parts[2])
     except UNREADABLE as error:
         raise BadFrame(f"channel {channel}: bad message from {header.sender}: {error}") from None
+    check = _checks.get(type(message))
+    if check is not None and (trouble := check((message,))):
+        kind = type(message).__name__
+        raise BadFrame(f"channel {channel}: bad {kind} from {header.sender}: {trouble}")
+    return channel, header, message

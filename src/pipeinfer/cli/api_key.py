@@ -19,7 +19,7 @@ def run(arguments: Sequence[str]) -> int:
     limits = [f"{name}={n}" for name in keys.LIMITS if (n := getattr(options, name)) is not None]
     print(f"the key, shown only now: {text}", file=sys.stderr)
     print("the line for the file of --api-key-file:", file=sys.stderr, flush=True)
-    print(" ".join([line, *limits]))
+    print(" ".join([line, *([keys.ADMIN] if options.admin else []), *limits]))
     return 0
 
 
@@ -34,6 +34,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     made.add_argument("name", metavar="NAME", help="whose it is; stands in metrics")
+    made.add_argument(
+        "--admin", action="store_true", help="an operator's: sees what others ask, at /monitor"
+    )
     made.add_argument("--concurrent", type=_count, metavar="N", help="requests at a time; 0: any")
     made.add_argument("--requests", type=_count, metavar="N", help="a minute; 0: any")
     made.add_argument(

@@ -195,11 +195,12 @@ def _sockets(settings: Settings) -> Finding:
 
 def _front(settings: Settings) -> Iterator[Finding]:
     """Whether the gateway could read what the settings name for it."""
-    from pipeinfer.gateway import cors, keys, tls
+    from pipeinfer.gateway import cors, keys, tls, web_pages
     from pipeinfer.gateway.limits import Limits
 
     try:
         cors.read_origins(settings.allowed_origins)
+        web_pages.read_hosts(settings.allowed_hosts)
         if tls.certificate(settings) is not None:
             yield "ok", "TLS", settings.tls_cert
         if settings.api_key_file and not settings.api_key:

@@ -21,6 +21,7 @@ from pipeinfer.messages import (
     CacheReset,
     Delivered,
     Done,
+    HandOver,
     Message,
     Open,
     PromptTokens,
@@ -40,6 +41,7 @@ from pipeinfer.recovery import RollCall, answer, number
 log = logging.getLogger(__name__)
 
 
+NOBODY = -1  # no group: what any says of the request does not count
 COUNTED = ("opened", "finished", "aborted", "tokens", "stop_hits", "late_rows", "failed")
 
 
@@ -68,6 +70,7 @@ class DetokenizerCore:
         self._stage = stage
         self._streams: dict[str, Stream] = {}
         self._ended: dict[str, tuple[int, Delivered]] = {}  # with the group, until Done
+        self._least: dict[str, int] = {}  # attempts of what was handed over before it was opened
         self._roll_call = RollCall(stage, incarnation, schedulers)
         self._draining = False
         self._left = False
@@ -96,15 +99,16 @@ class DetokenizerCore:
         return self._left or not self._streams
 
     def _on_open(self, event: Open, _now: float) -> list[Send]:
-        if not self._heeds(event.group):
+        if not self._heeds(event.group) or event.attempt < self._least.get(event.request_id, 0):
             return []
+        self._least.pop(event.request_id, None)
         over = self._ended.get(event.request_id)
         known = self._streams.get(event.request_id) if over is None else over[1]
         if known is None or event.attempt > known.attempt:
             self._ended.pop(event.request_id, None)
             self._counts["aborted"] += over is None and known is not None
             self._counts["opened"] += 1
-            context = unpack(event.context_ids).tolist()
+            context = [token for token in unpack(event.context_ids).tolist() if token >= 0]
             decoder = self._decoders.open(context, event.params.skip_special_tokens)
             scores = scores_of(event.params, self._decoders)
             self._streams[event.request_id] = Stream(event, decoder, scores)
@@ -120,7 +124,7 @@ class DetokenizerCore:
         hits: list[Send] = []
         for row in event.rows:
             stream = self._streams.get(row.request_id)
-            if stream is None:
+            if stream is None or stream.group != event.group >= 0:
                 self._counts["late_rows"] += 1
                 continue
             before = stream.received
@@ -139,6 +143,8 @@ class DetokenizerCore:
     def _on_prompt(self, event: PromptTokens, _now: float) -> list[Send]:
         stream = self._streams.get(event.request_id)
         if stream is None or stream.attempt != event.attempt or not self._heeds(event.group):
+            return []
+        if stream.group != event.group >= 0:
             return []
         try:
             text = stream.score(event)
@@ -207,11 +213,14 @@ class DetokenizerCore:
         over = self._ended.get(request_id)
         if over is not None and over[1].attempt <= attempt:
             del self._ended[request_id]
+        if self._least.get(request_id, attempt + 1) <= attempt:
+            del self._least[request_id]
 
     def _on_done(self, event: Done, _now: float) -> list[Send]:
         for request_id in event.request_ids:
             self._counts["aborted"] += self._streams.pop(request_id, None) is not None
             self._ended.pop(request_id, None)
+            self._least.pop(request_id, None)
         return []
 
     # ------------------------------------------------------------------------------------ recovery
@@ -230,6 +239,26 @@ class DetokenizerCore:
         for its_group, ended in self._ended.values():
             if its_group == group:
                 yield ended
+
+    def _on_hand_over(self, event: HandOver, _now: float) -> list[Send]:
+        """Its group is lost: another one goes on after what was delivered here.
+
+        What has ended, or goes on already, needs nobody. What is unknown has begun nowhere, unless
+        the group was to tell this process of it.
+        """
+        name, attempt = event.request_id, event.attempt + 1
+        stream = self._streams.get(name)
+        if stream is None:
+            if name in self._ended or not self._roll_call.complete:
+                return []
+            attempt = self._least[name] = max(attempt, self._least.get(name, 0))
+            told = Delivered(request_id=name, attempt=attempt, ids=b"")
+        else:
+            if stream.attempt >= attempt and stream.group != NOBODY:
+                return []
+            stream.attempt, stream.group = max(stream.attempt, attempt), NOBODY
+            told = stream.delivered()
+        return [Send("recovery", event.stage, told)]
 
     def _on_recovered(self, event: Recovered, _now: float) -> list[Send]:
         self._roll_call.hear(event)
@@ -261,6 +290,7 @@ class DetokenizerCore:
         Done: _on_done,
         Recover: _on_recover,
         Recovered: _on_recovered,
+        HandOver: _on_hand_over,
         Tick: _on_tick,
         Drain: _on_drain,
         Leave: _on_leave,

@@ -56,10 +56,14 @@ class Compute(Message, frozen=True):
 
 
 class Compile(Message, frozen=True):
-    """To the device: have the grammar `spec` ready, then report it by Compiled(request_id)."""
+    """To the device: have the grammar `spec` ready, then report it by Compiled(request_id). `slow`:
+    as in Prepare. In `released` slots no request has a grammar any more, and no step is under way.
+    """
 
     request_id: str
     spec: StructuredOutputs
+    slow: bool = False
+    released: tuple[int, ...] = ()
 
 
 class Capture(Message, frozen=True):
@@ -171,7 +175,7 @@ class EngineCore:
             case StepDone():
                 return self._step_done(event)
             case Prepare():
-                return [Send(LOCAL, "", Compile(request_id=event.request_id, spec=event.spec))]
+                return [Send(LOCAL, "", self._compile(event))]
             case Compiled():
                 return [self._prepared(event)]
             case GraphDue():
@@ -238,6 +242,7 @@ class EngineCore:
             return self._fault(f"epoch {begin.epoch} began again after {epoch.expected} plans")
         self._stop("")
         self.memory.reset()
+        self._requests.release_all()
         self._epoch = _Epoch(begin.epoch)
         hello, steps = self.hello, self._totals["steps_total"]
         return [
@@ -297,6 +302,14 @@ class EngineCore:
             return []
         return self._fault("it hands over to another process", orderly=True)
 
+    def _compile(self, asked: Prepare) -> Compile:
+        """With no step under way there may be none for long that says what was released."""
+        quiet = self._epoch is None or not self._epoch.in_flight
+        released = self._requests.take_released() if quiet else ()
+        return Compile(
+            request_id=asked.request_id, spec=asked.spec, slow=asked.slow, released=released
+        )
+
     def _prepared(self, compiled: Compiled) -> Send:
         hello = self.hello
         return self._to_scheduler(
@@ -324,6 +337,8 @@ class EngineCore:
             applied = self.memory.apply(plan)
         except (ProtocolError, IntegrityError) as error:
             return self._fault(f"plan {plan.number}: {error}")
+        if plan.releases:
+            self._requests.release(release.slot for release in plan.releases)
         for admit in plan.admits:
             self._requests.put(admit)
         for extend in plan.extends:
@@ -457,6 +472,7 @@ def _result(plan: _InFlight, done: StepDone) -> Result:
         evicted=applied.evicted,
         logprobs=logprobs,
         refused={int(rows.slots[sampled[row]]): why for row, why in done.refused.items()},
+        mask_units={int(rows.slots[sampled[row]]): n for row, n in done.mask_units.items()},
     )
 
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from pipeinfer.engine.core import Capture, Compile, Compute, StepFailed
@@ -34,11 +34,14 @@ StartExecutor = Callable[
 ]
 
 
-# Has a grammar compiled, and tells the other why it cannot be, or "".
-PrepareGrammar = Callable[[StructuredOutputs, Callable[[str], None]], None]
+# Has a grammar compiled, which may be slow, and tells the other why it cannot be, or ""; in these
+# slots no request has one any more.
+PrepareGrammar = Callable[[StructuredOutputs, Callable[[str], None], bool, Sequence[int]], None]
 
 
-def nothing_to_prepare(spec: StructuredOutputs, then: Callable[[str], None]) -> None:
+def nothing_to_prepare(
+    spec: StructuredOutputs, then: Callable[[str], None], slow: bool, released: Sequence[int]
+) -> None:
     """For engines without grammars."""
     then("this engine serves no grammars")
 
@@ -102,7 +105,7 @@ class DeviceDriver:
             with contextlib.suppress(RuntimeError):  # the stage has stopped meanwhile
                 loop.call_soon_threadsafe(self._tell, compiled)
 
-        self._prepare(message.spec, then)
+        self._prepare(message.spec, then, message.slow, message.released)
 
     def _tell(self, event: Message) -> None:
         assert self._feed is not None
@@ -163,4 +166,5 @@ def step_done(step: Step, sampled: Sampled, seconds: float = 0.0) -> StepDone:
         logprobs=sampled.logprobs,
         prompts=sampled.prompts,
         refused=dict(sampled.refused),
+        mask_units=dict(sampled.mask_units),
     )

@@ -1,12 +1,15 @@
 """What requests with a grammar may sample next: one source of masks for each slot that has one.
 
 All of it can be built again from what a step says of its new rows. Called step by step, in the
-order of steps, on the event loop. Knows steps and grammars; no device and no torch.
+order of steps, on the event loop. What masks cost is counted now and then, and goes out with the
+result: costly rows get turns. Knows steps and grammars; no device and no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from llguidance import LLExecutor
@@ -23,10 +26,27 @@ from pipeinfer.grammars.masks import (
     source_of,
 )
 from pipeinfer.grammars.store import GrammarStore
+from pipeinfer.grammars.work import Work, work_of
 from pipeinfer.params import StructuredOutputs
 from pipeinfer.steps.step import Constrained, MaskRows, Sampled, Step
 
 MOST_THREADS = 8  # that fill masks: more of them wait for each other
+SLOW = 0.005  # seconds of a step's masks after which it is counted which rows they were of
+EVERY = 16  # masks of a row; then it is counted in any case, because its lexer grows by them
+COSTLY = 1_000  # units of a mask, from which on it is told, and until it was told that it is less
+
+# Of a step of an epoch that is over: nobody wants to know what it gives.
+GONE = RowSource(NoSource("its request is gone"), 0)
+
+
+@dataclass
+class _Cost:
+    """Of one row. counted: all when it was counted last, for `masks` masks since then. units: of a
+    mask, as it was told."""
+
+    counted: Work
+    masks: int = 0
+    units: int = COSTLY  # so that the first one is counted and told
 
 
 class Masks:
@@ -40,11 +60,20 @@ class Masks:
         self._executor = LLExecutor(threads)
         self._lanes = threads if alone else 1
         self._sources: dict[int, RowSource] = {}
-        self._grammars: dict[int, tuple[StructuredOutputs, Grammar]] = {}
+        self._grammars: dict[int, Grammar] = {}
+        self._costs: dict[int, _Cost] = {}
+        self._seconds = 0.0  # that the masks of the step have taken so far
 
-    def prepare(self, spec: StructuredOutputs, then: Callable[[str], None]) -> None:
-        """See GrammarStore."""
-        self._store.prepare(spec, then)
+    def prepare(
+        self,
+        spec: StructuredOutputs,
+        then: Callable[[str], None],
+        slow: bool = False,
+        released: Sequence[int] = (),
+    ) -> None:
+        """See GrammarStore; in `released` slots there are no requests any more."""
+        self._release(released)
+        self._store.prepare(spec, then, slow)
 
     def wait(self) -> None:
         """See GrammarStore."""
@@ -54,16 +83,18 @@ class Masks:
         """The masks of the step's masked rows into `words` int32 [N, W]. Returns the rows that
         sample, by number, for which nothing is allowed, with the reason."""
         assert step.masked is not None
+        begun = time.perf_counter()
         self._leave(step)
         for new in step.masked.new:
             self._sources[new.slot] = self._row(new)
         for told in step.masked.extended:
             self._sources[told.slot].told(told.first, told.ids.tolist())
         slots = step.masked.slots.tolist()
-        troubles = fill_all(self._executor, [self._sources[slot] for slot in slots], words)
+        troubles = fill_all(self._executor, [self._sources.get(s, GONE) for s in slots], words)
         for slot, why in zip(slots, troubles, strict=True):
             if why and slot in self._grammars:
-                self._store.renew(*self._grammars[slot])
+                self._store.renew(self._grammars[slot])
+        self._seconds = time.perf_counter() - begun
         rows = step.masked.rows.tolist()
         return {row: why for row, why in zip(rows, troubles, strict=True) if why}
 
@@ -74,13 +105,46 @@ class Masks:
             if self._sources:
                 self._leave(step)
             return sampled
+        begun = time.perf_counter()
         forced: dict[int, list[int]] = {}
         for row, slot, ids in _given(step.masked, sampled):
-            source = self._sources[slot]
+            source = self._sources.get(slot, GONE)
             # What is wrong with them is said of the next mask.
             if ids and not source.feed(ids) and (more := source.force()):
                 forced[row] = more
+        self._seconds += time.perf_counter() - begun
+        if units := self._counted(step.masked):
+            sampled = replace(sampled, mask_units=units)
         return sampled.followed_by(forced) if forced else sampled
+
+    def _counted(self, masked: MaskRows) -> dict[int, int]:
+        """What a mask costs, of the rows of which it is to be told."""
+        told: dict[int, int] = {}
+        slow = self._seconds > SLOW
+        for row, slot in zip(masked.rows.tolist(), masked.slots.tolist(), strict=True):
+            cost, source = self._costs.get(slot), self._sources.get(slot, GONE)
+            matcher = source.matcher
+            if cost is None or matcher is None:
+                continue
+            cost.masks += 1
+            if slow or cost.units >= COSTLY or cost.masks >= EVERY:
+                counted = work_of(matcher)
+                since = counted.since(cost.counted)
+                if since.fuel > 0:  # below 0: it has moved to another lexer
+                    self._store.grown(self._grammars[slot], since.fuel)
+                units = max(since.units, 0) // cost.masks
+                if units >= COSTLY or cost.units >= COSTLY:
+                    told[row] = units
+                cost.counted, cost.masks, cost.units = counted, 0, units
+        return told
+
+    def _release(self, slots: Iterable[int]) -> None:
+        """Those of requests that are gone."""
+        for slot in slots:
+            self._sources.pop(slot, None)
+            self._costs.pop(slot, None)
+            if grammar := self._grammars.pop(slot, None):
+                grammar.users -= 1
 
     def close(self) -> None:
         """No step follows."""
@@ -88,9 +152,8 @@ class Masks:
 
     def _leave(self, step: Step) -> None:
         """Slots that have new requests."""
-        for slot in step.delta.admitted.tolist():
-            self._sources.pop(slot, None)
-            self._grammars.pop(slot, None)
+        self._release(step.delta.released)
+        self._release(step.delta.admitted.tolist())
 
     def _row(self, new: Constrained) -> RowSource:
         try:
@@ -110,10 +173,14 @@ class Masks:
         if new.spec is None:
             return FreeSource(self._store.vocabulary())
         grammar = self._store.grammar(new.spec)
-        self._grammars[new.slot] = new.spec, grammar
-        if sum(one is grammar for _, one in self._grammars.values()) > 1:
+        self._grammars[new.slot] = grammar
+        grammar.users += 1
+        if grammar.users > 1:
             self._store.widen(grammar, self._lanes)
-        return source_of(grammar, new.output.tolist(), new.tail.tolist(), new.slot)
+        source = source_of(grammar, new.output.tolist(), new.tail.tolist(), new.slot)
+        matcher = source.matcher
+        self._costs[new.slot] = _Cost(work_of(grammar.matcher() if matcher is None else matcher))
+        return source
 
 
 def _given(masked: MaskRows, sampled: Sampled) -> list[tuple[int, int, list[int]]]:

@@ -5,7 +5,7 @@ Knows no page and no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -52,6 +52,7 @@ class RequestTable:
         self._until = np.zeros(max_slots, dtype=np.int32)  # before it some id is not sampled
         self._constrained: dict[int, Constrained | None] = {}  # None: it has sampled
         self._extended: dict[int, list[Extended]] = {}  # of those, since they sampled last
+        self._released: set[int] = set()  # of those, since it was asked for them
         self.scores: dict[int, tuple[int, int, int]] = {}  # by slot: see scored()
 
     def put(self, admit: Admit) -> None:
@@ -127,6 +128,20 @@ class RequestTable:
         chosen = slots[rows].astype(np.int64)
         new = tuple(self._said.pop(slot) for slot in chosen.tolist() if slot in self._said)
         return PenaltyRows(rows, chosen, self._factors[chosen], new)
+
+    def release(self, slots: Iterable[int]) -> None:
+        """The requests in these slots are gone."""
+        self._released.update(slot for slot in slots if slot in self._constrained)
+
+    def release_all(self) -> None:
+        """No slot has a request."""
+        self._released.update(self._constrained)
+
+    def take_released(self) -> tuple[int, ...]:
+        """Slots whose requests had a grammar and are gone, since this was asked last."""
+        released = tuple(self._released)
+        self._released.clear()
+        return released
 
     def masked(self, slots: np.ndarray) -> MaskRows | None:
         """Those of the `slots` int32 [S] that may not sample every id; None if all may."""

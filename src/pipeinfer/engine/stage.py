@@ -174,7 +174,8 @@ def _masks(settings: Settings, folder: Path) -> Masks | None:
     from pipeinfer.grammars.store import GrammarStore
     from pipeinfer.text.ends import grammar_setup
 
-    store = GrammarStore(partial(grammar_setup, folder, settings.model_impl))
+    setup = partial(grammar_setup, folder, settings.model_impl)
+    store = GrammarStore(setup, settings.grammar_cache_mib << 20)
     return Masks(store, os.cpu_count() or 1, alone=settings.tp == 1)
 
 

@@ -135,6 +135,8 @@ class StepBuilder:
         if requests is not None:
             admitted, fields, edits = requests
             delta = replace(delta, admitted=admitted, fields=fields, edits=edits)
+        if released := self._requests.take_released():
+            delta = replace(delta, released=released)
         if self._unseen:
             delta = replace(delta, cleared=np.concatenate(self._unseen))
             self._unseen.clear()

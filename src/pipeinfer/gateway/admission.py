@@ -6,14 +6,17 @@ Knows keys, limits and requests as HTTP sees them; what is asked is not its busi
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 import re
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from pipeinfer.gateway.client_names import ClientNames
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta, Failed, Started
 from pipeinfer.gateway.keys import Keys
@@ -31,18 +34,21 @@ GUARDED = (
     "/reset_prefix_cache",
     "/monitor",
 )  # and all that is below
+# What proxies add. They may be on this host, and those who ask them elsewhere.
+FORWARDED = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-Ip")
 SLASHES = re.compile("/+")  # routes take several for one
 PREFIX = "x-ratelimit-"  # as OpenAI's servers call them
 
 
 class Client:
-    """What is kept of one key: its account and its counters."""
+    """What is kept of one key: its account, its counters, and whether it is an operator's."""
 
-    __slots__ = ("account", "name", "output", "prompt")
+    __slots__ = ("account", "admin", "name", "output", "prompt")
 
     def __init__(self, name: str, account: Account, metrics: Metrics) -> None:
         self.name = name
         self.account = account
+        self.admin = False
         self.prompt, self.output = metrics.key_counters(name)
 
     def use(self, counter: Tally, tokens: int, clock: Callable[[], float]) -> None:
@@ -50,6 +56,13 @@ class Client:
         counter.count += tokens
         if self.account.limits.tokens:
             self.account.use(tokens, clock())
+
+
+class Right(NamedTuple):
+    """Who asks. An `operator` may see what is others'."""
+
+    name: str
+    operator: bool
 
 
 class Usage:
@@ -82,19 +95,23 @@ VISIT = web.RequestKey("visit", Visit)
 
 
 class Admission:
-    """Checks keys and limits. `anonymous`: the limits where there is no key."""
+    """Checks keys and limits. `anonymous`: the limits where there is no key. `loopback`: whether
+    the server listens there alone, so that without keys whoever asks from there is its operator."""
 
     def __init__(
         self,
         keys: Keys,
         anonymous: Limits,
         metrics: Metrics,
+        loopback: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._metrics = metrics
+        self._loopback = loopback
         self._clock = clock
         self._keys = Keys()
         self._clients: dict[str, Client] = {}
+        self._names = ClientNames()
         if keys:
             self.replace(keys)
         else:
@@ -106,10 +123,12 @@ class Admission:
         """Whether a key is needed."""
         return bool(self._keys)
 
-    @property
-    def shared(self) -> bool:
-        """Whether clients with different keys use the server."""
-        return len(self._keys) > 1
+    def right(self, request: web.Request) -> Right:
+        """As the keys are now: whatever is answered for long asks again and again. ApiError 401
+        where the request's key is none, or none any more."""
+        client = self._client(request)
+        keyless = not self._keys and self._loopback and _on_this_host(request)
+        return Right(client.name, client.admin or keyless)
 
     def replace(self, keys: Keys) -> None:
         """Other keys from now on. A name that stays keeps what it has used; requests of a key
@@ -122,6 +141,7 @@ class Admission:
             if client is None:
                 client = Client(key.name, Account(key.limits, now), self._metrics)
             client.account.limit(key.limits, now)
+            client.admin = key.admin
             self._clients[key.name] = client
 
     def middleware(self) -> Middleware:
@@ -174,6 +194,12 @@ class Admission:
         """`sink`, with its tokens taken from the client's as they become known."""
         return _Metered(sink, request[VISIT], self._clock)
 
+    def client(self, request: web.Request) -> str:
+        """Whom the pipeline takes its sender for; see ClientNames."""
+        if self.keyed:
+            return self._names.of_key(request[VISIT].client.name)
+        return self._names.of_connection(request)
+
     async def say_limits(self, request: web.Request, response: web.StreamResponse) -> None:
         """Puts the client's limits, where it has any, into the headers of a response."""
         visit = request.get(VISIT)
@@ -208,6 +234,20 @@ class Admission:
 def guarded(path: str) -> bool:
     """Whether a key is needed for it, where there are keys."""
     return SLASHES.sub("/", path).startswith(GUARDED)
+
+
+def _on_this_host(request: web.Request) -> bool:
+    """Whether its client is, as far as it can be known."""
+    forwarded = any(name in request.headers for name in FORWARDED)
+    return not forwarded and is_loopback(request.remote or "")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether it is one, written as an IP address or as `localhost`."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address.lower() == "localhost"
 
 
 def _token(request: web.Request) -> str:

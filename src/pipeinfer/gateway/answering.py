@@ -6,9 +6,12 @@ All endpoints share it. Knows no endpoint and no form of an answer.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 
 from aiohttp import web
+from msgspec.structs import replace
 
+from pipeinfer.gateway.admission import VISIT
 from pipeinfer.gateway.bodies import Bodies
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call, Started
@@ -51,15 +54,25 @@ class Answering:
         admission.widen(request, job.prompts, job.choices)
         # Whatever still runs is hung up at the end, also when the handler is cancelled because the
         # client is gone.
-        async with self.service.port.opened(job.calls, admission.metered(request, sink)):
+        calls = self._owned(request, job.calls)
+        async with self.service.port.opened(calls, admission.metered(request, sink)):
             return await sink.respond(request)
 
     async def encoded(self, request: web.Request, call: Call) -> Started:
         """What the tokenizer says of a prompt that is only to be encoded."""
         sink = Encoded()
         admission = self.service.admission
-        async with self.service.port.opened([call], admission.metered(request, sink)):
+        calls = self._owned(request, [call])
+        async with self.service.port.opened(calls, admission.metered(request, sink)):
             return await sink.prompt()
+
+    def _owned(self, request: web.Request, calls: Iterable[Call]) -> Iterator[Call]:
+        """The calls, each with its client, which is also noted for those that look."""
+        sight, client = self.service.sight, self.service.admission.client(request)
+        for call in calls:
+            if sight is not None:
+                sight.own(call.request_id, request[VISIT].client.name)
+            yield replace(call, client=client)
 
     def check_model(self, model: str | None) -> None:
         """ApiError 404 for another model than the one that is served."""

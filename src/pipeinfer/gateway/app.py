@@ -50,12 +50,13 @@ def build_app(service: Service) -> web.Application:
         middlewares=[
             service.access.middleware(),
             handlers.errors,
-            service.cors.middleware(),
+            service.pages.cors.middleware(),
+            service.pages.middleware(),
             service.admission.middleware(),
         ],
     )
     app.on_response_prepare.append(_name_response)
-    app.on_response_prepare.append(service.cors.say_allowed)
+    app.on_response_prepare.append(service.pages.cors.say_allowed)
     app.on_response_prepare.append(service.admission.say_limits)
     handlers.route(app.router)
     return app

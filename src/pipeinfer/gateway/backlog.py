@@ -60,7 +60,7 @@ def _tokens(call: Call) -> int:
 class Backlog:
     """Counts the requests of which nothing was delivered. None and 0 tokens are no limit."""
 
-    def __init__(self, most_requests: int | None, most_tokens: int) -> None:
+    def __init__(self, most_requests: int | None = None, most_tokens: int = 0) -> None:
         self._most_requests = most_requests
         self._most_tokens = most_tokens
         self.requests = self.tokens = 0

@@ -9,14 +9,16 @@ import asyncio
 import logging
 import resource
 import socket
+import ssl
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.half_closed import watch
+from pipeinfer.gateway.handshakes import Handshake
 from pipeinfer.gateway.responses import Unroutable, error_response, of_http
 
 log = logging.getLogger(__name__)
@@ -41,12 +43,23 @@ def most_connections() -> int:
     return MOST if soft == resource.RLIM_INFINITY else max(FEWEST, min(soft - OTHER_FILES, MOST))
 
 
+class Counted(Protocol):
+    """What counts as a connection. `head_since`: when the first byte of an unfinished head came."""
+
+    head_since: float | None
+
+    def evict(self) -> None:
+        """Ends it and frees its descriptor at once: another needs its place."""
+        ...
+
+
 class Connections:
     """Makes a protocol for each connection, at most `most` at a time.
 
-    One more takes the place of one that waits: first of those that never had a request, then of
-    those whose last one is longest ago. Where all are busy it is told 503. `bad()` is called for
-    each request that could not be read, `refused()` for each connection that was not taken.
+    One more takes the place of one that waits: first of those that never had a request, handshakes
+    of TLS among them, then of those whose last one is longest ago. Where all are busy it is told
+    503, or over TLS closed. `bad()` is called for each request that could not be read, `refused()`
+    for each connection that was not taken.
     """
 
     def __init__(
@@ -60,46 +73,66 @@ class Connections:
         self.bad = bad
         self._most = most
         self._refused = refused
-        self._all: set[Connection] = set()
-        self._fresh: dict[Connection, float] = {}  # since when they wait, oldest first
-        self._kept: dict[Connection, float] = {}
+        self._all: set[Counted] = set()
+        self._fresh: dict[Counted, float] = {}  # since when they wait, oldest first
+        self._kept: dict[Counted, float] = {}
+        self._shaking: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._sweeper = self._loop.call_later(SWEEP, self._sweep)
 
     def __call__(self) -> Connection:
         return Connection(self, self._loop)
 
-    def opened(self, connection: Connection) -> bool:
-        """Whether it may stay."""
+    def accepted(self, one: socket.socket, context: ssl.SSLContext) -> None:
+        """Makes a connection of it that speaks TLS, if its handshake goes well."""
+        handshake = Handshake(one)
+        if not self.opened(handshake):
+            one.close()  # nothing can be said before the handshake
+            return
+
+        def make() -> Connection:
+            return Connection(self, self._loop, handshake)
+
+        shaking = self._loop.create_task(handshake.shake(context, make))
+        self._shaking.add(shaking)
+        shaking.add_done_callback(self._shaking.discard)
+        shaking.add_done_callback(lambda _: self.closed(handshake))
+
+    def opened(self, connection: Counted, before: Counted | None = None) -> bool:
+        """Whether it may stay. It counts instead of `before`, which it was until now."""
+        if before is not None:
+            self.closed(before)
         if len(self._all) >= self._most:
             waiting = next(iter(self._fresh or self._kept), None)
             self._refused()
             if waiting is None:
                 return False
-            waiting.force_close()
+            waiting.evict()
             self.closed(waiting)
         self._all.add(connection)
         self._fresh[connection] = self._loop.time()
         return True
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: Counted) -> None:
         """It counts no more."""
         self._all.discard(connection)
         self.busy(connection)
 
-    def busy(self, connection: Connection) -> None:
+    def busy(self, connection: Counted) -> None:
         """It has a request."""
         self._fresh.pop(connection, None)
         self._kept.pop(connection, None)
 
-    def idle(self, connection: Connection) -> None:
+    def idle(self, connection: Counted) -> None:
         """It waits for its next request."""
         if connection in self._all:
             self._kept[connection] = self._loop.time()
 
     def stop(self) -> None:
-        """No more looking; those that are open are the server's to close."""
+        """No more looking, and who had no request gets none; others are the server's to close."""
         self._sweeper.cancel()
+        for connection in list(self._fresh):
+            connection.evict()
 
     def _sweep(self) -> None:
         now = self._loop.time()
@@ -107,14 +140,19 @@ class Connections:
             for connection, since in list(waiting.items()):
                 begun = connection.head_since
                 if now - since > KEEP_ALIVE or (begun is not None and now - begun > HEAD):
-                    connection.force_close()
+                    connection.evict()
         self._sweeper = self._loop.call_later(SWEEP, self._sweep)
 
 
 class Connection(web.RequestHandler):
-    """One connection. `head_since`: when the first byte of an unfinished head came, or None."""
+    """One connection. `before`: its handshake, which counts until it is made."""
 
-    def __init__(self, connections: Connections, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        connections: Connections,
+        loop: asyncio.AbstractEventLoop,
+        before: Counted | None = None,
+    ) -> None:
         super().__init__(
             connections.server,
             loop=loop,
@@ -124,16 +162,20 @@ class Connection(web.RequestHandler):
             access_log=None,  # type: ignore[arg-type]
         )
         self._connections = connections
+        self._before = before
         self.head_since: float | None = None
         self._busy = False  # requests have come that are not answered
         self._answering = False  # the last bytes of an answer are on their way
         self._half_closed = False
+        self._accepted: asyncio.Transport | None = None  # also while it closes
         self._last: tuple[Any, Any] | None = None  # the latest message and its body
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         assert self.transport is not None
-        if not self._connections.opened(self):
+        self._accepted = self.transport
+        before, self._before = self._before, None
+        if not self._connections.opened(self, before):
             self.transport.write(_raw(TOO_MANY))
             self.force_close()
             return
@@ -144,7 +186,15 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.closed(self)
         super().connection_lost(exc)
+        self._accepted = None
         self._last = None  # its body knows this connection, which shall end without a collector
+
+    def evict(self) -> None:
+        """Closes at once: TLS would wait for the client's part in its end, and every transport for
+        a client to read what is left."""
+        self.force_close()
+        if self._accepted is not None:
+            self._accepted.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

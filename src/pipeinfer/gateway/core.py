@@ -7,18 +7,19 @@ Knows no sockets, no clock, and nothing about the meaning of tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import ClassVar
 
 import msgspec
 
-from pipeinfer.beats import silence
+from pipeinfer.beats import GIVE_UP, silence
 from pipeinfer.choices import choice_id, choice_ids
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
 from pipeinfer.gateway.backlog import Backlog, occupied, size_of
 from pipeinfer.gateway.deadlines import Deadlines
 from pipeinfer.gateway.events import Call, Delta, Failed, Hangup, Started, Status
-from pipeinfer.gateway.health import Expected, Health
+from pipeinfer.gateway.health import Expected, Health, Row
 from pipeinfer.gateway.ledger import End, Endings, Hole, Record
 from pipeinfer.gateway.standing import Standing
 from pipeinfer.gateway.submission import Submissions, again
@@ -66,12 +67,12 @@ class GatewayCore:
         *,
         index: int = 0,
         seed: int = 0,
-        max_queue: int | None = None,
+        backlog: Backlog | None = None,
         incarnation: int = 0,
-        max_queue_tokens: int = 0,
         traces: Traces | None = None,
+        host_loss: float = inf,
     ) -> None:
-        self.health = Health(expected, silence(len(expected)))
+        self.health = Health(expected, silence(len(expected)), GIVE_UP * host_loss)
         self._standing = Standing(self.health)
         self._index = index
         self._introduction: Recover | None = Recover(f"gateway-{index}", incarnation)
@@ -79,7 +80,7 @@ class GatewayCore:
         self._tokenizers = [e.stage for e in expected if e.name == "tokenizer"]
         self._dispatched = 0
         self._records: dict[str, Record] = {}
-        self._backlog = Backlog(max_queue, max_queue_tokens)
+        self._backlog = backlog or Backlog()
         self._endings = Endings()
         self._deadlines = Deadlines(self._records)
         self._counts = {"requests_total": 0, "late_rows": 0, "stray_rows": 0, "resubmitted": 0}
@@ -180,7 +181,7 @@ class GatewayCore:
         out: list[Send] = []
         for number in accepted.choices:
             record = self._records.get(choice_id(accepted.request_id, number))
-            if record is None or record.attempt != accepted.attempt:
+            if record is None or not record.hears(accepted.attempt):
                 continue
             moved = record.group >= 0  # another group took it over
             record.group = accepted.group
@@ -203,7 +204,7 @@ class GatewayCore:
 
     def _refused(self, refused: Refused, now: float) -> list[Send]:
         record = self._records.get(refused.request_id)
-        if record is None or record.attempt != refused.attempt:
+        if record is None or not record.hears(refused.attempt):
             return []
         self._complete(record, now)
         retry = RETRY_SOON if refused.status in (429, 503) else 0
@@ -232,7 +233,7 @@ class GatewayCore:
             record = records.get(row.request_id)
             if record is None:
                 self._unknown(row, out, now)
-            elif row.attempt != record.submit.attempt:
+            elif row.attempt != record.submit.attempt and not record.hears(row.attempt):
                 self._counts["late_rows"] += 1
             elif record.group < 0:  # not accepted yet
                 record.early.append(row)
@@ -328,10 +329,22 @@ class GatewayCore:
             out += [Send("recovery", to, self._introduction) for to in self._tokenizers]
             self._introduction = None
         self.health.check(now)
+        for row in self.health.given_up(now):
+            self._fail_without(row, out, now)
         for record in self._deadlines.over(now):
             self._expire(record, out, now)
         self._tell(out)
         return out
+
+    def _fail_without(self, row: Row, out: list[Send], now: float) -> None:
+        """A stage that nobody can stand in for is lost: what needs it fails."""
+        message = f"{row.stage} is lost: {row.reason}"
+        for record in list(self._records.values()):
+            waits = record.group < 0 and record.tokenizer == row.stage
+            if row.name == "detokenizer" or waits:
+                out.append(self._abort(record, "host_lost", now))
+                failed = Failed(record.request_id, 503, message, code="host_lost")
+                out.append(local(failed))
 
     def _expire(self, record: Record, out: list[Send], now: float) -> None:
         out.append(self._abort(record, "timeout", now))

@@ -36,7 +36,7 @@ class Cors:
         @web.middleware
         async def preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
             asked = "Access-Control-Request-Method" in request.headers
-            if request.method != "OPTIONS" or not asked or not self._allowed(request):
+            if request.method != "OPTIONS" or not asked or not self.allowed(request):
                 return await handler(request)
             headers = {
                 "Access-Control-Allow-Methods": METHODS,
@@ -55,12 +55,12 @@ class Cors:
             return
         if "*" not in self.origins:
             response.headers.add("Vary", "Origin")  # caches must not mix up pages
-        allowed = self._allowed(request)
+        allowed = self.allowed(request)
         if allowed:
             response.headers["Access-Control-Allow-Origin"] = allowed
             response.headers["Access-Control-Expose-Headers"] = EXPOSED
 
-    def _allowed(self, request: web.Request) -> str:
+    def allowed(self, request: web.Request) -> str:
         """What to answer under Allow-Origin; "" for nothing."""
         origin = request.headers.get("Origin", "")
         if not origin:

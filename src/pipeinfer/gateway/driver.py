@@ -12,12 +12,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 from aiohttp import web
 
 from pipeinfer.gateway.app import build_app
 from pipeinfer.gateway.connections import Connections, most_connections
 from pipeinfer.gateway.events import StatusChanged
+from pipeinfer.gateway.handshakes import Acceptor
 from pipeinfer.gateway.lately import Latencies
 from pipeinfer.gateway.responses import Handler
 from pipeinfer.gateway.service import Service
@@ -29,7 +31,6 @@ LAST_BYTES = 5.0  # seconds that handlers have to finish when the server stops
 QUIET = 2.0  # seconds without a request after which idle connections may be closed
 LEAVE_CHECK = 0.01  # seconds
 FIRST_BEATS = 1.0  # seconds within which the stages that are there have been heard
-HANDSHAKE = 10.0  # seconds for that of TLS
 
 
 class HttpDriver:
@@ -52,7 +53,7 @@ class HttpDriver:
         self._sockets: list[socket.socket] = []
         self._runner: web.AppRunner | None = None
         self._connections: Connections | None = None
-        self._servers: list[asyncio.Server] = []
+        self._servers: list[asyncio.Server | Acceptor] = []
         self._ready = asyncio.Event()
         self._accepting: asyncio.Task[None] | None = None
         self._open = self._announced = self._leaving = False
@@ -155,13 +156,10 @@ class HttpDriver:
             await asyncio.wait_for(self._ready.wait(), FIRST_BEATS)
         loop, certificate = asyncio.get_running_loop(), self._certificate
         for one in self._sockets:
-            server = await loop.create_server(
-                connections,
-                sock=one,
-                backlog=BACKLOG,
-                ssl=certificate.context if certificate else None,
-                ssl_handshake_timeout=HANDSHAKE if certificate else None,
-            )
+            if certificate is None:
+                server = await loop.create_server(connections, sock=one, backlog=BACKLOG)
+            else:
+                server = Acceptor(one, partial(connections.accepted, context=certificate.context))
             self._servers.append(server)
         self._open = True
         self._announce()

@@ -25,6 +25,14 @@ CODES: dict[str, tuple[tuple[int, ...], str]] = {
     "bad_request": ((400,), "What came is no HTTP."),
     "invalid_body": ((400,), "The body is cut off or cannot be decompressed."),
     "invalid_api_key": ((401,), "The API key is wrong or missing."),
+    "host_not_allowed": (
+        (403,),
+        "The server is asked by a name that is not its own: see `--allowed-hosts`.",
+    ),
+    "origin_not_allowed": (
+        (403,),
+        "A web page of another site asks a server without keys: see `--allowed-origins`.",
+    ),
     "model_not_found": ((404,), "Another model is served."),
     "not_found": ((404,), "There is no such path."),
     "not_seen": ((404,), "Nothing was seen of the request that `/monitor/requests` was asked for."),
@@ -32,6 +40,10 @@ CODES: dict[str, tuple[tuple[int, ...], str]] = {
     "body_timeout": ((408,), "The body does not come."),
     "body_too_large": ((413,), "The body has more than `--max-body-mib`."),
     "unsupported_encoding": ((415,), "The body is compressed otherwise than by gzip or deflate."),
+    "unsupported_media_type": (
+        (415,),
+        "The body's Content-Type is not `application/json`, at a server without keys.",
+    ),
     "unknown_expectation": (
         (417,),
         "`Expect` says something else than `100-continue`. A client that asks so is told to send "
@@ -50,6 +62,7 @@ CODES: dict[str, tuple[tuple[int, ...], str]] = {
     "not_implemented": ((501,), "The model cannot do this."),
     "too_many_pages": ((503,), "64 feeds of `/monitor/events` are open at this gateway."),
     "reset_unanswered": ((503,), "A group has not said that its cache is reset."),
+    "host_lost": ((503,), "A stage that it needs was silent for ten times `--host-loss`."),
     "starting": ((503,), "The server is not ready yet."),
     "draining": ((503,), "The server shuts down and takes no new requests."),
     "overloaded": ((503,), "Too many large bodies are being read."),

@@ -13,6 +13,7 @@ import msgspec
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
@@ -74,6 +75,10 @@ def from_validation(error: msgspec.ValidationError) -> ApiError:
         path = f"{path}.{missing[1]}" if path else missing[1]
     where = f"a key of {path}" if found["key"] else path
     message = f"{where}: {found['what']}" if where else found["what"]
+    unsupported = re.match(r"(\w+) is not supported", found["what"])
+    if unsupported:
+        path = f"{path}.{unsupported[1]}" if path else unsupported[1]
+        return ApiError(400, message, path, "unsupported_parameter")
     return ApiError(400, message, path, "invalid_type")
 
 

@@ -24,7 +24,7 @@ class Call(Message, frozen=True):
     without a seed the core draws one. `timeout`: seconds from now, 0 is never.
     `return_prompt_ids`, `return_prompt_text`: Started brings the prompt's ids, or its text.
     `only_encode`: nothing else comes but a Delta that ends it. Of several choices (`params.n`) each
-    is answered under its own id (choices.py), the first under this one.
+    is answered under its own id (choices.py), the first under this one. `client`: as in Submit.
     """
 
     request_id: str
@@ -41,6 +41,7 @@ class Call(Message, frozen=True):
     return_prompt_ids: bool = False
     return_prompt_text: bool = False
     only_encode: bool = False
+    client: str = ""
 
 
 class Hangup(Message, frozen=True):

@@ -66,6 +66,10 @@ COMMON = {
         "letters.",
         "empty",
     ),
+    "extra_key": Told(
+        "SGLang's second salt. With both, requests share prefixes only where both are the same.",
+        "empty",
+    ),
 }
 PENALTIES = {
     "presence_penalty": Told(
@@ -127,6 +131,9 @@ GENERATION: dict[str, Told] = {
         "So many of the prompt's last tokens are kept. -1 keeps as many as leave room for "
         "`max_tokens`, or for one token.",
         "all are kept",
+    ),
+    "truncation_side": Told(
+        "With `right`, `truncate_prompt_tokens` keeps the first tokens instead.", "`left`"
     ),
     "ignore_eos": Told("The model's own end does not end the answer.", "false"),
     "skip_special_tokens": Told("Special tokens have no text.", "true"),
@@ -258,6 +265,21 @@ RESPONSES: dict[str, Told] = {
     **COMMON,
     **PENALTIES,
     **TEMPLATE,
+    **{
+        name: GENERATION[name]
+        for name in (
+            "min_p",
+            "repetition_penalty",
+            "logit_bias",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "skip_special_tokens",
+            "include_stop_str_in_output",
+            "structured_outputs",
+        )
+    },
+    "include_reasoning": CHAT["include_reasoning"],
     "input": Told(
         "A text, or a list of items: messages with a text or parts `input_text`, `output_text` and "
         "`refusal`; `function_call`, `function_call_output`, `reasoning`. The `output` of an "
@@ -353,9 +375,25 @@ TOKENIZE: dict[str, Told] = {
     "prompt": Told("A text. Either it or `messages` is given."),
     "messages": Told("A chat, rendered by the chat template."),
     "add_special_tokens": Told("Lets the tokenizer add BOS and the like.", "true for a `prompt`"),
-    "add_generation_prompt": CHAT["add_generation_prompt"],
+    **{
+        name: CHAT[name]
+        for name in (
+            "add_generation_prompt",
+            "tools",
+            "tool_choice",
+            "chat_template",
+            "continue_final_message",
+            "documents",
+            "enable_thinking",
+            "reasoning_effort",
+        )
+    },
 }
-DETOKENIZE: dict[str, Told] = {**MODEL, "tokens": Told("Token ids.", "required")}
+DETOKENIZE: dict[str, Told] = {
+    **MODEL,
+    "tokens": Told("Token ids.", "required"),
+    "skip_special_tokens": Told("Special tokens have no text.", "false"),
+}
 
 BY_BODY: Mapping[type[Body], Mapping[str, Told]] = {
     ChatRequest: CHAT,

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from pipeinfer.messages import Heartbeat
 from pipeinfer.topology.topology import Topology
@@ -60,11 +61,14 @@ class Health:
     What follows from it is kept up to date with every change, since a heartbeat may not cost more
     the more stages there are: which rows are missing (not ready), by their number in the topology,
     and how many of each group. `silence`: seconds without a heartbeat after which a stage counts as
-    lost.
+    lost; `patience`: seconds after that in which it is waited for.
     """
 
-    def __init__(self, expected: Iterable[Expected], silence: float = 5.0) -> None:
-        self._silence = silence
+    def __init__(
+        self, expected: Iterable[Expected], silence: float = 5.0, patience: float = inf
+    ) -> None:
+        self._silence, self._patience = silence, patience
+        self._lost: dict[str, float] = {}  # since when
         self.rows = {e.stage: Row(e.stage, e.name, e.group, e.rank) for e in expected}
         self._order = list(self.rows.values())
         self._numbers = {row.stage: number for number, row in enumerate(self._order)}
@@ -93,9 +97,16 @@ class Health:
             if row.seen is not None and now - row.seen > self._silence and row.state != "lost":
                 row.reason = f"silent for more than {self._silence:g} s"
                 self._becomes(row, "lost")
+                self._lost[row.stage] = now
+
+    def given_up(self, now: float) -> list[Row]:
+        """The lost stages that are not waited for any more."""
+        late = [stage for stage, since in self._lost.items() if now - since > self._patience]
+        return [self.rows[stage] for stage in late]
 
     def _becomes(self, row: Row, state: str) -> None:
         was, row.state = row.state, state
+        self._lost.pop(row.stage, None)
         if row.name == "gateway" or (was == "ready") == (state == "ready"):
             return
         number, more = self._numbers[row.stage], 1 if was == "ready" else -1

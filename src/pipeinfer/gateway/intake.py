@@ -15,8 +15,9 @@ from pipeinfer.gateway.bodies import Bodies
 from pipeinfer.gateway.schema import Request, decode, surveyed
 from pipeinfer.gateway.survey import SLICE
 
-# Bodies up to this are decoded at once: 5 ms in the worst case. Larger ones queue up.
+# Bodies up to this are decoded at once: 5 ms in the worst case. Larger ones take turns by parts.
 SMALL = SLICE
+END = object()
 
 
 class Intake:
@@ -25,7 +26,7 @@ class Intake:
     def __init__(self, bodies: Bodies, strange: Callable[[Sequence[str]], object]) -> None:
         self._bodies = bodies
         self._strange = strange
-        self._one_large = asyncio.Lock()
+        self._turn = asyncio.Lock()  # whoever waits longest is next
 
     async def take(self, request: web.Request, kind: type[Request]) -> Request:
         """The body of `request`, checked. ApiError 400 for a wrong one, and as Bodies.reading."""
@@ -35,10 +36,13 @@ class Intake:
                 for _ in surveyed(raw, kind):
                     continue
                 return decode(raw, kind, self._strange)
-            async with self._one_large:  # in one iteration of the loop, one of them is decoded
-                raw = bytes(body)
-                for _ in surveyed(raw, kind):
+            # In one iteration of the loop there is one part of one of them.
+            parts, more = surveyed(body, kind), True
+            while more:
+                async with self._turn:
+                    more = next(parts, END) is not END
                     await asyncio.sleep(0)
-                decoded = decode(raw, kind, self._strange)
+            async with self._turn:
+                decoded = decode(bytes(body), kind, self._strange)
                 await asyncio.sleep(0)
                 return decoded

@@ -26,15 +26,18 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 COUNT = re.compile(r"[0-9]{1,12}")
 LIMITS = ("concurrent", "requests", "tokens")
+ADMIN = "admin"  # marks the key of somebody who may see what others ask
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key. `digest`: SHA-256 of its text, 32 bytes; kept out of its repr."""
+    """One key. `digest`: SHA-256 of its text, 32 bytes; kept out of its repr. `admin`: whether it
+    is an operator's."""
 
     name: str
     digest: bytes = field(repr=False)
     limits: Limits
+    admin: bool = False
 
 
 class Keys:
@@ -88,8 +91,8 @@ def read(path: str, limits: Limits) -> Keys:
 
 
 def parse(text: str, limits: Limits) -> Keys:
-    """Keys from lines `NAME sha256:HEX [concurrent=N] [requests=N] [tokens=N]`, `#` begins a
-    comment; or from one bare word, which is a key's text. ConfigurationError with the line."""
+    """Keys from lines `NAME sha256:HEX [admin] [concurrent=N] [requests=N] [tokens=N]`, `#` begins
+    a comment; or from one bare word, which is a key's text. ConfigurationError with the line."""
     if not text.strip():
         return Keys()
     words = text.split()
@@ -125,20 +128,24 @@ def _key(fields: list[str], limits: Limits) -> Key:
         raise ConfigurationError(
             "after the name must come sha256: and 64 hexadecimal digits in lower case"
         )
-    return Key(name, bytes.fromhex(rest[0].removeprefix("sha256:")), _limits(rest[1:], limits))
+    digest = bytes.fromhex(rest[0].removeprefix("sha256:"))
+    given = _given(rest[1:])
+    admin = given.pop(ADMIN, 0) > 0
+    return Key(name, digest, replace(limits, **given), admin)
 
 
-def _limits(fields: list[str], limits: Limits) -> Limits:
+def _given(fields: list[str]) -> dict[str, int]:
+    """{limit: number}, and 1 for ADMIN."""
     given: dict[str, int] = {}
     for number, word in enumerate(fields, 3):
-        what, _, count = word.partition("=")
-        if what not in LIMITS or COUNT.fullmatch(count) is None:
+        what, _, count = (word if word != ADMIN else f"{ADMIN}=1").partition("=")
+        if (what not in LIMITS and word != ADMIN) or COUNT.fullmatch(count) is None:
             allowed = ", ".join(f"{name}=N" for name in LIMITS)
-            raise ConfigurationError(f"word {number} is none of {allowed}")
+            raise ConfigurationError(f"word {number} is none of {allowed}, {ADMIN}")
         if what in given:
             raise ConfigurationError(f"{what} stands there twice")
         given[what] = int(count)
-    return replace(limits, **given)
+    return given
 
 
 def fresh(name: str) -> tuple[str, str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from pipeinfer.choices import choice_id
 from pipeinfer.gateway.token_scores import behind
 from pipeinfer.messages import Abort, Done, LogprobTexts, Submit, TextRow
@@ -69,6 +71,13 @@ class Record:
     @property
     def attempt(self) -> int:
         return self.submit.attempt
+
+    def hears(self, attempt: int) -> bool:
+        """Whether what is said of this attempt counts. Later ones than were known do: another group
+        went on with the request."""
+        if attempt > self.submit.attempt:
+            self.submit = replace(self.submit, attempt=attempt)
+        return attempt == self.submit.attempt
 
     @property
     def timeout(self) -> float:

@@ -28,15 +28,16 @@ from pipeinfer.version import __version__
 
 REF = "#/components/schemas/{name}"
 # Of whatever has a body, and of whatever goes through the pipeline.
-OF_BODIES = (400, 401, 404, 408, 413, 415, 417, 429)
+OF_BODIES = (400, 401, 403, 404, 408, 413, 415, 417, 429)
 OF_PIPELINE = (*OF_BODIES, 500, 503)
 ERRORS = {
     400: "The body is wrong, or asks for what is not served.",
     401: "The API key is wrong or missing.",
+    403: "Without keys: a web page of another site asks, or the server's name is another.",
     404: "Another model is served, or nothing has this name.",
     408: "The body did not come, or no output within the request's timeout.",
     413: "The body is too large.",
-    415: "The body is compressed otherwise than by gzip or deflate.",
+    415: "The body is not called JSON, or compressed otherwise than by gzip or deflate.",
     417: "Expect says something else than 100-continue.",
     429: "A limit of the key, or the queue is full.",
     500: "The request failed.",
@@ -147,7 +148,7 @@ def _models(
     path: str, summary: str, answer: type[msgspec.Struct], more: str, *errors: int
 ) -> Endpoint:
     made = _shown(path, summary, answer, more)
-    return replace(made, errors=(401, *errors, 503), keyed=True)
+    return replace(made, errors=(401, 403, *errors, 503), keyed=True)
 
 
 def _seen(
@@ -210,7 +211,7 @@ _reset = Endpoint(
     method="post",
     path="/reset_prefix_cache",
     summary="Forgets cached prefixes that no request uses.",
-    errors=(401, 429, 503),
+    errors=(401, 403, 429, 503),
     keyed=True,
     more="All groups forget. With 200, what is asked after that finds none of what was cached. "
     "Requests that run keep their prefixes, and leave them in the cache. 503 with code "
@@ -220,7 +221,7 @@ _embeddings = Endpoint(
     method="post",
     path="/v1/embeddings",
     summary="Not served.",
-    errors=(401, 429, 501),
+    errors=(401, 403, 429, 501),
     keyed=True,
     more="Always 501: models generate.",
 )
@@ -313,7 +314,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         path="/monitor/events",
         summary="What the pipeline does, again and again.",
         streams=True,
-        errors=(401, 503),
+        errors=(401, 403, 503),
         keyed=True,
         more="The web page's feed. At most 64 are open at a gateway. Not with `--no-page`.",
     ),
@@ -323,6 +324,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         told.RequestTold,
         "When it came to each stage, and what happened there. Not with `--no-page`.",
         401,
+        403,
         404,
     ),
     _seen(
@@ -331,6 +333,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         told.PrefixesTold,
         "Of each group. Not with `--no-page`.",
         401,
+        403,
     ),
 )
 

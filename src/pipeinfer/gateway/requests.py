@@ -59,6 +59,7 @@ PLAIN = (  # fields that mean the same in SamplingParams; `stop` is text or a li
     "allowed_token_ids",
     "bad_words",
     "truncate_prompt_tokens",
+    "truncation_side",
     "prompt_logprobs",
     "ignore_eos",
     "skip_special_tokens",
@@ -291,10 +292,17 @@ def _common(request: Generation, params: SamplingParams, terms: Terms, trace: st
         params=params,
         priority=request.priority or 0,
         timeout=request.timeout or terms.timeout,
-        cache_salt=request.cache_salt or "",
+        cache_salt=_salt(request.cache_salt or "", request.extra_key or ""),
         trace=trace,
         return_prompt_ids=bool(request.return_token_ids),
     )
+
+
+def _salt(cache_salt: str, extra_key: str) -> str:
+    """What separates cached prefixes: another text for each pair. A salt alone is itself."""
+    if not extra_key and not cache_salt.startswith("\0"):
+        return cache_salt
+    return f"\0{len(cache_salt)}:{cache_salt}{extra_key}"
 
 
 def _params(
@@ -368,6 +376,10 @@ def _check_sendable(param: str, value: JsonValue) -> None:
 
 def _message(i: int, message: ChatMessage) -> JsonObject:
     """The message as chat templates want it: content as one text, no absent fields."""
+    if message.reasoning is not None:
+        if message.reasoning_content is None:
+            message = replace(message, reasoning_content=message.reasoning)
+        message = replace(message, reasoning=None)
     plain: JsonObject = msgspec.to_builtins(message)
     if message.tool_calls is not None:
         plain["tool_calls"] = [for_template(call) for call in message.tool_calls]

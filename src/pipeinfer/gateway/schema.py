@@ -1,7 +1,7 @@
 """The bodies of all endpoints as typed structs, decoded and checked.
 
-Every field that works is here, typed; foreign_fields.py has the others. Knows no tokenizer and no
-HTTP library.
+Every field that works is here, typed; unsupported_fields.py has the others. Knows no tokenizer and
+no HTTP library.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import msgspec
 from msgspec import Meta
 
 from pipeinfer.gateway.errors import ApiError, from_validation
-from pipeinfer.gateway.foreign_fields import (
+from pipeinfer.gateway.survey import CHAT, COMPLETION, Bounds, TooMuch, survey
+from pipeinfer.gateway.unsupported_fields import (
     HARMLESS,
     INSTEAD,
+    OF_OTHER_BODIES,
     REFUSED,
     Refusals,
     asks_for_nothing,
 )
-from pipeinfer.gateway.survey import CHAT, COMPLETION, Bounds, TooMuch, survey
 from pipeinfer.json_values import JsonObject
 
 INT32 = 2**31 - 1
@@ -37,6 +38,16 @@ MOST_TOOLS = 128  # OpenAI's; a template writes each of them into the prompt
 
 TokenId = Annotated[int, Meta(ge=0, le=INT32)]
 Bounded = Annotated[int, Meta(ge=-INT32, le=INT32)]  # signs are checked with the other ranges
+# Fields of chats and completions of which a prompt's tokens depend.
+PROMPTING = frozenset(
+    (
+        "messages", "prompt", "add_special_tokens", "add_generation_prompt", "tools", "tool_choice",
+        "functions", "function_call", "chat_template", "chat_template_kwargs", "documents",
+        "continue_final_message", "enable_thinking", "reasoning_effort", "truncate_prompt_tokens",
+        "truncation_side", "skip_special_tokens",
+    )
+)  # fmt: skip
+Salt = Annotated[str, Meta(max_length=MOST_SALT)]
 Role = Literal["developer", "system", "user", "assistant", "tool", "function"]
 
 
@@ -75,10 +86,12 @@ class Structured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all bodies; null is the same as not given. `refused`: fields that are no field of
-    it, and change an answer. `bounds`: of depth and size."""
+    """Base of all bodies; null is the same as not given. Of names that are no field of it:
+    `refused` would change an answer, `ignored` cannot, whatever `refused` says. `bounds`: of depth
+    and size."""
 
     refused: ClassVar[Refusals] = REFUSED
+    ignored: ClassVar[frozenset[str]] = HARMLESS
     bounds: ClassVar[Bounds] = CHAT
     model: str | None = None
 
@@ -105,12 +118,14 @@ class Generation(Body, frozen=True, kw_only=True):
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
     truncate_prompt_tokens: Bounded | None = None
+    truncation_side: Literal["left", "right"] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Bounded | None = None
     timeout: Annotated[float, Meta(ge=0, le=MOST_TIMEOUT)] | None = None
-    cache_salt: Annotated[str, Meta(max_length=MOST_SALT)] | None = None
+    cache_salt: Salt | None = None
+    extra_key: Salt | None = None
     prompt_logprobs: Bounded | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
@@ -129,6 +144,19 @@ class Generation(Body, frozen=True, kw_only=True):
     format: JsonObject | str | None = None
 
 
+class Part(msgspec.Struct, frozen=True):
+    """Base of what stands within a body and has fields, `unsupported`, that change an answer
+    elsewhere: they may be null, false or empty."""
+
+    unsupported: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which msgspec tells with the place."""
+        for name in self.unsupported:
+            if getattr(self, name):
+                raise ValueError(f"{name} is not supported by this server")
+
+
 class ContentPart(msgspec.Struct, frozen=True):
     """A part of a message's content; only type "text" is served."""
 
@@ -136,9 +164,10 @@ class ContentPart(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
-class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One message of a conversation."""
+class ChatMessage(Part, frozen=True, omit_defaults=True):
+    """One message of a conversation. `reasoning`: vLLM's name of `reasoning_content`."""
 
+    unsupported = ("prefix", "tools", "task")
     role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -146,22 +175,31 @@ class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     function_call: JsonObject | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    phase: str | None = None
+    prefix: bool | None = None
+    tools: list[JsonObject] | None = None
+    task: str | None = None
 
 
-class Function(msgspec.Struct, frozen=True, omit_defaults=True):
+class Function(Part, frozen=True, omit_defaults=True):
     """A tool. `parameters`: the JSON schema of its arguments."""
 
+    unsupported = ("defer_loading",)
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
 
 
-class Tool(msgspec.Struct, frozen=True):
+class Tool(Part, frozen=True, omit_defaults=True):
     """What a model may call."""
 
+    unsupported = ("defer_loading",)
     type: Literal["function"]
     function: Function
+    defer_loading: bool | None = None
 
 
 class Chosen(msgspec.Struct, frozen=True):
@@ -210,21 +248,38 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
     best_of: Bounded | None = None
 
 
-class TokenizeRequest(Body, frozen=True, kw_only=True):
-    """The body of /tokenize; either `prompt` or `messages` is given."""
+# Fields of chats and completions that say how tokens are chosen and shown, and nothing of a prompt.
+SAMPLED = HARMLESS | (
+    frozenset((*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__)) - PROMPTING
+)
 
+
+class TokenizeRequest(Body, frozen=True, kw_only=True):
+    """The body of /tokenize; either `prompt` or `messages` is given. Fields with which a chat is
+    only sampled are ignored, so that a chat's body can be counted."""
+
+    ignored: ClassVar[frozenset[str]] = SAMPLED
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: JsonObject | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    chat_template: str | None = None
+    continue_final_message: bool | None = None
+    documents: list[JsonObject] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=MOST_EFFORT)] | None = None
 
 
 class DetokenizeRequest(Body, frozen=True, kw_only=True):
     """The body of /detokenize."""
 
+    ignored: ClassVar[frozenset[str]] = SAMPLED
     bounds: ClassVar[Bounds] = COMPLETION
     tokens: list[TokenId]
+    skip_special_tokens: bool | None = None
 
 
 Request = TypeVar("Request", bound=Body)
@@ -232,7 +287,7 @@ Request = TypeVar("Request", bound=Body)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-def surveyed(body: bytes, kind: type[Request]) -> Iterator[None]:
+def surveyed(body: bytes | bytearray, kind: type[Request]) -> Iterator[None]:
     """Checks the bounds of depth and size of a `body` of `kind`, a slice each time it is asked to
     go on; to be done before decode(). ApiError 400."""
     try:
@@ -250,9 +305,9 @@ def decode(body: bytes, kind: type[Request], strange: Callable[[Sequence[str]], 
         raise ApiError(400, "the body is empty; it must be a JSON object", code="invalid_json")
     try:
         fields, known = _fields(body), kind.__struct_fields__
-        foreign = [name for name in fields if name not in known]
-        if foreign:
-            _check_foreign({name: fields[name] for name in foreign}, kind.refused, strange)
+        others = {name: fields[name] for name in fields if name not in known}
+        if others:
+            _check_unsupported(others, kind, strange)
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise from_validation(error) from None
@@ -260,15 +315,21 @@ def decode(body: bytes, kind: type[Request], strange: Callable[[Sequence[str]], 
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
 
 
-def _check_foreign(
-    fields: Mapping[str, msgspec.Raw], refused: Refusals, strange: Callable[[Sequence[str]], object]
+def _check_unsupported(
+    fields: Mapping[str, msgspec.Raw], kind: type[Body], strange: Callable[[Sequence[str]], object]
 ) -> None:
+    refused, unknown = kind.refused, list[str]()
     for name, value in fields.items():
-        if name in refused and not asks_for_nothing(value, refused[name]):
-            message = f"{name} is not supported by this server"
-            if name in INSTEAD:
-                message += f"; ask for {INSTEAD[name]}"
+        if name in kind.ignored:
+            continue
+        if name not in refused:
+            unknown.append(name)
+        elif not asks_for_nothing(value, refused[name]):
+            place = "endpoint" if name in OF_OTHER_BODIES else "server"
+            message = f"{name} is not supported by this {place}"
+            instead = [other for other in INSTEAD.get(name, ()) if other in kind.__struct_fields__]
+            if instead:
+                message += f"; ask for {instead[0]}"
             raise ApiError(400, message, name, "unsupported_parameter")
-    unknown = [name for name in fields if name not in refused and name not in HARMLESS]
     if unknown:
         strange(unknown)

@@ -11,18 +11,17 @@ from dataclasses import dataclass, field
 from pipeinfer.gateway.access import Access
 from pipeinfer.gateway.admission import Admission
 from pipeinfer.gateway.core import GatewayCore
-from pipeinfer.gateway.cors import Cors
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
 from pipeinfer.gateway.requests import Terms
 from pipeinfer.gateway.sight import Sight
 from pipeinfer.gateway.tracing import Traces
+from pipeinfer.gateway.web_pages import WebPages
 
 
 @dataclass(frozen=True)
 class Service:
-    """What the handlers need. `context_length`: tokens of prompt and output, 0 if not known.
-    `page`: whether the web page is served."""
+    """What the handlers need. `context_length`: tokens of prompt and output, 0 if not known."""
 
     core: GatewayCore
     port: Port
@@ -30,7 +29,7 @@ class Service:
     model: str
     terms: Terms
     admission: Admission
-    cors: Cors
+    pages: WebPages
     max_body_bytes: int = 32 * 2**20
     context_length: int = 0
     sight: Sight | None = None  # None: there is no page

@@ -13,14 +13,17 @@ from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 
 import msgspec
 
+from pipeinfer.choices import request_of
 from pipeinfer.control import Observed, Passage, Prefix, Prefixes, ShowPrefixes, StepMade, Watch
 from pipeinfer.messages import Message
 from pipeinfer.passages.durations import MINUTE, Durations
+from pipeinfer.recent import Recent
 
 ASK_AGAIN = 1.0  # seconds
 LASTS = 2.5  # seconds for which stages go on when nobody asks again
 MOST_STEPS = 30_000  # of a minute; five hundred a second
 MOST_REQUESTS = 200
+OWNED, MOST_OWNED = 3600.0, 4096  # seconds, and requests whose clients are known
 PATIENCE = 2.0  # seconds for answers
 
 
@@ -71,6 +74,7 @@ class Sight:
         self._requests: dict[str, _Known] = {}
         self._durations = Durations(clock)
         self._answers: dict[str, asyncio.Queue[Prefixes]] = {}
+        self._owners: Recent[str] = Recent(OWNED, MOST_OWNED)
         self.changes = 0  # so many things were seen
         self.leaving = False  # the gateway ends: who looks is to look elsewhere
 
@@ -163,10 +167,21 @@ class Sight:
             newer.append(step)
         return newer[::-1]
 
-    def requests_since(self, change: int) -> list[RequestShown]:
-        """Those that are new or have changed since, oldest first."""
-        known = self._requests.values()
-        return [one.shown for one in known if one.shown is not None and one.changed > change]
+    def requests_since(self, change: int, owner: str | None = None) -> list[RequestShown]:
+        """Those that are new or have changed since, oldest first; of one client alone, or all."""
+        return [
+            one.shown
+            for name, one in self._requests.items()
+            if one.shown is not None and one.changed > change and self.owned(name, owner)
+        ]
+
+    def own(self, request_id: str, client: str) -> None:
+        """A request that came to this gateway is the client's."""
+        self._owners.put(request_id, client, self._clock())
+
+    def owned(self, request_id: str, owner: str | None) -> bool:
+        """Whether the request, or that of which it is a choice, is its; None owns everything."""
+        return owner is None or self._owners.get(request_of(request_id)) == owner
 
     def passages(self, request_id: str) -> list[Passage]:
         """What is known of a request's way, by when it came to each stage."""

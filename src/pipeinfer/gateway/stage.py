@@ -14,7 +14,8 @@ from pipeinfer.checkpoint.source import resolve_model
 from pipeinfer.control import CHANNEL
 from pipeinfer.gateway import keys, tls
 from pipeinfer.gateway.access import Access
-from pipeinfer.gateway.admission import Admission
+from pipeinfer.gateway.admission import Admission, guarded, is_loopback
+from pipeinfer.gateway.backlog import Backlog
 from pipeinfer.gateway.core import GatewayCore
 from pipeinfer.gateway.cors import read_origins
 from pipeinfer.gateway.defaults import sampling_defaults
@@ -30,6 +31,7 @@ from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.sight import Sight
 from pipeinfer.gateway.tls import Certificate
 from pipeinfer.gateway.tracing import Traces
+from pipeinfer.gateway.web_pages import WebPages, host_name, read_hosts
 from pipeinfer.runtime import listening
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.settings import ConfigurationError, Settings
@@ -51,15 +53,15 @@ def build(context: StageContext) -> Stage:
         expected_stages(context.topology),
         index=context.identity.index,
         seed=settings.seed,
-        max_queue=settings.max_queue,
+        backlog=Backlog(settings.max_queue, settings.max_queue_tokens),
         incarnation=context.incarnation,
-        max_queue_tokens=settings.max_queue_tokens,
         traces=traces,
+        host_loss=settings.host_loss,
     )
     targets = Targets(settings.itl_target, settings.ttft_target)
     metrics = Metrics(core.health, core.answering, targets)
     certificate = tls.certificate(settings)
-    admission = Admission(_keys(settings), _limits(settings), metrics)
+    admission = Admission(_keys(settings), _limits(settings), metrics, is_loopback(settings.host))
     service = Service(
         core,
         Port(metrics),
@@ -67,7 +69,7 @@ def build(context: StageContext) -> Stage:
         settings.model_name,
         _terms(settings, folder),
         admission,
-        read_origins(settings.allowed_origins),
+        _web_pages(settings, admission),
         settings.max_body_mib * 2**20,
         _context_length(settings, folder),
         sight=None if settings.no_page else Sight(context.topology.ids()),
@@ -121,6 +123,16 @@ def _keys(settings: Settings) -> Keys:
     if settings.api_key_file:
         return keys.read(settings.api_key_file, _limits(settings))
     return Keys()
+
+
+def _web_pages(settings: Settings, admission: Admission) -> WebPages:
+    """The name to listen on, where it is one, is the server's without being named again."""
+    hosts = read_hosts(settings.allowed_hosts)
+    if not admission.keyed and not hosts and not is_loopback(settings.host):
+        log.info("no API keys: clients that use a name with a dot need --allowed-hosts NAME")
+    named = hosts | {host_name(settings.host)}
+    origins = read_origins(settings.allowed_origins)
+    return WebPages(named, bool(hosts), origins, lambda: not admission.keyed, guarded)
 
 
 def _reload(settings: Settings, admission: Admission, certificate: Certificate | None) -> None:

@@ -53,15 +53,17 @@ def _submit(call: Call, gateway: int, seed: int, trace: str) -> Submit:
         return_prompt_text=call.return_prompt_text,
         only_encode=call.only_encode,
         choices=tuple(range(call.params.n)),
+        client=call.client,
     )
 
 
 def again(records: Iterable[Record]) -> Iterator[Submit]:
     """What a tokenizer that was started again must know: of choices that belong together those
     that are live, in one for each group that has some."""
-    together: dict[tuple[str, int], list[Record]] = {}
+    together: dict[tuple[str, int, int], list[Record]] = {}
     for record in records:
-        together.setdefault((record.submit.request_id, record.group), []).append(record)
-    for (_, group), live in together.items():
+        key = record.submit.request_id, record.group, record.attempt
+        together.setdefault(key, []).append(record)
+    for (_, group, _), live in together.items():
         choices = tuple(record.choice for record in live)
         yield replace(live[0].submit, group=group, choices=choices)

@@ -122,10 +122,10 @@ class Survey:
         return b"".join(outside).translate(None, _NOT_STRUCTURE)
 
 
-def survey(body: bytes, bounds: Bounds) -> Iterator[None]:
+def survey(body: bytes | bytearray, bounds: Bounds) -> Iterator[None]:
     """Surveys all of `body`, a slice each time it is asked to go on. Raises TooMuch."""
     seen = Survey(bounds)
     for start in range(0, len(body), SLICE):
-        seen.take(body[start : start + SLICE])
+        seen.take(bytes(body[start : start + SLICE]))
         if start + SLICE < len(body):
             yield

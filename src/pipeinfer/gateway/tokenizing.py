@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
+from msgspec.structs import replace
 
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call, Delta, Failed, Started
-from pipeinfer.gateway.requests import Terms, chat_prompt
-from pipeinfer.gateway.schema import DetokenizeRequest, TokenizeRequest
+from pipeinfer.gateway.requests import Terms, chat_job
+from pipeinfer.gateway.schema import ChatMessage, ChatRequest, DetokenizeRequest, TokenizeRequest
 from pipeinfer.gateway.streams import api_error
 from pipeinfer.json_values import JsonObject
 from pipeinfer.packing import pack, unpack
@@ -34,24 +34,34 @@ def tokenize_call(request: TokenizeRequest, name: str, terms: Terms) -> Call:
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt", "invalid_value")
     if request.messages is not None:
-        chat, arguments = chat_prompt(
-            request.messages, request.chat_template_kwargs, request.add_generation_prompt
-        )
-        return msgspec.structs.replace(
-            call,
-            chat=chat,
-            template_arguments=arguments,
-            add_special_tokens=bool(request.add_special_tokens),
-        )
+        [chat] = chat_job(_chat(request, request.messages), name, terms, "").calls
+        return replace(count_call(chat), return_prompt_ids=True)
     special = request.add_special_tokens is not False
-    return msgspec.structs.replace(call, text=request.prompt, add_special_tokens=special)
+    return replace(call, text=request.prompt, add_special_tokens=special)
+
+
+def _chat(request: TokenizeRequest, messages: list[ChatMessage]) -> ChatRequest:
+    """The chat whose prompt is asked for."""
+    return ChatRequest(
+        messages=messages,
+        add_special_tokens=request.add_special_tokens,
+        add_generation_prompt=request.add_generation_prompt,
+        chat_template_kwargs=request.chat_template_kwargs,
+        tools=request.tools,
+        tool_choice=request.tool_choice,
+        chat_template=request.chat_template,
+        continue_final_message=request.continue_final_message,
+        documents=request.documents,
+        enable_thinking=request.enable_thinking,
+        reasoning_effort=request.reasoning_effort,
+    )
 
 
 def detokenize_call(request: DetokenizeRequest, name: str, terms: Terms) -> Call:
     """What asks for the text."""
     return Call(
         request_id=name,
-        params=ONE,
+        params=replace(ONE, skip_special_tokens=bool(request.skip_special_tokens)),
         timeout=terms.timeout,
         prompt_ids=pack(request.tokens),
         return_prompt_text=True,
@@ -61,7 +71,7 @@ def detokenize_call(request: DetokenizeRequest, name: str, terms: Terms) -> Call
 
 def count_call(call: Call) -> Call:
     """What asks how long the prompt of `call` is, whose answer nobody wants."""
-    return msgspec.structs.replace(call, params=ONE, only_encode=True)
+    return replace(call, params=ONE, only_encode=True)
 
 
 class Encoded:

@@ -71,12 +71,6 @@ def schema_of(text: str) -> JsonObject | bool:
     return schema
 
 
-def letters(spec: StructuredOutputs) -> int:
-    """How long it is, whatever its form."""
-    texts = (spec.json, spec.regex, spec.grammar, *(spec.choice or ()))
-    return sum(len(text) for text in texts if text is not None)
-
-
 def _check_choice(choice: tuple[str, ...]) -> str:
     if not choice or not all(choice):
         raise GrammarError("choice must have at least one text, and none of them empty")

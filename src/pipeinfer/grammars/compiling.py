@@ -6,6 +6,7 @@ end the process or take minutes: compile it in another one first (trial.py).
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pipeinfer.grammars.bounds import GrammarError, check, schema_of
 from pipeinfer.grammars.lark import as_lark, with_options
+from pipeinfer.grammars.work import work_of
 from pipeinfer.json_values import JsonObject
 from pipeinfer.params import StructuredOutputs
 
@@ -30,19 +32,32 @@ JSON_OPTIONS: JsonObject = {
     "lenient": False,
 }
 _LOG_NOTHING = 0
+# Of the parser, in one mask, and in a row of it, which takes the square: together 40 ms at most for
+# a mask and the token behind it. The library has 50,000 and 2,000. An object with n optional keys
+# takes 4 n in a row.
+MOST_ITEMS = 5_000
+MOST_IN_ROW = 1_400
+# Bytes by which `Grammar.bytes` counts: of each original, with each byte of its definition, with
+# each of the fuel that the lexer took to compile, and took since, of which 1 to 9 were measured.
+BASE_BYTES = 1 << 20
+TEXT_BYTES = 100
+COMPILED_BYTES = 32
+GROWN_BYTES = 10
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # letters that mean something in a regex
 
 
 def limits() -> LLParserLimits:
-    """Of every matcher; the library's own defaults, written down because a replay depends on them.
-    Errors say nothing of the state, which would be a client's text in a log."""
+    """Of every matcher, written down because a replay depends on them; the library's own defaults,
+    but for the parser's items. Errors tell the state (work.py), which
+    has a client's text: `complaint` leaves it out."""
     return LLParserLimits(
-        max_items_in_row=2000,
+        max_items_in_row=MOST_IN_ROW,
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
-        step_max_items=50_000,
+        step_max_items=MOST_ITEMS,
         max_lexer_states=250_000,
         max_grammar_size=500_000,
-        verbose_errors=False,
+        verbose_errors=True,
     )
 
 
@@ -86,10 +101,12 @@ class Vocabulary:
 
 class Grammar:
     """A compiled grammar, to copy matchers from. `after`: the id behind which it begins, if that
-    is not at once. `seconds`: what it took to compile.
+    is not at once. `seconds`: what it took to compile. `users`: rows that have it.
 
     Matchers that are copied from one original share its lexer, and wait for each other when they
     fill masks: where many fill them at the same time there may be several originals, `lanes`.
+    A lexer keeps what it has found out: `bytes` grows, until the grammar is renewed, which makes it
+    of another `generation`.
     """
 
     def __init__(self, vocabulary: Vocabulary, spec: StructuredOutputs) -> None:
@@ -101,18 +118,45 @@ class Grammar:
         self._originals = [self._compiled()]
         self.seconds = time.perf_counter() - begun
         self.settled = False  # there will not be more originals
+        self.generation = 0
+        self.users = 0
+        self._compiled_bytes = BASE_BYTES + TEXT_BYTES * len(self._text)
+        self._compiled_bytes += COMPILED_BYTES * work_of(self._originals[0]).fuel
+        self._grown = 0  # fuel
 
     @property
     def lanes(self) -> int:
         return len(self._originals)
 
+    @property
+    def bytes(self) -> int:
+        """What it takes with what its lexers have found out, by counts; rather more than less."""
+        return self._compiled_bytes * self.lanes + GROWN_BYTES * self._grown
+
+    @property
+    def worn(self) -> bool:
+        """Whether it would take less than half as much if it were compiled again."""
+        return self.bytes > 2 * self._compiled_bytes
+
+    def grow(self, fuel: int) -> None:
+        """Masks of it have cost so much fuel of its lexers."""
+        self._grown += fuel
+
+    def renew(self) -> None:
+        """Forgets what its lexers have found out: rows go on with a new original. From any thread,
+        one at a time. Raises GrammarError."""
+        self._originals = [self._compiled()]
+        self._grown = 0
+        self.generation += 1
+
     def widen(self) -> None:
         """Compiles it once more; from any thread, one at a time. Raises GrammarError."""
         self._originals.append(self._compiled())
 
-    def matcher(self, lane: int = 0) -> LLMatcher:
-        """One that has read nothing."""
-        return self._originals[lane].deep_copy()
+    def matcher(self, place: int = 0) -> LLMatcher:
+        """One that has read nothing, of the lane of rows in that `place`."""
+        originals = self._originals
+        return originals[place % len(originals)].deep_copy()
 
     def _compiled(self) -> LLMatcher:
         tokens = self.vocabulary.tokens
@@ -123,8 +167,8 @@ class Grammar:
 
 
 def complaint(matcher: LLMatcher) -> str:
-    """What is wrong with it, in a line: what follows says that there could be more."""
-    return matcher.get_error().partition("\n<non-verbose")[0].strip() or "the grammar failed"
+    """What is wrong with it, without the state, which follows."""
+    return matcher.get_error().partition("\n<state>")[0].strip() or "the grammar failed"
 
 
 def _definition(spec: StructuredOutputs) -> str:
@@ -135,8 +179,9 @@ def _definition(spec: StructuredOutputs) -> str:
     if form == "regex":
         return LLMatcher.grammar_from_regex(spec.regex or "")
     if form == "choice":
-        texts = " | ".join(msgspec.json.encode(text).decode() for text in spec.choice or ())
-        return LLMatcher.grammar_from_lark(f"start: {texts}")
+        # One expression: the parser has an item for each alternative, in each mask.
+        texts = (_SPECIAL.sub(r"\\\g<0>", text) for text in spec.choice or ())
+        return LLMatcher.grammar_from_regex("|".join(texts))
     return LLMatcher.grammar_from_lark(with_options(as_lark(spec.grammar or ""), JSON_OPTIONS))
 
 

@@ -13,9 +13,10 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from pipeinfer.grammars.bounds import GrammarError
 from pipeinfer.json_values import JsonObject
 
-# Strings, regular expressions and comments, in which %json is a text like any other.
+# Strings, regular expressions and comments, in which %json is a text like any other. One that has
+# no end is taken up to its line's: searching again behind each escaped quote takes a square's time.
 _SCHEMA = re.compile(
-    r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<json>%json\s*)(?=\{)'
+    r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/?|(?P<json>%json\s*)(?=\{)'
 )
 _decode = json.JSONDecoder().raw_decode
 

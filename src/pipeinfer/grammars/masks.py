@@ -5,6 +5,7 @@ A row's source is transient: it can be rebuilt from the ids at any time, and giv
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from typing import Literal, Protocol
@@ -52,9 +53,10 @@ class GrammarSource:
         self._grammar = grammar
         self._vocabulary = grammar.vocabulary
         self._place = place
-        self._read: list[int] | None = None if grammar.settled else []  # while it may move
-        self._lane = place % grammar.lanes
-        self._matcher = grammar.matcher(self._lane)
+        self._read = array("i")
+        self._generation = grammar.generation
+        self._lane: int = place % grammar.lanes
+        self._matcher = grammar.matcher(place)
         self.error = ""
         self.feed(ids)
 
@@ -70,20 +72,21 @@ class GrammarSource:
         self.error = complaint(self._matcher) if self._matcher.is_error() else ""
         if not self.error and taken < len(real):
             self.error = f"the grammar does not allow token {real[taken]}"
-        if self._read is not None:
-            self._read += real
-            self._move(self._read)
+        self._read.extend(real)
+        self._move()
         return self.error
 
-    def _move(self, read: list[int]) -> None:
-        """To its own lane, once all are there; it stays where it is if it has `read` too much."""
-        lane = self._place % self._grammar.lanes
-        if self._grammar.settled and lane != self._lane and not self.error:
-            matcher = self._grammar.matcher(lane)
-            if matcher.try_consume_tokens(read) == len(read):
-                self._matcher, self._lane = matcher, lane
-        if self._grammar.settled or len(read) > MOST_READ:
-            self._read = None
+    def _move(self) -> None:
+        """To its own lane, once all are there, unless it has read too much; and to that of a
+        renewed grammar."""
+        grammar, generation = self._grammar, self._grammar.generation
+        lane, renewed = self._place % grammar.lanes, self._generation != generation
+        widened = grammar.settled and lane != self._lane and len(self._read) <= MOST_READ
+        if not (widened or renewed) or self.error:
+            return
+        matcher, self._generation = grammar.matcher(self._place), generation
+        if matcher.try_consume_tokens(self._read.tolist()) == len(self._read):
+            self._matcher, self._lane = matcher, lane
 
     def force(self) -> list[int]:
         if self.error or self._matcher.is_stopped():

@@ -1,7 +1,9 @@
 """Compiled grammars of one engine: made on a thread of their own, kept as long as they are used.
 
-The thread has the stack that compiling needs, and the vocabulary is built there. Knows no row, no
-step and no request.
+The thread has the stack that compiling needs, and the vocabulary is built there. All grammars
+together take a bounded number of bytes, by counts (compiling.py): those that nobody uses go, oldest
+first, those that have grown are renewed, and where that is not enough no other one is taken. Knows
+no row, no step and no request.
 """
 
 from __future__ import annotations
@@ -22,62 +24,81 @@ from pipeinfer.params import StructuredOutputs
 
 log = logging.getLogger(__name__)
 
-# Twice as many as a scheduler counts on (scheduler/preparation.py); a few hundred kB each.
-KEPT = 256
+KEPT = 256  # grammars: twice as many as a scheduler counts on (scheduler/preparation.py)
+MOST_BYTES = 512 << 20  # of all of them
+PART = 8  # one that takes more than such a part of them is renewed
+FULL = "the grammars in use leave no memory for another one; try again later"
 
 # What takes longer to compile, in seconds, has one lane: others wait for the thread. And so many
 # lanes more than one, of all grammars together.
 QUICK = 0.05
 MOST_LANES = 256
 
+# Of what took longer the compiling has a thread of its own.
+SLOW = 0.1
+
 Job = Callable[[], None]
 
 
 class GrammarStore:
-    """May be asked from any thread. `setup` is called on the thread that compiles, at once."""
+    """May be asked from any thread. `setup` is called on the thread that compiles, at once.
+    `most_bytes`: of all grammars that are kept or used."""
 
-    def __init__(self, setup: Callable[[], Setup], kept: int = KEPT) -> None:
+    def __init__(self, setup: Callable[[], Setup], most_bytes: int = MOST_BYTES) -> None:
         self._setup = setup
-        self._kept = kept
+        self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._known: OrderedDict[StructuredOutputs, Future[Grammar]] = OrderedDict()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._slow_jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._built = threading.Event()
         self._vocabulary: Vocabulary | None = None
         self._trouble = ""
-        self._renewing: set[StructuredOutputs] = set()
+        self._live: weakref.WeakSet[Grammar] = weakref.WeakSet()
+        self._renewing: weakref.WeakSet[Grammar] = weakref.WeakSet()
         self._widened: weakref.WeakSet[Grammar] = weakref.WeakSet()
         _with_stack(self._work)
+        _with_stack(partial(_run, self._slow_jobs))
 
     def wait(self) -> None:
         """Until the vocabulary is there, which holds the interpreter while it is built."""
         self._built.wait()
 
-    def prepare(self, spec: StructuredOutputs, then: Callable[[str], None]) -> None:
+    def prepare(
+        self, spec: StructuredOutputs, then: Callable[[str], None], slow: bool = False
+    ) -> None:
         """Has it compiled; `then`, from another thread if it was not yet, is told why it cannot be,
-        or ""."""
-        self._asked(spec).add_done_callback(lambda one: then(_trouble(one)))
+        or "". `slow`: that takes long, and others must not wait for it."""
+        self._asked(spec, slow).add_done_callback(lambda one: then(_trouble(one)))
 
     def grammar(self, spec: StructuredOutputs) -> Grammar:
         """Waits for it if need be. Raises GrammarError."""
         return self._asked(spec).result()
 
-    def renew(self, spec: StructuredOutputs, worn: Grammar) -> None:
-        """`worn` has tripped a limit. Matchers share with the grammar what its lexer has found out,
-        of which there is a limit, too: it is compiled again, and takes its place when it is there.
+    @property
+    def bytes(self) -> int:
+        """What the grammars take that are kept or used, by counts."""
+        with self._lock:
+            return sum(one.bytes for one in self._live)
+
+    def renew(self, worn: Grammar) -> None:
+        """`worn` has tripped a limit, or grown too large. Matchers share with the grammar what its
+        lexer has found out, of which there is a limit, too: it is compiled again in the background.
         If it cannot be, it stays: a request that begins with it may yet end before the limit.
         """
         with self._lock:
-            known = self._known.get(spec)
-            at_hand = known is not None and known.done() and known.exception() is None
-            if known is None or not at_hand or known.result() is not worn:
+            if worn in self._renewing:
                 return
-            if spec in self._renewing:
-                return
-            self._renewing.add(spec)
-        fresh: Future[Grammar] = Future()
-        fresh.add_done_callback(lambda one: self._replace(spec, one))
-        self._jobs.put(partial(self._compile, spec, fresh))
+            self._renewing.add(worn)
+        self._queue(worn.seconds > SLOW).put(partial(self._renew, worn))
+
+    def grown(self, grammar: Grammar, fuel: int) -> None:
+        """Masks of it have cost so much fuel of its lexers, which are larger now."""
+        grammar.grow(fuel)
+        if grammar.worn and grammar.bytes > self._most_bytes // PART:
+            self.renew(grammar)
+        with self._lock:
+            self._make_room()
 
     def widen(self, grammar: Grammar, lanes: int) -> None:
         """Several rows use it now: in the background it gets up to so many lanes, if it compiles
@@ -87,11 +108,31 @@ class GrammarStore:
                 self._widened.add(grammar)
             self._jobs.put(partial(self._widen, grammar, lanes))
 
-    def _replace(self, spec: StructuredOutputs, fresh: Future[Grammar]) -> None:
+    def _renew(self, worn: Grammar) -> None:
+        try:
+            worn.renew()
+        except BaseException:  # a panic of the compiler is no Exception; why is a client's text
+            log.warning("a grammar that is worn out cannot be compiled again")
         with self._lock:
-            self._renewing.discard(spec)
-            if spec in self._known and fresh.exception() is None:
-                self._known[spec] = fresh
+            self._renewing.discard(worn)
+
+    def _make_room(self) -> bool:
+        """Forgets what nobody uses, the oldest first, until the others fit; whether they do. Where
+        they do not, the largest one that has grown is renewed."""
+        left = sum(one.bytes for one in self._live) - self._most_bytes
+        for spec, asked in list(self._known.items())[:-1]:  # the last one is about to be used
+            if left <= 0:
+                break
+            if asked.done() and asked.exception() is None and not asked.result().users:
+                left -= asked.result().bytes
+                del self._known[spec]
+        if left > 0:
+            worn = [one for one in self._live if one.worn and one not in self._renewing]
+            if worn:
+                largest = max(worn, key=lambda one: one.bytes)
+                self._renewing.add(largest)
+                self._queue(largest.seconds > SLOW).put(partial(self._renew, largest))
+        return left <= 0
 
     def vocabulary(self) -> Vocabulary:
         """Waits for it if need be. Raises GrammarError where there is none."""
@@ -103,15 +144,19 @@ class GrammarStore:
     def close(self) -> None:
         """What is under way is left behind: nothing can cancel it."""
         self._jobs.put(None)
+        self._slow_jobs.put(None)
 
-    def _asked(self, spec: StructuredOutputs) -> Future[Grammar]:
+    def _queue(self, slow: bool) -> queue.SimpleQueue[Job | None]:
+        return self._slow_jobs if slow else self._jobs
+
+    def _asked(self, spec: StructuredOutputs, slow: bool = False) -> Future[Grammar]:
         with self._lock:
             found = self._known.get(spec)
             if found is None:
                 found = self._known[spec] = Future()
-                self._jobs.put(partial(self._compile, spec, found))
+                self._queue(slow).put(partial(self._compile, spec, found))
             self._known.move_to_end(spec)
-            while len(self._known) > self._kept:
+            while len(self._known) > KEPT:
                 self._known.popitem(last=False)
         return found
 
@@ -122,14 +167,23 @@ class GrammarStore:
         except Exception as error:  # told to whoever asks for a grammar; nobody may ever
             self._trouble = f"this model serves no grammars: {error}"
         self._built.set()
-        while (job := self._jobs.get()) is not None:
-            job()
+        _run(self._jobs)
 
     def _compile(self, spec: StructuredOutputs, asked: Future[Grammar]) -> None:
         try:
-            asked.set_result(Grammar(self.vocabulary(), spec))
-        except BaseException as error:  # a panic of the compiler is no Exception
+            made = Grammar(self.vocabulary(), spec)
+        except BaseException as error:  # as above
             asked.set_exception(GrammarError(str(error) or "it does not compile"))
+            return
+        with self._lock:
+            self._live.add(made)
+            fits = self._make_room()
+            if not fits and self._known.get(spec) is asked:
+                del self._known[spec]  # there may be room when it is asked for again
+        if fits:
+            asked.set_result(made)
+        else:
+            asked.set_exception(GrammarError(FULL))
 
     def _widen(self, grammar: Grammar, lanes: int) -> None:
         """One lane more, and the next one behind what waits meanwhile."""
@@ -144,6 +198,11 @@ class GrammarStore:
                 self._jobs.put(partial(self._widen, grammar, lanes))
                 return
         grammar.settled = True
+
+
+def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
 
 
 def _trouble(asked: Future[Grammar]) -> str:

@@ -1,17 +1,24 @@
 """Compiles grammars of strangers in a process that may die of them; also `python -m` of that one.
 
 The compiler cannot be cancelled, and a small text can overflow its stack. So a grammar is tried
-here, with less time, memory and stack than an engine has, and what was found is remembered.
+here, with less time, memory and stack than an engine has. The process has the vocabulary and forks
+for each grammar: what dies is a copy, and the next grammar need not wait for another vocabulary.
+What its masks cost is found out, too, by counts: every trial of it says the same.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import select
+import signal
 import subprocess
 import threading
-from collections import OrderedDict
-from typing import BinaryIO, cast
+import warnings
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import TYPE_CHECKING, BinaryIO, NoReturn, cast
 
 import msgspec
 import numpy as np
@@ -20,15 +27,27 @@ from pipeinfer import pipes
 from pipeinfer.grammars.bounds import GrammarError, check
 from pipeinfer.params import StructuredOutputs
 
-# A choice of 10,000 texts takes 0.3 s and 5,000 optional keys take 4 s; what needs more is refused.
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
+
+    from pipeinfer.grammars.compiling import Grammar
+
+# Of processor time: no load of the machine refuses a grammar. A choice of 10,000 texts takes 0.3 s
+# and 5,000 optional keys take 4 s; what needs more is refused.
 SECONDS = 5.0
+# Seconds that are waited for: a machine that is busy with other things has little for slow trials.
+PATIENCE = 300.0
 START_SECONDS = 60.0  # to import and to build the vocabulary, 4 s for 262,000 tokens
 # Bytes of address space; with 264 tokens and a chain of 5,900 rules it takes 320 MB.
 MEMORY = 2 * 1024**3
-REMEMBERED = 1024  # verdicts
 STACK = 32 * 1024 * 1024  # bytes; half of what an engine's thread has (compiling.py)
-AHEAD = 4  # tokens that a trial goes while there is no choice; a count may force thousands
-TRIES = 2  # processes that may end over a grammar: one may have been killed by somebody else
+WALK = 24  # tokens that a trial goes, each drawn of those that are allowed
+# What a token of it may cost on average (work.py). In units: 4 ms of each step in which a row has
+# the grammar; an honest one takes up to 700, with a vocabulary of 262,000 up to 2,200. In fuel of
+# the lexer, which grows by half a MB for so much: an honest one takes up to 7,000.
+MOST_UNITS = 4_000
+MOST_FUEL = 16_000
+TRIES = 2  # copies that may end over a grammar: one may have been killed by somebody else
 
 
 class Setup(msgspec.Struct, frozen=True, array_like=True):
@@ -41,33 +60,64 @@ class Setup(msgspec.Struct, frozen=True, array_like=True):
     stack: int = STACK
 
 
-class Trial:
-    """One process that tries grammars, started when it is first needed. Calls of `verdict` block
-    and come from one thread, and `kill` while there is none."""
+class Task(msgspec.Struct, frozen=True, array_like=True):
+    """A grammar to be tried. `seconds`: of processor time. `niceness`: beside that of others."""
 
-    def __init__(self, setup: Setup, seconds: float = SECONDS) -> None:
+    spec: StructuredOutputs
+    seconds: float
+    niceness: int
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """Of a trial. `refusal`: why the grammar is not served, "" if it is. `slow`, `died`: there is
+    no verdict, since its time was over or the copy ended."""
+
+    refusal: str = ""
+    slow: bool = False
+    died: bool = False
+
+
+class TooSlow(Exception):
+    """The time of a trial was over; the text says so, for the client."""
+
+
+class Trial:
+    """One process that tries grammars. Calls of `start` and `verdict` block and come from one
+    thread, and `kill` while there is none. `seconds`, `niceness`: of each trial, see Task."""
+
+    def __init__(self, setup: Setup, seconds: float = SECONDS, niceness: int = 0) -> None:
         self._setup = msgspec.msgpack.encode(setup)
         self._seconds = seconds
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._niceness = niceness
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
-        self.ended = 0  # processes that a grammar has cost
+        self.ended = 0  # trials that were ended, or died
+
+    def start(self) -> None:
+        """Starts the process, which `verdict` would do. Raises RuntimeError and OSError."""
+        self._running()
 
     def verdict(self, spec: StructuredOutputs) -> str:
-        """Why the grammar is not served, for the client; "" if it is."""
+        """Why the grammar is not served, for the client; "" if it is. Raises TooSlow; RuntimeError
+        or OSError where no verdict can be had."""
         try:
             check(spec)
         except GrammarError as error:
             return str(error)
-        key = msgspec.msgpack.encode(spec)
-        known = self._verdicts.get(key)
-        if known is None:
-            known = self._tried(key)
-        self._verdicts[key] = known
-        self._verdicts.move_to_end(key)
-        if len(self._verdicts) > REMEMBERED:
-            self._verdicts.popitem(last=False)
-        return known
+        task = msgspec.msgpack.encode(Task(spec, self._seconds, self._niceness))
+        outcome = None
+        for _ in range(TRIES):
+            outcome = self._outcome(task)
+            if outcome is None:
+                continue
+            if not outcome.died and not outcome.slow:
+                return outcome.refusal
+            self.ended += 1
+            if outcome.slow:
+                raise TooSlow(f"it takes longer than {self._seconds:g} s to compile")
+        if outcome is None:  # which no grammar can do: it has a copy to end
+            raise RuntimeError("the process that tries grammars ended")
+        return "it is too complex to compile"
 
     def kill(self) -> None:
         """Ends the process, also while it compiles."""
@@ -84,22 +134,19 @@ class Trial:
         if process is not None:
             process.kill()
 
-    def _tried(self, key: bytes) -> str:
-        for _ in range(TRIES):
-            process = self._running()
-            assert process.stdin is not None and process.stdout is not None
-            pipes.write(cast(BinaryIO, process.stdin), key)
-            answer = pipes.read(process.stdout.fileno(), self._seconds)
-            if answer is not None:
-                return msgspec.msgpack.decode(answer, type=str)
-            if self._closed:
-                raise RuntimeError("the process that tries grammars has ended for good")
-            slow = not _at_end(process.stdout.fileno())
-            self.ended += 1
-            self.kill()
-            if slow:
-                return f"it takes longer than {self._seconds:g} s to compile"
-        return "it is too complex to compile"
+    def _outcome(self, task: bytes) -> Outcome | None:
+        """None if the process ended. RuntimeError after PATIENCE."""
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None
+        pipes.write(cast(BinaryIO, process.stdin), task)
+        answer = pipes.read(process.stdout.fileno(), PATIENCE)
+        if answer is not None:
+            return msgspec.msgpack.decode(answer, type=Outcome)
+        ended = bool(select.select([process.stdout.fileno()], [], [], 0)[0])
+        self.kill()
+        if not ended:
+            raise RuntimeError(f"there is no verdict after {PATIENCE:g} s")
+        return None
 
     def _running(self) -> subprocess.Popen[bytes]:
         """Raises RuntimeError if it does not start, which is no grammar's fault."""
@@ -122,8 +169,66 @@ class Trial:
         return self._process
 
 
-def _at_end(fd: int) -> bool:
-    return bool(select.select([fd], [], [], 0)[0])
+def _in_a_copy(work: Callable[[], str], task: Task) -> Outcome:
+    """What `work` says in a copy of this process, which ends with this one."""
+    source, sink = os.pipe()
+    life, held = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(held)
+        _copy(work, task, sink, life)
+    os.close(sink)
+    os.close(life)
+    said = pipes.read(source)
+    os.close(source)
+    os.close(held)
+    _, status = os.waitpid(pid, 0)
+    if said is not None:
+        return Outcome(said.decode())
+    slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+    return Outcome(slow=slow, died=not slow)
+
+
+def _copy(work: Callable[[], str], task: Task, sink: int, life: int) -> NoReturn:
+    try:
+        signal.setitimer(signal.ITIMER_PROF, task.seconds)  # SIGPROF ends it
+        os.nice(task.niceness)
+        threading.Thread(target=_end_with, args=(life,), daemon=True).start()
+        with os.fdopen(sink, "wb", buffering=0) as answer:
+            pipes.write(cast(BinaryIO, answer), work().encode())
+    finally:
+        os._exit(0)
+
+
+def _end_with(life: int) -> NoReturn:
+    os.read(life, 1)  # nobody writes: it returns when the other side is closed
+    os._exit(0)
+
+
+def walked(grammar: Grammar, executor: LLExecutor) -> str:
+    """What is wrong with the grammar's masks, or with what they cost, along one walk; "" if nothing
+    is."""
+    from pipeinfer.grammars.masks import GrammarSource, fill_all
+    from pipeinfer.grammars.work import work_of
+
+    source, chance = GrammarSource(grammar), Random(0)
+    words = np.zeros((1, grammar.vocabulary.words), dtype=np.int32)
+    begun = work_of(grammar.matcher())
+    for _ in range(WALK):
+        [said] = fill_all(executor, [source], words)
+        matcher = source.matcher
+        if said or matcher is None:
+            return said
+        cost = work_of(matcher).since(begun)
+        if cost.units > WALK * MOST_UNITS or cost.fuel > WALK * MOST_FUEL:
+            return "its masks take too much work: it is too ambiguous, or counts too far"
+        goes_on = (words & grammar.vocabulary.no_end).view(np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(goes_on, bitorder="little"))
+        if not len(allowed):
+            return ""
+        if said := source.feed([int(chance.choice(allowed))]):
+            return said
+    return ""
 
 
 def main() -> None:
@@ -131,37 +236,38 @@ def main() -> None:
     from llguidance import LLExecutor
 
     from pipeinfer.grammars.compiling import Grammar, Vocabulary
-    from pipeinfer.grammars.masks import GrammarSource, fill_all
 
     frames, answers = pipes.served()
+    # Of all threads the copies have the one that forks; the other one waits for a frame.
+    warnings.simplefilter("ignore", DeprecationWarning)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     setup = msgspec.msgpack.decode(frames.get(), type=Setup)
     threading.stack_size(setup.stack)
     vocabulary = Vocabulary(setup.tokenizer, setup.width, setup.ends, setup.known)
-    words, executor = np.zeros((1, vocabulary.words), dtype=np.int32), LLExecutor(1)
     pipes.write(answers, b"")
 
-    def tried(spec: StructuredOutputs) -> None:
+    def tried(spec: StructuredOutputs, outcome: list[str]) -> None:
         said = "it does not compile"  # also for a panic of the compiler, which passes by
         try:
-            source = GrammarSource(Grammar(vocabulary, spec))
-            for _ in range(AHEAD):  # some trip a limit where there is first anything to choose
-                [said] = fill_all(executor, [source], words)
-                allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-                if said or len(allowed) > 1:
-                    break
-                source.feed(allowed.tolist())
+            # A fork has no threads of its maker, so the executor is made here.
+            said = walked(Grammar(vocabulary, spec), LLExecutor(1))
         except (GrammarError, ValueError) as error:
             said = str(error) or said
         finally:
-            pipes.write(answers, msgspec.msgpack.encode(said))
+            outcome.append(said)
 
-    while True:
-        spec = msgspec.msgpack.decode(frames.get(), type=StructuredOutputs)
-        thread = threading.Thread(target=tried, args=(spec,))
+    def with_stack(spec: StructuredOutputs) -> str:
+        outcome: list[str] = []
+        thread = threading.Thread(target=tried, args=(spec, outcome))
         thread.start()
         thread.join()
+        return outcome[0]
+
+    while True:
+        task = msgspec.msgpack.decode(frames.get(), type=Task)
+        outcome = _in_a_copy(partial(with_stack, task.spec), task)
+        pipes.write(answers, msgspec.msgpack.encode(outcome))
 
 
 if __name__ == "__main__":

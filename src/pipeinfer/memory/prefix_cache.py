@@ -29,7 +29,7 @@ class Match(NamedTuple):
 
 class Path(NamedTuple):
     """Cached tokens from the first on: how many; sequences that begin with them (`ends`); locks on
-    them (`held`); the first ids, int32."""
+    them (`held`); the first ids, int32, none where there is a salt: those are for nobody else."""
 
     tokens: int
     ends: int

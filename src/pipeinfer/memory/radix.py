@@ -331,9 +331,11 @@ def _path(node: Node) -> Iterator[Node]:
 
 
 def _first(node: Node, count: int) -> np.ndarray:
-    """The first ids of the path that ends with `node`, at most so many."""
-    above = [one.key for one in _path(node)][::-1]
-    return np.concatenate(above)[:count]
+    """The first ids of the path that ends with `node`, at most so many; none under a salt."""
+    path = list(_path(node))
+    root = path[-1].parent
+    assert root is not None
+    return np.concatenate([one.key for one in path[::-1]])[: 0 if root.salt else count]
 
 
 def _is_candidate(entry: tuple[int, int, Node]) -> bool:

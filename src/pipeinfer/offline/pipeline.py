@@ -24,7 +24,7 @@ from pipeinfer.runtime import wakefulness
 from pipeinfer.runtime.exit_codes import MISCONFIGURED
 from pipeinfer.runtime.inprocess import InProcess
 from pipeinfer.runtime.local import local_stages
-from pipeinfer.runtime.shell import Shell
+from pipeinfer.runtime.shell import Process, Shell
 from pipeinfer.runtime.stage import Stage, StageContext, deaths
 from pipeinfer.runtime.supervisor import Supervisor
 from pipeinfer.settings import ConfigurationError, Settings
@@ -99,8 +99,9 @@ class Pipeline:
         # The caller's own loop, and perhaps the only core that it has: awake only if asked to be.
         awake = wakefulness.PATIENCE if self._settings.stay_awake == "always" else 0.0
         self._shell = Shell(
-            self._settings, stages.topology, Identity("gateway"), self._context, self._build, awake
-        )
+            self._settings, stages.topology, Identity("gateway"), self._context, self._build,
+            Process(patience=awake),
+        )  # fmt: skip
         self._core = GatewayCore(
             expected_stages(stages.topology),
             seed=self._settings.seed,

@@ -9,12 +9,12 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pipeinfer.messages import Ended, Heartbeat
+from pipeinfer.runtime.incarnations import GIVEN, Incarnations
 from pipeinfer.runtime.report import DESCRIPTOR, Report, Reports
 from pipeinfer.topology.topology import Identity
 
@@ -46,6 +46,7 @@ class Child:
 
     identity: Identity
     command: Command = Command()
+    numbers: Incarnations = field(default_factory=Incarnations)  # one for all that may meet
     process: asyncio.subprocess.Process | None = None
     checked: bool = False
     reason: str = ""
@@ -55,7 +56,7 @@ class Child:
     ready: asyncio.Event = field(default_factory=asyncio.Event)  # this process, now or before
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _started: int = 0  # Unix time in ns
+    _given: int = 0  # the number that this process was started with
     _pid: int = 0  # of the stage itself, where the command is a wrapper around it
     _incarnation: int = 0  # of the latest that was heard
     ended: Ended | None = None  # the process before, while nothing was heard of its successor
@@ -70,17 +71,18 @@ class Child:
         self.ready.clear()
         self.heard.clear()
         self.process = None  # so that a late word of the old one is not taken for the new one's
-        self._started = time.time_ns()
+        self._given = self.numbers.next(self.newest)
         self._pid = 0
         self.reason = ""
         self.end_reports()
         reports = self._reports = Reports()
         defaults = {} if self.identity.name == "engine" else LIGHT
+        ours = {DESCRIPTOR: reports.name, GIVEN: str(self._given)}
         try:
             self.process = await asyncio.create_subprocess_exec(
                 *self.command.words,
                 *arguments,
-                env={**defaults, **environment, DESCRIPTOR: reports.name},
+                env={**defaults, **environment, **ours},
                 cwd=self.command.folder or None,
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(*descriptors, reports.sink),
@@ -99,7 +101,8 @@ class Child:
         if self._reports.ended:
             self.end_reports()
         for report in reports:
-            self._take(report)
+            if self._take(report):
+                self._incarnation = max(self._incarnation, report.newest)
         if reports:
             self.told()
 
@@ -119,7 +122,7 @@ class Child:
         """What a heartbeat and a report have in common; False if it is an earlier process's."""
         if self.process is None:
             return False
-        if said.pid != self.process.pid and said.incarnation < self._started:
+        if said.pid != self.process.pid and said.incarnation < self._given:
             return False
         self._pid = said.pid
         self._incarnation = said.incarnation
@@ -141,9 +144,8 @@ class Child:
         if not self._incarnation:
             return None
         who = self.identity
-        self.ended = Ended(
-            stage=who.id, incarnation=self._incarnation, at=time.time_ns(), reason=reason
-        )
+        number, at = self._incarnation, self.numbers.now()
+        self.ended = Ended(stage=who.id, incarnation=number, at=at, reason=reason)
         return Heartbeat(
             stage=who.id,
             name=who.name,
@@ -155,6 +157,11 @@ class Child:
             state="starting",
             reason=reason,
         )
+
+    @property
+    def newest(self) -> int:
+        """The greatest number of a process of this stage that is known here, 0 for none."""
+        return max(self._given, self._incarnation)
 
     @property
     def pid(self) -> int:
@@ -184,7 +191,7 @@ class Child:
 
     def began_before(self, incarnations: Iterable[int]) -> bool:
         """Whether its process may be one of these, and does not come after them."""
-        return any(self._started <= incarnation for incarnation in incarnations)
+        return any(self._given <= incarnation for incarnation in incarnations)
 
     def condemn(self) -> None:
         """Kills this process because its group starts anew: its end is no reason to kill others.

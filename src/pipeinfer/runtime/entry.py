@@ -12,9 +12,11 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import uvloop
 import zmq
@@ -26,19 +28,21 @@ from pipeinfer.runtime.claim import Claim, claim
 from pipeinfer.runtime.deployment import deployed
 from pipeinfer.runtime.door import WAIT, opened
 from pipeinfer.runtime.exit_codes import FAILED, MISCONFIGURED, ORDERLY
+from pipeinfer.runtime.fence import FencedOut
 from pipeinfer.runtime.group_fault import end_on_group_fault
 from pipeinfer.runtime.hangup import on_hangup
 from pipeinfer.runtime.heap import keep_large_apart
+from pipeinfer.runtime.incarnations import GIVEN, after, given
 from pipeinfer.runtime.logs import complain, set_up_logging
-from pipeinfer.runtime.report import reporter
-from pipeinfer.runtime.shell import Shell, StoppedWhileBuilding
+from pipeinfer.runtime.parent import ParentWatch
+from pipeinfer.runtime.report import Reporter, reporter
+from pipeinfer.runtime.shell import Process, Shell, StoppedWhileBuilding
 from pipeinfer.runtime.stage import Stage, StageContext, builder
 from pipeinfer.runtime.wakefulness import patience
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology import topology as topologies
 from pipeinfer.topology.topology import Identity, Topology
 
-PARENT_CHECK = 0.5  # seconds
 # Messages and requests form no cycles. With the default threshold the collector walks all of them
 # many times a second, which at 1,024 requests more than doubles a step of the scheduler.
 COLLECTIONS = (100_000, 20, 100)
@@ -65,6 +69,9 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
         print(f"error: {error}", file=sys.stderr)
         return MISCONFIGURED
     set_up_logging(settings, identity.id)
+    incarnation = given(os.environ)
+    told = reporter(os.environ, incarnation)
+    watch = ParentWatch(-1 if told is None else told.sink) if options.child else None
     if identity.name != "engine":  # it makes large arrays all the time
         keep_large_apart()
     if options.wait_fd is not None:
@@ -72,7 +79,14 @@ def main(arguments: Sequence[str] | None = None, stage: str | None = None) -> in
         if not opened(options.wait_fd):
             return ORDERLY
     gc.set_threshold(*(OF_CONNECTIONS if identity.name == "gateway" else COLLECTIONS))
-    return uvloop.run(_run(settings, topology, identity, options))
+    ties = Ties(incarnation, told, watch)
+    try:
+        return uvloop.run(_run(settings, topology, identity, options, ties))
+    except FencedOut as error:
+        if told is not None:
+            told.say("failed", str(error), error.newest)  # the next process gets a greater number
+            return FAILED
+        return FAILED if error.superseded else _begin_anew(error.newest)
 
 
 def _asked(stage: str | None, options: argparse.Namespace) -> Identity:
@@ -131,8 +145,29 @@ def parser(stage: str | None) -> argparse.ArgumentParser:
     return made
 
 
+@dataclass(frozen=True)
+class Ties:
+    """To who started this process: the number that it gave or else the clock, who hears reports,
+    and who watches whether it is there."""
+
+    incarnation: int
+    told: Reporter | None
+    watch: ParentWatch | None
+
+
+def _begin_anew(newest: int) -> NoReturn:
+    """As the process after `newest`: nobody else knows that number, and this stage may be half
+    known to others by the one that it had."""
+    os.environ[GIVEN] = str(after(newest, time.time_ns()))
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 async def _run(
-    settings: Settings, topology: Topology, identity: Identity, options: argparse.Namespace
+    settings: Settings,
+    topology: Topology,
+    identity: Identity,
+    options: argparse.Namespace,
+    ties: Ties,
 ) -> int:
     def build(context: StageContext) -> Stage:
         stage = builder(identity.name)(replace(context, listen_fds=tuple(options.listen_fd)))
@@ -142,18 +177,20 @@ async def _run(
 
     context = zmq.Context.instance()
     make_room(context, topology)
-    awake = patience(settings, topology, identity)
-    forks = identity.name != "engine"  # which uses a GPU, or holds the weights
-    shell = Shell(settings, topology, identity, context, build, awake, forks)
-    told = reporter(os.environ, shell.incarnation)
-    if told is not None:
-        shell.tell = told.say
+    process = Process(
+        ties.incarnation,
+        patience(settings, topology, identity),
+        forks=identity.name != "engine",  # which uses a GPU, or holds the weights
+    )
+    shell = Shell(settings, topology, identity, context, build, process)
+    if ties.told is not None:
+        shell.tell = ties.told.say
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, shell.drain)
     loop.add_signal_handler(signal.SIGUSR1, shell.leave)
     on_hangup(loop, shell.reload, shell.drain)
-    if options.child:
-        _watch_parent(loop, shell, os.getppid())
+    if ties.watch is not None:
+        ties.watch.stop_by(lambda: loop.call_soon_threadsafe(shell.stop))
     else:
         loop.add_signal_handler(signal.SIGINT, shell.drain)
         if identity.name == "engine":
@@ -168,6 +205,8 @@ async def run_shell(shell: Shell) -> int:
         return ORDERLY
     except StoppedWhileBuilding:
         return ORDERLY
+    except FencedOut:
+        raise
     except ConfigurationError as error:
         complain(shell.settings, str(error))
         return MISCONFIGURED
@@ -177,10 +216,3 @@ async def run_shell(shell: Shell) -> int:
     except Exception:
         logging.getLogger(__name__).exception("%s stopped", shell.identity.id)
         return FAILED
-
-
-def _watch_parent(loop: asyncio.AbstractEventLoop, shell: Shell, parent: int) -> None:
-    if os.getppid() != parent:
-        shell.stop()
-        return
-    loop.call_later(PARENT_CHECK, _watch_parent, loop, shell, parent)

@@ -25,12 +25,14 @@ log = logging.getLogger(__name__)
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
-    """As in a heartbeat; `pid`: of the stage itself, where something is wrapped around it."""
+    """As in a heartbeat; `pid`: of the stage itself, where something is wrapped around it.
+    `newest`: the number of another process, by which this one was fenced out."""
 
     state: State
     reason: str
     pid: int
     incarnation: int
+    newest: int = 0
 
 
 def reporter(environ: MutableMapping[str, str], incarnation: int) -> Reporter | None:
@@ -48,16 +50,16 @@ class Reporter:
     """The stage's end, the descriptor `sink`; it never waits."""
 
     def __init__(self, sink: int, incarnation: int) -> None:
-        self._sink, self._incarnation = sink, incarnation
+        self.sink, self._incarnation = sink, incarnation
         os.set_blocking(sink, False)
         os.set_inheritable(sink, False)
 
-    def say(self, state: State, reason: str) -> None:
+    def say(self, state: State, reason: str, newest: int = 0) -> None:
         """Nobody may read it any more, or so seldom that the pipe is full: then it is not said."""
         reason = reason[:LETTERS].encode("utf-8", "replace").decode()
-        line = msgspec.json.encode(Report(state, reason, os.getpid(), self._incarnation)) + b"\n"
+        report = Report(state, reason, os.getpid(), self._incarnation, newest)
         with suppress(OSError):
-            os.write(self._sink, line)
+            os.write(self.sink, msgspec.json.encode(report) + b"\n")
 
 
 class Reports:

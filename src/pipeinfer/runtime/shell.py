@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import zmq
 
@@ -22,8 +23,8 @@ from pipeinfer.bus.frames import Header, Unencodable
 from pipeinfer.control import Observed, Prefixes, ShowPrefixes
 from pipeinfer.core import EVERYONE, LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
-from pipeinfer.messages import GroupFault, Heartbeat, Message, RankStatus, Recover, State
-from pipeinfer.runtime.fence import Fence
+from pipeinfer.messages import Fenced, GroupFault, Heartbeat, Message, RankStatus, Recover, State
+from pipeinfer.runtime.fence import Fence, FencedOut
 from pipeinfer.runtime.logs import about
 from pipeinfer.runtime.observer import StageObserver
 from pipeinfer.runtime.stage import LEAVE, TAKES, TAKES_NOT, Stage, StageContext, builder
@@ -41,6 +42,17 @@ class StoppedWhileBuilding(Exception):
     """The stage was told to stop before it was built."""
 
 
+@dataclass(frozen=True)
+class Process:
+    """What a shell is told of the process that it runs in. incarnation: its number, 0: to be taken
+    from the clock. patience: for how many seconds the loop stays awake after a frame, see
+    Reader.start. forks: whether it may be forked, for a copy of the core's state."""
+
+    incarnation: int = 0
+    patience: float = 0.0
+    forks: bool = False
+
+
 class Shell:
     """Runs one stage on the current event loop until it is told to stop.
 
@@ -54,20 +66,18 @@ class Shell:
         identity: Identity,
         context: zmq.Context[zmq.Socket[bytes]],
         build: Callable[[StageContext], Stage] | None = None,
-        patience: float = 0.0,
-        forks: bool = False,
+        process: Process = Process(),
     ) -> None:
-        """`patience`: for how many seconds the loop stays awake after a frame; see Reader.start.
-        `forks`: whether this process may be forked, for a copy of the core's state."""
         self.identity, self.settings = identity, settings
-        self.incarnation = time.time_ns()
+        self.incarnation = process.incarnation or time.time_ns()
+        self._born = _clock()
         self.bus = Bus(identity, self.incarnation, topology, context)
         self._topology = topology
         self._build = build or builder(identity.name)
         self._takes = TAKES[identity.name]
         self._stages = frozenset(topology.ids())
         self._period, self._said_at = period(len(self._stages)), float("-inf")
-        self._patience, self._forks = patience, forks
+        self._process = process
         self.tell: Callable[[State, str], object] = lambda state, reason: None
         self._fence, self._unsent = Fence(), UnsentMessages()
         self._stage: Stage | None = None
@@ -86,7 +96,7 @@ class Shell:
         self._loop = asyncio.get_running_loop()
         self.bus.bind()
         whose = self.settings, self._topology, self.identity, self.incarnation
-        self._tap = Tap(*whose, self._answer, self.handle, self._forks)
+        self._tap = Tap(*whose, self._answer, self.handle, self._process.forks)
         beat = self._loop.call_soon(self._heartbeat)
         try:
             self._observer.begin()
@@ -99,7 +109,7 @@ class Shell:
             self._tap.begin(stage.core, stage.facts)
             if stage.driver is not None:
                 await stage.driver.start(self.handle)
-            self.bus.start(self._on_message, self._patience)
+            self.bus.start(self._on_message, self._process.patience)
             if stage.eyes is not None:
                 stage.eyes.open(self._ask)
             self._tick()
@@ -272,16 +282,36 @@ class Shell:
         if channel == control.CHANNEL:
             self._control(message)
             return
-        if not self._fence.passes(header):
+        now = time.monotonic()
+        if channel == "group" and isinstance(message, Fenced):
+            self._on_fenced(header.sender, message)
+            return
+        if not self._fence.passes(header, now):
+            self._tell_fenced(header, now)
             return
         if trouble := self._trouble(channel, message):
             self.bus.reader.bad(f"{self.identity.name} takes no {trouble}, {header.sender} sent it")
             return
-        now = time.monotonic()
         if self._tap is not None and self._tap.active and not self._stop.is_set():
             self._tap.frame(now, channel, header, self.bus.reader.body)
         self._pass(message, now)
         self._show_state()
+
+    def _tell_fenced(self, header: Header, now: float) -> None:
+        """It may not know: a process that another has replaced, or one whose clock was set back."""
+        if header.sender in self._stages and not self._stop.is_set():
+            told = self._fence.answer(header, now)
+            if told is not None:
+                self.bus.send(Send("group", header.sender, told))
+
+    def _on_fenced(self, by: str, told: Fenced) -> None:
+        """Not if another process of this stage is meant."""
+        if (told.stage, told.incarnation) != (self.identity.id, self.incarnation):
+            return
+        if told.newest > self.incarnation and self._failure is None:
+            self._failure = FencedOut(told, by, _clock() - self._born)
+            log.error("%s", self._failure)
+            self._stop.set()
 
     def _control(self, message: Message) -> None:
         """What people ask of this process, or what others have answered its eyes."""
@@ -404,6 +434,7 @@ class Shell:
     def _dropped(self) -> dict[str, float]:
         return {
             "bad_frames": float(self.bus.reader.bad_frames),
+            "uptime_seconds": _clock() - self._born,
             "fenced": float(self._fence.dropped),
             "refused_handshakes_total": float(self.bus.refused),
             "unsent_total": float(self._unsent.total),
@@ -438,3 +469,8 @@ class Shell:
             self._tap.heartbeat(*said)
         if who.name == "gateway":
             self.handle(beat)  # a gateway sees itself without a socket
+
+
+def _clock() -> float:
+    """Seconds, also of those in which the host slept: others have gone on."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

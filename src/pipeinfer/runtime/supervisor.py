@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
 
 import zmq
@@ -21,6 +22,7 @@ from pipeinfer.runtime.child import Child, cause
 from pipeinfer.runtime.deployment import SECRET
 from pipeinfer.runtime.door import Door
 from pipeinfer.runtime.exit_codes import FAILED, MISCONFIGURED, ORDERLY
+from pipeinfer.runtime.incarnations import Incarnations
 from pipeinfer.runtime.swap import Swaps
 from pipeinfer.settings import PREFIX, Settings, to_environment
 from pipeinfer.topology.topology import Identity, Topology
@@ -41,10 +43,13 @@ class Supervisor:
         topology_file: str,
         identities: list[Identity],
         context: zmq.Context[zmq.Socket[bytes]],
+        clock: Callable[[], int] = time.time_ns,
     ) -> None:
+        """`clock`: Unix time in ns, which may be set back."""
         self._settings = settings
         self._topology_file = topology_file
-        self._children = {i.id: Child(i) for i in identities}
+        numbers = Incarnations(clock)
+        self._children = {i.id: Child(i, numbers=numbers) for i in identities}
         for child in self._children.values():
             child.told = self._look
         self._listener = Listener(topology, context)
@@ -188,7 +193,8 @@ class Supervisor:
             self._give_up(f"{name} died {child.deaths} times and was never ready between", FAILED)
             return
         log.warning("%s ended (%s), starting it again", name, cause(code))
-        self._tell(child, f"its process ended ({cause(code)})")
+        why = f": {child.reason}" if child.reason else ""
+        self._tell(child, f"its process ended ({cause(code)}){why}")
         if child.identity.name == "engine" and child.condemned is not process:
             for other in self._group(child.identity.group):
                 if other is not child:

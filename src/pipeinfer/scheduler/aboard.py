@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from pipeinfer.messages import Admitted, Digests, Result
 from pipeinfer.scheduler.agreement import Agreement
-from pipeinfer.scheduler.flights import Flights, Landed
+from pipeinfer.scheduler.flights import Flights, Impossible, Landed
 from pipeinfer.scheduler.request import Request
 from pipeinfer.scheduler.slots import Slots
 
@@ -33,15 +33,27 @@ class Aboard:
         self._agreement.begin()
 
     def admitted(self, told: Admitted) -> None:
-        """A plan was applied: its pages, and what the prefix cache held."""
-        self.slots.report(told)
+        """A plan was applied: its pages, and what the prefix cache held. Raises Impossible."""
+        self._check_pages(told)
         self.flights.matched(told)
+        self.slots.report(told)
 
     def land(self, result: Result) -> Iterator[Landed]:
-        """A plan's result; see Flights.land. Raises OutOfOrder, and Disagreement at its end."""
-        self.slots.report(result)
+        """A plan's result; see Flights.land. Raises Impossible, and Disagreement at its end."""
+        self._check_pages(result)
         yield from self.flights.land(result)
+        self.slots.report(result)
         self._agreement.result(result.digest)
+
+    def _check_pages(self, told: Admitted | Result) -> None:
+        pages = self.slots.credits.pages
+        most = 2 * pages * (told.number + 1)  # a plan may empty the cache, and then the pool
+        there = told.free >= 0 and told.evictable >= 0 and told.free + told.evictable <= pages
+        if not there or not 0 <= told.evicted <= most:
+            raise Impossible(
+                f"of {pages} pages plan {told.number} left {told.free} free and {told.evictable} "
+                f"evictable, and {told.evicted} are evicted"
+            )
 
     def told(self, digests: Digests) -> None:
         """Another rank's digests. Raises Disagreement."""

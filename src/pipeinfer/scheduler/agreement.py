@@ -60,6 +60,10 @@ class Agreement:
             raise Disagreement(
                 f"rank {digests.rank} told of plan {digests.first}, {expected} was expected"
             )
+        if len(digests.values) % 8:
+            raise Disagreement(
+                f"rank {digests.rank} told of plans in {len(digests.values)} bytes, 8 are one"
+            )
         rank.own.extend(np.frombuffer(digests.values, dtype="<u8").tolist())
         self._compare(digests.rank, rank)
 

@@ -10,20 +10,20 @@ from collections.abc import Callable
 from pipeinfer.beats import period
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.messages import GroupStatus, Standing
+from pipeinfer.scheduler.options import SchedulerOptions
 from pipeinfer.scheduler.ranks import Ranks
 
 
 class Announcer:
     """Remembers what was said, and when. `ranks`: of the group `group`, by what is said of them;
-    `engines`: their numbers, by stage id. `incarnation`: of this scheduler; `groups`: how many
-    there are."""
+    `engines`: their numbers, by stage id. `incarnation`: of this scheduler."""
 
-    def __init__(self, group: int, incarnation: int, tp: int, groups: int = 1) -> None:
-        self._every = period(groups)
+    def __init__(self, group: int, incarnation: int, options: SchedulerOptions) -> None:
+        self._every = period(options.groups)
         self.group = group
         self.incarnation = incarnation
-        self.ranks = Ranks()
-        self.engines = {f"engine-{group}-{rank}": rank for rank in range(tp)}
+        self.ranks = Ranks(options.host_loss)
+        self.engines = {f"engine-{group}-{rank}": rank for rank in range(options.tp)}
         self._said: Standing | None = None
         self._at = float("-inf")
 

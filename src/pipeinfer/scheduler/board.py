@@ -147,10 +147,11 @@ class Board:
         while self._budget > 0 and self._admissible():
             self._admit(self._queue.pop())
 
-    def leave_out(self, request: Request) -> None:
-        """It holds a slot and has no part in this step."""
-        self._running = [one for one in self._running if one is not request]
-        self._prompts = [one for one in self._prompts if one is not request]
+    def leave_out(self, *requests: Request) -> None:
+        """They hold slots and have no part in this step."""
+        out = set(requests)
+        self._running = [one for one in self._running if one not in out]
+        self._prompts = [one for one in self._prompts if one not in out]
 
     def run_alone(self, request: Request) -> None:
         """A step of `request` and nobody else; preempts others until there is room for it."""
@@ -217,8 +218,7 @@ class Board:
         count = min(self._budget, request.known - request.projected)
         need = self.pages.between(request.projected, request.projected + count)
         if need > self.pages.left:
-            fits = max(self.pages.left, 0) * self.pages.page_size
-            count = min(count, fits - request.projected % self.pages.page_size)
+            count = min(count, self.pages.room(request.projected))
         if count <= 0 and self._desperate and not self.rows:
             victim = self._victim()
             if victim is not None and victim is not request:

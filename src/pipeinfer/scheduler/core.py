@@ -8,10 +8,12 @@ what tokenizers and detokenizers tell it. Knows no pages (only counts of them), 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import ClassVar, Literal
 
 import msgspec
 
+from pipeinfer.awake import AwakeClock
 from pipeinfer.core import EVERYONE, Send
 from pipeinfer.events import Drain, Leave, Tick
 from pipeinfer.messages import (
@@ -46,10 +48,9 @@ from pipeinfer.recovery import RollCall, answer
 from pipeinfer.scheduler.aboard import Aboard
 from pipeinfer.scheduler.agreement import Disagreement
 from pipeinfer.scheduler.announcer import Announcer
-from pipeinfer.scheduler.awake import AwakeClock
 from pipeinfer.scheduler.ends import ENDS, Ending
 from pipeinfer.scheduler.epochs import Epochs, Torn
-from pipeinfer.scheduler.flights import BAD_LOGITS, OutOfOrder, Overdue
+from pipeinfer.scheduler.flights import BAD_LOGITS, Impossible, Overdue
 from pipeinfer.scheduler.ledger import Ledger
 from pipeinfer.scheduler.lengths import TooLong, max_total
 from pipeinfer.scheduler.live import Live
@@ -76,7 +77,7 @@ class SchedulerCore:
         detokenizers: Sequence[str] = (),
     ) -> None:
         self.options = options
-        self._announcer = Announcer(group, incarnation, options.tp, options.groups)
+        self._announcer = Announcer(group, incarnation, options)
         self._aboard = Aboard(options.tp)
         self._planner = Planner(options, self._aboard.slots, self._aboard.flights)
         self._epochs = Epochs(options.tp, incarnation)
@@ -176,7 +177,7 @@ class SchedulerCore:
             if work.attempt <= known.work.attempt:
                 return
             self._drop(known, "aborted")  # sent again by its gateway: start over
-        if self._stays == "left" or self._ledger.settled(work.request_id):
+        if self._stays == "left" or self._ledger.settled(work.request_id, work.attempt):
             return
         if not self.options.shares:
             work = msgspec.structs.replace(work, leader="")
@@ -204,7 +205,7 @@ class SchedulerCore:
     def _on_abort(self, abort: Abort, _now: float) -> None:
         request = self._live.get(abort.request_id)
         if request is None or request.work.attempt <= abort.attempt:
-            self._outbox.send_each("tokens", self._forget(abort.request_id), abort)
+            self._outbox.send_each("tokens", self._forget(abort.request_id, abort.attempt), abort)
 
     def _on_hand_over(self, asked: HandOver, _now: float) -> None:
         """Another group is to go on with it, unless there are engines here: says what it needs."""
@@ -231,12 +232,12 @@ class SchedulerCore:
         for to, ids in told.items():
             self._outbox.send("tokens", to, Done(tuple(ids)))
 
-    def _forget(self, request_id: str) -> tuple[str, ...]:
-        """It is over for good; returns the detokenizers that may know it."""
+    def _forget(self, request_id: str, attempt: float = inf) -> tuple[str, ...]:
+        """It is over for good, up to `attempt`; returns the detokenizers that may know it."""
         request = self._live.get(request_id)
         if request is not None:
             self._drop(request, "aborted")
-        known = self._ledger.end(request_id, self._now)
+        known = self._ledger.end(request_id, self._now, attempt)
         return known if request is None else (home(request),)
 
     def _on_stop_hit(self, hit: StopHit, _now: float) -> None:
@@ -415,9 +416,13 @@ class SchedulerCore:
             else:
                 self._refuse(request, 400, told.error, "structured_outputs")
 
-    def _on_admitted(self, admitted: Admitted, _now: float) -> None:
-        if self._epochs.running and admitted.epoch == self._epochs.epoch:
+    def _on_admitted(self, admitted: Admitted, now: float) -> None:
+        if not self._epochs.running or admitted.epoch != self._epochs.epoch:
+            return
+        try:
             self._aboard.admitted(admitted)
+        except Impossible as error:
+            self._end_epoch(str(error), now, blameless=True)
 
     def _on_result(self, result: Result, now: float) -> None:
         if not self._epochs.running or result.epoch != self._epochs.epoch:
@@ -428,7 +433,7 @@ class SchedulerCore:
                     self._stumble(request, trouble)
                 else:
                     self._accept(request, tokens, logprobs)
-        except (OutOfOrder, Disagreement) as error:
+        except (Impossible, Disagreement) as error:
             self._end_epoch(str(error), now, blameless=True)  # who answers has not crashed
 
     def _on_digests(self, digests: Digests, now: float) -> None:
@@ -445,7 +450,7 @@ class SchedulerCore:
             request = self._aboard.flights.scored(scores)
             if request is not None and request.score(scores.first, scores.logprobs):
                 self._outbox.add(self._outbox.prompt(request, scores.first))
-        except (OutOfOrder, ValueError) as error:
+        except (Impossible, ValueError) as error:
             self._end_epoch(str(error), now, blameless=True)
 
     def _stumble(self, request: Request, trouble: str) -> None:
@@ -474,7 +479,9 @@ class SchedulerCore:
         if self._roll_call.complete:
             for to, abort in self._ledger.lost(self._now):
                 self._outbox.send("tokens", to, abort)
-        self._announcer.ranks.check(now)
+        if self._announcer.ranks.check(now) and self._epochs.running and self.options.groups > 1:
+            reason = f"an engine rank was not heard for {self.options.host_loss:g} s"
+            self._end_epoch(reason, now, blameless=True)  # another group may go on
         self._begin(now)
         if self._epochs.running and (probe := self._planner.probe(self._epochs.epoch, now)):
             self._outbox.send("plan", EVERYONE, probe)

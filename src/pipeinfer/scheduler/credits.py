@@ -17,6 +17,7 @@ class Credits:
         self.page_size = page_size
         self.pages = pages
         self._reported = pages
+        self._number = -1  # of the plan after which that many were there
         self._planned: deque[tuple[int, int]] = deque()  # (plan number, pages it may take)
 
     def between(self, start: int, end: int) -> int:
@@ -24,11 +25,17 @@ class Credits:
         size = self.page_size
         return (end + size - 1) // size - (start + size - 1) // size
 
-    def report(self, number: int, free: int, evictable: int) -> None:
-        """The engine's counts after it applied plan `number`."""
+    def report(self, number: int, free: int, evictable: int) -> bool:
+        """The engine's counts after it applied plan `number`. False, and nothing changes, if it has
+        told of a later plan: what was admitted by that one it says before the results of those in
+        flight, which name the pages that there were then."""
+        if number < self._number:
+            return False
+        self._number = number
         while self._planned and self._planned[0][0] <= number:
             self._planned.popleft()
         self._reported = free + evictable
+        return True
 
     def plan(self, number: int, pages: int) -> None:
         """Plan `number` may take that many pages."""
@@ -51,6 +58,11 @@ class Allowance:
         self.between = credits.between
         self.taken = -released
         self.left = credits.available + released
+
+    def room(self, start: int) -> int:
+        """Tokens for which there is room behind `start` computed ones: the rest of the page that
+        these have begun, which is theirs already, and the pages that are left."""
+        return -start % self.page_size + max(self.left, 0) * self.page_size
 
     def take(self, pages: int) -> None:
         """So many more; below 0 they are given back."""

@@ -155,13 +155,14 @@ class Epochs:
     ) -> None:
         """The epoch is over, and all ranks must be started again: others are waited for.
 
-        `alive`: (rank, incarnation) of processes that may not have said hello. `until`: processes
-        that began later, in ns, are others already. A single rank that was only slow may go on
-        where nobody starts it again.
+        `alive`: (rank, incarnation) of processes that may not have said hello. `until`: those with
+        a greater number are others already, unless they were in the epoch that ran. A single rank
+        that was only slow may go on where nobody starts it again.
         """
-        self.end(reason)
         told = {rank: hello.incarnation for rank, hello in self._hellos.items()}
-        doomed = {r: i for r, i in {**dict(alive), **told}.items() if i <= until}
+        met = told if self.running else {}
+        doomed = {r: i for r, i in {**dict(alive), **told}.items() if i <= until} | met
+        self.end(reason)
         self.condemned.add(doomed, now, shun=self.tp > 1)
         for rank in doomed.keys() & told.keys():
             del self._hellos[rank]

@@ -8,6 +8,7 @@ has not come; and which ones another group took over. Knows no bus and no engine
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
 from pipeinfer.messages import Abort, Delivered
 from pipeinfer.packing import pack
@@ -29,7 +30,7 @@ class Ledger:
         self.detokenizers = tuple(detokenizers)
         self.kept: dict[str, tuple[Request, Last]] = {}
         self._delivered: dict[str, tuple[Delivered, float]] = {}
-        self._over = Recent[None](LATELY, REMEMBERED)
+        self._over = Recent[float](LATELY, REMEMBERED)  # the last attempt of each
         self._moved: dict[str, str] = {}  # to another group; where its output goes
         self._aged: set[str] = set()  # ids that were kept at the last sweep
         self._sweep_at = 0.0
@@ -38,19 +39,33 @@ class Ledger:
         """`request` ended with `last`; its detokenizer may have to be told again."""
         self.kept[request.id] = request, last
 
-    def settled(self, request_id: str) -> bool:
-        """True if the request has ended here, so that its work is a repetition."""
-        return request_id in self.kept or request_id in self._over
+    def settled(self, request_id: str, attempt: int) -> bool:
+        """True if this attempt of the request has ended here, so that its work is a repetition.
+
+        An earlier one that has ended is forgotten: another group went on with it since.
+        """
+        if self._ended(request_id) >= attempt:
+            return True
+        kept = self.kept.get(request_id)
+        if kept is not None and kept[0].work.attempt < attempt:
+            del self.kept[request_id]
+            return False
+        return kept is not None
+
+    def _ended(self, request_id: str) -> float:
+        """The last attempt of it that is over for good; 0: none."""
+        return self._over.get(request_id) or 0
 
     def put(self, delivered: Delivered, now: float) -> Abort | None:
         """What a detokenizer delivered of a request that is not live; what to answer, if anything.
 
         It waits for its work, unless the request is over.
         """
-        name = delivered.request_id
-        if name in self._over:
-            return Abort(name, delivered.attempt, "it has ended")
-        if name not in self.kept:
+        name, attempt = delivered.request_id, delivered.attempt
+        if self._ended(name) >= attempt:
+            return Abort(name, attempt, "it has ended")
+        kept = self.kept.get(name)
+        if kept is None or kept[0].work.attempt < attempt:
             self._delivered[name] = delivered, now
         return None
 
@@ -78,9 +93,10 @@ class Ledger:
         delivered, _ = self._delivered.pop(request_id, (None, 0.0))
         return delivered
 
-    def end(self, request_id: str, now: float) -> tuple[str, ...]:
-        """The request is over for good; returns the detokenizers that may know it."""
-        self._over.put(request_id, None, now)
+    def end(self, request_id: str, now: float, attempt: float = inf) -> tuple[str, ...]:
+        """The request is over for good, up to this `attempt`; returns the detokenizers that may
+        know it."""
+        self._over.put(request_id, attempt, now)
         if self._delivered.pop(request_id, None) is not None:
             return self.detokenizers
         request, _ = self.kept.pop(request_id, (None, None))

@@ -6,6 +6,7 @@ Knows names and defaults only; what they mean is said where they are used.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from pipeinfer.step_budget import Targets
 
@@ -19,7 +20,7 @@ class SchedulerOptions:
     budget of a step that also decodes, where the policy mixes; 0: see step_budget.py, as for
     `targets`. groups: of the deployment, which tokenizers hear of. shares: whether requests find a
     prompt, or its beginning, in a prefix cache, so that they wait for it. least_common: tokens of a
-    beginning that is worth it.
+    beginning that is worth it. host_loss: seconds of silence after which a rank counts as lost.
     """
 
     policy: str = "mixed"
@@ -33,6 +34,7 @@ class SchedulerOptions:
     targets: Targets = field(default_factory=Targets)
     shares: bool = True
     least_common: int = 64
+    host_loss: float = inf
 
     def grain(self, page_size: int) -> int:
         """Tokens of the whole pages by which beginnings of prompts are compared; 0: by none."""

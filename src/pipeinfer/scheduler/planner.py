@@ -6,7 +6,7 @@ nothing of what becomes of a request's tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -29,7 +29,7 @@ DEFERRALS = 2  # of one request in a row, after which somebody else must give wa
 class Running(Protocol):
     """Requests that hold a slot."""
 
-    def values(self) -> Iterable[Request]:
+    def values(self) -> Collection[Request]:
         """In the order of their admission."""
         ...
 
@@ -197,8 +197,11 @@ class Planner:
         """The next step; None if enough are in flight or nothing is left to do."""
         if len(self._flights) >= self._options.overlap_depth:
             return None
-        slots = self._slots
-        self._queue.free(slots.running.values())
+        slots, queue = self._slots, self._queue
+        queue.free(slots.running.values())
+        budget = queue.preparation.mask_budget
+        while request := budget.next(len(slots.running) + len(queue)):
+            queue.push(request)
         board = Board(
             running=list(slots.running.values()),
             queue=self._queue,
@@ -293,6 +296,9 @@ class Planner:
         """A step of all that run, as the policy likes it."""
         if any(request.deferrals >= DEFERRALS for request in self._slots.running.values()):
             board.relieve()
+        running = self._slots.running.values()
+        if out := self._queue.preparation.mask_budget.left_out(running):
+            board.leave_out(*out)
         self._policy.compose(board)
 
     def _written(self, board: Board, epoch: int, now: float) -> Plan:
@@ -312,6 +318,7 @@ class Planner:
         number = self.take_number()
         self.counts["planned_tokens"] += self._flights.launch(number, rows, now)
         self._slots.credits.plan(number, board.pages.taken)
+        self._queue.preparation.mask_budget.spend(rows, self._slots.running.values())
         self.counts["plans"] += 1
         return Plan(
             epoch=epoch,

@@ -6,6 +6,7 @@ Knows no epoch: ranks that are there may not have agreed on anything yet.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from pipeinfer.messages import Ended, RankStatus, State
 
@@ -25,10 +26,12 @@ class _Known:
 
 class Ranks:
     """The ranks of one group that were ever heard. `gone`: one of them has no process that could
-    hand anything over. `silent`: one of those that were there has not been heard for SILENCE."""
+    hand anything over, as far as is known, or none that was heard for `host_loss` seconds.
+    `silent`: one of those that were there has not been heard for SILENCE."""
 
-    def __init__(self) -> None:
+    def __init__(self, host_loss: float = inf) -> None:
         self.gone = self.silent = False
+        self._host_loss = host_loss
         self._known: dict[int, _Known] = {}
 
     def hear(self, told: RankStatus, now: float) -> None:
@@ -43,16 +46,20 @@ class Ranks:
         if known is None or known.incarnation <= told.incarnation:
             self._know(rank, _Known(told.incarnation, "starting", now, over=True), now)
 
-    def check(self, now: float) -> None:
-        """Looks who has been silent for too long. `now`: seconds of a clock that stands still while
-        nobody listens."""
+    def check(self, now: float) -> bool:
+        """Looks who has been silent for too long; True if that is so long that a rank is lost.
+        `now`: seconds of a clock that stands still while nobody listens."""
+        lost = any(
+            now - known.heard > self._host_loss and not known.over for known in self._known.values()
+        )
         self.silent = any(
             now - known.heard > SILENCE and not known.over for known in self._known.values()
         )
-        self.gone = any(
+        self.gone = lost or any(
             known.over or (known.state in BEGINNING and now - known.heard <= SILENCE)
             for known in self._known.values()
         )
+        return lost
 
     def alive(self) -> list[tuple[int, int]]:
         """(rank, incarnation) of the processes that are there, as far as is known."""

@@ -37,6 +37,8 @@ class Request:
     were bad, so that nobody may reuse what was computed of it.
     logprobs, prompt_logprobs: scores of its outputs, and of its prompt's tokens so far; of
     score_size and prompt_score_size bytes each, 0 where they are not asked for.
+    mask_units: what a mask of it costs, as engines found out last, -1 before. mask_turn: the plan
+    in which it had one last, counted by MaskBudget.
     """
 
     work: Work
@@ -68,6 +70,8 @@ class Request:
     prompt_logprobs: bytearray = field(default_factory=bytearray)
     behind: Request | None = None
     common: int = 0
+    mask_units: int = -1
+    mask_turn: int = 0
 
     @property
     def id(self) -> str:
@@ -210,10 +214,15 @@ class Request:
 
     def score(self, first: int, raw: bytes) -> int:
         """Takes scores of prompt tokens from position `first` on; returns how many are new.
-        ValueError if some before them are missing."""
-        known = self.scored
+        ValueError if some before them are missing, or they are no prompt's."""
+        known, size = self.scored, self.prompt_score_size
         if first > known:
             raise ValueError(f"log-probs from token {first} on, where {known} are known")
+        if not size or len(raw) % size or first < 0 or first + len(raw) // size > self.prompt_len:
+            raise ValueError(
+                f"{len(raw)} bytes of log-probs from token {first} on, of {size} bytes for each of "
+                f"{self.prompt_len} tokens"
+            )
         self.prompt_logprobs += raw[(known - first) * self.prompt_score_size :]
         return self.scored - known
 

@@ -50,13 +50,13 @@ class Slots:
         self.running.clear()
         self.ahead.clear()
         self._releases.clear()
-        self.released_pages = 0
+        self.released_pages = self.evicted = 0
         return lost
 
     def report(self, told: Admitted | Result) -> None:
-        """The engine's pages, as it told them after one of the plans."""
-        self.credits.report(told.number, told.free, told.evictable)
-        self.evicted = told.evicted
+        """The engine's pages, as it told them after one of the plans; the latest plan's count."""
+        if self.credits.report(told.number, told.free, told.evictable):
+            self.evicted = told.evicted
 
     @property
     def free(self) -> int:

@@ -23,6 +23,7 @@ def build(context: StageContext) -> Stage:
         watchdog=settings.watchdog,
         tp=settings.tp,
         groups=settings.dp,
+        host_loss=settings.host_loss,
         shares=settings.cache != "naive",
     )
     core = SchedulerCore(

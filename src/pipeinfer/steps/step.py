@@ -149,7 +149,8 @@ class Delta:
 
     pages: int32 [n], which from now on stand in columns `columns` [n] of the page table's rows
     `slots` [n]. admitted: int32 [a], slots with new requests, whose `fields` [a] these are, by
-    name; `edits` are those of them that have any. cleared: int32, pages to be zeroed.
+    name; `edits` are those of them that have any. cleared: int32, pages to be zeroed. released:
+    slots whose requests had a grammar and are gone; some may have new ones.
     """
 
     slots: np.ndarray = field(default_factory=lambda: _NONE)
@@ -159,6 +160,7 @@ class Delta:
     fields: Mapping[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     edits: tuple[Edits, ...] = ()
     cleared: np.ndarray = field(default_factory=lambda: _NONE)
+    released: tuple[int, ...] = ()
 
 
 NOTHING = Delta()
@@ -173,6 +175,8 @@ class Sampled:
     refused: rows whose grammar allowed nothing, each with the reason; they gave none either.
     logprobs: scores (pipeinfer/logprobs.py) of the ids of rows that ask for them, row after row.
     prompts: those of each of the step's `prompts`.
+    mask_units: what a mask of a row costs, in units of work (grammars/work.py), where it was found
+    out anew and is much, or was.
     """
 
     counts: np.ndarray
@@ -181,6 +185,7 @@ class Sampled:
     logprobs: bytes = b""
     prompts: tuple[bytes, ...] = ()
     refused: Mapping[int, str] = field(default_factory=dict[int, str])
+    mask_units: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @classmethod
     def of(cls, drawn: np.ndarray, refused: Mapping[int, str] | None = None) -> Sampled:

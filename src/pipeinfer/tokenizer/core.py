@@ -13,10 +13,10 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from pipeinfer.beats import GIVE_UP
 from pipeinfer.choices import choice_id, choice_ids, choice_seed
 from pipeinfer.core import LOCAL, Send
 from pipeinfer.events import Drain, Leave, Tick, Unsent
-from pipeinfer.grammars.bounds import letters
 from pipeinfer.messages import (
     Abort,
     Accepted,
@@ -44,19 +44,22 @@ from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.ledger import Entry, Ledger
 from pipeinfer.tokenizer.prompts import PromptEncoder, Rejected
 from pipeinfer.tokenizer.routing import Report, Router
+from pipeinfer.tokenizer.verdicts import Verdict, digest
 
 DETOKENIZER = 0  # there is one so far; a request stays with the one that it was given
 # Bytes of text up to which a prompt is encoded at once. That takes 2 to 3 ms for most texts of this
 # length and 8 ms for the worst (one-letter words); everything else waits meanwhile.
 AT_ONCE = 8 * 1024
+TOGETHER = 8 * AT_ONCE  # and so many of all prompts that waited for one grammar
 GRAMMAR = "structured_outputs"  # the field that a grammar is refused by
 
 
 class TokenizerCore:
     """Encodes requests and sends each to one scheduler.
 
-    `eos_ids`: ids that end a request by themselves. `stage` and `incarnation`: of this process.
-    `gateways`: stages that are asked at the start for the requests of the process before this one.
+    `watch`: over its groups. `eos_ids`: ids that end a request by themselves. `stage` and
+    `incarnation`: of this process. `gateways`: stages that are asked at the start for the requests
+    of the process before this one.
     """
 
     __transient__ = ("_encoder",)  # no part of a snapshot: made of the checkpoint alone
@@ -65,7 +68,7 @@ class TokenizerCore:
         self,
         encoder: PromptEncoder,
         router: Router,
-        groups: int,
+        watch: GroupWatch,
         eos_ids: tuple[int, ...],
         stage: str = "tokenizer-0",
         incarnation: int = 0,
@@ -73,10 +76,9 @@ class TokenizerCore:
     ) -> None:
         self._encoder = encoder
         self._router = router
-        self._watch = GroupWatch(groups)
-        self._all_groups = tuple(range(groups))
+        self._watch = watch
         self._eos_ids = eos_ids
-        self._ledger = Ledger(self._all_groups)
+        self._ledger = Ledger(watch.groups)
         self._encoding = Encoding()
         self._roll_call = RollCall(stage, incarnation, gateways)
         self._draining = False
@@ -115,6 +117,13 @@ class TokenizerCore:
             return None if waiting is None else waiting.submit
         return msgspec.structs.replace(waiting.submit, request_id=request_id, choices=(0,))
 
+    def untried(self, request_id: str, attempt: int) -> Submit | None:
+        """For the driver: the request whose grammar it was told to try, while it has no verdict and
+        somebody wants one."""
+        waiting = self._encoding.get(request_id, attempt)
+        untried = waiting is not None and waiting.untried
+        return self.encoding(request_id, attempt) if untried else None
+
     def _on_submit(self, event: Submit, _now: float) -> list[Send]:
         unknown = None if self._left else self._unknown(event)
         if unknown is None:
@@ -130,15 +139,16 @@ class TokenizerCore:
             return self._reject(event, error)
         spec = None if event.only_encode else event.params.structured_outputs
         if spec is not None:
-            verdict = self._encoding.verdicts.get(spec)
+            grammar = digest(spec)
+            verdict = self._encoding.verdicts.get(grammar)
             if verdict is None:
-                self._encoding.put(LongPrompt(event, alone))
-                return [Send(LOCAL, "", Try(first_choice(event), event.attempt, letters(spec)))]
-            if verdict:
-                return self._refuse_all(event, 400, verdict, GRAMMAR)
+                self._encoding.put(LongPrompt(event, alone, grammar))
+                return [Send(LOCAL, "", Try(first_choice(event), event.attempt, event.client))]
+            if verdict.refusal:
+                return self._refuse_all(event, 400, verdict.refusal, GRAMMAR)
         if weight > AT_ONCE:
             self._encoding.put(LongPrompt(event, alone))
-            return [Send(LOCAL, "", Encode(first_choice(event), event.attempt, weight))]
+            return [_elsewhere(first_choice(event), event, weight)]
         return self._encode(event, alone)
 
     def _encode(self, event: Submit, alone: bool) -> list[Send]:
@@ -152,20 +162,29 @@ class TokenizerCore:
         return self._refuse_all(event, error.status, str(error), error.param, error.code)
 
     def _on_tried(self, event: Tried, _now: float) -> list[Send]:
-        waiting = self._encoding.get(event.request_id, event.attempt)
-        if waiting is None:
-            return []  # it has ended meanwhile, or is the successor's
-        submit, spec = waiting.submit, waiting.submit.params.structured_outputs
-        if event.status in (0, 400) and spec is not None:
-            self._encoding.judge(spec, event.message)
-        if event.status:
-            self._encoding.encoded(event.request_id)
-            return self._refuse_all(submit, event.status, event.message, GRAMMAR)
-        weight = self._encoder.weigh(submit)  # which it has passed
-        if weight > AT_ONCE:
-            return [Send(LOCAL, "", Encode(event.request_id, event.attempt, weight))]
-        self._encoding.encoded(event.request_id)
-        return self._encode(submit, waiting.alone)
+        """The verdict holds for all that wait for one on this grammar."""
+        if event.grammar and event.status in (0, 400):
+            # Also where who asked for it has left, who may come again.
+            self._encoding.verdicts.put(event.grammar, Verdict(event.message, event.slow))
+            names = self._encoding.untried(event.grammar)
+        else:
+            names = [event.request_id] * (self.untried(event.request_id, event.attempt) is not None)
+        out: list[Send] = []
+        here = 0
+        for name in names:
+            waiting = self._encoding.tried(name)
+            submit = waiting.submit
+            weight = 0 if event.status else self._encoder.weigh(submit)  # which it has passed
+            here += weight
+            if weight > (AT_ONCE if here <= TOGETHER else 0):
+                out.append(_elsewhere(name, submit, weight))
+                continue
+            self._encoding.encoded(name)
+            if event.status:
+                out += self._refuse_all(submit, event.status, event.message, GRAMMAR)
+            else:
+                out += self._encode(submit, waiting.alone)
+        return out
 
     def _unknown(self, event: Submit) -> Submit | None:
         """`event` with the choices that are not known here yet; None if all are."""
@@ -228,7 +247,7 @@ class TokenizerCore:
         if event.only_encode:
             self._counts["encoded"] += len(names)
             return [self._accepted(event, ids, -1)]
-        routed = event.group in self._all_groups
+        routed = event.group in self._watch.groups
         request = (names[0], ids, event.params.max_tokens, event.cache_salt)
         group = (
             self._router.sent(event.group, *request) if routed else self._router.choose(*request)
@@ -271,6 +290,8 @@ class TokenizerCore:
         ]
 
     def _work(self, event: Submit, prompt_ids: bytes) -> Work:
+        spec = event.params.structured_outputs
+        verdict = None if spec is None else self._encoding.verdicts.get(digest(spec))
         return Work(
             request_id=event.request_id,
             attempt=event.attempt,
@@ -285,6 +306,8 @@ class TokenizerCore:
             cache_salt=event.cache_salt,
             trace=event.trace,
             banned=self._encoder.banned(event.params),
+            client=event.client,
+            slow_grammar=verdict is not None and verdict.slow,
         )
 
     def _on_unsent(self, event: Unsent, _now: float) -> list[Send]:
@@ -300,9 +323,12 @@ class TokenizerCore:
     def _on_abort(self, event: Abort, _now: float) -> list[Send]:
         self._router.ended(event.request_id)
         self._encoding.forget(event.request_id)
+        entry = self._ledger.get(event.request_id)
+        if entry is not None and entry.work.attempt > event.attempt:  # it has moved meanwhile
+            event = msgspec.structs.replace(event, attempt=entry.work.attempt)
         groups = self._ledger.forget(event.request_id)
         if groups is None:  # of a gateway that died, or one that only the last tokenizer knew
-            groups = self._all_groups
+            groups = self._watch.groups
         return [Send("work", f"scheduler-{to}", event) for to in groups]
 
     def _on_done(self, event: Done, _now: float) -> list[Send]:
@@ -316,7 +342,7 @@ class TokenizerCore:
                 # It was refused here; or, before the gateways have told all, it may run anywhere,
                 # as may one that they told of.
                 here = self._roll_call.complete and not returned
-                groups = () if here else self._all_groups
+                groups = () if here else self._watch.groups
             for group in groups:
                 ended.setdefault(group, []).append(request_id)
         return [Send("work", f"scheduler-{to}", Done(tuple(ids))) for to, ids in ended.items()]
@@ -325,7 +351,7 @@ class TokenizerCore:
         """To every group. Work that is sent later comes behind it; what is still being encoded
         is later work."""
         event = msgspec.structs.replace(event, detokenizer=DETOKENIZER)
-        return [Send("work", f"scheduler-{group}", event) for group in self._all_groups]
+        return [Send("work", f"scheduler-{group}", event) for group in self._watch.groups]
 
     # ----------------------------------------------------------------------------------- recovery
 
@@ -354,32 +380,60 @@ class TokenizerCore:
         """Asks groups without engines for their requests, while there is another to take them."""
         out: list[Send] = []
         for group in deserted if self._router.up else ():
-            if now < self._asked.get(group, float("-inf")) + REPEAT:
-                continue
-            self._asked[group] = now
-            for work in self._ledger.leaving(group):
-                asked = HandOver(work.request_id, work.attempt)
-                out.append(Send("work", f"scheduler-{group}", asked))
+            if self._is_due(group, now):
+                for work in self._ledger.leaving(group):
+                    asked = HandOver(work.request_id, work.attempt)
+                    out.append(Send("work", f"scheduler-{group}", asked))
         return out
 
+    def _leave_lost(self, now: float) -> list[Send]:
+        """The same for groups that cannot be asked: the detokenizer knows what they delivered. What
+        nobody takes fails in the end."""
+        out: list[Send] = []
+        for group, seconds in self._watch.lost(now):
+            over = seconds > GIVE_UP * self._watch.host_loss
+            if not (over or self._router.up) or not self._is_due(group, now):
+                continue
+            for work in self._ledger.leaving(group):
+                if over:
+                    why = f"scheduler-{group} has not been heard for {seconds:.0f} s"
+                    out += self._refuse(work, 503, why, code="host_lost")
+                    continue
+                asked = HandOver(work.request_id, work.attempt, self._roll_call.stage)
+                out.append(Send("recovery", f"detokenizer-{work.detokenizer}", asked))
+        return out
+
+    def _is_due(self, group: int, now: float) -> bool:
+        """Whether it is time to ask again for what the group has."""
+        due = now >= self._asked.get(group, float("-inf")) + REPEAT
+        if due:
+            self._asked[group] = now
+        return due
+
     def _on_delivered(self, event: Delivered, _now: float) -> list[Send]:
-        """A group has handed a request over, with its output so far."""
+        """A group has handed a request over, with its output so far; or a detokenizer has, as the
+        next attempt, and what its group still does is in vain."""
         entry = self._ledger.get(event.request_id)
-        if entry is None or entry.work.attempt != event.attempt:
+        if entry is None or event.attempt < entry.work.attempt:
             return []  # it has ended meanwhile, which was told to all groups
-        work, ids = entry.work, unpack(entry.work.prompt_ids)
+        ids = unpack(entry.work.prompt_ids)
+        work, left = entry.work, list[Send]()
+        if event.attempt > work.attempt:
+            gone = Abort(work.request_id, work.attempt, "another group goes on with it")
+            left.append(Send("work", f"scheduler-{entry.group}", gone))
         request = (event.request_id, ids, work.params.max_tokens, work.cache_salt)
         beside = self._ledger.beside(entry)
         self._router.ended(event.request_id)
         group = (
             self._router.choose(*request) if beside is None else self._router.sent(beside, *request)
         )
-        self._ledger.move(event.request_id, group)
+        work = self._ledger.move(event.request_id, group, event.attempt)
         self._counts["moved"] += 1
         accepted = Accepted(
             request_id=event.request_id, attempt=event.attempt, group=group, prompt_tokens=len(ids)
         )
         return [
+            *left,
             Send("recovery", f"scheduler-{group}", event),
             Send("work", f"scheduler-{group}", work),
             Send("text", f"gateway-{work.gateway}", accepted),
@@ -388,7 +442,7 @@ class TokenizerCore:
     # ------------------------------------------------------------------------------ time and stop
 
     def _on_group(self, event: GroupStatus, now: float) -> list[Send]:
-        if not 0 <= event.group < len(self._all_groups):
+        if not 0 <= event.group < len(self._watch.groups):
             return []
         return self._report(event.group, self._watch.hear(event, now), now)
 
@@ -407,9 +461,11 @@ class TokenizerCore:
         return self._take_over(now, [group] * self._watch.is_deserted(group))
 
     def _on_tick(self, _event: Tick, now: float) -> list[Send]:
+        self._watch.tick(now)
         for group, report in self._watch.silent(now):
             self._router.report(group, report)
-        return [*self._roll_call.ask(now), *self._take_over(now, self._watch.deserted())]
+        moved = [*self._take_over(now, self._watch.deserted()), *self._leave_lost(now)]
+        return [*self._roll_call.ask(now), *moved]
 
     def _on_drain(self, _event: Drain, _now: float) -> list[Send]:
         self._draining = True
@@ -442,6 +498,10 @@ class TokenizerCore:
         Leave: _on_leave,
         Unsent: _on_unsent,
     }
+
+
+def _elsewhere(name: str, submit: Submit, weight: int) -> Send:
+    return Send(LOCAL, "", Encode(name, submit.attempt, weight, submit.client))
 
 
 def _names(event: Submit) -> list[str]:

@@ -6,25 +6,24 @@ Knows no driver. Bounded by the gateways' limit on waiting requests.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 from msgspec import structs
 
 from pipeinfer.choices import choice_id, choice_ids
 from pipeinfer.messages import Submit
-from pipeinfer.params import StructuredOutputs
-
-REMEMBERED = 256  # verdicts on grammars
+from pipeinfer.tokenizer.verdicts import Verdicts
 
 
 @dataclass(frozen=True, slots=True)
 class LongPrompt:
     """What one Submit asks for. `alone`: as for ledger.Entry; said when it came, since it may be an
-    older one that the gateways told of."""
+    older one that the gateways told of. `untried`: the digest of its grammar, while that is tried.
+    """
 
     submit: Submit
     alone: bool
+    untried: bytes = b""
 
 
 def first_choice(submit: Submit) -> str:
@@ -42,14 +41,13 @@ def without(submit: Submit, request_id: str) -> Submit | None:
 
 class Encoding:
     """By first choice, in the order in which they came. `abandoned`: how many requests ended before
-    they were encoded, since nobody wanted them any more. `verdicts`: on the grammars that were
-    tried last, "" for those that are served."""
+    they were encoded, since nobody wanted them any more."""
 
     def __init__(self) -> None:
         self._prompts: dict[str, LongPrompt] = {}
         self._names: dict[str, str] = {}  # of each choice that is wanted, the first
         self.abandoned = 0
-        self.verdicts: OrderedDict[StructuredOutputs, str] = OrderedDict()
+        self.verdicts = Verdicts()
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -68,12 +66,14 @@ class Encoding:
         prompt = self._prompts.get(name)
         return prompt if prompt is not None and prompt.submit.attempt == attempt else None
 
-    def judge(self, spec: StructuredOutputs, verdict: str) -> None:
-        """Remembers it."""
-        self.verdicts[spec] = verdict
-        self.verdicts.move_to_end(spec)
-        if len(self.verdicts) > REMEMBERED:
-            self.verdicts.popitem(last=False)
+    def untried(self, grammar: bytes) -> list[str]:
+        """Those that wait for a trial of that grammar."""
+        return [name for name, prompt in self._prompts.items() if prompt.untried == grammar]
+
+    def tried(self, name: str) -> LongPrompt:
+        """It waits for no trial any more."""
+        prompt = self._prompts[name] = replace(self._prompts[name], untried=b"")
+        return prompt
 
     def knows(self, request_id: str, attempt: int) -> bool:
         """Whether this attempt of the request, or a later one, is under way."""

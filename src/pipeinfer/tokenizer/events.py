@@ -12,12 +12,13 @@ from pipeinfer.messages import Message
 class Encode(Message, frozen=True):
     """core -> driver: encode the prompt of this request, which the core still has.
 
-    `weight`: about how many bytes there are to render and to encode; the lightest goes first.
+    `weight`: about how many bytes there are to render and to encode. `client`: as in Submit.
     """
 
     request_id: str
     attempt: int
     weight: int
+    client: str = ""
 
 
 class Encoded(Message, frozen=True):
@@ -33,18 +34,22 @@ class Encoded(Message, frozen=True):
 
 
 class Try(Message, frozen=True):
-    """core -> driver: try the grammar of this request, which the core still has. `weight`: letters
-    of it; the lightest goes first."""
+    """core -> driver: try the grammar of this request, which the core still has. `client`: as in
+    Submit."""
 
     request_id: str
     attempt: int
-    weight: int
+    client: str = ""
 
 
 class Tried(Message, frozen=True):
-    """driver -> core: the grammar is served, or if `status` is not 0 why it is not."""
+    """driver -> core: the grammar is served, or if `status` is not 0 why it is not. `grammar`: its
+    digest, of which that holds; empty if only this request is meant. `slow`: it took so long to
+    compile that others must not wait for it."""
 
     request_id: str
     attempt: int
     status: int = 0
     message: str = ""
+    grammar: bytes = b""
+    slow: bool = False

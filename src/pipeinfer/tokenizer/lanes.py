@@ -1,7 +1,7 @@
 """Encodes long prompts in processes of their own while the stage goes on.
 
-Two lanes: whoever sends a book makes others wait who send books, not those who send a chapter.
-In each one prompt at a time is encoded. Knows no routing and no recording.
+Three lanes: whoever sends a book makes others wait who send books, not those who send a chapter.
+In each one prompt at a time is encoded, and clients take turns. Knows no routing and no recording.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -23,9 +24,9 @@ from pipeinfer.tokenizer.events import Encode, Encoded
 
 log = logging.getLogger(__name__)
 
-# Bytes up to which a prompt is in the first lane: it takes 0.1 s there, and so long may the next
-# one wait for it.
-CHAPTER = 256 * 1024
+# Bytes up to which a prompt is in the first lane, and in the second: it takes 0.1 s there, and 1 s,
+# and so long may the next one wait for it.
+CHAPTER, BOOK = 256 * 1024, 2 * 1024 * 1024
 TRIES = 2  # processes that may end over a prompt before it is refused
 
 
@@ -40,6 +41,11 @@ class Apart:
         self._setup = msgspec.msgpack.encode(setup)
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
+
+    def start(self) -> None:
+        """See Worker."""
+        with suppress(OSError, ProcessEnded):  # the next prompt is told
+            self._running()
 
     def work(self, submit: Submit) -> Encoded:
         """Its ids, or why it is refused."""
@@ -104,7 +110,7 @@ class Lanes:
     def __init__(self, folder: Path, settings: Settings, find: Find) -> None:
         own = msgspec.structs.replace(settings, api_key="", api_key_file="")
         setup = Setup(str(folder), own)
-        self._lanes = tuple(Errands(1, lambda: Apart(setup), find) for _ in range(2))
+        self._lanes = tuple(Errands(1, lambda: Apart(setup), find) for _ in range(3))
 
     async def start(self, feed: Callable[[Message], None]) -> None:
         """Processes start with the first prompt of their lane."""
@@ -113,7 +119,8 @@ class Lanes:
 
     def deliver(self, message: Encode) -> None:
         """Takes the core's local outputs."""
-        self._lanes[message.weight > CHAPTER].add(message)
+        weight = message.weight
+        self._lanes[(weight > CHAPTER) + (weight > BOOK)].add(message, weight)
 
     async def stop(self) -> None:
         """Ends the processes; what they were at is dropped."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from pipeinfer.messages import Work
 
 
@@ -62,10 +64,12 @@ class Ledger:
             self._entries[entry.work.request_id] = replace(entry, alone=False)
         return [entry.work for entry in entries]
 
-    def move(self, request_id: str, group: int) -> None:
-        """`group` goes on with an unfinished request."""
+    def move(self, request_id: str, group: int, attempt: int) -> Work:
+        """`group` goes on with an unfinished request, as this attempt; returns its work."""
         entry = self._entries[request_id]
-        self._entries[request_id] = replace(entry, group=group, alone=False)
+        work = structs.replace(entry.work, attempt=attempt)
+        self._entries[request_id] = replace(entry, work=work, group=group, alone=False)
+        return work
 
     def beside(self, entry: Entry) -> int | None:
         """The group that goes on with the leader of its requests; None if that is its own, or if

@@ -98,7 +98,7 @@ class PromptEncoder:
         if not len(ids):
             raise Rejected("the prompt is empty", param)
         self._check_vocabulary(ids, param)
-        ids = self._last(ids, submit.params)
+        ids = self._truncated(ids, submit.params)
         self._check_length(len(ids), submit.params, param)
         return ids
 
@@ -177,14 +177,15 @@ class PromptEncoder:
             raise Rejected(f"the text cannot be tokenized: {error}", param) from None
         return np.asarray(encoding.ids, dtype="<i4")
 
-    def _last(self, ids: np.ndarray, params: SamplingParams) -> np.ndarray:
+    def _truncated(self, ids: np.ndarray, params: SamplingParams) -> np.ndarray:
         """As many of them as are to be kept."""
         most = params.truncate_prompt_tokens
         if not most:
             return ids
         if most < 0:
             most = self._max_model_len - (params.max_tokens or 1)
-        return ids[-max(most, 1) :]
+        most = max(most, 1)
+        return ids[:most] if params.truncation_side == "right" else ids[-most:]
 
     # ------------------------------------------------------------------------------------- refusing
 

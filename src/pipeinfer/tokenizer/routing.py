@@ -7,7 +7,7 @@ depends on what the router was told alone, never on a clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -88,7 +88,11 @@ class Groups:
         return [sent + foreign for sent, foreign in zip(self.sent, self._foreign, strict=True)]
 
     def report(self, group: int, report: Report) -> None:
-        before, self.reports[group] = self.reports[group], report
+        """Pages that were said to be evicted stay so: within an epoch they only become more."""
+        before = self.reports[group]
+        if report.epoch == before.epoch and report.evicted < before.evicted:
+            report = replace(report, evicted=before.evicted)
+        self.reports[group] = report
         self.up_count += report.up - before.up
         # By their number: of its own requests it is known here what they cost, and their tokens as
         # the group tells them would hide that behind prompts that are cached.

@@ -14,6 +14,7 @@ from pipeinfer.settings import Settings
 from pipeinfer.tokenizer.building import Built, make_encoder
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.driver import TokenizerDriver
+from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.lanes import Lanes
 from pipeinfer.tokenizer.routing import Router
 from pipeinfer.tokenizer.trials import Trials
@@ -29,12 +30,10 @@ def build(context: StageContext) -> Stage:
     gateways = topology.ids("gateway")
     built = make_encoder(folder, settings)
     core = _core(built, settings, context.identity.id, context.incarnation, gateways)
-    # What its groups say matters only where there is a choice.
-    groups = settings.dp > 1
     listens = (*((stage, "group") for stage in topology.ids("scheduler")), *deaths(topology))
     lanes = Lanes(folder, settings, core.encoding)
-    trials = Trials(built.vocabulary, core.encoding, built.without)
-    return Stage(core, TokenizerDriver(lanes, trials), listens=listens if groups else ())
+    trials = Trials(built.vocabulary, core.untried, built.without)
+    return Stage(core, TokenizerDriver(lanes, trials), listens=listens)
 
 
 def make_core(
@@ -55,6 +54,5 @@ def _core(
     built: Built, settings: Settings, stage: str, incarnation: int, gateways: Sequence[str]
 ) -> TokenizerCore:
     router = Router(settings.routing, settings.dp)
-    return TokenizerCore(
-        built.encoder, router, settings.dp, built.eos_ids, stage, incarnation, gateways
-    )
+    watch = GroupWatch(settings.dp, settings.host_loss)
+    return TokenizerCore(built.encoder, router, watch, built.eos_ids, stage, incarnation, gateways)

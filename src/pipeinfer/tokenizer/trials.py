@@ -1,58 +1,82 @@
 """Tries grammars in processes of their own while the stage goes on.
 
-One that takes long holds one of a few processes up, which is ended when its time is over. Knows no
-routing, no prompt and no recording.
+How long a grammar takes nobody can tell from its text, and a client without a key can look like a
+new one at any time. So each has a slice of time at first, which nearly all need a small part of.
+What is not done then begins again in a class of its own, where it takes no time from the others.
+Knows no routing, no prompt and no recording.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
-from pipeinfer.grammars.trial import SECONDS, Setup, Trial
+from pipeinfer.grammars.trial import SECONDS, Setup, TooSlow, Trial
 from pipeinfer.messages import Message, Submit
 from pipeinfer.tokenizer.errands import Errands, Find
 from pipeinfer.tokenizer.events import Tried, Try
+from pipeinfer.tokenizer.verdicts import digest
 
-PROCESSES = 3  # the second starts when the first is busy
+# Processes for first trials; the second starts when the first is busy.
+QUICK = 2
+# Seconds of processor time of a first trial, ten times what most grammars take. While eight
+# connections send what takes longer, a ninth waits for four of these at most.
+SLICE = 0.1
+SLOW = 1  # processes for what takes longer
+NICENESS = 10  # of these: streams and first trials come first
 
 
 class Trier:
-    """A worker, see errands.py. `process`: the one that it asks."""
+    """A worker, see errands.py. `process`: the one that it asks. `last`: nobody else tries what
+    takes too long here."""
 
-    def __init__(self, setup: Setup, seconds: float) -> None:
-        self.process = Trial(setup, seconds)
-        self.close = self.process.close
-        self.kill = self.process.kill
+    def __init__(self, process: Trial, last: bool) -> None:
+        self.process = process
+        self.close = process.close
+        self.kill = process.kill
+        self._last = last
 
-    def work(self, submit: Submit) -> Tried:
-        """The verdict, or why there is none."""
+    def start(self) -> None:
+        """See Worker."""
+        with suppress(RuntimeError, OSError):  # the next trial says it to the client
+            self.process.start()
+
+    def work(self, submit: Submit) -> Tried | Try:
+        """The verdict, or why there is none; a Try if the slice is over."""
         name, attempt = submit.request_id, submit.attempt
         spec = submit.params.structured_outputs
         assert spec is not None
         try:
             message = self.process.verdict(spec)
+        except TooSlow as error:
+            if not self._last:
+                return Try(name, attempt, submit.client)
+            message = str(error)
         except (RuntimeError, OSError) as error:
             return Tried(name, attempt, 500, f"the grammar was not tried: {error}")
-        return Tried(name, attempt, 400 if message else 0, message)
+        return Tried(name, attempt, 400 if message else 0, message, digest(spec), self._last)
 
 
 class Trials:
     """A part of the tokenizer's driver. `find`: see Errands. `setup`: the model's vocabulary; None
-    if it has none for grammars, because of `none`."""
+    if it has none for grammars, because of `none`. `seconds`: that a grammar may take at most."""
 
     def __init__(
         self, setup: Setup | None, find: Find, none: str = "", seconds: float = SECONDS
     ) -> None:
         self._none = none
         self._triers: list[Trier] = []
-        self._errands = Errands(PROCESSES, lambda: self._trier(setup, seconds), find)
+        self._setup = setup
+        self._quick = Errands(QUICK, lambda: self._trier(SLICE, 0, False), find)
+        self._slow = Errands(SLOW, lambda: self._trier(seconds, NICENESS, True), find)
         self._feed: Callable[[Message], None] | None = None
 
     async def start(self, feed: Callable[[Message], None]) -> None:
         """Processes start with the first grammar."""
         self._feed = feed
-        self._errands.start(feed)
+        self._quick.start(self._tell)
+        self._slow.start(self._tell)
 
     def deliver(self, message: Try) -> None:
         """One more."""
@@ -60,22 +84,28 @@ class Trials:
             said = Tried(message.request_id, message.attempt, 400, self._none)
             asyncio.get_running_loop().call_soon(self._tell, said)
             return
-        self._errands.add(message)
+        self._quick.add(message, 1)
 
     async def stop(self) -> None:
         """Ends the processes; what they were at is dropped."""
         self._feed = None
-        await self._errands.stop()
+        await self._quick.stop()
+        await self._slow.stop()
 
     def stats(self) -> dict[str, float]:
-        """Processes that grammars have cost."""
+        """Trials that were ended before there was a verdict."""
         return {"trials_ended_total": sum(trier.process.ended for trier in self._triers)}
 
-    def _trier(self, setup: Setup | None, seconds: float) -> Trier:
-        assert setup is not None
-        self._triers.append(Trier(setup, seconds))
+    def _trier(self, seconds: float, niceness: int, last: bool) -> Trier:
+        assert self._setup is not None
+        self._triers.append(Trier(Trial(self._setup, seconds, niceness), last))
         return self._triers[-1]
 
-    def _tell(self, said: Tried) -> None:
-        if self._feed is not None:
-            self._feed(said)
+    def _tell(self, said: Message) -> None:
+        match said:
+            case Try():
+                self._slow.add(said, 1)
+            case _ if self._feed is not None:
+                self._feed(said)
+            case _:
+                return

@@ -34,6 +34,7 @@ NUMBERS: frozenset[Attribute] = frozenset(
         ("pipeinfer.scheduler.preparation:Preparation", "_processes"),
         ("pipeinfer.scheduler.preparation:Asked", "answered"),
         ("pipeinfer.scheduler.prefixes:Prefixes", "_led"),
+        ("pipeinfer.fair_queue:_Flows", "_last"),
         ("pipeinfer.scheduler.agreement:_Rank", "first"),
         ("pipeinfer.scheduler.agreement:_Rank", "own"),
     )

@@ -12,12 +12,11 @@ from msgspec import Meta
 
 from pipeinfer.gateway.dialects.turns import Turns
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.foreign_fields import MESSAGES, Refusals
 from pipeinfer.gateway.schema import (
     MOST_MESSAGES,
-    MOST_SALT,
     MOST_TIMEOUT,
     MOST_TOOLS,
+    SAMPLED,
     Body,
     Bounded,
     ChatMessage,
@@ -26,9 +25,12 @@ from pipeinfer.gateway.schema import (
     Function,
     JsonSchema,
     NamedTool,
+    Part,
     ResponseFormat,
+    Salt,
     Tool,
 )
+from pipeinfer.gateway.unsupported_fields import HARMLESS, MESSAGES, Refusals
 from pipeinfer.json_values import JsonObject
 
 # What chats call a field, and what it is called here.
@@ -69,14 +71,16 @@ class Turn(msgspec.Struct, frozen=True):
     content: str | list[MessageBlock]
 
 
-class InputTool(msgspec.Struct, frozen=True):
+class InputTool(Part, frozen=True):
     """A tool of the client; `input_schema` is the JSON schema of its arguments."""
 
+    unsupported = ("defer_loading",)
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
     input_schema: JsonObject | None = None
     description: str | None = None
     type: str | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -102,17 +106,20 @@ class OutputFormat(msgspec.Struct, frozen=True):
     schema: JsonObject
 
 
-class OutputConfig(msgspec.Struct, frozen=True):
+class OutputConfig(Part, frozen=True):
     """`effort` is handed to the chat template."""
 
+    unsupported = ("task_budget",)
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    task_budget: JsonObject | None = None
 
 
 class CountRequest(Body, frozen=True, kw_only=True):
     """The body of /v1/messages/count_tokens: a conversation."""
 
     refused: ClassVar[Refusals] = MESSAGES
+    ignored: ClassVar[frozenset[str]] = SAMPLED
     messages: list[Turn]
     system: str | list[TextBlock] | None = None
     tools: Annotated[list[InputTool], Meta(max_length=MOST_TOOLS)] | None = None
@@ -125,6 +132,7 @@ class CountRequest(Body, frozen=True, kw_only=True):
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     """The body of /v1/messages."""
 
+    ignored: ClassVar[frozenset[str]] = HARMLESS
     max_tokens: Bounded
     stop_sequences: list[str] | None = None
     temperature: float | None = None
@@ -135,7 +143,8 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     seed: int | None = None
     priority: Bounded | None = None
     timeout: Annotated[float, Meta(ge=0, le=MOST_TIMEOUT)] | None = None
-    cache_salt: Annotated[str, Meta(max_length=MOST_SALT)] | None = None
+    cache_salt: Salt | None = None
+    extra_key: Salt | None = None
 
 
 def as_chat(request: MessagesRequest, thinks: bool) -> ChatRequest:
@@ -157,6 +166,7 @@ def as_chat(request: MessagesRequest, thinks: bool) -> ChatRequest:
         priority=request.priority,
         timeout=request.timeout,
         cache_salt=request.cache_salt,
+        extra_key=request.extra_key,
     )
 
 

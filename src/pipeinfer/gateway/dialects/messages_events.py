@@ -19,6 +19,7 @@ from pipeinfer.json_values import JsonObject, JsonValue
 OVERLOADED = 529
 ERRORS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",

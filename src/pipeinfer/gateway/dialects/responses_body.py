@@ -12,11 +12,9 @@ from msgspec import Meta
 
 from pipeinfer.gateway.dialects.turns import Turns
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.foreign_fields import RESPONSES, Refusals
 from pipeinfer.gateway.schema import (
     INT32,
     MOST_MESSAGES,
-    MOST_SALT,
     MOST_TIMEOUT,
     MOST_TOOLS,
     Body,
@@ -27,11 +25,16 @@ from pipeinfer.gateway.schema import (
     Function,
     JsonSchema,
     NamedTool,
+    Part,
     ResponseFormat,
     Role,
+    Salt,
     StreamOptions,
+    Structured,
+    TokenId,
     Tool,
 )
+from pipeinfer.gateway.unsupported_fields import RESPONSES, Refusals
 from pipeinfer.json_values import JsonObject
 
 LOGPROBS = "message.output_text.logprobs"
@@ -69,16 +72,19 @@ class InputItem(msgspec.Struct, frozen=True):
     arguments: str | None = None
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
+    phase: str | None = None
 
 
-class FunctionTool(msgspec.Struct, frozen=True):
+class FunctionTool(Part, frozen=True):
     """A tool; `parameters` is the JSON schema of its arguments. Only functions are served."""
 
+    unsupported = ("defer_loading",)
     type: str
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")] | None = None
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
 
 
 class NamedFunction(msgspec.Struct, frozen=True):
@@ -129,6 +135,16 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     top_k: Bounded | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    include_reasoning: bool | None = None
+    structured_outputs: Structured | None = None
     top_logprobs: Bounded | None = None
     include: list[str] | None = None
     text: TextOptions | None = None
@@ -143,7 +159,8 @@ class ResponsesRequest(Body, frozen=True, kw_only=True):
     seed: int | None = None
     priority: Bounded | None = None
     timeout: Annotated[float, Meta(ge=0, le=MOST_TIMEOUT)] | None = None
-    cache_salt: Annotated[str, Meta(max_length=MOST_SALT)] | None = None
+    cache_salt: Salt | None = None
+    extra_key: Salt | None = None
     chat_template_kwargs: JsonObject | None = None
 
 
@@ -159,6 +176,16 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         top_k=request.top_k,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        min_p=request.min_p,
+        logit_bias=request.logit_bias,
+        stop=request.stop,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=request.ignore_eos,
+        skip_special_tokens=request.skip_special_tokens,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        include_reasoning=request.include_reasoning,
+        structured_outputs=request.structured_outputs,
         max_tokens=request.max_output_tokens,
         logprobs=logprobs,
         top_logprobs=request.top_logprobs if logprobs else None,
@@ -166,6 +193,7 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         priority=request.priority,
         timeout=request.timeout,
         cache_salt=request.cache_salt,
+        extra_key=request.extra_key,
         chat_template_kwargs=_arguments(request),
         tools=_tools(request),
         tool_choice=_choice(request),
@@ -252,7 +280,7 @@ def _say(turns: Turns, item: InputItem, where: str) -> None:
         if item.role is None or item.role in ("tool", "function"):
             message = f"{where}.role must be system, developer, user or assistant"
             raise ApiError(400, message, f"{where}.role", "invalid_value")
-        turns.say(item.role, _text(item.content, f"{where}.content"))
+        turns.say(item.role, _text(item.content, f"{where}.content"), item.phase)
     elif kind == "reasoning":
         shown = item.content or item.summary or ""
         if shown:  # what is only encrypted comes from elsewhere, and says nothing here

@@ -18,6 +18,7 @@ class _Turn:
     reasoning: list[str] = field(default_factory=list[str])
     content: list[str] = field(default_factory=list[str])
     calls: list[JsonObject] = field(default_factory=list[JsonObject])
+    phase: str | None = None
 
 
 class Turns:
@@ -27,13 +28,16 @@ class Turns:
         self._messages: list[ChatMessage] = []
         self._turn: _Turn | None = None
 
-    def say(self, role: Role, text: str) -> None:
-        """A message. One of the system behind another belongs to that: most templates know one."""
+    def say(self, role: Role, text: str, phase: str | None = None) -> None:
+        """A message. One of the system behind another belongs to that: most templates know one.
+        `phase`: of the assistant's, for templates that ask."""
         if role == "assistant":
             turn = self._speaking()
             if turn.content or turn.calls:
                 self._flush()
-            self._speaking().content.append(text)
+            turn = self._speaking()
+            turn.content.append(text)
+            turn.phase = phase
             return
         self._flush()
         role = "system" if role == "developer" else role
@@ -79,5 +83,6 @@ class Turns:
             "".join(turn.content),
             tool_calls=turn.calls or None,
             reasoning_content="".join(turn.reasoning) or None,
+            phase=turn.phase,
         )
         self._messages.append(message)

@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 from pipeinfer.control import Passage, Prefix
+from pipeinfer.gateway.admission import Right
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.monitor.picture import Figures, Pictures
 from pipeinfer.gateway.monitor.told import (
@@ -60,7 +61,8 @@ class MonitorHandlers:
         router.add_get("/monitor/prefixes", self.prefixes)
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events until client or gateway leaves. Who reads slowly gets fewer."""
+        """Server-sent events until client or gateway leaves, or the client's key is taken away. Who
+        reads slowly gets fewer. Others' requests are in an operator's alone."""
         if self._feeds >= MOST_FEEDS:
             raise ApiError(503, f"{MOST_FEEDS} pages look already", code="too_many_pages")
         response = web.StreamResponse(headers=HEADERS)
@@ -69,8 +71,8 @@ class MonitorHandlers:
             with self._sight.looking(), contextlib.suppress(ConnectionResetError):
                 await response.prepare(request)
                 seen = 0
-                while not self._sight.leaving:
-                    event, seen = self._event(seen)
+                while not self._sight.leaving and (right := self._right(request)):
+                    event, seen = self._event(seen, right)
                     await response.write(event)
                     await asyncio.sleep(EVERY)
         finally:
@@ -79,19 +81,20 @@ class MonitorHandlers:
 
     async def request(self, request: web.Request) -> web.StreamResponse:
         """A request's way through the stages."""
-        name = request.match_info["id"]
-        passages = self._sight.passages(name)
+        name, right = request.match_info["id"], self._service.admission.right(request)
+        mine = right.operator or self._sight.owned(name, right.name)
+        passages = self._sight.passages(name) if mine else []
         if not passages:
             raise ApiError(404, f"nothing was seen of a request {name[:200]!r}", code="not_seen")
         return _answer(RequestTold(name, [_passage(one) for one in passages]))
 
     async def prefixes(self, request: web.Request) -> web.StreamResponse:
-        """The largest cached prefixes of each group. Their texts are somebody's prompts: they are
-        told only where all who may ask have one key, or none."""
+        """The largest cached prefixes of each group. Their texts are somebody's prompts: an
+        operator alone is told, and of salted ones nobody."""
         rows = self._service.core.health.rows.values()
         engines = {row.stage: row.group for row in rows if row.name == "engine" and row.rank == 0}
         found = await self._sight.prefixes(tuple(engines), MOST_PREFIXES)
-        shown = not self._service.admission.shared
+        shown = self._service.admission.right(request).operator
         groups = [
             GroupTold(group, [await self._prefix(one, shown) for one in found.get(engine, ())])
             for engine, group in engines.items()
@@ -100,7 +103,7 @@ class MonitorHandlers:
 
     async def _prefix(self, prefix: Prefix, shown: bool) -> PrefixTold:
         told = PrefixTold(prefix.tokens, prefix.ends, prefix.held)
-        if not shown:
+        if not shown or not prefix.first:
             return told
         ids = unpack(prefix.first).tolist()
         return msgspec.structs.replace(told, ids=ids, text=await self._text(ids))
@@ -121,7 +124,14 @@ class MonitorHandlers:
         async with self._service.port.opened([call], sink):
             return (await sink.prompt()).prompt_text[:LETTERS]
 
-    def _event(self, seen: int) -> tuple[bytes, int]:
+    def _right(self, request: web.Request) -> Right | None:
+        """None: its key is none any more."""
+        try:
+            return self._service.admission.right(request)
+        except ApiError:
+            return None
+
+    def _event(self, seen: int, right: Right) -> tuple[bytes, int]:
         """The event for who has seen so many changes, and how many there are."""
         sight = self._sight
         event = msgspec.structs.asdict(self._now()) | {
@@ -130,7 +140,7 @@ class MonitorHandlers:
             "version": __version__,
             "context_length": self._service.context_length,
             "steps": sight.steps_since(seen),
-            "requests": sight.requests_since(seen),
+            "requests": sight.requests_since(seen, None if right.operator else right.name),
         }
         return b"data: " + _encode(event) + b"\n\n", sight.changes
 

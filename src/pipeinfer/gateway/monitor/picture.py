@@ -196,7 +196,7 @@ class Pictures:
             state=row.state,
             reason=row.reason,
             pid=row.pid,
-            up=unix - row.incarnation / 1e9 if row.incarnation else None,
+            up=row.stats.get("uptime_seconds"),
             restarts=row.restarts,
             last_restart=None if since is None else unix - since,
             heard=None if row.seen is None else now - row.seen,

@@ -35,7 +35,7 @@ class RequestTold(msgspec.Struct, frozen=True):
 
 class PrefixTold(msgspec.Struct, frozen=True, omit_defaults=True):
     """A cached prefix of so many `tokens`. `ends`: cached sequences that begin with it; `held`:
-    requests that use it now. `ids` (the first) and their `text`: unless there are several keys."""
+    requests that use it now. `ids` (the first) and their `text`: for an operator, if not salted."""
 
     tokens: int
     ends: int

@@ -92,9 +92,8 @@ export class Prefixes {
   }
 }
 
-function prefixed({ tokens, held, cache_salt: salt, text, ids }) {
+function prefixed({ tokens, held, text, ids }) {
   const facts = [plural(tokens, "token"), held ? `${plural(held, "request")} on it` : "not in use"];
-  if (salt) facts.push(`salt ${salt}`);
   return h("li", {}, h("p", {}, facts.join(" · ")),
-    h("p", { class: "mono text" }, text || ids.join(" ")));
+    ids ? h("p", { class: "mono text" }, text || ids.join(" ")) : null);
 }

@@ -3,43 +3,61 @@
 
 import { copy } from "./copy.js";
 import { h, iconButton } from "./dom.js";
+import { marked } from "./marks.js";
 
 /** An element whose text can be set again and again. */
 export class Prose {
   element = h("div", { class: "prose" });
   #blocks = [];
+  #text = "";
 
   set(text) {
-    const blocks = blocksOf(text);
-    for (const [index, block] of blocks.entries()) {
-      if (this.#blocks[index]?.source === block.source) continue;
-      const made = { source: block.source, element: block.made() };
-      if (this.#blocks[index]) this.#blocks[index].element.replaceWith(made.element);
-      else this.element.append(made.element);
-      this.#blocks[index] = made;
+    // What is added changes the last block or comes behind it: where others end is certain.
+    const kept = text.startsWith(this.#text) ? Math.max(this.#blocks.length - 1, 0) : 0;
+    const from = kept ? this.#blocks[kept].start : 0;
+    const blocks = blocksOf(text.slice(from));
+    this.#text = text;
+    for (const [behind, block] of blocks.entries()) {
+      const index = kept + behind, old = this.#blocks[index];
+      block.start += from;
+      if (old?.source === block.source) block.element = old.element;
+      else {
+        block.element = block.made();
+        if (old) old.element.replaceWith(block.element);
+        else this.element.append(block.element);
+      }
+      this.#blocks[index] = block;
     }
-    for (const { element } of this.#blocks.splice(blocks.length)) element.remove();
+    for (const { element } of this.#blocks.splice(kept + blocks.length)) element.remove();
   }
 }
 
+/** [{start: its place in the text, source, made() its element}]. */
 function blocksOf(text) {
   const blocks = [];
-  let lines = [], fence = null;
+  let lines = [], kind = "", start = 0, at = 0, fence = null;
   const close = (made) => {
     if (lines.length) {
       const own = lines;
-      blocks.push({ source: own.join("\n"), made: () => made(own) });
+      blocks.push({ start, source: own.join("\n"), made: () => made(own) });
     }
     lines = [];
+  };
+  const take = (line) => {
+    if (!lines.length) {
+      start = at;
+      kind = kindOf(line);
+    }
+    lines.push(line);
   };
   for (const line of text.split("\n")) {
     const mark = line.match(/^ {0,3}(```+|~~~+)/);
     if (fence === null && mark) {
       close(block);
       fence = mark[1];
-      lines.push(line);
+      take(line);
     } else if (fence !== null) {
-      lines.push(line);
+      take(line);
       if (mark && mark[1].startsWith(fence) && line.trim() === mark[1]) {
         close(code);
         fence = null;
@@ -47,11 +65,10 @@ function blocksOf(text) {
     } else if (line.trim() === "") {
       close(block);
     } else {
-      const kind = kindOf(line);
-      if (lines.length && kind !== kindOf(lines[0]) && (kind || kindOf(lines[0])) &&
-          !/^\s/.test(line)) close(block);
-      lines.push(line);
+      if (lines.length && kindOf(line) !== kind && !/^\s/.test(line)) close(block);
+      take(line);
     }
+    at += line.length + 1;
   }
   close(fence === null ? block : code);
   return blocks;
@@ -87,17 +104,11 @@ function code([opening, ...lines]) {
     h("pre", { tabindex: "0", role: "group", "aria-label": "Code" }, h("code", {}, text)));
 }
 
-const MARKS = /(`+)(.+?)\1(?!`)|\*\*(\S(?:.*?\S)?)\*\*|(?<![\w*])\*(\S(?:.*?\S)?)\*(?![\w*])/s;
-
 function letters(text) {
-  const made = [];
-  for (;;) {
-    const found = MARKS.exec(text);
-    if (!found) return [...made, text];
-    made.push(text.slice(0, found.index));
-    if (found[2] !== undefined) made.push(h("code", {}, found[2]));
-    else if (found[3] !== undefined) made.push(h("strong", {}, ...letters(found[3])));
-    else made.push(h("em", {}, ...letters(found[4])));
-    text = text.slice(found.index + found[0].length);
-  }
+  return elements(marked(text));
+}
+
+function elements(pieces) {
+  return pieces.map((piece) =>
+    typeof piece === "string" ? piece : h(piece[0], {}, ...elements(piece[1])));
 }

@@ -8,7 +8,8 @@ export async function* events(response) {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
-      const lines = (rest + value).split(/\r\n|\n|\r/);
+      const lines = value.split(/\r\n|\n|\r/);
+      lines[0] = rest + lines[0]; // a line that is long is not searched again with each piece
       rest = lines.pop();
       for (const line of lines) {
         if (line === "") {

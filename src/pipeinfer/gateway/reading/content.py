@@ -14,7 +14,7 @@ class Content:
     __slots__ = ("_held", "_leading")
 
     def __init__(self) -> None:
-        self._held = ""
+        self._held: list[str] = []
         self._leading = False
 
     @property
@@ -31,17 +31,17 @@ class Content:
         self._leading = False
         bare = text.rstrip(SPACE)
         if bare:
-            pieces.append(Piece("content", self._held + bare))
-            self._held = text[len(bare) :]
+            pieces.append(Piece("content", "".join((*self._held, bare))))
+            self._held = [text[len(bare) :]]
         else:
-            self._held += text
+            self._held.append(text)
 
     def call(self) -> None:
         """A call comes or came."""
-        self._held, self._leading = "", True
+        self._held, self._leading = [], True
 
     def end(self, pieces: list[Piece]) -> None:
         """Nothing comes behind."""
-        if self._held:
-            pieces.append(Piece("content", self._held))
-        self._held = ""
+        if held := "".join(self._held):
+            pieces.append(Piece("content", held))
+        self._held = []

@@ -90,7 +90,7 @@ class Hermes:
             return False
         if self._object.named:
             self._calls += 1
-            self._state = "next"
+            self._state, self._after = "next", []
         elif self._before:
             self._content.say(self._before + self._object.taken, pieces)
             self._state = "content"
@@ -110,10 +110,10 @@ class Hermes:
     def _next(self, _pieces: list[Piece]) -> bool:
         """Behind an object another may stand within the same tag."""
         bare = self._text.lstrip(SLIPS)
+        self._after.append(self._text[: len(self._text) - len(bare)])
+        self._text = bare
         if not bare:
             return False
-        self._after = [self._text[: len(self._text) - len(bare)]]
-        self._text = bare
         if bare[0] == "{":
             self._open("")
         else:

@@ -22,7 +22,8 @@ class Llama3:
         self._names = names
         self._state: Literal["begin", "call", "between", "content"] = "begin"
         self._text: str = ""
-        self._before: str = ""  # of an object: white space, the tag
+        self._before: list[str] = []  # of an object: what sets it apart, the tag
+        self._tagged = False  # the tag is there
         self._calls = 0
         self._object = CallObject(0, names)
 
@@ -41,30 +42,45 @@ class Llama3:
 
     def end(self) -> Sequence[Piece]:
         rest = self._text
+        if self._state == "begin":
+            rest = self._all(rest)
         if self._state == "call" and not self._object.named:
-            rest = self._before + self._object.taken + rest
+            rest = self._all(self._object.taken + rest)
         if self._state == "between":
             rest = ""
         self._text = ""
         return (Piece("content", rest),) if rest else ()
 
     def _begin(self, _pieces: list[Piece]) -> bool:
-        bare = self._bare(SPACE)
-        if not bare:
+        if not self._bare(SPACE):
             return False
-        self._before = self._text[: len(self._text) - len(bare)]
-        if bare[0] == "{":
-            self._state, self._text = "call", bare
+        if self._text[0] == "{":
+            self._state = "call"
         else:
-            self._state = "content"
+            self._state, self._text = "content", self._all(self._text)
         return True
 
-    def _bare(self, apart: str) -> str:
-        """The text without what sets calls apart and the tag; empty while that is all."""
+    def _bare(self, apart: str) -> bool:
+        """Puts away what sets calls apart and the tag; false while that is all."""
+        if not self._tagged:
+            self._strip(apart)
+            if self._text.startswith(TAG):
+                self._before.append(TAG)
+                self._text, self._tagged = self._text[len(TAG) :], True
+            elif TAG.startswith(self._text):
+                return False
+        if self._tagged:
+            self._strip(SPACE)
+        return bool(self._text)
+
+    def _strip(self, apart: str) -> None:
         bare = self._text.lstrip(apart)
-        if bare.startswith(TAG):
-            return bare[len(TAG) :].lstrip(SPACE)
-        return "" if TAG.startswith(bare) else bare
+        self._before.append(self._text[: len(self._text) - len(bare)])
+        self._text = bare
+
+    def _all(self, text: str) -> str:
+        """With what stood before it."""
+        return "".join((*self._before, text))
 
     def _call(self, pieces: list[Piece]) -> bool:
         said, many = self._object.feed(self._text)
@@ -74,21 +90,20 @@ class Llama3:
             return False
         if self._object.named:
             self._calls += 1
-            self._state = "between"
+            self._state, self._before, self._tagged = "between", [], False
         else:
-            self._text = self._before + self._object.taken + self._text
+            self._text = self._all(self._object.taken + self._text)
             self._state = "content"
         return True
 
     def _between(self, _pieces: list[Piece]) -> bool:
-        bare = self._bare(BETWEEN)
-        if not bare:
+        if not self._bare(BETWEEN):
             return False
-        if bare[0] == "{":
+        if self._text[0] == "{":
             self._state, self._object = "call", CallObject(self._calls, self._names)
-            self._before, self._text = "", bare
+            self._before = []
         else:
-            self._state, self._text = "content", self._text.lstrip(BETWEEN)
+            self._state, self._text = "content", self._all(self._text).lstrip(BETWEEN)
         return True
 
     def _content(self, pieces: list[Piece]) -> bool:

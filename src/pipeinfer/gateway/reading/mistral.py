@@ -26,7 +26,8 @@ class Mistral:
     def __init__(self) -> None:
         self._state: Literal["content", "form", "list", "object", "name", "arguments"] = "content"
         self._text: str = ""
-        self._before = ""  # what the opening and white space behind it were, until a call comes
+        # What the opening and white space behind it were, until a call comes.
+        self._before: list[str] = []
         self._calls = 0
         self._content = Content()
         self._object = CallObject(0)
@@ -50,11 +51,11 @@ class Mistral:
     def end(self) -> Sequence[Piece]:
         pieces: list[Piece] = []
         if self._state == "object" and not self._object.named:
-            self._content.say(self._before + self._object.taken + self._text, pieces)
+            self._say(self._object.taken + self._text, pieces)
         elif self._state == "list" and not self._before:  # what sets calls apart
             self._text = ""
         elif self._state != "object" and self._state != "arguments":
-            self._content.say(self._before + self._text, pieces)
+            self._say(self._text, pieces)
         self._content.end(pieces)
         self._text = ""
         return pieces
@@ -65,17 +66,18 @@ class Mistral:
         self._text = found.rest
         if found.marker is None:
             return False
-        self._state, self._before = "form", OPENING
+        self._state, self._before = "form", [OPENING]
         return True
 
     def _form(self, _pieces: list[Piece]) -> bool:
         bare = self._text.lstrip(SPACE)
+        listed = bare[:1] == "["
+        begun = len(self._text) - len(bare) + listed
+        self._before.append(self._text[:begun])
+        self._text = self._text[begun:]
         if not bare:
             return False
-        listed = bare[0] == "["
-        begun = len(self._text) - len(bare) + listed
-        self._before += self._text[:begun]
-        self._state, self._text = "list" if listed else "name", self._text[begun:]
+        self._state = "list" if listed else "name"
         if bare[0] == "{":
             self._open()
         return True
@@ -85,28 +87,36 @@ class Mistral:
 
     def _list(self, pieces: list[Piece]) -> bool:
         bare = self._text.lstrip(SPACE + ",")
+        apart, self._text = self._text[: len(self._text) - len(bare)], bare
+        if bare[:1] == "{":
+            self._open()
+            return True
+        if self._before:
+            self._before.append(apart)
         if not bare:
             return False
-        if bare[0] == "{":
-            self._open()
-        elif self._before:  # nothing of the list was a call
-            self._none(self._text[: len(self._text) - len(bare)], pieces)
+        if self._before:  # nothing of the list was a call
+            self._none("", pieces)
         else:  # the end of the list, or what does not belong there
-            bare = bare.removeprefix("]")
+            self._text = bare.removeprefix("]")
             self._state = "content"
-        self._text = bare
         return True
 
     def _none(self, text: str, pieces: list[Piece]) -> None:
         """What came since the opening is content."""
-        self._content.say(self._before + text, pieces)
-        self._before, self._state = "", "content"
+        self._say(text, pieces)
+        self._state = "content"
+
+    def _say(self, text: str, pieces: list[Piece]) -> None:
+        """`text`, and what stood before it."""
+        self._content.say("".join((*self._before, text)), pieces)
+        self._before = []
 
     def _inside(self, pieces: list[Piece]) -> bool:
         said, many = self._object.feed(self._text)
         if self._object.named and said:
             self._content.call()
-            self._before = ""
+            self._before = []
         pieces += said
         self._text = self._text[many:]
         if self._object.state == "open":
@@ -128,7 +138,7 @@ class Mistral:
             self._none("", pieces)
             return True
         self._content.call()
-        self._before = ""
+        self._before = []
         pieces.append(Piece("call", head[1], self._calls))
         self._state, self._value = "arguments", ValueEnd()
         self._text = self._text[at:]

@@ -37,7 +37,7 @@ class Qwen3Coder:
         self._schemas = schemas
         self._state: State = "content"
         self._text: str = ""
-        self._before = ""  # of a name, if it is none: the tags
+        self._before: list[str] = []  # of a name, if it is none: the tags
         self._calls = self._values = 0
         self._properties: JsonObject = {}
         self._content = Content()
@@ -66,7 +66,7 @@ class Qwen3Coder:
         takes its arguments for whole ones."""
         pieces: list[Piece] = []
         if self._state == "name" or self._state == "tag":
-            self._content.say(self._before + self._text, pieces)
+            self._content.say("".join((*self._before, self._text)), pieces)
         elif self._state == "content":
             begun = self._content.after_call and END_TAG.startswith(self._text)
             self._content.say("" if begun else self._text, pieces)
@@ -83,19 +83,20 @@ class Qwen3Coder:
         self._content.say(found.before, pieces)
         self._text = found.rest
         if found.marker == FUNCTION:
-            self._state, self._before = "name", FUNCTION
+            self._state, self._before = "name", [FUNCTION]
         elif found.marker == TAG:
-            self._state, self._before = "tag", TAG
+            self._state, self._before = "tag", [TAG]
         elif found.marker is not None and not self._content.after_call:
             self._content.say(found.marker, pieces)
         return found.marker is not None
 
     def _tagged(self, pieces: list[Piece]) -> bool:
         bare = self._text.lstrip(SPACE)
+        self._before.append(self._text[: len(self._text) - len(bare)])
+        self._text = bare
         if bare.startswith(FUNCTION):
-            at = len(self._text) - len(bare) + len(FUNCTION)
-            self._before, self._text = self._before + self._text[:at], self._text[at:]
-            self._state = "name"
+            self._before.append(FUNCTION)
+            self._text, self._state = bare[len(FUNCTION) :], "name"
             return True
         if FUNCTION.startswith(bare):
             return False
@@ -103,7 +104,7 @@ class Qwen3Coder:
 
     def _none(self, pieces: list[Piece]) -> bool:
         """What began like a call is content."""
-        self._content.say(self._before, pieces)
+        self._content.say("".join(self._before), pieces)
         self._state = "content"
         return True
 
@@ -112,7 +113,7 @@ class Qwen3Coder:
         if at < 0 and len(self._text) < MOST_LETTERS:
             return False
         name, rest = self._text[: max(at, 0)].strip(), self._text[at + 1 :]
-        if not name or (self._before == FUNCTION and name not in self._schemas):
+        if not name or (self._before == [FUNCTION] and name not in self._schemas):
             return self._none(pieces)
         self._content.call()
         self._values, self._object, self._text = 0, None, rest
@@ -128,10 +129,11 @@ class Qwen3Coder:
         if bare[:1] == "{":
             self._object = ValueEnd()
             self._object.take("{", 0)
-            self._state, self._text = "object", bare[1:]
+            self._state, bare = "object", bare[1:]
         elif bare:
             self._state = "body"
-        return bool(bare)
+        begun, self._text = bool(bare) or self._state == "object", bare
+        return begun
 
     def _body(self, pieces: list[Piece]) -> bool:
         found = find(self._text, ENDS_OF_BODY)

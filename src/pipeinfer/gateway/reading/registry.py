@@ -98,12 +98,30 @@ class Reading:
             reader: Reader = Plain() if calls is None else calls(schemas or {})
             if one_call:
                 reader = FirstCall(reader)
-            return reader if begun is None else Thinking(reader, begun, thoughts)
+            return InParts(reader if begun is None else Thinking(reader, begun, thoughts))
 
         return make
 
 
 NOTHING = Reading()
+PART = 1024  # letters
+
+
+class InParts:
+    """Reads a text in parts: what follows a marker is copied, which in a whole text of markers,
+    after a stall or where a gateway took over, would grow as its square."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def read(self, text: str) -> Sequence[Piece]:
+        if len(text) <= PART:
+            return self._reader.read(text)
+        parts = (text[at : at + PART] for at in range(0, len(text), PART))
+        return [piece for part in parts for piece in self._reader.read(part)]
+
+    def end(self) -> Sequence[Piece]:
+        return self._reader.end()
 
 
 class FirstCall:

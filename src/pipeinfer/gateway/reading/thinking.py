@@ -28,7 +28,8 @@ class Thinking:
         self._shown = shown
         self._state: Literal["begin", "thoughts", "space", "answer"] = "begin"
         self._text: str = ""
-        self._held: str = ""  # white space after thoughts
+        self._before: list[str] = []  # white space before anything else
+        self._held: list[str] = []  # white space after thoughts
         self._said = False
 
     def read(self, text: str) -> Sequence[Piece]:
@@ -48,19 +49,23 @@ class Thinking:
         pieces: list[Piece] = []
         if self._state == "thoughts" or (self._state == "begin" and self._begun):
             self._think(self._text, pieces)
-        elif self._state == "begin" and self._text:
-            pieces += self._behind.read(self._text)
+        elif self._state == "begin":
+            pieces += self._behind.read("".join((*self._before, self._text)))
         self._text = ""
         return (*pieces, *self._behind.end())
 
     def _begin(self, _pieces: list[Piece]) -> bool:
         bare = self._text.lstrip(SPACE)
+        self._before.append(self._text[: len(self._text) - len(bare)])
+        self._text = bare
         if bare.startswith(OPENING):
             self._text, self._state = bare[len(OPENING) :], "thoughts"
-        elif not bare or OPENING.startswith(bare):
+        elif OPENING.startswith(bare):
             return False
+        elif self._begun:
+            self._state = "thoughts"
         else:
-            self._state = "thoughts" if self._begun else "answer"
+            self._text, self._state = "".join((*self._before, bare)), "answer"
         return True
 
     def _thoughts(self, pieces: list[Piece]) -> bool:
@@ -78,10 +83,10 @@ class Thinking:
         bare = text.rstrip(SPACE)
         if bare:
             if self._shown:
-                pieces.append(Piece("reasoning", self._held + bare))
-            self._held, self._said = text[len(bare) :], True
-        else:
-            self._held += text
+                pieces.append(Piece("reasoning", "".join((*self._held, bare))))
+            self._held, self._said = [text[len(bare) :]], True
+        elif text:
+            self._held.append(text)
 
     def _space(self, _pieces: list[Piece]) -> bool:
         self._text = self._text.lstrip(SPACE)

@@ -1,13 +1,13 @@
 """A clock that stands still while this process does: stopped by a signal, or on a sleeping machine.
 
-An engine is judged by it. One that has long answered is not late because nobody was there to read
-the answer. Knows times in seconds and the stage's ticks; nothing of who waits for whom.
+Others are judged by it. One that has long answered is not late because nobody was there to read the
+answer. Knows times in seconds and the stage's ticks; nothing of who waits for whom.
 """
 
 from __future__ import annotations
 
-# A stage is told of a tick ten times a second. One that hears of none for so long was stopped, or
-# so busy that others' answers wait as well.
+# A stage is told of a tick twice a second or more often. One that hears of none for so long was
+# stopped, or so busy that others' answers wait as well.
 PAUSE = 1.0
 
 

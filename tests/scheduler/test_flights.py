@@ -1,0 +1,226 @@
+"""Steps in flight: what an engine says of one is what may be, or it ends the epoch and no stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from test_scheduler_core import Pipeline, pipeline
+
+from pipeinfer.logprobs import size
+from pipeinfer.messages import (
+    Admitted,
+    Digests,
+    Message,
+    Prepared,
+    PromptScores,
+    Ready,
+    Result,
+    Work,
+)
+from pipeinfer.packing import pack
+from pipeinfer.params import SamplingParams
+from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
+from pipeinfer.scheduler.flights import Flights
+from pipeinfer.scheduler.request import Request, from_work
+
+MANY = 2**31 - 1
+
+WRONG_RESULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "rows that its plan has not": ({"slots": pack([7, 1]), "starts": pack([0, 0]),
+                                    "counts": pack([5, 1]), "produced": pack([1, 0])},
+                                   "slots [7, 1], of [7] in the plan"),
+    "a row of another slot": ({"slots": pack([3])}, "slots [3], of [7]"),
+    "no rows": (dict.fromkeys(("slots", "starts", "counts", "produced"), b""), "slots [], of [7]"),
+    "arrays of different lengths": ({"starts": b""}, "4, 0, 4, 4 bytes"),
+    "a part of a number": ({"slots": b"abc"}, "3, 4, 4, 4 bytes"),
+    "a part of an id": ({"token_ids": bytes(5)}, "5 bytes"),
+    "a part of a deferred slot": ({"deferred": bytes(3)}, "3 bytes"),
+    "fewer ids than it says": ({"token_ids": b""}, "1 of 0 ids"),
+    "more ids than it says": ({"token_ids": pack([1, 2])}, "1 of 2 ids"),
+    "ids by halves": ({"produced": pack([-1]), "token_ids": b""}, "-1 of something"),
+    "an id below 0": ({"token_ids": pack([-5])}, "-5 of something"),
+    "a beginning below 0": ({"starts": pack([-3])}, "-3 of something"),
+    "an end behind all": ({"counts": pack([400])}, "where 5 are known"),
+    "an end beyond int32": ({"starts": pack([MANY]), "counts": pack([MANY])}, "where 5 are known"),
+    "an end behind what is known": ({"counts": pack([9])}, "1 ids of r0 behind 9 tokens, where 5"),
+    "no token where one is due": ({"produced": pack([0]), "token_ids": b""},
+                                  "0 ids of r0 behind 5 tokens"),
+    "somebody else's troubles": ({"bad": pack([2])}, "troubles of slots [2]"),
+    "somebody else's refusal": ({"refused": {4: "dead"}}, "troubles of slots [4]"),
+    "scores that nobody wants": ({"logprobs": bytes(8)}, "8 bytes of log-probs, not 0"),
+    "more pages than there are": ({"free": 39, "evictable": 2}, "of 40 pages"),
+    "more pages evicted than ever were there": ({"evicted": 81}, "81 are evicted"),
+    "pages below 0": ({"free": 5, "evictable": -1}, "-1 evictable"),
+}  # fmt: skip
+WRONG_ADMISSIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "arrays of different lengths": ({"cached": b""}, "4, 0 bytes"),
+    "a part of a number": ({"slots": bytes(6), "cached": bytes(6)}, "6, 6 bytes"),
+    "somebody whom it has not admitted": ({"slots": pack([2])}, "tokens for slot 2"),
+    "less than nothing from the cache": ({"cached": pack([-4])}, "-4 tokens for slot 7"),
+    "more from the cache than there may be": ({"cached": pack([400])}, "400 tokens"),
+    "a plan that was never published": ({"number": 9}, "1 was the last"),
+    "pages that there are not": ({"free": 41}, "of 40 pages"),
+}
+
+
+def first(p: Pipeline, kind: type[Message]) -> Message:
+    """The first message of that kind that the engine sends; those before it are delivered."""
+    while not isinstance(p.engine.outbox[0], kind):
+        p.deliver()
+    return p.engine.outbox.popleft()
+
+
+def begun(**fields: Any) -> Pipeline:
+    """A request of five tokens in slot 7; its plan was published, and the one behind it."""
+    p = pipeline(overtakes=lambda _results: 0, **fields)
+    p.deliver()
+    p.deliver()
+    p.submit([1, 2, 3, 4, 5], 8)
+    return p
+
+
+def ends_the_epoch(p: Pipeline, message: Message, said: str) -> None:
+    sends = p.feed(message)
+    state, reason = p.core.state()
+    assert state == "waiting" and said in reason, reason
+    assert not any(client.outputs for client in p.clients.values()), sends
+    p.settle()
+    assert p.core.stats()["epochs_total"] == 2
+    assert p.core.stats()["failed_total"] == 0, "nobody who asked is to blame"
+
+
+@pytest.mark.parametrize("case", WRONG_RESULTS)
+def test_a_result_that_cannot_be_ends_its_epoch_with_its_numbers(case):
+    fields, said = WRONG_RESULTS[case]
+    p = begun()
+    ends_the_epoch(p, replace(first(p, Result), **fields), said)
+
+
+@pytest.mark.parametrize("case", WRONG_ADMISSIONS)
+def test_an_admission_that_cannot_be_ends_its_epoch_with_its_numbers(case):
+    fields, said = WRONG_ADMISSIONS[case]
+    p = begun()
+    ends_the_epoch(p, replace(first(p, Admitted), **fields), said)
+
+
+def test_an_admission_whose_result_has_come_is_late_and_changes_nothing():
+    p = begun()
+    late = first(p, Admitted)
+    while p.core.stats()["in_flight"] and not p.clients["r0"].outputs:
+        p.deliver()
+    request = p.core._live["r0"]
+    before = request.hit, request.computed, p.core._aboard.slots.credits.available
+    p.feed(replace(late, cached=pack([4])))
+    assert before == (request.hit, request.computed, p.core._aboard.slots.credits.available)
+    p.settle()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"logprobs": bytes(5)}, "5 bytes of log-probs from token 1 on, of 8 bytes"),
+        ({"first": 9}, "from token 9 on, where 1 are known"),
+        ({"logprobs": bytes(8 * 9)}, "for each of 3 tokens"),
+        ({"slot": 3}, "no row of slot 3"),
+        ({"number": 4}, "result 4 came"),
+    ],
+)
+def test_scores_that_cannot_be_of_its_prompt_end_the_epoch(fields, said):
+    scored = PromptScores(epoch=1, number=0, slot=7, first=1, logprobs=bytes(16))
+    p = prompt_scored()
+    p.feed(scored)
+    assert p.core.state()[0] == "ready", "these are"
+    p = prompt_scored()
+    p.feed(replace(scored, **fields))
+    state, reason = p.core.state()
+    assert state == "waiting" and said in reason, reason
+
+
+def prompt_scored() -> Pipeline:
+    p = pipeline()
+    p.deliver()
+    p.deliver()
+    params = SamplingParams(max_tokens=4, prompt_logprobs=0)
+    p.core.handle(Work("r", 1, 0, 0, pack([1, 2, 3]), params, 0), 0.0)
+    return p
+
+
+def test_digests_that_are_no_whole_numbers_end_the_epoch():
+    p = pipeline()
+    p.core = SchedulerCore(SchedulerOptions("mixed", 2, 8, 16, tp=2))
+    for rank in (0, 1):
+        p.core.handle(replace(p.engine.hello(), rank=rank, tp=2, incarnation=rank + 1), 0.0)
+    for rank in (0, 1):
+        p.core.handle(Ready(epoch=1, rank=rank, incarnation=rank + 1), 0.0)
+    assert p.core.state()[0] == "ready"
+    p.core.handle(Digests(epoch=1, rank=1, first=0, values=bytes(12)), 0.0)
+    assert p.core.state()[0] == "waiting" and "12 bytes" in p.core.state()[1]
+
+
+def test_a_preparation_of_a_rank_that_there_is_not_is_nothing():
+    p = pipeline()
+    p.deliver()
+    p.deliver()
+    p.submit([1, 2], 3, grammar="a")
+    for rank in (-1, 1, 7):
+        p.feed(Prepared(rank=rank, incarnation=1, request_id="r0"))
+    assert p.core.stats()["preparing"] == 1
+    p.settle()
+
+
+def flown(logprobs: int | None = None) -> tuple[Flights, Request]:
+    """A request of five tokens in slot 2, whose step 0 is in flight, and step 1 behind it."""
+    flights, params = Flights(), SamplingParams(max_tokens=20, logprobs=logprobs)
+    request = from_work(Work("r", 1, 0, 0, pack(range(5)), params, 0), 1, 0.0)
+    request.max_total, request.slot, request.phase = 25, 2, "running"
+    request.begin()
+    for number, count in enumerate((5, 1)):
+        flights.launch(number, [(request, count)], 0.0)
+    return flights, request
+
+
+def said(number: int, start: int, count: int, ids: list[int], scores: bytes = b"") -> Result:
+    return Result(
+        epoch=1, number=number, slots=pack([2]), starts=pack([start]), counts=pack([count]),
+        produced=pack([len(ids)]), token_ids=pack(ids), deferred=b"", free=1, evictable=0,
+        digest=0, logprobs=scores,
+    )  # fmt: skip
+
+
+def test_ids_that_come_again_are_skipped_with_their_scores():
+    """The step in flight samples what the one before it has forced already."""
+    flights, request = flown(logprobs=0)
+    scores = [bytes([n]) * size(0) for n in range(5)]
+    [(_, tokens, told, _)] = flights.land(said(0, 0, 5, [10, 11], scores[0] + scores[1]))
+    assert (tokens, told) == ([10, 11], scores[0] + scores[1])
+    request.accept(tokens, told)
+    [(_, tokens, told, _)] = flights.land(said(1, 5, 1, [11, 12], scores[1] + scores[2]))
+    assert (tokens, told) == ([12], scores[2])
+    request.accept(tokens, told)
+    assert request.logprobs == b"".join(scores[:3])
+
+
+def hit_of(flights: Flights, cached: int) -> None:
+    flights.matched(
+        Admitted(
+            epoch=1, number=0, slots=pack([2]), cached=pack([cached]), free=1, evictable=0
+        )
+    )  # fmt: skip
+
+
+def test_what_the_cache_had_counts_for_the_admission_that_it_was_said_of():
+    flights, request = flown()
+    hit_of(flights, 4)
+    assert (request.cached, request.hit, request.computed, request.projected) == (4, 4, 4, 6)
+
+    flights, request = flown()
+    request.begin()  # admitted anew, into the same slot
+    hit_of(flights, 4)
+    assert (request.cached, request.hit, request.computed) == (4, 0, 0)
+
+    flights, request = flown()
+    request.leave()
+    hit_of(flights, 4)
+    assert (request.cached, request.hit, request.computed) == (4, 0, 0)
