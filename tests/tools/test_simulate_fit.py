@@ -148,7 +148,7 @@ def test_fit_command_makes_a_model_of_a_recording(recorded, tmp_path):
     for times in (model.turnaround, model.inbound):
         assert times == tuple(sorted(times)) and 0 < times[0] < times[-1] < 10
     # On a busy machine all of it may be told as what each row takes.
-    assert model.outbound == tuple(sorted(model.outbound)) and 0 <= model.outbound[0]
+    assert model.outbound == tuple(sorted(model.outbound)) and model.outbound[0] >= 0
     assert 0 < model.outbound[-1] + model.outbound_row < 10
     assert 0 <= model.bubble[0] <= model.bubble[-1] < 10
     assert 0 < model.seconds(8, 400) < 10
