@@ -41,7 +41,7 @@ class Told:
 def test_the_pool_is_the_smallest_and_a_rank_with_more_says_so(rank, tmp_path, monkeypatch, caplog):
     make_checkpoint(tmp_path, "Qwen3ForCausalLM")
     mine, other = MEASURED[rank], MEASURED[1 - rank]
-    # Both ranks share the host, and each needs for sampling: counts and float32 logits of 256 slots.
+    # Both ranks share the host. Sampling needs counts and float32 logits of 256 slots each.
     free = 2 * ((mine + 1) * PAGE_BYTES + 2 * 256 * 132 * 4)
     monkeypatch.setattr(machine, "available_bytes", lambda: free)
     settings = Settings(tp=2, memory_fraction=1.0)
