@@ -29,7 +29,11 @@ def narrowed(values: torch.Tensor, scale: float) -> torch.Tensor:
 
     What is too large becomes the largest number. NaN stays NaN, by which bad rows are found.
     """
-    return (values.float() / scale).clamp_(-MOST, MOST).to(E4M3)
+    wide = values.float()
+    if scale != 1:
+        # On a GPU torch multiplies by the inverse of a Python number, which rounds twice.
+        wide = wide / torch.full((), scale, device=values.device)
+    return wide.clamp(-MOST, MOST).to(E4M3)
 
 
 def widened(stored: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
