@@ -58,7 +58,8 @@ def _shown(chat: Sequence[JsonObject]) -> Iterator[JsonObject]:
             raise ApiError(400, f"{where}: {said}", where, "invalid_value")
         calls = message.get("tool_calls")
         if message.get("role") != "assistant" or not isinstance(calls, list) or not calls:
-            yield message
+            # The template takes an empty list for calls.
+            yield {key: value for key, value in message.items() if value or key != "tool_calls"}
             continue
         behind = at
         while at < len(chat) and chat[at].get("role") == "tool":

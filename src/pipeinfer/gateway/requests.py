@@ -5,7 +5,7 @@ Knows the schema and the core's events, and nothing about HTTP or tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import cast
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.forms import form
+from pipeinfer.gateway.forms import form, form_field
 from pipeinfer.gateway.harmony_chats import as_shown, check_effort, described
 from pipeinfer.gateway.old_functions import NAMES as OLD_NAMES
 from pipeinfer.gateway.old_functions import as_tool_messages, as_tools
@@ -161,7 +161,10 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         if reading.special or calls is not None:  # its tags may be special tokens
             params = replace(params, skip_special_tokens=False)
     if reading.harmony:
-        params = _in_messages(params, schemas, reading)
+        form = params.structured_outputs
+        if form is not None and schemas is None and not reading.goes_on:
+            form = held_final(form, reading, form_field(request))
+        params = replace(params, skip_special_tokens=False, structured_outputs=form)
     elif params.structured_outputs is not None and reading.reasoning:
         behind = replace(params.structured_outputs, after=CLOSING)
         params = replace(params, structured_outputs=behind)
@@ -180,17 +183,6 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     job = _job(request, [call], params.n, shown)
     calling = Calling(reading.tools == "mistral", bool(named_function(request)))
     return replace(job, reader=reader, params=params, calling=calling)
-
-
-def _in_messages(
-    params: SamplingParams, schemas: Mapping[str, JsonObject] | None, reading: Reading
-) -> SamplingParams:
-    """Of a harmony answer: its markers are special tokens, and a form is that of its final message.
-    What goes on from a text has the form at once. ApiError 400."""
-    form = params.structured_outputs
-    if form is not None and schemas is None and not reading.goes_on:
-        form = held_final(form, reading)
-    return replace(params, skip_special_tokens=False, structured_outputs=form)
 
 
 def completion_job(request: CompletionRequest, base: str, terms: Terms, trace: str) -> Job:

@@ -93,15 +93,14 @@ def call_grammar(
     return spec
 
 
-def held_final(form: StructuredOutputs, reading: Reading) -> StructuredOutputs:
-    """What holds the final message of a harmony answer to `form`. ApiError 400."""
+def held_final(form: StructuredOutputs, reading: Reading, field: str) -> StructuredOutputs:
+    """What holds the final message of a harmony answer to `form`, which `field` asks for. ApiError
+    400."""
     try:
         spec = final_form(Wanted({}, many=False, tokens=reading.added), form)
         check(spec)
     except (Inexpressible, GrammarError) as error:
-        raise ApiError(
-            400, f"response_format: {error}", "response_format", "invalid_value"
-        ) from None
+        raise ApiError(400, f"{field}: {error}", field, "invalid_value") from None
     return spec
 
 
