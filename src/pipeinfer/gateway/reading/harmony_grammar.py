@@ -1,7 +1,7 @@
 """Harmony answers as a grammar: calls that must be made, and final messages that have a form.
 
-Before them the model may think, and say what it is about to do, as long as it likes. Knows no
-request; compiles nothing.
+Before them the model may think as long as it likes, and say what it is about to do; not before a
+form, which is all that the content then is. Knows no request; compiles nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN)
 _RULES = """
 opening: ({start} "assistant")?
 next: {end} {start} "assistant"
-said: {channel} ("analysis" | "commentary") {message} text
+said: thought | preamble
+thought: {channel} "analysis" {message} text
+preamble: {channel} "commentary" {message} text
 final: {channel} "final" json? {message}
 json: " json" | " "? {constrain} "json"
 text: /(?s:.*)/
@@ -42,12 +44,13 @@ def harmony(wanted: Wanted) -> str:
         return _grammar(wanted, f"({message} next)* {message}", calls)
     if wanted.form is None:
         return _grammar(wanted, "(said next)* call", calls)
-    return _grammar(wanted, "(said next)* (call | final form)", [*calls, _form(wanted.form)])
+    messages = "(thought next)* (final form | (preamble next (said next)*)? call)"
+    return _grammar(wanted, messages, [*calls, _form(wanted.form)])
 
 
 def final_form(wanted: Wanted, form: StructuredOutputs) -> StructuredOutputs:
     """What holds the final message to `form`, and offers no calls. Raises Inexpressible."""
-    return StructuredOutputs(grammar=_grammar(wanted, "(said next)* final form", [_form(form)]))
+    return StructuredOutputs(grammar=_grammar(wanted, "(thought next)* final form", [_form(form)]))
 
 
 def _grammar(wanted: Wanted, messages: str, rules: list[str]) -> str:
