@@ -150,13 +150,13 @@ def test_no_result_is_lost_whatever_its_call_is_named() -> None:
     assert [text.count(said) for said in ("stray", "sky", "again")] == [1, 1, 1]
 
 
-def test_system_messages_are_shown_all_or_refused() -> None:
+def test_all_that_the_system_says_is_shown() -> None:
+    """The template shows the first message of it alone."""
     developer = {"role": "developer", "content": [{"type": "text", "text": "No lists."}]}
-    text = prompt(messages=[SYSTEM, developer, USER])
-    assert "# Instructions\n\nBe brief.\n\nNo lists.\n\n<|end|>" in text
-    with pytest.raises(ApiError, match="only before all others") as refused:
-        prompt(messages=[USER, SYSTEM, USER])
-    assert (refused.value.status, refused.value.param) == (400, "messages[1].role")
+    for messages in ([SYSTEM, developer, USER, USER], [SYSTEM, USER, developer, USER]):
+        text = prompt(messages=messages)
+        assert "# Instructions\n\nBe brief.\n\nNo lists.\n\n<|end|><|start|>user" in text
+        assert text.count("<|start|>user") == 2
 
 
 def test_tools_need_no_description() -> None:

@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.json_values import JsonObject, JsonValue
 
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # where thoughts may stand
 EFFORTS = ("low", "medium", "high")
 
 
 def as_shown(chat: Sequence[JsonObject]) -> list[JsonObject]:
-    """The same conversation, in messages that the template shows whole. ApiError 400."""
+    """The same conversation, in messages that the template shows whole. All that the system says
+    comes first."""
     return list(_shown(chat))
 
 
@@ -45,17 +47,13 @@ def _described(tool: JsonObject) -> JsonObject:
 
 
 def _shown(chat: Sequence[JsonObject]) -> Iterator[JsonObject]:
-    first = next((i for i, m in enumerate(chat) if m.get("role") != "system"), len(chat))
-    if first:
-        texts = [_text(message.get("content")) for message in chat[:first]]
-        yield {**chat[0], "content": "\n\n".join(text for text in texts if text)}
-    at = first
+    system = [message for message in chat if message.get("role") == "system"]
+    if system:
+        texts = [_text(message.get("content")) for message in system]
+        yield {**system[0], "content": "\n\n".join(text for text in texts if text)}
+    chat, at = [message for message in chat if message.get("role") != "system"], 0
     while at < len(chat):
         message, at = chat[at], at + 1
-        if message.get("role") == "system":
-            where = f"messages[{at - 1}].role"
-            said = "this model's chat template shows system messages only before all others"
-            raise ApiError(400, f"{where}: {said}", where, "invalid_value")
         calls = message.get("tool_calls")
         if message.get("role") != "assistant" or not isinstance(calls, list) or not calls:
             # The template takes an empty list for calls.
@@ -85,10 +83,11 @@ def _one_by_one(
 def _thought(message: JsonObject) -> JsonObject:
     """With what was said beside the call as the end of the thoughts: the template shows one of
     both, as analysis."""
-    thoughts, content = _text(message.get("reasoning_content")), _text(message.get("content"))
-    if not thoughts or not content:
+    content = _text(message.get("content"))
+    named = next((name for name in REASONING_FIELDS if message.get(name)), "")
+    if not named or not content:
         return {**message, "content": content}
-    return {**message, "reasoning_content": f"{thoughts}\n{content}", "content": ""}
+    return {**message, named: f"{_text(message[named])}\n{content}", "content": ""}
 
 
 def _text(content: JsonValue) -> str:

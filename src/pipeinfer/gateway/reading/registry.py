@@ -77,7 +77,7 @@ class Reading:
     @property
     def special(self) -> bool:
         """Whether calls are told by special tokens."""
-        return self.tool_parser.special
+        return bool(self.tools) and TOOL_PARSERS[self.tools].special
 
     @property
     def calls(self) -> bool:
