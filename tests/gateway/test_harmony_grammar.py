@@ -4,11 +4,12 @@ final message of the form. What the grammar allows the reader reads."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from harmony_tokens import tokenizer
 
+from harmony_tokens import tokenizer
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.reading.call_grammars import Inexpressible, Wanted
 from pipeinfer.gateway.reading.harmony import MARKERS, Harmony
@@ -199,6 +200,24 @@ def test_requests_are_held_as_they_ask() -> None:
         assert not asked(**fields).skip_special_tokens
 
 
+def test_calls_are_held_in_messages_also_where_no_parser_looks_for_them() -> None:
+    """`--tool-parser none` leaves calls that a model makes by itself in the content."""
+    reading = replace(READING, tools="")
+    request = decode(
+        json.dumps(
+            {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL],
+             "tool_choice": "required"}
+        ).encode(),
+        ChatRequest,
+        lambda _: None,
+    )  # fmt: skip
+    job = chat_job(request, "r", Terms(SamplingParams(), reading=reading), "")
+    held, call = job.params.structured_outputs, HEADS[0].format("weather") + WEATHER
+    assert held is not None and held.grammar is not None and allows(held.grammar, call)
+    assert job.reader is not None
+    assert job.reader().read(call)[0].kind == "call"
+
+
 def test_what_goes_on_from_a_text_has_its_form_at_once_and_no_held_calls() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "{"}]
     goes_on: Any = {
@@ -219,6 +238,7 @@ def test_what_cannot_be_held_is_refused_by_name() -> None:
         ({"reasoning_effort": "none"}, "reasoning_effort"),
         ({"reasoning_effort": "minimal"}, "reasoning_effort"),
         ({"chat_template_kwargs": {"reasoning_effort": 3}}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"reasoning_effort": None}}, "reasoning_effort"),
     ):
         with pytest.raises(ApiError) as refused:
             asked(**fields)

@@ -377,6 +377,22 @@ def test_parsers_are_chosen_as_the_template_shows(template, tools, reasoning):
     assert reading("none", "none", template).reader(None, False) is None
 
 
+def test_the_parsers_of_harmony_come_together_unless_one_is_named_otherwise():
+    template = "{{ tools }}<|start|><|channel|><|message|>"
+    text = "<|channel|>analysis<|message|>hm<|end|><|channel|>final<|message|>Yes."
+    for named in (
+        ("openai", "auto", ""),
+        ("auto", "openai_gptoss", ""),
+        ("auto", "auto", template),
+    ):
+        found = reading(*named)
+        assert (found.tools, found.reasoning) == ("openai", "openai_gptoss")
+        assert _joined(read(found, [text]))[:2] == ("Yes.", "hm")
+    calls_alone = reading("auto", "none", template)
+    assert _joined(read(calls_alone, [text]))[:2] == ("hm\nYes.", "")
+    assert reading("none", "auto", template) == Reading("", "openai_gptoss", True)
+
+
 @pytest.mark.parametrize("flag", ["tool", "reasoning"])
 def test_an_unknown_parser_is_refused_by_name(flag):
     names = {"tool": "auto", "reasoning": "auto", flag: "gpt"}

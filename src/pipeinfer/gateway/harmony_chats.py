@@ -26,7 +26,7 @@ def check_effort(arguments: JsonObject) -> None:
     """ApiError 400 for a reasoning_effort that the model was not trained on; the template would
     write it down all the same."""
     effort = arguments.get("reasoning_effort")
-    if effort is not None and effort not in EFFORTS:
+    if "reasoning_effort" in arguments and effort not in EFFORTS:
         known = ", ".join(EFFORTS)
         message = (
             f"reasoning_effort must be one of {known} for this model, not {str(effort)[:64]!r}"

@@ -59,6 +59,7 @@ class Header:
     def turn(self, section: Section) -> None:
         """A marker begins that section."""
         self.opened, self._section = True, section
+        self._texts[section].append(" ")  # what comes twice is apart
 
     def _text(self, section: Section) -> str:
         return "".join(self._texts[section])
