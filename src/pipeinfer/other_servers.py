@@ -182,9 +182,12 @@ VLLM: dict[str, tuple[Flag, ...]] = {
             "--tool-call-parser",
             "--tool-parser",
             "`auto` by default, which chooses by the template: `hermes`, `llama3_json`, `mistral`, "
-            "`qwen3_coder`.",
+            "`openai`, `qwen3_coder`.",
         ),
-        _same("--reasoning-parser", "For `qwen3` and `deepseek_r1`. `auto` by default."),
+        _same(
+            "--reasoning-parser",
+            "For `qwen3`, `deepseek_r1` and `openai_gptoss`. `auto` by default.",
+        ),
         _always(
             "--enable-auto-tool-choice --exclude-tools-when-tool-choice-none",
             "It is always so. Leave the flag out.",
@@ -369,11 +372,11 @@ SGLANG: dict[str, tuple[Flag, ...]] = {
         _alias(
             "--tool-call-parser",
             "--tool-parser",
-            "SGLang's `qwen25` is `hermes`, its `llama3` is `llama3_json`.",
+            "SGLang's `qwen25` is `hermes`, its `llama3` is `llama3_json`, its `gpt-oss` `openai`.",
         ),
         _same(
             "--reasoning-parser",
-            "For `qwen3`. SGLang's `deepseek-r1` is `deepseek_r1`.",
+            "For `qwen3`. SGLang's `deepseek-r1` is `deepseek_r1`, its `gpt-oss` `openai_gptoss`.",
         ),
         _always(
             "--enable-metrics --enable-cache-report",

@@ -117,8 +117,8 @@ GROUPS: dict[str, dict[str, Told]] = {
         "tool_parser": Told(
             "NAME",
             "how calls of tools are read: a parser, none; auto: by template",
-            more="Parsers: `hermes`, `llama3_json`, `mistral`, `qwen3_coder`. `none` leaves calls "
-            "in the text. [api.md](api.md) says which form each reads.",
+            more="Parsers: `hermes`, `llama3_json`, `mistral`, `openai`, `qwen3_coder`. `none` "
+            "leaves calls in the text. [api.md](api.md) says which form each reads.",
         ),
         "grammar_backend": Told(
             "NAME",
@@ -134,8 +134,8 @@ GROUPS: dict[str, dict[str, Told]] = {
         "reasoning_parser": Told(
             "NAME",
             "how thoughts are told apart: a parser, none; auto: by template",
-            more="Parsers: `qwen3`, `deepseek_r1`. `none` leaves thoughts in the text. `auto` "
-            "chooses by the chat template.",
+            more="Parsers: `qwen3`, `deepseek_r1`, `openai_gptoss`. `none` leaves thoughts in "
+            "the text. `auto` chooses by the chat template.",
         ),
         "dtype": Told(
             "",

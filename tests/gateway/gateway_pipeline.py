@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import httpx
 import msgspec
 import openai
 
@@ -80,6 +81,7 @@ class Pipeline:
         self.aborts: asyncio.Queue[Abort] = asyncio.Queue()
         self.gone: set[str] = set()
         self.resets = [0]  # groups that say that their caches are reset
+        self.cut = words_of  # a request's answer, as the pieces in which it comes
         self.refuses_all = False  # unread, but encoded as for the bus, which takes its time
 
     def feed(self, event: Message) -> None:
@@ -115,7 +117,7 @@ class Pipeline:
         self._loop.call_soon(self.feed, refused)
 
     def _answer(self, submit: Submit) -> None:
-        words = words_of(submit)
+        words = self.cut(submit)
         if words[0] == "refuse ":
             self.feed(
                 Refused(submit.request_id, submit.attempt, 0, 400, "too long", "prompt", "length")
@@ -158,6 +160,7 @@ class Gateway:
     ) -> None:
         self.core, self.driver, self.pipeline, self.reload = core, driver, pipeline, reload
         self._clients: list[openai.AsyncOpenAI] = []
+        self._http: httpx.AsyncClient | None = None
 
     @property
     def url(self) -> str:
@@ -168,8 +171,16 @@ class Gateway:
         self._clients.append(openai.AsyncOpenAI(base_url=url, api_key=api_key, max_retries=0))
         return self._clients[-1]
 
+    def http(self) -> httpx.AsyncClient:
+        """One client for requests of any kind: a new one takes as long as many requests."""
+        if self._http is None:
+            self._http = httpx.AsyncClient(timeout=60)
+        return self._http
+
     async def stop(self) -> None:
         """Closes the clients, then the gateway."""
+        if self._http is not None:
+            await self._http.aclose()
         for client in self._clients:
             await client.close()
         await self.driver.stop()

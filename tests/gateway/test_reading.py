@@ -46,6 +46,11 @@ def coder(name: str, **parameters: str) -> str:
     return f"<tool_call>\n<function={name}>\n{inside}</function>\n</tool_call>"
 
 
+def harmony(name: str, arguments: object, start: str = "") -> str:
+    head = f"{start}<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    return f"{head}{json.dumps(arguments)}<|call|>"
+
+
 VIENNA = {"city": "Wien", "days": 3}
 HARD = {
     "city": 'a "b" \\ {c} [d] </tool_call> \n',
@@ -138,6 +143,12 @@ ANSWERS: list[tuple[str, str, str, Calls]] = [
      [(W, {"city": 'ü\u2028😀 "\\\t{</parameter', "wind": -1500})]),
     ("qwen3_coder", coder(W, city="Wien", days="3").replace("\n</parameter>", "") + " Bye.", "Bye.",
      [(W, VIENNA)]),
+    ("openai", "<|channel|>final<|message|> two\n\nlines \n<|return|>", " two\n\nlines \n", []),
+    ("openai", "<|channel|>commentary<|message|>I look.<|end|>" + harmony(W, VIENNA), "I look.",
+     [(W, VIENNA)]),
+    ("openai", harmony(W, HARD, "<|start|>assistant") + harmony("now", {}), "",
+     [(W, HARD), ("now", {})]),
+    ("openai", "Hello there.", "Hello there.", []),
 ]  # fmt: skip
 
 
@@ -173,6 +184,12 @@ DEEP_ANSWERS = [
     ("hermes", hermes(f'{{"name": {DEEP}}}'), None),
     ("mistral", f"[TOOL_CALLS]now{{{DEEP}", f"{{{DEEP}"),
     ("qwen3_coder", coder("now", x=DEEP), json.dumps({"x": DEEP})),
+    ("openai", f"<|channel|>commentary to=functions.now<|message|>{DEEP}<|call|>", DEEP),
+    (
+        "openai",
+        f'<|channel|>commentary to=functions.now<|message|>{{"x": {DEEP}}}',
+        f'{{"x": {DEEP}}}',
+    ),
 ]
 
 
@@ -194,6 +211,13 @@ LONG_ANSWERS = [
     ("qwen3_coder", "<function=f><parameter=" + "x" * LONG),
     ("qwen3_coder", "<function=get_weather><parameter=city>" + "x" * LONG),
     ("qwen3_coder", "<function=get_weather><parameter=units>" + "x" * LONG),
+    ("openai", "x" * LONG),
+    ("openai", " " * LONG),
+    ("openai", "to=" + "x" * LONG),
+    ("openai", "<|start|>assistant" + "x" * LONG),
+    ("openai", "<|channel|>final" + " x" * (LONG // 2)),
+    ("openai", "<|channel|>commentary to=functions.now<|message|>" + "x" * LONG),
+    ("openai", '<|channel|>commentary to=functions.now<|message|>{"x": "' + "x" * LONG),
 ]
 
 
@@ -225,7 +249,9 @@ def test_there_are_answers_of_every_parser():
 MARKERS = st.sampled_from(
     ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "\n", " ", "{",
      "}", '"', "\\", "<function=f>", "</function>", "<parameter=p>", "</parameter>", ";", ",", "[",
-     "]", '{"name": "f", "arguments": {"a": [1, "}"]}}', "f", "<|python_tag|>", ":", "ü", "<"]
+     "]", '{"name": "f", "arguments": {"a": [1, "}"]}}', "f", "<|python_tag|>", ":", "ü", "<",
+     "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>", "assistant",
+     "analysis", "final", "commentary", " to=functions.f", "to=f", "json", "{}"]
 )  # fmt: skip
 
 
@@ -251,6 +277,8 @@ ENDLESS = [
     ("<tool_call><function=f>", " "), ("<tool_call><function=f", " "), (CALL, "}"), (CALL, ";"),
     ("<|python_tag|>", " "), ("[TOOL_CALLS]", " "), ("[TOOL_CALLS][", ","), ("[TOOL_CALLS]f", " "),
     (f"<tool_call>{CALL[:-2]}", "</tool_call>"), ("<tool_call><function=f><parameter=a>", "<"),
+    ("", "<|start|>"), ("<|channel|>", "f "), ("<|start|>assistant to=", "f"), ("to=", "f"),
+    ("<|channel|>final<|message|>", "<|"), ("<|channel|>commentary to=f<|message|>", "<|message|"),
     ("", "<tool_call>"), ("", "[TOOL_CALLS]"), ("[", "["), ("[TOOL_CALLS][", f"{CALL},"),
 ]  # fmt: skip
 
@@ -328,6 +356,8 @@ TEMPLATES = [
     ("{% if tools %}<tool_call>{% endif %}", "hermes", ""),
     ("{{ tools }}<tool_call><function=f>", "qwen3_coder", ""),
     ("{{ tools }}[TOOL_CALLS]", "mistral", ""),
+    ("{{ tools }}<|start|>assistant<|channel|>final<|message|>", "openai", "openai_gptoss"),
+    ("<|im_start|>{{ tools }}<|message|>", "", ""),
     ("{{ tools }}<|python_tag|>", "llama3_json", ""),
     ("{{ messages }}", "", ""),
     ("</think>{% if add_generation_prompt %}A<think>\n{% endif %}", "", "deepseek_r1"),
@@ -345,6 +375,22 @@ def test_parsers_are_chosen_as_the_template_shows(template, tools, reasoning):
     )
     assert found.takes_tools == ("tools" in template)
     assert reading("none", "none", template).reader(None, False) is None
+
+
+def test_the_parsers_of_harmony_come_together_unless_one_is_named_otherwise():
+    template = "{{ tools }}<|start|><|channel|><|message|>"
+    text = "<|channel|>analysis<|message|>hm<|end|><|channel|>final<|message|>Yes."
+    for named in (
+        ("openai", "auto", ""),
+        ("auto", "openai_gptoss", ""),
+        ("auto", "auto", template),
+    ):
+        found = reading(*named)
+        assert (found.tools, found.reasoning) == ("openai", "openai_gptoss")
+        assert _joined(read(found, [text]))[:2] == ("Yes.", "hm")
+    calls_alone = reading("auto", "none", template)
+    assert _joined(read(calls_alone, [text]))[:2] == ("hm\nYes.", "")
+    assert reading("none", "auto", template) == Reading("", "openai_gptoss", True)
 
 
 @pytest.mark.parametrize("flag", ["tool", "reasoning"])

@@ -50,6 +50,7 @@ SCHEMAS = {
     },
 }
 PARSERS = {**dict.fromkeys(TOOL_PARSERS), **dict.fromkeys(REASONING_PARSERS), "json_list": None}
+del PARSERS["openai_gptoss"]  # which is one reader with "openai"
 
 
 @dataclass
@@ -69,6 +70,10 @@ def answers(parser: str) -> list[dict]:
 def reader(parser: str) -> Reader:
     if parser == "json_list":
         return ANY_MODEL.make(SCHEMAS)
+    if parser == "openai":
+        both = Reading(tools=parser, reasoning="openai_gptoss").reader(SCHEMAS)
+        assert both is not None
+        return both()
     thinks = parser in REASONING_PARSERS
     reading = Reading(reasoning=parser) if thinks else Reading(tools=parser)
     make = reading.reader(None if thinks else SCHEMAS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tokenizer_folders import CHATML, write_json
+from tokenizer_folders import CHATML, make_tokenizer, write_json
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -37,6 +37,7 @@ from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 from pipeinfer.runtime.stage import StageContext
 from pipeinfer.settings import Settings
+from pipeinfer.text.harmony import TOKENS
 from pipeinfer.tokenizer.core import TokenizerCore
 from pipeinfer.tokenizer.group_watch import GroupWatch
 from pipeinfer.tokenizer.prompts import PromptEncoder
@@ -136,6 +137,19 @@ def test_eos_ids_come_from_all_three_files_unless_eos_is_ignored(
     core = make_core(folder, Settings())
     assert set(work(core, submit(text="a")).eos_ids) == {257, 258, 259}
     assert work(core, submit(text="a", params={"ignore_eos": True})).eos_ids == ()
+
+
+def test_harmony_answers_end_with_a_call_also_where_no_file_says_so(checkpoint: Make) -> None:
+    """Only as special tokens; <|end|> ends a message, and no answer."""
+    folder, tokenizer = checkpoint(), make_tokenizer()
+    texts = [text for text in sorted(TOKENS) if tokenizer.token_to_id(text) is None]
+    tokenizer.add_tokens(texts)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (named,) = work(make_core(folder, Settings()), submit(text="a")).eos_ids
+    tokenizer.add_special_tokens(sorted(TOKENS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    found = work(make_core(folder, Settings()), submit(text="a")).eos_ids
+    assert found == (named, *map(tokenizer.token_to_id, ("<|return|>", "<|call|>")))
 
 
 @pytest.mark.parametrize("token", [-1, 264, 2**31 - 1])

@@ -212,7 +212,7 @@ CHAT: dict[str, Told] = {
     ),
     "reasoning_effort": Told(
         "Given to the chat template under this name. `none` also says `enable_thinking: false`. "
-        "At most 64 letters.",
+        "At most 64 letters. gpt-oss knows `low`, `medium` and `high`, and refuses others.",
         "none",
     ),
     "documents": Told(
@@ -357,7 +357,8 @@ COUNT: dict[str, Told] = {
         "the template's",
     ),
     "output_config": Told(
-        "`effort` is handed to the chat template as `reasoning_effort`. `format`, "
+        "`effort` is handed to the chat template as `reasoning_effort`, to that of gpt-oss the "
+        "nearest one that it knows. `format`, "
         '`{"type": "json_schema", "schema"}`, is the form of the answer.',
         "none",
     ),

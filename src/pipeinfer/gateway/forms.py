@@ -39,6 +39,11 @@ def form(request: Generation) -> StructuredOutputs | None:
     return spec
 
 
+def form_field(request: Generation) -> str:
+    """Which field says the form of an answer that has one."""
+    return next((name for name, _ in _asked(request)), "")
+
+
 def _asked(request: Generation) -> Iterator[Found]:
     given = request.response_format
     if given is not None and given.type != "text":

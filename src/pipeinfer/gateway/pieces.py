@@ -11,11 +11,13 @@ from typing import Literal, NamedTuple, Protocol
 SPACE = " \t\r\n"  # what sets pieces apart
 
 Kind = Literal["content", "reasoning", "call", "arguments"]
+NEXT = -2  # in place of a call's number: content or thoughts begin anew here
 
 
 class Piece(NamedTuple):
     """A piece of an answer. `text`: of content or thoughts; a call begins with the name of its
-    tool, pieces of its arguments (JSON) follow. `call`: the number of the call, from 0."""
+    tool, pieces of its arguments (JSON) follow. `call`: the number of the call, from 0; or NEXT,
+    where `text` is what sets the next message apart from one of the same kind before it."""
 
     kind: Kind
     text: str

@@ -16,7 +16,8 @@ from msgspec.structs import replace
 from pipeinfer.gateway.defaults import COMPLETION_MAX_TOKENS
 from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call
-from pipeinfer.gateway.forms import form
+from pipeinfer.gateway.forms import form, form_field
+from pipeinfer.gateway.harmony_chats import as_shown, check_effort, described
 from pipeinfer.gateway.old_functions import NAMES as OLD_NAMES
 from pipeinfer.gateway.old_functions import as_tool_messages, as_tools
 from pipeinfer.gateway.pieces import Reader
@@ -35,6 +36,7 @@ from pipeinfer.gateway.tools import (
     call_grammar,
     check_arguments,
     for_template,
+    held_final,
     named_function,
     tool_schemas,
 )
@@ -131,6 +133,15 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         request.add_generation_prompt,
     )
     reading = terms.reading
+    if reading.harmony:
+        check_effort(arguments)
+        chat = as_shown(chat)
+        if request.continue_final_message and chat[-1].get("tool_calls"):
+            message = "continue_final_message: a message that calls tools does not go on"
+            raise ApiError(400, message, "continue_final_message", "invalid_value")
+        if params.thinking_token_budget is not None:
+            message = "thinking_token_budget: this model's thoughts are bounded by reasoning_effort"
+            raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
     if request.continue_final_message and chat:
         said = str(chat[-1].get("content"))
         reading = reading.going_on(said)
@@ -139,13 +150,22 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
             raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
     schemas = tool_schemas(request, reading)
     if schemas is not None:
-        arguments["tools"] = [msgspec.to_builtins(tool) for tool in request.tools or ()]
+        tools: list[JsonObject] = [msgspec.to_builtins(tool) for tool in request.tools or ()]
+        arguments["tools"] = list[JsonValue](described(tools) if reading.harmony else tools)
         calls = call_grammar(request, schemas, reading, params.structured_outputs)
+        if calls is not None and reading.goes_on:
+            message = "continue_final_message: amid a message of this model no calls can be held"
+            raise ApiError(400, message, "continue_final_message", "unsupported_parameter")
         if calls is not None:
             params = replace(params, structured_outputs=calls)
         if reading.special or calls is not None:  # its tags may be special tokens
             params = replace(params, skip_special_tokens=False)
-    if params.structured_outputs is not None and reading.reasoning:
+    if reading.harmony:
+        form = params.structured_outputs
+        if form is not None and schemas is None and not reading.goes_on:
+            form = held_final(form, reading, form_field(request))
+        params = replace(params, skip_special_tokens=False, structured_outputs=form)
+    elif params.structured_outputs is not None and reading.reasoning:
         behind = replace(params.structured_outputs, after=CLOSING)
         params = replace(params, structured_outputs=behind)
     call = replace(

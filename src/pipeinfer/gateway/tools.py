@@ -11,6 +11,7 @@ import msgspec
 
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.reading.call_grammars import Inexpressible, Wanted
+from pipeinfer.gateway.reading.harmony_grammar import final_form
 from pipeinfer.gateway.reading.registry import Reading
 from pipeinfer.gateway.schema import ChatRequest
 from pipeinfer.gateway.survey import CHAT, TooMuch, survey
@@ -89,6 +90,17 @@ def call_grammar(
         check(spec)
     except (Inexpressible, GrammarError) as error:
         raise ApiError(400, f"{param}: {error}", param, "invalid_value") from None
+    return spec
+
+
+def held_final(form: StructuredOutputs, reading: Reading, field: str) -> StructuredOutputs:
+    """What holds the final message of a harmony answer to `form`, which `field` asks for. ApiError
+    400."""
+    try:
+        spec = final_form(Wanted({}, many=False, tokens=reading.added), form)
+        check(spec)
+    except (Inexpressible, GrammarError) as error:
+        raise ApiError(400, f"{field}: {error}", field, "invalid_value") from None
     return spec
 
 

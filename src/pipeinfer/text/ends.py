@@ -15,18 +15,21 @@ from pipeinfer.checkpoint.outline import read_outline
 from pipeinfer.grammars.trial import Setup
 from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.text.harmony import ENDS, TOKENS
 from pipeinfer.text.loading import load_tokenizer, special_tokens
 from pipeinfer.text.template_sources import read_tokenizer_config
 
 
 def end_ids(folder: Path, tokenizer: Tokenizer | None, config: JsonObject) -> tuple[int, ...]:
-    """The union of what config.json, generation_config.json and the tokenizer say; `config`: what
-    read_tokenizer_config gave."""
+    """The union of what config.json, generation_config.json and the tokenizer say, and of what ends
+    a harmony answer; `config`: what read_tokenizer_config gave."""
     ids = dict.fromkeys(read_generation(folder).eos_ids)
     text = special_tokens(config).get("eos_token")
     token = tokenizer.token_to_id(text) if tokenizer is not None and text is not None else None
     if token is not None:
         ids[token] = None
+    if tokenizer is not None:
+        ids |= dict.fromkeys(_harmony_ends(tokenizer))
     return tuple(ids)
 
 
@@ -53,3 +56,13 @@ def vocabulary_setup(tokenizer: Tokenizer | None, width: int, ends: Sequence[int
         ends=ends,
         known=tuple(sorted(tokenizer.get_vocab().values())),
     )
+
+
+def _harmony_ends(tokenizer: Tokenizer) -> list[int]:
+    """Ids of ENDS, where the tokenizer has the format's tokens as special ones; else none. Some
+    checkpoints name only one of them, or another token."""
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token.content: i for i, token in added.items() if token.special}
+    if not special.keys() >= TOKENS:
+        return []
+    return [special[text] for text in ENDS]

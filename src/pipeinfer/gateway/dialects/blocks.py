@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from pipeinfer.gateway.pieces import Kind, Piece
+from pipeinfer.gateway.pieces import NEXT, Kind, Piece
 from pipeinfer.json_values import JsonValue
 
 
@@ -54,6 +54,9 @@ class Blocks:
     def take(self, pieces: Iterable[Piece]) -> Iterator[Step]:
         """What further pieces do, in order."""
         for piece in pieces:
+            if piece.call == NEXT:
+                yield from self.close()
+                continue
             if not self._goes_on(piece):
                 yield from self.close()
                 yield Step("open", self._new(piece))

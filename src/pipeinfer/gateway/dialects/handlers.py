@@ -55,7 +55,8 @@ class DialectHandlers:
         base = f"msg_{uuid.uuid4().hex}"
         body = await self._answering.body(request, MessagesRequest)
         names = messages_body.NAMES
-        chat = messages_body.as_chat(body, bool(self._terms.reading.reasoning))
+        reading = self._terms.reading
+        chat = messages_body.as_chat(body, bool(reading.reasoning), reading.harmony)
         job = dialect_job(chat, base, self._terms, trace(request), names)
         omits = body.thinking is not None and body.thinking.display == "omitted"
         del body, chat
@@ -66,7 +67,8 @@ class DialectHandlers:
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         body = await self._answering.body(request, CountRequest)
         base, names = f"tok-{uuid.uuid4().hex}", messages_body.NAMES
-        job = dialect_job(messages_body.conversation(body), base, self._terms, "", names)
+        chat = messages_body.conversation(body, self._terms.reading.harmony)
+        job = dialect_job(chat, base, self._terms, "", names)
         [call] = job.calls
         prompt = await self._answering.encoded(request, count_call(call))
         return json_response({"input_tokens": prompt.prompt_tokens})

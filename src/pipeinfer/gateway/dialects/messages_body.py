@@ -39,7 +39,10 @@ NAMES = {
     "tools": "tools",
     "response_format": "output_config.format",
     "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
 }
+# Below which budget of thoughts a model that knows efforts alone is asked for which; above: high.
+LOW, MEDIUM = 4_096, 16_384
 
 
 class TextBlock(msgspec.Struct, frozen=True):
@@ -147,14 +150,14 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     extra_key: Salt | None = None
 
 
-def as_chat(request: MessagesRequest, thinks: bool) -> ChatRequest:
+def as_chat(request: MessagesRequest, thinks: bool, by_effort: bool = False) -> ChatRequest:
     """The same as the body of a chat. `thinks`: the model may; what others think is within every
-    budget. ApiError 400."""
+    budget. `by_effort`: a budget bounds its thoughts as an effort. ApiError 400."""
     thinking, budget = request.thinking, None
-    if thinks and thinking is not None and thinking.type == "enabled":
+    if thinks and not by_effort and thinking is not None and thinking.type == "enabled":
         budget = thinking.budget_tokens
     return msgspec.structs.replace(
-        conversation(request),
+        conversation(request, by_effort),
         thinking_token_budget=budget,
         max_tokens=request.max_tokens,
         stop=request.stop_sequences,
@@ -170,15 +173,15 @@ def as_chat(request: MessagesRequest, thinks: bool) -> ChatRequest:
     )
 
 
-def conversation(request: CountRequest) -> ChatRequest:
-    """The chat, without how it is to be answered. ApiError 400."""
+def conversation(request: CountRequest, by_effort: bool = False) -> ChatRequest:
+    """The chat, without how it is to be answered; `by_effort` as in as_chat. ApiError 400."""
     choice, messages = request.tool_choice, _messages(request)
     goes_on = messages[-1].role == "assistant"
     alone = choice is not None and choice.disable_parallel_tool_use
     chat = ChatRequest(
         messages=messages,
         model=request.model,
-        chat_template_kwargs=_arguments(request),
+        chat_template_kwargs=_arguments(request, by_effort),
         tools=_tools(request),
         tool_choice=_choice(choice),
         parallel_tool_calls=False if alone else None,
@@ -196,14 +199,33 @@ def conversation(request: CountRequest) -> ChatRequest:
     return msgspec.structs.replace(chat, response_format=wanted)
 
 
-def _arguments(request: CountRequest) -> JsonObject | None:
+def _arguments(request: CountRequest, by_effort: bool) -> JsonObject | None:
     """Variables of the template; those that a client names itself win."""
     asked: JsonObject = {}
     if request.thinking is not None:
         asked["enable_thinking"] = request.thinking.type != "disabled"
-    if request.output_config is not None and request.output_config.effort is not None:
-        asked["reasoning_effort"] = request.output_config.effort
+    effort = request.output_config.effort if request.output_config is not None else None
+    if by_effort:
+        effort = _effort(effort, request.thinking)
+    if effort is not None:
+        asked["reasoning_effort"] = effort
     return {**asked, **(request.chat_template_kwargs or {})} or None
+
+
+def _effort(
+    effort: str | None, thinking: ThinkingOptions | None
+) -> Literal["low", "medium", "high"] | None:
+    """The nearest of three: of an effort, else of a budget. None: the template's own."""
+    if effort in ("low", "medium"):
+        return effort
+    if effort is not None:
+        return "high"
+    if thinking is None or thinking.type == "adaptive":
+        return None
+    budget = thinking.budget_tokens or 0
+    if thinking.type == "disabled" or budget < LOW:
+        return "low"
+    return "medium" if budget < MEDIUM else "high"
 
 
 def _tools(request: CountRequest) -> list[Tool] | None:

@@ -49,6 +49,7 @@ NAMES = {
     "messages": "input",
     "tools": "tools",
     "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
 
 

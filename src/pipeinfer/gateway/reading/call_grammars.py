@@ -152,7 +152,7 @@ def _start(wanted: Wanted, calls: str, opening: str = "") -> str:
 def _instead(form: StructuredOutputs, opening: str) -> str:
     """The rule of an answer that has a form. `opening`: of calls, which such an answer lacks."""
     if form.json is not None:
-        return f"form: %json {_schema(form.json)}"
+        return f"form: %json {form_schema(form.json)}"
     if form.choice is not None:
         return _rule("form", [_text(text) for text in form.choice])
     if form.regex is None:
@@ -160,21 +160,26 @@ def _instead(form: StructuredOutputs, opening: str) -> str:
     if not opening:
         said = "beside this model's calls, a form must be a schema or a choice"
         raise Inexpressible(f"{said}; {INSTEAD}")
-    slash = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", form.regex, flags=re.DOTALL)
-    closed = slash.replace("\n", "\\n")
     never = re.escape(opening).replace("/", "\\/")
-    return f"form: FORM\nFORM: /{closed}/ & ~/{never}(?s:.*)/"
+    return f"form: FORM\nFORM: /{slashed(form.regex)}/ & ~/{never}(?s:.*)/"
 
 
-def _schema(text: str) -> str:
+def slashed(regex: str) -> str:
+    """As it stands between slashes."""
+    closed = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", regex, flags=re.DOTALL)
+    return closed.replace("\n", "\\n")
+
+
+def form_schema(text: str) -> str:
+    """The JSON schema that a form is, for %json. Raises Inexpressible, and GrammarError."""
     schema = schema_of(text)
     if schema is False:
         raise Inexpressible("the form's schema must be an object")
     schema = {} if schema is True else schema
-    return msgspec.json.encode(_own(schema)).decode()
+    return msgspec.json.encode(without_guidance(schema)).decode()
 
 
-def _own(schema: JsonObject) -> JsonObject:
+def without_guidance(schema: JsonObject) -> JsonObject:
     """Without what it would tell the compiler."""
     return {key: value for key, value in schema.items() if key != "x-guidance"}
 
@@ -213,7 +218,7 @@ def _json(schema: JsonObject | None) -> str:
 
 def _arguments(schema: JsonObject | None) -> JsonObject:
     """`schema` is that of an object."""
-    return {**_own({} if schema is None else schema or NO_PARAMETERS), "type": "object"}
+    return {**without_guidance({} if schema is None else schema or NO_PARAMETERS), "type": "object"}
 
 
 def _text(text: str) -> str:

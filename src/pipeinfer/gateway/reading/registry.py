@@ -17,6 +17,8 @@ from pipeinfer.gateway.reading.call_grammars import (
     mistral,
     qwen3_coder,
 )
+from pipeinfer.gateway.reading.harmony import Harmony, speaks_harmony
+from pipeinfer.gateway.reading.harmony_grammar import harmony
 from pipeinfer.gateway.reading.hermes import Hermes
 from pipeinfer.gateway.reading.json_list import JsonList
 from pipeinfer.gateway.reading.llama3 import Llama3
@@ -45,22 +47,32 @@ TOOL_PARSERS: dict[str, ToolParser] = {
     "llama3_json": ToolParser(Llama3, llama3, special=True),
     "mistral": ToolParser(lambda _: Mistral(), mistral, special=True),
     "qwen3_coder": ToolParser(Qwen3Coder, qwen3_coder),
+    "openai": ToolParser(Harmony, harmony, special=True),
 }
 # Of models that have no form of their own, and say what a grammar makes them say.
 ANY_MODEL = ToolParser(lambda _: JsonList(), json_list)
 # By name, whether the prompt opens the thoughts.
-REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True}
+REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True, "openai_gptoss": False}
+# Parts of one reader, by vLLM's names.
+HARMONY = ("openai", "openai_gptoss")
 
 
 @dataclass(frozen=True)
 class Reading:
     """How answers of one model are read. `tools`, `reasoning`: names of parsers, or none.
-    `takes_tools`: the chat template shows tools to the model. `added`: tokens by their text."""
+    `takes_tools`: the chat template shows tools to the model. `added`: tokens by their text.
+    `goes_on`: the prompt ends amid the answer's last message."""
 
     tools: str = ""
     reasoning: str = ""
     takes_tools: bool = False
     added: Mapping[str, Added] = field(default_factory=dict[str, Added])
+    goes_on: bool = False
+
+    @property
+    def harmony(self) -> bool:
+        """Whether answers are messages of the harmony format, which one reader reads."""
+        return self.tools == HARMONY[0] or self.reasoning == HARMONY[1]
 
     @property
     def special(self) -> bool:
@@ -75,11 +87,15 @@ class Reading:
     @property
     def tool_parser(self) -> ToolParser:
         """Of calls that the model is made to say."""
+        if self.harmony:
+            return TOOL_PARSERS[HARMONY[0]]
         return TOOL_PARSERS[self.tools] if self.tools else ANY_MODEL
 
     def going_on(self, said: str) -> Reading:
         """Of answers that go on from what was `said` of them: behind thoughts, or amid those that
         are open there."""
+        if self.harmony:
+            return replace(self, goes_on=True)
         if not self.reasoning:
             return self
         return replace(self, reasoning="deepseek_r1" if amid_thoughts(said) else "")
@@ -89,6 +105,8 @@ class Reading:
     ) -> Callable[[], Reader] | None:
         """Makes a reader for each choice; None where all is content. `schemas`: None if calls are
         not looked for. `one_call`: further ones are left out. `thoughts`: they are shown."""
+        if self.harmony:
+            return self._harmony(schemas, one_call, thoughts)
         calls = self.tool_parser.make if schemas is not None else None
         begun = REASONING_PARSERS.get(self.reasoning)
         if calls is None and begun is None:
@@ -99,6 +117,15 @@ class Reading:
             if one_call:
                 reader = FirstCall(reader)
             return InParts(reader if begun is None else Thinking(reader, begun, thoughts))
+
+        return make
+
+    def _harmony(
+        self, schemas: Schemas | None, one_call: bool, thoughts: bool
+    ) -> Callable[[], Reader]:
+        def make() -> Reader:
+            reader = Harmony(schemas, self.goes_on, bool(self.reasoning), thoughts)
+            return InParts(FirstCall(reader) if one_call else reader)
 
         return make
 
@@ -149,6 +176,10 @@ def reading(
     reasoning = _named(
         "reasoning-parser", reasoning_parser, REASONING_PARSERS, _reasoning_of(template)
     )
+    if tools == HARMONY[0] and reasoning_parser == "auto":
+        reasoning = HARMONY[1]
+    if reasoning == HARMONY[1] and tool_parser == "auto":
+        tools = HARMONY[0]
     return Reading(tools, reasoning, "tools" in template, added or {})
 
 
@@ -164,6 +195,8 @@ def _named(flag: str, name: str, known: Mapping[str, object], found: str) -> str
 
 
 def _tools_of(template: str) -> str:
+    if speaks_harmony(template):
+        return HARMONY[0]
     if "<tool_call>" in template:
         return "qwen3_coder" if "<function=" in template else "hermes"
     if "[TOOL_CALLS]" in template:
@@ -174,6 +207,8 @@ def _tools_of(template: str) -> str:
 
 
 def _reasoning_of(template: str) -> str:
+    if speaks_harmony(template):
+        return HARMONY[1]
     if "<think>" not in template:
         return ""
     opening = template.rpartition("add_generation_prompt")[2]

@@ -1,0 +1,90 @@
+"""Harmony answers as a grammar: calls that must be made, and final messages that have a form.
+
+Before them the model may think as long as it likes, and say what it is about to do; not before a
+form, which is all that the content then is. Knows no request; compiles nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipeinfer.gateway.reading.call_grammars import (
+    NO_PARAMETERS,
+    Inexpressible,
+    Wanted,
+    form_schema,
+    slashed,
+    without_guidance,
+)
+from pipeinfer.json_values import JsonObject
+from pipeinfer.params import StructuredOutputs
+from pipeinfer.text.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
+
+MARKERS = (START, END, MESSAGE, CHANNEL, CONSTRAIN)
+# `opening`: the prompt has it already, but a template that opens no answer leaves it to the model.
+# `json`: how a header says that JSON follows.
+_RULES = """
+opening: ({start} "assistant")?
+next: {end} {start} "assistant"
+said: thought | preamble
+thought: {channel} "analysis" {message} text
+preamble: {channel} "commentary" {message} text
+final: {channel} "final" json? {message}
+json: " json" | " "? {constrain} "json"
+text: /(?s:.*)/
+""".strip()
+
+
+def harmony(wanted: Wanted) -> str:
+    """One call behind thoughts, or in its place a final message of the wanted form. An answer that
+    is free is any messages, whose calls are those that are wanted. Raises Inexpressible."""
+    calls = _calls(wanted)
+    if wanted.free:
+        message = "(said | final text | call)"
+        return _grammar(wanted, f"({message} next)* {message}", calls)
+    if wanted.form is None:
+        return _grammar(wanted, "(said next)* call", calls)
+    messages = "(thought next)* (final form | (preamble next (said next)*)? call)"
+    return _grammar(wanted, messages, [*calls, _form(wanted.form)])
+
+
+def final_form(wanted: Wanted, form: StructuredOutputs) -> StructuredOutputs:
+    """What holds the final message to `form`, and offers no calls. Raises Inexpressible."""
+    return StructuredOutputs(grammar=_grammar(wanted, "(thought next)* final form", [_form(form)]))
+
+
+def _grammar(wanted: Wanted, messages: str, rules: list[str]) -> str:
+    names = ("start", "end", "message", "channel", "constrain")
+    tags = dict(zip(names, map(wanted.tag, MARKERS), strict=True))
+    for marker in MARKERS:
+        if not wanted.special(marker):
+            raise Inexpressible(f"this model has no token {marker}, which sets its messages apart")
+    own = _RULES.format(**tags)
+    return "\n".join((f"start: opening {messages}", own, *rules))
+
+
+def _calls(wanted: Wanted) -> list[str]:
+    """A call of each function. The recipient stands before or behind the channel."""
+    channel, message = wanted.tag(CHANNEL), wanted.tag(MESSAGE)
+    rules: list[str] = []
+    for i, (name, schema) in enumerate(wanted.schemas.items()):
+        given = {} if schema is None else without_guidance(schema) or NO_PARAMETERS
+        arguments: JsonObject = {**given, "type": "object"}
+        rules.append(f"to{i}: {_text(f' to=functions.{name}')}")
+        head = f'({channel} "commentary" to{i} | to{i} {channel} "commentary") json? {message}'
+        rules.append(f"call{i}: {head} %json {msgspec.json.encode(arguments).decode()}")
+    return ["call: " + " | ".join(f"call{i}" for i in range(len(wanted.schemas))), *rules]
+
+
+def _form(form: StructuredOutputs) -> str:
+    if form.json is not None:
+        return f"form: %json {form_schema(form.json)}"
+    if form.choice is not None:
+        return "form: " + " | ".join(map(_text, form.choice))
+    if form.regex is not None:
+        return f"form: /{slashed(form.regex)}/"
+    raise Inexpressible("a grammar cannot stand within the messages of this model")
+
+
+def _text(text: str) -> str:
+    return msgspec.json.encode(text).decode()

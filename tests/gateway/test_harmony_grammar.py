@@ -1,0 +1,247 @@
+"""Harmony answers that a grammar holds: thoughts stay free, and what follows them is a call or a
+final message of the form. What the grammar allows the reader reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from harmony_tokens import tokenizer
+from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.reading.call_grammars import Inexpressible, Wanted
+from pipeinfer.gateway.reading.harmony import MARKERS, Harmony
+from pipeinfer.gateway.reading.harmony_grammar import final_form, harmony
+from pipeinfer.gateway.reading.registry import Reading
+from pipeinfer.gateway.requests import Terms, chat_job
+from pipeinfer.gateway.schema import ChatRequest, decode
+from pipeinfer.gateway.shapes import Said
+from pipeinfer.grammars.compiling import Grammar, Vocabulary
+from pipeinfer.params import SamplingParams, StructuredOutputs
+from pipeinfer.text.added import Added
+from pipeinfer.text.harmony import CALL, END, RETURN
+
+TOKENIZER = tokenizer()
+SIZE = TOKENIZER.get_vocab_size()
+IDS: dict[str, int] = {text: TOKENIZER.token_to_id(text) for text in MARKERS}
+VOCABULARY = Vocabulary(TOKENIZER.to_str(), SIZE, (IDS[RETURN], IDS[CALL]), tuple(range(SIZE)))
+ADDED = {text: Added(i, True) for text, i in IDS.items()}
+PARAMETERS: Any = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"weather": PARAMETERS, "weather_now": {}}
+WEATHER = '{"city": "Wi\\"en <", "days": 2}'
+THOUGHTS = (
+    "",
+    "<|start|>assistant",
+    "<|channel|>analysis<|message|>They want {a} call to=x.\n<|end|><|start|>assistant",
+    "<|channel|>analysis<|message|><|end|><|start|>assistant"
+    "<|channel|>commentary<|message|>I look it up.<|end|><|start|>assistant",
+)
+HEADS = (
+    "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>",
+    "<|channel|>commentary to=functions.{}<|constrain|>json<|message|>",
+    "<|channel|>commentary to=functions.{} json<|message|>",
+    "<|channel|>commentary to=functions.{}<|message|>",
+    " to=functions.{}<|channel|>commentary <|constrain|>json<|message|>",
+    " to=functions.{}<|channel|>commentary json<|message|>",
+)
+FINAL = "<|channel|>final<|message|>"
+
+
+def wanted(many: bool = True, **fields: Any) -> Wanted:
+    schemas = fields.pop("schemas", SCHEMAS)
+    return Wanted(schemas, many, tokens=ADDED, **fields)
+
+
+def allows(grammar: str, text: str) -> bool:
+    """Whether all of `text` is allowed, and may be the end."""
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    matcher = Grammar(VOCABULARY, StructuredOutputs(grammar=grammar)).matcher()
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def read(text: str) -> Said:
+    reader, said = Harmony(SCHEMAS), Said()
+    said.add(reader.read(text))
+    said.add(reader.end())
+    return said
+
+
+@pytest.mark.parametrize("before", THOUGHTS)
+def test_calls_that_must_be_made_stand_behind_free_thoughts(before: str) -> None:
+    grammar = harmony(wanted())
+    for head in HEADS:
+        for name, arguments in (("weather", WEATHER), ("weather_now", "{}")):
+            text = before + head.format(name) + arguments
+            assert allows(grammar, text), text
+            [call] = read(text).calls
+            assert (call[0], json.loads("".join(call[1:]))) == (name, json.loads(arguments))
+
+
+@pytest.mark.parametrize("before", THOUGHTS)
+def test_nothing_else_may_be_said_where_a_call_must_be_made(before: str) -> None:
+    grammar, head = harmony(wanted()), HEADS[0]
+    for wrong in (
+        before,
+        before + FINAL + "No.",
+        before + "No.",
+        before + head.format("wether") + WEATHER,
+        before + head.format("weather") + WEATHER.replace("city", "town"),
+        before + head.format("weather") + "{}",
+        before + head.format("weather") + WEATHER + "!",
+        before + head.format("weather_now") + WEATHER,
+        before + "<|channel|>analysis<|message|>No.",
+    ):
+        assert not allows(grammar, wrong), wrong
+
+
+FORMS: Any = {
+    "schema": (
+        StructuredOutputs(json=json.dumps({**PARAMETERS, "required": ["city", "days"]})),
+        (WEATHER, '{"city": "", "days": 3}'),
+        ("", "no", "{}", WEATHER + "!"),
+    ),
+    "object": (StructuredOutputs(json='{"type": "object", "x-guidance": {}}'), ("{}",), ("[]",)),
+    "choice": (StructuredOutputs(choice=("yes", 'say "no"')), ("yes", 'say "no"'), ("", "no")),
+    "regex": (StructuredOutputs(regex=r"[a-z/]+(\/|/)?"), ("abc", "a/b"), ("", "1", "a\n")),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("before", THOUGHTS)
+def test_a_form_is_that_of_the_final_message(name: str, before: str) -> None:
+    form, good, bad = FORMS[name]
+    alone = final_form(wanted(schemas={}), form).grammar
+    beside = harmony(wanted(form=form))
+    assert alone is not None
+    preamble = "commentary" in before
+    for head in (FINAL, "<|channel|>final <|constrain|>json<|message|>"):
+        for text in good:
+            assert allows(alone, before + head + text) != preamble
+            assert allows(beside, before + head + text) != preamble
+            assert preamble or "".join(read(before + head + text).content) == text
+        for text in bad:
+            assert not allows(alone, before + head + text), text
+            assert not allows(beside, before + head + text), text
+    call = before + HEADS[0].format("weather") + WEATHER
+    assert allows(beside, call) and not allows(alone, call)
+    assert not allows(beside, call.replace("city", "town"))
+
+
+def test_strict_functions_are_held_to_their_schemas_where_calls_are_free() -> None:
+    free = harmony(wanted(free=True, schemas={"weather": PARAMETERS, "weather_now": None}))
+    for before in THOUGHTS:
+        for text in (
+            FINAL + "No {calls} at all.",
+            HEADS[0].format("weather") + WEATHER,
+            HEADS[4].format("weather_now") + '{"any": [1]}',
+            "<|channel|>analysis<|message|>Hm.",
+            HEADS[0].format("weather") + WEATHER + "<|end|><|start|>assistant" + FINAL + "Said.",
+        ):
+            assert allows(free, before + text), text
+        assert not allows(free, before + HEADS[0].format("weather") + '{"town": "Wien"}')
+        assert not allows(free, before + HEADS[0].format("other") + "{}")
+
+
+def test_markers_in_a_text_are_no_markers() -> None:
+    """What spells one is held to be text: only the special token ends a message."""
+    ids = TOKENIZER.encode("<|channel|>analysis<|message|>a", add_special_tokens=False).ids
+    spelled = [i for letter in "<|end|>" for i in TOKENIZER.encode(letter).ids]
+    matcher = Grammar(VOCABULARY, StructuredOutputs(grammar=harmony(wanted()))).matcher()
+    assert matcher.try_consume_tokens([*ids, *spelled, *spelled]) == len(ids) + 2 * len(spelled)
+    assert matcher.try_consume_tokens([IDS[END]]) == 1
+    assert matcher.compute_ff_tokens()[0] == IDS["<|start|>"]
+
+
+def test_models_without_the_markers_and_grammars_within_messages_are_refused() -> None:
+    lacking = {text: added for text, added in ADDED.items() if text != "<|constrain|>"}
+    for tokens in ({}, lacking, {text: Added(i, False) for text, i in IDS.items()}):
+        with pytest.raises(Inexpressible, match="no token <"):
+            harmony(Wanted(SCHEMAS, many=True, tokens=tokens))
+    with pytest.raises(Inexpressible, match="cannot stand within the messages"):
+        final_form(wanted(schemas={}), StructuredOutputs(grammar='start: "a"'))
+
+
+READING = Reading("openai", "openai_gptoss", takes_tools=True, added=ADDED)
+TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+FORM: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
+
+
+def asked(**fields: Any) -> SamplingParams:
+    """How a chat with these fields is sampled."""
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    request = decode(json.dumps(body).encode(), ChatRequest, lambda _: None)
+    return chat_job(request, "r", Terms(SamplingParams(), reading=READING), "").params
+
+
+def test_requests_are_held_as_they_ask() -> None:
+    call = HEADS[0].format("weather") + WEATHER
+    thought = THOUGHTS[2]
+    for fields, good, bad in (
+        ({"response_format": FORM}, FINAL + WEATHER, call),
+        ({"response_format": FORM, "tools": [TOOL]}, call, FINAL + "No."),
+        ({"response_format": FORM, "tools": [TOOL], "tool_choice": "none"}, FINAL + WEATHER, call),
+        ({"tools": [TOOL], "tool_choice": "required"}, call, FINAL + WEATHER),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+         call, FINAL),
+    ):  # fmt: skip
+        held = asked(**fields).structured_outputs
+        assert held is not None and held.grammar is not None and not held.after
+        assert allows(held.grammar, thought + good) and not allows(held.grammar, thought + bad)
+        assert not asked(**fields).skip_special_tokens
+    for fields in ({}, {"tools": [TOOL]}):
+        assert asked(**fields).structured_outputs is None
+        assert not asked(**fields).skip_special_tokens
+
+
+def test_calls_are_held_in_messages_also_where_no_parser_looks_for_them() -> None:
+    """`--tool-parser none` leaves calls that a model makes by itself in the content."""
+    reading = replace(READING, tools="")
+    request = decode(
+        json.dumps(
+            {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL],
+             "tool_choice": "required"}
+        ).encode(),
+        ChatRequest,
+        lambda _: None,
+    )  # fmt: skip
+    job = chat_job(request, "r", Terms(SamplingParams(), reading=reading), "")
+    held, call = job.params.structured_outputs, HEADS[0].format("weather") + WEATHER
+    assert held is not None and held.grammar is not None and allows(held.grammar, call)
+    assert job.reader is not None
+    assert job.reader().read(call)[0].kind == "call"
+
+
+def test_what_goes_on_from_a_text_has_its_form_at_once_and_no_held_calls() -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "{"}]
+    goes_on: Any = {
+        "messages": messages,
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
+    assert asked(**goes_on, regex="a+").structured_outputs == StructuredOutputs(regex="a+")
+    assert asked(**goes_on, tools=[TOOL]).structured_outputs is None
+    with pytest.raises(ApiError, match="no calls can be held"):
+        asked(**goes_on, tools=[TOOL], tool_choice="required")
+
+
+def test_what_cannot_be_held_is_refused_by_name() -> None:
+    for fields, param in (
+        ({"grammar": 'start: "a"'}, "grammar"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"reasoning_effort": "none"}, "reasoning_effort"),
+        ({"reasoning_effort": "minimal"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"reasoning_effort": 3}}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"reasoning_effort": None}}, "reasoning_effort"),
+    ):
+        with pytest.raises(ApiError) as refused:
+            asked(**fields)
+        assert (refused.value.status, refused.value.param) == (400, param)
+    for effort in ("low", "medium", "high"):
+        asked(reasoning_effort=effort)

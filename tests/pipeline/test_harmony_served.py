@@ -1,0 +1,117 @@
+"""A model that speaks harmony, gpt-oss in small with the published template, through all stages:
+its markers are tokens of prompts and answers, its answers end with a call, and forms hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from checkpoints import make_checkpoint
+from harmony_tokens import tokenizer
+from servers import Server
+from template_families import HERE
+
+TEMPLATE = (HERE / "published" / "gpt-oss.jinja").read_text()
+CITY: Any = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Wien", "Rom"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+FORM: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+CITIES = ({"city": "Wien"}, {"city": "Rom"})
+QUESTION: Any = [{"role": "user", "content": "Where <|end|> is it fine?"}]
+TOKENS = tokenizer()
+RETURN, CALL, END = map(TOKENS.token_to_id, ("<|return|>", "<|call|>", "<|end|>"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory):
+    folder: Path = tmp_path_factory.mktemp("gpt-oss")
+    make_checkpoint(
+        folder,
+        "GptOssForCausalLM",
+        tokenizer=False,
+        eos_token_id=RETURN,
+        pad_token_id=RETURN,
+        max_position_embeddings=4096,
+    )
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [RETURN]}))
+    TOKENS.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|return|>"}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with Server(
+        str(folder), "--served-model-name", "test", "--dtype", "float32", "--in-process"
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def api(server: Server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def asked(api: openai.OpenAI, **fields: Any) -> Any:
+    """Thoughts of a model that was never trained end soon where their end is likely."""
+    usual: Any = {"max_tokens": 400, "seed": 3, "logit_bias": {str(END): 6}}
+    return api.chat.completions.create(model="test", messages=QUESTION, **(usual | fields))
+
+
+def test_calls_and_forms_are_held_behind_thoughts_whole_and_streamed(api: openai.OpenAI) -> None:
+    forced: Any = {"tools": [TOOL], "tool_choice": "required"}
+    [choice] = asked(api, **forced).choices
+    [call] = choice.message.tool_calls
+    assert (choice.finish_reason, call.function.name) == ("tool_calls", "weather")
+    assert json.loads(call.function.arguments) in CITIES
+    chunks = [chunk.choices[0].delta for chunk in asked(api, **forced, stream=True)]
+    parts = [call.function for delta in chunks for call in delta.tool_calls or ()]
+    assert "".join(part.arguments for part in parts) == call.function.arguments
+    for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        [choice] = asked(api, response_format=FORM, **fields).choices
+        assert choice.finish_reason == "stop" and json.loads(choice.message.content) in CITIES
+
+
+def test_an_answer_ends_with_a_call_though_the_checkpoint_does_not_say_so(
+    api: openai.OpenAI,
+) -> None:
+    made = asked(api, temperature=0, logit_bias={str(CALL): 100})
+    assert made.usage.completion_tokens == 1 and made.choices[0].finish_reason == "stop"
+
+
+def test_a_response_is_held_as_a_chat_is(server: Server) -> None:
+    tool = {"type": "function", "name": "weather", "parameters": CITY}
+    response = {
+        "input": "Hi",
+        "tools": [tool],
+        "tool_choice": "required",
+        "seed": 3,
+        "logit_bias": {str(END): 6},
+        "reasoning": {"effort": "low"},
+    }
+    made = httpx.post(f"{server.url}/v1/responses", json=response, timeout=60).json()
+    assert made["status"] == "completed", made
+    assert json.loads(made["output"][-1]["arguments"]) in CITIES
+
+
+def test_the_template_writes_tokens_and_a_client_writes_letters(server: Server) -> None:
+    """The client's <|end|> is text; else the ids are those of transformers."""
+    reference = PreTrainedTokenizerFast(tokenizer_object=TOKENS, chat_template=TEMPLATE)
+    body = {"model": "test", "messages": QUESTION}
+    ids = httpx.post(f"{server.url}/tokenize", json=body, timeout=60).json()["tokens"]
+    theirs: Any = reference.apply_chat_template(QUESTION, add_generation_prompt=True)
+    spelled = [i for letter in "<|end|>" for i in TOKENS.encode(letter).ids]
+    at = (
+        len(theirs["input_ids"])
+        - 1
+        - theirs["input_ids"][::-1].index(TOKENS.token_to_id("<|message|>"))
+    )
+    at = theirs["input_ids"].index(END, at)
+    assert ids == [*theirs["input_ids"][:at], *spelled, *theirs["input_ids"][at + 1 :]]
