@@ -19,12 +19,15 @@ POLICIES = ["mixed", "throughput", "prefill-first", "decode-first"]
     depth=st.integers(1, 3),
     pages=st.sampled_from([14, 20, 30]),
     budget=st.sampled_from([5, 16, 64]),
+    caching=st.booleans(),
     chance=st.randoms(use_true_random=False),
 )
-def test_nothing_is_deferred_without_a_cache(policy, depth, pages, budget, chance):
-    """Without hits the credits are exact, so the engine never has to say no."""
+def test_nothing_is_deferred_where_no_two_prompts_begin_alike(
+    policy, depth, pages, budget, caching, chance
+):
+    """The credits are exact, also where one that was taken back finds its own pages again."""
     overtakes = partial(chance.randint, 0)
-    p = pipeline(policy, depth, pages, budget=budget, caching=False, overtakes=overtakes)
+    p = pipeline(policy, depth, pages, budget=budget, caching=caching, overtakes=overtakes)
     for i in range(12):
         p.submit([i] * chance.randint(1, 30), 20)
         for _ in range(chance.randint(0, 4)):

@@ -21,7 +21,9 @@ from pipeinfer.messages import (
 )
 from pipeinfer.packing import pack
 from pipeinfer.params import SamplingParams
+from pipeinfer.scheduler.aboard import Aboard
 from pipeinfer.scheduler.core import SchedulerCore, SchedulerOptions
+from pipeinfer.scheduler.credits import Credits
 from pipeinfer.scheduler.flights import Flights
 from pipeinfer.scheduler.request import Request, from_work
 
@@ -202,8 +204,8 @@ def test_ids_that_come_again_are_skipped_with_their_scores():
     assert request.logprobs == b"".join(scores[:3])
 
 
-def hit_of(flights: Flights, cached: int) -> None:
-    flights.matched(
+def hit_of(flights: Flights, cached: int) -> list[tuple[int, int]]:
+    return flights.matched(
         Admitted(
             epoch=1, number=0, slots=pack([2]), cached=pack([cached]), free=1, evictable=0
         )
@@ -224,3 +226,24 @@ def test_what_the_cache_had_counts_for_the_admission_that_it_was_said_of():
     request.leave()
     hit_of(flights, 4)
     assert (request.cached, request.hit, request.computed) == (4, 0, 0)
+
+
+def test_a_hit_that_lets_a_prompt_grow_further_than_its_plans_counted_takes_its_pages():
+    """Of a prompt of 5 the chunks 3 and 2 are in flight: the cache has 4, so the first chunk ends
+    it, and the second decodes."""
+    flights, request = flown()
+    assert hit_of(flights, 0) == []
+    chunks = Aboard(1)
+    chunks.slots.begin(3, Credits(page_size=1, pages=40))
+    request = flown()[1]
+    for number, count in enumerate((3, 2)):
+        chunks.flights.launch(number, [(request, count)], 0.0)
+        chunks.slots.credits.plan(number, count)
+    request.counts_in_flight[:] = [3, 2]
+    request.rebase(0)
+    told = Admitted(
+        epoch=1, number=0, slots=pack([2]), cached=pack([4]), free=35, evictable=0
+    )  # fmt: skip
+    chunks.admitted(told)
+    assert request.projected == 6
+    assert chunks.slots.credits.available == 35 - 2 - 1, "for the second chunk, and one token more"

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from fuzz import running
+from fuzz import cores, running
 from fuzz.plants import PLANTS, plant
 from fuzz.radix import Program
 from fuzz.target import Wrong
@@ -23,6 +23,12 @@ PLACES = (  # that a planted fault may change
 def programs(many: int) -> list[Program]:
     source = Random(1)
     return [Program(source.randbytes(300)) for _ in range(many)]
+
+
+def test_each_stage_takes_a_message_of_each_kind_that_reaches_it():
+    target = cores.make()
+    for seed in target.seeds():
+        target.one(seed)
 
 
 def test_a_program_begins_with_steps_in_flight():

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from pipeinfer.control import Observed, Prefix, Prefixes
 from pipeinfer.core import Core
-from pipeinfer.messages import Delivered, Message, Recovered, State
+from pipeinfer.messages import Delivered, Fenced, HandOver, Message, Recovered, State
 from pipeinfer.settings import ConfigurationError, Settings
 from pipeinfer.topology.topology import SUPERVISOR, Identity, Topology
 
@@ -33,8 +33,10 @@ TAKES = {
 }  # channels whose messages reach the core of each stage
 
 TAKES_NOT: dict[str, tuple[type[Message], ...]] = {
-    "gateway": (Recovered, Delivered),
-    "detokenizer": (Delivered,),
+    "gateway": (Recovered, HandOver, Delivered),
+    "tokenizer": (HandOver, Fenced),
+    "scheduler": (Fenced,),
+    "detokenizer": (HandOver, Delivered),
 }  # of these channels, what only others are told
 LEAVE = 10.0  # seconds that a stage has to hand on what is in hand
 

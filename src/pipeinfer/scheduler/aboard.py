@@ -35,7 +35,11 @@ class Aboard:
     def admitted(self, told: Admitted) -> None:
         """A plan was applied: its pages, and what the prefix cache held. Raises Impossible."""
         self._check_pages(told)
-        self.flights.matched(told)
+        credits = self.slots.credits
+        # A hit shortens a prompt, so its later rows grow it further than their plans counted.
+        pages = sum(credits.between(*further) for further in self.flights.matched(told))
+        if pages:
+            credits.plan(self.flights.newest, pages)
         self.slots.report(told)
 
     def land(self, result: Result) -> Iterator[Landed]:

@@ -56,6 +56,11 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
+    @property
+    def newest(self) -> int:
+        """The last plan of this epoch; -1 if there is none."""
+        return self._newest
+
     def launch(self, number: int, rows: list[tuple[Request, int]], now: float) -> int:
         """Plan `number` was published with these (request, count) rows; returns its tokens."""
         slots = [request.slot for request, _ in rows]
@@ -75,17 +80,20 @@ class Flights:
         if self._flights and now - self._flights[0].published > seconds:
             raise Overdue(f"no result of plan {self._flights[0].number} in {seconds:g} s")
 
-    def matched(self, admitted: Admitted) -> None:
-        """What the prefix cache held of the requests that a plan admitted. Raises Impossible."""
+    def matched(self, admitted: Admitted) -> list[tuple[int, int]]:
+        """What the prefix cache held of the requests that a plan admitted. Of those that are
+        further by now than was thought, the computed tokens that were thought of and that there
+        will be, once the steps in flight are done. Raises Impossible."""
         number = admitted.number
         if not 0 <= number <= self._newest:
             raise Impossible(f"plan {number} admitted some, {self._newest} was the last")
         _whole(admitted.slots, admitted.cached, what=f"admissions of plan {number}")
         flight = next((one for one in self._flights if one.number == number), None)
         if flight is None:
-            return  # its result has come
+            return []  # its result has come
         by_slot = dict(zip(flight.slots, flight.rows, strict=True))
         slots, hits = unpack(admitted.slots).tolist(), unpack(admitted.cached).tolist()
+        further: list[tuple[int, int]] = []
         for slot, cached in zip(slots, hits, strict=True):
             request, admission = by_slot.get(slot, (None, 0))
             if request is None or not 0 <= cached < request.max_total:
@@ -93,8 +101,11 @@ class Flights:
             if request.cached < 0:  # also if it was taken back since: then its next hit is its own
                 request.cached = cached
             if request.slot == slot and request.admission == admission:
-                request.hit = cached
+                thought, request.hit = request.projected, cached
                 request.rebase(cached)
+                if request.projected > thought:
+                    further.append((thought, request.projected))
+        return further
 
     def scored(self, scores: PromptScores) -> Request | None:
         """Whose prompt's log-probs these are; None if it has ended, or was admitted anew. Raises
