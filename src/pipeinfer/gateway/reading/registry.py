@@ -17,10 +17,8 @@ from pipeinfer.gateway.reading.call_grammars import (
     mistral,
     qwen3_coder,
 )
-from pipeinfer.gateway.reading.hermes import Hermes
-from pipeinfer.gateway.reading.json_list import JsonList
 from pipeinfer.gateway.reading.llama3 import Llama3
-from pipeinfer.gateway.reading.mistral import Mistral
+from pipeinfer.gateway.reading.marked import HERMES, JSON_LIST, MISTRAL, Marked
 from pipeinfer.gateway.reading.qwen3_coder import Qwen3Coder
 from pipeinfer.gateway.reading.thinking import Thinking, amid_thoughts
 from pipeinfer.json_values import JsonObject
@@ -41,13 +39,13 @@ class ToolParser:
 
 
 TOOL_PARSERS: dict[str, ToolParser] = {
-    "hermes": ToolParser(lambda _: Hermes(), hermes),
+    "hermes": ToolParser(lambda _: Marked(HERMES), hermes),
     "llama3_json": ToolParser(Llama3, llama3, special=True),
-    "mistral": ToolParser(lambda _: Mistral(), mistral, special=True),
+    "mistral": ToolParser(lambda _: Marked(MISTRAL), mistral, special=True),
     "qwen3_coder": ToolParser(Qwen3Coder, qwen3_coder),
 }
 # Of models that have no form of their own, and say what a grammar makes them say.
-ANY_MODEL = ToolParser(lambda _: JsonList(), json_list)
+ANY_MODEL = ToolParser(lambda _: Marked(JSON_LIST, begun=True), json_list)
 # By name, whether the prompt opens the thoughts.
 REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True}
 
