@@ -22,6 +22,7 @@ from pipeinfer.gateway.reading.json_text import NOTHING, CallArguments, CallObje
 
 MOST_BEFORE = 256  # letters between the opening and arguments: the name, an id, white space
 SLIPS = SPACE + ",}]`"  # what a model may write too much of, behind an object
+SEPARATOR, ARGUMENT_BEGIN = "<｜tool▁sep｜>", "<|tool_call_argument_begin|>"  # behind names
 _NAME = r"([^\s<>{}\[\]\"'｜|]{1,128}?)"
 
 
@@ -66,21 +67,21 @@ DEEPSEEK_V3 = Marks(
     "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
     _DEEPSEEK,
-    re.compile(rf"\s*\w*\s*<｜tool▁sep｜>\s*{_NAME}\s*(```\w*\s*)?"),
+    re.compile(rf"\s*\w*\s*{SEPARATOR}\s*{_NAME}\s*(```\w*\s*)?"),
     objects=False,
 )
 DEEPSEEK_V31 = Marks(
     "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
     _DEEPSEEK,
-    re.compile(rf"\s*{_NAME}\s*<｜tool▁sep｜>\s*(```\w*\s*)?"),
+    re.compile(rf"\s*{_NAME}\s*{SEPARATOR}\s*(```\w*\s*)?"),
     objects=False,
 )
 KIMI_K2 = Marks(
     "<|tool_call_begin|>",
     "<|tool_call_end|>",
     ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-    re.compile(rf"\s*(?:functions\.)?{_NAME}(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*"),
+    re.compile(rf"\s*(?:functions\.)?{_NAME}(?::\d+)?\s*{re.escape(ARGUMENT_BEGIN)}\s*"),
     objects=False,
 )
 
@@ -295,7 +296,6 @@ class Marked:
             pieces.append(Piece("arguments", "{}", self._calls))
             self._called()
         return True
-
 
     def _cut_off(self, pieces: list[Piece]) -> None:
         """Amid an object. The begin of a marker is a part of it only within a string."""

@@ -5,21 +5,48 @@ Readers are made for one choice of an answer each. Knows names and templates' te
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypedDict, Unpack
 
 from pipeinfer.gateway.pieces import Piece, Plain, Reader
 from pipeinfer.gateway.reading.call_grammars import (
     CallGrammar,
     hermes,
+    in_elements,
+    in_lists,
+    in_section,
     json_list,
     llama3,
     mistral,
-    qwen3_coder,
+)
+from pipeinfer.gateway.reading.elements import (
+    GLM45,
+    GLM47,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    SEED_OSS,
+    Elements,
+    Tags,
 )
 from pipeinfer.gateway.reading.llama3 import Llama3
-from pipeinfer.gateway.reading.marked import HERMES, JSON_LIST, MISTRAL, Marked
-from pipeinfer.gateway.reading.qwen3_coder import Qwen3Coder
+from pipeinfer.gateway.reading.marked import (
+    ARGUMENT_BEGIN,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GRANITE,
+    HERMES,
+    HUNYUAN,
+    JSON_LIST,
+    KIMI_K2,
+    MISTRAL,
+    PHI4_MINI,
+    SEPARATOR,
+    Marked,
+    Marks,
+)
 from pipeinfer.gateway.reading.thinking import Thinking, amid_thoughts
 from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import ConfigurationError
@@ -30,20 +57,94 @@ Schemas = Mapping[str, JsonObject]  # of the tools' parameters, by name
 
 @dataclass(frozen=True)
 class ToolParser:
-    """`special`: its markers are special tokens, whose texts are left out else. `grammar`: of what
-    it reads."""
+    """How one form of calls is read and written.
+
+    `grammar`: of what `make`'s reader reads. `shown`: what a chat template has that shows this
+    form, all of them; `never`: what it has only where it shows another one. Regular expressions.
+    `markers`: texts that may be special tokens, whose texts are left out else. `special`: they are
+    such in the tokenizers of these models."""
 
     make: Callable[[Schemas], Reader]
     grammar: CallGrammar
+    shown: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()
     special: bool = False
 
+    def told_by(self, template: str) -> bool:
+        """Whether a chat template shows this form."""
+        found = (re.search(mark, template) is not None for mark in self.shown)
+        return (
+            bool(self.shown)
+            and all(found)
+            and not any(re.search(mark, template) for mark in self.never)
+        )
+
+
+class _More(TypedDict, total=False):
+    never: tuple[str, ...]
+    special: bool
+
+
+def _marked(marks: Marks, grammar: CallGrammar, *shown: str, **more: Unpack[_More]) -> ToolParser:
+    """Of calls that are JSON behind markers."""
+    return ToolParser(lambda _: Marked(marks), grammar, shown, markers=marks.markers, **more)
+
+
+def _elements(tags: Tags, *shown: str, **more: Unpack[_More]) -> ToolParser:
+    """Of calls that are elements."""
+    made, grammar = partial(Elements, tags), in_elements(tags)
+    return ToolParser(made, grammar, shown, markers=tags.markers, **more)
+
+
+# What may stand between a tag and JSON where a template says both: line ends and its own syntax.
+_SYNTAX = r"(?:\\n|[^<>\w])*"
+_OBJECT = rf"<tool_call>(?:{_SYNTAX}\{{\\?[\"'](?:name|arguments)\b|[^<>]{{0,80}}\|\s*tojson)"
+_LINE = r"</arg_key>(?:\\n|\n)"
 
 TOOL_PARSERS: dict[str, ToolParser] = {
-    "hermes": ToolParser(lambda _: Marked(HERMES), hermes),
-    "llama3_json": ToolParser(Llama3, llama3, special=True),
-    "mistral": ToolParser(lambda _: Marked(MISTRAL), mistral, special=True),
-    "qwen3_coder": ToolParser(Qwen3Coder, qwen3_coder),
-}
+    "hermes": _marked(HERMES, hermes, _OBJECT, never=("<function=", "<arg_key>", "<invoke")),
+    "llama3_json": ToolParser(
+        Llama3,
+        llama3,
+        (r'\{"name": [^{}"]*, "parameters": ',),
+        ("<function=", "<tool_call>"),
+        ("<|python_tag|>",),
+        special=True,
+    ),
+    "mistral": _marked(MISTRAL, mistral, r"\[TOOL_CALLS\]", special=True),
+    "qwen3_coder": _elements(QWEN3_CODER, "<tool_call>", "<function=", "<parameter="),
+    "glm45": _elements(GLM45, "<tool_call>", "<arg_key>", "<arg_value>", _LINE),
+    "glm47": _elements(GLM47, "<tool_call>", "<arg_key>", "<arg_value>", never=(_LINE,)),
+    "deepseek_v3": _marked(
+        DEEPSEEK_V3,
+        in_section(
+            DEEPSEEK_V3, "function", SEPARATOR, "{}\n```json\n", foot="\n```", between="\n"
+        ),
+        SEPARATOR,
+        "```json",
+        special=True,
+    ),
+    "deepseek_v31": _marked(
+        DEEPSEEK_V31,
+        in_section(DEEPSEEK_V31, "{}", SEPARATOR),
+        SEPARATOR,
+        never=("```json",),
+        special=True,
+    ),
+    "kimi_k2": _marked(
+        KIMI_K2,
+        in_section(KIMI_K2, "functions.{}:0", ARGUMENT_BEGIN),
+        re.escape(KIMI_K2.opening),
+        re.escape(ARGUMENT_BEGIN),
+        special=True,
+    ),
+    "seed_oss": _elements(SEED_OSS, "<seed:tool_call>", "<function=", "<parameter=", special=True),
+    "minimax_m2": _elements(MINIMAX_M2, "<minimax:tool_call>", '<invoke name="', "<parameter name"),
+    "granite": _marked(GRANITE, in_lists(GRANITE), re.escape(GRANITE.opening), special=True),
+    "hunyuan_a13b": _marked(HUNYUAN, in_lists(HUNYUAN), r"<tool_calls>\["),
+    "phi4_mini_json": _marked(PHI4_MINI, in_lists(PHI4_MINI), r"functools\["),
+}  # fmt: skip
 # Of models that have no form of their own, and say what a grammar makes them say.
 ANY_MODEL = ToolParser(lambda _: Marked(JSON_LIST, begun=True), json_list)
 # By name, whether the prompt opens the thoughts.
@@ -53,22 +154,32 @@ REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True}
 @dataclass(frozen=True)
 class Reading:
     """How answers of one model are read. `tools`, `reasoning`: names of parsers, or none.
-    `takes_tools`: the chat template shows tools to the model. `added`: tokens by their text."""
+    `takes_tools`: the chat template shows tools to the model. `added`: tokens by their text.
+    `off`: the settings want no parser of tools."""
 
     tools: str = ""
     reasoning: str = ""
     takes_tools: bool = False
     added: Mapping[str, Added] = field(default_factory=dict[str, Added])
+    off: bool = False
 
     @property
     def special(self) -> bool:
         """Whether calls are told by special tokens."""
-        return bool(self.tools) and TOOL_PARSERS[self.tools].special
+        if not self.tools:
+            return False
+        parser = TOOL_PARSERS[self.tools]
+        known = (self.added.get(marker) for marker in parser.markers)
+        return parser.special or any(token is not None and token.special for token in known)
 
     @property
-    def calls(self) -> bool:
-        """Whether the model calls tools by itself."""
-        return bool(self.tools) and self.takes_tools
+    def no_calls(self) -> str:
+        """Why the model calls no tools by itself; empty where it does."""
+        if not self.takes_tools:
+            return "its chat template has no tools"
+        if self.off:
+            return "--tool-parser is none"
+        return "" if self.tools else UNKNOWN_FORM
 
     @property
     def tool_parser(self) -> ToolParser:
@@ -101,6 +212,10 @@ class Reading:
         return make
 
 
+UNKNOWN_FORM = (
+    "its chat template writes calls in a form that no --tool-parser knows; they are "
+    + ", ".join(TOOL_PARSERS)
+)
 NOTHING = Reading()
 PART = 1024  # letters
 
@@ -147,7 +262,7 @@ def reading(
     reasoning = _named(
         "reasoning-parser", reasoning_parser, REASONING_PARSERS, _reasoning_of(template)
     )
-    return Reading(tools, reasoning, "tools" in template, added or {})
+    return Reading(tools, reasoning, "tools" in template, added or {}, tool_parser == "none")
 
 
 def _named(flag: str, name: str, known: Mapping[str, object], found: str) -> str:
@@ -162,13 +277,7 @@ def _named(flag: str, name: str, known: Mapping[str, object], found: str) -> str
 
 
 def _tools_of(template: str) -> str:
-    if "<tool_call>" in template:
-        return "qwen3_coder" if "<function=" in template else "hermes"
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<|python_tag|>" in template:
-        return "llama3_json"
-    return ""
+    return next((name for name, one in TOOL_PARSERS.items() if one.told_by(template)), "")
 
 
 def _reasoning_of(template: str) -> str:
