@@ -19,7 +19,6 @@ from pipeinfer.tokenizer.sandbox import make_environment
 # By family, which parser is chosen; of other families none is known.
 PARSERS = {
     "apriel-1.5": "hunyuan_a13b",
-    "deepseek-r1": "deepseek_v3",
     "deepseek-r1-joins": "deepseek_v3",
     "deepseek-r1-distill": "deepseek_v3",
     "deepseek-v3": "deepseek_v3",

@@ -162,7 +162,10 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     )
     reader = reading.reader(schemas, one_call, thoughts)
     job = _job(request, [call], params.n, shown)
-    calling = Calling(reading.tools == "mistral", bool(named_function(request)))
+    made = sum(
+        len(calls) for turn in chat or () if isinstance(calls := turn.get("tool_calls"), list)
+    )
+    calling = Calling(reading.tool_parser.ids, made, bool(named_function(request)))
     return replace(job, reader=reader, params=params, calling=calling)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypedDict, Unpack
 
-from pipeinfer.gateway.pieces import Piece, Plain, Reader
+from pipeinfer.gateway.pieces import CallIds, Piece, Plain, Reader
 from pipeinfer.gateway.reading.call_grammars import (
     CallGrammar,
     hermes,
@@ -62,7 +62,7 @@ class ToolParser:
     `grammar`: of what `make`'s reader reads. `shown`: what a chat template has that shows this
     form, all of them; `never`: what it has only where it shows another one. Regular expressions.
     `markers`: texts that may be special tokens, whose texts are left out else. `special`: they are
-    such in the tokenizers of these models."""
+    such in the tokenizers of these models. `ids`: of calls, as their templates want them."""
 
     make: Callable[[Schemas], Reader]
     grammar: CallGrammar
@@ -70,6 +70,7 @@ class ToolParser:
     never: tuple[str, ...] = ()
     markers: tuple[str, ...] = ()
     special: bool = False
+    ids: CallIds = ""
 
     def told_by(self, template: str) -> bool:
         """Whether a chat template shows this form."""
@@ -84,6 +85,7 @@ class ToolParser:
 class _More(TypedDict, total=False):
     never: tuple[str, ...]
     special: bool
+    ids: CallIds
 
 
 def _marked(marks: Marks, grammar: CallGrammar, *shown: str, **more: Unpack[_More]) -> ToolParser:
@@ -112,7 +114,7 @@ TOOL_PARSERS: dict[str, ToolParser] = {
         ("<|python_tag|>",),
         special=True,
     ),
-    "mistral": _marked(MISTRAL, mistral, r"\[TOOL_CALLS\]", special=True),
+    "mistral": _marked(MISTRAL, mistral, r"\[TOOL_CALLS\]", special=True, ids="short"),
     "qwen3_coder": _elements(QWEN3_CODER, "<tool_call>", "<function=", "<parameter="),
     "glm45": _elements(GLM45, "<tool_call>", "<arg_key>", "<arg_value>", _LINE),
     "glm47": _elements(GLM47, "<tool_call>", "<arg_key>", "<arg_value>", never=(_LINE,)),
@@ -138,6 +140,7 @@ TOOL_PARSERS: dict[str, ToolParser] = {
         re.escape(KIMI_K2.opening),
         re.escape(ARGUMENT_BEGIN),
         special=True,
+        ids="numbered",
     ),
     "seed_oss": _elements(SEED_OSS, "<seed:tool_call>", "<function=", "<parameter=", special=True),
     "minimax_m2": _elements(MINIMAX_M2, "<minimax:tool_call>", '<invoke name="', "<parameter name"),
