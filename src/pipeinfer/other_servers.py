@@ -181,8 +181,8 @@ VLLM: dict[str, tuple[Flag, ...]] = {
         _alias(
             "--tool-call-parser",
             "--tool-parser",
-            "`auto` by default, which chooses by the template: `hermes`, `llama3_json`, `mistral`, "
-            "`qwen3_coder`.",
+            "`auto` by default, which chooses by the template. Parsers have vLLM's names: "
+            "[which](../api.md#tools).",
         ),
         _same("--reasoning-parser", "For `qwen3` and `deepseek_r1`. `auto` by default."),
         _always(
@@ -369,7 +369,8 @@ SGLANG: dict[str, tuple[Flag, ...]] = {
         _alias(
             "--tool-call-parser",
             "--tool-parser",
-            "SGLang's `qwen25` is `hermes`, its `llama3` is `llama3_json`.",
+            "SGLang's `qwen25` is `hermes`, its `llama3` is `llama3_json`, its `deepseekv3` and "
+            "`deepseekv31` have a `_` before the `v`.",
         ),
         _same(
             "--reasoning-parser",
