@@ -280,3 +280,16 @@ def test_wrong_choices_are_refused(fields: Any, param: str) -> None:
     with pytest.raises(ApiError) as caught:
         asked(Reading("hermes", "", True), **fields)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("family", ELEMENTS)
+def test_a_text_cannot_hold_what_would_end_it(family: str) -> None:
+    """Else the reader would take what follows for something else, and lose it."""
+    grammar = FAMILIES[family].grammar(Wanted({"weather": PARAMETERS}, many=False))
+    end = "</arg_value>" if "glm" in family else "</parameter>"
+    for city in ("Wien <b>", "a\n\nb", "</param", "<tool_call>"):
+        text = said(family, WRITTEN[family].one("weather", {"city": city}))
+        assert allows(grammar, text), city
+        assert json.loads("".join(read(family, text).calls[0][1:])) == {"city": city}
+    for city in (f"a{end}b", f"{end}", f"a\n{end}"):
+        assert not allows(grammar, said(family, WRITTEN[family].one("weather", {"city": city})))

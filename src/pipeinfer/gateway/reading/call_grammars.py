@@ -170,8 +170,8 @@ def _tagged(wanted: Wanted, opening: str, bodies: list[str], never: str, between
         return "\n".join((start, call, body))
     sign = "*" if wanted.many else "?"
     if wanted.special(opening):
-        text = f"text: {_without(never)}"
-        return "\n".join((f"start: text ({tag} body text){sign}", text, body))
+        text = f"TEXT: {_without(never)}"
+        return "\n".join((f"start: text ({tag} body text){sign}", "text: TEXT", text, body))
     # Content may not begin with a newline there: the lexer would not know which is meant.
     before = f"before[suffix={tag}]: {_without(never)}"
     rest = f"REST: {_without(opening, never)}"
@@ -294,16 +294,18 @@ class _Elements:
         self._line = _apart("\n" * tags.lines)
         end = wanted.tag(tags.value_end)
         self._closing = _sequence(self._line, end, self._apart)
-        self.rules = [f"VALUE: {_without(*tags.ends_of_value)}"]
-        if wanted.special(tags.value_end):
-            self.rules.append(f"value: VALUE {self._closing}")
+        never = _without(*tags.ends_of_value)
+        if wanted.special(tags.value_end):  # which no text can spell
+            line = " & /(?s:.*)\\n/" * tags.lines
+            self.rules = [f"value: VALUE {_sequence(end, self._apart)}", f"VALUE: {never}{line}"]
         else:
-            self.rules.append(f"value[suffix={self._closing}]: VALUE")
+            self.rules = [f"value[suffix={self._closing}]: VALUE", f"VALUE: {never}"]
 
     def function(self, name: str, prefix: str, schema: JsonObject | None) -> str:
         """From behind the tag of calls; rules that it needs are named with `prefix`. Raises
         Inexpressible."""
-        opening, closing = map(_apart, self._tags.function)
+        opening, end = self._tags.function
+        opening, closing = _apart(opening), self._wanted.tag(end) if end else ""
         before = self._apart if opening and not self._tags.together else ""
         named = _text(name + self._tags.name_end + self._tags.apart)
         parameters = self._parameters(name, prefix, schema)
