@@ -1,9 +1,9 @@
 """Chat templates of well-known families of models, for any test that needs them.
 
-`PUBLISHED`: texts as their makers give them, of models whose licence lets them be passed on; they lie
-in tokenizer/published. `SHAPES`: small templates of our own that go about it as those of a family
-do whose licence does not, or of which no text was at hand; they lie in tokenizer/shapes. Import it
-as `import template_families`.
+`PUBLISHED`: texts as their makers give them, of models whose licence lets them be passed on, in
+tokenizer/published. `SHAPES`: small templates of our own, in tokenizer/shapes, that do what those
+of a family do whose licence does not, or of which no text was at hand. Import it as
+`import template_families`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class Family(NamedTuple):
 PUBLISHED = {
     "apertus": Family(APACHE, "swiss-ai/Apertus-8B-Instruct-2509"),
     "apriel-1.5": Family(MIT, "ServiceNow-AI/Apriel-1.5-15b-Thinker", "Unsloth"),
-    "deepseek-r1": Family(MIT, "deepseek-ai/DeepSeek-R1", "llama.cpp"),
     "deepseek-r1-distill": Family(MIT, "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", "llama.cpp"),
     "deepseek-v3": Family(MIT, "deepseek-ai/DeepSeek-V3-0324", "vLLM"),
     "deepseek-v3.1": Family(MIT, "deepseek-ai/DeepSeek-V3.1"),
@@ -64,7 +63,7 @@ PUBLISHED = {
 }
 SHAPES = (
     "command-r7b",
-    "deepseek-r1-joins",  # as first published: joins arguments as text, asks whether content is none
+    "deepseek-r1-joins",  # as first published: joins arguments, asks for content that is none
     "exaone-4",
     "gemma-3",
     "glm-4.5",

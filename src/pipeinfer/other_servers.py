@@ -181,8 +181,8 @@ VLLM: dict[str, tuple[Flag, ...]] = {
         _alias(
             "--tool-call-parser",
             "--tool-parser",
-            "`auto` by default, which chooses by the template: `hermes`, `llama3_json`, `mistral`, "
-            "`openai`, `qwen3_coder`.",
+            "`auto` by default, which chooses by the template. Parsers have vLLM's names: "
+            "[which](../api.md#tools).",
         ),
         _same(
             "--reasoning-parser",
@@ -372,7 +372,9 @@ SGLANG: dict[str, tuple[Flag, ...]] = {
         _alias(
             "--tool-call-parser",
             "--tool-parser",
-            "SGLang's `qwen25` is `hermes`, its `llama3` is `llama3_json`, its `gpt-oss` `openai`.",
+            "SGLang's `qwen25` is `hermes`, its `llama3` is `llama3_json`, its `deepseekv3` and "
+            "`deepseekv31` have a `_` before the `v`, its "
+            "`gpt-oss` is `openai`.",
         ),
         _same(
             "--reasoning-parser",

@@ -117,8 +117,10 @@ GROUPS: dict[str, dict[str, Told]] = {
         "tool_parser": Told(
             "NAME",
             "how calls of tools are read: a parser, none; auto: by template",
-            more="Parsers: `hermes`, `llama3_json`, `mistral`, `openai`, `qwen3_coder`. `none` "
-            "leaves calls in the text. [api.md](api.md) says which form each reads.",
+            more="Parsers: `hermes`, `llama3_json`, `mistral`, `qwen3_coder`, `glm45`, `glm47`, "
+            "`deepseek_v3`, `deepseek_v31`, `kimi_k2`, `seed_oss`, `minimax_m2`, `granite`, "
+            "`hunyuan_a13b`, `phi4_mini_json`, `openai`. `none` leaves calls in the text. "
+            "[api.md](api.md) says which form each reads.",
         ),
         "grammar_backend": Told(
             "NAME",

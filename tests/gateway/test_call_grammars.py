@@ -6,11 +6,13 @@ import json
 from typing import Any
 
 import pytest
+from call_forms import ANY
+from call_forms import FORMS as OWN
 from tokenizers import Tokenizer
 
 from pipeinfer.demo import __file__ as demo
 from pipeinfer.gateway.errors import ApiError
-from pipeinfer.gateway.reading.call_grammars import Inexpressible, Wanted, qwen3_coder
+from pipeinfer.gateway.reading.call_grammars import Inexpressible, Wanted
 from pipeinfer.gateway.reading.registry import ANY_MODEL, TOOL_PARSERS, Reading
 from pipeinfer.gateway.requests import Terms, chat_job
 from pipeinfer.gateway.schema import ChatRequest, decode
@@ -34,9 +36,8 @@ PARAMETERS: Any = {
     "additionalProperties": False,
 }
 SCHEMAS = {"weather": PARAMETERS, "stop": {}}
-# Harmony has tests of its own, with its special tokens.
-PARSERS = {name: parser for name, parser in TOOL_PARSERS.items() if name != "openai"}
-FAMILIES = {**PARSERS, "any": ANY_MODEL}
+FAMILIES = {**{name: TOOL_PARSERS[name] for name in OWN}, "any": ANY_MODEL}
+ELEMENTS = ("qwen3_coder", "seed_oss", "minimax_m2", "glm45", "glm47")
 
 
 def allows(grammar: str, text: str) -> bool:
@@ -56,44 +57,17 @@ def read(family: str, text: str) -> Said:
     return said
 
 
-WIEN = '{"city": "Wi\\"en", "days": 2, "unit": "C"}'
-XML = (
-    '\n<parameter=city>\nWi"en\n</parameter>\n<parameter=days>\n2\n</parameter>\n'
-    "<parameter=unit>\nC\n</parameter>\n"
-)
+WIEN = {"city": 'Wi"en', "days": 2, "unit": "C"}
+WRITTEN = {**OWN, "any": ANY}
+# By family: the calls, and what stands between two.
 SAID = {
-    "hermes": (
-        f'<tool_call>\n{{"name": "weather", "arguments": {WIEN}}}\n</tool_call>',
-        '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>',
-        "\n",
-    ),
-    "qwen3_coder": (
-        f"<tool_call>\n<function=weather>{XML}</function>\n</tool_call>",
-        "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
-        "\n",
-    ),
-    "llama3_json": (
-        f'{{"name": "weather", "parameters": {WIEN}}}',
-        '{"name": "stop", "parameters": {}}',
-        "; ",
-    ),
-    "mistral": (
-        f'{{"name": "weather", "arguments": {WIEN}}}',
-        '{"name": "stop", "arguments": {}}',
-        ", ",
-    ),
-    "any": (
-        f'{{"name": "weather", "parameters": {WIEN}}}',
-        '{"name": "stop", "parameters": {}}',
-        ", ",
-    ),
+    family: (form.one("weather", WIEN), form.one("stop", {}), form.between)
+    for family, form in WRITTEN.items()
 }
-AROUND = {"mistral": ("[TOOL_CALLS][", "]"), "any": ("[", "]")}
 
 
 def said(family: str, *calls: str) -> str:
-    opening, closing = AROUND.get(family, ("", ""))
-    return opening + SAID[family][2].join(calls) + closing
+    return WRITTEN[family].all(*calls)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -126,7 +100,7 @@ def test_nothing_else_may_be_said(family: str) -> None:
             assert not allows(grammar, text.replace(old, new)), new
 
 
-@pytest.mark.parametrize("family", PARSERS)
+@pytest.mark.parametrize("family", OWN)
 def test_strict_functions_are_held_to_their_schemas_where_calls_are_free(family: str) -> None:
     weather, stop, _ = SAID[family]
     free = Wanted({"weather": PARAMETERS, "stop": None}, many=True, free=True)
@@ -165,7 +139,7 @@ FORMS: Any = {
 }
 
 
-@pytest.mark.parametrize("family", PARSERS)
+@pytest.mark.parametrize("family", OWN)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("thinks", [False, True])
 def test_an_answer_is_calls_or_has_the_form(family: str, name: str, thinks: bool) -> None:
@@ -205,13 +179,11 @@ def test_definitions_of_arguments_hold_beside_a_form() -> None:
                   "required": ["city"], "additionalProperties": False,
                   "$defs": {"city": {"enum": ["Wien"]}}}  # fmt: skip
     form = StructuredOutputs(json=json.dumps(PERSON))
-    for family in PARSERS:
-        if family == "qwen3_coder":
-            continue  # says texts without quotes
-        key = "parameters" if family == "llama3_json" else "arguments"
+    for family in OWN:
+        if family in ELEMENTS:
+            continue  # say texts without quotes
         grammar = FAMILIES[family].grammar(Wanted({"weather": place}, many=False, form=form))
-        call = f'{{"name": "weather", "{key}": {{"city": "Wien"}}}}'
-        text = said(family, call if family != "hermes" else f"<tool_call>\n{call}\n</tool_call>")
+        text = WRITTEN[family].write(("weather", {"city": "Wien"}))
         assert allows(grammar, text) and not allows(grammar, text.replace("Wien", "Rom"))
     itself = {"properties": {"again": {"$ref": "#"}}}
     with pytest.raises(Inexpressible, match="may only name a definition"):
@@ -253,9 +225,10 @@ def test_tags_that_are_special_tokens_are_written_as_these() -> None:
         {"anyOf": []},
     ],
 )
-def test_what_elements_cannot_say_is_refused(schema: Any) -> None:
+@pytest.mark.parametrize("family", ELEMENTS)
+def test_what_elements_cannot_say_is_refused(family: str, schema: Any) -> None:
     with pytest.raises(Inexpressible):
-        qwen3_coder(Wanted({"f": schema}, many=False))
+        FAMILIES[family].grammar(Wanted({"f": schema}, many=False))
 
 
 def asked(reading: Reading, **fields: Any) -> Any:
@@ -307,3 +280,16 @@ def test_wrong_choices_are_refused(fields: Any, param: str) -> None:
     with pytest.raises(ApiError) as caught:
         asked(Reading("hermes", "", True), **fields)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("family", ELEMENTS)
+def test_a_text_cannot_hold_what_would_end_it(family: str) -> None:
+    """Else the reader would take what follows for something else, and lose it."""
+    grammar = FAMILIES[family].grammar(Wanted({"weather": PARAMETERS}, many=False))
+    end = "</arg_value>" if "glm" in family else "</parameter>"
+    for city in ("Wien <b>", "a\n\nb", "</param", "<tool_call>"):
+        text = said(family, WRITTEN[family].one("weather", {"city": city}))
+        assert allows(grammar, text), city
+        assert json.loads("".join(read(family, text).calls[0][1:])) == {"city": city}
+    for city in (f"a{end}b", f"{end}", f"a\n{end}"):
+        assert not allows(grammar, said(family, WRITTEN[family].one("weather", {"city": city})))

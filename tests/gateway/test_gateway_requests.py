@@ -185,7 +185,8 @@ def test_each_prompt_makes_one_call(prompt: object, calls: list[tuple[object, ..
     assert [(c.request_id, c.text, c.prompt_ids) for c in completion(prompt=prompt)] == (expected)
 
 
-def test_message_content_may_be_parts_of_text() -> None:
+def test_parts_of_a_content_and_null_beside_calls_stay_what_they_are() -> None:
+    """How they are shown is the template's business."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     tool = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     [call] = chat(
@@ -194,8 +195,8 @@ def test_message_content_may_be_parts_of_text() -> None:
     )  # fmt: skip
     assert call.chat == [
         {"role": "system", "content": "be kind"},
-        {"role": "user", "content": "a\nb"},
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
         {"role": "tool", "content": "4", "tool_call_id": "1"},
     ]
 
@@ -287,7 +288,23 @@ def test_no_biases_are_as_none_given(nothing: object) -> None:
 def test_an_assistant_that_called_a_function_need_not_say_anything() -> None:
     called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": ""}}
     [call] = chat(messages=[{"role": "user", "content": "a"}, called])
-    assert call.chat is not None and call.chat[1]["content"] == ""
+    assert call.chat is not None and call.chat[1]["content"] is None
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_what_a_model_refused_to_say_is_text(role: str) -> None:
+    refused = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
+    [call] = chat(messages=[{"role": role, "content": refused}])
+    texts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert call.chat == [{"role": role, "content": texts}]
+    [call] = chat(messages=[{"role": role, "content": None, "refusal": "no"}])
+    assert call.chat == [{"role": role, "content": "no"}]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_of_messages_have_three_names(name: str) -> None:
+    [call] = chat(messages=[{"role": "assistant", "content": "a", name: "r"}])
+    assert call.chat == [{"role": "assistant", "content": "a", "reasoning_content": "r"}]
 
 
 def test_top_p_0_leaves_the_best_token_alone() -> None:

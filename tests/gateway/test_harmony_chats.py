@@ -8,9 +8,9 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from harmony_tokens import MARKERS, tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from harmony_tokens import MARKERS, tokenizer
 from pipeinfer.gateway.dialects import messages_body, responses_body
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call

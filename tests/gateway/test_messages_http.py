@@ -15,7 +15,7 @@ from gateway_pipeline import Gateway, StartGateway
 from pipeinfer.gateway.dialects.messages_events import error_object
 from pipeinfer.gateway.errors import ApiError
 
-TEMPLATE = """{%- if tools %}{{ tools | tojson }} <tool_call>{% endif %}
+TEMPLATE = """{%- if tools %}{{ tools | tojson }} <tool_call>{"name": "f"}{% endif %}
 {%- for message in messages %}{{ message.content }}{% endfor %}
 {%- if add_generation_prompt %}answer:{% if enable_thinking is false %}<think></think>{% endif %}
 {%- endif %}"""

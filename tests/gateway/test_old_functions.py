@@ -10,7 +10,7 @@ import openai
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 
-TEMPLATE = "{%- if tools %}{{ tools | tojson }} <tool_call>{% endif %}{{ messages }}"
+TEMPLATE = "{%- if tools %}{{ tools | tojson }} <tool_call>{'name': f}{% endif %}{{ messages }}"
 # The pipeline of these tests says again what it is asked.
 ARGUMENTS = {"city": "Wien", "days": [1, 2]}
 CALL = f"<tool_call> {json.dumps({'name': 'get_weather', 'arguments': ARGUMENTS})} </tool_call>"

@@ -7,6 +7,7 @@ import json
 import time
 
 import pytest
+from call_forms import FORMS, MARKERS, texts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from pipeinfer.gateway.pieces import Plain
 from pipeinfer.gateway.reading.registry import PART, TOOL_PARSERS, InParts, Reading, reading
 from pipeinfer.gateway.shapes import Said
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.text.added import Added
 
 SCHEMAS = {
     "get_weather": {
@@ -190,6 +192,8 @@ DEEP_ANSWERS = [
         f'<|channel|>commentary to=functions.now<|message|>{{"x": {DEEP}}}',
         f'{{"x": {DEEP}}}',
     ),
+    ("glm47", f"<tool_call>now<arg_key>x</arg_key><arg_value>{DEEP}", '{"x": '),
+    ("deepseek_v31", f"<｜tool▁call▁begin｜>now<｜tool▁sep｜>{{{DEEP}", f"{{{DEEP}"),
 ]
 
 
@@ -207,6 +211,15 @@ LONG_ANSWERS = [
     ("hermes", '<tool_call>{"x": "' + "x" * LONG),
     ("llama3_json", '{"x": "' + "x" * LONG),
     ("mistral", "[TOOL_CALLS]" + "x" * LONG),
+    ("glm45", "<tool_call>" + "x" * LONG),
+    ("glm45", "<tool_call>now<arg_key>" + "x" * LONG),
+    ("glm47", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>" + "x" * LONG),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>" + " " * LONG),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>" + "x" * LONG),
+    ("deepseek_v31", '<｜tool▁call▁begin｜>now<｜tool▁sep｜>{"a": "' + "x" * LONG),
+    ("kimi_k2", "<|tool_call_begin|>now<|tool_call_argument_begin|>{} " + "x" * LONG),
+    ("hunyuan_a13b", "<tool_calls>[" + "," * LONG),
+    ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="a">' + "\n" * LONG),
     ("qwen3_coder", "<function=" + "x" * LONG),
     ("qwen3_coder", "<function=f><parameter=" + "x" * LONG),
     ("qwen3_coder", "<function=get_weather><parameter=city>" + "x" * LONG),
@@ -242,24 +255,69 @@ def _joined(said: Said) -> tuple[str, str, list[tuple[str, str]]]:
 
 
 def test_there_are_answers_of_every_parser():
-    assert {parser for parser, *_ in ANSWERS} == set(TOOL_PARSERS)
+    others = {"openai"}  # whose answers are messages, with tests of their own
+    assert set(FORMS) == set(MARKERS) == set(TOOL_PARSERS) - others
+    assert all(len(texts(name)) >= 17 for name in FORMS)
     assert len(ANSWERS) >= 50
 
 
-MARKERS = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "\n", " ", "{",
-     "}", '"', "\\", "<function=f>", "</function>", "<parameter=p>", "</parameter>", ";", ",", "[",
-     "]", '{"name": "f", "arguments": {"a": [1, "}"]}}', "f", "<|python_tag|>", ":", "ü", "<",
-     "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>", "assistant",
-     "analysis", "final", "commentary", " to=functions.f", "to=f", "json", "{}"]
-)  # fmt: skip
+OTHERS = [
+    "[ARGS]",
+    "<think>",
+    "</think>",
+    "<function=f>",
+    "</function>",
+    "<parameter=p>",
+    "</parameter>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "<｜tool▁sep｜>",
+    "```json",
+    "<｜tool▁call▁end｜>",
+    "</invoke>",
+    '">',
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|constrain|>",
+    "assistant",
+    "analysis",
+    "final",
+    "commentary",
+    " to=functions.f",
+    "to=f",
+    "json",
+    "f",
+    ":",
+    "ü",
+    "<",
+    ";",
+    ",",
+    "[",
+    "]",
+    "{",
+    "}",
+]
+PARTS = st.sampled_from(
+    [
+        *sorted({marker for markers in MARKERS.values() for marker in markers}),
+        *OTHERS,
+        *('<parameter name="', '"', "\\", "\n", " ", '{"name": "f", "arguments": {"a": [1, "}"]}}'),
+    ]
+)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # of a machine that others use
 @given(
     st.sampled_from(sorted(TOOL_PARSERS)),
     st.sampled_from(["", "qwen3", "deepseek_r1"]),
-    st.lists(MARKERS, max_size=12).map("".join),
+    st.lists(PARTS, max_size=12).map("".join),
     st.data(),
 )
 def test_any_text_is_read_the_same_however_it_is_cut(parser, reasoning, text, data):
@@ -280,6 +338,12 @@ ENDLESS = [
     ("", "<|start|>"), ("<|channel|>", "f "), ("<|start|>assistant to=", "f"), ("to=", "f"),
     ("<|channel|>final<|message|>", "<|"), ("<|channel|>commentary to=f<|message|>", "<|message|"),
     ("", "<tool_call>"), ("", "[TOOL_CALLS]"), ("[", "["), ("[TOOL_CALLS][", f"{CALL},"),
+    ("<tool_call>", "f"), ("<tool_call>f<arg_key>", "k"), ("<tool_call>f<arg_key>k</arg_key>", " "),
+    ("<tool_call>f<arg_key>k</arg_key><arg_value>", "</arg_value"), ("<tool_calls>[", ","),
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜>"), ("<｜tool▁calls▁begin｜>", " "),
+    ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>", " "), ("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}", "`"),
+    ("<|tool_call_begin|>f<|tool_call_argument_begin|>{", "{"), ("functools[", " "),
+    ('<minimax:tool_call><invoke name="f"><parameter name="', "a"),
 ]  # fmt: skip
 
 
@@ -339,12 +403,15 @@ def test_thoughts_are_told_apart(parser, text, reasoning, content):
         assert ("".join(said.reasoning), "".join(said.content)) == (reasoning, content)
 
 
-def test_calls_come_after_thoughts_and_none_is_found_in_them():
-    text = "<think>\n<tool_call>{}</tool_call>\n</think>\n\n" + hermes(call("now", {}))
-    said = read(Reading("hermes", "qwen3"), list(text))
-    assert "".join(said.reasoning) == "<tool_call>{}</tool_call>"
-    assert calls_of(said) == [("now", {})]
-    assert not said.content
+@pytest.mark.parametrize("parser", sorted(FORMS))
+def test_calls_come_after_thoughts_and_none_is_found_in_them(parser):
+    calls = FORMS[parser].write(("now", {}), (W, VIENNA))
+    text = f"<think>\nhm {calls}\n</think>\n\n{calls}"
+    for pieces in ([text], list(text)):
+        said = read(Reading(parser, "qwen3"), pieces)
+        assert "".join(said.reasoning) == f"hm {calls}"
+        assert calls_of(said) == [("now", {}), (W, VIENNA)]
+        assert not said.content
 
 
 def test_only_the_first_call_is_shown_where_one_is_wanted():
@@ -352,16 +419,38 @@ def test_only_the_first_call_is_shown_where_one_is_wanted():
     assert calls_of(read(Reading("hermes"), [text], one_call=True)) == [("now", {})]
 
 
+JSON = r"<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}"
+# Names of parsers, and what templates of their models have of calls.
 TEMPLATES = [
-    ("{% if tools %}<tool_call>{% endif %}", "hermes", ""),
-    ("{{ tools }}<tool_call><function=f>", "qwen3_coder", ""),
+    ("{% if tools %}" + JSON + "{% endif %}", "hermes", ""),
+    ("{{ tools }}<tool_call>\n' }}{{- '{\"arguments\": <args-dict>, \"name\": f}", "hermes", ""),
+    ("{{ tools }}{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}", "hermes", ""),
+    ("{{ tools }}<tool_call><function=f><parameter=p>", "qwen3_coder", ""),
+    ("{{ tools }}<seed:tool_call><function=f><parameter=p>", "seed_oss", ""),
+    ("{{ tools }}<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>", "glm45", ""),
+    (r"{{ tools }}<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v", "glm45", ""),
+    ("{{ tools }}<tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value>", "glm47", ""),
+    ('{{ tools }}<minimax:tool_call><invoke name="f"><parameter name="p">', "minimax_m2", ""),
+    ("{{ tools }}<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n", "deepseek_v3", ""),
+    ("{{ tools }}<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "deepseek_v31", ""),
+    ("{{ tools }}<|tool_call_begin|>f:0<|tool_call_argument_begin|>", "kimi_k2", ""),
+    ("{{ available_tools }}<|tool_call|> and a JSON list", "granite", ""),
+    ('{{ tools }}<tool_calls>[{"name": "f"}]</tool_calls>', "hunyuan_a13b", ""),
+    ('{{ tools }}functools[{"name": "f"}]', "phi4_mini_json", ""),
     ("{{ tools }}[TOOL_CALLS]", "mistral", ""),
     ("{{ tools }}<|start|>assistant<|channel|>final<|message|>", "openai", "openai_gptoss"),
     ("<|im_start|>{{ tools }}<|message|>", "", ""),
-    ("{{ tools }}<|python_tag|>", "llama3_json", ""),
+    ('{{ tools }}{"name": function name, "parameters": dictionary', "llama3_json", ""),
+    # What looks like one of them, and is another form.
+    ("{{ tools }}<tool_call> and </tool_call>", "", ""),
+    ('{{ tools }}]<]minimax[>[<tool_call>]<]minimax[>[<invoke name="f">' + JSON, "", ""),
+    ("{{ tools }}<|python_tag|><function=f>{}</function>", "", ""),
+    ('{{ tools }}{"name": "f", "description": "d", "parameters": {}}', "", ""),
+    ("{{ tools }}<|tool_call>call:f{}<tool_call|>", "", ""),
+    ("{{ tools }}<|tool_call_begin|>", "", ""),
     ("{{ messages }}", "", ""),
     ("</think>{% if add_generation_prompt %}A<think>\n{% endif %}", "", "deepseek_r1"),
-    ("{{ tools }}<tool_call></think>{% if add_generation_prompt %}A{% if not enable_thinking %}"
+    ("{{ tools }}" + JSON + "</think>{% if add_generation_prompt %}A{% if not enable_thinking %}"
      "<think>\n\n</think>{% endif %}{% endif %}", "hermes", "qwen3"),
 ]  # fmt: skip
 
@@ -375,6 +464,18 @@ def test_parsers_are_chosen_as_the_template_shows(template, tools, reasoning):
     )
     assert found.takes_tools == ("tools" in template)
     assert reading("none", "none", template).reader(None, False) is None
+    assert [name for name, one in TOOL_PARSERS.items() if one.told_by(template)] == [tools] * bool(
+        tools
+    )
+
+
+def test_markers_that_are_special_tokens_in_a_tokenizer_keep_their_text():
+    added = {"<tool_call>": Added(5, special=True), "</tool_call>": Added(6, special=False)}
+    assert reading("hermes", "none", "", added).special
+    assert not reading("hermes", "none", "", {"<tool_call>": Added(5, special=False)}).special
+    assert not reading("none", "none", "", added).special
+    assert reading("glm45", "none", "", {"</arg_key>": Added(7, special=True)}).special
+    assert reading("deepseek_v3", "none", "").special
 
 
 def test_the_parsers_of_harmony_come_together_unless_one_is_named_otherwise():

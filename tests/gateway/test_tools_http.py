@@ -10,7 +10,7 @@ import openai
 import pytest
 from gateway_pipeline import Gateway, StartGateway
 
-TEMPLATE = """{%- if tools %}{{ tools | tojson }} <tool_call>{% endif %}
+TEMPLATE = """{%- if tools %}{{ tools | tojson }} <tool_call>{"name": "f"}{% endif %}
 {%- for message in messages %}{{ message.content }}{% endfor %}
 {%- if add_generation_prompt %}answer:{% if enable_thinking is false %}<think></think>{% endif %}
 {%- endif %}"""
@@ -282,3 +282,43 @@ async def test_each_of_several_choices_is_read_by_itself(calling: Gateway) -> No
     assert all((choice.message.content or "").startswith("I look.") for choice in found.choices)
     ids = [call.id for choice in found.choices for call in choice.message.tool_calls or ()]
     assert len(set(ids)) == 6
+
+
+UNKNOWN = "{{ tools | tojson }}<|tool_call>call:f{a:1}<tool_call|>{{ messages }}"
+
+
+async def test_tools_in_an_unknown_form_are_refused_by_name_unless_a_call_is_demanded(
+    start_gateway: StartGateway, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = await with_template(start_gateway, tmp_path, UNKNOWN)
+    assert "a form that no --tool-parser knows" in caplog.text
+    with pytest.raises(openai.BadRequestError, match="that no --tool-parser knows; they are "):
+        await ask(gateway, "hello", tools=[WEATHER])
+    listed = json.dumps([{"name": "get_weather", "parameters": ARGUMENTS}])
+    choice = await ask(gateway, listed, tools=[WEATHER], tool_choice="required")
+    [call] = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", ARGUMENTS)
+    named = await with_template(start_gateway, tmp_path, UNKNOWN, tool_parser="hermes")
+    assert (await ask(named, CALL, tools=[WEATHER])).message.tool_calls
+
+
+KIMI = "{{ tools }}<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ messages }}"
+
+
+async def test_ids_of_calls_are_those_that_the_model_s_own_form_would_count(
+    start_gateway: StartGateway, tmp_path: Path
+) -> None:
+    """Templates of Kimi-K2 write them into prompts, with the number among all calls."""
+    gateway = await with_template(start_gateway, tmp_path, KIMI)
+    one = "<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|> {{}} <|tool_call_end|>"
+    text = one.format("get_weather") + one.format("now")
+    first = await ask(gateway, text, tools=[WEATHER])
+    ids = [call.id for call in first.message.tool_calls]
+    assert ids == ["functions.get_weather:0", "functions.now:1"]
+    found = await streamed(gateway, text, tools=[WEATHER])
+    assert [call_id for call_id, *_ in found["calls"]] == ids
+    again = await gateway.client().chat.completions.create(
+        model="test", messages=[first.message, *user(text)], tools=[WEATHER]
+    )
+    calls = again.choices[0].message.tool_calls or ()
+    assert [call.id for call in calls] == ["functions.get_weather:2", "functions.now:3"]

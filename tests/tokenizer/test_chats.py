@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizer_folders import make_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from pipeinfer.tokenizer.chats import KEPT, MOST_TEMPLATE_LETTERS, Chats
 from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
@@ -25,12 +27,25 @@ def conversation(content: object, role: str = "assistant") -> list:
     return [{"role": "user", "content": "Hi"}, {"role": role, "content": content}]
 
 
-@given(st.text(alphabet="a <|im_end>\n\ue000\U0010fffd", min_size=1).filter(str.strip))
-def test_a_last_message_is_left_open_and_keeps_the_white_space_at_its_end(content: str) -> None:
-    """Also what looks like a control token, or a mark."""
-    rendered = chats().render(conversation(content), OPEN)
-    head = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert rendered.text == head + content.lstrip()
+KEEPING = CHATML.replace(" | trim", "")
+JOINING = (
+    "{% for c in messages[-1].tool_calls or [] %}{{ 'f ' + c.function.arguments }}{% endfor %}"
+)
+contents = st.text(alphabet="a <|im_end>\n\ue000\U0010fffd", min_size=1).filter(str.strip)
+
+
+@pytest.mark.parametrize("source", [CHATML, KEEPING], ids=["trims", "keeps"])
+@given(content=contents)
+def test_a_last_message_is_left_open_and_ends_as_transformers_ends_it(
+    source: str, content: str
+) -> None:
+    """Also what looks like a control token, or a mark. White space at the end stays where the
+    template does not trim contents, and only there."""
+    rendered = chats(source).render(conversation(content), OPEN)
+    reference = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(), chat_template=source)
+    wanted = reference.apply_chat_template(conversation(content), tokenize=False, **OPEN)
+    assert rendered.text == wanted
+    assert rendered.text.endswith(content.strip() if source == CHATML else content)
     if rendered.marked is not None:
         text = rendered.marked.text
         assert (text.count("<|im_start|>"), text.count("<|im_end|>")) == (2, 1), "the template's"
@@ -39,7 +54,46 @@ def test_a_last_message_is_left_open_and_keeps_the_white_space_at_its_end(conten
 
 def test_parts_of_a_last_message_go_on_where_the_last_one_ends() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two "}]
-    assert chats().render(conversation(parts), OPEN).text.endswith("assistant\none\ntwo ")
+    assert chats(KEEPING).render(conversation(parts), OPEN).text.endswith("assistant\none\ntwo ")
+    assert chats().render(conversation(parts), OPEN).text.endswith("assistant\none\ntwo")
+    taking = "{% for part in messages[-1].content %}{{ part.text }}{% endfor %}</s>"
+    assert chats(taking).render(conversation(parts), OPEN).text == "onetwo "
+    picture = [*parts, {"type": "image"}]
+    assert chats(taking).render(conversation(picture), OPEN).text == "onetwo "
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "ü"}', {"a": "ü"}])
+def test_arguments_of_calls_are_objects_and_texts_where_a_template_fails_with_those(
+    arguments: object,
+) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    chat = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    looking = JOINING.replace("'f ' + c.function.arguments", "c.function.arguments.a")
+    assert chats(looking).render(chat, {}).text == "ü"
+    assert chats(JOINING).render(chat, {}).text == 'f {"a": "ü"}'
+
+
+@pytest.mark.parametrize("arguments", ["", " "])
+def test_no_arguments_are_an_empty_object(arguments: str) -> None:
+    chat = [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}]
+    assert chats("{{ messages[0].tool_calls[0] | tojson }}").render(chat, {}).text == (
+        '{"name": "f", "arguments": {}}'
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", ["[1]", "no JSON", "{" * 5000, '{"a":' * 900 + "1" + "}" * 900]
+)
+def test_arguments_that_are_no_object_stay_what_the_model_said(arguments: str) -> None:
+    chat = [{"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]}]
+    assert chats(JOINING).render(chat, {}).text == "f " + arguments
+
+
+def test_what_fails_with_objects_and_with_texts_is_told_as_of_objects() -> None:
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    source = "{{ raise_exception(messages[0].tool_calls[0].function.arguments | string | length) }}"
+    with pytest.raises(TemplateFailed, match=r": 2$"):
+        chats(source).render([{"role": "assistant", "tool_calls": [call]}], {})
 
 
 def test_without_it_nothing_changes_and_templates_are_not_told() -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text.template_sources import read_tokenizer_config
+from pipeinfer.tokenizer.chats import Chats
 from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed, load_templates
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -77,10 +78,91 @@ def test_language_extensions_equal_transformers(source: str) -> None:
     assert one(source).render([USER, ANSWER], {}) == expected
 
 
-def test_text_parts_reach_templates_as_one_string() -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    chat = [{"role": "user", "content": parts}]
-    assert one("{{ messages[0].content }}").render(chat, {}) == "one\ntwo"
+PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+EACH = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+TYPED = EACH.replace("m.content", "m.content | selectattr('type', 'equalto', 'text')")
+CONTENTS = {
+    "texts": ("{{ m.content + '|' }}", "one\ntwo|", "three|"),
+    "texts, and nothing else": ("{{ m.content if m.content is string }}|", "one\ntwo|", "three|"),
+    "writes whatever comes": ("{{ m.content }}|", "one\ntwo|", "three|"),
+    "writes whatever comes as JSON": ("{{ m.content | tojson }}|", '"one\\ntwo"|', '"three"|'),
+    "the first part": (
+        "{{ m.content if m.content is string else m.content[0].text }}|",
+        "one\ntwo|",
+        "three|",
+    ),
+    "either": (
+        "{% if m.content is string %}{{ m.content }}{% else %}" + EACH + "{% endif %}|",
+        "onetwo|",
+        "three|",
+    ),
+    "parts": (EACH + "|", "onetwo|", "three|"),
+    "parts by type": (TYPED + "|", "onetwo|", "three|"),
+    "parts, or an error": (
+        "{% if m.content is string %}{{ raise_exception('parts!') }}{% endif %}" + EACH + "|",
+        "onetwo|",
+        "three|",
+    ),
+    "parts, and only with tools": (
+        "{% if not tools %}{{ raise_exception('tools!') }}{% endif %}" + EACH + "|",
+        "onetwo|",
+        "three|",
+    ),
+}
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_content_comes_in_the_form_that_the_template_reads(name: str, role: str) -> None:
+    shown, of_parts, of_text = CONTENTS[name]
+    templates = one("{% for m in messages %}" + shown + "{% endfor %}")
+    chat = [{"role": role, "content": PARTS}, {"role": role, "content": "three"}]
+    assert templates.render(chat, {"tools": [{}]}) == of_parts + of_text
+    assert chat == [{"role": role, "content": PARTS}, {"role": role, "content": "three"}]
+
+
+def test_roles_may_be_read_in_forms_of_their_own() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ m.content + '|' }}{% else %}"
+        + EACH + "|{% endif %}{% endfor %}"
+    )  # fmt: skip
+    chat = [{"role": role, "content": PARTS} for role in ("system", "user")]
+    assert one(source).render(chat, {}) == "one\ntwo|onetwo|"
+    chat = [{"role": role, "content": "three"} for role in ("system", "user")]
+    assert one(source).render(chat, {}) == "three|three|"
+
+
+def test_other_parts_than_texts_are_left_to_the_template() -> None:
+    chat = [{"role": "user", "content": [*PARTS, {"type": "image"}]}]
+    source = "{% for part in messages[0].content %}{{ part.text or '<image>' }}{% endfor %}"
+    assert one(source).render(chat, {}) == "onetwo<image>"
+
+
+CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+CALLED = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+NULLS = {
+    "asks for null": ("{{ 'nothing' if m.content is none }}" + CALLED, "nothingf"),
+    "asks for a text": ("{{ 'text' if m.content is string else 'none' }}" + CALLED, "nonef"),
+    "asks whether there is one": ("{{ m.content if m.content }}" + CALLED, "f"),
+    "writes it": ("{{ m.content }}" + CALLED, "f"),
+    "writes it as JSON": ("{{ m.content | tojson }}" + CALLED, '""f'),
+    "joins it": ("{{ m.content + '|' }}" + CALLED, "|f"),
+    "asks, and joins arguments": (
+        "{{ 'nothing' if m.content is none }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name + c.function.arguments }}{% endfor %}",
+        'nothingf{"a": 1}',
+    ),
+}
+
+
+@pytest.mark.parametrize("message", [CALLING, {**CALLING, "content": None}], ids=["none", "null"])
+@pytest.mark.parametrize("name", NULLS)
+def test_a_content_of_null_is_null_where_the_template_can_take_it(
+    name: str, message: dict[str, Any]
+) -> None:
+    shown, expected = NULLS[name]
+    templates = one("{% for m in messages %}" + shown + "{% endfor %}")
+    assert Chats((), templates).render([message], {}).text == expected
 
 
 def test_what_a_template_raises_is_told_to_the_client() -> None:

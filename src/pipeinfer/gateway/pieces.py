@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple, Protocol
 
 SPACE = " \t\r\n"  # what sets pieces apart
 
+# Of calls: ours, nine letters and digits, or the function's name and the call's number.
+CallIds = Literal["", "short", "numbered"]
 Kind = Literal["content", "reasoning", "call", "arguments"]
 NEXT = -2  # in place of a call's number: content or thoughts begin anew here
 

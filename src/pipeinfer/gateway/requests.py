@@ -28,6 +28,7 @@ from pipeinfer.gateway.schema import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
+    ContentPart,
     Generation,
     StreamOptions,
 )
@@ -143,7 +144,7 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
             message = "thinking_token_budget: this model's thoughts are bounded by reasoning_effort"
             raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
     if request.continue_final_message and chat:
-        said = str(chat[-1].get("content"))
+        said = spoken(chat[-1].get("content"))
         reading = reading.going_on(said)
         if params.thinking_token_budget is not None and amid_thoughts(said):
             message = "thinking_token_budget: the last message's own thoughts would not be counted"
@@ -181,7 +182,10 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     )
     reader = reading.reader(schemas, one_call, thoughts)
     job = _job(request, [call], params.n, shown)
-    calling = Calling(reading.tools == "mistral", bool(named_function(request)))
+    made = sum(
+        len(calls) for turn in chat or () if isinstance(calls := turn.get("tool_calls"), list)
+    )
+    calling = Calling(reading.tool_parser.ids, made, bool(named_function(request)))
     return replace(job, reader=reader, params=params, calling=calling)
 
 
@@ -395,35 +399,44 @@ def _check_sendable(param: str, value: JsonValue) -> None:
 
 
 def _message(i: int, message: ChatMessage) -> JsonObject:
-    """The message as chat templates want it: content as one text, no absent fields."""
-    if message.reasoning is not None:
-        if message.reasoning_content is None:
-            message = replace(message, reasoning_content=message.reasoning)
-        message = replace(message, reasoning=None)
-    plain: JsonObject = msgspec.to_builtins(message)
+    """The message as the tokenizer takes it: a content of texts alone, or null where the message
+    only calls tools; thoughts under one name; no absent fields."""
+    thoughts = (message.reasoning_content, message.thinking, message.reasoning)
+    shown = next((text for text in thoughts if text is not None), None)
+    message = replace(message, reasoning_content=shown, thinking=None, reasoning=None)
+    plain: JsonObject = msgspec.to_builtins(replace(message, refusal=None))
     if message.tool_calls is not None:
         plain["tool_calls"] = [for_template(call) for call in message.tool_calls]
-    if isinstance(message.content, list):
-        plain["content"] = _joined(i, message)
-    elif message.content is None:
-        if message.role != "assistant" or not message.tool_calls:
-            param = f"messages[{i}].content"
-            raise ApiError(400, f"{param} must be given", param, "invalid_value")
-        plain["content"] = ""
+    content = message.refusal if message.content is None else message.content
+    if isinstance(content, list):
+        plain["content"] = [_text_part(i, j, part) for j, part in enumerate(content)]
+    elif content is not None:
+        plain["content"] = content
+    elif message.role == "assistant" and message.tool_calls:
+        plain["content"] = None
+    else:
+        param = f"messages[{i}].content"
+        raise ApiError(400, f"{param} must be given", param, "invalid_value")
     if message.role == "developer":  # templates of open models know it as "system"
         plain["role"] = "system"
     return plain
 
 
-def _joined(i: int, message: ChatMessage) -> str:
-    assert isinstance(message.content, list)
-    texts: list[str] = []
-    for j, part in enumerate(message.content):
-        where = f"messages[{i}].content[{j}]"
-        if part.type != "text":
-            text = f"{where}.type: {part.type[:100]!r} is not supported, only 'text' is"
-            raise ApiError(400, text, f"{where}.type", "unsupported_parameter")
-        if part.text is None:
-            raise ApiError(400, f"{where}.text must be given", f"{where}.text", "invalid_value")
-        texts.append(part.text)
-    return "\n".join(texts)
+def _text_part(i: int, j: int, part: ContentPart) -> JsonObject:
+    """A part of text; what a model refused to say is one as well."""
+    where = f"messages[{i}].content[{j}]"
+    if part.type not in ("text", "refusal"):
+        text = f"{where}.type: {part.type[:100]!r} is not supported, only 'text' is"
+        raise ApiError(400, text, f"{where}.type", "unsupported_parameter")
+    text = part.text if part.type == "text" else part.refusal
+    if text is None:
+        param = f"{where}.{part.type}"
+        raise ApiError(400, f"{param} must be given", param, "invalid_value")
+    return {"type": "text", "text": text}
+
+
+def spoken(content: JsonValue) -> str:
+    """The text of a message's content, whose parts go on from each other."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""

@@ -158,16 +158,18 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """A part of a message's content; only type "text" is served."""
+    """A part of a message's content; only the types "text" and "refusal" are served."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class ChatMessage(Part, frozen=True, omit_defaults=True):
-    """One message of a conversation. `reasoning`: vLLM's name of `reasoning_content`."""
+    """One message of a conversation. `reasoning` and `thinking`: other servers' names of
+    `reasoning_content`. `refusal`: OpenAI's place for what a model says instead of a content."""
 
-    unsupported = ("prefix", "tools", "task")
+    unsupported = ("prefix", "tools", "task", "audio")
     role: Role
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -176,10 +178,13 @@ class ChatMessage(Part, frozen=True, omit_defaults=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    thinking: str | None = None
+    refusal: str | None = None
     phase: str | None = None
     prefix: bool | None = None
     tools: list[JsonObject] | None = None
     task: str | None = None
+    audio: JsonObject | None = None
 
 
 class Function(Part, frozen=True, omit_defaults=True):

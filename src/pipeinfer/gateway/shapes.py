@@ -13,7 +13,7 @@ import msgspec
 
 from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Delta, Started
-from pipeinfer.gateway.pieces import Piece, Reader
+from pipeinfer.gateway.pieces import CallIds, Piece, Reader
 from pipeinfer.json_values import JsonObject
 from pipeinfer.messages import FinishReason
 from pipeinfer.packing import unpack
@@ -51,10 +51,12 @@ class Shown(msgspec.Struct, frozen=True):
 
 
 class Calling(msgspec.Struct, frozen=True):
-    """How an answer tells calls. `short_ids`: as Mistral wants them. `named`: the client chose the
-    function; OpenAI ends such a call with "stop". `older`: the one call is `function_call`."""
+    """How an answer tells calls. `ids`: what they look like. `made`: how many calls the
+    conversation has already. `named`: the client chose the function; OpenAI ends such a call with
+    "stop". `older`: the one call is `function_call`."""
 
-    short_ids: bool = False
+    ids: CallIds = ""
+    made: int = 0
     named: bool = False
     older: bool = False
 
@@ -72,11 +74,13 @@ class Answer(msgspec.Struct, frozen=True):
     reader: Callable[[], Reader] | None = None
     calling: Calling = Calling()
 
-    def call_id(self, index: int, call: int) -> str:
-        """Of call number `call` in choice `index`."""
-        name = f"{self.id}-{index}-{call}".encode()
-        digits = hashlib.blake2b(name, digest_size=12).hexdigest()
-        return digits[:9] if self.calling.short_ids else f"call_{digits}"
+    def call_id(self, index: int, call: int, name: str) -> str:
+        """Of call number `call` in choice `index`, of the function `name`."""
+        if self.calling.ids == "numbered":
+            return f"functions.{name}:{self.calling.made + call}"
+        whole = f"{self.id}-{index}-{call}".encode()
+        digits = hashlib.blake2b(whole, digest_size=12).hexdigest()
+        return digits[:9] if self.calling.ids == "short" else f"call_{digits}"
 
 
 @dataclass
@@ -296,7 +300,10 @@ def _delta(answer: Answer, index: int, piece: Piece) -> JsonObject:
         return {"function_call": begun if piece.kind == "call" else {"arguments": piece.text}}
     call: JsonObject = {"index": piece.call, "function": {"arguments": piece.text}}
     if piece.kind == "call":
-        call = {"index": piece.call, **_call(answer.call_id(index, piece.call), piece.text, "")}
+        call = {
+            "index": piece.call,
+            **_call(answer.call_id(index, piece.call, piece.text), piece.text, ""),
+        }
     return {"tool_calls": [call]}
 
 
@@ -318,7 +325,7 @@ def _message(answer: Answer, index: int, choice: Choice) -> JsonObject:
         message["function_call"] = {"name": name, "arguments": "".join(arguments)}
     elif said.calls:
         message["tool_calls"] = [
-            _call(answer.call_id(index, number), name, "".join(arguments))
+            _call(answer.call_id(index, number, name), name, "".join(arguments))
             for number, (name, *arguments) in enumerate(said.calls)
         ]
     return message

@@ -25,7 +25,7 @@ from pipeinfer.gateway.keys import Keys
 from pipeinfer.gateway.limits import Limits
 from pipeinfer.gateway.metrics import Metrics
 from pipeinfer.gateway.port import Port
-from pipeinfer.gateway.reading.registry import reading
+from pipeinfer.gateway.reading.registry import UNKNOWN_FORM, reading
 from pipeinfer.gateway.requests import Terms
 from pipeinfer.gateway.service import Service
 from pipeinfer.gateway.sight import Sight
@@ -96,17 +96,15 @@ def _terms(settings: Settings, folder: Path) -> Terms:
     most = min(settings.max_prompts, settings.max_queue)
     config = read_tokenizer_config(folder)
     templates = template_sources(folder, config, settings.chat_template)
-    return Terms(
-        sampling_defaults(folder),
-        most,
-        settings.request_timeout,
-        reading(
-            settings.tool_parser,
-            settings.reasoning_parser,
-            "\n".join(templates.values()),
-            added_tokens(folder, config),
-        ),
+    read = reading(
+        settings.tool_parser,
+        settings.reasoning_parser,
+        "\n".join(templates.values()),
+        added_tokens(folder, config),
     )
+    if read.no_calls == UNKNOWN_FORM:
+        log.warning("tools are refused unless tool_choice demands a call: %s", UNKNOWN_FORM)
+    return Terms(sampling_defaults(folder), most, settings.request_timeout, read)
 
 
 def _limits(settings: Settings) -> Limits:

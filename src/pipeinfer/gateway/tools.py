@@ -44,9 +44,8 @@ def tool_schemas(request: ChatRequest, reading: Reading) -> dict[str, JsonObject
     _check_sendable(schemas)
     if choice == "none":
         return None
-    if choice in (None, "auto") and not reading.calls:
-        why = "has no tools" if reading.tools else "tells no --tool-parser how it would call them"
-        message = f"this server's model cannot call tools: its chat template {why}"
+    if choice in (None, "auto") and reading.no_calls:
+        message = f"this server's model cannot call tools: {reading.no_calls}"
         raise ApiError(400, message, "tools", "unsupported_parameter")
     return schemas
 

@@ -7,8 +7,11 @@ Takes out of a template's arguments what is not for the template. Knows no ids.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
 
 from pipeinfer.json_values import JsonObject, JsonValue
+from pipeinfer.tokenizer.call_arguments import argument_forms
 from pipeinfer.tokenizer.client_strings import strings, weight
 from pipeinfer.tokenizer.control_texts import ControlTexts, Marked, Rendered
 from pipeinfer.tokenizer.templates import ChatTemplates, TemplateFailed
@@ -44,12 +47,18 @@ class Chats:
         arguments.pop("chat_template", None)
         goes_on = arguments.pop("continue_final_message", None)
         chosen = self._own if source is None else self._other(source)
-        if not goes_on:
-            return chosen.render(chat, arguments)
-        if arguments.get("add_generation_prompt", True) is not False:
+        if goes_on and arguments.get("add_generation_prompt", True) is not False:
             message = "continue_final_message is only allowed with add_generation_prompt: false"
             raise TemplateFailed(message, "continue_final_message")
-        return _continued(chosen, chat, arguments)
+        render = partial(_continued, chosen) if goes_on else chosen.render
+        form, *others = argument_forms(chat)
+        try:
+            return render(form, arguments)
+        except TemplateFailed:
+            for other in others:
+                with suppress(TemplateFailed):  # what is wrong with the usual form is more telling
+                    return render(other, arguments)
+            raise
 
     def _source(self, arguments: JsonObject) -> str | None:
         """Of the request's own template."""
@@ -78,27 +87,44 @@ class Chats:
 
 
 def _continued(chosen: ControlTexts, chat: list[JsonObject], arguments: JsonObject) -> Rendered:
-    """Up to the end of the last message's content, as the template shows it."""
+    """Up to the end of the last message's content, as the template shows it. White space at its end
+    is left out if the template trims contents."""
     last: JsonObject = chat[-1] if chat else {}
-    content = _text(last.get("content"))
-    if last.get("role") != "assistant" or not content:
-        message = "continue_final_message needs a last message of the assistant, with content"
-        raise TemplateFailed(message, "continue_final_message")
     said = {character for text, _ in strings(chat, arguments) for character in text}
     end = next(chr(code) for code in ENDS if chr(code) not in said)
-    rendered = chosen.render([*chat[:-1], {**last, "content": content + end}], arguments)
+    content = _ending(last.get("content"), end + " ")
+    if last.get("role") != "assistant" or content is None:
+        message = "continue_final_message needs a last message of the assistant, with content"
+        raise TemplateFailed(message, "continue_final_message")
+    rendered = chosen.render([*chat[:-1], {**last, "content": content}], arguments)
+    text, _, behind = rendered.text.partition(end)
     if rendered.text.count(end) != 1:
         message = "the chat template does not show the last message's content once, as it is"
         raise TemplateFailed(message, "continue_final_message")
+    trims = not behind.startswith(" ")
     marked = rendered.marked
     if marked is not None:
-        marked = Marked(marked.text.partition(end)[0], marked.marks)
-    return Rendered(rendered.text.partition(end)[0], marked)
+        before = marked.text.partition(end)[0]
+        if trims:
+            before = _trimmed(before, "" if marked.marks is None else marked.marks.breaker)
+        marked = Marked(before, marked.marks)
+    return Rendered(text.rstrip() if trims else text, marked)
 
 
-def _text(content: JsonValue) -> str:
-    """Parts of text joined, as templates see them; nothing where there are others."""
-    if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict)]
-        return "\n".join(text for text in texts if isinstance(text, str))
-    return content if isinstance(content, str) else ""
+def _ending(content: JsonValue, end: str) -> JsonValue:
+    """`content` with `end` behind its last text; None if there is no text to go on from."""
+    if isinstance(content, str):
+        return content + end if content else None
+    parts = content if isinstance(content, list) else []
+    for at in reversed(range(len(parts))):
+        part = parts[at]
+        if isinstance(part, dict) and isinstance(text := part.get("text"), str) and text:
+            return [*parts[:at], {**part, "text": text + end}, *parts[at + 1 :]]
+    return None
+
+
+def _trimmed(text: str, mark: str) -> str:
+    """Without white space at its end, and without marks that stand among it."""
+    while (shorter := text.rstrip().rstrip(mark or None)) != text:
+        text = shorter
+    return text

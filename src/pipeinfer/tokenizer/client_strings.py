@@ -17,8 +17,8 @@ NODE = 8  # bytes of text that take as long to encode as one more value takes to
 MANY = 10_000  # values that are looked at; counting more takes longer than short requests may wait
 HUGE = 1 << 40  # the weight of what was not looked at to its end
 
-# free: the whole text of a message's field. part: a string somewhere inside, which a template may
-# look up or compare ("type": "function"). key: the name of a value.
+# free: the whole text of a message's field, or of a part of its content. part: a string somewhere
+# inside, which a template may look up or compare ("type": "function"). key: the name of a value.
 Kind = Literal["free", "part", "key"]
 Write = Callable[[str, Kind], str]
 
@@ -74,9 +74,23 @@ def _message(message: JsonObject, write: Write) -> JsonObject:
             copy[key] = value
         elif isinstance(value, str):
             copy[write(key, "key")] = write(value, "free")
+        elif key == "content" and isinstance(value, list):
+            copy[key] = [_part(part, write) for part in value]
         else:
             copy[write(key, "key")] = _nested(value, write)
     return copy
+
+
+def _part(part: JsonValue, write: Write) -> JsonValue:
+    """Of a content, whose text a template shows as it shows a whole content."""
+    if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        return _nested(part, write)
+    return {
+        write(key, "key"): write(value, "free")
+        if key == "text" and isinstance(value, str)
+        else _nested(value, write)
+        for key, value in part.items()
+    }
 
 
 def _nested(value: JsonValue, write: Write) -> JsonValue:

@@ -14,6 +14,7 @@ from pipeinfer.settings import ConfigurationError
 from pipeinfer.text.loading import special_tokens
 from pipeinfer.text.template_sources import template_sources
 from pipeinfer.tokenizer.sandbox import Clock, make_environment
+from pipeinfer.tokenizer.template_probes import TemplateProbes, text_part
 
 # Names that a message's reasoning travels under; templates read the first, some the second.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -47,11 +48,11 @@ class ChatTemplates:
         self._variables = variables
         self._strftime_now = strftime_now
         self.takes_others = takes_others
-        self._templates: dict[str, Template] = {}
+        self._templates: dict[str, _Compiled] = {}
         self.problems: dict[str, str] = {}
         for name, source in sources.items():
             try:
-                self._templates[name] = environment.from_string(source)
+                self._templates[name] = _Compiled(environment.from_string(source), variables)
             except TemplateSyntaxError as error:
                 self.problems[name] = f"line {error.lineno}: {error.message}"
 
@@ -72,20 +73,13 @@ class ChatTemplates:
         template = self._choose(bool(arguments.get("tools")))
         if not messages:
             raise TemplateFailed("the conversation has no messages")
-        variables = {
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": True,
-            **self._variables,
-            **arguments,
-            "messages": [_plain(message) for message in messages],
-        }
         try:
-            return template.render(variables)
+            plain = [_plain(message, template.takes) for message in messages]
+            return template.render(plain, arguments)
         except Exception as error:  # a template can fail in as many ways as any program
             raise TemplateFailed(f"the chat template refused the messages: {error}") from None
 
-    def _choose(self, tools: bool) -> Template:
+    def _choose(self, tools: bool) -> _Compiled:
         name = "tool_use" if tools and self._has("tool_use") else "default"
         if name in self.problems:
             raise TemplateFailed(f"the model's chat template is broken, {self.problems[name]}")
@@ -120,19 +114,51 @@ def load_templates(
     return templates
 
 
-def _plain(message: JsonObject) -> JsonObject:
-    """One message as templates expect it: no nulls, text parts joined, reasoning by its names."""
+class _Compiled:
+    """One template, and what it takes. `variables`: that all its renderings have."""
+
+    def __init__(self, template: Template, variables: dict[str, str]) -> None:
+        self._template = template
+        self._variables = variables
+        self.takes = TemplateProbes(self.render)
+
+    def render(self, messages: list[JsonObject], arguments: JsonObject) -> str:
+        """The text of `messages` as they are. Raises whatever the template raises."""
+        return self._template.render(
+            {
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": True,
+                **self._variables,
+                **arguments,
+                "messages": messages,
+            }
+        )
+
+
+def _plain(message: JsonObject, takes: TemplateProbes) -> JsonObject:
+    """One message as the template takes it: without nulls other than its content's, text parts and
+    texts in the form that it reads, reasoning by its names."""
     plain: JsonObject = {key: value for key, value in message.items() if value is not None}
-    content = plain.get("content")
-    if isinstance(content, list):
-        texts = [text for text in map(_text, content) if text is not None]
-        if len(texts) == len(content):
-            # Most templates only know strings; lines keep the parts apart.
-            plain["content"] = "\n".join(texts)
+    if "content" in plain:
+        plain["content"] = _content(plain["content"], str(plain.get("role")), takes)
+    elif "content" in message or "tool_calls" in plain:
+        plain["content"] = None if takes.null_content else ""
     for field in REASONING_FIELDS:
         if field in plain:
             return {"thinking": plain[field], **plain, "reasoning_content": plain[field]}
     return plain
+
+
+def _content(content: JsonValue, role: str, takes: TemplateProbes) -> JsonValue:
+    if isinstance(content, str):
+        return [text_part(content)] if takes.content(role) == "parts" else content
+    if not isinstance(content, list):
+        return content
+    texts = [text for text in map(_text, content) if text is not None]
+    if len(texts) < len(content) or takes.content(role) != "text":
+        return content
+    return "\n".join(texts)  # lines keep the parts apart
 
 
 def _text(part: JsonValue) -> str | None:

@@ -260,7 +260,7 @@ def _messages(request: CountRequest) -> list[ChatMessage]:
         raise ApiError(400, f"messages must {reason}", "messages", "invalid_value")
     turns = Turns()
     if request.system:
-        turns.say("system", _text(request.system, "system"))
+        turns.say("system", _texts(request.system, "system"))
     for i, turn in enumerate(request.messages):
         _say(turns, turn, f"messages[{i}].content")
     messages = turns.take()
@@ -279,7 +279,7 @@ def _check_open(last: ChatMessage, where: str) -> None:
 
 def _say(turns: Turns, turn: Turn, where: str) -> None:
     if isinstance(turn.content, str):
-        turns.say(turn.role, turn.content)
+        turns.say(turn.role, [turn.content])
         return
     texts: list[str] = []
     for j, block in enumerate(turn.content):
@@ -288,11 +288,11 @@ def _say(turns: Turns, turn: Turn, where: str) -> None:
             texts.append(_given(block.text, f"{here}.text"))
             continue
         if texts:
-            turns.say(turn.role, "\n".join(texts))
+            turns.say(turn.role, texts)
             texts = []
         _BLOCKS.get((turn.role, block.type), _refused)(turns, block, here)
     if texts or not turn.content:
-        turns.say(turn.role, "\n".join(texts))
+        turns.say(turn.role, texts)
 
 
 def _thought(turns: Turns, block: MessageBlock, where: str) -> None:
@@ -309,8 +309,8 @@ def _called(turns: Turns, block: MessageBlock, where: str) -> None:
 
 
 def _gave(turns: Turns, block: MessageBlock, where: str) -> None:
-    text = "" if block.content is None else _text(block.content, f"{where}.content")
-    turns.result(_given(block.tool_use_id, f"{where}.tool_use_id"), text)
+    texts = [""] if block.content is None else _texts(block.content, f"{where}.content")
+    turns.result(_given(block.tool_use_id, f"{where}.tool_use_id"), texts)
 
 
 def _refused(turns: Turns, block: MessageBlock, where: str) -> None:
@@ -326,10 +326,10 @@ _BLOCKS = {
 }
 
 
-def _text(content: str | list[TextBlock], where: str) -> str:
-    """Blocks as one text, joined as chats join parts."""
+def _texts(content: str | list[TextBlock], where: str) -> list[str]:
+    """Of its blocks, all of which must be texts."""
     if isinstance(content, str):
-        return content
+        return [content]
     texts: list[str] = []
     for j, block in enumerate(content):
         if block.type != "text":
@@ -337,7 +337,7 @@ def _text(content: str | list[TextBlock], where: str) -> str:
             message = f"{param}: {block.type[:100]!r} is not supported, only 'text' is"
             raise ApiError(400, message, param, "unsupported_parameter")
         texts.append(_given(block.text, f"{where}[{j}].text"))
-    return "\n".join(texts)
+    return texts
 
 
 def _given(value: str | None, where: str) -> str:

@@ -98,7 +98,7 @@ class MessageSpeech:
         if block.kind == "reasoning":
             text = "" if self._omits else block.text
             return {"type": "thinking", "thinking": text, "signature": ""}
-        call_id = self._answer.call_id(0, block.call)
+        call_id = self._answer.call_id(0, block.call, block.name)
         if call_id.startswith("call_"):
             call_id = f"toolu_{call_id.removeprefix('call_')}"
         given = _input(block.text)

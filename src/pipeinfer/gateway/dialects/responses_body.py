@@ -262,9 +262,9 @@ def _given(value: str | None, where: str) -> str:
 def _messages(request: ResponsesRequest) -> list[ChatMessage]:
     turns = Turns()
     if request.instructions:
-        turns.say("system", request.instructions)
+        turns.say("system", [request.instructions])
     if isinstance(request.input, str):
-        turns.say("user", request.input)
+        turns.say("user", [request.input])
         return turns.take()
     if not 0 < len(request.input) <= MOST_MESSAGES:
         many = len(request.input)
@@ -281,27 +281,27 @@ def _say(turns: Turns, item: InputItem, where: str) -> None:
         if item.role is None or item.role in ("tool", "function"):
             message = f"{where}.role must be system, developer, user or assistant"
             raise ApiError(400, message, f"{where}.role", "invalid_value")
-        turns.say(item.role, _text(item.content, f"{where}.content"), item.phase)
+        turns.say(item.role, _texts(item.content, f"{where}.content"), item.phase)
     elif kind == "reasoning":
         shown = item.content or item.summary or ""
         if shown:  # what is only encrypted comes from elsewhere, and says nothing here
-            turns.think(_text(shown, f"{where}.content"))
+            turns.think("\n".join(_texts(shown, f"{where}.content")))
     elif kind == "function_call":
         call_id = _given(item.call_id, f"{where}.call_id")
         arguments = _given(item.arguments, f"{where}.arguments")
         turns.call(call_id, _given(item.name, f"{where}.name"), arguments)
     elif kind == "function_call_output":
         call_id = _given(item.call_id, f"{where}.call_id")
-        turns.result(call_id, _text(item.output, f"{where}.output"))
+        turns.result(call_id, _texts(item.output, f"{where}.output"))
     else:
         message = f"{where}.type: {kind[:100]!r} is not supported by this server"
         raise ApiError(400, message, f"{where}.type", "unsupported_parameter")
 
 
-def _text(content: str | list[InputPart] | None, where: str) -> str:
-    """Parts as one text, joined as chats join them."""
+def _texts(content: str | list[InputPart] | None, where: str) -> list[str]:
+    """Of its parts, all of which must be texts."""
     if isinstance(content, str):
-        return content
+        return [content]
     if content is None:
         raise ApiError(400, f"{where} must be given", where, "invalid_value")
     texts: list[str] = []
@@ -314,4 +314,4 @@ def _text(content: str | list[InputPart] | None, where: str) -> str:
             message = f"{here}.type: {part.type[:100]!r} is not supported, only texts are"
             raise ApiError(400, message, f"{here}.type", "unsupported_parameter")
         texts.append(_given(part.text, f"{here}.text"))
-    return "\n".join(texts)
+    return texts

@@ -136,7 +136,7 @@ class ResponseSpeech:
             return {
                 **item,
                 "type": "function_call",
-                "call_id": self._answer.call_id(0, block.call),
+                "call_id": self._answer.call_id(0, block.call, block.name),
                 "name": block.name,
                 "arguments": block.text,
             }

@@ -5,9 +5,10 @@ What one assistant's turn says (thoughts, text, calls) becomes one message, as t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pipeinfer.gateway.schema import ChatMessage, Role
+from pipeinfer.gateway.schema import ChatMessage, ContentPart, Role
 from pipeinfer.json_values import JsonObject
 
 
@@ -28,24 +29,24 @@ class Turns:
         self._messages: list[ChatMessage] = []
         self._turn: _Turn | None = None
 
-    def say(self, role: Role, text: str, phase: str | None = None) -> None:
-        """A message. One of the system behind another belongs to that: most templates know one.
-        `phase`: of the assistant's, for templates that ask."""
+    def say(self, role: Role, texts: Sequence[str], phase: str | None = None) -> None:
+        """A message, of one or several parts. One of the system behind another belongs to that:
+        most templates know one. `phase`: of the assistant's, for templates that ask."""
         if role == "assistant":
             turn = self._speaking()
             if turn.content or turn.calls:
                 self._flush()
             turn = self._speaking()
-            turn.content.append(text)
+            turn.content += texts or [""]
             turn.phase = phase
             return
         self._flush()
         role = "system" if role == "developer" else role
         last = self._messages[-1] if self._messages else None
         if role == "system" and last is not None and last.role == "system":
-            self._messages[-1] = ChatMessage(role, f"{last.content}\n\n{text}")
+            self._messages[-1] = ChatMessage(role, "\n\n".join((_joined(last), *texts)))
         else:
-            self._messages.append(ChatMessage(role, text))
+            self._messages.append(ChatMessage(role, _content(texts)))
 
     def think(self, text: str) -> None:
         """Thoughts of the assistant, before what it says."""
@@ -59,10 +60,10 @@ class Turns:
         call: JsonObject = {"id": call_id, "type": "function", "function": function}
         self._speaking().calls.append(call)
 
-    def result(self, call_id: str, text: str) -> None:
+    def result(self, call_id: str, texts: Sequence[str]) -> None:
         """What a call gave."""
         self._flush()
-        self._messages.append(ChatMessage("tool", text, tool_call_id=call_id))
+        self._messages.append(ChatMessage("tool", _content(texts), tool_call_id=call_id))
 
     def take(self) -> list[ChatMessage]:
         """All of it."""
@@ -80,9 +81,22 @@ class Turns:
             return
         message = ChatMessage(
             "assistant",
-            "".join(turn.content),
+            _content(turn.content) if turn.content or not turn.calls else None,
             tool_calls=turn.calls or None,
             reasoning_content="".join(turn.reasoning) or None,
             phase=turn.phase,
         )
         self._messages.append(message)
+
+
+def _content(texts: Sequence[str]) -> str | list[ContentPart]:
+    """One text as it is; of several, the template decides how they stand together."""
+    if len(texts) == 1:
+        return texts[0]
+    return [ContentPart("text", text) for text in texts] if texts else ""
+
+
+def _joined(message: ChatMessage) -> str:
+    if isinstance(message.content, list):
+        return "\n\n".join(part.text or "" for part in message.content)
+    return message.content or ""

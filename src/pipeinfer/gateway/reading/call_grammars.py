@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from pipeinfer.gateway.reading.elements import Tags
+from pipeinfer.gateway.reading.marked import HERMES, MISTRAL, Marks
 from pipeinfer.gateway.reading.schema_types import types
 from pipeinfer.grammars.bounds import schema_of
 from pipeinfer.json_values import JsonObject, JsonValue
@@ -30,7 +32,7 @@ _OF_OBJECT = _REMARKS | {
 # Of a schema that stands within another one only definitions move along.
 _ELSEWHERE = re.compile(r'"\$(ref|dynamicRef|recursiveRef)":"#(?!/(\$defs|definitions)/)')
 _DEFINITIONS = ("$defs", "definitions")
-_KEY = re.compile(r"[^<>\s]{1,200}")
+_KEY = r"[^<>\s\"]{1,200}"
 
 
 class Inexpressible(ValueError):
@@ -61,27 +63,36 @@ class Wanted:
         return self.tag(text).startswith("<")
 
 
+CallGrammar = Callable[[Wanted], str]
+
+
 def hermes(wanted: Wanted) -> str:
     """<tool_call> and </tool_call> around objects."""
-    closing = wanted.tag("</tool_call>")
+    closing = wanted.tag(HERMES.closing)
     bodies = [
         f'"\\n" {_call(name, "arguments", schema)} "\\n" {closing}'
         for name, schema in wanted.schemas.items()
     ]
-    return _tagged(wanted, "<tool_call>", bodies, "", '"\\n"')
+    return _tagged(wanted, HERMES.opening, bodies, "", '"\\n"')
 
 
-def qwen3_coder(wanted: Wanted) -> str:
+def in_elements(tags: Tags) -> CallGrammar:
     """Parameters as elements, in the order of the schema."""
-    closing, rules, bodies = wanted.tag("</tool_call>"), list[str](), list[str]()
-    for i, (name, schema) in enumerate(wanted.schemas.items()):
-        parts = _elements(name, f"p{i}", schema, rules)
-        opening = _text(f"\n<function={name}>\n")
-        bodies.append(f"{opening} {parts} {_text('</function>' + chr(10))} {closing}")
-    grammar = _tagged(wanted, "<tool_call>", bodies, "<function=", '"\\n"')
-    rules.append('value[suffix="\\n</parameter>\\n"]: VALUE')
-    rules.append(f"VALUE: {ANY_TEXT} & ~/(?s:.*)\\n<(parameter=|\\/function>)(?s:.*)/")
-    return "\n".join((grammar, *rules))
+
+    def grammar(wanted: Wanted) -> str:
+        elements, bodies = _Elements(tags, wanted), list[str]()
+        for i, (name, schema) in enumerate(wanted.schemas.items()):
+            bodies.append(elements.function(name, f"p{i}", schema))
+        never, (opening, closing) = tags.function[0], tags.call
+        if tags.together:
+            calls = f'"\\n" {_repeated(wanted, "function", "")} {wanted.tag(closing)}'
+            form = _tagged(replace(wanted, many=False), opening, [calls], never, "")
+            return "\n".join((form, _rule("function", bodies), *elements.rules))
+        bodies = [f"{body} {wanted.tag(closing)}" for body in bodies]
+        between = _apart(tags.apart)
+        return "\n".join((_tagged(wanted, opening, bodies, never, between), *elements.rules))
+
+    return grammar
 
 
 def llama3(wanted: Wanted) -> str:
@@ -98,14 +109,49 @@ def llama3(wanted: Wanted) -> str:
 
 def mistral(wanted: Wanted) -> str:
     """A list of objects; where the model has a token for it, names and [ARGS]."""
-    if "[ARGS]" in (wanted.tokens or {}):
-        args = wanted.tag("[ARGS]")
-        bodies = [f"{_text(n)} {args} {_json(s)}" for n, s in wanted.schemas.items()]
-        return _tagged(wanted, "[TOOL_CALLS]", bodies, "", "")
-    objects = [_call(name, "arguments", schema) for name, schema in wanted.schemas.items()]
-    listed = f'"[" {_repeated(wanted, "object", _text(", "))} "]"'
-    once = replace(wanted, many=False)
-    return "\n".join((_tagged(once, "[TOOL_CALLS]", [listed], "", ""), _rule("object", objects)))
+    if "[ARGS]" not in (wanted.tokens or {}):
+        return in_lists(MISTRAL)(wanted)
+    args = wanted.tag("[ARGS]")
+    bodies = [f"{_text(n)} {args} {_json(s)}" for n, s in wanted.schemas.items()]
+    return _tagged(wanted, MISTRAL.opening, bodies, "", "")
+
+
+def in_lists(marks: Marks) -> CallGrammar:
+    """A list of objects behind a marker, or between two."""
+
+    def grammar(wanted: Wanted) -> str:
+        objects = [_call(name, "arguments", schema) for name, schema in wanted.schemas.items()]
+        closing = f" {wanted.tag(marks.closing)}" if marks.closing else ""
+        listed = f'"[" {_repeated(wanted, "object", _text(", "))} "]"{closing}'
+        once = replace(wanted, many=False)
+        form = _tagged(once, marks.opening, [listed], "", "")
+        return "\n".join((form, _rule("object", objects)))
+
+    return grammar
+
+
+def in_section(marks: Marks, *head: str, foot: str = "", between: str = "") -> CallGrammar:
+    """Names before their arguments, and all calls in a section. `head`: what stands before
+    arguments, tags and texts in which {} is the name; `foot`: what stands behind them."""
+
+    def grammar(wanted: Wanted) -> str:
+        assert marks.section is not None
+        begin, end = marks.section
+        calls = [
+            _sequence(
+                wanted.tag(marks.opening),
+                *(wanted.tag(part.replace("{}", name)) for part in head),
+                _json(schema),
+                _apart(foot),
+                wanted.tag(marks.closing),
+            )
+            for name, schema in wanted.schemas.items()
+        ]
+        listed = f"{_repeated(wanted, 'object', _apart(between))} {wanted.tag(end)}"
+        form = _tagged(replace(wanted, many=False), begin, [listed], marks.opening, "")
+        return "\n".join((form, _rule("object", calls)))
+
+    return grammar
 
 
 def json_list(wanted: Wanted) -> str:
@@ -113,9 +159,6 @@ def json_list(wanted: Wanted) -> str:
     listed = f'"[" {_repeated(wanted, "call", _text(", "))} "]"'
     calls = [_call(name, "parameters", schema) for name, schema in wanted.schemas.items()]
     return "\n".join((_start(wanted, listed), _rule("call", calls)))
-
-
-CallGrammar = Callable[[Wanted], str]
 
 
 def _tagged(wanted: Wanted, opening: str, bodies: list[str], never: str, between: str) -> str:
@@ -127,8 +170,8 @@ def _tagged(wanted: Wanted, opening: str, bodies: list[str], never: str, between
         return "\n".join((start, call, body))
     sign = "*" if wanted.many else "?"
     if wanted.special(opening):
-        text = f"text: {_without(never)}"
-        return "\n".join((f"start: text ({tag} body text){sign}", text, body))
+        text = f"TEXT: {_without(never)}"
+        return "\n".join((f"start: text ({tag} body text){sign}", "text: TEXT", text, body))
     # Content may not begin with a newline there: the lexer would not know which is meant.
     before = f"before[suffix={tag}]: {_without(never)}"
     rest = f"REST: {_without(opening, never)}"
@@ -137,7 +180,9 @@ def _tagged(wanted: Wanted, opening: str, bodies: list[str], never: str, between
 
 def _without(*texts: str) -> str:
     """A regular expression of texts that have none of them."""
-    escaped = "|".join(re.escape(text).replace("/", "\\/") for text in texts if text)
+    escaped = "|".join(
+        re.escape(text).replace("/", "\\/").replace("\\\n", "\\n") for text in texts if text
+    )
     return f"{ANY_TEXT} & ~/(?s:.*)({escaped})(?s:.*)/" if escaped else ANY_TEXT
 
 
@@ -225,49 +270,96 @@ def _text(text: str) -> str:
     return msgspec.json.encode(text).decode()
 
 
+def _apart(text: str) -> str:
+    """What sets others apart, or nothing."""
+    return _text(text) if text else ""
+
+
+def _sequence(*parts: str) -> str:
+    """One after the other; texts that follow each other become one."""
+    joined: list[str] = []
+    for part in filter(None, parts):
+        if joined and joined[-1].startswith('"') and part.startswith('"'):
+            joined[-1] = joined[-1][:-1] + part[1:]
+        else:
+            joined.append(part)
+    return " ".join(joined)
+
+
 # ----------------------------------------------------------------------------------------- elements
 
 
-def _elements(name: str, prefix: str, given: JsonObject | None, rules: list[str]) -> str:
-    """What stands within <function=name>; adds the rules that it needs. Raises Inexpressible."""
-    if given is None:
-        rules.append(f'{prefix}: "<parameter=" /[^<>\\s]{{1,200}}/ ">\\n" value')
-        return f"{prefix}*"
-    schema = given or NO_PARAMETERS
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    strange = sorted(set(schema) - _OF_OBJECT)
-    if strange or not isinstance(properties, dict) or not isinstance(required, list):
-        said = strange[0] if strange else "properties"
-        raise Inexpressible(f"{name}: calls of this model cannot be held to {said[:100]!r}")
-    missing = [key for key in required if key not in properties]
-    if missing:
-        raise Inexpressible(f"{name}: {str(missing[0])[:100]!r} is required and has no schema")
-    shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
-    parts: list[str] = []
-    for i, (key, value) in enumerate(properties.items()):
-        if not _KEY.fullmatch(key):
-            raise Inexpressible(f"{name}: {key[:100]!r} cannot be the name of a parameter")
-        rules.append(
-            f"{prefix}_{i}: {_text(f'<parameter={key}>' + chr(10))} {_value(name, value, shared)}"
-        )
-        parts.append(f"{prefix}_{i}" + "?" * (key not in required))
-    return " ".join(parts)
+class _Elements:
+    """Functions as elements with parameters. `rules`: that they need."""
 
+    def __init__(self, tags: Tags, wanted: Wanted) -> None:
+        self._tags = tags
+        self._wanted = wanted
+        self._apart = _apart(tags.apart)
+        self._line = _apart("\n" * tags.lines)
+        end = wanted.tag(tags.value_end)
+        self._closing = _sequence(self._line, end, self._apart)
+        never = _without(*tags.ends_of_value)
+        if wanted.special(tags.value_end):  # which no text can spell
+            line = " & /(?s:.*)\\n/" * tags.lines
+            self.rules = [f"value: VALUE {_sequence(end, self._apart)}", f"VALUE: {never}{line}"]
+        else:
+            self.rules = [f"value[suffix={self._closing}]: VALUE", f"VALUE: {never}"]
 
-def _value(name: str, schema: JsonValue, shared: JsonObject) -> str:
-    """A text stands for itself, all else is JSON."""
-    closing = _text("\n</parameter>\n")
-    if types(schema) != frozenset(("string",)) or not isinstance(schema, dict):
-        own = schema if isinstance(schema, dict) else {}
-        return f"%json {msgspec.json.encode({**own, **shared}).decode()} {closing}"
-    if set(schema) <= _REMARKS | {"type"}:
-        return "value"
-    options = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    plain = set(schema) <= _REMARKS | {"type", "enum", "const"} and isinstance(options, list)
-    texts = [text for text in options if isinstance(text, str)] if isinstance(options, list) else []
-    if not plain or not texts or any("\n" in text or "<" in text for text in texts):
-        raise Inexpressible(
-            f"{name}: calls of this model cannot be held to the patterns, lengths and formats of "
-            "texts"
-        )
-    return f"({' | '.join(map(_text, texts))}) {closing}"
+    def function(self, name: str, prefix: str, schema: JsonObject | None) -> str:
+        """From behind the tag of calls; rules that it needs are named with `prefix`. Raises
+        Inexpressible."""
+        opening, end = self._tags.function
+        opening, closing = _apart(opening), self._wanted.tag(end) if end else ""
+        before = self._apart if opening and not self._tags.together else ""
+        named = _text(name + self._tags.name_end + self._tags.apart)
+        parameters = self._parameters(name, prefix, schema)
+        behind = self._apart if closing else ""
+        return _sequence(before, opening, named, parameters, closing, behind)
+
+    def _key(self, key: str) -> str:
+        """The begin of a parameter, up to its value. `key`: an expression."""
+        tag, value = self._wanted.tag, self._tags.value
+        between = (self._apart, tag(value)) if value else ()
+        return _sequence(tag(self._tags.key), key, tag(self._tags.key_end), *between, self._line)
+
+    def _parameters(self, name: str, prefix: str, given: JsonObject | None) -> str:
+        if given is None:
+            self.rules.append(f"{prefix}: {self._key(f'/{_KEY}/')} value")
+            return f"{prefix}*"
+        schema = given or NO_PARAMETERS
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        strange = sorted(set(schema) - _OF_OBJECT)
+        if strange or not isinstance(properties, dict) or not isinstance(required, list):
+            said = strange[0] if strange else "properties"
+            raise Inexpressible(f"{name}: calls of this model cannot be held to {said[:100]!r}")
+        missing = [key for key in required if key not in properties]
+        if missing:
+            raise Inexpressible(f"{name}: {str(missing[0])[:100]!r} is required and has no schema")
+        shared = {key: schema[key] for key in _DEFINITIONS if key in schema}
+        parts: list[str] = []
+        for i, (key, value) in enumerate(properties.items()):
+            if not re.fullmatch(_KEY, key):
+                raise Inexpressible(f"{name}: {key[:100]!r} cannot be the name of a parameter")
+            said = self._value(name, value, shared)
+            self.rules.append(f"{prefix}_{i}: {self._key(_text(key))} {said}")
+            parts.append(f"{prefix}_{i}" + "?" * (key not in required))
+        return " ".join(parts)
+
+    def _value(self, name: str, schema: JsonValue, shared: JsonObject) -> str:
+        """A text stands for itself, all else is JSON."""
+        if types(schema) != frozenset(("string",)) or not isinstance(schema, dict):
+            own = schema if isinstance(schema, dict) else {}
+            return f"%json {msgspec.json.encode({**own, **shared}).decode()} {self._closing}"
+        if set(schema) <= _REMARKS | {"type"}:
+            return "value"
+        options = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        listed = options if isinstance(options, list) else []
+        plain = set(schema) <= _REMARKS | {"type", "enum", "const"}
+        texts = [text for text in listed if isinstance(text, str)]
+        if not plain or not texts or any("\n" in text or "<" in text for text in texts):
+            raise Inexpressible(
+                f"{name}: calls of this model cannot be held to the patterns, lengths and formats "
+                "of texts"
+            )
+        return f"({' | '.join(map(_text, texts))}) {self._closing}"

@@ -39,11 +39,6 @@ Section = Literal["role", "channel", "type"]
 Kind = Literal["content", "reasoning", "call", "nothing"]
 
 
-def speaks_harmony(template: str) -> bool:
-    """Whether a chat template writes the format."""
-    return all(marker in template for marker in (START, CHANNEL, MESSAGE))
-
-
 class Header:
     """What stands before a message's text, by sections: the role, what follows <|channel|>, what
     follows <|constrain|>. `opened`: a marker has begun the header; text alone may be no header."""

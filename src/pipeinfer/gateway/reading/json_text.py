@@ -211,6 +211,32 @@ class CallObject:
             pieces.append(Piece("arguments", "{}", self._call))
 
 
+class CallArguments:
+    """Reads the arguments of call number `call`, whose name is told already: a JSON object. Else
+    the same as CallObject."""
+
+    named = True
+    taken = ""
+
+    def __init__(self, call: int) -> None:
+        self._call = call
+        self._value = ValueEnd()
+        self.state = "open"
+
+    @property
+    def quoted(self) -> bool:
+        return self._value.quoted
+
+    def break_off(self, _pieces: list[Piece]) -> None:
+        self.state = "broken"
+
+    def feed(self, text: str) -> tuple[list[Piece], int]:
+        end, said = self._value.take(text, 0)
+        if self._value.done:
+            self.state = "done"
+        return [Piece("arguments", said, self._call)] if said else [], end
+
+
 def _text(raw: str) -> str | None:
     """What a text says that is written in JSON; None for anything else."""
     try:

@@ -5,52 +5,157 @@ Readers are made for one choice of an answer each. Knows names and templates' te
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypedDict, Unpack
 
-from pipeinfer.gateway.pieces import Piece, Plain, Reader
+from pipeinfer.gateway.pieces import CallIds, Piece, Plain, Reader
 from pipeinfer.gateway.reading.call_grammars import (
     CallGrammar,
     hermes,
+    in_elements,
+    in_lists,
+    in_section,
     json_list,
     llama3,
     mistral,
-    qwen3_coder,
 )
-from pipeinfer.gateway.reading.harmony import Harmony, speaks_harmony
+from pipeinfer.gateway.reading.elements import (
+    GLM45,
+    GLM47,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    SEED_OSS,
+    Elements,
+    Tags,
+)
+from pipeinfer.gateway.reading.harmony import Harmony
 from pipeinfer.gateway.reading.harmony_grammar import harmony
-from pipeinfer.gateway.reading.hermes import Hermes
-from pipeinfer.gateway.reading.json_list import JsonList
 from pipeinfer.gateway.reading.llama3 import Llama3
-from pipeinfer.gateway.reading.mistral import Mistral
-from pipeinfer.gateway.reading.qwen3_coder import Qwen3Coder
+from pipeinfer.gateway.reading.marked import (
+    ARGUMENT_BEGIN,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GRANITE,
+    HERMES,
+    HUNYUAN,
+    JSON_LIST,
+    KIMI_K2,
+    MISTRAL,
+    PHI4_MINI,
+    SEPARATOR,
+    Marked,
+    Marks,
+)
 from pipeinfer.gateway.reading.thinking import Thinking, amid_thoughts
 from pipeinfer.json_values import JsonObject
 from pipeinfer.settings import ConfigurationError
 from pipeinfer.text.added import Added
+from pipeinfer.text.harmony import CHANNEL, MESSAGE, START
 
 Schemas = Mapping[str, JsonObject]  # of the tools' parameters, by name
 
 
 @dataclass(frozen=True)
 class ToolParser:
-    """`special`: its markers are special tokens, whose texts are left out else. `grammar`: of what
-    it reads."""
+    """How one form of calls is read and written.
+
+    `grammar`: of what `make`'s reader reads. `shown`: what a chat template has that shows this
+    form, all of them; `never`: what it has only where it shows another one. Regular expressions.
+    `markers`: texts that may be special tokens, whose texts are left out else. `special`: they are
+    such in the tokenizers of these models. `ids`: of calls, as their templates want them."""
 
     make: Callable[[Schemas], Reader]
     grammar: CallGrammar
+    shown: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()
     special: bool = False
+    ids: CallIds = ""
 
+    def told_by(self, template: str) -> bool:
+        """Whether a chat template shows this form."""
+        found = (re.search(mark, template) is not None for mark in self.shown)
+        return (
+            bool(self.shown)
+            and all(found)
+            and not any(re.search(mark, template) for mark in self.never)
+        )
+
+
+class _More(TypedDict, total=False):
+    never: tuple[str, ...]
+    special: bool
+    ids: CallIds
+
+
+def _marked(marks: Marks, grammar: CallGrammar, *shown: str, **more: Unpack[_More]) -> ToolParser:
+    """Of calls that are JSON behind markers."""
+    return ToolParser(lambda _: Marked(marks), grammar, shown, markers=marks.markers, **more)
+
+
+def _elements(tags: Tags, *shown: str, **more: Unpack[_More]) -> ToolParser:
+    """Of calls that are elements."""
+    made, grammar = partial(Elements, tags), in_elements(tags)
+    return ToolParser(made, grammar, shown, markers=tags.markers, **more)
+
+
+# What may stand between a tag and JSON where a template says both: line ends and its own syntax.
+_SYNTAX = r"(?:\\n|[^<>\w])*"
+_OBJECT = rf"<tool_call>(?:{_SYNTAX}\{{\\?[\"'](?:name|arguments)\b|[^<>]{{0,80}}\|\s*tojson)"
+_LINE = r"</arg_key>(?:\\n|\n)"
 
 TOOL_PARSERS: dict[str, ToolParser] = {
-    "hermes": ToolParser(lambda _: Hermes(), hermes),
-    "llama3_json": ToolParser(Llama3, llama3, special=True),
-    "mistral": ToolParser(lambda _: Mistral(), mistral, special=True),
-    "qwen3_coder": ToolParser(Qwen3Coder, qwen3_coder),
-    "openai": ToolParser(Harmony, harmony, special=True),
-}
+    "hermes": _marked(HERMES, hermes, _OBJECT, never=("<function=", "<arg_key>", "<invoke")),
+    "llama3_json": ToolParser(
+        Llama3,
+        llama3,
+        (r'\{"name": [^{}"]*, "parameters": ',),
+        ("<function=", "<tool_call>"),
+        ("<|python_tag|>",),
+        special=True,
+    ),
+    "mistral": _marked(MISTRAL, mistral, r"\[TOOL_CALLS\]", special=True, ids="short"),
+    "qwen3_coder": _elements(QWEN3_CODER, "<tool_call>", "<function=", "<parameter="),
+    "glm45": _elements(GLM45, "<tool_call>", "<arg_key>", "<arg_value>", _LINE),
+    "glm47": _elements(GLM47, "<tool_call>", "<arg_key>", "<arg_value>", never=(_LINE,)),
+    "deepseek_v3": _marked(
+        DEEPSEEK_V3,
+        in_section(
+            DEEPSEEK_V3, "function", SEPARATOR, "{}\n```json\n", foot="\n```", between="\n"
+        ),
+        SEPARATOR,
+        "```json",
+        special=True,
+    ),
+    "deepseek_v31": _marked(
+        DEEPSEEK_V31,
+        in_section(DEEPSEEK_V31, "{}", SEPARATOR),
+        SEPARATOR,
+        never=("```json",),
+        special=True,
+    ),
+    "kimi_k2": _marked(
+        KIMI_K2,
+        in_section(KIMI_K2, "functions.{}:0", ARGUMENT_BEGIN),
+        re.escape(KIMI_K2.opening),
+        re.escape(ARGUMENT_BEGIN),
+        special=True,
+        ids="numbered",
+    ),
+    "seed_oss": _elements(SEED_OSS, "<seed:tool_call>", "<function=", "<parameter=", special=True),
+    "minimax_m2": _elements(MINIMAX_M2, "<minimax:tool_call>", '<invoke name="', "<parameter name"),
+    "granite": _marked(GRANITE, in_lists(GRANITE), re.escape(GRANITE.opening), special=True),
+    "hunyuan_a13b": _marked(HUNYUAN, in_lists(HUNYUAN), r"<tool_calls>\["),
+    "phi4_mini_json": _marked(PHI4_MINI, in_lists(PHI4_MINI), r"functools\["),
+    "openai": ToolParser(
+        Harmony, harmony, tuple(map(re.escape, (START, CHANNEL, MESSAGE))), special=True
+    ),
+}  # fmt: skip
 # Of models that have no form of their own, and say what a grammar makes them say.
-ANY_MODEL = ToolParser(lambda _: JsonList(), json_list)
+ANY_MODEL = ToolParser(lambda _: Marked(JSON_LIST, begun=True), json_list)
 # By name, whether the prompt opens the thoughts.
 REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True, "openai_gptoss": False}
 # Parts of one reader, by vLLM's names.
@@ -61,13 +166,15 @@ HARMONY = ("openai", "openai_gptoss")
 class Reading:
     """How answers of one model are read. `tools`, `reasoning`: names of parsers, or none.
     `takes_tools`: the chat template shows tools to the model. `added`: tokens by their text.
-    `goes_on`: the prompt ends amid the answer's last message."""
+    `goes_on`: the prompt ends amid the answer's last message. `off`: the settings want no
+    parser of tools."""
 
     tools: str = ""
     reasoning: str = ""
     takes_tools: bool = False
     added: Mapping[str, Added] = field(default_factory=dict[str, Added])
     goes_on: bool = False
+    off: bool = False
 
     @property
     def harmony(self) -> bool:
@@ -77,12 +184,20 @@ class Reading:
     @property
     def special(self) -> bool:
         """Whether calls are told by special tokens."""
-        return bool(self.tools) and TOOL_PARSERS[self.tools].special
+        if not self.tools:
+            return False
+        parser = TOOL_PARSERS[self.tools]
+        known = (self.added.get(marker) for marker in parser.markers)
+        return parser.special or any(token is not None and token.special for token in known)
 
     @property
-    def calls(self) -> bool:
-        """Whether the model calls tools by itself."""
-        return bool(self.tools) and self.takes_tools
+    def no_calls(self) -> str:
+        """Why the model calls no tools by itself; empty where it does."""
+        if not self.takes_tools:
+            return "its chat template has no tools"
+        if self.off:
+            return "--tool-parser is none"
+        return "" if self.tools else UNKNOWN_FORM
 
     @property
     def tool_parser(self) -> ToolParser:
@@ -130,6 +245,10 @@ class Reading:
         return make
 
 
+UNKNOWN_FORM = (
+    "its chat template writes calls in a form that no --tool-parser knows; they are "
+    + ", ".join(TOOL_PARSERS)
+)
 NOTHING = Reading()
 PART = 1024  # letters
 
@@ -180,7 +299,7 @@ def reading(
         reasoning = HARMONY[1]
     if reasoning == HARMONY[1] and tool_parser == "auto":
         tools = HARMONY[0]
-    return Reading(tools, reasoning, "tools" in template, added or {})
+    return Reading(tools, reasoning, "tools" in template, added or {}, off=tool_parser == "none")
 
 
 def _named(flag: str, name: str, known: Mapping[str, object], found: str) -> str:
@@ -195,19 +314,11 @@ def _named(flag: str, name: str, known: Mapping[str, object], found: str) -> str
 
 
 def _tools_of(template: str) -> str:
-    if speaks_harmony(template):
-        return HARMONY[0]
-    if "<tool_call>" in template:
-        return "qwen3_coder" if "<function=" in template else "hermes"
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<|python_tag|>" in template:
-        return "llama3_json"
-    return ""
+    return next((name for name, one in TOOL_PARSERS.items() if one.told_by(template)), "")
 
 
 def _reasoning_of(template: str) -> str:
-    if speaks_harmony(template):
+    if TOOL_PARSERS[HARMONY[0]].told_by(template):
         return HARMONY[1]
     if "<think>" not in template:
         return ""
