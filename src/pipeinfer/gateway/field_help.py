@@ -386,6 +386,8 @@ TOKENIZE: dict[str, Told] = {
             "documents",
             "enable_thinking",
             "reasoning_effort",
+            "functions",
+            "function_call",
         )
     },
 }

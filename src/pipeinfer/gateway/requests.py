@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -35,6 +35,7 @@ from pipeinfer.gateway.shapes import Calling, Shown
 from pipeinfer.gateway.tools import (
     call_grammar,
     check_arguments,
+    check_calls,
     for_template,
     named_function,
     tool_schemas,
@@ -126,11 +127,8 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     names = {"max_tokens": field, "logprobs": "top_logprobs"}
     params = _params(request, terms.sampling, limit, shown, names)
     _check_count(1, "n", params.n, terms)
-    chat, arguments = chat_prompt(
-        request.messages,
-        {**_for_template(request), **(request.chat_template_kwargs or {})},
-        request.add_generation_prompt,
-    )
+    chat, arguments, schemas = chat_prompt(request)
+    check_calls(request, terms.reading)
     reading = terms.reading
     if request.continue_final_message and chat:
         said = spoken(chat[-1].get("content"))
@@ -138,9 +136,7 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         if params.thinking_token_budget is not None and amid_thoughts(said):
             message = "thinking_token_budget: the last message's own thoughts would not be counted"
             raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
-    schemas = tool_schemas(request, reading)
     if schemas is not None:
-        arguments["tools"] = [msgspec.to_builtins(tool) for tool in request.tools or ()]
         calls = call_grammar(request, schemas, reading, params.structured_outputs)
         if calls is not None:
             params = replace(params, structured_outputs=calls)
@@ -345,15 +341,26 @@ def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str |
     return cast(list[str | list[int]], listed)  # of one kind, and no single ids
 
 
-def chat_prompt(
-    messages: list[ChatMessage], further: JsonObject | None, add_generation_prompt: bool | None
-) -> tuple[list[JsonObject], JsonObject]:
-    """A conversation, and its template's variables with `further` ones, for Call. ApiError 400."""
-    chat, arguments = _chat(messages), dict(further or {})
+class ChatPrompt(NamedTuple):
+    """What a prompt is made of: messages, and all variables of the template. `schemas`: of the
+    tools that are among these, by name; None if none are."""
+
+    chat: list[JsonObject]
+    arguments: JsonObject
+    schemas: dict[str, JsonObject] | None
+
+
+def chat_prompt(request: ChatRequest) -> ChatPrompt:
+    """All of a chat that its prompt depends on, `functions` aside. ApiError 400."""
+    chat = _chat(request.messages)
+    arguments = {**_for_template(request), **(request.chat_template_kwargs or {})}
     _check_sendable("chat_template_kwargs", arguments)
-    if add_generation_prompt is not None:
-        arguments["add_generation_prompt"] = add_generation_prompt
-    return chat, arguments
+    if request.add_generation_prompt is not None:
+        arguments["add_generation_prompt"] = request.add_generation_prompt
+    schemas = tool_schemas(request)
+    if schemas is not None:
+        arguments["tools"] = [msgspec.to_builtins(tool) for tool in request.tools or ()]
+    return ChatPrompt(chat, arguments, schemas)
 
 
 def _chat(messages: list[ChatMessage]) -> list[JsonObject]:

@@ -22,7 +22,7 @@ from pipeinfer.params import StructuredOutputs
 MOST_ARGUMENTS = 2**20
 
 
-def tool_schemas(request: ChatRequest, reading: Reading) -> dict[str, JsonObject] | None:
+def tool_schemas(request: ChatRequest) -> dict[str, JsonObject] | None:
     """Schemas of the parameters of the tools that may be called, by name; None: none may be.
 
     ApiError 400.
@@ -41,13 +41,15 @@ def tool_schemas(request: ChatRequest, reading: Reading) -> dict[str, JsonObject
             raise ApiError(400, message, f"{where}.name", "invalid_value")
         schemas[function.name] = function.parameters or {}
     _check_sendable(schemas)
-    if choice == "none":
-        return None
-    if choice in (None, "auto") and not reading.calls:
+    return None if choice == "none" else schemas
+
+
+def check_calls(request: ChatRequest, reading: Reading) -> None:
+    """ApiError 400 for tools that the model may call or not, if it cannot."""
+    if request.tools and request.tool_choice in (None, "auto") and not reading.calls:
         why = "has no tools" if reading.tools else "tells no --tool-parser how it would call them"
         message = f"this server's model cannot call tools: its chat template {why}"
         raise ApiError(400, message, "tools", "unsupported_parameter")
-    return schemas
 
 
 def named_function(request: ChatRequest) -> str:
