@@ -81,5 +81,3 @@ def _structs(kind: inspect.Type) -> Iterator[type[msgspec.Struct]]:
     elif isinstance(kind, inspect.UnionType):
         for one in kind.types:
             yield from _structs(one)
-    elif isinstance(kind, inspect.Metadata):
-        yield from _structs(kind.type)
