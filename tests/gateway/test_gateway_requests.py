@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,12 +16,14 @@ from pipeinfer.gateway.errors import ApiError
 from pipeinfer.gateway.events import Call
 from pipeinfer.gateway.health import Health
 from pipeinfer.gateway.metrics import LOGGED_NAMES, Metrics
+from pipeinfer.gateway.nested_fields import MOST_OBJECTS
 from pipeinfer.gateway.requests import Terms, chat_job, completion_job
 from pipeinfer.gateway.schema import (
     Body,
     ChatRequest,
     CompletionRequest,
     Request,
+    TokenizeRequest,
     decode,
     surveyed,
 )
@@ -537,6 +540,70 @@ def test_harmless_fields_are_ignored_and_those_that_nobody_knows_are_told() -> N
     assert decode(json.dumps(fields).encode(), CompletionRequest, told.append)
     assert told == [["whatever"]]
     assert not HARMLESS & REFUSED.keys()
+
+
+WITHIN: list[tuple[type[Body], dict[str, Any], list[str]]] = [
+    (
+        ChatRequest,
+        {"messages": [
+            {"role": "user", "contents": "b", "content": [{"type": "text", "text": "a", "txt": 1}]},
+            {"role": "assistant", "content": "a", "reasonings": "c", "contents": "b", "odd": None},
+        ]},
+        ["messages.contents", "messages.content.txt", "messages.reasonings", "messages.contents"],
+    ),
+    (
+        ChatRequest,
+        {"messages": [{"role": "user", "content": "a"}],
+         "tools": [{"type": "function",
+                    "function": {"name": "f", "schema": {}, "parameters": {"x": 1}}}],
+         "stream": True, "stream_options": {"usage": True, "include_use": True}},
+        ["tools.function.schema", "stream_options.include_use"],
+    ),
+    (
+        ResponsesRequest,
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a", "txt": 1}]},
+                   {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x",
+                    "odd": 1}]},
+        ["input.content.txt", "input.odd"],
+    ),
+    (
+        MessagesRequest,
+        {"max_tokens": 1, "messages": [{"role": "user", "odd": 1, "content": [
+            {"type": "text", "text": "a", "cache_control": {}},
+            {"type": "tool_result", "tool_use_id": "c", "content": [
+                {"type": "text", "text": "", "z": 1}]},
+        ]}]},
+        ["messages.odd", "messages.content.content.z"],
+    ),
+    (TokenizeRequest, {"messages": [{"role": "user", "content": "a", "odd": 1}]}, ["messages.odd"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "body", "names"), WITHIN)
+def test_fields_within_a_body_that_nobody_knows_are_told(
+    kind: type[Body], body: dict[str, Any], names: list[str]
+) -> None:
+    told: list[str] = []
+    assert decode(json.dumps(body).encode(), kind, told.extend)
+    assert sorted(told) == sorted(names)
+
+
+def test_what_an_answers_message_says_may_be_sent_back_without_a_word() -> None:
+    message = {
+        "role": "assistant", "content": "a", "refusal": None, "annotations": [], "audio": None,
+        "function_call": None, "tool_calls": [{"id": "1", "function": {"name": "f", "odd": 1}}],
+        "reasoning_content": "r",
+    }  # fmt: skip
+    told: list[str] = []
+    assert decode(json.dumps({"messages": [message]}).encode(), ChatRequest, told.extend)
+    assert not told
+
+
+def test_of_many_objects_within_a_body_the_first_are_looked_at() -> None:
+    messages = [{"role": "user", "content": "a", "odd": 1}] * (MOST_OBJECTS + 10)
+    told: list[str] = []
+    assert decode(json.dumps({"messages": messages}).encode(), ChatRequest, told.extend)
+    assert len(told) == MOST_OBJECTS
 
 
 def test_unknown_fields_are_counted_and_logged_once_by_name(caplog) -> None:

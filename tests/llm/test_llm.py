@@ -127,6 +127,18 @@ def test_chats_are_prompts_in_the_form_of_the_models_template(llm: LLM, prompts:
     assert [r.outputs for r in llm.chat(chats[0], GREEDY, use_tqdm=False)] == expected[:1]
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}], ids=["none", "null"])
+def test_a_message_of_a_chat_may_only_call_tools(llm: LLM, content: dict[str, Any]) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    user, gave = {"role": "user", "content": "q"}, {"role": "tool", "content": "42"}
+
+    def prompt(**content: Any) -> object:
+        chat = [user, {"role": "assistant", "tool_calls": [call], **content}, gave]
+        return llm.chat(chat, GREEDY, use_tqdm=False)[0].prompt_token_ids
+
+    assert prompt(**content) == prompt(content="")
+
+
 def test_tools_of_a_chat_are_a_variable_of_its_template() -> None:
     tools: list[JsonObject] = [{"type": "function", "function": {"name": "now"}}]
     given = calls.with_tools({"enable_thinking": False}, tools)

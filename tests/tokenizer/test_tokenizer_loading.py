@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizer_folders import make_tokenizer, write_json
+from tokenizer_folders import SPECIALS, make_tokenizer, write_json
+from tokenizers import AddedToken, normalizers
 from transformers import AutoTokenizer
 
 from pipeinfer.settings import ConfigurationError
+from pipeinfer.text.added import added_tokens
 from pipeinfer.text.loading import load_tokenizer, special_tokens
 from pipeinfer.text.template_sources import read_tokenizer_config
 
@@ -48,6 +50,73 @@ def test_ids_equal_those_of_transformers(
     for skip in (True, False):
         expected = reference.decode(ids, skip_special_tokens=skip)
         assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
+
+
+BARE = {"content": "<t>", "lstrip": True}
+TAGGED = "a <t> b<t>c <T> d <u> e"
+FLAGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "other flags": {"added_tokens_decoder": {"260": {"content": "<t>", "rstrip": True}}},
+    "a special token": {"added_tokens_decoder": {"260": {"content": "<t>", "special": True}}},
+    "a whole word": {"added_tokens_decoder": {"260": {"content": "<t>", "single_word": True}}},
+    "normalized": {"added_tokens_decoder": {"260": {"content": "<t>", "normalized": True}}},
+    "not normalized": {"added_tokens_decoder": {"260": {"content": "<t>", "normalized": False}}},
+    "a name, and flags": {
+        "added_tokens_decoder": {"260": {"content": "<t>", "rstrip": True}}, "pad_token": "<t>"
+    },
+    "a name": {"pad_token": "<t>"},
+    "a name of the model's own": {"image_token": "<t>"},
+    "a name for another": {
+        "added_tokens_decoder": {"261": {"content": "<u>", "lstrip": True}}, "pad_token": "<t>"
+    },
+    "another's name with flags": {
+        "pad_token": {"__type": "AddedToken", "content": "<u>", "lstrip": True}
+    },
+    "one of a list": {"extra_special_tokens": ["<t>", "<u>"]},
+}  # fmt: skip
+OTHER_FILES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "added": {"added_tokens.json": {"<u>": 261}},
+    "added, and known": {"added_tokens.json": {"<t>": 260}},
+    "added elsewhere": {"added_tokens.json": {"<t>": 261, "<u>": 262}},
+    "named": {"special_tokens_map.json": {"mask_token": "<u>", "sep_token": "<t>"}},
+    "named with flags": {
+        "special_tokens_map.json": {"mask_token": {"content": "<u>", "rstrip": True}}
+    },
+    "named and added": {
+        "special_tokens_map.json": {"mask_token": "<u>"}, "added_tokens.json": {"<u>": 261}
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("others", OTHER_FILES)
+@pytest.mark.parametrize("flags", FLAGS)
+def test_flags_of_known_tokens_are_those_of_transformers(
+    checkpoint: Callable[..., Path], flags: str, others: str
+) -> None:
+    folder = checkpoint(**FLAGS[flags])
+    made = make_tokenizer()
+    made.normalizer = normalizers.Lowercase()
+    made.add_tokens([AddedToken(**BARE)])
+    made.save(str(folder / "tokenizer.json"))
+    for name, content in OTHER_FILES[others].items():
+        write_json(folder / name, content)
+    config = read_tokenizer_config(folder)
+    tokenizer = load_tokenizer(folder, config)
+    assert tokenizer is not None
+    reference = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.encode(TAGGED, add_special_tokens=False).ids
+    assert ids == reference.encode(TAGGED, add_special_tokens=False)
+    for skip in (True, False):
+        expected = reference.decode(ids, skip_special_tokens=skip)
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
+    wanted = {str(token): token.special for token in reference.added_tokens_decoder.values()}
+    told = {text: token.special for text, token in added_tokens(folder, config).items()}
+    assert told == {text: wanted[text] for text in told} and {"<t>", *SPECIALS} <= told.keys()
+    assert special_tokens(config) == {
+        name: str(token) for name, token in reference.special_tokens_map.items()
+        if not isinstance(token, list)
+    }  # fmt: skip
 
 
 def test_truncation_and_padding_of_the_file_do_not_touch_prompts(

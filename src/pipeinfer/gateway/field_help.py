@@ -185,7 +185,8 @@ CHAT: dict[str, Told] = {
     **TEMPLATE,
     "messages": Told(
         "The conversation. Roles are `system`, `developer` (becomes `system`), `user`, "
-        "`assistant`, `tool` and `function`. Content is a text, or a list of parts of type `text`.",
+        "`assistant`, `tool` and `function`. Content is a text, or a list of parts of type `text` "
+        "or `refusal`. Thoughts are `reasoning_content`, `reasoning` or `thinking`.",
         "required",
     ),
     "logprobs": Told("The log-prob of each output token.", "false"),
@@ -387,6 +388,8 @@ TOKENIZE: dict[str, Told] = {
             "documents",
             "enable_thinking",
             "reasoning_effort",
+            "functions",
+            "function_call",
         )
     },
 }

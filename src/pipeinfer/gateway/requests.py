@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -36,6 +36,7 @@ from pipeinfer.gateway.shapes import Calling, Shown
 from pipeinfer.gateway.tools import (
     call_grammar,
     check_arguments,
+    check_calls,
     for_template,
     held_final,
     named_function,
@@ -128,15 +129,10 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
     names = {"max_tokens": field, "logprobs": "top_logprobs"}
     params = _params(request, terms.sampling, limit, shown, names)
     _check_count(1, "n", params.n, terms)
-    chat, arguments = chat_prompt(
-        request.messages,
-        {**_for_template(request), **(request.chat_template_kwargs or {})},
-        request.add_generation_prompt,
-    )
     reading = terms.reading
+    chat, arguments, schemas = chat_prompt(request, reading)
+    check_calls(request, reading)
     if reading.harmony:
-        check_effort(arguments)
-        chat = as_shown(chat)
         if request.continue_final_message and chat[-1].get("tool_calls"):
             message = "continue_final_message: a message that calls tools does not go on"
             raise ApiError(400, message, "continue_final_message", "invalid_value")
@@ -149,10 +145,7 @@ def _chat_job(request: ChatRequest, base: str, terms: Terms, trace: str) -> Job:
         if params.thinking_token_budget is not None and amid_thoughts(said):
             message = "thinking_token_budget: the last message's own thoughts would not be counted"
             raise ApiError(400, message, "thinking_token_budget", "unsupported_parameter")
-    schemas = tool_schemas(request, reading)
     if schemas is not None:
-        tools: list[JsonObject] = [msgspec.to_builtins(tool) for tool in request.tools or ()]
-        arguments["tools"] = list[JsonValue](described(tools) if reading.harmony else tools)
         calls = call_grammar(request, schemas, reading, params.structured_outputs)
         if calls is not None and reading.goes_on:
             message = "continue_final_message: amid a message of this model no calls can be held"
@@ -368,15 +361,30 @@ def _prompts(prompt: str | list[int | str | list[int]], most: int) -> list[str |
     return cast(list[str | list[int]], listed)  # of one kind, and no single ids
 
 
-def chat_prompt(
-    messages: list[ChatMessage], further: JsonObject | None, add_generation_prompt: bool | None
-) -> tuple[list[JsonObject], JsonObject]:
-    """A conversation, and its template's variables with `further` ones, for Call. ApiError 400."""
-    chat, arguments = _chat(messages), dict(further or {})
+class ChatPrompt(NamedTuple):
+    """What a prompt is made of: messages, and all variables of the template. `schemas`: of the
+    tools that are among these, by name; None if none are."""
+
+    chat: list[JsonObject]
+    arguments: JsonObject
+    schemas: dict[str, JsonObject] | None
+
+
+def chat_prompt(request: ChatRequest, reading: Reading) -> ChatPrompt:
+    """All of a chat that its prompt depends on, `functions` aside. ApiError 400."""
+    chat = _chat(request.messages)
+    arguments = {**_for_template(request), **(request.chat_template_kwargs or {})}
     _check_sendable("chat_template_kwargs", arguments)
-    if add_generation_prompt is not None:
-        arguments["add_generation_prompt"] = add_generation_prompt
-    return chat, arguments
+    if request.add_generation_prompt is not None:
+        arguments["add_generation_prompt"] = request.add_generation_prompt
+    schemas = tool_schemas(request)
+    tools: list[JsonObject] = [msgspec.to_builtins(tool) for tool in request.tools or ()]
+    if reading.harmony:
+        check_effort(arguments)
+        chat, tools = as_shown(chat), described(tools)
+    if schemas is not None:
+        arguments["tools"] = list[JsonValue](tools)
+    return ChatPrompt(chat, arguments, schemas)
 
 
 def _chat(messages: list[ChatMessage]) -> list[JsonObject]:

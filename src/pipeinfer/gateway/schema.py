@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from pipeinfer.gateway.errors import ApiError, from_validation
+from pipeinfer.gateway.nested_fields import unknown_within
 from pipeinfer.gateway.survey import CHAT, COMPLETION, Bounds, TooMuch, survey
 from pipeinfer.gateway.unsupported_fields import (
     HARMLESS,
@@ -276,6 +277,8 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
     documents: list[JsonObject] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: Annotated[str, Meta(max_length=MOST_EFFORT)] | None = None
+    functions: Annotated[list[Function], Meta(max_length=MOST_TOOLS)] | None = None
+    function_call: Literal["none", "auto"] | Chosen | None = None
 
 
 class DetokenizeRequest(Body, frozen=True, kw_only=True):
@@ -304,7 +307,8 @@ def surveyed(body: bytes | bytearray, kind: type[Request]) -> Iterator[None]:
 def decode(body: bytes, kind: type[Request], strange: Callable[[Sequence[str]], object]) -> Request:
     """The typed request in a surveyed `body`; ApiError 400 says which field is wrong and why.
 
-    strange: told the fields that neither this server nor its tables know, if there are any.
+    strange: told the fields that neither this server nor its tables know, if there are any: those
+    of the body, and then those within its fields.
     """
     if not body.strip():
         raise ApiError(400, "the body is empty; it must be a JSON object", code="invalid_json")
@@ -313,7 +317,10 @@ def decode(body: bytes, kind: type[Request], strange: Callable[[Sequence[str]], 
         others = {name: fields[name] for name in fields if name not in known}
         if others:
             _check_unsupported(others, kind, strange)
-        return msgspec.json.decode(body, type=kind)
+        decoded = msgspec.json.decode(body, type=kind)
+        if unknown := unknown_within(fields, kind):
+            strange(unknown)
+        return decoded
     except msgspec.ValidationError as error:
         raise from_validation(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

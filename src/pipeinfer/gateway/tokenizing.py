@@ -10,50 +10,56 @@ import asyncio
 
 from msgspec.structs import replace
 
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.events import Call, Delta, Failed, Started
-from pipeinfer.gateway.requests import Terms, chat_job
-from pipeinfer.gateway.schema import ChatMessage, ChatRequest, DetokenizeRequest, TokenizeRequest
+from pipeinfer.gateway.old_functions import NAMES as OLD_NAMES
+from pipeinfer.gateway.old_functions import as_tools
+from pipeinfer.gateway.requests import Terms, chat_prompt
+from pipeinfer.gateway.schema import ChatRequest, DetokenizeRequest, TokenizeRequest
 from pipeinfer.gateway.streams import api_error
 from pipeinfer.json_values import JsonObject
 from pipeinfer.packing import pack, unpack
 from pipeinfer.params import SamplingParams
 
+# Fields that the body of /tokenize shares with a chat's: all that a chat's prompt depends on.
+OF_CHATS = frozenset(TokenizeRequest.__struct_fields__) & frozenset(ChatRequest.__struct_fields__)
 ONE = SamplingParams(max_tokens=1, skip_special_tokens=False)  # a prompt leaves room for an answer
 
 
 def tokenize_call(request: TokenizeRequest, name: str, terms: Terms) -> Call:
     """What asks for the ids. ApiError 400."""
-    call = Call(
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError(400, "give either prompt or messages", "prompt", "invalid_value")
+    if request.prompt is None:
+        chat = ChatRequest(**{field: getattr(request, field) for field in OF_CHATS})
+        return replace(prompt_call(chat, name, terms), return_prompt_ids=True)
+    return Call(
         request_id=name,
         params=ONE,
         timeout=terms.timeout,
+        text=request.prompt,
+        add_special_tokens=request.add_special_tokens is not False,
         return_prompt_ids=True,
         only_encode=True,
     )
-    if (request.prompt is None) == (request.messages is None):
-        raise ApiError(400, "give either prompt or messages", "prompt", "invalid_value")
-    if request.messages is not None:
-        [chat] = chat_job(_chat(request, request.messages), name, terms, "").calls
-        return replace(count_call(chat), return_prompt_ids=True)
-    special = request.add_special_tokens is not False
-    return replace(call, text=request.prompt, add_special_tokens=special)
 
 
-def _chat(request: TokenizeRequest, messages: list[ChatMessage]) -> ChatRequest:
-    """The chat whose prompt is asked for."""
-    return ChatRequest(
-        messages=messages,
-        add_special_tokens=request.add_special_tokens,
-        add_generation_prompt=request.add_generation_prompt,
-        chat_template_kwargs=request.chat_template_kwargs,
-        tools=request.tools,
-        tool_choice=request.tool_choice,
-        chat_template=request.chat_template,
-        continue_final_message=request.continue_final_message,
-        documents=request.documents,
-        enable_thinking=request.enable_thinking,
-        reasoning_effort=request.reasoning_effort,
+def prompt_call(request: ChatRequest, name: str, terms: Terms) -> Call:
+    """What asks for the prompt of a chat, also where nobody would read its answer's calls.
+    ApiError 400."""
+    with_tools = as_tools(request)
+    try:
+        prompt = chat_prompt(with_tools or request, terms.reading)
+    except ApiError as error:
+        raise (error if with_tools is None else renamed(error, OLD_NAMES)) from None
+    return Call(
+        request_id=name,
+        params=ONE,
+        timeout=terms.timeout,
+        chat=prompt.chat,
+        template_arguments=prompt.arguments,
+        add_special_tokens=bool(request.add_special_tokens),
+        only_encode=True,
     )
 
 
@@ -67,11 +73,6 @@ def detokenize_call(request: DetokenizeRequest, name: str, terms: Terms) -> Call
         return_prompt_text=True,
         only_encode=True,
     )
-
-
-def count_call(call: Call) -> Call:
-    """What asks how long the prompt of `call` is, whose answer nobody wants."""
-    return replace(call, params=ONE, only_encode=True)
 
 
 class Encoded:

@@ -23,7 +23,7 @@ from pipeinfer.params import StructuredOutputs
 MOST_ARGUMENTS = 2**20
 
 
-def tool_schemas(request: ChatRequest, reading: Reading) -> dict[str, JsonObject] | None:
+def tool_schemas(request: ChatRequest) -> dict[str, JsonObject] | None:
     """Schemas of the parameters of the tools that may be called, by name; None: none may be.
 
     ApiError 400.
@@ -42,12 +42,14 @@ def tool_schemas(request: ChatRequest, reading: Reading) -> dict[str, JsonObject
             raise ApiError(400, message, f"{where}.name", "invalid_value")
         schemas[function.name] = function.parameters or {}
     _check_sendable(schemas)
-    if choice == "none":
-        return None
-    if choice in (None, "auto") and reading.no_calls:
+    return None if choice == "none" else schemas
+
+
+def check_calls(request: ChatRequest, reading: Reading) -> None:
+    """ApiError 400 for tools that the model may call or not, if it cannot."""
+    if request.tools and request.tool_choice in (None, "auto") and reading.no_calls:
         message = f"this server's model cannot call tools: {reading.no_calls}"
         raise ApiError(400, message, "tools", "unsupported_parameter")
-    return schemas
 
 
 def named_function(request: ChatRequest) -> str:

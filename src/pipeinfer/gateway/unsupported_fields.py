@@ -1,7 +1,8 @@
 """Fields of request bodies that other servers, or other endpoints of this one, honour.
 
 Each is in one of two tables: what would change an answer is refused by name unless its value asks
-for nothing, what changes nothing is ignored. Whatever is in neither is counted and logged by name.
+for nothing, what changes nothing is ignored. Whatever is in neither is counted and logged by name,
+also within messages and tools.
 From the documents of OpenAI, llama.cpp, Ollama, Text Generation Inference and clients, and from
 the request classes of vLLM and SGLang, of which a test has every field.
 """
@@ -334,6 +335,21 @@ IGNORED: dict[str, tuple[str, ...]] = {
     "versions of a protocol, and strictness, which always holds": ("betas", "strict"),
 }  # fmt: skip
 HARMLESS = frozenset(name for names in IGNORED.values() for name in names)
+# The same of what stands within a body: messages, their parts, items and tools.
+IGNORED_WITHIN: dict[str, tuple[str, ...]] = {
+    "names and marks of an answer that is sent back": (
+        "id", "object", "status", "annotations", "citations", "logprobs", "created_at",
+        "created_by", "stop_reason", "stop_sequence", "usage", "index", "provider_specific_fields",
+    ),
+    "thoughts that another server has encrypted, and proofs of who wrote one": (
+        "data", "signature", "encrypted_content",
+    ),
+    "parts of what is refused by its type": (
+        "image_url", "input_audio", "file", "source", "tool", "tool_name",
+    ),
+    "the order of keys, which is kept": ("key_order",),
+}  # fmt: skip
+HARMLESS_WITHIN = HARMLESS.union(*IGNORED_WITHIN.values())
 
 
 def asks_for_nothing(raw: msgspec.Raw, neutral: Sequence[JsonValue]) -> bool:

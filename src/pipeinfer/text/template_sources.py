@@ -13,9 +13,20 @@ from pipeinfer.settings import ConfigurationError
 
 
 def read_tokenizer_config(folder: Path) -> JsonObject:
-    """tokenizer_config.json; tokens that it does not name come from special_tokens_map.json."""
-    older = read_object(folder, "special_tokens_map.json") or {}
-    return {**older, **(read_object(folder, "tokenizer_config.json") or {})}
+    """tokenizer_config.json; tokens that it does not name, and flags of those that it only names,
+    come from special_tokens_map.json, unless it says itself which tokens are added."""
+    config = read_object(folder, "tokenizer_config.json") or {}
+    if isinstance(config.get("added_tokens_decoder"), dict):
+        return config
+    merged = dict(config)
+    for name, token in (read_object(folder, "special_tokens_map.json") or {}).items():
+        if isinstance(token, dict) and "content" in token:
+            token = {**token, "special": True}
+            if merged.get(name) in (None, token["content"]):
+                merged[name] = token
+        elif merged.get(name) is None:
+            merged[name] = token
+    return merged
 
 
 def template_sources(folder: Path, config: JsonObject, override: str) -> dict[str, str]:

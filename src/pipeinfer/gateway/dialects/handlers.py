@@ -18,9 +18,9 @@ from pipeinfer.gateway.dialects.messages_body import CountRequest, MessagesReque
 from pipeinfer.gateway.dialects.messages_events import MessageSpeech
 from pipeinfer.gateway.dialects.responses_body import ResponsesRequest
 from pipeinfer.gateway.dialects.responses_events import ResponseSpeech
-from pipeinfer.gateway.errors import ApiError
+from pipeinfer.gateway.errors import ApiError, renamed
 from pipeinfer.gateway.responses import Handler, error_response, json_response
-from pipeinfer.gateway.tokenizing import count_call
+from pipeinfer.gateway.tokenizing import prompt_call
 
 MESSAGES = re.compile("/+v1/+messages(/+count_tokens)?")  # routes take several slashes for one
 
@@ -66,11 +66,12 @@ class DialectHandlers:
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         body = await self._answering.body(request, CountRequest)
-        base, names = f"tok-{uuid.uuid4().hex}", messages_body.NAMES
         chat = messages_body.conversation(body, self._terms.reading.harmony)
-        job = dialect_job(chat, base, self._terms, "", names)
-        [call] = job.calls
-        prompt = await self._answering.encoded(request, count_call(call))
+        try:
+            call = prompt_call(chat, f"tok-{uuid.uuid4().hex}", self._terms)
+        except ApiError as error:
+            raise renamed(error, messages_body.NAMES) from None
+        prompt = await self._answering.encoded(request, call)
         return json_response({"input_tokens": prompt.prompt_tokens})
 
 
