@@ -344,7 +344,8 @@ GROUPS: dict[str, dict[str, Told]] = {
             "",
             "dtype of keys and values in pages; auto: the model's; fp8 is fp8_e4m3",
             more="`fp8_e4m3` has 8 bits: twice as many tokens of a model in 16 bits fit, at the "
-            "price of precision. Scales are the checkpoint's `k_scale` and `v_scale`, else 1. "
+            "price of precision: [many answers become others](number-formats.md#keys-and-values). "
+            "Scales are the checkpoint's `k_scale` and `v_scale`, else 1. "
             "Keys are shifted and turned before they are rounded, which makes loading longer. "
             "On a GPU it needs compute capability 8.9, or `--attention torch`. `fa3` and `hybrid` "
             "take it for bfloat16 and heads of 64 and 128. `bfloat16` is for a model that computes "

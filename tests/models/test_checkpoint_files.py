@@ -138,8 +138,8 @@ def test_known_extra_tensors_are_ignored_and_others_warned_about(
     source = checkpoint("Qwen3ForCausalLM", tie_word_embeddings=True)
     folder = Path(shutil.copytree(source, tmp_path / "copy"))
     harmless = {
-        "lm_head.weight": torch.zeros(264, 64),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": 1.0 / 1e4 ** (torch.arange(0, 16, 2) / 16),
+        "model.layers.0.mlp.up_proj.input_scale": torch.ones(1),
     }
     change_tensors(folder, lambda tensors: tensors.update(harmless))
     with caplog.at_level(logging.WARNING):

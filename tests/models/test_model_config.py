@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from checkpoints import ALL_ARCHITECTURES, CheckpointCache
 from pipeinfer.checkpoint.config import read_config
@@ -34,6 +35,15 @@ def setting(**fields: Any) -> Change:
 
 def lacking(name: str) -> Change:
     return lambda raw: raw.pop(name)
+
+
+# What a config.json may leave out, where transformers' configuration of the family has it.
+LEFT_OUT = {
+    "max_position_embeddings": "max_position_embeddings",
+    "num_key_value_heads": "num_kv_heads",
+    "rms_norm_eps": "rms_norm_eps",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
 
 
 def to_old_generation(raw: dict[str, Any]) -> None:
@@ -372,3 +382,19 @@ def test_reading_a_configuration_imports_no_torch() -> None:
     imports = ";".join(f"import pipeinfer.checkpoint.{module}" for module in modules)
     check = "import sys; assert not {'torch', 'transformers'} & set(sys.modules), 'imported'"
     subprocess.run([sys.executable, "-c", f"{imports};{check}"], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
+def test_what_is_left_out_is_what_transformers_takes_it_to_be(
+    checkpoint: CheckpointCache, tmp_path: Path, architecture: str
+) -> None:
+    source = checkpoint(architecture)
+    whole = read_config(source)
+    for field, ours in LEFT_OUT.items():
+        # So many heads that the family's number of them for keys divides theirs.
+        folder = rewritten(source, tmp_path / field, setting(num_attention_heads=64))
+        folder = rewritten(folder, folder, lambda raw, field=field: raw.pop(field, None))
+        theirs = AutoConfig.from_pretrained(folder)
+        config = read_config(folder)
+        assert getattr(config, ours) == getattr(theirs, field), field
+        assert type(getattr(config, ours)) is type(getattr(whole, ours))

@@ -111,7 +111,7 @@ class Checkpoint:
         before, begun = _resident(), time.thread_time()
         try:
             config = read_config(self._path)
-            stored = check_checkpoint(self._path, config)
+            config, stored = check_checkpoint(self._path, config)
             load_weights(build_model(config), self._path, stored=stored)
         except ConfigurationError as error:
             if not str(error).strip() or "\n" in str(error).strip():

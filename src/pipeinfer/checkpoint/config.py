@@ -7,7 +7,7 @@ by its fields (sliding windows, defaults, names) is decided here, once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -114,10 +114,12 @@ class Family:
     """How one architecture reads the fields that architectures disagree on.
 
     bias: the field about attention's, and what it is where config.json does not say.
+    missing: fields that config.json may leave out, as transformers' configuration of it has them.
     more: further fields of the ModelConfig, of (fields, layers).
     """
 
     windows: Callable[[Fields, int], tuple[int | None, ...]]
+    missing: Mapping[str, Any] = field(default_factory=dict)
     head_dim: int | None = None  # where config.json has none; None: hidden_size / heads
     bias: tuple[str, bool] = ("attention_bias", False)
     tied: bool = False  # where config.json does not say
@@ -204,8 +206,17 @@ def _gemma3(fields: Fields, layers: int) -> dict[str, Any]:
     }
 
 
+def _missing(
+    context: int, kv_heads: int | None = None, rms_norm_eps: float = 1e-6
+) -> Mapping[str, Any]:
+    """kv_heads: None where there are as many as of queries."""
+    found = {"max_position_embeddings": context, "rms_norm_eps": rms_norm_eps}
+    return found if kv_heads is None else {**found, "num_key_value_heads": kv_heads}
+
+
 GLM = Family(
     _full_attention,
+    _missing(131_072, kv_heads=2, rms_norm_eps=1.5625e-7),
     head_dim=128,
     bias=("attention_bias", True),
     rope=partial(read_partial_rope, interleaved=True),
@@ -213,6 +224,7 @@ GLM = Family(
 FAMILIES = {
     "Gemma3ForCausalLM": Family(
         _patterned_window,
+        _missing(131_072, kv_heads=4),
         head_dim=256,
         tied=True,
         activations=Activations("hidden_activation", "gelu_tanh", ("gelu_pytorch_tanh",)),
@@ -221,25 +233,39 @@ FAMILIES = {
     ),
     "Glm4ForCausalLM": GLM,
     "Glm4MoeForCausalLM": Family(
-        _full_attention, rope=partial(read_partial_rope, interleaved=False), more=glm4_experts
+        _full_attention,
+        _missing(131_072, kv_heads=8, rms_norm_eps=1e-5),
+        rope=partial(read_partial_rope, interleaved=False),
+        more=glm4_experts,
     ),
     "GlmForCausalLM": GLM,
     "GptOssForCausalLM": Family(
         _every_second_window,
+        _missing(131_072, kv_heads=8, rms_norm_eps=1e-5),
         head_dim=64,
         bias=("attention_bias", True),
         rope=partial(read_rope, theta=150_000.0, missing=GPT_OSS_ROPE),
         more=gpt_oss_experts,
     ),
-    "LlamaForCausalLM": Family(_full_attention),
-    "MistralForCausalLM": Family(_one_window),
+    "LlamaForCausalLM": Family(_full_attention, _missing(2_048)),
+    "MistralForCausalLM": Family(_one_window, _missing(131_072, kv_heads=8)),
     "MixtralForCausalLM": Family(
-        partial(_one_window, missing=None), rope=partial(read_rope, theta=1e6), more=mixtral_experts
+        partial(_one_window, missing=None),
+        _missing(131_072, kv_heads=8, rms_norm_eps=1e-5),
+        rope=partial(read_rope, theta=1e6),
+        more=mixtral_experts,
     ),
-    "Qwen2ForCausalLM": Family(_layered_window),
-    "Qwen2MoeForCausalLM": Family(_alternating_window, bias=("qkv_bias", True), more=qwen2_experts),
-    "Qwen3ForCausalLM": Family(_layered_window, head_dim=128),
-    "Qwen3MoeForCausalLM": Family(_switched_window, more=qwen_experts),
+    "Qwen2ForCausalLM": Family(_layered_window, _missing(32_768, kv_heads=32)),
+    "Qwen2MoeForCausalLM": Family(
+        _alternating_window,
+        _missing(32_768, kv_heads=16),
+        bias=("qkv_bias", True),
+        more=qwen2_experts,
+    ),
+    "Qwen3ForCausalLM": Family(_layered_window, _missing(32_768, kv_heads=32), head_dim=128),
+    "Qwen3MoeForCausalLM": Family(
+        _switched_window, _missing(32_768, kv_heads=4), more=qwen_experts
+    ),
 }
 
 
@@ -248,6 +274,7 @@ def read_config(folder: Path) -> ModelConfig:
     fields = read_json(folder, "config.json")
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
+    fields = Fields(fields.path, {**family.missing, **fields.raw})
     layers = fields.integer("num_hidden_layers")
     heads = fields.integer("num_attention_heads")
     config = ModelConfig(

@@ -1,6 +1,7 @@
-"""Experts under one kind of name, whichever generation of files has them.
+"""Tensors under one kind of name, whichever generation of files has them.
 
-As Qwen3-MoE's files do, models ask for one expert's matrix at a time. Mixtral's files call them w1,
+A model saved without its head has names without "model.", others have it once too often. As
+Qwen3-MoE's files do, models ask for one expert's matrix at a time. Mixtral's files call them w1,
 w2, w3, and transformers 5 can write all experts of a layer as one tensor. Knows no torch.
 """
 
@@ -11,7 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from pipeinfer.checkpoint.safetensors import Place, StoredTensor
+from pipeinfer.settings import ConfigurationError
 
+# As transformers does, where a name means something only with it, or without one of them.
+BARE = re.compile(r"(?:layers|embed_tokens|norm)\..*")
+WRAPPED = re.compile(r"model\.((?:model|lm_head)\..*)")
 MIXTRAL = re.compile(r"(.*\.)block_sparse_moe\.(?:(gate)|experts\.(\d+)\.(w[123]))\.(\w+)")
 MERGED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -19,11 +24,26 @@ HALVES = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}  # rows, 
 
 
 def respelled(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """`stored` with each expert's matrices by themselves, as mlp.experts.N.gate_proj and so on.
+    """`stored` with names as models ask for them, and with each expert's matrices by themselves, as
+    mlp.experts.N.gate_proj and so on.
 
     Merged experts with biases are left as they are: only gpt-oss has them, its rows are mixed.
+    Raises ConfigurationError if two tensors would have one name.
     """
+    stored = _with_prefixes(stored)
     return dict(pair for name, entry in stored.items() for pair in _respelled(name, entry, stored))
+
+
+def _with_prefixes(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    found: dict[str, StoredTensor] = {}
+    for name, entry in stored.items():
+        wrapped = WRAPPED.fullmatch(name)
+        wanted = wrapped[1] if wrapped else f"model.{name}" if BARE.fullmatch(name) else name
+        if (other := found.setdefault(wanted, entry)) is not entry:
+            raise ConfigurationError(
+                f"{entry.file} has two tensors for {wanted}: {other.within.name} and {name}"
+            )
+    return found
 
 
 def _respelled(

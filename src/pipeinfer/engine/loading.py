@@ -103,7 +103,8 @@ class LoadedEngine:
 def choose(
     settings: Settings, folder: Path, rank: int = 0, ordinal: int | None = None
 ) -> EngineChoices:
-    """Checks settings and checkpoint against each other without reading weights.
+    """Checks settings and checkpoint against each other; of weights it reads what
+    `check_checkpoint` says.
 
     ordinal: of this rank's GPU on its host, by default `rank`.
     Raises ConfigurationError that names the culprit.
@@ -132,7 +133,8 @@ def choose(
     attention = registry.resolve(settings.attention, device, gpu)
     stored = None
     if config is not None and settings.load_format != "dummy":
-        stored = check_checkpoint(folder, config, shard)
+        config, stored = check_checkpoint(folder, config, shard)
+        outline = replace(outline, own=config)
     return EngineChoices(
         outline=outline,
         foreign=foreign,

@@ -13,6 +13,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +22,9 @@ from pipeinfer.layers.placement import Shard, Source
 from pipeinfer.models.build import ALONE, build_model
 from pipeinfer.models.causal_lm import CausalLM
 from pipeinfer.models.kv_scales import SCALE
+from pipeinfer.models.left_out import COMPARISONS, compare_left_out
 from pipeinfer.models.readahead import ReadAhead
+from pipeinfer.models.stored_head import as_stored, with_both
 from pipeinfer.models.weights import Stored, dtypes, open_weights, read_stored
 from pipeinfer.settings import ConfigurationError
 
@@ -29,36 +32,46 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # bytes of the checkpoint done, bytes in all
 
-# Inputs are scaled as they come, so no scales for them are asked for, nor what is said elsewhere.
+# Inputs are scaled as they come, so no scales for them are asked for, nor what is said elsewhere
+# (left_out.py) or is stored twice (stored_head.py).
 HARMLESS = re.compile(
-    r"\.rotary_emb\.inv_freq$|^lm_head\.weight$|\.input_scale$|\.activation_scale$"
-    rf"|\.weight_shape$|\.g_idx$|{SCALE.pattern}"
+    r"^lm_head\.weight$|\.input_scale$|\.activation_scale$"
+    rf"|{'|'.join(pattern.pattern for pattern in COMPARISONS)}|{SCALE.pattern}"
 )
 WHOLE_NUMBERS = ("I32", "U8")
 
 
-def check_checkpoint(
-    folder: Path, config: ModelConfig, shard: Shard = ALONE
-) -> Mapping[str, Stored]:
-    """What is stored in `folder`, by name.
+class Checkpoint(NamedTuple):
+    """config: as the weights are, see stored_head.py. stored: by name."""
+
+    config: ModelConfig
+    stored: Mapping[str, Stored]
+
+
+def check_checkpoint(folder: Path, config: ModelConfig, shard: Shard = ALONE) -> Checkpoint:
+    """What is stored in `folder`.
 
     Raises ConfigurationError if that would not fill a model of `config`, or if `shard` would cut
-    through what is stored as one. Reads headers only: milliseconds. Tensors that nothing asks for
-    are warned about.
+    through what is stored as one. Reads headers, and small tensors that repeat what is known:
+    milliseconds; only a head that is stored beside the embedding that it is tied to is read whole.
+    Tensors that nothing asks for are warned about.
     """
+    stored = with_both(config, read_stored(folder))
+    config = as_stored(config, stored)
     model = build_model(config, device="meta")
     if config.quantization is not None and shard.size > 1:
         list(build_model(config, shard, device="meta").sources())
-    stored = read_stored(folder)
     asked = set()
     for source in model.sources():
         _stored(source, stored, folder)
         asked.add(source.name)
-    extra = sorted(name for name in stored if name not in asked and not HARMLESS.search(name))
+    unasked = sorted(name for name in stored if name not in asked)
+    compare_left_out(unasked, stored, config)
+    extra = [name for name in unasked if not HARMLESS.search(name)]
     if extra:
         shown = ", ".join(extra[:3]) + (" ..." if len(extra) > 3 else "")
         log.warning("%s: ignoring %d tensors that the model lacks: %s", folder, len(extra), shown)
-    return stored
+    return Checkpoint(config, stored)
 
 
 def load_weights(
@@ -72,7 +85,9 @@ def load_weights(
     `stored`: what `check_checkpoint` gave, else headers are read here. The weights are final then
     (`model.pack`). Raises ConfigurationError as `check_checkpoint` does.
     """
-    _fill(model, folder, progress, read_stored(folder) if stored is None else stored)
+    if stored is None:
+        stored = with_both(model.config, read_stored(folder))
+    _fill(model, folder, progress, stored)
     model.pack()  # no source may be held here: packing gives the plain weights back one by one
 
 
