@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from llguidance import LLExecutor
 
-from pipeinfer.grammars.bounds import GrammarError
+from pipeinfer.grammars.bounds import COSTLY, GrammarError
 from pipeinfer.grammars.compiling import Grammar
 from pipeinfer.grammars.masks import (
     FreeSource,
@@ -33,7 +33,6 @@ from pipeinfer.steps.step import Constrained, MaskRows, Sampled, Step
 MOST_THREADS = 8  # that fill masks: more of them wait for each other
 SLOW = 0.005  # seconds of a step's masks after which it is counted which rows they were of
 EVERY = 16  # masks of a row; then it is counted in any case, because its lexer grows by them
-COSTLY = 1_000  # units of a mask, from which on it is told, and until it was told that it is less
 
 # Of a step of an epoch that is over: nobody wants to know what it gives.
 GONE = RowSource(NoSource("its request is gone"), 0)
